@@ -12,7 +12,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from forgeasync.controller.control import Refused, ask, parse_change
+from forgeasync.controller import Refused, ask, parse_change
 
 
 def main() -> int:

@@ -11,16 +11,15 @@ any other objective policy gradient and distillation add up.
 
 import sys
 
-from forgeasync.launch.forking.client import fork_app
+from forgeasync.launch import fork_app
 
 if __name__ == "__main__":
     fork_app(sys.orig_argv)  # before this process imports its own libraries
 
 from apps.grpo import start
-from forgeasync.config.load import load_config
-from forgeasync.config.run import RunConfig
-from forgeasync.controller.cli import exit_code, parse_arguments, show_plan
-from forgeasync.schema.problems import ConfigError, Problem
+from forgeasync.config import RunConfig, load_config
+from forgeasync.controller import exit_code, parse_arguments, show_plan
+from forgeasync.schema import ConfigError, Problem
 
 
 def require_teacher(config: RunConfig) -> None:

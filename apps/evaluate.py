@@ -23,31 +23,42 @@ from contextlib import asynccontextmanager
 from datetime import datetime
 from pathlib import Path
 
-from forgeasync.actors.endpoint_sampling import EndpointResponses, NoTrajectories
-from forgeasync.actors.environment import agent_roles
-from forgeasync.actors.group_episodes import GroupEpisodes
-from forgeasync.actors.group_sampling import GroupSampler, HeldOutRollout
-from forgeasync.actors.procs import Procs
-from forgeasync.actors.start_environment import start_environment
-from forgeasync.actors.start_generators import start_generators
-from forgeasync.actors.start_scorer import start_scorer
-from forgeasync.config.load import dump_config, load_config
-from forgeasync.controller.cli import config_parser, exit_code
-from forgeasync.controller.evaluation import sample_problems
-from forgeasync.controller.evaluation_report import EvaluationFolder, problem_scores, summary_table
-from forgeasync.controller.evaluation_setup import (
+from forgeasync.actors import (
+    EndpointResponses,
+    GroupEpisodes,
+    GroupSampler,
+    HeldOutRollout,
+    NoTrajectories,
+    Procs,
+    agent_roles,
+    start_environment,
+    start_generators,
+    start_scorer,
+)
+from forgeasync.config import dump_config, load_config
+from forgeasync.controller import (
+    EvaluationFolder,
     LocalModel,
     PreparedEvaluation,
+    config_parser,
+    connect_groups,
+    exit_code,
     find_endpoint,
     prepare_evaluation,
+    problem_scores,
+    run_main,
+    sample_problems,
+    summary_table,
 )
-from forgeasync.controller.starting import connect_groups
-from forgeasync.controller.stopping import run_main
-from forgeasync.environments.sandboxes.build import sandbox_warning
-from forgeasync.observability.console import StepConsole
-from forgeasync.observability.logs import configure_controller_logging, separate_native_output
-from forgeasync.observability.pass_rates import SetSummary, summarize
-from forgeasync.observability.run_dir import RUNS_FOLDER
+from forgeasync.environments import sandbox_warning
+from forgeasync.observability import (
+    RUNS_FOLDER,
+    SetSummary,
+    StepConsole,
+    configure_controller_logging,
+    separate_native_output,
+    summarize,
+)
 
 DEFAULT_CONCURRENCY = 32
 """Responses or episodes that an endpoint is asked for at once."""

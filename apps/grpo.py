@@ -24,55 +24,61 @@ import time
 from collections.abc import Awaitable, Sequence
 from typing import TypeVar
 
-from forgeasync.launch.forking.client import fork_app
+from forgeasync.launch import fork_app
 
 if __name__ == "__main__":
     fork_app(sys.orig_argv)  # before this process imports its own libraries
 
-from forgeasync.actors.generator import CancelledGroup, RefusedGroup
-from forgeasync.actors.group_episodes import GroupEpisodes
-from forgeasync.actors.group_sampling import SampledGroup
-from forgeasync.actors.procs import Procs
-from forgeasync.buffer.decisions import Batch, DropReason, Start
-from forgeasync.buffer.events import Update
-from forgeasync.checkpoint.folders import FINAL
-from forgeasync.config.data import named_sources
-from forgeasync.config.launcher import LocalLauncher
-from forgeasync.config.load import load_config
-from forgeasync.config.run import RunConfig
-from forgeasync.controller.checkpointing import RunCheckpoints
-from forgeasync.controller.cli import add_closing_words, exit_code, parse_arguments, show_plan
-from forgeasync.controller.control import ControlDesk, control_desk
-from forgeasync.controller.evaluation_schedule import EvaluationSchedule, waited_every_steps
-from forgeasync.controller.exporting import export
-from forgeasync.controller.group_endings import GroupEndings, payload_budget
-from forgeasync.controller.host_checks import open_hosts
-from forgeasync.controller.preparation import Prepared, take_up
-from forgeasync.controller.recorder import RunRecorder, StepRecord
-from forgeasync.controller.rehearsing import rehearse
-from forgeasync.controller.rescue import save_newest_weights
-from forgeasync.controller.resume import RunFiles, open_files
-from forgeasync.controller.serving import WeightServing
-from forgeasync.controller.stall_watch import StallWatch
-from forgeasync.controller.starting import Roles, open_procs, start_roles
-from forgeasync.controller.step_clock import Part, StepClock
-from forgeasync.controller.stopping import run_main, telling
-from forgeasync.controller.supervisor import become_supervisor
-from forgeasync.environments.order import sampling_seed, weighted_order
-from forgeasync.environments.sandboxes.build import sandbox_warning
-from forgeasync.faults.storage import StorageFaults
-from forgeasync.observability.console import StepConsole
-from forgeasync.observability.logs import configure_controller_logging, separate_native_output
-from forgeasync.observability.run_log import RunLog
-from forgeasync.observability.summary import closing_lines
-from forgeasync.rollouts.rollout import Group
-from forgeasync.rollouts.score import Score
-from forgeasync.scoring.filtering import GroupFiltering
-from forgeasync.tracing.proc_trace import close_trace, doing, open_trace, started
-from forgeasync.tracing.states import State
-from forgeasync.trainer.advantage_spans import steps_problem
-from forgeasync.trainer.bad_steps import BadStepWatch
-from forgeasync.trainer.batch import assign_rows, split_by_groups, training_items
+from forgeasync.actors import CancelledGroup, GroupEpisodes, Procs, RefusedGroup, SampledGroup
+from forgeasync.buffer import Batch, DropReason, Start, Update
+from forgeasync.checkpoint import FINAL
+from forgeasync.config import LocalLauncher, RunConfig, load_config, named_sources
+from forgeasync.controller import (
+    ControlDesk,
+    EvaluationSchedule,
+    GroupEndings,
+    Part,
+    Prepared,
+    Roles,
+    RunCheckpoints,
+    RunFiles,
+    RunRecorder,
+    StallWatch,
+    StepClock,
+    StepRecord,
+    WeightServing,
+    add_closing_words,
+    become_supervisor,
+    control_desk,
+    exit_code,
+    export,
+    open_files,
+    open_hosts,
+    open_procs,
+    parse_arguments,
+    payload_budget,
+    rehearse,
+    run_main,
+    save_newest_weights,
+    show_plan,
+    start_roles,
+    take_up,
+    telling,
+    waited_every_steps,
+)
+from forgeasync.environments import sampling_seed, sandbox_warning, weighted_order
+from forgeasync.faults import StorageFaults
+from forgeasync.observability import (
+    RunLog,
+    StepConsole,
+    closing_lines,
+    configure_controller_logging,
+    separate_native_output,
+)
+from forgeasync.rollouts import Group, Score
+from forgeasync.scoring import GroupFiltering
+from forgeasync.tracing import State, close_trace, doing, open_trace, started
+from forgeasync.trainer import BadStepWatch, assign_rows, split_by_groups, steps_problem, training_items
 
 T = TypeVar("T")
 

@@ -14,11 +14,9 @@ from pathlib import Path
 
 from safetensors.numpy import save_file
 
-from forgeasync.controller.cli import exit_code
-from forgeasync.models.gguf import GgufModel, read_tokenizer
-from forgeasync.models.hf_folder import use_umask
-from forgeasync.models.tokenizer import save_tokenizer
-from forgeasync.schema.problems import ConfigError, Problem
+from forgeasync.controller import exit_code
+from forgeasync.models import GgufModel, read_tokenizer, save_tokenizer, use_umask
+from forgeasync.schema import ConfigError, Problem
 
 
 def find_in_package(package: str) -> Path:

@@ -21,16 +21,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from forgeasync.config.load import load_config
-from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.run import RunConfig, longest_response, resolve
-from forgeasync.models.config_file import read_model_facts
-from forgeasync.planning.layouts import GPU_GIB
-from forgeasync.planning.split_table import print_plan
-from forgeasync.planning.splits import ProfileOf, plan_splits
-from forgeasync.planning.stated_profile import stated_profile
-from forgeasync.profile.profile_file import read_profile
-from forgeasync.schema.problems import EXIT_REFUSED, ConfigError, Problem
+from forgeasync.config import ModelFacts, RunConfig, load_config, longest_response, resolve
+from forgeasync.models import read_model_facts
+from forgeasync.planning import GPU_GIB, ProfileOf, plan_splits, print_plan, stated_profile
+from forgeasync.profile import read_profile
+from forgeasync.schema import EXIT_REFUSED, ConfigError, Problem
 
 NUM_STEPS = 30
 """Steps that each split is simulated for; the first third is left out of the means."""
@@ -77,8 +72,8 @@ def _positive(text: str) -> int:
 def _measure(arguments: argparse.Namespace) -> int:
     # They import torch and Monarch, which a plan can do without.
     from apps.grpo import GrpoRun
-    from forgeasync.controller.cli import exit_code
-    from forgeasync.profiling.command import profile_config
+    from forgeasync.controller import exit_code
+    from forgeasync.profiling import profile_config
 
     return exit_code(
         lambda: profile_config(load_config(arguments.config, arguments.overrides), arguments.out, GrpoRun)

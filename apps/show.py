@@ -15,14 +15,8 @@ import shutil
 import sys
 from pathlib import Path
 
-from forgeasync.observability.episode_view import (
-    NoEpisodes,
-    episode_lines,
-    find_file,
-    read_episodes,
-    table,
-)
-from forgeasync.schema.problems import EXIT_REFUSED
+from forgeasync.observability import NoEpisodes, episode_lines, find_file, read_episodes, table
+from forgeasync.schema import EXIT_REFUSED
 
 
 def main() -> int:

@@ -15,10 +15,9 @@ import json
 import sys
 from pathlib import Path
 
-from forgeasync.ledger.reading import LedgerUnreadable
-from forgeasync.ledger.report import verify
-from forgeasync.observability.run_dir import RunDir
-from forgeasync.schema.problems import EXIT_REFUSED
+from forgeasync.ledger import LedgerUnreadable, verify
+from forgeasync.observability import RunDir
+from forgeasync.schema import EXIT_REFUSED
 
 
 def main() -> int:

@@ -22,11 +22,17 @@ from pathlib import Path
 
 import msgspec
 
-from forgeasync.schema.problems import EXIT_FAILED, EXIT_REFUSED
-from forgeasync.viewer.perfetto import write_trace
-from forgeasync.viewer.run_reader import DEMO_RUN, NoRun, RunReader
-from forgeasync.viewer.server import PortTaken, serve_until_stopped
-from forgeasync.viewer.status import status_lines, status_of
+from forgeasync.schema import EXIT_FAILED, EXIT_REFUSED
+from forgeasync.viewer import (
+    DEMO_RUN,
+    NoRun,
+    PortTaken,
+    RunReader,
+    serve_until_stopped,
+    status_lines,
+    status_of,
+    write_trace,
+)
 
 DEFAULT_PORT = 8420
 

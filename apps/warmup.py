@@ -18,27 +18,30 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig
 
-from forgeasync.actors.procs import Procs
-from forgeasync.actors.start_trainer import start_trainer
-from forgeasync.algorithms.loss import Loss
-from forgeasync.algorithms.objectives import Supervised
-from forgeasync.config.environments import PlainCalls, PythonTool
-from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.run import RunConfig, WarmupSection
-from forgeasync.config.trainer import BadStepsSection, ParallelSection
-from forgeasync.controller.cli import run_app
-from forgeasync.controller.stopping import run_main
-from forgeasync.environments.order import TaskOrder
-from forgeasync.environments.sources import build_source
-from forgeasync.environments.worked_examples import Example, mixed_examples, tool_example, worked_example
-from forgeasync.models.config_file import read_model_facts
-from forgeasync.models.tokenizer import build_tokenizer, save_tokenizer
-from forgeasync.rollouts.prompts import PromptEncoder
-from forgeasync.rollouts.task import Task
-from forgeasync.rollouts.teacher_prompt import teacher_prompt
-from forgeasync.schema.problems import ConfigError, Problem
-from forgeasync.trainer.packing import TrainingSequence, pack_rows
-from forgeasync.trainer.setup import TrainerSetup
+from forgeasync.actors import Procs, start_trainer
+from forgeasync.algorithms import Loss, Supervised
+from forgeasync.config import (
+    BadStepsSection,
+    ModelFacts,
+    ParallelSection,
+    PlainCalls,
+    PythonTool,
+    RunConfig,
+    WarmupSection,
+)
+from forgeasync.controller import run_app, run_main
+from forgeasync.environments import (
+    Example,
+    TaskOrder,
+    build_source,
+    mixed_examples,
+    tool_example,
+    worked_example,
+)
+from forgeasync.models import build_tokenizer, read_model_facts, save_tokenizer
+from forgeasync.rollouts import PromptEncoder, Task, teacher_prompt
+from forgeasync.schema import ConfigError, Problem
+from forgeasync.trainer import TrainerSetup, TrainingSequence, pack_rows
 
 REPORT_EVERY = 20
 """Steps between two progress lines."""

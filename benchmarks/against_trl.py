@@ -43,13 +43,9 @@ from common import (
 )
 from rich.console import Console
 
-from forgeasync.algorithms.objectives import PpoClip
-from forgeasync.config.data import AnswerPart, ReasoningGymSource
-from forgeasync.config.load import load_config
-from forgeasync.config.run import RunConfig
-from forgeasync.environments.order import TaskOrder
-from forgeasync.environments.reasoning_gym import ReasoningGymProblems
-from forgeasync.environments.sources import build_source
+from forgeasync.algorithms import PpoClip
+from forgeasync.config import AnswerPart, ReasoningGymSource, RunConfig, load_config
+from forgeasync.environments import ReasoningGymProblems, TaskOrder, build_source
 
 CONFIG = REPOSITORY / "configs" / "tiny_moe_cpu.yaml"
 TRL_VENV = REPOSITORY / ".venv-trl"

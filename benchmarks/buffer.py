@@ -25,11 +25,9 @@ from common import REPOSITORY, RESULTS, machine_facts, write_json
 from rich.console import Console
 from rich.table import Table
 
-from forgeasync.actors.buffer import BufferActor
-from forgeasync.actors.procs import Procs
-from forgeasync.actors.start_buffer import start_buffer
-from forgeasync.buffer.replay_buffer import ReplayBuffer
-from forgeasync.config.buffer import (
+from forgeasync.actors import BufferActor, Procs, start_buffer
+from forgeasync.buffer import ReplayBuffer
+from forgeasync.config import (
     AccountingPolicy,
     AccountingSection,
     AgeOf,
@@ -37,18 +35,18 @@ from forgeasync.config.buffer import (
     BufferSection,
     Replacement,
     StaleGroups,
+    load_config,
 )
-from forgeasync.config.load import load_config
-from forgeasync.rollouts.payload_format import PayloadRef
-from forgeasync.rollouts.rollout import (
+from forgeasync.rollouts import (
     FinishReason,
     Group,
     GroupProgress,
+    PayloadRef,
     StoredBranch,
     StoredRollout,
+    Task,
     VersionSpan,
 )
-from forgeasync.rollouts.task import Task
 
 GROUP_SIZE = 8
 MAX_OFF_POLICY_STEPS = 32

@@ -14,20 +14,18 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from forgeasync.buffer.accounting import length_bucket
-from forgeasync.buffer.decisions import DropReason, Start
-from forgeasync.buffer.replay_buffer import ReplayBuffer
-from forgeasync.config.buffer import AccountingSection, BufferSection
-from forgeasync.rollouts.payload_format import PayloadRef
-from forgeasync.rollouts.rollout import (
+from forgeasync.buffer import DropReason, ReplayBuffer, Start, length_bucket
+from forgeasync.config import AccountingSection, BufferSection
+from forgeasync.rollouts import (
     FinishReason,
     Group,
     GroupProgress,
+    PayloadRef,
     StoredBranch,
     StoredRollout,
+    Task,
     VersionSpan,
 )
-from forgeasync.rollouts.task import Task
 
 NOWHERE = PayloadRef(host_id="", file="", payload_id="", offset=0, num_bytes=0, checksum=0)
 

@@ -40,10 +40,9 @@ def serve(pipe: Connection, model: Path, routing: bool, kept_tokens: bool) -> No
 
 
 async def _serve(pipe: Connection, model: Path, routing: bool, kept_tokens: bool) -> None:
-    from forgeasync.config.generator import GeneratorSection, SamplingSection
-    from forgeasync.config.weights import WeightsSection
-    from forgeasync.generator.engine import GeneratorEngine
-    from forgeasync.rollouts.records import Records
+    from forgeasync.config import GeneratorSection, SamplingSection, WeightsSection
+    from forgeasync.generator import GeneratorEngine
+    from forgeasync.rollouts import Records
 
     engine = await GeneratorEngine.start(
         model_path=model,

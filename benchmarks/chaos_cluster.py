@@ -30,7 +30,7 @@ from chaos_run import Run
 from common import RESULTS
 from rich.console import Console
 
-from forgeasync.config.load import load_config
+from forgeasync.config import load_config
 
 HOST_LIMIT_S = 20.0
 """``timeouts.host_s`` of the run."""

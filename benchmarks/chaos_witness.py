@@ -94,7 +94,7 @@ def write(folder: Path, *, num_steps: int) -> Path:
     import yaml
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    from forgeasync.models.tokenizer import build_tokenizer, save_tokenizer
+    from forgeasync.models import build_tokenizer, save_tokenizer
 
     num = num_prompts(num_steps)
     if num > MAX_PROMPTS:

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from forgeasync.generator.engine import GeneratorEngine
+    from forgeasync.generator import GeneratorEngine
 
 NUM_PROMPTS, NUM_SAMPLES = 16, 4
 PROMPT_TOKENS, RESPONSE_TOKENS = 30, 96
@@ -36,10 +36,9 @@ class Round:
 
 async def start_engine(model: Path, in_flight: Path | None) -> "GeneratorEngine":
     """Load a model; tokens in flight are logged in a folder, if one is given."""
-    from forgeasync.config.generator import GeneratorSection
-    from forgeasync.config.weights import WeightsSection
-    from forgeasync.generator.engine import GeneratorEngine
-    from forgeasync.rollouts.records import Records
+    from forgeasync.config import GeneratorSection, WeightsSection
+    from forgeasync.generator import GeneratorEngine
+    from forgeasync.rollouts import Records
 
     return await GeneratorEngine.start(
         model_path=model,
@@ -57,7 +56,7 @@ async def sample_round(engine: "GeneratorEngine", number: int, *, is_named: bool
 
     Rounds of one number are alike; others have prompts of their own, so that the prefix cache has no part.
     """
-    from forgeasync.config.generator import SamplingSection
+    from forgeasync.config import SamplingSection
 
     sampling = SamplingSection(temperature=0.8, top_k=20, top_p=0.9, max_response_tokens=RESPONSE_TOKENS)
     rng = np.random.default_rng(number)

@@ -26,16 +26,18 @@ from rich.console import Console
 from rich.table import Table
 
 import forgeasync as fa
-from forgeasync.actors.environment import agent_roles
-from forgeasync.actors.group_episodes import GroupEpisodes
-from forgeasync.actors.group_sampling import SampledGroup
-from forgeasync.actors.procs import Procs
-from forgeasync.actors.router import GeneratorRouter
-from forgeasync.actors.start_environment import start_environment
-from forgeasync.actors.start_generators import start_generators
-from forgeasync.config.load import load_config
-from forgeasync.controller.stopping import run_main
-from forgeasync.models.config_file import read_model_facts
+from forgeasync.actors import (
+    GeneratorRouter,
+    GroupEpisodes,
+    Procs,
+    SampledGroup,
+    agent_roles,
+    start_environment,
+    start_generators,
+)
+from forgeasync.config import load_config
+from forgeasync.controller import run_main
+from forgeasync.models import read_model_facts
 
 GROUP_SIZE = 8
 CONFIG = Path(__file__).parents[1] / "configs" / "tiny_moe_cpu.yaml"

@@ -42,7 +42,7 @@ DTYPE = torch.bfloat16
 def staging(device: Device, report: Report) -> None:
     """Shards from the device to the host, by the product's own code: pageable against page-locked memory."""
     open_trainer_package(device, report)
-    from forgeasync.weights.device_copies import DeviceCopies, page_lock
+    from forgeasync.weights import DeviceCopies, page_lock
 
     sizes = STAGING[device.kind]
     shards = _make_shards(device, sizes)
@@ -96,8 +96,7 @@ def _are_staged(targets: Sequence[torch.Tensor], shards: Sequence[torch.Tensor])
 
 def _stage(device: Device, report: Report, shards: Sequence[torch.Tensor], num_bytes: int) -> None:
     """Both slots of the trainer's staging buffers, with checksums."""
-    from forgeasync.weights.layout import NamedWeight, lay_out
-    from forgeasync.weights.staging import StagingBuffers
+    from forgeasync.weights import NamedWeight, StagingBuffers, lay_out
 
     weights = [
         NamedWeight(
@@ -317,7 +316,7 @@ CHECKPOINT = {
 def checkpoint_copies(device: Device, report: Report) -> None:
     """The trainer's copies for a checkpoint, alone and beside matrix products."""
     open_trainer_package(device, report)
-    from forgeasync.trainer.host_copies import HostCopies
+    from forgeasync.trainer import HostCopies
 
     sizes = CHECKPOINT[device.kind]
     # Page-locked memory comes in powers of two.

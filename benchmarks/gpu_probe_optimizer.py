@@ -28,10 +28,10 @@ NUM_STEPS, NUM_BEFORE = 6, 3
 def fused_adamw(device: Device, report: Report) -> None:
     """Steps with a checkpoint and a new process's state in between are the steps without."""
     open_trainer_package(device, report)
-    from forgeasync.checkpoint.folders import checkpoint_name
-    from forgeasync.config.trainer import OptimizerSection
-    from forgeasync.trainer.optimizer import build_optimizer
-    from forgeasync.trainer.run_checkpoint import CheckpointWriter, load, training_state
+    from forgeasync.checkpoint import checkpoint_name
+    from forgeasync.config import OptimizerSection
+    from forgeasync.trainer import CheckpointWriter, build_optimizer, training_state
+    from forgeasync.trainer.run_checkpoint import load
 
     sizes = ADAMW[device.kind]
     # Small for layers this wide: a loss that is not finite would equal none.

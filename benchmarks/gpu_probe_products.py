@@ -142,7 +142,7 @@ def kept_logprobs(device: Device, report: Report) -> None:
     A width of 0 keeps the whole vocabulary.
     """
     open_trainer_package(device, report)
-    from forgeasync.trainer.logprobs import chunked_predictions
+    from forgeasync.trainer import chunked_predictions
 
     sizes = LOGPROBS[device.kind]
     hidden = torch.randn(sizes.num_tokens, sizes.dim, dtype=torch.bfloat16, device=device.kind)

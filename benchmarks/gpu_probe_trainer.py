@@ -13,10 +13,8 @@ import torch
 from gpu_probe_common import GB, Device, Report, group_of_one
 
 if TYPE_CHECKING:
-    from forgeasync.config.model_facts import ModelFacts
-    from forgeasync.config.trainer import ActivationCheckpointing
-    from forgeasync.trainer.packing import PackedRow
-    from forgeasync.trainer.policy_trainer import PolicyTrainer
+    from forgeasync.config import ActivationCheckpointing, ModelFacts
+    from forgeasync.trainer import PackedRow, PolicyTrainer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +87,7 @@ BYTES_PER_PARAMETER = 16
 def moe_trainer(device: Device, report: Report) -> None:
     """Replay, activation checkpointing and resume on a small model, then the speed of a large one."""
     # These need TorchTitan: without it there is nothing to try.
-    from forgeasync.models.workarounds.titan_cpu import DEVICE_TYPE
+    from forgeasync.models import DEVICE_TYPE
 
     if device.is_gpu and DEVICE_TYPE == "cuda":
         torch.cuda.set_device(0)
@@ -127,7 +125,7 @@ def _adapt_to_older_torch(report: Report) -> None:
 
 
 def _facts(sizes: ModelSizes) -> "ModelFacts":
-    from forgeasync.config.model_facts import ModelFacts
+    from forgeasync.config import ModelFacts
 
     return ModelFacts(
         model_type="qwen3_moe",
@@ -155,11 +153,9 @@ def _trainer(
     resume_from: Path | None = None,
 ) -> "PolicyTrainer":
     """In bfloat16 on a GPU; the same random weights every time."""
-    from forgeasync.algorithms.loss import Loss
-    from forgeasync.config.model import Dtype
-    from forgeasync.config.trainer import ActivationCheckpointing, OptimizerSection, TrainerSection
-    from forgeasync.trainer.policy_trainer import PolicyTrainer
-    from forgeasync.trainer.setup import TrainerSetup
+    from forgeasync.algorithms import Loss
+    from forgeasync.config import ActivationCheckpointing, Dtype, OptimizerSection, TrainerSection
+    from forgeasync.trainer import PolicyTrainer, TrainerSetup
 
     section = TrainerSection(
         dtype=Dtype.BFLOAT16 if device.is_gpu else Dtype.FLOAT32,
@@ -182,9 +178,8 @@ def _trainer(
 
 def _rows(sizes: ModelSizes) -> list["PackedRow"]:
     """Random sequences with kept sets and recorded experts, a fifth of the tokens without a record."""
-    from forgeasync.rollouts.kept_tokens import KeptTokens
-    from forgeasync.rollouts.routing import NO_RECORD
-    from forgeasync.trainer.packing import TrainingSequence, pack_rows
+    from forgeasync.rollouts import NO_RECORD, KeptTokens
+    from forgeasync.trainer import TrainingSequence, pack_rows
 
     rng = np.random.default_rng(0)
     sequences = []
@@ -215,7 +210,7 @@ def _rows(sizes: ModelSizes) -> list["PackedRow"]:
 
 def _replay(device: Device, report: Report) -> None:
     """A model's own choice of experts, recorded and replayed, changes no bit; random experts do."""
-    from forgeasync.trainer.replay_router import replay_routers
+    from forgeasync.trainer import replay_routers
 
     sizes = SMALL[device.kind]
     trainer, rows = _trainer(device, sizes), _rows(sizes)
@@ -249,7 +244,7 @@ def _replay(device: Device, report: Report) -> None:
 
 def _checkpointing(device: Device, report: Report) -> None:
     """Loss and gradient of a step do not depend on what is computed again in the backward pass."""
-    from forgeasync.config.trainer import ActivationCheckpointing
+    from forgeasync.config import ActivationCheckpointing
 
     sizes = SMALL[device.kind]
     rows = _rows(sizes)
@@ -275,7 +270,7 @@ def _checkpointing(device: Device, report: Report) -> None:
 
 def _resume(device: Device, report: Report) -> None:
     """The step after a checkpoint, by the trainer that wrote it and by one that resumed."""
-    from forgeasync.checkpoint.folders import checkpoint_name
+    from forgeasync.checkpoint import checkpoint_name
 
     sizes = SMALL[device.kind]
     rows, trainer = _rows(sizes), _trainer(device, sizes)
@@ -302,7 +297,7 @@ def _resume(device: Device, report: Report) -> None:
 
 def _speed(device: Device, report: Report) -> None:
     """Whole optimizer steps with full activation checkpointing, after the first."""
-    from forgeasync.config.trainer import ActivationCheckpointing
+    from forgeasync.config import ActivationCheckpointing
 
     gc.collect()
     sizes = LARGE[device.kind]

@@ -40,19 +40,19 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer
 
-from forgeasync.algorithms.loss import Loss
-from forgeasync.config.generator import GeneratorSection, SamplingSection
-from forgeasync.config.model import Dtype
-from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.trainer import OptimizerSection, TrainerSection
-from forgeasync.config.weights import WeightsSection
-from forgeasync.models.config_file import read_model_facts
-from forgeasync.rollouts.kept_tokens import all_kept
-from forgeasync.rollouts.records import Records, check_rollout
-from forgeasync.rollouts.rollout import Rollout
-from forgeasync.trainer.packing import PackedRow, TrainingSequence, pack_rows
-from forgeasync.trainer.policy_trainer import PolicyTrainer
-from forgeasync.trainer.setup import TrainerSetup
+from forgeasync.algorithms import Loss
+from forgeasync.config import (
+    Dtype,
+    GeneratorSection,
+    ModelFacts,
+    OptimizerSection,
+    SamplingSection,
+    TrainerSection,
+    WeightsSection,
+)
+from forgeasync.models import read_model_facts
+from forgeasync.rollouts import Records, Rollout, all_kept, check_rollout
+from forgeasync.trainer import PackedRow, PolicyTrainer, TrainerSetup, TrainingSequence, pack_rows
 
 SAMPLING = SamplingSection(temperature=0.8, top_k=20, top_p=0.9, max_response_tokens=96)
 GROUP_SIZE = 4
@@ -114,7 +114,7 @@ def sample(folder: Path, num_groups: int, sampling: SamplingSection = SAMPLING) 
 
 
 async def _sample(folder: Path, num_groups: int, sampling: SamplingSection) -> list[Rollout]:
-    from forgeasync.generator.engine import GeneratorEngine
+    from forgeasync.generator import GeneratorEngine
 
     records = Records(routing=True, kept_tokens=True)
     engine = await GeneratorEngine.start(

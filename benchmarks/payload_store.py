@@ -35,11 +35,18 @@ from monarch.rdma import RDMABuffer, get_rdma_backend
 from rich.console import Console
 from rich.table import Table
 
-from forgeasync.launch.placement import spawn_role
-from forgeasync.rollouts.payload_format import PayloadRef, measure
-from forgeasync.rollouts.payload_remote import PayloadServer, RemotePayloadReader
-from forgeasync.rollouts.payload_store import PayloadReader, PayloadWriter
-from forgeasync.rollouts.run_folder import SHARED_MEMORY, create_run_folder, remove_run_folder
+from forgeasync.launch import spawn_role
+from forgeasync.rollouts import (
+    SHARED_MEMORY,
+    PayloadReader,
+    PayloadRef,
+    PayloadServer,
+    PayloadWriter,
+    RemotePayloadReader,
+    create_run_folder,
+    measure,
+    remove_run_folder,
+)
 
 NUM_ROLLOUTS = 8
 NUM_TOKENS = 32_768

@@ -20,14 +20,18 @@ from common import REPOSITORY, RESULTS, machine_facts, write_json
 from rich.console import Console
 from rich.table import Table
 
-from forgeasync.algorithms.loss import Loss
-from forgeasync.config.trainer import OptimizerSection, TrainerSection
-from forgeasync.models.config_file import read_model_facts
-from forgeasync.rollouts.kept_tokens import KeptTokens, all_kept
-from forgeasync.trainer.packing import PackedRow, TrainingSequence, pack_rows
-from forgeasync.trainer.policy_trainer import PolicyTrainer
-from forgeasync.trainer.replay_router import replay_routers
-from forgeasync.trainer.setup import TrainerSetup
+from forgeasync.algorithms import Loss
+from forgeasync.config import OptimizerSection, TrainerSection
+from forgeasync.models import read_model_facts
+from forgeasync.rollouts import KeptTokens, all_kept
+from forgeasync.trainer import (
+    PackedRow,
+    PolicyTrainer,
+    TrainerSetup,
+    TrainingSequence,
+    pack_rows,
+    replay_routers,
+)
 
 CONTENDERS = ("off", "routing", "kept sets", "both")
 TOKENS_PER_ROW = 4096

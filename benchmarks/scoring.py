@@ -24,18 +24,20 @@ from rich.table import Table
 from transformers import AutoTokenizer
 
 import forgeasync as fa
-from forgeasync.actors.group_sampling import ResponseGroups, SampledGroup
-from forgeasync.actors.group_scoring import GroupScoring
-from forgeasync.actors.procs import Procs
-from forgeasync.actors.router import GeneratorRouter
-from forgeasync.actors.start_generators import start_generators
-from forgeasync.actors.start_scorer import start_scorer
-from forgeasync.config.data import named_sources
-from forgeasync.config.load import load_config
-from forgeasync.controller.stopping import run_main
-from forgeasync.environments.reward import response_of
-from forgeasync.models.config_file import read_model_facts
-from forgeasync.rollouts.prompts import PromptEncoder
+from forgeasync.actors import (
+    GeneratorRouter,
+    GroupScoring,
+    Procs,
+    ResponseGroups,
+    SampledGroup,
+    start_generators,
+    start_scorer,
+)
+from forgeasync.config import load_config, named_sources
+from forgeasync.controller import run_main
+from forgeasync.environments import response_of
+from forgeasync.models import read_model_facts
+from forgeasync.rollouts import PromptEncoder
 
 CONFIG = Path(__file__).parents[1] / "configs" / "tiny_moe_cpu.yaml"
 GROUP_SIZE = 8

@@ -11,13 +11,12 @@ import time
 
 from common import RESULTS, machine_facts, write_json
 
-from forgeasync.config.buffer import AccountingSection, BufferSection
-from forgeasync.config.run import ScorerSection
-from forgeasync.config.weights import WeightsSection
-from forgeasync.profile.numbers import Distribution, Estimate
-from forgeasync.profile.profile import (
+from forgeasync.config import AccountingSection, BufferSection, ScorerSection, WeightsSection
+from forgeasync.profile import (
     Cores,
     DecodePoint,
+    Distribution,
+    Estimate,
     Hardware,
     Lengths,
     Origin,
@@ -26,8 +25,7 @@ from forgeasync.profile.profile import (
     TrainPoint,
     WeightTimes,
 )
-from forgeasync.simulation.run import simulate
-from forgeasync.simulation.shape import SimulatedRun
+from forgeasync.simulation import SimulatedRun, simulate
 
 QUANTILES = (100.0, 2e3, 4e3, 6e3, 9e3, 12e3, 16e3, 20e3, 25e3, 30e3)
 

@@ -24,15 +24,11 @@ from rich.console import Console
 from rich.table import Table
 from simulation_validation import QUIET, Figures, measured, start_app
 
-from forgeasync.config.load import load_config
-from forgeasync.config.run import resolve
-from forgeasync.models.config_file import read_model_facts
-from forgeasync.profile.numbers import Distribution
-from forgeasync.profile.profile import Profile
-from forgeasync.profile.profile_file import read_profile
-from forgeasync.scoring.reward_pool import CALLS_SIDE_BY_SIDE
-from forgeasync.simulation.shape import SimulatedRun, of_config
-from forgeasync.simulation.what_if import what_if
+from forgeasync.config import load_config, resolve
+from forgeasync.models import read_model_facts
+from forgeasync.profile import Distribution, Profile, read_profile
+from forgeasync.scoring import CALLS_SIDE_BY_SIDE
+from forgeasync.simulation import SimulatedRun, of_config, what_if
 
 CONFIG = REPOSITORY / "configs" / "tiny_moe_cpu.yaml"
 

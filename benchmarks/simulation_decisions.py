@@ -19,14 +19,11 @@ from rich.console import Console
 from rich.table import Table
 from simulation_validation import QUIET, measured, start_app
 
-from forgeasync.config.load import load_config
-from forgeasync.config.run import resolve
-from forgeasync.models.config_file import read_model_facts
-from forgeasync.planning.layouts import GPU_GIB
-from forgeasync.planning.splits import Split, SplitPlan, plan_splits
-from forgeasync.profile.profile import Profile
-from forgeasync.profile.profile_file import read_profile
-from forgeasync.simulation.shape import of_config
+from forgeasync.config import load_config, resolve
+from forgeasync.models import read_model_facts
+from forgeasync.planning import GPU_GIB, Split, SplitPlan, plan_splits
+from forgeasync.profile import Profile, read_profile
+from forgeasync.simulation import of_config
 
 
 def plan(config: Path, settings: list[str], profile: Profile, *, num_procs: int, num_steps: int) -> SplitPlan:

@@ -33,14 +33,11 @@ from machine_speed import work_s
 from rich.console import Console
 from rich.table import Table
 
-from forgeasync.config.load import load_config
-from forgeasync.config.run import resolve
-from forgeasync.models.config_file import read_model_facts
-from forgeasync.prediction.measured import MeasuredWindow
-from forgeasync.profile.profile import Profile
-from forgeasync.profile.profile_file import read_profile
-from forgeasync.simulation.run import simulate_seeds
-from forgeasync.simulation.shape import SimulatedRun, of_config
+from forgeasync.config import load_config, resolve
+from forgeasync.models import read_model_facts
+from forgeasync.prediction import MeasuredWindow
+from forgeasync.profile import Profile, read_profile
+from forgeasync.simulation import SimulatedRun, of_config, simulate_seeds
 
 CASES: dict[str, tuple[str, ...]] = {
     "synchronous": ("max_off_policy_steps=0",),

@@ -29,14 +29,10 @@ from mismatch import MAX_CONTEXT, make_sequences, make_trainer, sample
 from rich.console import Console
 from rich.table import Table
 
-from forgeasync.config.generator import GeneratorSection, SamplingSection
-from forgeasync.config.model import Dtype
-from forgeasync.config.weights import WeightsSection
-from forgeasync.models.config_file import read_model_facts
-from forgeasync.rollouts.records import Records
-from forgeasync.rollouts.rollout import Rollout
-from forgeasync.rollouts.teacher_record import TeacherRecord
-from forgeasync.trainer.packing import pack_row
+from forgeasync.config import Dtype, GeneratorSection, SamplingSection, WeightsSection
+from forgeasync.models import read_model_facts
+from forgeasync.rollouts import Records, Rollout, TeacherRecord
+from forgeasync.trainer import pack_row
 
 SAMPLINGS = {
     "1": SamplingSection(temperature=1.0, max_response_tokens=80),
@@ -71,8 +67,7 @@ def score(folder: Path, rollouts: Sequence[Rollout], dtype: Dtype) -> list[Teach
 
 
 async def _score(folder: Path, rollouts: Sequence[Rollout], dtype: Dtype) -> list[TeacherRecord]:
-    from forgeasync.generator.engine import GeneratorEngine
-    from forgeasync.generator.token_scores import score_tokens
+    from forgeasync.generator import GeneratorEngine, score_tokens
 
     engine = await GeneratorEngine.start(
         model_path=folder,

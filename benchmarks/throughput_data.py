@@ -11,7 +11,7 @@ from buffer_simulation import LengthModel
 from common import REPOSITORY
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from forgeasync.trainer.packing import TrainingSequence
+from forgeasync.trainer import TrainingSequence
 
 RECORDED = REPOSITORY / "benchmarks" / "data" / "tiny_moe_lengths.json"
 LONG_TAIL = LengthModel(median=32.0, sigma=1.2, shortest=8, longest=512)

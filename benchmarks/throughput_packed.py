@@ -11,13 +11,10 @@ import torch
 import torch.distributed as dist
 from throughput_data import BETAS, CLIP_HIGH, CLIP_LOW, EPS, LEARNING_RATE, MAX_GRAD_NORM
 
-from forgeasync.algorithms.loss import Loss
-from forgeasync.algorithms.objectives import PpoClip
-from forgeasync.config.trainer import OptimizerSection, ParallelSection, TrainerSection
-from forgeasync.models.config_file import read_model_facts
-from forgeasync.trainer.packing import TrainingSequence, pack_rows
-from forgeasync.trainer.policy_trainer import PolicyTrainer
-from forgeasync.trainer.setup import TrainerSetup
+from forgeasync.algorithms import Loss, PpoClip
+from forgeasync.config import OptimizerSection, ParallelSection, TrainerSection
+from forgeasync.models import read_model_facts
+from forgeasync.trainer import PolicyTrainer, TrainerSetup, TrainingSequence, pack_rows
 
 
 class PackedTrainer:

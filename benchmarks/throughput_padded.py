@@ -15,7 +15,7 @@ from throughput_data import BETAS, CLIP_HIGH, CLIP_LOW, EPS, LEARNING_RATE, MAX_
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
-from forgeasync.trainer.packing import TrainingSequence
+from forgeasync.trainer import TrainingSequence
 
 
 class PaddedTrainer:

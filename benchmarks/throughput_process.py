@@ -14,8 +14,8 @@ from typing import Protocol
 import psutil
 import torch
 
-from forgeasync.config.trainer import ParallelSection
-from forgeasync.trainer.packing import TrainingSequence
+from forgeasync.config import ParallelSection
+from forgeasync.trainer import TrainingSequence
 
 PADDED, PADDED_SORTED = "padded", "padded, sorted"
 PACKED, PACKED_COMPILED = "packed", "packed, compiled"

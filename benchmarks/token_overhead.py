@@ -21,15 +21,12 @@ from common import REPOSITORY, RESULTS, machine_facts, write_json
 from replay_overhead import TOKENS_PER_ROW, make_rows, own_choices
 from tokenizers import Tokenizer
 
-from forgeasync.algorithms.loss import Loss
-from forgeasync.config.trainer import OptimizerSection, TrainerSection
-from forgeasync.models.config_file import read_model_facts
-from forgeasync.observability.token_lines import TokenLines
-from forgeasync.rollouts.token_pieces import TokenPieces
-from forgeasync.rollouts.token_values import BranchKey, RolloutKey
-from forgeasync.trainer.packing import PackedRow, PlacedSource, Source
-from forgeasync.trainer.policy_trainer import PolicyTrainer
-from forgeasync.trainer.setup import TrainerSetup
+from forgeasync.algorithms import Loss
+from forgeasync.config import OptimizerSection, TrainerSection
+from forgeasync.models import read_model_facts
+from forgeasync.observability import TokenLines
+from forgeasync.rollouts import BranchKey, RolloutKey, TokenPieces
+from forgeasync.trainer import PackedRow, PlacedSource, PolicyTrainer, Source, TrainerSetup
 
 NUM_RECORDED = 4
 NUM_PROMPT_TOKENS = 30

@@ -18,8 +18,7 @@ from common import REPOSITORY, RESULTS, machine_facts, write_json
 from engine_rounds import order_of, print_ratio, sample_round, start_engine
 from rich.console import Console
 
-from forgeasync.tracing import proc_trace
-from forgeasync.tracing.states import State
+from forgeasync.tracing import State, proc_trace
 
 
 class Timed(proc_trace.ProcTrace):

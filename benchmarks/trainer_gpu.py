@@ -26,14 +26,10 @@ from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen3MoeConfig
 
-from forgeasync.algorithms.loss import Loss
-from forgeasync.config.model import Dtype
-from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.trainer import ActivationCheckpointing, OptimizerSection, TrainerSection
-from forgeasync.models.config_file import read_model_facts
-from forgeasync.trainer.packing import PackedRow, TrainingSequence, pack_rows
-from forgeasync.trainer.policy_trainer import PolicyTrainer
-from forgeasync.trainer.setup import TrainerSetup
+from forgeasync.algorithms import Loss
+from forgeasync.config import ActivationCheckpointing, Dtype, ModelFacts, OptimizerSection, TrainerSection
+from forgeasync.models import read_model_facts
+from forgeasync.trainer import PackedRow, PolicyTrainer, TrainerSetup, TrainingSequence, pack_rows
 
 RESPONSES = LengthModel(median=512.0, sigma=1.0, shortest=64, longest=4096)
 PROMPT_TOKENS = 256

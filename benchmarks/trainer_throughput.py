@@ -39,7 +39,7 @@ from throughput_process import (
     Work,
 )
 
-from forgeasync.trainer.packing import TrainingSequence
+from forgeasync.trainer import TrainingSequence
 
 MICRO_BATCHES = (4, 8, 16, 32)
 ROW_TOKENS = (2048, 4096, 8192)

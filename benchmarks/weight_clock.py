@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutputs
 
-    from forgeasync.generator.workarounds.inprocess_client import InProcessAsyncClient
+    from forgeasync.generator import InProcessAsyncClient
 
 
 class StepClock:

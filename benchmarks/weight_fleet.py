@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +18,13 @@ from common import write_json
 from weight_models import MAX_CONTEXT, SIZES, ModelSize, sync_config, write_model
 from weight_probe import Change, ProbedGenerator, ProbedTrainer, Update
 
-from forgeasync.actors import start_generators, start_trainer
-from forgeasync.actors.procs import Procs
-from forgeasync.actors.trainer_mesh import TrainerMesh
-from forgeasync.algorithms.loss import Loss
-from forgeasync.config.model import Dtype
-from forgeasync.config.run import RunConfig
-from forgeasync.config.weights import Interruption
-from forgeasync.launch.jobs import HostRole
-from forgeasync.models.config_file import read_model_facts
-from forgeasync.trainer.packing import PackedRow, TrainingSequence, pack_row
-from forgeasync.trainer.setup import TrainerSetup
-from forgeasync.weights.layout import TORCH_DTYPES
-from forgeasync.weights.ledger import NUM_SLOTS
-from forgeasync.weights.manifest import Manifest
-from forgeasync.weights.transports.build import build_transport
+from forgeasync.actors import Procs, TrainerMesh, start_generators, start_trainer
+from forgeasync.algorithms import Loss
+from forgeasync.config import Dtype, Interruption, RunConfig
+from forgeasync.launch import HostRole
+from forgeasync.models import read_model_facts
+from forgeasync.trainer import PackedRow, TrainerSetup, TrainingSequence, pack_row
+from forgeasync.weights import NUM_SLOTS, TORCH_DTYPES, Manifest, build_transport
 
 TRANSPORTS = ("shared_memory", "rdma", "torchstore")
 
@@ -65,10 +58,10 @@ class Bench:
     async def start(self, folder: Path) -> None:
         """Spawn everything, connect every transport, begin to decode."""
         # The fleet is to spawn actors that time themselves.
-        start_trainer.TrainerActor = ProbedTrainer
-        start_generators.GeneratorActor = ProbedGenerator
+        import_module("forgeasync.actors.start_trainer").TrainerActor = ProbedTrainer
+        import_module("forgeasync.actors.start_generators").GeneratorActor = ProbedGenerator
         config, facts, fleet = self._config, read_model_facts(str(folder)), self._fleet
-        generators = await start_generators.start_generators(fleet, config, facts, folder)
+        generators = await start_generators(fleet, config, facts, folder)
         self._generator = generators.pool.replicas[0].actor
         setup = TrainerSetup(
             section=config.trainer,
@@ -78,7 +71,7 @@ class Bench:
             seed=0,
             checkpoint=folder,
         )
-        self._trainer: TrainerMesh = await start_trainer.start_trainer(fleet, setup, config.timeouts)
+        self._trainer: TrainerMesh = await start_trainer(fleet, setup, config.timeouts)
         for choice in TRANSPORTS:
             await build_transport(choice).start(fleet.spawn_here)
         layout = await self._trainer.lay_out_weights(config.generator.dtype)

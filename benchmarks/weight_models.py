@@ -7,15 +7,22 @@ from pathlib import Path
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from forgeasync.config.algorithm import AlgorithmSection
-from forgeasync.config.buffer import PayloadSection
-from forgeasync.config.data import DataSection, ReasoningGymSource
-from forgeasync.config.evaluation import EvaluationSection
-from forgeasync.config.generator import GeneratorSection, SamplingSection
-from forgeasync.config.model import Dtype, ModelSection
-from forgeasync.config.run import RunConfig
-from forgeasync.config.trainer import OptimizerSection, ParallelSection, TrainerSection
-from forgeasync.models.tokenizer import build_tokenizer, save_tokenizer
+from forgeasync.config import (
+    AlgorithmSection,
+    DataSection,
+    Dtype,
+    EvaluationSection,
+    GeneratorSection,
+    ModelSection,
+    OptimizerSection,
+    ParallelSection,
+    PayloadSection,
+    ReasoningGymSource,
+    RunConfig,
+    SamplingSection,
+    TrainerSection,
+)
+from forgeasync.models import build_tokenizer, save_tokenizer
 
 MAX_CONTEXT = 1024
 

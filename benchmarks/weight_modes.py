@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from weight_clock import StepClock
 
-from forgeasync.config.weights import Interruption, KvAfterSwap
-from forgeasync.weights.manifest import Manifest
+from forgeasync.config import Interruption, KvAfterSwap
+from forgeasync.weights import Manifest
 
 if TYPE_CHECKING:
-    from forgeasync.generator.engine import GeneratorEngine
-    from forgeasync.generator.weight_receiver import WeightReceiver
+    from forgeasync.generator import GeneratorEngine, WeightReceiver
 
 MEAN_LENGTH, LONG_LENGTH = 32, 320
 PROMPT = [3, 4, 5, 6, 7, 8, 9, 10]
@@ -62,7 +61,7 @@ class Streams:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        from forgeasync.generator.interruption import GROUP_ARGUMENT
+        from forgeasync.generator import GROUP_ARGUMENT
 
         params = SamplingParams(
             max_tokens=num_tokens,
@@ -99,8 +98,7 @@ async def run_mode(
     num_sequences: int,
 ) -> ModeRun:
     """One update under a mode, which stays the engine's."""
-    from forgeasync.generator.interruption import interruption_policy
-    from forgeasync.generator.updates import WeightUpdates
+    from forgeasync.generator import WeightUpdates, interruption_policy
 
     policy = interruption_policy(mode, client=engine._client, gate=engine._gate)
     engine._updates = WeightUpdates(engine._client, engine._groups, policy, KvAfterSwap.KEEP)

@@ -20,15 +20,17 @@ from torch.distributed.tensor import DTensor
 from weight_clock import StepClock
 from weight_modes import PROMPT, ModeRun, Streams, run_mode
 
-from forgeasync.actors.generator import GeneratorActor
-from forgeasync.actors.trainer import TrainerActor
-from forgeasync.config.weights import Interruption, WeightsSection
-from forgeasync.generator.reports import SwapReport
-from forgeasync.weights.fetcher import FetchReport
-from forgeasync.weights.layout import WeightLayout
-from forgeasync.weights.manifest import Manifest
-from forgeasync.weights.transports.build import build_transport, connect_transports
-from forgeasync.weights.transports.transport import StagingSource
+from forgeasync.actors import GeneratorActor, TrainerActor
+from forgeasync.config import Interruption, WeightsSection
+from forgeasync.generator import SwapReport
+from forgeasync.weights import (
+    FetchReport,
+    Manifest,
+    StagingSource,
+    WeightLayout,
+    build_transport,
+    connect_transports,
+)
 
 MAX_ELEMENTS = 128 * 2**20
 """Size limit of the buffers behind a reference copy; longer copies use them several times."""
@@ -144,8 +146,7 @@ class ProbedGenerator(GeneratorActor):
         choices: Sequence[str],
     ) -> None:
         """Plan once, for all transports: workers know one receive buffer. ``sources`` are by rank."""
-        from forgeasync.generator.host_memory import HostMemory
-        from forgeasync.generator.weight_receiver import WeightReceiver
+        from forgeasync.generator import HostMemory, WeightReceiver
 
         self._layout = layout
         self._transports = {
@@ -170,8 +171,8 @@ class ProbedGenerator(GeneratorActor):
     @concurrent_endpoint
     async def forget(self, choice: str, is_delta: bool) -> None:
         """Start anew with nothing fetched by this transport; before its first ``update``."""
-        from forgeasync.generator.weight_receiver import WeightReceiver
-        from forgeasync.weights.fetcher import WeightFetcher
+        from forgeasync.generator import WeightReceiver
+        from forgeasync.weights import WeightFetcher
 
         known = self._first_receiver._fetcher
         fetcher = WeightFetcher(

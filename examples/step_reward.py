@@ -13,7 +13,7 @@ nine digits are read from it.
 import re
 
 import forgeasync as fa
-from forgeasync.environments.worked_examples import ANSWER_PREFIX, worked_example
+from forgeasync.environments import ANSWER_PREFIX, worked_example
 
 MAX_STEPS = 64
 """More than any problem has; steps behind them have no reward of their own."""

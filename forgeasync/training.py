@@ -15,13 +15,10 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from forgeasync.checkpoint.folders import FINAL
-from forgeasync.config.load import dump_config, load_config
-from forgeasync.config.run import RunConfig
-from forgeasync.observability.run_dir import RunDir, default_run_dir
-from forgeasync.schema.problems import EXIT_REFUSED, ConfigError, Problem
-from forgeasync.schema.python_code import code_of, section_of
-from forgeasync.schema.section import Section
+from forgeasync.checkpoint import FINAL
+from forgeasync.config import RunConfig, dump_config, load_config
+from forgeasync.observability import RunDir, default_run_dir
+from forgeasync.schema import EXIT_REFUSED, ConfigError, Problem, Section, code_of, section_of
 
 Overrides = Mapping[str, object] | Sequence[str]
 """``{"max_steps": 20, "algorithm.objective": PpoClip(clip_high=0.3)}``, or ``["max_steps=20"]`` as on the

@@ -7,7 +7,7 @@ from collections.abc import Generator, Iterator
 import pytest
 from hypothesis import settings
 
-from forgeasync.faults.run_mark import RUN_MARK
+from forgeasync.faults import RUN_MARK
 from tests.support import tiers
 
 # On a busy machine any example may take long: tests judge behaviour, not time.

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from forgeasync.config.load import load_config
-from forgeasync.environments.order import weighted_order
-from forgeasync.environments.sources import build_source
+from forgeasync.config import load_config
+from forgeasync.environments import build_source, weighted_order
 from tests.support.app_runs import REPOSITORY
 
 WITHOUT_OUR_PACKAGES = {"trl_side"}

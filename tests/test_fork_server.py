@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from forgeasync.rollouts.run_folder import is_running
+from forgeasync.rollouts import is_running
 from tests.support.fork_server import ForkServer, ProcessFailed
 
 CALLS: list[str] = []

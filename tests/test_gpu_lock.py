@@ -9,8 +9,8 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from forgeasync.config.load import load_config
-from forgeasync.weights.transports.build import check_transport
+from forgeasync.config import load_config
+from forgeasync.weights import check_transport
 from tests.support.config_samples import CONFIGS
 from tests.support.processes import run_apart
 

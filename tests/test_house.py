@@ -1,6 +1,11 @@
-"""The house is as docs/architecture.md draws it: which room imports which, and how large a file may be."""
+"""The house is as docs/architecture.md draws it: who imports whom, through fronts, and how long files are.
+
+A room's front is its ``__init__``, and ``__init__.pyi`` lists its names. A module behind a front can move
+without an edit in other rooms and in tests.
+"""
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
@@ -9,6 +14,14 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 MAX_LINES = 700
+
+MAX_DEEP_IMPORTS = 111
+"""Imports past a front, in tests, benchmarks and examples: they patch a module or use a private name. Lower
+this number when you remove one; never raise it."""
+
+MAX_NAMES_FOR_TESTS = 611
+"""Names that only tests import from a front. Lower this number when you remove one; never raise it: test what
+other rooms can see."""
 
 _ROW = re.compile(
     r"^\| `(?P<room>apps|forgeasync/[\w.]+)/?` \| [^|]+ \| (?P<imports>[^|]*) \|$", re.MULTILINE
@@ -89,3 +102,102 @@ def test_no_file_is_too_long_for_one_sitting() -> None:
         for file in sources()
     }
     assert not {name: length for name, length in lengths.items() if length > MAX_LINES}
+
+
+def rooms() -> set[str]:
+    """Folders of forgeasync/ that have a front."""
+    return {file.parent.name for file in (REPOSITORY / "forgeasync").glob("*/__init__.pyi")}
+
+
+def imports_of_rooms(file: Path) -> Iterator[tuple[str, str, str]]:
+    """The names that a file imports from other rooms: room, module behind the front or "", name."""
+    parts = file.relative_to(REPOSITORY).with_suffix("").parts
+    own = room_of(parts) if parts[0] == "forgeasync" else ""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module is not None and node.level == 0:
+            package, _, rest = node.module.partition(".")
+            room, _, module = rest.partition(".")
+            if package == "forgeasync" and room in rooms() and room != own:
+                yield from ((room, module, one.name) for one in node.names)
+        elif isinstance(node, ast.Import):
+            for one in node.names:
+                package, room, module = [*one.name.split(".", 2), "", ""][:3]
+                if package == "forgeasync" and module and room != own:
+                    yield room, module, ""
+
+
+def past_the_front(file: Path) -> Iterator[str]:
+    """What a file imports from behind a front, but for workarounds of packages, which apply on import."""
+    for room, module, name in imports_of_rooms(file):
+        is_module = not module and name not in front(room)
+        if (module or is_module) and not module.startswith("workarounds"):
+            yield f"{file.relative_to(REPOSITORY)}: {room}.{module or name}"
+
+
+_BY_ROOMS, _BY_TESTS = "by rooms", "by tests"
+
+
+@functools.cache
+def front(room: str) -> dict[str, tuple[str, str]]:
+    """Each name of a front, with its module, and who imports it."""
+    text = (REPOSITORY / "forgeasync" / room / "__init__.pyi").read_text(encoding="utf-8")
+    first, _, second = text.partition("# Only tests import these.")
+    names = {}
+    for block, users in ((first, _BY_ROOMS), (second, _BY_TESTS)):
+        imported_names = re.findall(r"^from \.([\w.]+) import (\w+) as \2$", block, re.MULTILINE)
+        names |= {name: (module, users) for module, name in imported_names}
+        names |= {name: ("__init__", users) for name in re.findall(r"^(\w+): ", block, re.MULTILINE)}
+    return names
+
+
+def files_of(*folders: str) -> Iterator[Path]:
+    for folder in folders:
+        yield from (REPOSITORY / folder).rglob("*.py")
+
+
+def test_rooms_import_fronts_alone() -> None:
+    assert not [found for file in sources() for found in past_the_front(file)]
+
+
+def test_tests_import_fronts_but_for_what_is_left() -> None:
+    found = [one for file in files_of("tests", "benchmarks", "examples") for one in past_the_front(file)]
+    assert len(found) <= MAX_DEEP_IMPORTS, "\n".join(found)
+
+
+def test_fronts_list_what_others_import() -> None:
+    wanted = {
+        (room, name)
+        for file in files_of("forgeasync", "apps", "benchmarks", "examples")
+        for room, module, name in imports_of_rooms(file)
+        if not module and name in front(room)
+    }
+    public = (REPOSITORY / "forgeasync" / "__init__.pyi").read_text(encoding="utf-8")
+    wanted |= set(re.findall(r"^from \.(\w+) import (\w+) as", public, re.MULTILINE))
+    listed = {(room, name, users) for room in rooms() for name, (_, users) in front(room).items()}
+    assert {(room, name) for room, name, users in listed if users == _BY_ROOMS} == {
+        (room, name) for room, name in wanted if room in rooms()
+    }
+    assert sum(users == _BY_TESTS for *_, users in listed) <= MAX_NAMES_FOR_TESTS
+
+
+def test_names_of_fronts_are_defined_where_they_say() -> None:
+    for room in rooms():
+        for name, (module, _) in front(room).items():
+            path = REPOSITORY.joinpath("forgeasync", room, *module.split("."))
+            file = path.with_suffix(".py") if path.with_suffix(".py").exists() else path / "__init__.py"
+            assert name in defined(ast.parse(file.read_text(encoding="utf-8"))), f"{room}: {name}"
+
+
+def defined(tree: ast.Module) -> set[str]:
+    """Names that a module defines, or takes from other packages."""
+    definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    found = {node.name for node in tree.body if isinstance(node, definitions)}
+    found |= {
+        node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    }
+    return found | {
+        one.asname or one.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for one in node.names
+    }

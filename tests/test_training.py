@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import forgeasync as fa
-from forgeasync.algorithms.objectives import PythonObjective
-from forgeasync.schema.problems import ConfigError
+from forgeasync.algorithms import PythonObjective
+from forgeasync.schema import ConfigError
 from forgeasync.training import _write_config
 from tests.support.config_samples import CONFIGS
 

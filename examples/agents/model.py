@@ -22,17 +22,9 @@ from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCau
 
 from examples.agents.repositories import repositories
 from examples.agents.stock import ITEMS, NUM_SHELVES, num_in_stock, question
-from forgeasync.config.coding import HOW_TO_WORK
-from forgeasync.config.games import GuessNumber
-from forgeasync.config.mcp import StdioServer
-from forgeasync.config.sandbox import Bubblewrap
-from forgeasync.environments.coding.workbench import Workbench
-from forgeasync.environments.games.problems import build_game
-from forgeasync.environments.mcp_servers.tools import McpTools
-from forgeasync.environments.messages import Message, ToolSpec
-from forgeasync.environments.rendering.forms import tool_forms
-from forgeasync.environments.sandboxes.sandbox import Sandbox
-from forgeasync.models.tokenizer import save_tokenizer
+from forgeasync.config import HOW_TO_WORK, Bubblewrap, GuessNumber, StdioServer
+from forgeasync.environments import McpTools, Message, Sandbox, ToolSpec, Workbench, build_game, tool_forms
+from forgeasync.models import save_tokenizer
 
 START, END, PADDING = "<|im_start|>", "<|im_end|>", "<pad>"
 VOCABULARY_SIZE = 1024

@@ -12,20 +12,13 @@ from pathlib import Path
 
 from monarch.actor import Actor, concurrent_endpoint, current_rank
 
-from forgeasync.buffer.decisions import Batch, BufferSnapshot, Committed, DropReason, Start
-from forgeasync.buffer.events import Update
-from forgeasync.buffer.replay_buffer import ReplayBuffer
-from forgeasync.config.run import RunConfig
-from forgeasync.faults.appended_file import Refusal
-from forgeasync.ledger.journaled_buffer import open_buffer
-from forgeasync.ledger.lines import CheckpointedBuffer, ResumedBuffer
-from forgeasync.observability.logs import redirect_process_output
-from forgeasync.rollouts.kept_groups import KeptGroup
-from forgeasync.rollouts.rollout import Group, GroupProgress
-from forgeasync.rollouts.score import Score
-from forgeasync.rollouts.task import Task
-from forgeasync.tracing.proc_trace import doing, open_trace, span, started
-from forgeasync.tracing.states import State
+from forgeasync.buffer import Batch, BufferSnapshot, Committed, DropReason, ReplayBuffer, Start, Update
+from forgeasync.config import RunConfig
+from forgeasync.faults import Refusal
+from forgeasync.ledger import CheckpointedBuffer, ResumedBuffer, open_buffer
+from forgeasync.observability import redirect_process_output
+from forgeasync.rollouts import Group, GroupProgress, KeptGroup, Score, Task
+from forgeasync.tracing import State, doing, open_trace, span, started
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

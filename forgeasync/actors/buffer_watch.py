@@ -12,8 +12,8 @@ import psutil
 from forgeasync.actors.deaths import ActorDied
 from forgeasync.actors.evidence import evidence_here
 from forgeasync.actors.watched_process import Heartbeat, is_running
-from forgeasync.faults.fault_log import FaultLog, Role
-from forgeasync.launch.kill_tree import kill_with_children
+from forgeasync.faults import FaultLog, Role
+from forgeasync.launch import kill_with_children
 
 LOOK_S = 0.5
 """Seconds between two looks at the process."""

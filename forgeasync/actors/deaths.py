@@ -14,7 +14,7 @@ from pathlib import Path
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import ActorError
 
-from forgeasync.launch.hosts import Host
+from forgeasync.launch import Host
 from forgeasync.waiting import DeadlineExceeded, deadline
 
 REPORT_S = 15.0

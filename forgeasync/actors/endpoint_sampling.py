@@ -7,17 +7,18 @@ from typing import TypeVar
 from forgeasync.actors.generator import CancelledGroup, EndedEpisode, RefusedGroup
 from forgeasync.actors.group_sampling import HeldOutRollout, SampledGroup
 from forgeasync.actors.group_scoring import GroupScoring, Unscored
-from forgeasync.config.generator import SamplingSection
-from forgeasync.environments.endpoint import EndpointModel
-from forgeasync.environments.endpoint_agent import EndpointAgent, open_client
-from forgeasync.environments.environment import ContextFull, EpisodeInterrupted
-from forgeasync.environments.episode_record import response_record
-from forgeasync.environments.messages import Message
-from forgeasync.environments.reward import Response
-from forgeasync.rollouts.rollout import StoredRollout
-from forgeasync.rollouts.score import Score
-from forgeasync.rollouts.task import Task
-from forgeasync.rollouts.trajectory import EpisodeId
+from forgeasync.config import SamplingSection
+from forgeasync.environments import (
+    ContextFull,
+    EndpointAgent,
+    EndpointModel,
+    EpisodeInterrupted,
+    Message,
+    Response,
+    open_client,
+    response_record,
+)
+from forgeasync.rollouts import EpisodeId, Score, StoredRollout, Task
 
 T = TypeVar("T")
 

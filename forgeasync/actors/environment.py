@@ -15,31 +15,35 @@ from monarch.actor import Actor, concurrent_endpoint
 
 from forgeasync.actors.episode_turns import EpisodeRequest, EpisodeTurns, GroupMove, KnownLosses
 from forgeasync.actors.generator import CancelledGroup, GeneratorActor
-from forgeasync.config.agents import AgentSection
-from forgeasync.config.data import DataSection
-from forgeasync.config.environments import EnvironmentSection, environment_name
-from forgeasync.config.episodes import EpisodesSection
-from forgeasync.config.generator import SamplingSection
-from forgeasync.config.run import TimeoutSection
-from forgeasync.config.sandbox import SandboxSection
-from forgeasync.environments.agent import EpisodeAgent, TurnLimits
-from forgeasync.environments.endpoint import EndpointModel
-from forgeasync.environments.environment import EpisodeInterrupted
-from forgeasync.environments.episodes import (
+from forgeasync.config import (
+    AgentSection,
+    DataSection,
+    EnvironmentSection,
+    EpisodesSection,
+    SamplingSection,
+    SandboxSection,
+    TimeoutSection,
+    environment_name,
+)
+from forgeasync.environments import (
+    AgentRole,
+    EndpointModel,
     EndpointTurns,
+    EpisodeAgent,
     EpisodeCancelled,
+    EpisodeInterrupted,
     Episodes,
     SampleEpisodeTurn,
+    ServingReport,
+    ServingSetup,
+    TurnLimits,
+    UntrainedSample,
+    UntrainedTurns,
+    mark_this_process,
 )
-from forgeasync.environments.participant import AgentRole
-from forgeasync.environments.served.address import ServingSetup
-from forgeasync.environments.served.counts import ServingReport
-from forgeasync.environments.served.untrained import Continuation, UntrainedTurns
-from forgeasync.environments.worker_mark import mark_this_process
-from forgeasync.observability.logs import redirect_process_output
-from forgeasync.rollouts.outcome import EpisodeOutcome
-from forgeasync.tracing.proc_trace import doing, open_trace, span, started
-from forgeasync.tracing.states import State
+from forgeasync.observability import redirect_process_output
+from forgeasync.rollouts import EpisodeOutcome
+from forgeasync.tracing import State, doing, open_trace, span, started
 from forgeasync.waiting import Monitor, deadline
 
 LINGER_S = 1.0
@@ -124,12 +128,14 @@ class EnvironmentActor(Actor):
         """
         from transformers import AutoTokenizer
 
-        from forgeasync.environments.build import build_environment
-        from forgeasync.environments.rendering.build import choose_renderer
-        from forgeasync.environments.served.desk import ServingDesk
-        from forgeasync.environments.served.environment import ServedSessions
-        from forgeasync.environments.served.server import serving_server
-        from forgeasync.environments.sessions.server import SessionServer
+        from forgeasync.environments import (
+            ServedSessions,
+            ServingDesk,
+            SessionServer,
+            build_environment,
+            choose_renderer,
+            serving_server,
+        )
 
         self._setup = setup
         renderer, words = None, "no renderer: the endpoint has its own"
@@ -239,7 +245,7 @@ class EnvironmentActor(Actor):
             tool_s=setup.episodes.tool_s,
         )
 
-        async def sample(prompt_ids: np.ndarray, max_tokens: int, stop: tuple[str, ...]) -> Continuation:
+        async def sample(prompt_ids: np.ndarray, max_tokens: int, stop: tuple[str, ...]) -> UntrainedSample:
             changes = {"max_response_tokens": max_tokens, "stop": (*setup.sampling.stop, *stop)}
             sampling, limit_s = setup.sampling.model_copy(update=changes), setup.timeouts.generate_s
             if not self._generators:
@@ -250,7 +256,7 @@ class EnvironmentActor(Actor):
             call = "a generator sampling a turn that is not trained on"
             async with deadline(limit_s, call=call, key="timeouts.generate_s"):
                 (sampled,) = await generator.respond.call_one(prompt_ids, 1, sampling, None)
-            return Continuation(
+            return UntrainedSample(
                 ids_T=sampled.ids_T,
                 text=sampled.response.text,
                 finish_reason=sampled.response.finish_reason,

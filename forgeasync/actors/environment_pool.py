@@ -24,14 +24,12 @@ from forgeasync.actors.watched_process import (
     kill_marked,
     until_gone,
 )
-from forgeasync.config.episodes import EpisodesSection
-from forgeasync.environments.served.counts import serving_metrics
-from forgeasync.environments.worker_table import WorkerTable
-from forgeasync.faults.fault_log import Fault, FaultLog, Role
-from forgeasync.launch.hosts import LOCAL_HOST_ID
-from forgeasync.launch.kill_tree import kill_with_children
-from forgeasync.observability.procs_file import ProcsFile
-from forgeasync.rollouts.outcome import EpisodeOutcome, lost_outcome
+from forgeasync.config import EpisodesSection
+from forgeasync.environments import WorkerTable, serving_metrics
+from forgeasync.faults import Fault, FaultLog, Role
+from forgeasync.launch import LOCAL_HOST_ID, kill_with_children
+from forgeasync.observability import ProcsFile
+from forgeasync.rollouts import EpisodeOutcome, lost_outcome
 from forgeasync.waiting import forget
 
 logger = logging.getLogger(__name__)

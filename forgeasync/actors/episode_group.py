@@ -6,9 +6,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 from forgeasync.actors.replica import LiveReplica, ReplicaLost
-from forgeasync.environments.participant import AgentRole
-from forgeasync.rollouts.outcome import EpisodeOutcome
-from forgeasync.rollouts.trajectory import EpisodeId
+from forgeasync.environments import AgentRole
+from forgeasync.rollouts import EpisodeId, EpisodeOutcome
 from forgeasync.waiting import forget
 
 

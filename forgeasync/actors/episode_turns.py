@@ -12,11 +12,9 @@ from dataclasses import dataclass
 
 from forgeasync.actors.generator import CancelledGroup, GeneratorActor
 from forgeasync.actors.replica import SEEN_S, may_be_a_death
-from forgeasync.config.generator import SamplingSection
-from forgeasync.environments.agent import TurnRequest
-from forgeasync.environments.environment import EpisodeInterrupted
-from forgeasync.rollouts.task import Task
-from forgeasync.rollouts.trajectory import EpisodeId, SampledTurn
+from forgeasync.config import SamplingSection
+from forgeasync.environments import EpisodeInterrupted, TurnRequest
+from forgeasync.rollouts import EpisodeId, SampledTurn, Task
 from forgeasync.waiting import DeadlineExceeded, Monitor, deadline, forget
 
 MAX_MOVES = 65_536

@@ -5,10 +5,8 @@ import asyncio
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import ActorError
 
-from forgeasync.faults.awaited_calls import awaited_calls
-from forgeasync.faults.fault_log import Role
-from forgeasync.faults.python_stacks import LIMIT_S
-from forgeasync.launch.hosts import LOCAL_HOST_ID, Host, LocalHost
+from forgeasync.faults import LIMIT_S, Role, awaited_calls
+from forgeasync.launch import LOCAL_HOST_ID, Host, LocalHost
 
 ANSWER_S = LIMIT_S + 2.0
 """Time for a host to say what a process of its does."""

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from monarch.actor import Channel, Port, PortReceiver
 
 from forgeasync.actors.stored_groups import FinishedResponse
-from forgeasync.environments.reward import Response
+from forgeasync.environments import Response
 from forgeasync.waiting import forget
 
 OnFinished = Callable[[int, Response], None]

@@ -31,30 +31,38 @@ from forgeasync.actors.stored_groups import (
     sampled_response,
     store_group,
 )
-from forgeasync.config.generator import SamplingSection
-from forgeasync.environments.reward import response_of
-from forgeasync.generator.reports import DecodeTiming, EngineStats, GroupCancelled, PrefillTiming, SwapReport
-from forgeasync.models.checkpoint_shapes import expected_shapes
-from forgeasync.observability.logs import redirect_process_output
+from forgeasync.config import SamplingSection
+from forgeasync.environments import response_of
+from forgeasync.generator import DecodeTiming, EngineStats, GroupCancelled, PrefillTiming, SwapReport
+from forgeasync.models import expected_shapes
+from forgeasync.observability import redirect_process_output
 from forgeasync.process_memory import MemoryWatch
-from forgeasync.rollouts.in_flight import ended_turns, group_turns
-from forgeasync.rollouts.payload_format import PayloadRef
-from forgeasync.rollouts.payload_remote import PayloadServer
-from forgeasync.rollouts.payload_store import PayloadWriter
-from forgeasync.rollouts.records import check_rollout
-from forgeasync.rollouts.rollout import FinishReason, Rollout, StoredRollout
-from forgeasync.rollouts.routing import RecordError
-from forgeasync.rollouts.trajectory import EpisodeId, SampledTurn
-from forgeasync.tracing.proc_trace import open_trace, span, started
-from forgeasync.tracing.states import State
-from forgeasync.weights.fetcher import FetchReport, HostShare
-from forgeasync.weights.layout import WeightLayout
-from forgeasync.weights.manifest import Manifest
-from forgeasync.weights.transports.build import connect_transports
-from forgeasync.weights.transports.transport import StagingSource
+from forgeasync.rollouts import (
+    EpisodeId,
+    FinishReason,
+    PayloadRef,
+    PayloadServer,
+    PayloadWriter,
+    RecordError,
+    Rollout,
+    SampledTurn,
+    StoredRollout,
+    check_rollout,
+    ended_turns,
+    group_turns,
+)
+from forgeasync.tracing import State, open_trace, span, started
+from forgeasync.weights import (
+    FetchReport,
+    HostShare,
+    Manifest,
+    StagingSource,
+    WeightLayout,
+    connect_transports,
+)
 
 if TYPE_CHECKING:
-    from forgeasync.generator.engine import GeneratorEngine
+    from forgeasync.generator import GeneratorEngine
 
 ANSWER_S = 5.0
 """Seconds for the answer about a group to reach the controller: so long the group's tokens stay logged."""
@@ -91,9 +99,7 @@ class GeneratorActor(Actor):
     async def setup(self, setup: GeneratorSetup, host_id: str, payload_folder: Path) -> int:
         """Load the model as policy version 0; returns the process id. The folder is on this proc's host."""
         # vLLM takes 10 s to import, so only the procs that sample import it.
-        from forgeasync.generator.engine import GeneratorEngine
-        from forgeasync.generator.episodes import EngineEpisodes
-        from forgeasync.generator.workarounds.served_adapters import AdapterSetup, can_serve
+        from forgeasync.generator import AdapterSetup, EngineEpisodes, GeneratorEngine, can_serve
 
         self._setup = setup
         self._host_id = host_id
@@ -361,7 +367,7 @@ class GeneratorActor(Actor):
         self, timing: DecodeTiming | PrefillTiming, sampling: SamplingSection, seed: int
     ) -> float:
         """See ``forgeasync.generator.timing``."""
-        from forgeasync.generator.timing import time_engine
+        from forgeasync.generator import time_engine
 
         assert self._engine is not None
         return await time_engine(self._engine, timing, sampling, seed=seed)

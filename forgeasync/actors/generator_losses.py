@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 
 from forgeasync.actors.replica import LiveReplica
-from forgeasync.faults.fault_log import Fault, FaultLog
-from forgeasync.generator.reports import EngineStats
-from forgeasync.rollouts.in_flight_log import InFlightRead
+from forgeasync.faults import Fault, FaultLog
+from forgeasync.generator import EngineStats
+from forgeasync.rollouts import InFlightRead
 
 
 @dataclass(slots=True)

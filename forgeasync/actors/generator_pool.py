@@ -17,13 +17,12 @@ from forgeasync.actors.evidence import evidence_of
 from forgeasync.actors.generator_losses import GeneratorLosses
 from forgeasync.actors.replica import LiveReplica, SpawnedReplica
 from forgeasync.actors.replica_health import BEAT_S, LOOK_S, ReplicaHealth
-from forgeasync.config.generator import GeneratorSection
-from forgeasync.faults.fault_log import FaultLog, Role
-from forgeasync.faults.replica_states import ReplicaState, ReplicaTable
-from forgeasync.generator.reports import EngineStats
-from forgeasync.launch.hosts import Host
-from forgeasync.observability.procs_file import ProcsFile
-from forgeasync.rollouts.in_flight_log import InFlightRead
+from forgeasync.config import GeneratorSection
+from forgeasync.faults import FaultLog, ReplicaState, ReplicaTable, Role
+from forgeasync.generator import EngineStats
+from forgeasync.launch import Host
+from forgeasync.observability import ProcsFile
+from forgeasync.rollouts import InFlightRead
 from forgeasync.waiting import Monitor, comes_within
 
 logger = logging.getLogger(__name__)

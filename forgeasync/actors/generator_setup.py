@@ -3,11 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from forgeasync.config.generator import GeneratorSection
-from forgeasync.config.model import LoraSection
-from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.weights import WeightsSection
-from forgeasync.rollouts.records import Records
+from forgeasync.config import GeneratorSection, LoraSection, ModelFacts, WeightsSection
+from forgeasync.rollouts import Records
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

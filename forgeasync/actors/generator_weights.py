@@ -5,14 +5,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forgeasync.actors.generator_setup import GeneratorSetup
-from forgeasync.models.checkpoint_shapes import expected_shapes
-from forgeasync.weights.fetcher import HostShare
-from forgeasync.weights.layout import TORCH_DTYPES, WeightLayout
-from forgeasync.weights.transports.transport import Transport
+from forgeasync.models import expected_shapes
+from forgeasync.weights import TORCH_DTYPES, HostShare, Transport, WeightLayout
 
 if TYPE_CHECKING:
-    from forgeasync.generator.engine import GeneratorEngine
-    from forgeasync.generator.weight_receiver import WeightReceiver
+    from forgeasync.generator import GeneratorEngine, WeightReceiver
 
 
 async def connect_receiver(
@@ -31,8 +28,7 @@ async def connect_receiver(
         ValueError: trainer and engine do not have the same tensors.
     """
     # They import vLLM, which takes 10 s.
-    from forgeasync.generator.host_memory import HostMemory
-    from forgeasync.generator.weight_receiver import AdapterBase, WeightReceiver
+    from forgeasync.generator import AdapterBase, HostMemory, WeightReceiver
 
     base = None
     if setup.lora is not None:

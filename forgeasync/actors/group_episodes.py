@@ -22,15 +22,10 @@ from forgeasync.actors.group_sampling import HeldOutRollout, SampledGroup
 from forgeasync.actors.group_scoring import Unscored
 from forgeasync.actors.replica import LiveReplica, ReplicaLost
 from forgeasync.actors.router import GeneratorRouter
-from forgeasync.buffer.decisions import DropReason
-from forgeasync.config.episodes import Ending, EndingPolicy, EpisodesSection
-from forgeasync.config.generator import SamplingSection
-from forgeasync.environments.participant import AgentRole
-from forgeasync.rollouts.outcome import EpisodeOutcome, record_of
-from forgeasync.rollouts.rollout import StoredRollout
-from forgeasync.rollouts.score import NO_SCORE, Score
-from forgeasync.rollouts.task import Task
-from forgeasync.rollouts.trajectory import EpisodeId
+from forgeasync.buffer import DropReason
+from forgeasync.config import Ending, EndingPolicy, EpisodesSection, SamplingSection
+from forgeasync.environments import AgentRole
+from forgeasync.rollouts import NO_SCORE, EpisodeId, EpisodeOutcome, Score, StoredRollout, Task, record_of
 from forgeasync.waiting import forget
 
 MIN_ROLLOUTS = 2

@@ -8,14 +8,9 @@ from typing import Any, Protocol
 from forgeasync.actors.generator import CancelledGroup, RefusedGroup
 from forgeasync.actors.group_scoring import GroupScoring, Unscored
 from forgeasync.actors.router import GeneratorRouter, GroupGivenUp
-from forgeasync.config.episodes import Ending
-from forgeasync.config.generator import SamplingSection
-from forgeasync.environments.episode_record import response_record
-from forgeasync.rollouts.outcome import EpisodeOutcome
-from forgeasync.rollouts.prompts import PromptEncoder
-from forgeasync.rollouts.rollout import StoredRollout, VersionRange
-from forgeasync.rollouts.score import Score
-from forgeasync.rollouts.task import Task
+from forgeasync.config import Ending, SamplingSection
+from forgeasync.environments import response_record
+from forgeasync.rollouts import EpisodeOutcome, PromptEncoder, Score, StoredRollout, Task, VersionRange
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

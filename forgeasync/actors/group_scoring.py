@@ -5,10 +5,9 @@ from collections.abc import Callable, Sequence
 
 from forgeasync.actors.scorer_pool import ScorerPool
 from forgeasync.actors.scorer_pool import Unscored as Unscored
-from forgeasync.config.run import ScorerSection
-from forgeasync.environments.reward import Response
-from forgeasync.rollouts.score import Score
-from forgeasync.rollouts.task import Task
+from forgeasync.config import ScorerSection
+from forgeasync.environments import Response
+from forgeasync.rollouts import Score, Task
 
 Scoring = asyncio.Future[tuple[Score, ...] | Unscored]
 

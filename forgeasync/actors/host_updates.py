@@ -13,11 +13,10 @@ from typing import TypeVar
 
 from forgeasync.actors.generator_pool import GeneratorPool
 from forgeasync.actors.replica import LiveReplica, ReplicaLost
-from forgeasync.config.run import TimeoutSection
-from forgeasync.generator.reports import SwapReport
+from forgeasync.config import TimeoutSection
+from forgeasync.generator import SwapReport
 from forgeasync.waiting import DeadlineExceeded, deadline
-from forgeasync.weights.fetcher import FetchReport, HostShare, of_host
-from forgeasync.weights.manifest import Manifest
+from forgeasync.weights import FetchReport, HostShare, Manifest, of_host
 
 T = TypeVar("T")
 

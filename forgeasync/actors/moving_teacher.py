@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from forgeasync.actors.host_updates import SwappedReplica
 from forgeasync.actors.router import GeneratorRouter
-from forgeasync.config.teacher_source import AveragedPolicy, TeacherSource
-from forgeasync.weights.layout import WeightSet
+from forgeasync.config import AveragedPolicy, TeacherSource
+from forgeasync.weights import WeightSet
 
 ITS_HOST = 0
 """All engines of a teacher are on the controller's machine."""

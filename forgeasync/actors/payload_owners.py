@@ -5,9 +5,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from forgeasync.actors.generator import GeneratorActor
-from forgeasync.rollouts.group_payload import Arrays
-from forgeasync.rollouts.payload_format import PayloadGone, PayloadRef, PayloadTorn
-from forgeasync.rollouts.payload_remote import RemotePayloadReader
+from forgeasync.rollouts import Arrays, PayloadGone, PayloadRef, PayloadTorn, RemotePayloadReader
 from forgeasync.waiting import comes_within, deadline, forget
 
 logger = logging.getLogger(__name__)

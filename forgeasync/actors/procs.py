@@ -26,12 +26,9 @@ from forgeasync.actors.deaths import (
 from forgeasync.actors.environment_pool import EnvironmentPool
 from forgeasync.actors.generator_pool import GeneratorPool
 from forgeasync.actors.watched_scorer import WatchedScorers
-from forgeasync.faults.fault_log import Fault, FaultLog, Role
-from forgeasync.launch.forking.import_sets import ImportSet
-from forgeasync.launch.hosts import HostLost, Hosts, LocalHosts, stop
-from forgeasync.launch.placement import spawn_role
-from forgeasync.observability.failures import real_errors
-from forgeasync.observability.procs_file import ProcsFile
+from forgeasync.faults import Fault, FaultLog, Role
+from forgeasync.launch import HostLost, Hosts, ImportSet, LocalHosts, spawn_role, stop
+from forgeasync.observability import ProcsFile, real_errors
 
 logger = logging.getLogger(__name__)
 

@@ -11,10 +11,10 @@ from monarch.actor import ActorError
 
 from forgeasync.actors.deaths import Proc
 from forgeasync.actors.generator import GeneratorActor
-from forgeasync.faults.fault_log import Role
-from forgeasync.generator.reports import EngineStats
-from forgeasync.launch.hosts import Host
-from forgeasync.rollouts.in_flight_log import InFlightRead
+from forgeasync.faults import Role
+from forgeasync.generator import EngineStats
+from forgeasync.launch import Host
+from forgeasync.rollouts import InFlightRead
 from forgeasync.waiting import forget
 
 T = TypeVar("T")

@@ -5,10 +5,9 @@ import time
 from collections.abc import Callable, Iterable
 
 from forgeasync.actors.replica import LiveReplica, is_engine_dead
-from forgeasync.config.generator import GeneratorSection
-from forgeasync.faults.replica_states import LIVE, ReplicaTable
-from forgeasync.faults.slow_replicas import Pace, SlowReplicas
-from forgeasync.generator.reports import EngineStats
+from forgeasync.config import GeneratorSection
+from forgeasync.faults import LIVE, Pace, ReplicaTable, SlowReplicas
+from forgeasync.generator import EngineStats
 from forgeasync.waiting import Monitor, forget
 
 LOOK_S = 0.5

@@ -26,17 +26,12 @@ from forgeasync.actors.generator_pool import GeneratorPool
 from forgeasync.actors.host_updates import HostUpdates, SwappedReplica, named_generators
 from forgeasync.actors.replica import LiveReplica, ReplicaLost
 from forgeasync.actors.weight_connections import WeightConnections
-from forgeasync.buffer.decisions import DropReason
-from forgeasync.config.generator import SamplingSection
-from forgeasync.config.run import TimeoutSection
-from forgeasync.generator.reports import EngineStats
-from forgeasync.rollouts.rollout import StoredRollout
-from forgeasync.rollouts.trajectory import EpisodeId
+from forgeasync.buffer import DropReason
+from forgeasync.config import SamplingSection, TimeoutSection
+from forgeasync.generator import EngineStats
+from forgeasync.rollouts import EpisodeId, StoredRollout
 from forgeasync.waiting import DeadlineExceeded, deadline, forget
-from forgeasync.weights.fetcher import FetchReport
-from forgeasync.weights.layout import WeightLayout
-from forgeasync.weights.manifest import Manifest
-from forgeasync.weights.transports.transport import StagingSource
+from forgeasync.weights import FetchReport, Manifest, StagingSource, WeightLayout
 
 T = TypeVar("T")
 

@@ -13,26 +13,35 @@ from typing import Generic, Protocol, TypeVar
 
 from monarch.actor import Actor, concurrent_endpoint
 
-from forgeasync.config.data import NamedSource, PythonReward, RewardSection, ScoredUnit, name_of
-from forgeasync.config.judge import JudgeReward
-from forgeasync.config.process_reward_model import ProcessRewardModel
-from forgeasync.config.run import ScorerSection
-from forgeasync.environments.reward import Response
-from forgeasync.environments.worker_mark import mark_this_process
-from forgeasync.observability.logs import redirect_process_output
+from forgeasync.config import (
+    JudgeReward,
+    NamedSource,
+    ProcessRewardModel,
+    PythonReward,
+    RewardSection,
+    ScoredUnit,
+    ScorerSection,
+    name_of,
+)
+from forgeasync.environments import Response, mark_this_process
+from forgeasync.observability import redirect_process_output
 from forgeasync.process_memory import MemoryPeak, MemoryWatch
-from forgeasync.rollouts.score import MAX_SCORER_CHARS, Score, VerifierCounts
-from forgeasync.rollouts.task import Task
-from forgeasync.scoring.judge import Judge
-from forgeasync.scoring.limited import Limited, OneReward, all_of, is_limited
-from forgeasync.scoring.process_reward_pool import ProcessRewardPool
-from forgeasync.scoring.reward_pool import RewardPool
-from forgeasync.scoring.scorer import VerifiedScorer, verifier_choice
-from forgeasync.scoring.unavailable import RewardUnavailable
-from forgeasync.scoring.verifier import CHOICE_CODEC
-from forgeasync.scoring.weighted import weighted_score
-from forgeasync.tracing.proc_trace import doing, open_trace, span, started
-from forgeasync.tracing.states import State
+from forgeasync.rollouts import MAX_SCORER_CHARS, Score, Task, VerifierCounts
+from forgeasync.scoring import (
+    CHOICE_CODEC,
+    Judge,
+    Limited,
+    OneReward,
+    ProcessRewardPool,
+    RewardPool,
+    RewardUnavailable,
+    VerifiedScorer,
+    all_of,
+    is_limited,
+    verifier_choice,
+    weighted_score,
+)
+from forgeasync.tracing import State, doing, open_trace, span, started
 from forgeasync.waiting import deadline
 
 

@@ -14,13 +14,12 @@ from dataclasses import dataclass, field
 
 from forgeasync.actors.scorer import ScoredResponses, Unavailable
 from forgeasync.actors.watched_scorer import ScorerLost
-from forgeasync.config.run import ScorerSection
-from forgeasync.environments.reward import Response
-from forgeasync.observability.failures import last_words
+from forgeasync.config import ScorerSection
+from forgeasync.environments import Response
+from forgeasync.observability import last_words
 from forgeasync.process_memory import MemoryPeak, largest
-from forgeasync.rollouts.score import Score, VerifierCounts
-from forgeasync.rollouts.task import Task
-from forgeasync.scoring.dispatch import Assignment, Dispatcher, Fate
+from forgeasync.rollouts import Score, Task, VerifierCounts
+from forgeasync.scoring import Assignment, Dispatcher, Fate
 from forgeasync.waiting import Monitor
 
 logger = logging.getLogger(__name__)

@@ -5,9 +5,9 @@ from pathlib import Path
 from forgeasync.actors.buffer import BufferActor
 from forgeasync.actors.buffer_watch import BufferWatch
 from forgeasync.actors.procs import Procs
-from forgeasync.config.run import RunConfig
-from forgeasync.launch.hosts import LOCAL_HOST_ID
-from forgeasync.ledger.lines import ResumedBuffer
+from forgeasync.config import RunConfig
+from forgeasync.launch import LOCAL_HOST_ID
+from forgeasync.ledger import ResumedBuffer
 from forgeasync.waiting import deadline
 
 

@@ -8,12 +8,9 @@ from monarch.actor import this_host
 from forgeasync.actors.environment import EnvironmentActor, EnvironmentSetup, WorkerReady, agent_roles
 from forgeasync.actors.environment_pool import EnvironmentPool, SpawnedWorker
 from forgeasync.actors.procs import ENVIRONMENT_WORKER, Procs
-from forgeasync.config.run import RunConfig, is_served
-from forgeasync.environments.endpoint import EndpointModel
-from forgeasync.environments.served.address import ServingAddress
-from forgeasync.launch.forking.import_sets import ImportSet
-from forgeasync.launch.hosts import stop
-from forgeasync.launch.placement import spawn_role, until_imported
+from forgeasync.config import RunConfig, is_served
+from forgeasync.environments import EndpointModel, ServingAddress
+from forgeasync.launch import ImportSet, spawn_role, stop, until_imported
 from forgeasync.waiting import deadline
 
 

@@ -14,20 +14,12 @@ from forgeasync.actors.replica import ReplicaLost, SpawnedReplica
 from forgeasync.actors.replica_health import LOOK_S
 from forgeasync.actors.router import GeneratorRouter
 from forgeasync.actors.trainer_mesh import TrainerMesh
-from forgeasync.config.model import Dtype
-from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.run import RunConfig
-from forgeasync.config.trainer import RoutingReplay
-from forgeasync.launch.hosts import Host
-from forgeasync.launch.jobs import HostRole
-from forgeasync.planning.memory.generator import generator_memory
-from forgeasync.planning.memory.items import Machine, least_bytes, total_bytes
-from forgeasync.planning.memory.parameters import count_parameters
-from forgeasync.rollouts.records import Records
+from forgeasync.config import Dtype, ModelFacts, RoutingReplay, RunConfig
+from forgeasync.launch import Host, HostRole
+from forgeasync.planning import Machine, count_parameters, generator_memory, least_bytes, total_bytes
+from forgeasync.rollouts import Records
 from forgeasync.waiting import deadline, forget
-from forgeasync.weights.layout import WeightSet
-from forgeasync.weights.ledger import NUM_SLOTS
-from forgeasync.weights.transports.build import build_transport, require_reach
+from forgeasync.weights import NUM_SLOTS, WeightSet, build_transport, require_reach
 
 T = TypeVar("T")
 

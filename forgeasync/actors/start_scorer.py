@@ -10,15 +10,17 @@ from forgeasync.actors.procs import SCORER, Procs
 from forgeasync.actors.scorer import ScorerActor, ScorerReady
 from forgeasync.actors.scorer_pool import ScorerPool
 from forgeasync.actors.watched_scorer import SpawnedScorer, WatchedScorer, WatchedScorers
-from forgeasync.config.data import NamedSource, PythonReward, ScoredUnit, named_sources
-from forgeasync.config.evaluation import named_sets
-from forgeasync.config.judge import JudgeReward
-from forgeasync.config.run import RunConfig
-from forgeasync.launch.forking.import_sets import ImportSet
-from forgeasync.launch.hosts import stop
-from forgeasync.launch.placement import spawn_role
-from forgeasync.scoring.judge import Judge
-from forgeasync.scoring.limited import is_limited
+from forgeasync.config import (
+    JudgeReward,
+    NamedSource,
+    PythonReward,
+    RunConfig,
+    ScoredUnit,
+    named_sets,
+    named_sources,
+)
+from forgeasync.launch import ImportSet, spawn_role, stop
+from forgeasync.scoring import Judge, is_limited
 from forgeasync.waiting import deadline
 
 

@@ -12,19 +12,12 @@ from forgeasync.actors.start_generators import while_running
 from forgeasync.actors.taught_groups import TaughtGroups
 from forgeasync.actors.teacher import TeacherActor
 from forgeasync.actors.teaching import EndpointTeacher, PoolTeacher, Teacher, TeacherModel, Teaching
-from forgeasync.config.data import named_sources
-from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.run import RunConfig
-from forgeasync.config.teacher_source import weights_of_teacher
-from forgeasync.faults.fault_log import Role
-from forgeasync.launch.hosts import Host
-from forgeasync.launch.jobs import HostRole
-from forgeasync.models.config_file import model_folder, read_model_facts
-from forgeasync.planning.memory.items import Machine, least_bytes, total_bytes
-from forgeasync.planning.memory.teachers import teacher_memory
-from forgeasync.rollouts.prompts import PromptEncoder
-from forgeasync.rollouts.records import Records
-from forgeasync.rollouts.teacher_prompt import TeacherPrompts
+from forgeasync.config import ModelFacts, RunConfig, named_sources, weights_of_teacher
+from forgeasync.faults import Role
+from forgeasync.launch import Host, HostRole
+from forgeasync.models import model_folder, read_model_facts
+from forgeasync.planning import Machine, least_bytes, teacher_memory, total_bytes
+from forgeasync.rollouts import PromptEncoder, Records, TeacherPrompts
 from forgeasync.waiting import deadline
 
 
@@ -94,7 +87,7 @@ async def _start_teacher(
     )
     if section.endpoint is not None:
         # It imports the SDK, which only runs with such a teacher need.
-        from forgeasync.scoring.teacher_endpoint import TeacherClient
+        from forgeasync.scoring import TeacherClient
 
         num_at_once = section.endpoint.max_concurrent
         client = TeacherClient(section.endpoint)

@@ -10,9 +10,9 @@ from forgeasync.actors.deaths import Proc
 from forgeasync.actors.procs import Procs
 from forgeasync.actors.trainer import TrainerActor
 from forgeasync.actors.trainer_mesh import TrainerMesh
-from forgeasync.config.run import TimeoutSection
-from forgeasync.launch.jobs import HostRole
-from forgeasync.trainer.setup import TrainerSetup
+from forgeasync.config import TimeoutSection
+from forgeasync.launch import HostRole
+from forgeasync.trainer import TrainerSetup
 
 OWN_ACTORS = ("trainer", "_SPMDActor")
 """Begin the names of the actors in the trainer's procs; the second is Monarch's, by which ranks meet."""

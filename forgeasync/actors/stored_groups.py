@@ -5,14 +5,21 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from forgeasync.buffer.decisions import DropReason
-from forgeasync.environments.reward import Response, response_of
-from forgeasync.rollouts.group_payload import encode_group
-from forgeasync.rollouts.outcome import EpisodeOutcome
-from forgeasync.rollouts.payload_format import PayloadRef
-from forgeasync.rollouts.payload_store import PayloadStoreFull, PayloadWriter
-from forgeasync.rollouts.rollout import FinishReason, Rollout, StoredBranch, StoredRollout, VersionRange
-from forgeasync.rollouts.trajectory import EpisodeId
+from forgeasync.buffer import DropReason
+from forgeasync.environments import Response, response_of
+from forgeasync.rollouts import (
+    EpisodeId,
+    EpisodeOutcome,
+    FinishReason,
+    PayloadRef,
+    PayloadStoreFull,
+    PayloadWriter,
+    Rollout,
+    StoredBranch,
+    StoredRollout,
+    VersionRange,
+    encode_group,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

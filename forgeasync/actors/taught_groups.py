@@ -7,12 +7,20 @@ from pathlib import Path
 
 import numpy as np
 
-from forgeasync.rollouts.group_payload import Arrays, decode_rollout
-from forgeasync.rollouts.payload_store import PayloadReader, PayloadStoreFull, PayloadWriter
-from forgeasync.rollouts.rollout import StoredRollout
-from forgeasync.rollouts.student_ids import student_ids
-from forgeasync.rollouts.teacher_prompt import Instead, TeacherReads
-from forgeasync.rollouts.teacher_record import TeacherRecord, check_teacher_record, not_asked
+from forgeasync.rollouts import (
+    Arrays,
+    Instead,
+    PayloadReader,
+    PayloadStoreFull,
+    PayloadWriter,
+    StoredRollout,
+    TeacherReads,
+    TeacherRecord,
+    check_teacher_record,
+    decode_rollout,
+    not_asked,
+    student_ids,
+)
 
 ScoreTokens = Callable[[np.ndarray, int, np.ndarray | None], Awaitable[TeacherRecord]]
 """What a teacher says of token ids [S] behind the first so many, and of given ids [T, K] at their places, or

@@ -14,13 +14,10 @@ from monarch.actor import concurrent_endpoint
 
 from forgeasync.actors.generator import GeneratorActor
 from forgeasync.actors.taught_groups import TaughtGroups, Untaught
-from forgeasync.observability.logs import redirect_process_output
+from forgeasync.observability import redirect_process_output
 from forgeasync.process_memory import MemoryWatch
-from forgeasync.rollouts.rollout import StoredRollout
-from forgeasync.rollouts.teacher_prompt import TeacherReads
-from forgeasync.rollouts.teacher_record import TeacherRecord
-from forgeasync.tracing.proc_trace import open_trace
-from forgeasync.tracing.states import State
+from forgeasync.rollouts import StoredRollout, TeacherReads, TeacherRecord
+from forgeasync.tracing import State, open_trace
 
 
 class TeacherActor(GeneratorActor):
@@ -51,7 +48,7 @@ class TeacherActor(GeneratorActor):
 
     async def _score(self, ids_S: np.ndarray, num_prompt: int, given_TK: np.ndarray | None) -> TeacherRecord:
         # vLLM takes 10 s to import, so only the procs that have an engine import it.
-        from forgeasync.generator.token_scores import score_given_ids, score_tokens
+        from forgeasync.generator import score_given_ids, score_tokens
 
         assert self._engine is not None
         if given_TK is not None:

@@ -18,17 +18,22 @@ from forgeasync.actors.moving_teacher import MovingTeacher
 from forgeasync.actors.replica import LiveReplica, ReplicaLost
 from forgeasync.actors.taught_groups import TaughtGroups, Untaught
 from forgeasync.actors.teacher import TeacherActor
-from forgeasync.config.teachers import TeacherSection
-from forgeasync.rollouts.rollout import StoredRollout
-from forgeasync.rollouts.score import Score
-from forgeasync.rollouts.task import Task
-from forgeasync.rollouts.teacher_prompt import Instead, Response, TeacherPrompts, TeacherReads
-from forgeasync.rollouts.teacher_record import TeacherRecord
-from forgeasync.scoring.unavailable import RewardUnavailable
+from forgeasync.config import TeacherSection
+from forgeasync.rollouts import (
+    Instead,
+    Response,
+    Score,
+    StoredRollout,
+    Task,
+    TeacherPrompts,
+    TeacherReads,
+    TeacherRecord,
+)
+from forgeasync.scoring import RewardUnavailable
 
 if TYPE_CHECKING:
     # It imports the SDK, which only runs with such a teacher need.
-    from forgeasync.scoring.teacher_endpoint import TeacherClient
+    from forgeasync.scoring import TeacherClient
 from forgeasync.waiting import DeadlineExceeded, deadline
 
 LONGEST_WAIT_S = 15.0

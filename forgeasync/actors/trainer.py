@@ -22,32 +22,41 @@ from monarch.actor import Actor, concurrent_endpoint, current_rank
 from forgeasync.actors.generator import GeneratorActor
 from forgeasync.actors.ordered_thread import OrderedThread
 from forgeasync.actors.payload_owners import PayloadOwners
-from forgeasync.config.model import Dtype
-from forgeasync.config.weights import TransportChoice
-from forgeasync.observability.bad_batches import bad_batch_folder
-from forgeasync.observability.logs import redirect_process_output
+from forgeasync.config import Dtype, TransportChoice
+from forgeasync.observability import bad_batch_folder, redirect_process_output
 from forgeasync.process_memory import MemoryWatch
-from forgeasync.rollouts.group_payload import Arrays, decode_rollout
-from forgeasync.rollouts.payload_format import EVERY_HOST, PayloadRef
-from forgeasync.rollouts.payload_remote import RemotePayloadReader
-from forgeasync.rollouts.payload_store import PayloadReader
-from forgeasync.tracing.proc_trace import doing, open_trace, span, started
-from forgeasync.tracing.states import State
-from forgeasync.trainer.advantage_spans import TokenPlaces
-from forgeasync.trainer.bad_rows import write_rows
-from forgeasync.trainer.batch import TrainingItem, training_sequence
-from forgeasync.trainer.packing import PackedRow, TrainingSequence, pack_row
-from forgeasync.trainer.setup import TrainerSetup
-from forgeasync.trainer.step_result import StepResult
-from forgeasync.weights.layout import TORCH_DTYPES, RankLayout
-from forgeasync.weights.manifest import StagedShard
-from forgeasync.weights.publisher import Publication, WeightPublisher
-from forgeasync.weights.transports.build import build_transport
-from forgeasync.weights.transports.transport import StagingSource
+from forgeasync.rollouts import (
+    EVERY_HOST,
+    Arrays,
+    PayloadReader,
+    PayloadRef,
+    RemotePayloadReader,
+    decode_rollout,
+)
+from forgeasync.tracing import State, doing, open_trace, span, started
+from forgeasync.trainer import (
+    PackedRow,
+    StepResult,
+    TokenPlaces,
+    TrainerSetup,
+    TrainingItem,
+    TrainingSequence,
+    pack_row,
+    training_sequence,
+    write_rows,
+)
+from forgeasync.weights import (
+    TORCH_DTYPES,
+    Publication,
+    RankLayout,
+    StagedShard,
+    StagingSource,
+    WeightPublisher,
+    build_transport,
+)
 
 if TYPE_CHECKING:
-    from forgeasync.trainer.policy_trainer import PolicyTrainer
-    from forgeasync.trainer.run_checkpoint import CheckpointWriter
+    from forgeasync.trainer import CheckpointWriter, PolicyTrainer
 
 PAYLOAD_TIMEOUT_S = 60
 """Seconds for reading one payload from another host."""
@@ -88,9 +97,8 @@ class TrainerActor(Actor):
 
     def _build(self, setup: TrainerSetup) -> int:
         # TorchTitan takes seconds to import: only the procs that train pay for it.
-        from forgeasync.models.workarounds.titan_cpu import DEVICE_TYPE
-        from forgeasync.trainer.policy_trainer import PolicyTrainer
-        from forgeasync.trainer.run_checkpoint import CheckpointWriter
+        from forgeasync.models import DEVICE_TYPE
+        from forgeasync.trainer import CheckpointWriter, PolicyTrainer
 
         backend = "gloo" if DEVICE_TYPE == "cpu" else "cpu:gloo,cuda:nccl"
         if DEVICE_TYPE != "cpu":

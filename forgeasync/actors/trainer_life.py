@@ -15,7 +15,7 @@ from forgeasync.actors.deaths import END_S, ActorDied, Proc, first_ended
 from forgeasync.actors.evidence import evidence_of
 from forgeasync.actors.procs import Procs
 from forgeasync.actors.trainer_mesh import TrainerMesh
-from forgeasync.faults.fault_log import Fault, Role
+from forgeasync.faults import Fault, Role
 from forgeasync.waiting import DeadlineExceeded, forget
 
 T = TypeVar("T")

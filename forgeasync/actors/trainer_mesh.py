@@ -10,20 +10,12 @@ from typing import TypeVar
 from forgeasync.actors.deaths import Proc
 from forgeasync.actors.router import GeneratorRouter
 from forgeasync.actors.trainer import TrainerActor
-from forgeasync.config.model import Dtype
-from forgeasync.config.run import TimeoutSection
-from forgeasync.config.weights import TransportChoice
+from forgeasync.config import Dtype, TimeoutSection, TransportChoice
 from forgeasync.process_memory import largest
-from forgeasync.rollouts.token_values import merged_reports
-from forgeasync.trainer.batch import TrainingItem
-from forgeasync.trainer.packing import PackedRow
-from forgeasync.trainer.setup import TrainerSetup
-from forgeasync.trainer.step_result import StepResult
+from forgeasync.rollouts import merged_reports
+from forgeasync.trainer import PackedRow, StepResult, TrainerSetup, TrainingItem
 from forgeasync.waiting import deadline
-from forgeasync.weights.layout import TORCH_DTYPES, WeightLayout, WeightSet
-from forgeasync.weights.manifest import Manifest
-from forgeasync.weights.staged_version import StagedWeights
-from forgeasync.weights.transports.transport import StagingSource
+from forgeasync.weights import TORCH_DTYPES, Manifest, StagedWeights, StagingSource, WeightLayout, WeightSet
 
 T = TypeVar("T")
 

@@ -9,8 +9,7 @@ from typing import Generic, TypeVar
 
 import psutil
 
-from forgeasync.environments.episode_thread import kill
-from forgeasync.environments.worker_mark import marked_processes
+from forgeasync.environments import kill, marked_processes
 from forgeasync.waiting import forget
 
 T = TypeVar("T")

@@ -24,15 +24,12 @@ from forgeasync.actors.watched_process import (
     kill_marked,
     until_gone,
 )
-from forgeasync.config.run import ScorerSection
-from forgeasync.environments.reward import Response
-from forgeasync.faults.fault_log import Fault, FaultLog, Role
-from forgeasync.launch.hosts import LOCAL_HOST_ID
-from forgeasync.launch.kill_tree import kill_with_children
-from forgeasync.observability.failures import last_words
-from forgeasync.observability.procs_file import ProcsFile
-from forgeasync.rollouts.score import VerifierCounts
-from forgeasync.rollouts.task import Task
+from forgeasync.config import ScorerSection
+from forgeasync.environments import Response
+from forgeasync.faults import Fault, FaultLog, Role
+from forgeasync.launch import LOCAL_HOST_ID, kill_with_children
+from forgeasync.observability import ProcsFile, last_words
+from forgeasync.rollouts import Task, VerifierCounts
 from forgeasync.waiting import forget
 
 logger = logging.getLogger(__name__)

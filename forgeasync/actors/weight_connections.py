@@ -9,11 +9,9 @@ from monarch.actor import ActorError
 
 from forgeasync.actors.generator_pool import GeneratorPool
 from forgeasync.actors.replica import LiveReplica, ReplicaLost, SpawnedReplica
-from forgeasync.config.run import TimeoutSection
+from forgeasync.config import TimeoutSection
 from forgeasync.waiting import deadline
-from forgeasync.weights.fetcher import HostShare
-from forgeasync.weights.layout import WeightLayout
-from forgeasync.weights.transports.transport import StagingSource
+from forgeasync.weights import HostShare, StagingSource, WeightLayout
 
 
 class WeightConnections:

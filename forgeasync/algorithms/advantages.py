@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field
 
 from forgeasync.algorithms.own_results import check_advantages
-from forgeasync.schema.python_code import OWN_INSTANCE, PythonCode, build_code
-from forgeasync.schema.section import SHORT_FORM, Count, Section
+from forgeasync.schema import OWN_INSTANCE, SHORT_FORM, Count, PythonCode, Section, build_code
 
 if TYPE_CHECKING:
     import torch

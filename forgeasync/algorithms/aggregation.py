@@ -21,8 +21,7 @@ from pydantic import Field
 
 from forgeasync.algorithms.own_results import WrongResult, check_scalar
 from forgeasync.algorithms.row_tokens import num_sequences, sequence_sums
-from forgeasync.schema.python_code import OWN_INSTANCE, PythonCode, build_code
-from forgeasync.schema.section import Count, Section
+from forgeasync.schema import OWN_INSTANCE, Count, PythonCode, Section, build_code
 
 if TYPE_CHECKING:
     import torch

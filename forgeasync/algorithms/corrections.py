@@ -16,8 +16,7 @@ from pydantic import Field
 
 from forgeasync.algorithms.own_results import check_weights
 from forgeasync.algorithms.row_tokens import MAX_LOG_RATIO, RowTokens
-from forgeasync.schema.python_code import OWN_INSTANCE, PythonCode, build_code
-from forgeasync.schema.section import Factor, Section
+from forgeasync.schema import OWN_INSTANCE, Factor, PythonCode, Section, build_code
 
 if TYPE_CHECKING:
     import torch

@@ -16,8 +16,7 @@ from pydantic import Field
 
 from forgeasync.algorithms.group_facts import Filtered, FilterReason, GroupFacts
 from forgeasync.algorithms.own_results import check_filtered
-from forgeasync.schema.python_code import OWN_INSTANCE, PythonCode, build_code
-from forgeasync.schema.section import MAX_COUNT, Count, Factor, Section
+from forgeasync.schema import MAX_COUNT, OWN_INSTANCE, Count, Factor, PythonCode, Section, build_code
 
 if TYPE_CHECKING:
     import numpy as np

@@ -17,8 +17,7 @@ from pydantic import Field
 
 from forgeasync.algorithms.own_results import check_estimates
 from forgeasync.algorithms.row_tokens import RowTokens, capped, sequence_sums
-from forgeasync.schema.python_code import OWN_INSTANCE, PythonCode, build_code
-from forgeasync.schema.section import SHORT_FORM, Factor, Section
+from forgeasync.schema import OWN_INSTANCE, SHORT_FORM, Factor, PythonCode, Section, build_code
 
 if TYPE_CHECKING:
     import torch

@@ -22,7 +22,7 @@ from forgeasync.algorithms.kl import KlPenalty, KlPlace, penalty_to_go
 from forgeasync.algorithms.objectives import AnyObjective, PpoClip
 from forgeasync.algorithms.row_tokens import RowTokens
 from forgeasync.algorithms.terms import AnyTerm
-from forgeasync.schema.section import Section
+from forgeasync.schema import Section
 
 if TYPE_CHECKING:
     import torch

@@ -26,7 +26,7 @@ from forgeasync.algorithms.aggregation import AnyAggregation, TokenMean
 from forgeasync.algorithms.kl import K3, AnyKlEstimator
 from forgeasync.algorithms.row_tokens import RowTokens, TeacherTokens
 from forgeasync.losses import sampled_reverse_kl, topk_kl
-from forgeasync.schema.section import Factor, Section
+from forgeasync.schema import Factor, Section
 
 if TYPE_CHECKING:
     import torch

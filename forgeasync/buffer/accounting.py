@@ -18,8 +18,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from forgeasync.buffer.decisions import AGE_REASONS, Deficit, DropReason
-from forgeasync.config.buffer import AccountingPolicy, AccountingSection, Replacement
-from forgeasync.rollouts.task import Task
+from forgeasync.config import AccountingPolicy, AccountingSection, Replacement
+from forgeasync.rollouts import Task
 
 
 @dataclass(frozen=True, slots=True)

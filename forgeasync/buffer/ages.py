@@ -6,8 +6,8 @@ deadline. While it is sampled only a lower bound of r is known; it rises and nev
 
 from collections.abc import Iterable, Sequence
 
-from forgeasync.config.buffer import AgeOf
-from forgeasync.rollouts.rollout import GroupProgress, StoredRollout, VersionSpan
+from forgeasync.config import AgeOf
+from forgeasync.rollouts import GroupProgress, StoredRollout, VersionSpan
 
 
 def reference_version(rollouts: Sequence[StoredRollout], age_of: AgeOf) -> int:

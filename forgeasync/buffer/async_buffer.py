@@ -10,10 +10,7 @@ from collections.abc import Sequence
 from forgeasync.buffer.decisions import Batch, BufferSnapshot, Committed, DropReason, Start
 from forgeasync.buffer.events import Update
 from forgeasync.buffer.replay_buffer import ReplayBuffer
-from forgeasync.rollouts.kept_groups import KeptGroup
-from forgeasync.rollouts.rollout import Group, GroupProgress
-from forgeasync.rollouts.score import Score
-from forgeasync.rollouts.task import Task
+from forgeasync.rollouts import Group, GroupProgress, KeptGroup, Score, Task
 from forgeasync.waiting import Monitor
 
 

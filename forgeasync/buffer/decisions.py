@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from forgeasync.buffer.submissions import Submission
-from forgeasync.rollouts.rollout import Group
-from forgeasync.rollouts.task import Task
+from forgeasync.rollouts import Group, Task
 
 
 class DropReason(StrEnum):

@@ -5,7 +5,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from typing import Protocol
 
-from forgeasync.config.buffer import BatchOrder
+from forgeasync.config import BatchOrder
 
 
 class ReadyGroups(Protocol):

@@ -32,17 +32,8 @@ from forgeasync.buffer.load import LoadController, StepLoad
 from forgeasync.buffer.ready_groups import BatchLine
 from forgeasync.buffer.steps_again import StepsAgain
 from forgeasync.buffer.submissions import Entry, Submission, Submissions
-from forgeasync.config.buffer import (
-    AccountingPolicy,
-    AccountingSection,
-    AgeOf,
-    BufferSection,
-    StaleGroups,
-)
-from forgeasync.rollouts.kept_groups import KeptGroup
-from forgeasync.rollouts.rollout import Group, GroupProgress
-from forgeasync.rollouts.score import Score
-from forgeasync.rollouts.task import Task
+from forgeasync.config import AccountingPolicy, AccountingSection, AgeOf, BufferSection, StaleGroups
+from forgeasync.rollouts import Group, GroupProgress, KeptGroup, Score, Task
 
 
 class ReplayBuffer:

@@ -6,9 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from forgeasync.rollouts.rollout import Group
-from forgeasync.rollouts.score import Score, steps_of
-from forgeasync.rollouts.task import Task
+from forgeasync.rollouts import Group, Score, Task, steps_of
 
 HISTORY_DECAY = 0.5
 """Weight of the newest length in the expected length: policies change their lengths as they learn."""

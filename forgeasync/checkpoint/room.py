@@ -6,13 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from forgeasync.checkpoint.folders import list_checkpoints
-from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.rules import EXPERT_TARGETS
-from forgeasync.config.run import RunConfig
-from forgeasync.config.teachers import num_averages
-from forgeasync.models.checkpoint_shapes import expected_shapes
-from forgeasync.models.sizes import num_adapter_parameters
-from forgeasync.schema.problems import Problem
+from forgeasync.config import EXPERT_TARGETS, ModelFacts, RunConfig, num_averages
+from forgeasync.models import expected_shapes, num_adapter_parameters
+from forgeasync.schema import Problem
 
 FLOAT32_BYTES = 4
 

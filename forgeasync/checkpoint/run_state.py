@@ -11,12 +11,11 @@ from pathlib import Path
 
 import msgspec
 
-from forgeasync.buffer.decisions import BufferSnapshot
+from forgeasync.buffer import BufferSnapshot
 from forgeasync.checkpoint.folders import RUN_FILE
-from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.run import RunConfig
-from forgeasync.ledger.lines import CheckpointedBuffer, LedgerPosition
-from forgeasync.schema.problems import Problem
+from forgeasync.config import ModelFacts, RunConfig
+from forgeasync.ledger import CheckpointedBuffer, LedgerPosition
+from forgeasync.schema import Problem
 
 UNCHANGEABLE = {
     "seed": "the order of the data and all random draws follow from it",

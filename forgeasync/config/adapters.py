@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
-from forgeasync.schema.section import Seconds, Section
+from forgeasync.schema import Seconds, Section
 
 TaskColumn = Annotated[str, Field(pattern=r"^(task_id|prompt|answer|index|record\.[^\s.][^\s]*)$")]
 """What of a task is sent: ``task_id``, ``prompt``, ``answer``, ``index`` (its place in its source), or

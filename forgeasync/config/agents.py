@@ -1,6 +1,6 @@
 """The section on agents of an environment that has several."""
 
-from forgeasync.schema.section import Section
+from forgeasync.schema import Section
 
 
 class AgentSection(Section):

@@ -8,11 +8,8 @@ from typing import Any
 
 from pydantic import model_validator
 
-from forgeasync.algorithms.advantages import AnyAdvantage, GroupPassAtK, Grpo
-from forgeasync.algorithms.filters import AnyFilter
-from forgeasync.algorithms.loss import Loss
-from forgeasync.algorithms.step_rewards import StepCredit
-from forgeasync.schema.section import Count
+from forgeasync.algorithms import AnyAdvantage, AnyFilter, GroupPassAtK, Grpo, Loss, StepCredit
+from forgeasync.schema import Count
 
 
 class AlgorithmSection(Loss):

@@ -6,24 +6,28 @@ factor is no stronger correction but an error: the expectation is then that of a
 
 from collections.abc import Iterator, Sequence
 
-from forgeasync.algorithms.advantages import GroupPassAtK
-from forgeasync.algorithms.aggregation import ConstantLength, SequenceMeanOfTokenMean
-from forgeasync.algorithms.corrections import IcePop, MaskedIs
-from forgeasync.algorithms.filters import (
+from forgeasync.algorithms import (
+    K1,
     AnyFilter,
+    ConstantLength,
     DynamicSampling,
+    GroupPassAtK,
+    Gspo,
+    IcePop,
+    KlPlace,
+    MaskedIs,
     OverlongFilter,
     OverlongPenalty,
     PythonFilter,
+    RefKl,
     ResampleOnCorrect,
+    SequenceMeanOfTokenMean,
+    Supervised,
+    UnbiasedK3,
 )
-from forgeasync.algorithms.kl import K1, KlPlace, UnbiasedK3
-from forgeasync.algorithms.objectives import Gspo, Supervised
-from forgeasync.algorithms.terms import RefKl
 from forgeasync.config.algorithm import AlgorithmSection
 from forgeasync.config.run import RunConfig, is_served, longest_response
-from forgeasync.schema.problems import Problem
-from forgeasync.schema.python_code import PythonCode
+from forgeasync.schema import Problem, PythonCode
 
 
 def check_algorithm(config: RunConfig) -> Iterator[Problem]:

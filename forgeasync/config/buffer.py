@@ -4,7 +4,7 @@ from enum import StrEnum
 
 from pydantic import Field
 
-from forgeasync.schema.section import Count, Gibibytes, Section
+from forgeasync.schema import Count, Gibibytes, Section
 
 
 class StaleGroups(StrEnum):

@@ -11,7 +11,7 @@ from forgeasync.config.buffer import (
 )
 from forgeasync.config.run import RunConfig
 from forgeasync.config.weights import Interruption
-from forgeasync.schema.problems import Problem
+from forgeasync.schema import Problem
 
 
 def check_buffer(config: RunConfig) -> Iterator[Problem]:

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from forgeasync.schema.section import Seconds, Section
+from forgeasync.schema import Seconds, Section
 
 HOW_TO_WORK = (
     "You are in the root folder of a repository. Change its code so that the issue below is resolved, and "

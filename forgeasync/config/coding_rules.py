@@ -6,8 +6,7 @@ from forgeasync.config.coding import CodingAgent, CodingSource
 from forgeasync.config.data import named_sources
 from forgeasync.config.evaluation import named_sets
 from forgeasync.config.run import RunConfig
-from forgeasync.schema.problems import Problem
-from forgeasync.schema.python_code import PythonCode
+from forgeasync.schema import Problem, PythonCode
 
 
 def check_coding(config: RunConfig) -> Iterator[Problem]:

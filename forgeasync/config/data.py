@@ -14,8 +14,7 @@ from forgeasync.config.judge import JudgeReward
 from forgeasync.config.process_reward_model import ProcessRewardModel
 from forgeasync.config.reward_limits import LimitedReward
 from forgeasync.config.serving import ServedSource
-from forgeasync.schema.python_code import PythonCode
-from forgeasync.schema.section import Seconds, Section
+from forgeasync.schema import PythonCode, Seconds, Section
 
 RESERVED_PARTS = frozenset(
     {

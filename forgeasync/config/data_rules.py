@@ -4,7 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from forgeasync.algorithms.advantages import Grpo
+from forgeasync.algorithms import Grpo
 from forgeasync.config.algorithm import AlgorithmSection
 from forgeasync.config.data import (
     PART_NAME_RULE,
@@ -21,7 +21,7 @@ from forgeasync.config.evaluation import named_sets
 from forgeasync.config.generator import SamplingSection
 from forgeasync.config.process_reward_model import ProcessRewardModel
 from forgeasync.config.run import RunConfig
-from forgeasync.schema.problems import Problem
+from forgeasync.schema import Problem
 
 RESERVED_SETS = frozenset({"accuracy", "score_mean", "num_unscored", "reward"})
 """Names that no set may have, because other metrics are called ``eval/<name>`` already."""

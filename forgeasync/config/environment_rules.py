@@ -10,8 +10,7 @@ from forgeasync.config.evaluation import named_sets
 from forgeasync.config.games import GameSource
 from forgeasync.config.run import RunConfig
 from forgeasync.config.serving import ServedEnvironment
-from forgeasync.schema.problems import Problem
-from forgeasync.schema.python_code import PythonCode
+from forgeasync.schema import Problem, PythonCode
 
 
 def check_built_in(config: RunConfig) -> Iterator[Problem]:

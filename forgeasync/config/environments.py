@@ -11,8 +11,7 @@ from forgeasync.config.coding import CodingAgent
 from forgeasync.config.data import AnswerPart
 from forgeasync.config.mcp import McpServerName, McpServerSection
 from forgeasync.config.serving import ServedEnvironment
-from forgeasync.schema.python_code import PythonCode
-from forgeasync.schema.section import Seconds, Section
+from forgeasync.schema import PythonCode, Seconds, Section
 
 Rounds = Annotated[int, Field(gt=0, le=10_000)]
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from forgeasync.config.buffer import AgeOf
 from forgeasync.config.episodes import EndingPolicy
 from forgeasync.config.run import RunConfig
-from forgeasync.schema.problems import Problem
+from forgeasync.schema import Problem
 
 NEVER_A_SCORE = (EndingPolicy.RUN_AGAIN, EndingPolicy.MASK)
 

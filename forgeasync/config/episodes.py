@@ -5,7 +5,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from forgeasync.schema.section import Count, Seconds, Section
+from forgeasync.schema import Count, Seconds, Section
 
 
 class Ending(StrEnum):

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from forgeasync.config.data import NamedSource, NumTasks, Rewards, SourceSection, rewards_of
 from forgeasync.config.generator import SamplingSection
-from forgeasync.schema.section import Count, CountOrZero, Section
+from forgeasync.schema import Count, CountOrZero, Section
 
 
 class EvaluationSet(Section):

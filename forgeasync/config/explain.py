@@ -8,7 +8,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from forgeasync.config.run import RunConfig
-from forgeasync.schema.problems import Problem
+from forgeasync.schema import Problem
 
 _EXPECTED = {
     "int_type": "a whole number",

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from forgeasync.schema.section import SHORT_FORM, Section
+from forgeasync.schema import SHORT_FORM, Section
 
 
 class GuessNumber(Section):

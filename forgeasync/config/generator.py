@@ -5,7 +5,7 @@ from typing import Annotated
 from pydantic import Field
 
 from forgeasync.config.model import MAX_ROW_TOKENS, Dtype
-from forgeasync.schema.section import Count, CountOrZero, Gibibytes, Procs, Section
+from forgeasync.schema import Count, CountOrZero, Gibibytes, Procs, Section
 
 MIN_TEMPERATURE = 0.01
 """Lowest temperature that vLLM 0.32 samples at (its ``_MAX_TEMP``): it raises lower ones to this."""

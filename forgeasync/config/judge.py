@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from forgeasync.config.reward_limits import LimitedReward
-from forgeasync.schema.section import Seconds
+from forgeasync.schema import Seconds
 
 DEFAULT_RUBRIC = (
     "Grade how well the response solves the task. Give the highest score only to a response that is correct "

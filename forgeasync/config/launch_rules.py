@@ -16,7 +16,7 @@ from forgeasync.config.launcher import (
 )
 from forgeasync.config.model import Dtype
 from forgeasync.config.run import RunConfig
-from forgeasync.schema.problems import Problem
+from forgeasync.schema import Problem
 
 
 def check_launcher(config: RunConfig) -> Iterator[Problem]:

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from forgeasync.schema.section import MAX_SECONDS, Count, Procs, Section
+from forgeasync.schema import MAX_SECONDS, Count, Procs, Section
 
 RESERVED_GPU_RESOURCE = "nvidia.com/gpu"
 """Kubernetes' name for the resource that ``gpus_per_host`` requests."""

@@ -22,7 +22,7 @@ from forgeasync.config.buffer import AgeOf
 from forgeasync.config.explain import explain
 from forgeasync.config.run import RunConfig
 from forgeasync.config.weights import Interruption
-from forgeasync.schema.problems import ConfigError, Problem, raise_if_any
+from forgeasync.schema import ConfigError, Problem, raise_if_any
 
 _MISSING = "???"
 """omegaconf's mark for a value that is still to be given."""

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
-from forgeasync.schema.section import Section
+from forgeasync.schema import Section
 
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,30}")
 _URL = re.compile(r"https?://[^\s/]+[^\s]*")

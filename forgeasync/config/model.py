@@ -4,7 +4,7 @@ from enum import StrEnum
 
 from pydantic import Field
 
-from forgeasync.schema.section import Section
+from forgeasync.schema import Section
 
 
 class Dtype(StrEnum):

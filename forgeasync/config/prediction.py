@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from forgeasync.schema.section import Count, Procs, Section
+from forgeasync.schema import Count, Procs, Section
 
 
 class PredictionSection(Section):

@@ -8,7 +8,7 @@ from pydantic_core import PydanticCustomError
 
 from forgeasync.config.model import MAX_ROW_TOKENS, Dtype
 from forgeasync.config.reward_limits import LimitedReward
-from forgeasync.schema.section import Gibibytes, Seconds
+from forgeasync.schema import Gibibytes, Seconds
 
 
 class StepsValue(StrEnum):

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from forgeasync.schema.section import Section
+from forgeasync.schema import Section
 
 _Weight = Annotated[float, Field(ge=-1e6, le=1e6)]
 

@@ -25,8 +25,7 @@ from forgeasync.config.serving_rules import check_serving
 from forgeasync.config.teacher_rules import check_teachers
 from forgeasync.config.trainer import ROW_ALIGNMENT, OnBadStep, OptimizerSection
 from forgeasync.config.weights import Interruption, KvAfterSwap
-from forgeasync.schema.problems import Problem
-from forgeasync.schema.section import MAX_SEED
+from forgeasync.schema import MAX_SEED, Problem
 
 
 def check_scorer(config: RunConfig) -> Iterator[Problem]:

@@ -22,7 +22,7 @@ from forgeasync.config.serving import ServedSource, ServingSection
 from forgeasync.config.teachers import TeacherSection
 from forgeasync.config.trainer import OptimizerSection, RoutingReplay, TrainerSection
 from forgeasync.config.weights import WeightsSection
-from forgeasync.schema.section import Count, CountOrZero, Seconds, Section, Seed
+from forgeasync.schema import Count, CountOrZero, Seconds, Section, Seed
 
 
 class TimeoutSection(Section):

@@ -7,8 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from forgeasync.schema.python_code import PythonCode
-from forgeasync.schema.section import SHORT_FORM, Section
+from forgeasync.schema import SHORT_FORM, PythonCode, Section
 
 RESERVED_FOLDERS = ("/dev", "/proc", "/tmp", "/work", "/run", "/etc")
 """Folders that a box has of its own; nothing can be mounted over them, but below /work and /tmp neither."""

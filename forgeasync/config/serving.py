@@ -7,7 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from forgeasync.schema.section import Count, Seconds, Section
+from forgeasync.schema import Count, Seconds, Section
 
 
 class ServedSource(Section):

@@ -15,8 +15,7 @@ from forgeasync.config.serving import (
     ServedSource,
     is_loopback,
 )
-from forgeasync.schema.problems import Problem
-from forgeasync.schema.python_code import PythonCode
+from forgeasync.schema import Problem, PythonCode
 
 
 def check_serving(config: RunConfig) -> Iterator[Problem]:

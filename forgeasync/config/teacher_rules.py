@@ -2,14 +2,13 @@
 
 from collections.abc import Iterator
 
-from forgeasync.algorithms.objectives import NoObjective
-from forgeasync.algorithms.terms import IdsOf, TopkKl
+from forgeasync.algorithms import IdsOf, NoObjective, TopkKl
 from forgeasync.config.data import named_sources
 from forgeasync.config.launcher import LocalLauncher
 from forgeasync.config.process_reward_model import ProcessRewardModel
 from forgeasync.config.run import RunConfig
 from forgeasync.config.teacher_source import AveragedPolicy
-from forgeasync.schema.problems import Problem
+from forgeasync.schema import Problem
 
 
 def check_teachers(config: RunConfig) -> Iterator[Problem]:

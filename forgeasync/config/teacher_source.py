@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError
 from pydantic_core import PydanticCustomError
 
 from forgeasync.config.weights import Interruption, KvAfterSwap, WeightsSection
-from forgeasync.schema.section import MAX_COUNT, Section
+from forgeasync.schema import MAX_COUNT, Section
 
 
 class FixedSource(StrEnum):

@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from forgeasync.config.generator import GeneratorSection
 from forgeasync.config.teacher_source import AveragedPolicy, FixedSource, TeacherSource
-from forgeasync.schema.section import Count, Seconds, Section
+from forgeasync.schema import Count, Seconds, Section
 
 SIBLING = "sibling"
 """Stands in a teacher's ``prompt`` for the text of another response of the group that was correct."""

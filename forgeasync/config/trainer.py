@@ -6,7 +6,7 @@ from typing import Annotated
 from pydantic import Field, field_validator
 
 from forgeasync.config.model import MAX_ROW_TOKENS, Dtype
-from forgeasync.schema.section import Count, CountOrZero, Procs, Section
+from forgeasync.schema import Count, CountOrZero, Procs, Section
 
 ROW_ALIGNMENT = 64
 """Packed rows are padded to a multiple of this, so that tensor-parallel ranks get equal parts."""

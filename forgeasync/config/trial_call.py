@@ -11,19 +11,21 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from forgeasync.algorithms.advantages import PythonAdvantage
-from forgeasync.algorithms.aggregation import PythonAggregation
-from forgeasync.algorithms.corrections import PythonCorrection
-from forgeasync.algorithms.filters import PythonFilter
-from forgeasync.algorithms.group_facts import GroupFacts
-from forgeasync.algorithms.kl import PythonKlEstimator
-from forgeasync.algorithms.objectives import PythonObjective
-from forgeasync.algorithms.own_results import WrongResult, shown
-from forgeasync.algorithms.row_tokens import RowTokens
-from forgeasync.algorithms.terms import RefKl
+from forgeasync.algorithms import (
+    GroupFacts,
+    PythonAdvantage,
+    PythonAggregation,
+    PythonCorrection,
+    PythonFilter,
+    PythonKlEstimator,
+    PythonObjective,
+    RefKl,
+    RowTokens,
+    WrongResult,
+    shown,
+)
 from forgeasync.config.algorithm import AlgorithmSection
-from forgeasync.schema.problems import Problem
-from forgeasync.schema.python_code import PythonCode, build_code
+from forgeasync.schema import Problem, PythonCode, build_code
 
 T = TypeVar("T")
 

@@ -6,8 +6,7 @@ from typing import Annotated
 from pydantic import AfterValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
-from forgeasync.schema.python_code import PythonCode
-from forgeasync.schema.section import MAX_SECONDS, Section
+from forgeasync.schema import MAX_SECONDS, PythonCode, Section
 
 BUILT_IN_TRANSPORTS = {
     "auto": "forgeasync.weights.transports.auto.AutoTransport",

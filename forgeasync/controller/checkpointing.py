@@ -4,27 +4,27 @@ import asyncio
 import shutil
 from pathlib import Path
 
-from forgeasync.actors.buffer import BufferActor
-from forgeasync.buffer.events import Update
-from forgeasync.checkpoint.folders import (
+from forgeasync.actors import BufferActor
+from forgeasync.buffer import Update
+from forgeasync.checkpoint import (
     CheckpointLost,
     CheckpointNotWritten,
+    CheckpointTurns,
+    RunState,
+    checkpoint_bytes,
     checkpoint_name,
+    existing_folder,
     list_checkpoints,
+    model_shape,
     step_of,
 )
-from forgeasync.checkpoint.room import checkpoint_bytes, existing_folder
-from forgeasync.checkpoint.run_state import RunState, model_shape
-from forgeasync.checkpoint.turns import CheckpointTurns
 from forgeasync.controller.exporting import cause_of
 from forgeasync.controller.preparation import Prepared
 from forgeasync.controller.recorder import RunRecorder
 from forgeasync.controller.step_clock import Part, StepClock
 from forgeasync.controller.trainer_recovery import TrainerRecovery
-from forgeasync.environments.sources import digest_of
-from forgeasync.faults.appended_file import Refusal
-from forgeasync.faults.fault_log import FaultLog
-from forgeasync.faults.storage import StorageFaults
+from forgeasync.environments import digest_of
+from forgeasync.faults import FaultLog, Refusal, StorageFaults
 
 WAIT_S = 2.0
 """Seconds between two looks whether the disk has room for the last checkpoint."""

@@ -15,17 +15,15 @@ from collections.abc import Callable
 from monarch.actor import shutdown_context
 from rich.console import Console
 
-from forgeasync.config.load import load_config
-from forgeasync.config.run import RunConfig, resolve
+from forgeasync.config import RunConfig, load_config, resolve
 from forgeasync.controller.leftovers import end_own_run
 from forgeasync.controller.preparation import check_plan, gpu_memory_bytes
 from forgeasync.controller.stopping import install_handlers, received_signal
 from forgeasync.controller.supervisor_beat import start_beating
-from forgeasync.models.config_file import model_config_file
-from forgeasync.observability.failures import failure_line, root_cause
-from forgeasync.observability.run_dir import release_claims
-from forgeasync.planning.layouts import GPU_GIB
-from forgeasync.schema.problems import EXIT_FAILED, EXIT_REFUSED, EXIT_SIGNAL, ConfigError
+from forgeasync.models import model_config_file
+from forgeasync.observability import failure_line, release_claims, root_cause
+from forgeasync.planning import GPU_GIB
+from forgeasync.schema import EXIT_FAILED, EXIT_REFUSED, EXIT_SIGNAL, ConfigError
 
 _closing_words: list[str] = []
 """Text of the last line besides the reason."""
@@ -169,11 +167,9 @@ def show_plan(config: RunConfig, *, gpu_gib: float | None = None) -> None:
     ``gpu_gib`` is the memory of a GPU that the run is planned for; None: this machine's, or ``GPU_GIB``.
     """
     # Imported here: it builds the model on the meta device, which only a dry run should wait for.
-    from forgeasync.launch.render import render_launch
-    from forgeasync.planning.host_requests import with_host_requests
-    from forgeasync.planning.report import dry_run_report
-    from forgeasync.planning.request_warnings import request_warnings
-    from forgeasync.prediction.simulated import prediction_words
+    from forgeasync.launch import render_launch
+    from forgeasync.planning import dry_run_report, request_warnings, with_host_requests
+    from forgeasync.prediction import prediction_words
 
     facts, looked_at = check_plan(config)
     shape_from = model_config_file(config.model.path)

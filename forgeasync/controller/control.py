@@ -14,12 +14,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from forgeasync.actors.generator_pool import GeneratorPool
-from forgeasync.actors.procs import Procs
-from forgeasync.config.run import RunConfig
-from forgeasync.launch.hosts import Host
-from forgeasync.launch.jobs import HostRole
-from forgeasync.rollouts.run_folder import is_running
+from forgeasync.actors import GeneratorPool, Procs
+from forgeasync.config import RunConfig
+from forgeasync.launch import Host, HostRole
+from forgeasync.rollouts import is_running
 
 LOOK_S = 0.5
 """Seconds between two looks for requests."""

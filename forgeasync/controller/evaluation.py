@@ -8,14 +8,11 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from forgeasync.actors.group_sampling import GroupSampler, HeldOutRollout
-from forgeasync.actors.group_scoring import Unscored
-from forgeasync.config.generator import SamplingSection
+from forgeasync.actors import GroupSampler, HeldOutRollout, Unscored
+from forgeasync.config import SamplingSection
 from forgeasync.controller.preparation import Prepared
-from forgeasync.observability.scored_groups import HeldOutScores, part_means
-from forgeasync.rollouts.rollout import spanned
-from forgeasync.rollouts.score import Score
-from forgeasync.rollouts.task import Task
+from forgeasync.observability import HeldOutScores, part_means
+from forgeasync.rollouts import Score, Task, spanned
 
 logger = logging.getLogger(__name__)
 

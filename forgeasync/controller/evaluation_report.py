@@ -18,11 +18,9 @@ from typing import Any, Self
 from rich.console import Console
 from rich.table import Table
 
-from forgeasync.actors.group_sampling import HeldOutRollout
-from forgeasync.observability.metrics import JsonLines
-from forgeasync.observability.pass_rates import Estimate, ProblemScores, SetSummary
-from forgeasync.rollouts.score import Score
-from forgeasync.rollouts.task import Task
+from forgeasync.actors import HeldOutRollout
+from forgeasync.observability import Estimate, JsonLines, ProblemScores, SetSummary
+from forgeasync.rollouts import Score, Task
 
 METHODS = {
     "accuracy": "mean over problems of the share of correct responses; Wilson interval, 95 percent, of the "

@@ -14,13 +14,11 @@ every evaluation that has begun is on a line.
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from forgeasync.actors.group_sampling import GroupSampler
-from forgeasync.config.evaluation import EvaluationMode
-from forgeasync.config.run import RunConfig
+from forgeasync.actors import GroupSampler
+from forgeasync.config import EvaluationMode, RunConfig
 from forgeasync.controller.evaluation import evaluate_all, num_responses
 from forgeasync.controller.preparation import Prepared
-from forgeasync.observability.console import StepConsole
-from forgeasync.observability.scored_groups import HeldOutScores
+from forgeasync.observability import HeldOutScores, StepConsole
 
 SHARE_BESIDE = 4
 """Beside training, evaluation takes one in so many of the sequences that the generators decode at once: with

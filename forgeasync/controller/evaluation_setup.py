@@ -8,28 +8,27 @@ from urllib.parse import urlsplit
 
 import torch
 
-from forgeasync.config.data import named_sources
-from forgeasync.config.evaluation import named_sets
-from forgeasync.config.generator import SamplingSection
-from forgeasync.config.launcher import LocalLauncher
-from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.rules import check_without_model
-from forgeasync.config.run import RunConfig, is_served, resolve
-from forgeasync.config.trainer import RoutingReplay
+from forgeasync.config import (
+    LocalLauncher,
+    ModelFacts,
+    RoutingReplay,
+    RunConfig,
+    SamplingSection,
+    check_without_model,
+    is_served,
+    named_sets,
+    named_sources,
+    resolve,
+)
 from forgeasync.controller.host_gpus import check_generator_gpus
 from forgeasync.controller.preparation import check_task_lengths, load_prompts
-from forgeasync.environments.build import check_environment
-from forgeasync.environments.endpoint import EndpointModel
-from forgeasync.environments.sources import build_source
-from forgeasync.models.checkpoint_shapes import check_checkpoint_shapes
-from forgeasync.models.config_file import model_folder, read_model_facts
-from forgeasync.models.rules import check_generator
-from forgeasync.observability.run_dir import check_folder
-from forgeasync.planning.memory.host import available_host_bytes, check_generator_memory
-from forgeasync.rollouts.prompts import PromptEncoder
-from forgeasync.rollouts.task import Task
-from forgeasync.schema.problems import ConfigError, Problem, raise_if_any
-from forgeasync.scoring.reward_trial import check_verifiers, try_rewards
+from forgeasync.environments import EndpointModel, build_source, check_environment
+from forgeasync.models import check_checkpoint_shapes, check_generator, model_folder, read_model_facts
+from forgeasync.observability import check_folder
+from forgeasync.planning import available_host_bytes, check_generator_memory
+from forgeasync.rollouts import PromptEncoder, Task
+from forgeasync.schema import ConfigError, Problem, raise_if_any
+from forgeasync.scoring import check_verifiers, try_rewards
 
 HELD_OUT = "held_out"
 """Name of the held-out problems among the sets."""

@@ -7,11 +7,10 @@ from typing import Protocol
 
 from monarch.actor import ActorError
 
-from forgeasync.checkpoint.room import existing_folder, export_bytes
+from forgeasync.checkpoint import existing_folder, export_bytes
 from forgeasync.controller.preparation import Prepared
-from forgeasync.faults.appended_file import Refusal
-from forgeasync.faults.storage import StorageFaults
-from forgeasync.models.hf_folder import FolderNotWritten
+from forgeasync.faults import Refusal, StorageFaults
+from forgeasync.models import FolderNotWritten
 
 WAIT_S = 2.0
 """Seconds between two attempts, and between two looks for room."""

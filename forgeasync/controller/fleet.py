@@ -13,42 +13,48 @@ from contextlib import asynccontextmanager
 from datetime import datetime
 from pathlib import Path
 
-from forgeasync.actors.generator import CancelledGroup, RefusedGroup
-from forgeasync.actors.group_sampling import GroupSampler, SampledGroup
-from forgeasync.actors.group_scoring import GroupScoring, Unscored
-from forgeasync.actors.moving_teacher import ITS_HOST, MovingTeacher
-from forgeasync.actors.procs import Procs
-from forgeasync.actors.router import GeneratorRouter
-from forgeasync.actors.start_environment import start_environment
-from forgeasync.actors.start_generators import connect_weights, start_generators
-from forgeasync.actors.start_scorer import start_scorer
-from forgeasync.actors.start_teachers import start_teachers
-from forgeasync.actors.start_trainer import start_trainer
-from forgeasync.actors.taught_groups import Untaught
-from forgeasync.actors.teaching import Teaching
-from forgeasync.actors.trainer_mesh import TrainerMesh
-from forgeasync.algorithms.loss import Loss
-from forgeasync.config.data import named_sources
-from forgeasync.config.run import RunConfig
-from forgeasync.config.trainer import OnBadStep
+from forgeasync.actors import (
+    ITS_HOST,
+    CancelledGroup,
+    GeneratorRouter,
+    GroupSampler,
+    GroupScoring,
+    MovingTeacher,
+    Procs,
+    RefusedGroup,
+    SampledGroup,
+    Teaching,
+    TrainerMesh,
+    Unscored,
+    Untaught,
+    connect_weights,
+    start_environment,
+    start_generators,
+    start_scorer,
+    start_teachers,
+    start_trainer,
+)
+from forgeasync.algorithms import Loss
+from forgeasync.config import OnBadStep, RunConfig, named_sources
 from forgeasync.controller.evaluation import evaluate
 from forgeasync.controller.host_checks import open_hosts
 from forgeasync.controller.preparation import Prepared, prepare
 from forgeasync.controller.starting import connect_groups, trainer_setup
-from forgeasync.environments.order import sampling_seed, weighted_order
-from forgeasync.environments.reward import response_of
-from forgeasync.launch.job_hosts import build_hosts
-from forgeasync.observability.run_dir import RunDir, default_run_dir
-from forgeasync.observability.scored_groups import HeldOutScores
-from forgeasync.rollouts.rollout import Group, StoredRollout
-from forgeasync.rollouts.score import Score, steps_of
-from forgeasync.rollouts.task import Task
-from forgeasync.schema.problems import Problem, raise_if_any
-from forgeasync.trainer.advantage_spans import steps_problem, whole_response
-from forgeasync.trainer.batch import TrainingItem, assign_rows, items_of, training_items
-from forgeasync.trainer.step_result import StepResult
-from forgeasync.weights.ledger import NUM_SLOTS
-from forgeasync.weights.manifest import Manifest
+from forgeasync.environments import response_of, sampling_seed, weighted_order
+from forgeasync.launch import build_hosts
+from forgeasync.observability import HeldOutScores, RunDir, default_run_dir
+from forgeasync.rollouts import Group, Score, StoredRollout, Task, steps_of
+from forgeasync.schema import Problem, raise_if_any
+from forgeasync.trainer import (
+    StepResult,
+    TrainingItem,
+    assign_rows,
+    items_of,
+    steps_problem,
+    training_items,
+    whole_response,
+)
+from forgeasync.weights import NUM_SLOTS, Manifest
 
 logger = logging.getLogger(__name__)
 

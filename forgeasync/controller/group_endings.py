@@ -7,27 +7,17 @@ it, and it is kept on the disk.
 import dataclasses
 from collections.abc import Sequence
 
-from forgeasync.actors.buffer import BufferActor
-from forgeasync.actors.group_scoring import GroupScoring, Unscored
-from forgeasync.actors.router import GeneratorRouter
-from forgeasync.actors.taught_groups import Untaught
-from forgeasync.actors.teaching import Teaching
-from forgeasync.algorithms.group_facts import Filtered
-from forgeasync.buffer.decisions import Batch, DropReason
-from forgeasync.buffer.events import Update
-from forgeasync.buffer.starvation import StarvationWatch
-from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.run import RunConfig, num_groups_held
-from forgeasync.config.weights import Interruption
+from forgeasync.actors import BufferActor, GeneratorRouter, GroupScoring, Teaching, Unscored, Untaught
+from forgeasync.algorithms import Filtered
+from forgeasync.buffer import Batch, DropReason, StarvationWatch, Update
+from forgeasync.config import Interruption, ModelFacts, RunConfig, num_groups_held
 from forgeasync.controller.group_keeper import GroupKeeper
 from forgeasync.controller.preparation import Prepared
 from forgeasync.controller.recorder import RunRecorder
 from forgeasync.controller.resume import RunFiles
-from forgeasync.environments.reward import response_of
-from forgeasync.models.sizes import largest_group_payload_bytes
-from forgeasync.rollouts.payload_budget import AsyncPayloadBudget, PayloadBudget, largest_excess
-from forgeasync.rollouts.rollout import Group
-from forgeasync.rollouts.score import Score
+from forgeasync.environments import response_of
+from forgeasync.models import largest_group_payload_bytes
+from forgeasync.rollouts import AsyncPayloadBudget, Group, PayloadBudget, Score, largest_excess
 
 
 def payload_budget(config: RunConfig, facts: ModelFacts) -> AsyncPayloadBudget:

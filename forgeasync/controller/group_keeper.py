@@ -12,13 +12,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from forgeasync.actors.router import GeneratorRouter
-from forgeasync.checkpoint.folders import list_checkpoints, step_of
-from forgeasync.checkpoint.room import checkpoint_bytes, export_bytes
+from forgeasync.actors import GeneratorRouter
+from forgeasync.checkpoint import checkpoint_bytes, export_bytes, list_checkpoints, step_of
 from forgeasync.controller.preparation import Prepared
-from forgeasync.rollouts.kept_groups import KeptGroup, encode_facts, file_name
-from forgeasync.rollouts.rollout import Group
-from forgeasync.rollouts.score import Score
+from forgeasync.rollouts import Group, KeptGroup, Score, encode_facts, file_name
 
 
 class GroupKeeper:

@@ -4,16 +4,12 @@ from collections.abc import Callable
 
 import torch
 
-from forgeasync.actors.procs import Procs
-from forgeasync.config.launcher import LocalLauncher, ProcessLauncher, gpus_per_host
-from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.run import RunConfig
+from forgeasync.actors import Procs
+from forgeasync.config import LocalLauncher, ModelFacts, ProcessLauncher, RunConfig, gpus_per_host
 from forgeasync.controller.host_gpus import check_gpus_of_hosts
-from forgeasync.launch.host_limits import check_host_limits, lock_warning
-from forgeasync.launch.hosts import Hosts
-from forgeasync.launch.jobs import HostRole
-from forgeasync.planning.host_requests import role_needs
-from forgeasync.schema.problems import Problem, raise_if_any
+from forgeasync.launch import HostRole, Hosts, check_host_limits, lock_warning
+from forgeasync.planning import role_needs
+from forgeasync.schema import Problem, raise_if_any
 
 
 async def open_hosts(

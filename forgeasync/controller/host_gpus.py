@@ -6,20 +6,29 @@ from dataclasses import replace
 
 import torch
 
-from forgeasync.config.launcher import LocalLauncher, ProcessLauncher, gpus_per_host, num_hosts
-from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.reward_gpus import places_of, reward_gpus
-from forgeasync.config.rules import num_gpus_needed
-from forgeasync.config.run import RunConfig
-from forgeasync.launch.gpu_checks import HostGpus, RolePlan, check_hosts_gpus, gpu_warnings
-from forgeasync.launch.gpu_facts import gather_gpu_facts
-from forgeasync.launch.hosts import LOCAL_HOST_ID, Hosts
-from forgeasync.launch.jobs import HostRole
-from forgeasync.planning.memory.generator import generator_memory
-from forgeasync.planning.memory.items import Machine, total_bytes
-from forgeasync.planning.memory.parameters import count_parameters
-from forgeasync.planning.memory.trainer import trainer_memory
-from forgeasync.schema.problems import Problem, raise_if_any
+from forgeasync.config import (
+    LocalLauncher,
+    ModelFacts,
+    ProcessLauncher,
+    RunConfig,
+    gpus_per_host,
+    num_gpus_needed,
+    num_hosts,
+    places_of,
+    reward_gpus,
+)
+from forgeasync.launch import (
+    LOCAL_HOST_ID,
+    HostGpus,
+    HostRole,
+    Hosts,
+    RolePlan,
+    check_hosts_gpus,
+    gather_gpu_facts,
+    gpu_warnings,
+)
+from forgeasync.planning import Machine, count_parameters, generator_memory, total_bytes, trainer_memory
+from forgeasync.schema import Problem, raise_if_any
 
 
 def places_of_rewards(config: RunConfig, num_gpus: int) -> frozenset[int]:

@@ -5,19 +5,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from forgeasync.buffer.ages import reference_version
-from forgeasync.buffer.restoring import Candidate, LeftOut, LostSteps, plan_restore
-from forgeasync.buffer.submissions import attempt_and_prompt
-from forgeasync.checkpoint.run_state import RunState, differences
-from forgeasync.config.run import RunConfig
-from forgeasync.rollouts.kept_groups import (
-    SUFFIX,
-    UNFINISHED_SUFFIX,
-    KeptGroup,
-    KeptGroupTorn,
-    file_name,
-    read_kept,
+from forgeasync.buffer import (
+    Candidate,
+    LeftOut,
+    LostSteps,
+    attempt_and_prompt,
+    plan_restore,
+    reference_version,
 )
+from forgeasync.checkpoint import RunState, differences
+from forgeasync.config import RunConfig
+from forgeasync.rollouts import SUFFIX, UNFINISHED_SUFFIX, KeptGroup, KeptGroupTorn, file_name, read_kept
 
 DECIDES = (
     "model",

@@ -13,15 +13,11 @@ from pathlib import Path
 
 import psutil
 
-from forgeasync.config.run import RunConfig
-from forgeasync.environments.episode_thread import kill
-from forgeasync.environments.worker_mark import marked_processes
-from forgeasync.faults.fault_log import FaultLog, Role
-from forgeasync.faults.run_mark import RUN_MARK, remove_files_of
-from forgeasync.observability.procs_file import left_processes
-from forgeasync.observability.run_dir import RunDir, claimed_marks
-from forgeasync.observability.run_lock import Holder
-from forgeasync.rollouts.run_folder import SHARED_MEMORY, sweep_stale_folders
+from forgeasync.config import RunConfig
+from forgeasync.environments import kill, marked_processes
+from forgeasync.faults import RUN_MARK, FaultLog, Role, remove_files_of
+from forgeasync.observability import Holder, RunDir, claimed_marks, left_processes
+from forgeasync.rollouts import SHARED_MEMORY, sweep_stale_folders
 
 END_S = 10.0
 """Time for killed processes to be gone."""

@@ -7,22 +7,24 @@ from typing import Protocol
 
 import torch
 
-from forgeasync.config.launcher import LocalLauncher, num_hosts
-from forgeasync.config.prediction import PredictionSection
-from forgeasync.config.run import RunConfig
+from forgeasync.config import LocalLauncher, PredictionSection, RunConfig, num_hosts
 from forgeasync.controller.simulating import Simulating
-from forgeasync.observability.run_dir import RunDir
-from forgeasync.planning.layouts import GPU_GIB
-from forgeasync.prediction.growth import Growth
-from forgeasync.prediction.measured import MeasuredSteps, MeasuredWindow
-from forgeasync.prediction.process import PredictionRequest
-from forgeasync.prediction.profile_checks import origin_words
-from forgeasync.prediction.record import Prediction
-from forgeasync.prediction.simulated import SampledLengths
-from forgeasync.prediction.verdict import SplitAdvice, bound_words, verdict_lines
-from forgeasync.profile.profile_file import read_profile
-from forgeasync.profile.steady_steps import num_steps_ahead
-from forgeasync.rollouts.rollout import Group
+from forgeasync.observability import RunDir
+from forgeasync.planning import GPU_GIB
+from forgeasync.prediction import (
+    Growth,
+    MeasuredSteps,
+    MeasuredWindow,
+    Prediction,
+    PredictionRequest,
+    SampledLengths,
+    SplitAdvice,
+    bound_words,
+    origin_words,
+    verdict_lines,
+)
+from forgeasync.profile import num_steps_ahead, read_profile
+from forgeasync.rollouts import Group
 
 END_S = 10.0
 """Longest time for which the end of a run waits for what is being simulated."""

@@ -9,15 +9,20 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 
-from forgeasync.checkpoint.room import check_room
-from forgeasync.checkpoint.run_state import check_problems
-from forgeasync.config.data import named_sources
-from forgeasync.config.evaluation import named_sets
-from forgeasync.config.generator import SamplingSection
-from forgeasync.config.launcher import LocalLauncher, ProcessLauncher
-from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.rules import check_gpus, check_without_model
-from forgeasync.config.run import RunConfig, is_served, resolve
+from forgeasync.checkpoint import check_problems, check_room
+from forgeasync.config import (
+    LocalLauncher,
+    ModelFacts,
+    ProcessLauncher,
+    RunConfig,
+    SamplingSection,
+    check_gpus,
+    check_without_model,
+    is_served,
+    named_sets,
+    named_sources,
+    resolve,
+)
 from forgeasync.controller.host_gpus import check_local_gpus, places_of_rewards
 from forgeasync.controller.leftovers import take_over
 from forgeasync.controller.resume import (
@@ -30,25 +35,29 @@ from forgeasync.controller.resume import (
     words_if_done,
 )
 from forgeasync.controller.teacher_checks import check_teacher_models, check_teacher_prompts, probe_teachers
-from forgeasync.environments.build import check_environment
-from forgeasync.environments.sources import build_source, digest_of, look_at_data
-from forgeasync.launch.prerequisites import check_prerequisites
-from forgeasync.models.checkpoint_shapes import check_checkpoint_shapes
-from forgeasync.models.config_file import model_folder, read_model_facts
-from forgeasync.models.rules import check_config
-from forgeasync.models.sizes import published_weight_bytes, weight_copies_in_shared_memory
-from forgeasync.observability.run_dir import check_run_dir
-from forgeasync.observability.wandb_log import check_wandb
-from forgeasync.planning.host_requests import with_host_requests
-from forgeasync.planning.memory.host import available_host_bytes, check_memory, snapshot_memory_bytes
-from forgeasync.planning.request_warnings import request_warnings
-from forgeasync.prediction.profile_checks import check_prediction
-from forgeasync.rollouts.prompts import PromptEncoder
-from forgeasync.rollouts.run_folder import SHARED_MEMORY, sweep_stale_folders
-from forgeasync.rollouts.task import Task
-from forgeasync.schema.problems import ConfigError, Problem, raise_if_any
-from forgeasync.scoring.reward_trial import check_verifiers, try_rewards
-from forgeasync.weights.transports.build import check_transport
+from forgeasync.environments import build_source, check_environment, digest_of, look_at_data
+from forgeasync.launch import check_prerequisites
+from forgeasync.models import (
+    check_checkpoint_shapes,
+    check_config,
+    model_folder,
+    published_weight_bytes,
+    read_model_facts,
+    weight_copies_in_shared_memory,
+)
+from forgeasync.observability import check_run_dir, check_wandb
+from forgeasync.planning import (
+    available_host_bytes,
+    check_memory,
+    request_warnings,
+    snapshot_memory_bytes,
+    with_host_requests,
+)
+from forgeasync.prediction import check_prediction
+from forgeasync.rollouts import SHARED_MEMORY, PromptEncoder, Task, sweep_stale_folders
+from forgeasync.schema import ConfigError, Problem, raise_if_any
+from forgeasync.scoring import check_verifiers, try_rewards
+from forgeasync.weights import check_transport
 
 MADE_MODEL = "models/tiny_moe"
 """The model that ``make model`` builds."""
@@ -93,7 +102,7 @@ def check(config: RunConfig, *, is_resumed: bool = False) -> ModelFacts:
         others += check_environment(config.environment, config.sandbox, is_served=is_served(config))
     if is_served(config):
         # It imports the server of sessions, which no other run needs here.
-        from forgeasync.environments.served.checks import check_address
+        from forgeasync.environments import check_address
 
         others += check_address(config.serving)
     try:
@@ -206,7 +215,7 @@ def load_prompts(config: RunConfig, folder: Path, facts: ModelFacts) -> PromptEn
         raise ConfigError([Problem(field="data", remedy=str(error))]) from error
     if config.environment is not None:
         # It imports the package renderers, which takes most of a second, and which no other run needs.
-        from forgeasync.environments.check_template import check_template
+        from forgeasync.environments import check_template
 
         raise_if_any(check_template(tokenizer, config.data))
     return prompts

@@ -6,36 +6,33 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from forgeasync.actors.buffer import BufferReport
-from forgeasync.buffer.decisions import Batch
-from forgeasync.checkpoint.run_state import RunState
-from forgeasync.config.run import RunConfig, is_served
+from forgeasync.actors import BufferReport
+from forgeasync.buffer import Batch
+from forgeasync.checkpoint import RunState
+from forgeasync.config import RunConfig, is_served
 from forgeasync.controller.control import ControlDesk
 from forgeasync.controller.prediction_watch import PredictionWatch
-from forgeasync.generator.reports import EngineStats, SwapReport
-from forgeasync.observability.bad_batches import BadBatches
-from forgeasync.observability.console import StepConsole, StepLine
-from forgeasync.observability.ended_episodes import EndedEpisodes
-from forgeasync.observability.episode_records import EpisodeRecords
-from forgeasync.observability.metrics import (
+from forgeasync.generator import EngineStats, SwapReport
+from forgeasync.observability import (
+    BadBatches,
+    EndedEpisodes,
+    EpisodeRecords,
+    HeldOutScores,
     JsonLines,
     MetricsWriter,
     RolloutWriter,
+    RunDir,
+    ScoredGroups,
+    StepConsole,
+    StepLine,
     StepMetrics,
+    TokenLines,
+    WandbLog,
 )
-from forgeasync.observability.run_dir import RunDir
-from forgeasync.observability.scored_groups import HeldOutScores, ScoredGroups
-from forgeasync.observability.token_lines import TokenLines
-from forgeasync.observability.wandb_log import WandbLog
 from forgeasync.process_memory import MemoryWatch, largest
-from forgeasync.rollouts.outcome import EpisodeOutcome
-from forgeasync.rollouts.prompts import PromptEncoder
-from forgeasync.rollouts.rollout import Group
-from forgeasync.rollouts.score import Score
-from forgeasync.rollouts.token_pieces import TokenPieces
-from forgeasync.rollouts.token_values import RolloutKey
-from forgeasync.trainer.step_result import StepResult
-from forgeasync.weights.fetcher import FetchReport
+from forgeasync.rollouts import EpisodeOutcome, Group, PromptEncoder, RolloutKey, Score, TokenPieces
+from forgeasync.trainer import StepResult
+from forgeasync.weights import FetchReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,25 +8,27 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from forgeasync.config.data import HuggingFaceSource, named_sources
-from forgeasync.config.evaluation import named_sets
-from forgeasync.config.run import RunConfig, is_served, resolve
+from forgeasync.config import HuggingFaceSource, RunConfig, is_served, named_sets, named_sources, resolve
 from forgeasync.controller.cli import REPORT_COLUMNS
 from forgeasync.controller.preparation import check
-from forgeasync.environments.sources import build_source
-from forgeasync.models.config_file import model_config_file
-from forgeasync.models.tokenizer import character_tokenizer
-from forgeasync.observability.run_dir import RUNS_FOLDER, RunDir
-from forgeasync.planning.memory.host import available_host_bytes
-from forgeasync.rehearsal.data_rule import rehearse_data
-from forgeasync.rehearsal.draft import Draft
-from forgeasync.rehearsal.fit import Capacity
-from forgeasync.rehearsal.model_folder import write_model
-from forgeasync.rehearsal.outcome import Verdict, findings
-from forgeasync.rehearsal.report import changes_table, findings_table
-from forgeasync.rehearsal.rule import Stage, rehearsed
-from forgeasync.rollouts.prompts import PromptEncoder
-from forgeasync.schema.problems import ConfigError, Problem
+from forgeasync.environments import build_source
+from forgeasync.models import character_tokenizer, model_config_file
+from forgeasync.observability import RUNS_FOLDER, RunDir
+from forgeasync.planning import available_host_bytes
+from forgeasync.rehearsal import (
+    Capacity,
+    Draft,
+    Stage,
+    Verdict,
+    changes_table,
+    findings,
+    findings_table,
+    rehearse_data,
+    rehearsed,
+    write_model,
+)
+from forgeasync.rollouts import PromptEncoder
+from forgeasync.schema import ConfigError, Problem
 
 
 class RehearsalFailed(RuntimeError):
@@ -93,7 +95,7 @@ def _look_around(config: RunConfig, folder: Path, *, on_hosts: bool) -> Stage:
 
 def _is_local(source: HuggingFaceSource) -> bool:
     # Imported here: it takes a second, and few runs read data sets.
-    from forgeasync.environments.huggingface import is_local
+    from forgeasync.environments import is_local
 
     return is_local(source)
 

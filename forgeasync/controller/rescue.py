@@ -14,22 +14,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from forgeasync.actors.procs import ActorDied
-from forgeasync.checkpoint.folders import LAST, LAST_PUBLISHED, list_checkpoints
-from forgeasync.config.model import LoraSection
-from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.run import RunConfig, TimeoutSection
+from forgeasync.actors import ActorDied
+from forgeasync.checkpoint import LAST, LAST_PUBLISHED, list_checkpoints
+from forgeasync.config import LoraSection, ModelFacts, RunConfig, TimeoutSection
 from forgeasync.controller.checkpointing import RunCheckpoints
 from forgeasync.controller.preparation import Prepared
 from forgeasync.controller.serving import WeightServing
 from forgeasync.controller.stopping import received_signal
 from forgeasync.controller.trainer_recovery import TrainerRecovery
-from forgeasync.launch.hosts import HostLost
-from forgeasync.models.hf_folder import HfFolderWriter
-from forgeasync.observability.failures import last_words, root_cause
-from forgeasync.observability.run_dir import RunDir
+from forgeasync.launch import HostLost
+from forgeasync.models import HfFolderWriter
+from forgeasync.observability import RunDir, last_words, root_cause
 from forgeasync.waiting import DeadlineExceeded, deadline
-from forgeasync.weights.staged_version import StagedVersion, StagedWeights
+from forgeasync.weights import StagedVersion, StagedWeights
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +120,7 @@ class Rescue:
             writer.finish()
         else:
             # Imports TorchTitan, which the controller needs for nothing else.
-            from forgeasync.trainer.lora_checkpoint import write_folder
+            from forgeasync.trainer import write_folder
 
             write_folder(dict(version.tensors()), self.facts, self.lora, folder, source=self.source)
         try:

@@ -11,26 +11,24 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from forgeasync.checkpoint.folders import (
+from forgeasync.checkpoint import (
     FINAL,
     LAST,
     LAST_PUBLISHED,
     RUN_FILE,
+    RunState,
+    check_resumable,
+    differences,
     list_checkpoints,
+    read_run_state,
     step_of,
     sweep_partial,
 )
-from forgeasync.checkpoint.run_state import RunState, check_resumable, differences, read_run_state
-from forgeasync.config.load import dump_config
-from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.run import RunConfig
+from forgeasync.config import ModelFacts, RunConfig, dump_config
 from forgeasync.controller.kept_groups import FoundGroups, find_groups, remove_others
-from forgeasync.ledger.journal_file import cut_torn_line
-from forgeasync.ledger.lines import ResumedBuffer
-from forgeasync.ledger.resuming import check_ledger
-from forgeasync.observability.run_dir import RUNS_FOLDER, RunDir, check_folder
-from forgeasync.observability.truncation import cut_after, put_aside
-from forgeasync.schema.problems import ConfigError, Problem, raise_if_any
+from forgeasync.ledger import ResumedBuffer, check_ledger, cut_torn_line
+from forgeasync.observability import RUNS_FOLDER, RunDir, check_folder, cut_after, put_aside
+from forgeasync.schema import ConfigError, Problem, raise_if_any
 
 LATEST = "latest"
 

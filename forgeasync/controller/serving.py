@@ -13,14 +13,11 @@ import functools
 import time
 from collections.abc import Coroutine, Sequence
 
-from forgeasync.actors.buffer import BufferActor
-from forgeasync.actors.moving_teacher import ITS_HOST, MovingTeacher
-from forgeasync.actors.router import GeneratorRouter
-from forgeasync.config.weights import WeightsSection
+from forgeasync.actors import ITS_HOST, BufferActor, GeneratorRouter, MovingTeacher
+from forgeasync.config import WeightsSection
 from forgeasync.controller.recorder import RunRecorder
 from forgeasync.controller.trainer_recovery import TrainerRecovery
-from forgeasync.weights.exchange import WeightExchange
-from forgeasync.weights.ledger import WeightLedger
+from forgeasync.weights import WeightExchange, WeightLedger
 
 
 class WeightServing:

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from forgeasync.prediction.process import PredictionRequest
-from forgeasync.prediction.record import Prediction, PredictionRecord, write_prediction
+from forgeasync.prediction import Prediction, PredictionRecord, PredictionRequest, write_prediction
 
 LIMIT_S = 1800.0
 """Time for one request; the runs with most GPUs take minutes."""

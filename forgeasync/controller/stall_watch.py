@@ -8,17 +8,12 @@ import asyncio
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
-from forgeasync.actors.evidence import stacks_of
-from forgeasync.actors.group_episodes import GroupEpisodes
-from forgeasync.actors.procs import Procs
-from forgeasync.config.run import RunConfig, is_served
+from forgeasync.actors import GroupEpisodes, Procs, stacks_of
+from forgeasync.config import RunConfig, is_served
 from forgeasync.controller.starting import Roles
-from forgeasync.faults.awaited_calls import awaited_calls
-from forgeasync.faults.stalls import Progress, Resumed, Stall, StallPolicy
-from forgeasync.launch.hosts import Host, LocalHost
-from forgeasync.launch.jobs import HostRole
-from forgeasync.observability.console import StepConsole
-from forgeasync.observability.procs_file import ProcEntry
+from forgeasync.faults import Progress, Resumed, Stall, StallPolicy, awaited_calls
+from forgeasync.launch import Host, HostRole, LocalHost
+from forgeasync.observability import ProcEntry, StepConsole
 
 LOOK_S = 1.0
 """Seconds between two looks."""

@@ -6,35 +6,35 @@ import os
 from dataclasses import dataclass
 from functools import partial
 
-from forgeasync.actors.buffer import BufferActor
-from forgeasync.actors.environment import agent_roles
-from forgeasync.actors.environment_pool import EnvironmentPool
-from forgeasync.actors.group_episodes import GroupEpisodes
-from forgeasync.actors.group_sampling import GroupSampler, ResponseGroups
-from forgeasync.actors.group_scoring import GroupScoring
-from forgeasync.actors.procs import Procs
-from forgeasync.actors.router import GeneratorRouter
-from forgeasync.actors.start_buffer import start_buffer
-from forgeasync.actors.start_environment import start_environment
-from forgeasync.actors.start_generators import connect_weights, start_generators
-from forgeasync.actors.start_scorer import start_scorer
-from forgeasync.actors.start_teachers import start_teachers
-from forgeasync.actors.start_trainer import start_trainer
-from forgeasync.actors.teaching import Teaching
-from forgeasync.actors.trainer_mesh import TrainerMesh
-from forgeasync.algorithms.loss import Loss
-from forgeasync.config.buffer import AgeOf
-from forgeasync.config.run import RunConfig, is_served
-from forgeasync.config.teachers import average_alpha
+from forgeasync.actors import (
+    BufferActor,
+    EnvironmentPool,
+    GeneratorRouter,
+    GroupEpisodes,
+    GroupSampler,
+    GroupScoring,
+    Procs,
+    ResponseGroups,
+    Teaching,
+    TrainerMesh,
+    agent_roles,
+    connect_weights,
+    start_buffer,
+    start_environment,
+    start_generators,
+    start_scorer,
+    start_teachers,
+    start_trainer,
+)
+from forgeasync.algorithms import Loss
+from forgeasync.config import AgeOf, RunConfig, average_alpha, is_served
 from forgeasync.controller.preparation import Prepared
 from forgeasync.controller.trainer_recovery import TrainerRecovery, start_recovery
-from forgeasync.faults.fault_log import FaultLog
-from forgeasync.launch.job_hosts import build_hosts
-from forgeasync.observability.console import StepConsole
-from forgeasync.observability.procs_file import ProcsFile
-from forgeasync.observability.run_dir import RunDir
-from forgeasync.rollouts.prompts import PromptEncoder
-from forgeasync.trainer.setup import TrainerSetup
+from forgeasync.faults import FaultLog
+from forgeasync.launch import build_hosts
+from forgeasync.observability import ProcsFile, RunDir, StepConsole
+from forgeasync.rollouts import PromptEncoder
+from forgeasync.trainer import TrainerSetup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,8 +7,7 @@ from contextlib import contextmanager, nullcontext
 from enum import StrEnum
 
 from forgeasync.controller.recorder import StepTimes, TimesBetween
-from forgeasync.tracing.proc_trace import doing, span
-from forgeasync.tracing.states import State
+from forgeasync.tracing import State, doing, span
 
 
 class Part(StrEnum):

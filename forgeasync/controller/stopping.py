@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
-from forgeasync.faults.run_mark import remove_files_of
-from forgeasync.launch.bootstrap_main import STOPPING
-from forgeasync.observability.run_dir import claimed_marks, release_claims
-from forgeasync.rollouts.run_folder import remove_own_folders
+from forgeasync.faults import remove_files_of
+from forgeasync.launch import STOP_SIGNALS
+from forgeasync.observability import claimed_marks, release_claims
+from forgeasync.rollouts import remove_own_folders
 
 SAME_S = 1.0
 """Two signals so close to each other count as one: schedulers send them to a process on several ways."""
@@ -69,7 +69,7 @@ def received_signal() -> signal.Signals | None:
 
 def install_handlers() -> None:
     """Handle both signals as this module says from now on, whatever the parent process had set."""
-    for number in STOPPING:
+    for number in STOP_SIGNALS:
         signal.signal(number, _stop.on_signal)
 
 

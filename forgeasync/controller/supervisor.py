@@ -27,21 +27,28 @@ from typing import NoReturn
 
 import psutil
 
-from forgeasync.checkpoint.folders import list_checkpoints
-from forgeasync.config.load import load_config
+from forgeasync.checkpoint import list_checkpoints
+from forgeasync.config import load_config
 from forgeasync.controller.leftovers import NotEnded, end_all, end_leftovers
 from forgeasync.controller.resume import LATEST, begin_anew, has_ended, newest_step, planned_folder
 from forgeasync.controller.supervisor_beat import PIPE, Pulse
-from forgeasync.faults.appended_file import is_refusal
-from forgeasync.faults.fault_log import FaultLog, Role
-from forgeasync.faults.python_stacks import read_stacks
-from forgeasync.faults.storage import RETRY_S
-from forgeasync.launch.forking.client import ADDRESS, AHEAD, fork_server, has_gpus, server_processes
-from forgeasync.launch.forking.import_sets import ImportSet
-from forgeasync.launch.restart_policy import STOPPING, End, Ending, RestartPolicy, StartAgain, is_death
-from forgeasync.observability.run_dir import RunDir, default_run_dir
-from forgeasync.observability.run_lock import RunInUse, RunLock
-from forgeasync.schema.problems import EXIT_FAILED, EXIT_REFUSED, EXIT_SIGNAL, ConfigError
+from forgeasync.faults import RETRY_S, FaultLog, Role, is_refusal, read_stacks
+from forgeasync.launch import (
+    ADDRESS,
+    AHEAD,
+    STOP_SIGNALS,
+    End,
+    Ending,
+    ImportSet,
+    RestartPolicy,
+    StartAgain,
+    fork_server,
+    has_gpus,
+    is_death,
+    server_processes,
+)
+from forgeasync.observability import RunDir, RunInUse, RunLock, default_run_dir
+from forgeasync.schema import EXIT_FAILED, EXIT_REFUSED, EXIT_SIGNAL, ConfigError
 
 LINGER_S = 5.0
 """Time for what a run that ended in order has started to end by itself, before it is killed."""
@@ -100,7 +107,7 @@ class Supervisor:
     def run(self) -> int:
         """Supervise until the run is done or cannot go on; returns the exit code."""
         _adopt_orphans()
-        for number in STOPPING:
+        for number in STOP_SIGNALS:
             signal.signal(number, self._on_signal)
         try:
             return self._supervise()

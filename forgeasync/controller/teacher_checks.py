@@ -6,17 +6,12 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.run import RunConfig
-from forgeasync.config.teachers import TeacherEndpoint
-from forgeasync.models.config_file import model_folder
-from forgeasync.planning.memory.teachers import teacher_facts
-from forgeasync.rollouts.prompts import PromptEncoder
-from forgeasync.rollouts.task import Task
-from forgeasync.rollouts.teacher_prompt import teacher_prompt
-from forgeasync.rollouts.teacher_record import check_teacher_record
-from forgeasync.schema.problems import ConfigError, Problem
-from forgeasync.scoring.unavailable import RewardUnavailable
+from forgeasync.config import ModelFacts, RunConfig, TeacherEndpoint
+from forgeasync.models import model_folder
+from forgeasync.planning import teacher_facts
+from forgeasync.rollouts import PromptEncoder, Task, check_teacher_record, teacher_prompt
+from forgeasync.schema import ConfigError, Problem
+from forgeasync.scoring import RewardUnavailable
 
 
 def check_teacher_models(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
@@ -123,7 +118,7 @@ async def _probe(
 ) -> str | None:
     """What is wrong with a teacher behind a server, in words."""
     # It imports the SDK, which only runs with such a teacher need.
-    from forgeasync.scoring.teacher_endpoint import TeacherClient
+    from forgeasync.scoring import TeacherClient
 
     ids_S = prompts.encode(task.prompt)
     try:

@@ -16,21 +16,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from forgeasync.actors.procs import Procs
-from forgeasync.actors.router import GeneratorRouter
-from forgeasync.actors.start_generators import make_folders
-from forgeasync.actors.start_trainer import OWN_ACTORS, kill_trainer, set_up_trainer, spawn_trainer
-from forgeasync.actors.trainer_life import TrainerLife
-from forgeasync.actors.trainer_mesh import TrainerMesh
-from forgeasync.checkpoint.folders import CheckpointLost, is_whole, remove_partial
-from forgeasync.config.run import TimeoutSection
-from forgeasync.trainer.batch import TrainingItem
-from forgeasync.trainer.setup import TrainerSetup
-from forgeasync.trainer.step_memory import RestartBudget, StepMemory
-from forgeasync.trainer.step_result import StepResult
+from forgeasync.actors import (
+    OWN_ACTORS,
+    GeneratorRouter,
+    Procs,
+    TrainerLife,
+    TrainerMesh,
+    kill_trainer,
+    make_folders,
+    set_up_trainer,
+    spawn_trainer,
+)
+from forgeasync.checkpoint import CheckpointLost, is_whole, remove_partial
+from forgeasync.config import TimeoutSection
+from forgeasync.trainer import RestartBudget, StepMemory, StepResult, TrainerSetup, TrainingItem
 from forgeasync.waiting import Monitor, forget
-from forgeasync.weights.manifest import Manifest
-from forgeasync.weights.staged_version import StagedWeights
+from forgeasync.weights import Manifest, StagedWeights
 
 logger = logging.getLogger(__name__)
 

@@ -24,9 +24,7 @@ from forgeasync.environments.messages import (
 from forgeasync.environments.rendering.anew import rendered_anew
 from forgeasync.environments.rendering.renderer import BridgeRefused, Conversation, MessageRenderer
 from forgeasync.environments.rendering.reserved import without_reserved
-from forgeasync.rollouts.outcome import ToolStatus
-from forgeasync.rollouts.rollout import VersionRange, spanned
-from forgeasync.rollouts.trajectory import SampledTurn
+from forgeasync.rollouts import SampledTurn, ToolStatus, VersionRange, spanned
 
 logger = logging.getLogger(__name__)
 

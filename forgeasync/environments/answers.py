@@ -6,10 +6,8 @@ Everything here takes time in proportion to the text, of which only the end is r
 import re
 from decimal import Decimal
 
-from forgeasync.config.data import AnswerPart
-from forgeasync.config.environments import AnswerCheck, AnswerMatch
-from forgeasync.rollouts.score import NO_ANSWER, Score
-from forgeasync.rollouts.task import Task
+from forgeasync.config import AnswerCheck, AnswerMatch, AnswerPart
+from forgeasync.rollouts import NO_ANSWER, Score, Task
 
 MAX_READ_CHARACTERS = 100_000
 """Only the end of a turn is searched for an answer."""

@@ -6,8 +6,8 @@ import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from forgeasync.faults.appended_file import is_refusal
-from forgeasync.rollouts.trajectory import EpisodeId
+from forgeasync.faults import is_refusal
+from forgeasync.rollouts import EpisodeId
 
 MAX_FILES = 32
 """Most files of one attempt at an episode."""

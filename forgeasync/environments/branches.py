@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from forgeasync.environments.conversation import AnsweredMessages, ConversationTree, KeptT
-from forgeasync.rollouts.rollout import FinishReason, VersionRange
+from forgeasync.rollouts import FinishReason, VersionRange
 
 RecordedBranch = list[dict[str, Any]]
 """Messages as JSON values; those that the model said have the facts of their turn besides."""

@@ -4,16 +4,21 @@ import inspect
 from collections.abc import Awaitable, Callable, Iterator
 from typing import cast
 
-from forgeasync.config.adapters import OpenEnvServer, VerifiersServer
-from forgeasync.config.coding import CodingAgent
-from forgeasync.config.environments import EnvironmentSection, McpEnvironment, PlayGames, PythonTool
-from forgeasync.config.sandbox import Bubblewrap, SandboxSection
-from forgeasync.config.serving import ServedEnvironment
+from forgeasync.config import (
+    Bubblewrap,
+    CodingAgent,
+    EnvironmentSection,
+    McpEnvironment,
+    OpenEnvServer,
+    PlayGames,
+    PythonTool,
+    SandboxSection,
+    ServedEnvironment,
+    VerifiersServer,
+)
 from forgeasync.environments.environment import Agent, Environment
-from forgeasync.rollouts.score import Score
-from forgeasync.rollouts.task import Task
-from forgeasync.schema.problems import Problem
-from forgeasync.schema.python_code import PythonCode, build_code
+from forgeasync.rollouts import Score, Task
+from forgeasync.schema import Problem, PythonCode, build_code
 
 _SANDBOX = Bubblewrap()
 

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from forgeasync.config.data import DataSection, RendererName
+from forgeasync.config import DataSection, RendererName
 from forgeasync.environments.rendering.build import ChosenRenderer, choose_renderer
 from forgeasync.environments.rendering.check import CheckRow, check_renderer
-from forgeasync.schema.problems import Problem
+from forgeasync.schema import Problem
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from forgeasync.config.generator import SamplingSection
+from forgeasync.config import SamplingSection
 from forgeasync.environments.artifacts import EpisodeArtifacts
 from forgeasync.environments.branches import RecordedBranch, recorded_branches, turn_facts
 from forgeasync.environments.conversation import ConversationTree
@@ -36,8 +36,7 @@ from forgeasync.environments.messages import (
     checked_messages,
     checked_tools,
 )
-from forgeasync.rollouts.outcome import ToolStatus
-from forgeasync.rollouts.rollout import FinishReason
+from forgeasync.rollouts import FinishReason, ToolStatus
 
 if TYPE_CHECKING:
     from pathlib import Path

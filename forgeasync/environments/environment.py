@@ -8,10 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from forgeasync.environments.messages import BrokenToolCall, Message, ToolCall, ToolSpec
-from forgeasync.rollouts.outcome import ToolStatus
-from forgeasync.rollouts.rollout import FinishReason
-from forgeasync.rollouts.score import Score
-from forgeasync.rollouts.task import Task
+from forgeasync.rollouts import FinishReason, Score, Task, ToolStatus
 
 
 class ContextFull(RuntimeError):

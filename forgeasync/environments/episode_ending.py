@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Mapping, Sequence
 
-from forgeasync.config.episodes import Ending
+from forgeasync.config import Ending
 from forgeasync.environments.environment import (
     ContextFull,
     EpisodeInterrupted,
@@ -13,8 +13,8 @@ from forgeasync.environments.environment import (
     TooManyTurns,
 )
 from forgeasync.environments.participant import AgentRole, Participant
-from forgeasync.observability.failures import last_words
-from forgeasync.rollouts.score import Score
+from forgeasync.observability import last_words
+from forgeasync.rollouts import Score
 
 logger = logging.getLogger(__name__)
 

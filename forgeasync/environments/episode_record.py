@@ -5,15 +5,13 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from forgeasync.config.episodes import Ending
+from forgeasync.config import Ending
 from forgeasync.environments.artifacts import EpisodeArtifacts
 from forgeasync.environments.branches import turn_facts
 from forgeasync.environments.messages import ASSISTANT
 from forgeasync.environments.participant import Participant
 from forgeasync.environments.reward import Response
-from forgeasync.rollouts.rollout import VersionRange
-from forgeasync.rollouts.score import Score
-from forgeasync.rollouts.task import Task
+from forgeasync.rollouts import Score, Task, VersionRange
 
 MAX_BYTES = 500_000
 """Most bytes of the messages of a record, as JSON; what is beyond is cut, and its number is told."""

@@ -12,8 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from forgeasync.config.episodes import EpisodesSection
-from forgeasync.config.generator import SamplingSection
+from forgeasync.config import EpisodesSection, SamplingSection
 from forgeasync.environments.agent import EpisodeAgent, OpenSession, SampleTurn, TurnLimits, TurnRequest
 from forgeasync.environments.artifacts import EpisodeArtifacts, artifact_folder_name
 from forgeasync.environments.endpoint import EndpointModel
@@ -26,10 +25,7 @@ from forgeasync.environments.episode_thread import EpisodeThread, kill
 from forgeasync.environments.participant import AgentRole, Participant, outcome_of
 from forgeasync.environments.rendering.renderer import MessageRenderer
 from forgeasync.environments.tools.tool import num_stuck_calls
-from forgeasync.rollouts.outcome import EpisodeOutcome
-from forgeasync.rollouts.score import Score
-from forgeasync.rollouts.task import Task
-from forgeasync.rollouts.trajectory import EpisodeId, SampledTurn
+from forgeasync.rollouts import EpisodeId, EpisodeOutcome, SampledTurn, Score, Task
 
 logger = logging.getLogger(__name__)
 

@@ -11,11 +11,11 @@ from typing import Any
 import datasets
 import numpy as np
 
-from forgeasync.config.data import HuggingFaceSource
+from forgeasync.config import HuggingFaceSource
 from forgeasync.environments.json_records import json_like, read_json_records
 from forgeasync.environments.sources import HELD_OUT_SEED, TrainingDraw
-from forgeasync.rollouts.task import Task
-from forgeasync.schema.problems import ConfigError, Problem
+from forgeasync.rollouts import Task
+from forgeasync.schema import ConfigError, Problem
 
 FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
 """The reader of ``datasets`` for each kind of local file. A single JSON file is read by this package."""

@@ -6,7 +6,7 @@ from typing import Protocol
 import numpy as np
 
 from forgeasync.environments.stored_tasks import StoredTasks
-from forgeasync.rollouts.task import Task
+from forgeasync.rollouts import Task
 
 _BLOCK = 4096
 """Number of draws of sources that are made at a time."""

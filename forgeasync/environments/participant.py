@@ -7,9 +7,7 @@ from typing import Protocol
 
 from forgeasync.environments.branches import RecordedBranch
 from forgeasync.environments.environment import NamedAgent
-from forgeasync.rollouts.outcome import AgentOutcome, ToolStatus
-from forgeasync.rollouts.rollout import VersionRange
-from forgeasync.rollouts.score import Score
+from forgeasync.rollouts import AgentOutcome, Score, ToolStatus, VersionRange
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

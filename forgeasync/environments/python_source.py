@@ -4,14 +4,13 @@ import itertools
 from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
-from forgeasync.config.data import PythonSource
+from forgeasync.config import PythonSource
 from forgeasync.environments.huggingface import read_field
 from forgeasync.environments.json_records import json_like
 from forgeasync.environments.sources import HELD_OUT_SEED, TrainingDraw
 from forgeasync.environments.stored_tasks import StoredTasks
-from forgeasync.rollouts.task import Task
-from forgeasync.schema.problems import ConfigError, Problem
-from forgeasync.schema.python_code import build_code
+from forgeasync.rollouts import Task
+from forgeasync.schema import ConfigError, Problem, build_code
 
 TRAIN, HELD_OUT = "train", "held_out"
 

@@ -4,8 +4,7 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any
 
-from forgeasync.config.environments import PythonTool
-from forgeasync.config.sandbox import SandboxSection
+from forgeasync.config import PythonTool, SandboxSection
 from forgeasync.environments.answers import AnswerChecker
 from forgeasync.environments.environment import Agent, Environment, EpisodeInterrupted, ToolError
 from forgeasync.environments.messages import Message, ToolSpec
@@ -17,8 +16,7 @@ from forgeasync.environments.tools.run_tools import run_tools
 from forgeasync.environments.tools.signature import BadArguments
 from forgeasync.environments.tools.tool import Tool, ToolFailed, ToolTimeout
 from forgeasync.environments.tools.toolbox import Toolbox
-from forgeasync.rollouts.score import Score
-from forgeasync.rollouts.task import Task
+from forgeasync.rollouts import Score, Task
 
 SPEC = ToolSpec(
     name="python",

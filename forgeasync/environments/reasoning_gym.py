@@ -10,13 +10,13 @@ import hashlib
 from collections.abc import Iterator, Set
 from typing import Any
 
-from forgeasync.config.data import ReasoningGymSource
+from forgeasync.config import ReasoningGymSource
 from forgeasync.environments.json_records import json_like
 from forgeasync.environments.sources import HELD_OUT_SEED, TrainingDraw
 from forgeasync.environments.stored_tasks import StoredTasks
 from forgeasync.environments.workarounds.gym_imports import DATASETS, ProceduralDataset, create_dataset
-from forgeasync.rollouts.task import Task
-from forgeasync.schema.problems import ConfigError, Problem
+from forgeasync.rollouts import Task
+from forgeasync.schema import ConfigError, Problem
 
 OWN_OPTIONS = frozenset({"seed", "size"})
 """Options of reasoning-gym that this module sets itself."""

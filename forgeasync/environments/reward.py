@@ -4,9 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 
-from forgeasync.rollouts.rollout import FinishReason, Rollout, StoredRollout
-from forgeasync.rollouts.score import Score
-from forgeasync.rollouts.task import Task
+from forgeasync.rollouts import FinishReason, Rollout, Score, StoredRollout, Task
 
 
 @dataclass(frozen=True, slots=True)

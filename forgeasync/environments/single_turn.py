@@ -4,8 +4,7 @@ import inspect
 from collections.abc import Awaitable, Callable
 
 from forgeasync.environments.environment import Agent, Environment, Turn
-from forgeasync.rollouts.score import Score
-from forgeasync.rollouts.task import Task
+from forgeasync.rollouts import Score, Task
 
 TurnReward = Callable[[Task, Turn], Score | Awaitable[Score]]
 """Scores the only turn of an episode."""

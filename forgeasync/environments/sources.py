@@ -8,20 +8,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from forgeasync.config.coding import CodingSource
-from forgeasync.config.data import (
+from forgeasync.config import (
+    CodingSource,
     DataSection,
+    GameSource,
     HuggingFaceSource,
     NamedSource,
     PythonSource,
     ReasoningGymSource,
+    ServedSource,
     named_sources,
 )
-from forgeasync.config.games import GameSource
-from forgeasync.config.serving import ServedSource
 from forgeasync.environments.stored_tasks import StoredTasks
-from forgeasync.rollouts.task import Task
-from forgeasync.schema.problems import ConfigError
+from forgeasync.rollouts import Task
+from forgeasync.schema import ConfigError
 
 HELD_OUT_SEED = 1_618_033_988
 """Seed for the held-out problems of every run, independent of the run's own: all runs are measured alike."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from operator import eq
 from typing import overload
 
-from forgeasync.rollouts.task import Task
+from forgeasync.rollouts import Task
 
 
 class StoredTasks(Sequence[Task]):

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from forgeasync.rollouts.task import Task
+from forgeasync.rollouts import Task
 
 
 def task_fields(task: Task, fields: Mapping[str, str], *, where: str) -> dict[str, Any]:

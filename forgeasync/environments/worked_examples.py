@@ -10,10 +10,8 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from forgeasync.config.environments import PlainCalls
-from forgeasync.config.run import WarmupSection
-from forgeasync.rollouts.task import Task
-from forgeasync.rollouts.teacher_prompt import teacher_prompt
+from forgeasync.config import PlainCalls, WarmupSection
+from forgeasync.rollouts import Task, teacher_prompt
 
 ANSWER_PREFIX = "#"
 

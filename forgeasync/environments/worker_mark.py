@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from forgeasync.faults.run_mark import RUN_MARK
+from forgeasync.faults import RUN_MARK
 
 WORKER_MARK = "FORGEASYNC_ENVIRONMENT_WORKER"
 """The variable that holds the mark."""

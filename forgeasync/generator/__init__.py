@@ -2,7 +2,9 @@
 
 import os
 
-from forgeasync.faults.run_mark import name_shared_memory
+import lazy_loader
+
+from forgeasync.faults import name_shared_memory
 
 # vLLM reads these when it is imported, so they have to be set before that. No pinning of threads to cores:
 # the trainer's procs use them too.
@@ -21,3 +23,6 @@ os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
 
 # An engine's queues are shared memory of its workers too, which are spawned by vLLM and import this.
 name_shared_memory()
+
+# __init__.pyi lists the names; each one is imported from its module when it is first used.
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -11,15 +11,16 @@ from pathlib import Path
 
 import torch
 
-from forgeasync.models.hf_folder import CheckpointTensors
-from forgeasync.weights.fetcher import ReceiveBuffer, received_images
-from forgeasync.weights.layout import (
+from forgeasync.models import CheckpointTensors
+from forgeasync.weights import (
     ALIGNMENT,
     Box,
     Piece,
     RankLayout,
+    ReceiveBuffer,
     WeightLayout,
     merged,
+    received_images,
     whole_tensors,
 )
 

@@ -20,8 +20,7 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCore
 
-from forgeasync.config.generator import GeneratorSection, SamplingSection
-from forgeasync.config.weights import WeightsSection
+from forgeasync.config import GeneratorSection, SamplingSection, WeightsSection
 from forgeasync.generator.busy_clock import BusyClock
 from forgeasync.generator.engine_args import engine_args
 from forgeasync.generator.in_flight_recorder import PART_ARGUMENT, TURN_ARGUMENT, InFlightRecorder
@@ -44,11 +43,8 @@ from forgeasync.generator.workarounds.cpu_latent import expand_latents, rotate_i
 from forgeasync.generator.workarounds.inprocess_client import InProcessAsyncClient, start_llm
 from forgeasync.generator.workarounds.served_adapters import AdapterSetup, ServedAdapter, install
 from forgeasync.generator.workarounds.vllm_process import adapt_process
-from forgeasync.rollouts.in_flight import LoggedTurn
-from forgeasync.rollouts.records import Records
-from forgeasync.rollouts.rollout import FinishReason, Rollout
-from forgeasync.tracing.proc_trace import doing
-from forgeasync.tracing.states import State
+from forgeasync.rollouts import FinishReason, LoggedTurn, Records, Rollout
+from forgeasync.tracing import State, doing
 
 R = TypeVar("R")
 

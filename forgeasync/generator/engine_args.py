@@ -6,9 +6,9 @@ from vllm.config import CacheConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 
-from forgeasync.config.generator import GeneratorSection
+from forgeasync.config import GeneratorSection
 from forgeasync.generator.workarounds.served_adapters import AdapterSetup, engine_modules, engine_rank
-from forgeasync.rollouts.records import Records
+from forgeasync.rollouts import Records
 
 CPU_WORKER = "forgeasync.generator.workarounds.cpu_worker.UpdatableCPUWorker"
 

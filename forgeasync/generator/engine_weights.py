@@ -16,10 +16,7 @@ from vllm.v1.engine.core import EngineCore
 from forgeasync.generator.host_memory import HostMemory
 from forgeasync.generator.weight_route import WeightRoute
 from forgeasync.generator.workarounds.load_trace import LoadTrace, WorkerTrace
-from forgeasync.weights.copies import StridedCopy, needed_blocks
-from forgeasync.weights.fetcher import HostShare
-from forgeasync.weights.layout import WeightLayout
-from forgeasync.weights.manifest import BLOCK_BYTES
+from forgeasync.weights import BLOCK_BYTES, HostShare, StridedCopy, WeightLayout, needed_blocks
 
 POLL_START_S, POLL_MAX_S = 0.0005, 0.02
 

@@ -11,14 +11,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from forgeasync.config.generator import SamplingSection
+from forgeasync.config import SamplingSection
 from forgeasync.generator.engine import GeneratorEngine
 from forgeasync.generator.interruption import RunningGroup
 from forgeasync.generator.reports import GroupCancelled
 from forgeasync.generator.turns import EngineEpisode, EngineTurn
-from forgeasync.rollouts.in_flight import LoggedTurn
-from forgeasync.rollouts.rollout import Rollout
-from forgeasync.rollouts.trajectory import EpisodeId, SampledTurn
+from forgeasync.rollouts import EpisodeId, LoggedTurn, Rollout, SampledTurn
 
 MAX_ENDED_GROUPS = 65_536
 """The numbers of so many groups that have ended are kept: a turn is never on its way for longer."""

@@ -9,13 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from forgeasync.config.weights import ShadowMemory
+from forgeasync.config import ShadowMemory
 from forgeasync.generator.host_memory import HostMemory
-from forgeasync.weights.copies import StridedCopy
-from forgeasync.weights.device_copies import page_lock
-from forgeasync.weights.fetcher import HostShare
-from forgeasync.weights.layout import ALIGNMENT
-from forgeasync.weights.staging import SharedFile
+from forgeasync.weights import ALIGNMENT, HostShare, SharedFile, StridedCopy, page_lock
 
 
 class GpuWeights:

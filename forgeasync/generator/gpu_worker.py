@@ -14,10 +14,15 @@ from forgeasync.generator.host_memory import HostMemory
 from forgeasync.generator.staging_thread import StagingThread
 from forgeasync.generator.weight_route import reload_reasons
 from forgeasync.generator.workarounds.load_trace import WorkerTrace, trace_load
-from forgeasync.models.hf_folder import CheckpointTensors
-from forgeasync.weights.copies import StridedCopy, plan_copies
-from forgeasync.weights.fetcher import HostShare, received_images
-from forgeasync.weights.layout import WeightLayout, whole_tensors
+from forgeasync.models import CheckpointTensors
+from forgeasync.weights import (
+    HostShare,
+    StridedCopy,
+    WeightLayout,
+    plan_copies,
+    received_images,
+    whole_tensors,
+)
 
 
 class UpdatableGPUWorker:

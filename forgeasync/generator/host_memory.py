@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from forgeasync.config.weights import ShadowMemory
-from forgeasync.weights.fetcher import ALONE, HostShare
+from forgeasync.config import ShadowMemory
+from forgeasync.weights import ALONE, HostShare
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,20 +20,20 @@ import numpy as np
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine import FinishReason as EngineFinishReason
 
-from forgeasync.rollouts.in_flight import LoggedTurn
-from forgeasync.rollouts.in_flight_format import (
+from forgeasync.rollouts import (
     FINISHES,
     NO_ROWS,
     BegunTurn,
     EndedTurn,
+    FinishReason,
     ForgottenTurns,
+    InFlightLog,
     InFlightRecord,
+    KeptTokens,
+    LoggedTurn,
+    Records,
     TokenBatch,
 )
-from forgeasync.rollouts.in_flight_log import InFlightLog
-from forgeasync.rollouts.kept_tokens import KeptTokens
-from forgeasync.rollouts.records import Records
-from forgeasync.rollouts.rollout import FinishReason
 
 TURN_ARGUMENT = "forgeasync_turn"
 """Names a request's turn in its sampling parameters; a turn that is not logged has none."""

@@ -15,11 +15,10 @@ from dataclasses import dataclass
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request
 
-from forgeasync.config.weights import Interruption
+from forgeasync.config import Interruption
 from forgeasync.generator.workarounds.inprocess_client import InProcessAsyncClient
-from forgeasync.rollouts.rollout import GroupProgress
-from forgeasync.tracing.proc_trace import doing
-from forgeasync.tracing.states import State
+from forgeasync.rollouts import GroupProgress
+from forgeasync.tracing import State, doing
 
 Prefetch = Callable[[], Awaitable[None]]
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from forgeasync.process_memory import MemoryPeak
-from forgeasync.rollouts.rollout import GroupProgress
+from forgeasync.rollouts import GroupProgress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,10 +15,18 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
 from forgeasync.generator.turns import EngineTurn
-from forgeasync.rollouts.in_flight import LoggedTurn
-from forgeasync.rollouts.kept_tokens import KeptTokens
-from forgeasync.rollouts.rollout import FinishReason, Rollout, VersionSpan
-from forgeasync.rollouts.trajectory import Branch, SampledTokens, SampledTurn, Trajectory, branches
+from forgeasync.rollouts import (
+    Branch,
+    FinishReason,
+    KeptTokens,
+    LoggedTurn,
+    Rollout,
+    SampledTokens,
+    SampledTurn,
+    Trajectory,
+    VersionSpan,
+    branches,
+)
 
 ABORTED = "abort"
 """vLLM's finish reason of a request that was ended from outside."""

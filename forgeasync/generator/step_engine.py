@@ -20,10 +20,10 @@ from vllm.outputs import PoolingRequestOutput
 from vllm.platforms import current_platform
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from forgeasync.config.process_reward_model import ProcessRewardModel
+from forgeasync.config import ProcessRewardModel
 from forgeasync.generator.engine_args import gpu_share
 from forgeasync.generator.workarounds.vllm_process import adapt_process
-from forgeasync.models.sizes import BYTES_PER_ELEMENT
+from forgeasync.models import BYTES_PER_ELEMENT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ import numpy as np
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-from forgeasync.config.generator import SamplingSection
+from forgeasync.config import SamplingSection
 from forgeasync.generator.engine import GeneratorEngine
 from forgeasync.generator.interruption import EPISODE_ARGUMENT, GROUP_ARGUMENT, NO_GROUP, SAMPLE_ARGUMENT
 from forgeasync.generator.reports import DecodeSteps, DecodeTiming, PrefillTiming

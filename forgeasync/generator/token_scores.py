@@ -18,10 +18,8 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
 from forgeasync.generator.interruption import EPISODE_ARGUMENT, GROUP_ARGUMENT, NO_GROUP, SAMPLE_ARGUMENT
-from forgeasync.rollouts.student_ids import NO_ID
-from forgeasync.rollouts.teacher_record import TeacherRecord, WrongTeacherRecord, not_asked
-from forgeasync.tracing.proc_trace import doing
-from forgeasync.tracing.states import State
+from forgeasync.rollouts import NO_ID, TeacherRecord, WrongTeacherRecord, not_asked
+from forgeasync.tracing import State, doing
 
 if TYPE_CHECKING:
     from forgeasync.generator.engine import GeneratorEngine

@@ -5,11 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from forgeasync.config.generator import SamplingSection
-from forgeasync.rollouts.in_flight import LoggedTurn
-from forgeasync.rollouts.in_flight_format import BegunTurn, EndedTurn
-from forgeasync.rollouts.rollout import FinishReason
-from forgeasync.rollouts.trajectory import EpisodeId, Trajectory
+from forgeasync.config import SamplingSection
+from forgeasync.rollouts import BegunTurn, EndedTurn, EpisodeId, FinishReason, LoggedTurn, Trajectory
 
 
 @dataclass(slots=True, kw_only=True)

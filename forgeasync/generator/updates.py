@@ -7,12 +7,11 @@ from collections.abc import Callable
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request, RequestStatus
 
-from forgeasync.config.weights import KvAfterSwap
+from forgeasync.config import KvAfterSwap
 from forgeasync.generator.interruption import Groups, InFlight, Prefetch
 from forgeasync.generator.reports import SwapReport
 from forgeasync.generator.workarounds.inprocess_client import InProcessAsyncClient
-from forgeasync.tracing.proc_trace import doing, span
-from forgeasync.tracing.states import State
+from forgeasync.tracing import State, doing, span
 
 
 class WeightUpdates:

@@ -24,19 +24,19 @@ from forgeasync.generator.host_memory import HostMemory
 from forgeasync.generator.reports import SwapReport
 from forgeasync.generator.weight_route import WeightRoute
 from forgeasync.generator.workarounds.served_adapters import ServedAdapter, install
-from forgeasync.tracing.proc_trace import doing, span
-from forgeasync.tracing.states import State
-from forgeasync.weights.fetcher import (
+from forgeasync.tracing import State, doing, span
+from forgeasync.weights import (
     ALONE,
     FetchReport,
     HostShare,
+    Manifest,
     ReceiveBuffer,
+    Transport,
     WeightFetcher,
+    WeightLayout,
     received_images,
+    whole_tensors,
 )
-from forgeasync.weights.layout import WeightLayout, whole_tensors
-from forgeasync.weights.manifest import Manifest
-from forgeasync.weights.transports.transport import Transport
 
 
 class IncompleteFetch(RuntimeError):

@@ -16,8 +16,8 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
 from forgeasync.generator.workarounds.load_trace import LoadTrace, Region
-from forgeasync.models.hf_folder import CheckpointTensors
-from forgeasync.weights.layout import Box
+from forgeasync.models import CheckpointTensors
+from forgeasync.weights import Box
 
 KNOWN_METHODS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod)
 """Methods that compute from the parameters themselves, whatever order they keep them in."""

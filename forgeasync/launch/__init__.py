@@ -2,6 +2,8 @@
 
 import os
 
+import lazy_loader
+
 MONARCH_LIMITS = {
     # Monarch 0.7 gives a message up that a dead process has not taken within 30 s, or 20 s after the
     # connection was lost, and returns it to its sender through the controller. Where that one is gone as
@@ -19,3 +21,6 @@ process that has imported Monarch before is told by ``forgeasync.launch.hosts``.
 
 for name, limit in MONARCH_LIMITS.items():
     MONARCH_LIMITS[name] = os.environ.setdefault(f"HYPERACTOR_{name.upper()}", limit)
+
+# __init__.pyi lists the names; each one is imported from its module when it is first used.
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -15,21 +15,23 @@ from pathlib import Path
 
 from monarch.actor import Actor, concurrent_endpoint
 
-from forgeasync.faults.python_stacks import read_stacks
+from forgeasync.faults import read_stacks
 from forgeasync.launch.bootstrap_main import HOST_DEVICES_VARIABLE
 from forgeasync.launch.forking.fork import starter_pid
 from forgeasync.launch.gpu_facts import GpuFacts, gather_gpu_facts
 from forgeasync.launch.host_limits import HostLimits, gather_host_limits
 from forgeasync.launch.hosts import remove_from
 from forgeasync.launch.kill_tree import kill_tree
-from forgeasync.observability.logs import redirect_process_output
-from forgeasync.rollouts.in_flight_log import InFlightRead, read_in_flight, remove_in_flight
-from forgeasync.rollouts.kept_groups import try_write_kept
-from forgeasync.rollouts.run_folder import (
+from forgeasync.observability import redirect_process_output
+from forgeasync.rollouts import (
+    InFlightRead,
     create_run_folder,
     is_running,
+    read_in_flight,
+    remove_in_flight,
     remove_run_folder,
     sweep_stale_folders,
+    try_write_kept,
 )
 
 WATCH_S = 1.0

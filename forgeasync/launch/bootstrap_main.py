@@ -15,7 +15,7 @@ import runpy
 import signal
 from types import FrameType
 
-from forgeasync.faults.run_mark import name_shared_memory
+from forgeasync.faults import name_shared_memory
 
 GPUS_VARIABLE = "FORGEASYNC_GPUS"
 """Environment variable with the places of a proc's GPUs among those of its host, such as "0,1"."""
@@ -23,7 +23,7 @@ GPUS_VARIABLE = "FORGEASYNC_GPUS"
 HOST_DEVICES_VARIABLE = "FORGEASYNC_HOST_DEVICES"
 """Environment variable with the CUDA_VISIBLE_DEVICES of a proc's whole host; missing if it has none."""
 
-STOPPING = (signal.SIGINT, signal.SIGTERM)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def stay(number: int, frame: FrameType | None) -> None:
@@ -55,7 +55,7 @@ if __name__ == "__main__":
     if inherited is not None:
         os.environ[HOST_DEVICES_VARIABLE] = inherited
     os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices(os.environ[GPUS_VARIABLE], inherited)
-    for number in STOPPING:
+    for number in STOP_SIGNALS:
         signal.signal(number, stay)
     name_shared_memory()
     runpy.run_module("monarch._src.actor.bootstrap_main", run_name="__main__", alter_sys=True)

@@ -4,10 +4,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from forgeasync.config.trainer import FlashAttention
+from forgeasync.config import FlashAttention
 from forgeasync.launch.gpu_facts import FLASH_ATTENTION_PACKAGES, Gpu, GpuFacts, Version
-from forgeasync.planning.memory.items import least_bytes
-from forgeasync.schema.problems import Problem
+from forgeasync.planning import least_bytes
+from forgeasync.schema import Problem
 
 BFLOAT16_CAPABILITY = (8, 0)
 """Ampere's: FlashAttention 2, grouped products and vLLM's MoE kernels in bfloat16 need it."""

@@ -11,10 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from forgeasync.planning.host_requests import HostNeeds
-from forgeasync.planning.memory.host import available_host_bytes
-from forgeasync.rollouts.run_folder import SHARED_MEMORY
-from forgeasync.schema.problems import Problem
+from forgeasync.planning import HostNeeds, available_host_bytes
+from forgeasync.rollouts import SHARED_MEMORY
+from forgeasync.schema import Problem
 
 RDMA_DEVICES = Path("/sys/class/infiniband")
 """Where Linux shows the devices that ibverbs can use."""

@@ -11,7 +11,7 @@ import torch
 from monarch.actor import ProcMesh, this_host
 from monarch.config import configure
 
-from forgeasync.faults.python_stacks import read_stacks
+from forgeasync.faults import read_stacks
 from forgeasync.launch import MONARCH_LIMITS
 from forgeasync.launch.forking.import_sets import ImportSet
 from forgeasync.launch.gpu_facts import GpuFacts, gather_gpu_facts
@@ -19,13 +19,15 @@ from forgeasync.launch.host_limits import HostLimits, gather_host_limits
 from forgeasync.launch.jobs import HostRole
 from forgeasync.launch.kill_tree import kill_tree
 from forgeasync.launch.placement import GpuAllocator, spawn_role, until_imported
-from forgeasync.rollouts.in_flight_log import InFlightRead, read_in_flight, remove_in_flight
-from forgeasync.rollouts.kept_groups import try_write_kept
-from forgeasync.rollouts.run_folder import (
+from forgeasync.rollouts import (
+    InFlightRead,
     create_run_folder,
     is_running,
+    read_in_flight,
+    remove_in_flight,
     remove_run_folder,
     sweep_stale_folders,
+    try_write_kept,
 )
 
 LOCAL_HOST_ID = "host-0"

@@ -11,17 +11,19 @@ from pathlib import Path
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import ActorError, HostMesh, ProcMesh
 
-from forgeasync.config.launcher import (
+from forgeasync.config import (
     KubernetesLauncher,
     LocalLauncher,
     ProcessLauncher,
     RemoteLauncher,
+    RunConfig,
     SlurmLauncher,
     SshLauncher,
+    TimeoutSection,
     gpus_per_host,
+    places_of,
+    reward_gpus,
 )
-from forgeasync.config.reward_gpus import places_of, reward_gpus
-from forgeasync.config.run import RunConfig, TimeoutSection
 from forgeasync.launch.agent import HostAgent
 from forgeasync.launch.forking.import_sets import ImportSet
 from forgeasync.launch.gpu_facts import GpuFacts
@@ -30,8 +32,7 @@ from forgeasync.launch.hosts import IMPORT_SETS, Host, HostLost, Hosts, LocalHos
 from forgeasync.launch.jobs import JOB_ROLES, HostRole, build_job, mesh_name
 from forgeasync.launch.placement import GpuAllocator, spawn_role, until_imported
 from forgeasync.launch.submission import LaunchFailed, Submission
-from forgeasync.rollouts.in_flight_log import InFlightRead
-from forgeasync.rollouts.run_folder import sweep_stale_folders
+from forgeasync.rollouts import InFlightRead, sweep_stale_folders
 from forgeasync.waiting import DeadlineExceeded, deadline, forget
 
 BEAT_S = 1.0

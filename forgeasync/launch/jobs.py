@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from monarch._src.job.job import SSHJob  # not among the public names of Monarch 0.7.0
 from monarch.job import JobTrait, ProcessJob, SlurmJob
 
-from forgeasync.config.launcher import (
+from forgeasync.config import (
     RESERVED_GPU_RESOURCE,
     KubernetesLauncher,
     ProcessLauncher,

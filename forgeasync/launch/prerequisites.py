@@ -12,7 +12,7 @@ import socket
 import subprocess
 from collections.abc import Iterator
 
-from forgeasync.config.launcher import (
+from forgeasync.config import (
     KubernetesLauncher,
     LocalLauncher,
     ProcessLauncher,
@@ -20,7 +20,7 @@ from forgeasync.config.launcher import (
     SlurmLauncher,
     SshLauncher,
 )
-from forgeasync.schema.problems import Problem
+from forgeasync.schema import Problem
 
 COMMANDS = {"slurm": ("sbatch", "squeue", "scancel"), "ssh": ("ssh",)}
 """Commands that Monarch's jobs call, by the launcher's kind."""

@@ -19,15 +19,15 @@ from pathlib import Path
 
 import yaml
 
-from forgeasync.config.launcher import (
+from forgeasync.config import (
     KubernetesLauncher,
     LocalLauncher,
     ProcessLauncher,
+    RunConfig,
     SlurmLauncher,
     SshLauncher,
     num_hosts,
 )
-from forgeasync.config.run import RunConfig
 from forgeasync.launch.jobs import HostRole, build_job, build_kubernetes_job, mesh_name
 
 PLANNED_LOGS = "runs/<name>-<time>/logs"

@@ -4,12 +4,11 @@ shell."""
 import signal
 from dataclasses import dataclass
 
-from forgeasync.schema.problems import EXIT_FAILED, EXIT_REFUSED, EXIT_SIGNAL
+from forgeasync.launch.bootstrap_main import STOP_SIGNALS
+from forgeasync.schema import EXIT_FAILED, EXIT_REFUSED, EXIT_SIGNAL
 
 MAX_STARTS_WITHOUT_STEP = 5
 """So many starts in a row that make no step which none before them has made end the supervision."""
-
-STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,9 +49,9 @@ def is_death(ending: Ending) -> bool:
     return ending.stopped_by is None and ending.exit_code not in (
         0,
         EXIT_REFUSED,
-        *(EXIT_SIGNAL + one for one in STOPPING),
+        *(EXIT_SIGNAL + one for one in STOP_SIGNALS),
         # One that comes before the run handles it.
-        *(-one for one in STOPPING),
+        *(-one for one in STOP_SIGNALS),
     )
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from monarch._src.job.job import LoginJob  # not among the public names of Monarch 0.7.0
 from monarch.job import JobState, JobTrait, SlurmJob
 
-from forgeasync.config.launcher import RemoteLauncher, SlurmLauncher
-from forgeasync.rollouts.run_folder import is_running
+from forgeasync.config import RemoteLauncher, SlurmLauncher
+from forgeasync.rollouts import is_running
 from forgeasync.waiting import DeadlineExceeded, deadline
 
 ASK_S = 30.0

@@ -5,8 +5,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from forgeasync.buffer.decisions import DropReason
-from forgeasync.buffer.events import Update
+from forgeasync.buffer import DropReason, Update
 
 
 class Place(StrEnum):

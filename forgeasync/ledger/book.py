@@ -17,9 +17,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from forgeasync.buffer.decisions import DropReason
-from forgeasync.buffer.events import (
+from forgeasync.buffer import (
     Dropped,
+    DropReason,
+    LostSteps,
     Restored,
     Sampled,
     Scored,
@@ -28,7 +29,6 @@ from forgeasync.buffer.events import (
     Trained,
     Update,
 )
-from forgeasync.buffer.restoring import LostSteps
 from forgeasync.ledger.account import (
     ENDS,
     LOSSES,

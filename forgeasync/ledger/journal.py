@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from forgeasync.faults.appended_file import Refusal, is_refusal
+from forgeasync.faults import Refusal, is_refusal
 from forgeasync.ledger.journal_file import JournalFile, JournalNotWritten
 from forgeasync.ledger.lines import AnyEvent, LedgerPosition, encode_lines
 from forgeasync.waiting import Monitor

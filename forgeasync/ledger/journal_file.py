@@ -3,8 +3,7 @@
 import os
 from pathlib import Path
 
-from forgeasync.faults.appended_file import AppendedFile
-from forgeasync.faults.file_lock import FileLocked, lock
+from forgeasync.faults import AppendedFile, FileLocked, lock
 from forgeasync.ledger.lines import START, LedgerPosition, position_after
 
 LOCK_WAIT_S = 10.0

@@ -10,10 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from forgeasync.buffer.async_buffer import AsyncReplayBuffer
-from forgeasync.buffer.replay_buffer import ReplayBuffer
-from forgeasync.config.run import RunConfig
-from forgeasync.faults.appended_file import Refusal
+from forgeasync.buffer import AsyncReplayBuffer, ReplayBuffer
+from forgeasync.config import RunConfig
+from forgeasync.faults import Refusal
 from forgeasync.ledger.journal import Journal
 from forgeasync.ledger.journal_file import JournalFile
 from forgeasync.ledger.lines import (

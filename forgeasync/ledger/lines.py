@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from forgeasync.buffer.decisions import BufferSnapshot
-from forgeasync.buffer.events import (
+from forgeasync.buffer import (
     AnyPromptEvent,
+    BufferSnapshot,
     Count,
     Dropped,
     Restored,

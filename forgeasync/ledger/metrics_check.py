@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from forgeasync.buffer.decisions import DropReason
-from forgeasync.buffer.events import Update
+from forgeasync.buffer import DropReason, Update
 from forgeasync.ledger.account import TrainedStep
 from forgeasync.ledger.book import Book
 

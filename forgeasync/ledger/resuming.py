@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from forgeasync.buffer.restoring import LostSteps
+from forgeasync.buffer import LostSteps
 from forgeasync.ledger.account import Contradiction
 from forgeasync.ledger.lines import CheckpointedBuffer, Resumed
 from forgeasync.ledger.reading import LedgerReading, LedgerUnreadable, read_ledger
-from forgeasync.schema.problems import ConfigError, Problem, raise_if_any
+from forgeasync.schema import ConfigError, Problem, raise_if_any
 
 FIELD = "--resume"
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from forgeasync.config.model_facts import ModelFacts
+from forgeasync.config import ModelFacts
 from forgeasync.models.family import Shape
 from forgeasync.models.registry import FAMILIES
-from forgeasync.schema.problems import Problem
+from forgeasync.schema import Problem
 
 MAX_PROBLEMS = 8
 """A wrong config.json is wrong for thousands of tensors; the first few say enough."""

@@ -19,10 +19,10 @@ from huggingface_hub import (
 )
 from huggingface_hub.errors import HfHubHTTPError
 
-from forgeasync.config.model_facts import ModelFacts
+from forgeasync.config import ModelFacts
 from forgeasync.models.config_json import ConfigReader
 from forgeasync.models.registry import FAMILIES
-from forgeasync.schema.problems import ConfigError, Problem, raise_if_any
+from forgeasync.schema import ConfigError, Problem, raise_if_any
 
 SHIPPED_MODELS = Path(__file__).resolve().parents[2] / "configs" / "models"
 """Shapes of published models, for planning a run where neither the model nor the hub is at hand."""

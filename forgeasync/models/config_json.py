@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from forgeasync.schema.problems import Problem
+from forgeasync.schema import Problem
 
 
 class ConfigReader:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from forgeasync.config.model_facts import ModelFacts
+from forgeasync.config import ModelFacts
 from forgeasync.models.config_json import ConfigReader
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from transformers import GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
 
 from forgeasync.models.checkpoint_shapes import expected_shapes
 from forgeasync.models.config_file import parse_model_facts
-from forgeasync.schema.problems import ConfigError, Problem
+from forgeasync.schema import ConfigError, Problem
 
 Value = TypeVar("Value")
 

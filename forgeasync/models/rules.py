@@ -2,16 +2,17 @@
 
 from collections.abc import Callable, Iterator
 
-from forgeasync.config.model import Dtype
-from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.rules import (
+from forgeasync.config import (
     EXPERT_TARGETS,
+    Dtype,
+    ModelFacts,
+    RouterBias,
+    RunConfig,
     check_without_model,
+    num_groups_held,
 )
-from forgeasync.config.run import RunConfig, num_groups_held
-from forgeasync.config.trainer import RouterBias
 from forgeasync.models.sizes import kv_bytes_per_token, largest_group_payload_bytes
-from forgeasync.schema.problems import Problem
+from forgeasync.schema import Problem
 
 
 def check_nucleus(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:

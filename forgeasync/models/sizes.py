@@ -2,11 +2,15 @@
 
 import math
 
-from forgeasync.config.model import Dtype, LoraSection
-from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.run import RunConfig, longest_response
-from forgeasync.config.teachers import num_averages
-from forgeasync.config.trainer import RoutingReplay
+from forgeasync.config import (
+    Dtype,
+    LoraSection,
+    ModelFacts,
+    RoutingReplay,
+    RunConfig,
+    longest_response,
+    num_averages,
+)
 from forgeasync.models.checkpoint_shapes import expected_shapes
 
 LOGITS_CHUNK_TOKENS = 1024

@@ -9,7 +9,7 @@ from torchtitan.models.common.decoder import Decoder, TransformerBlock
 from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
-from forgeasync.config.model_facts import ModelFacts
+from forgeasync.config import ModelFacts
 
 LINEAR_INIT: dict[str, Callable[..., object]] = {"weight": partial(nn.init.normal_, std=0.02)}
 

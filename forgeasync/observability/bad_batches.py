@@ -9,7 +9,7 @@ import re
 import shutil
 from pathlib import Path
 
-from forgeasync.buffer.decisions import Batch
+from forgeasync.buffer import Batch
 from forgeasync.observability.metrics import batch_records
 
 _NAME = re.compile(r"step-(\d{8,})")

@@ -14,7 +14,7 @@ from rich.console import Console, RenderableType
 from rich.progress import Progress, ProgressColumn
 from rich.text import Text
 
-from forgeasync.faults.fault_log import Role
+from forgeasync.faults import Role
 
 MIN_COLUMNS = 72
 MIN_LINES = 20

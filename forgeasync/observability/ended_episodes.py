@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from forgeasync.config.episodes import Ending
-from forgeasync.rollouts.outcome import EpisodeOutcome, ToolStatus
+from forgeasync.config import Ending
+from forgeasync.rollouts import EpisodeOutcome, ToolStatus
 
 SESSION_COUNTS = (
     "num_requests",

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from forgeasync.rollouts.outcome import EpisodeOutcome, record_of
+from forgeasync.rollouts import EpisodeOutcome, record_of
 
 MAX_EPISODES = 4096
 """Most episodes whose records are held; one has at most 500,000 bytes of messages."""

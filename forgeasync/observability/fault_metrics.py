@@ -1,6 +1,6 @@
 """Metrics of failures that a run survives."""
 
-from forgeasync.faults.fault_log import Role
+from forgeasync.faults import Role
 from forgeasync.observability.metric import Metric, Topic
 
 

@@ -17,13 +17,13 @@ from typing import Self
 import numpy as np
 from torch.utils.tensorboard import SummaryWriter
 
-from forgeasync.buffer.decisions import Batch
-from forgeasync.faults.appended_file import AppendedFile, Refusal, is_refusal
+from forgeasync.buffer import Batch
+from forgeasync.faults import AppendedFile, Refusal, is_refusal
 from forgeasync.observability.episode_records import EpisodeKey, EpisodeRecords
 from forgeasync.observability.metric_definitions import REQUIRED_KEYS
 from forgeasync.observability.scored_groups import HeldOutScores, part_means
 from forgeasync.observability.wandb_log import WandbLog
-from forgeasync.rollouts.rollout import FinishReason, Group
+from forgeasync.rollouts import FinishReason, Group
 
 _LOGGER = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import psutil
 
-from forgeasync.faults.run_mark import RUN_MARK
-from forgeasync.rollouts.run_folder import start_ticks
+from forgeasync.faults import RUN_MARK
+from forgeasync.rollouts import start_ticks
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 """Says another thing after every boot of a machine."""

@@ -30,13 +30,12 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from forgeasync.config.run import RunConfig
-from forgeasync.faults.appended_file import is_refusal
-from forgeasync.faults.run_mark import mark_this_run
+from forgeasync.config import RunConfig
+from forgeasync.faults import is_refusal, mark_this_run
 from forgeasync.observability.failures import say_on_stderr
 from forgeasync.observability.run_lock import Holder, RunInUse, RunLock
 from forgeasync.observability.truncation import put_aside
-from forgeasync.schema.problems import ConfigError, Problem, raise_if_any
+from forgeasync.schema import ConfigError, Problem, raise_if_any
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 

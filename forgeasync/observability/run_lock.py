@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
-from forgeasync.faults.file_lock import FileLocked, lock
+from forgeasync.faults import FileLocked, lock
 
 WAIT_S = 1.0
 """Time for a process that is just ending to be gone."""

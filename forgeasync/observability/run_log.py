@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from forgeasync.faults.appended_file import AppendedFile
+from forgeasync.faults import AppendedFile
 from forgeasync.observability.failures import failure_line, root_cause, say_on_stderr
 
 PACKAGES = (

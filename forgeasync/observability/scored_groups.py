@@ -5,8 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from forgeasync.rollouts.rollout import VersionRange
-from forgeasync.rollouts.score import Score
+from forgeasync.rollouts import Score, VersionRange
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

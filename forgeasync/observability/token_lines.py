@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 
 from forgeasync.observability.metrics import JsonLines
-from forgeasync.rollouts.token_pieces import TokenPieces
-from forgeasync.rollouts.token_values import (
+from forgeasync.rollouts import (
     BranchValues,
     Decision,
     RolloutKey,
+    TokenPieces,
     TokenReport,
     TokenValues,
     WorstToken,

@@ -17,9 +17,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from forgeasync.config.run import LoggingSection, WandbSection
+from forgeasync.config import LoggingSection, WandbSection
 from forgeasync.observability.wandb_process import TAKEN
-from forgeasync.schema.problems import Problem
+from forgeasync.schema import Problem
 
 MAX_KEPT_BYTES = 4 << 20
 """So much is kept for a process that does not read; what comes then is lost."""

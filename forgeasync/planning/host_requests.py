@@ -3,16 +3,16 @@
 import math
 from dataclasses import dataclass
 
-from forgeasync.config.launcher import (
+from forgeasync.config import (
     KubernetesLauncher,
     LocalLauncher,
+    ModelFacts,
     RemoteLauncher,
+    RunConfig,
     SlurmLauncher,
     num_hosts,
 )
-from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.run import RunConfig
-from forgeasync.models.sizes import BYTES_PER_ELEMENT, num_adapter_parameters, published_weight_bytes
+from forgeasync.models import BYTES_PER_ELEMENT, num_adapter_parameters, published_weight_bytes
 from forgeasync.planning.memory.host import host_shadow_bytes, snapshot_memory_bytes
 from forgeasync.planning.memory.items import FLOAT32_BYTES, Machine
 from forgeasync.planning.memory.parameters import count_merged, count_parameters, merges_adapters

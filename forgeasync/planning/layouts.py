@@ -8,11 +8,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
-from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.run import RunConfig, resolve
-from forgeasync.config.trainer import ROW_ALIGNMENT, ActivationCheckpointing
-from forgeasync.config.weights import ShadowMemory
-from forgeasync.models.rules import check_config
+from forgeasync.config import (
+    ROW_ALIGNMENT,
+    ActivationCheckpointing,
+    ModelFacts,
+    RunConfig,
+    ShadowMemory,
+    resolve,
+)
+from forgeasync.models import check_config
 from forgeasync.planning.memory.generator import generator_memory
 from forgeasync.planning.memory.items import Machine, total_bytes
 from forgeasync.planning.memory.parameters import ParameterCounts, count_parameters

@@ -4,17 +4,25 @@ from pathlib import Path
 
 from rich.table import Table
 
-from forgeasync.config.coding import CodingAgent
-from forgeasync.config.environments import McpEnvironment, PythonTool, environment_name
-from forgeasync.config.launcher import HostNames, LocalLauncher, SshLauncher, gpus_per_host, num_hosts
-from forgeasync.config.mcp import StdioServer
-from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.reward_gpus import reward_gpus
-from forgeasync.config.rules import num_gpus_needed
-from forgeasync.config.run import RunConfig, resolve
-from forgeasync.config.sandbox import SandboxLimits
-from forgeasync.models.config_file import SHIPPED_MODELS
-from forgeasync.models.sizes import kv_bytes_per_token
+from forgeasync.config import (
+    CodingAgent,
+    HostNames,
+    LocalLauncher,
+    McpEnvironment,
+    ModelFacts,
+    PythonTool,
+    RunConfig,
+    SandboxLimits,
+    SshLauncher,
+    StdioServer,
+    environment_name,
+    gpus_per_host,
+    num_gpus_needed,
+    num_hosts,
+    resolve,
+    reward_gpus,
+)
+from forgeasync.models import SHIPPED_MODELS, kv_bytes_per_token
 from forgeasync.planning.layouts import GPU_GIB, fit_rows
 from forgeasync.planning.memory.items import Machine
 from forgeasync.planning.memory.parameters import (

@@ -3,9 +3,7 @@
 import re
 from collections.abc import Iterator
 
-from forgeasync.config.launcher import KubernetesLauncher, SlurmLauncher
-from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.run import RunConfig
+from forgeasync.config import KubernetesLauncher, ModelFacts, RunConfig, SlurmLauncher
 from forgeasync.planning.host_requests import HostNeeds, host_needs
 
 _DECIMAL = {"": 1, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}

@@ -3,17 +3,14 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.run import RunConfig
-from forgeasync.models.rules import check_config
+from forgeasync.config import ModelFacts, RunConfig
+from forgeasync.models import check_config
 from forgeasync.planning.layouts import fit_trainer, generator_fits
 from forgeasync.planning.memory.items import Machine
 from forgeasync.planning.memory.plan import planned_machine
-from forgeasync.profile.profile import Profile
-from forgeasync.schema.problems import ConfigError, Problem
-from forgeasync.simulation.prediction import Prediction
-from forgeasync.simulation.run import simulate
-from forgeasync.simulation.shape import of_config
+from forgeasync.profile import Profile
+from forgeasync.schema import ConfigError, Problem
+from forgeasync.simulation import Prediction, of_config, simulate
 
 BOUNDS = (0, 1, 2, 4, 8, 16, 32)
 

@@ -9,11 +9,8 @@ import math
 from dataclasses import dataclass
 from statistics import NormalDist
 
-from forgeasync.config.data import named_sources
-from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.run import RunConfig, longest_response
-from forgeasync.config.trainer import ActivationCheckpointing
-from forgeasync.models.sizes import BYTES_PER_ELEMENT, kv_bytes_per_token
+from forgeasync.config import ActivationCheckpointing, ModelFacts, RunConfig, longest_response, named_sources
+from forgeasync.models import BYTES_PER_ELEMENT, kv_bytes_per_token
 from forgeasync.planning.memory.parameters import (
     ParameterCounts,
     count_parameters,
@@ -21,10 +18,12 @@ from forgeasync.planning.memory.parameters import (
     trainer_parameters_per_rank,
 )
 from forgeasync.planning.weight_times import DEVICE_BYTES_PER_S, weight_seconds
-from forgeasync.profile.numbers import NUM_QUANTILES, Distribution, Estimate
-from forgeasync.profile.profile import (
+from forgeasync.profile import (
+    NUM_QUANTILES,
     Cores,
     DecodePoint,
+    Distribution,
+    Estimate,
     Hardware,
     Lengths,
     Origin,

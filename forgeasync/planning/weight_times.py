@@ -7,12 +7,13 @@ ones. All of a term's bytes are taken to move at full speed, so that times are l
 
 from dataclasses import dataclass
 
-from forgeasync.config.launcher import LocalLauncher, num_hosts
-from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.run import RunConfig
-from forgeasync.config.weights import ShadowMemory
-from forgeasync.models.checkpoint_shapes import expected_shapes
-from forgeasync.models.sizes import BYTES_PER_ELEMENT, num_adapter_parameters, published_weight_bytes
+from forgeasync.config import LocalLauncher, ModelFacts, RunConfig, ShadowMemory, num_hosts
+from forgeasync.models import (
+    BYTES_PER_ELEMENT,
+    expected_shapes,
+    num_adapter_parameters,
+    published_weight_bytes,
+)
 from forgeasync.planning.memory.parameters import count_parameters, generator_parameters_per_rank
 
 PCIE_BYTES_PER_S = 50e9

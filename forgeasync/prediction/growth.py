@@ -1,7 +1,7 @@
 """When a run adds a replica by itself: as soon as one more is predicted to save a tenth of a step."""
 
 from forgeasync.prediction.record import PredictedChange, Prediction
-from forgeasync.simulation.what_if import ONE_MORE_REPLICA
+from forgeasync.simulation import ONE_MORE_REPLICA
 
 LEAST_SAVING = 0.1
 """Share of the step time that one more replica has to save."""

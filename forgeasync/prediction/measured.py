@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from forgeasync.prediction.record import NUM_SIMULATED_STEPS
-from forgeasync.profile.steady_steps import steady_steps
+from forgeasync.profile import steady_steps
 
 WINDOW_STEPS = 50
 """Newest steps that are measured."""

@@ -12,11 +12,11 @@ from pathlib import Path
 
 from pydantic import Field
 
-from forgeasync.config.run import RunConfig
-from forgeasync.models.config_file import read_model_facts
+from forgeasync.config import RunConfig
+from forgeasync.models import read_model_facts
 from forgeasync.prediction.simulated import SampledLengths, predictions, with_lengths
-from forgeasync.profile.profile_file import read_profile
-from forgeasync.schema.section import CountOrZero, Section
+from forgeasync.profile import read_profile
+from forgeasync.schema import CountOrZero, Section
 
 LOWEST_PRIORITY = 19
 

@@ -3,12 +3,10 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.run import RunConfig
-from forgeasync.profile.profile import Origin, Profile
-from forgeasync.profile.profile_file import read_profile
-from forgeasync.schema.problems import ConfigError, Problem, raise_if_any
-from forgeasync.simulation.shape import of_config
+from forgeasync.config import ModelFacts, RunConfig
+from forgeasync.profile import Origin, Profile, read_profile
+from forgeasync.schema import ConfigError, Problem, raise_if_any
+from forgeasync.simulation import of_config
 
 FIELD = "prediction.profile"
 

@@ -5,8 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError
 
-from forgeasync.schema.problems import ConfigError, Problem
-from forgeasync.schema.section import Count, CountOrZero, Section
+from forgeasync.schema import ConfigError, Count, CountOrZero, Problem, Section
 
 FORMAT_VERSION = 2
 

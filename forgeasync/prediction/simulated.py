@@ -2,9 +2,8 @@
 
 from collections.abc import Iterator, Mapping
 
-from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.run import RunConfig
-from forgeasync.planning.splits import plan_splits
+from forgeasync.config import ModelFacts, RunConfig
+from forgeasync.planning import plan_splits
 from forgeasync.prediction.profile_checks import origin_words, profile_of
 from forgeasync.prediction.record import (
     HOW_TO_PREDICT,
@@ -15,13 +14,10 @@ from forgeasync.prediction.record import (
     PredictedSplit,
     Prediction,
 )
-from forgeasync.profile.fitted_lengths import fit_lengths
-from forgeasync.profile.profile import Profile
-from forgeasync.schema.section import Section
-from forgeasync.simulation import prediction as simulated
-from forgeasync.simulation.run import simulate
-from forgeasync.simulation.shape import of_config
-from forgeasync.simulation.what_if import what_if
+from forgeasync.profile import Profile, fit_lengths
+from forgeasync.schema import Section
+from forgeasync.simulation import Prediction as SimulatedRun
+from forgeasync.simulation import of_config, simulate, what_if
 
 LEAST_GROUPS = 8
 """A source with fewer recent groups keeps the lengths that it had."""
@@ -121,7 +117,7 @@ def _split(
     )
 
 
-def _predicted(found: simulated.Prediction) -> PredictedRun:
+def _predicted(found: SimulatedRun) -> PredictedRun:
     return PredictedRun(
         step_s=found.step_s,
         trained_tokens_per_s=found.trained_tokens_per_s,

@@ -8,7 +8,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from forgeasync.schema.section import MAX_COUNT, Section
+from forgeasync.schema import MAX_COUNT, Section
 
 MAX_NUMBER = 1e18
 

@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from forgeasync.profile.numbers import Distribution, Estimate
-from forgeasync.schema.section import Count, CountOrZero, Procs, Section
+from forgeasync.schema import Count, CountOrZero, Procs, Section
 
 FORMAT_VERSION = 8
 

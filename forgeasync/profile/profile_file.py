@@ -7,7 +7,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from forgeasync.profile.profile import FORMAT_VERSION, Profile
-from forgeasync.schema.problems import ConfigError, Problem
+from forgeasync.schema import ConfigError, Problem
 
 MAX_BYTES = 64 * 2**20
 

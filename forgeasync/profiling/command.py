@@ -8,24 +8,30 @@ from pathlib import Path
 import psutil
 from rich.console import Console
 
-from forgeasync.config.run import RunConfig, resolve
-from forgeasync.controller.cli import REPORT_COLUMNS
-from forgeasync.controller.host_checks import open_hosts
-from forgeasync.controller.leftovers import take_over
-from forgeasync.controller.preparation import Prepared, prepare
-from forgeasync.controller.resume import open_files
-from forgeasync.controller.starting import open_procs, start_roles
-from forgeasync.controller.stopping import run_main
-from forgeasync.observability.console import StepConsole
-from forgeasync.observability.logs import configure_controller_logging, separate_native_output
-from forgeasync.observability.run_dir import RUNS_FOLDER
-from forgeasync.profile.profile_file import partial_of, write_profile
+from forgeasync.config import RunConfig, resolve
+from forgeasync.controller import (
+    REPORT_COLUMNS,
+    Prepared,
+    open_files,
+    open_hosts,
+    open_procs,
+    prepare,
+    run_main,
+    start_roles,
+    take_over,
+)
+from forgeasync.observability import (
+    RUNS_FOLDER,
+    StepConsole,
+    configure_controller_logging,
+    separate_native_output,
+)
+from forgeasync.profile import partial_of, write_profile
 from forgeasync.profiling.loop_times import MakeLoops, short_run_of, time_loops
 from forgeasync.profiling.measuring import check_profiled, measure
 from forgeasync.profiling.tables import profile_table, what_if_table
-from forgeasync.schema.problems import Problem, raise_if_any
-from forgeasync.simulation.shape import of_config
-from forgeasync.simulation.what_if import what_if
+from forgeasync.schema import Problem, raise_if_any
+from forgeasync.simulation import of_config, what_if
 
 NUM_STEPS = 30
 """Most steps that are simulated for what changes would bring."""

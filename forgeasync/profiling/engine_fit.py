@@ -8,13 +8,18 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from forgeasync.buffer.decisions import Start
-from forgeasync.profile.profile import MOST_CROWDING
+from forgeasync.buffer import Start
+from forgeasync.profile import MOST_CROWDING
 from forgeasync.profiling.sampled_groups import Sampled
-from forgeasync.simulation.clock import Clock, crowded_work
-from forgeasync.simulation.draws import DrawnRollout
-from forgeasync.simulation.engine import STALL_SHARE, Engine, EngineCost
-from forgeasync.simulation.groups import SimulatedGroup
+from forgeasync.simulation import (
+    STALL_SHARE,
+    Clock,
+    DrawnRollout,
+    Engine,
+    EngineCost,
+    SimulatedGroup,
+    crowded_work,
+)
 
 NUM_CROWDINGS = 100
 """Parts of the range in which ``Cores.generator_crowding`` is looked for."""

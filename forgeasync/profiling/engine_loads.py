@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from forgeasync.actors.generator_pool import GeneratorPool
-from forgeasync.generator.reports import EngineStats
+from forgeasync.actors import GeneratorPool
+from forgeasync.generator import EngineStats
 from forgeasync.profiling.engine_fit import Load
 from forgeasync.profiling.processor_time import ProcessorTime
 from forgeasync.profiling.sampled_groups import Sampled

@@ -3,11 +3,10 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from forgeasync.actors.generator import GeneratorActor
-from forgeasync.config.generator import SamplingSection
-from forgeasync.generator.reports import DecodeTiming, PrefillTiming
-from forgeasync.profile.numbers import Estimate
-from forgeasync.profile.profile import DecodePoint
+from forgeasync.actors import GeneratorActor
+from forgeasync.config import SamplingSection
+from forgeasync.generator import DecodeTiming, PrefillTiming
+from forgeasync.profile import DecodePoint, Estimate
 
 NUM_STEPS = 16
 """Decode steps of each sequence in a round."""

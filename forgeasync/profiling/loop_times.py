@@ -7,17 +7,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from forgeasync.actors.procs import Procs
-from forgeasync.actors.router import GeneratorRouter
-from forgeasync.config.run import RunConfig
-from forgeasync.controller.preparation import Prepared
-from forgeasync.controller.recorder import RunRecorder, StepRecord, StepTimes
-from forgeasync.controller.resume import RunFiles
-from forgeasync.controller.starting import Roles
-from forgeasync.observability.console import StepConsole
-from forgeasync.profile.numbers import Distribution
+from forgeasync.actors import GeneratorRouter, Procs
+from forgeasync.config import RunConfig
+from forgeasync.controller import Prepared, Roles, RunFiles, RunRecorder, StepRecord, StepTimes
+from forgeasync.observability import StepConsole
+from forgeasync.profile import Distribution
 from forgeasync.profiling.processor_time import ProcessorTime
-from forgeasync.rollouts.score import Score
+from forgeasync.rollouts import Score
 
 NUM_WARMUP_STEPS = 3
 NUM_STEPS = 15

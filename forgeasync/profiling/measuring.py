@@ -10,18 +10,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from forgeasync.actors.generator import GeneratorActor
-from forgeasync.actors.replica import LiveReplica
-from forgeasync.config.launcher import LocalLauncher
-from forgeasync.config.run import RunConfig
-from forgeasync.config.serving import ServedSource
-from forgeasync.controller.preparation import Prepared
-from forgeasync.controller.starting import Roles
-from forgeasync.models.sizes import kv_bytes_per_token
-from forgeasync.observability.console import StepConsole
-from forgeasync.observability.procs_file import ProcEntry
-from forgeasync.profile.numbers import Distribution, Estimate
-from forgeasync.profile.profile import Cores, Origin, Profile, Setup
+from forgeasync.actors import GeneratorActor, LiveReplica
+from forgeasync.config import LocalLauncher, RunConfig, ServedSource
+from forgeasync.controller import Prepared, Roles
+from forgeasync.models import kv_bytes_per_token
+from forgeasync.observability import ProcEntry, StepConsole
+from forgeasync.profile import Cores, Distribution, Estimate, Origin, Profile, Setup
 from forgeasync.profiling.engine_fit import Load, fit_engines
 from forgeasync.profiling.engine_loads import EngineLoads
 from forgeasync.profiling.engine_times import DecodeTimer, EngineLimits, decode_grid, time_prompts
@@ -39,13 +33,10 @@ from forgeasync.profiling.sampled_groups import (
 )
 from forgeasync.profiling.shared_cores import SharedCores, share_cores
 from forgeasync.profiling.step_times import StepTimer
-from forgeasync.schema.problems import Problem, raise_if_any
-from forgeasync.scoring.filtering import GroupFiltering
-from forgeasync.simulation.engine import engine_cost
-from forgeasync.simulation.shape import of_config
-from forgeasync.tracing.lanes import Lane
-from forgeasync.tracing.proc_trace import SUFFIX
-from forgeasync.tracing.states import State
+from forgeasync.schema import Problem, raise_if_any
+from forgeasync.scoring import GroupFiltering
+from forgeasync.simulation import engine_cost, of_config
+from forgeasync.tracing import SUFFIX, Lane, State
 
 NUM_CALLS = 20
 """Calls that are timed until a group begins."""

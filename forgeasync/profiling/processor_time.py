@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import psutil
 
-from forgeasync.profile.profile import MOST_CROWDING
+from forgeasync.profile import MOST_CROWDING
 
 MIN_OTHERS_SHARE = 0.05
 """Others that had less of the cores have cost nothing that could be told from noise."""

@@ -4,13 +4,12 @@ import itertools
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
-from forgeasync.buffer.submissions import Submission
-from forgeasync.controller.preparation import Prepared
-from forgeasync.controller.starting import Roles
-from forgeasync.environments.order import weighted_order
-from forgeasync.observability.console import StepConsole
+from forgeasync.buffer import Submission
+from forgeasync.controller import Prepared, Roles
+from forgeasync.environments import weighted_order
+from forgeasync.observability import StepConsole
 from forgeasync.profiling.sampled_groups import NotProfiled, Sampled, sample_groups, sample_until_known
-from forgeasync.rollouts.task import Task
+from forgeasync.rollouts import Task
 
 LOAD_S = 10.0
 """No further groups are sampled for a load after so long."""

@@ -2,9 +2,8 @@
 
 import statistics
 
-from forgeasync.profile.profile import Profile
-from forgeasync.simulation.run import simulate_seeds
-from forgeasync.simulation.shape import SimulatedRun
+from forgeasync.profile import Profile
+from forgeasync.simulation import SimulatedRun, simulate_seeds
 
 NUM_SEEDS = 8
 """Simulated runs that are compared with the measured one."""

@@ -5,17 +5,11 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from forgeasync.actors.group_sampling import GroupSampler, SampledGroup
-from forgeasync.actors.group_scoring import GroupScoring, Unscored
-from forgeasync.buffer.submissions import Submission
-from forgeasync.environments.order import sampling_seed
-from forgeasync.environments.reward import response_of
-from forgeasync.profile.fitted_lengths import fit_lengths, mean_of_groups
-from forgeasync.profile.numbers import Distribution
-from forgeasync.profile.profile import EnvironmentTimes, Lengths
-from forgeasync.rollouts.rollout import Group, StoredRollout
-from forgeasync.rollouts.score import Score, steps_of
-from forgeasync.rollouts.task import Task
+from forgeasync.actors import GroupSampler, GroupScoring, SampledGroup, Unscored
+from forgeasync.buffer import Submission
+from forgeasync.environments import response_of, sampling_seed
+from forgeasync.profile import Distribution, EnvironmentTimes, Lengths, fit_lengths, mean_of_groups
+from forgeasync.rollouts import Group, Score, StoredRollout, Task, steps_of
 
 FIRST_GROUP = 1_000_000
 """Number of the first group that is sampled here: none of the loops had such a number."""

@@ -7,9 +7,9 @@ each is measured twice, around what it is compared with.
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from forgeasync.config.run import RunConfig
-from forgeasync.controller.trainer_recovery import TrainerRecovery
-from forgeasync.profile.profile import MOST_LAG
+from forgeasync.config import RunConfig
+from forgeasync.controller import TrainerRecovery
+from forgeasync.profile import MOST_LAG
 from forgeasync.profiling.engine_fit import Load, together
 from forgeasync.profiling.engine_loads import EngineLoads
 from forgeasync.profiling.processor_time import MIN_OTHERS_SHARE, ProcessorTime

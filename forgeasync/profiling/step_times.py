@@ -9,17 +9,15 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from forgeasync.actors.router import GeneratorRouter
-from forgeasync.config.run import RunConfig
-from forgeasync.controller.trainer_recovery import TrainerRecovery
-from forgeasync.profile.numbers import Distribution, Estimate
-from forgeasync.profile.profile import TrainPoint, WeightTimes
+from forgeasync.actors import GeneratorRouter
+from forgeasync.config import RunConfig
+from forgeasync.controller import TrainerRecovery
+from forgeasync.profile import Distribution, Estimate, TrainPoint, WeightTimes
 from forgeasync.profiling.processor_time import ProcessorTime, crowding_of
 from forgeasync.profiling.sampled_groups import NotProfiled
-from forgeasync.rollouts.rollout import Group
-from forgeasync.rollouts.row_plan import padded_length
-from forgeasync.trainer.batch import TrainingItem, assign_rows, training_items
-from forgeasync.weights.staging import NUM_SLOTS
+from forgeasync.rollouts import Group, padded_length
+from forgeasync.trainer import TrainingItem, assign_rows, training_items
+from forgeasync.weights import NUM_SLOTS
 
 T = TypeVar("T")
 

@@ -5,10 +5,8 @@ from collections.abc import Iterator
 from rich.console import Group
 from rich.table import Table
 
-from forgeasync.profile.numbers import Distribution, Estimate
-from forgeasync.profile.profile import Profile
-from forgeasync.simulation.clock import crowded_work, lagging
-from forgeasync.simulation.what_if import WhatIf
+from forgeasync.profile import Distribution, Estimate, Profile
+from forgeasync.simulation import WhatIf, crowded_work, lagging
 
 
 def profile_table(profile: Profile) -> Group:

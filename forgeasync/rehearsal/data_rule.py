@@ -1,11 +1,13 @@
 """Problems of a rehearsal: fewer of them, generated ones for data sets of the hub, and scores that differ."""
 
-from forgeasync.algorithms.filters import DynamicSampling
-from forgeasync.config.data import (
+from forgeasync.algorithms import DynamicSampling
+from forgeasync.config import (
+    EvaluationSet,
     HuggingFaceSource,
     PythonReward,
     ReasoningGymSource,
     Rewards,
+    RunConfig,
     SourceSection,
     WeightedSource,
     default_name,
@@ -13,8 +15,6 @@ from forgeasync.config.data import (
     named_sources,
     rewards_of,
 )
-from forgeasync.config.evaluation import EvaluationSet
-from forgeasync.config.run import RunConfig
 from forgeasync.rehearsal.draft import Draft
 
 MADE_UP_SCORE = PythonReward(factory="forgeasync.rehearsal.made_up_score.score", name="made_up")

@@ -5,7 +5,7 @@ from typing import TypeVar
 
 from pydantic import BaseModel
 
-from forgeasync.config.run import RunConfig
+from forgeasync.config import RunConfig
 
 S = TypeVar("S", bound=BaseModel)
 

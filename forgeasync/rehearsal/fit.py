@@ -2,10 +2,8 @@
 
 from dataclasses import dataclass
 
-from forgeasync.config.launcher import LocalLauncher, num_hosts
-from forgeasync.config.run import RunConfig
-from forgeasync.config.trainer import ParallelSection
-from forgeasync.schema.problems import ConfigError, Problem
+from forgeasync.config import LocalLauncher, ParallelSection, RunConfig, num_hosts
+from forgeasync.schema import ConfigError, Problem
 
 GIB = 2**30
 

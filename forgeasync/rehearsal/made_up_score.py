@@ -2,8 +2,8 @@
 
 import zlib
 
-from forgeasync.environments.reward import Response
-from forgeasync.rollouts.task import Task
+from forgeasync.environments import Response
+from forgeasync.rollouts import Task
 
 NUM_SCORES = 11
 

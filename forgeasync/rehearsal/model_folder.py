@@ -7,12 +7,15 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from forgeasync.config.model_facts import ModelFacts
-from forgeasync.models.checkpoint_shapes import expected_shapes
-from forgeasync.models.config_file import parse_model_facts
-from forgeasync.models.family import Shape
-from forgeasync.models.registry import FAMILIES
-from forgeasync.models.tokenizer import character_tokenizer, save_tokenizer
+from forgeasync.config import ModelFacts
+from forgeasync.models import (
+    FAMILIES,
+    Shape,
+    character_tokenizer,
+    expected_shapes,
+    parse_model_facts,
+    save_tokenizer,
+)
 
 _OF_OTHER_SIZES = frozenset({"layer_types", "torch_dtype", "quantization_config"})
 """Keys of a config.json that have one entry for each layer, or speak of the weights' files."""

@@ -4,10 +4,8 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from forgeasync.config.generator import GeneratorSection
-from forgeasync.config.model_facts import LatentAttention, ModelFacts
-from forgeasync.config.trainer import ParallelSection
-from forgeasync.models.tokenizer import NUM_CHARACTER_TOKENS
+from forgeasync.config import GeneratorSection, LatentAttention, ModelFacts, ParallelSection
+from forgeasync.models import NUM_CHARACTER_TOKENS
 
 NUM_LAYERS = 2
 """Layers of each kind that the model has; of dense layers before experts there is one."""

@@ -6,13 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from forgeasync.checkpoint.folders import FINAL, list_checkpoints
-from forgeasync.config.data import named_sources
-from forgeasync.config.launcher import LocalLauncher, num_hosts
-from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.run import RunConfig
-from forgeasync.config.trainer import RoutingReplay
-from forgeasync.observability.run_dir import RunDir
+from forgeasync.checkpoint import FINAL, list_checkpoints
+from forgeasync.config import LocalLauncher, ModelFacts, RoutingReplay, RunConfig, named_sources, num_hosts
+from forgeasync.observability import RunDir
 
 Line = Mapping[str, float]
 

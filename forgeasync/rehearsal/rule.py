@@ -10,24 +10,25 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from forgeasync.algorithms.aggregation import ConstantLength
-from forgeasync.algorithms.filters import OverlongPenalty
-from forgeasync.config.evaluation import EvaluationMode
-from forgeasync.config.launcher import (
+from forgeasync.algorithms import ConstantLength, OverlongPenalty
+from forgeasync.config import (
+    EvaluationMode,
     HostCounts,
     LocalLauncher,
+    ModelFacts,
     ProcessLauncher,
+    RunConfig,
+    TimeoutSection,
     gpus_per_host,
+    longest_response,
     num_hosts,
 )
-from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.run import RunConfig, TimeoutSection, longest_response
-from forgeasync.models.sizes import kv_bytes_per_token, largest_group_payload_bytes
+from forgeasync.models import kv_bytes_per_token, largest_group_payload_bytes
 from forgeasync.rehearsal.data_rule import rehearse_data
 from forgeasync.rehearsal.draft import Change, Draft
 from forgeasync.rehearsal.fit import GIB, Capacity, Part, largest_part
 from forgeasync.rehearsal.model_rule import small_facts
-from forgeasync.schema.problems import ConfigError, Problem
+from forgeasync.schema import ConfigError, Problem
 
 NUM_STEPS = 3
 

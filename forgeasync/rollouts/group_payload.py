@@ -15,7 +15,7 @@ import numpy as np
 
 from forgeasync.rollouts.kept_tokens import KeptTokens
 from forgeasync.rollouts.rollout import Rollout
-from forgeasync.rollouts.routing import RoutedExperts, concatenate
+from forgeasync.rollouts.routing import RoutedExperts, concatenate_routing
 from forgeasync.rollouts.teacher_record import TeacherRecord, teacher_record
 
 Arrays = Mapping[str, np.ndarray]
@@ -84,7 +84,7 @@ def decode_rollout(prompt: Arrays, response: Arrays) -> TokenTrace:
         prompt_ids_P=prompt["ids"],
         response_ids_T=response["ids"],
         logprobs_T=response["logprobs"],
-        routed_experts=concatenate(records) if records else None,
+        routed_experts=concatenate_routing(records) if records else None,
         kept_tokens=_kept(response),
         is_sampled_T=response.get("is_sampled"),
         teacher=teacher_record(response),

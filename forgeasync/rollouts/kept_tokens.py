@@ -71,7 +71,7 @@ def all_kept(num_tokens: int) -> KeptTokens:
     return KeptTokens(offsets=np.zeros(num_tokens + 1, np.int64), ids_N=np.empty(0, np.int32))
 
 
-def concatenate(parts: Sequence[KeptTokens]) -> KeptTokens:
+def concatenate_kept_tokens(parts: Sequence[KeptTokens]) -> KeptTokens:
     """The kept sets of several responses, one after the other."""
     offsets = np.zeros(1 + sum(part.num_tokens for part in parts), np.int64)
     np.cumsum(np.concatenate([np.diff(part.offsets) for part in parts] or [offsets[1:]]), out=offsets[1:])

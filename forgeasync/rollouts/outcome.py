@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from forgeasync.config.episodes import Ending
+from forgeasync.config import Ending
 from forgeasync.rollouts.rollout import VersionRange, spanned
 from forgeasync.rollouts.score import Score
 

@@ -9,7 +9,7 @@ import numpy as np
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from forgeasync.config.data import DataSection
+from forgeasync.config import DataSection
 from forgeasync.rollouts.task import Task
 
 

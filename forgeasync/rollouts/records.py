@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from forgeasync.config.model_facts import ModelFacts
+from forgeasync.config import ModelFacts
 from forgeasync.rollouts.kept_tokens import check_kept_tokens
 from forgeasync.rollouts.rollout import Rollout
 from forgeasync.rollouts.routing import RecordError, check_routing

@@ -79,7 +79,7 @@ class RoutedExperts:
         )
 
 
-def concatenate(parts: Sequence[RoutedExperts]) -> RoutedExperts:
+def concatenate_routing(parts: Sequence[RoutedExperts]) -> RoutedExperts:
     """Records of consecutive tokens as one."""
     return RoutedExperts(
         expert_ids_RMK=np.concatenate([part.expert_ids_RMK for part in parts]),

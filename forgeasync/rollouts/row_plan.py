@@ -3,7 +3,7 @@
 import heapq
 from collections.abc import Sequence
 
-from forgeasync.config.trainer import ROW_ALIGNMENT
+from forgeasync.config import ROW_ALIGNMENT
 
 
 def padded_length(num_tokens: int) -> int:

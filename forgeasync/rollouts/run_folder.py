@@ -17,7 +17,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from forgeasync.faults.run_mark import RUN_MARK, remove_files_of
+from forgeasync.faults import RUN_MARK, remove_files_of
 
 SHARED_MEMORY = Path("/dev/shm")
 

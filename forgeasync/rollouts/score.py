@@ -6,7 +6,7 @@ from dataclasses import KW_ONLY, dataclass, field, fields
 from enum import StrEnum
 from numbers import Real
 
-from forgeasync.config.data import PART_NAME_RULE, is_part_name
+from forgeasync.config import PART_NAME_RULE, is_part_name
 
 LARGEST = 1e30
 """Largest reward: numbers that groups and batches compute from rewards must fit into float32."""

@@ -12,7 +12,7 @@ from enum import StrEnum
 
 import numpy as np
 
-from forgeasync.config.teachers import FEEDBACK, SIBLING, TeacherSection
+from forgeasync.config import FEEDBACK, SIBLING, TeacherSection
 from forgeasync.rollouts.prompts import PromptEncoder
 from forgeasync.rollouts.task import Task
 

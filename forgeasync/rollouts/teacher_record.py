@@ -96,7 +96,7 @@ def not_asked(num_tokens: int, num_ids: int) -> TeacherRecord:
     )
 
 
-def concatenate(records: Sequence[TeacherRecord]) -> TeacherRecord:
+def concatenate_teacher_records(records: Sequence[TeacherRecord]) -> TeacherRecord:
     """The records of several responses, at least one, end to end."""
     return TeacherRecord(
         logprobs_T=np.concatenate([one.logprobs_T for one in records]),

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from forgeasync.rollouts.kept_tokens import KeptTokens, all_kept, concatenate
+from forgeasync.rollouts.kept_tokens import KeptTokens, all_kept, concatenate_kept_tokens
 from forgeasync.rollouts.rollout import FinishReason, Rollout, VersionRange, VersionSpan
 from forgeasync.rollouts.routing import RoutedExperts
 
@@ -279,7 +279,7 @@ class Branch:
             text=text,
             finish_reason=finish_reason,
             routed_experts=self._routed_experts(),
-            kept_tokens=None if kept is None else concatenate(kept),
+            kept_tokens=None if kept is None else concatenate_kept_tokens(kept),
             is_sampled_T=None if is_sampled_T.all() else is_sampled_T,
         )
 

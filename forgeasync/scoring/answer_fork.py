@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from forgeasync.rollouts.score import Score
+from forgeasync.rollouts import Score
 from forgeasync.scoring.isolation import address_space_bytes, lock_down
 from forgeasync.scoring.verifier import Verifier
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from forgeasync.config.reward_limits import LimitedReward
+from forgeasync.config import LimitedReward
 from forgeasync.scoring.token_bucket import TokenBucket
 from forgeasync.scoring.unavailable import RewardUnavailable
 

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from forgeasync.config.run import ScorerSection
+from forgeasync.config import ScorerSection
 
 
 class Fate(StrEnum):

@@ -7,7 +7,7 @@ from typing import Any
 
 import openai
 
-from forgeasync.environments.endpoint import EndpointModel
+from forgeasync.environments import EndpointModel
 
 MAX_RETRY_AFTER_S = 300.0
 """More is not believed of a Retry-After."""

@@ -6,11 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from forgeasync.algorithms.filters import apply_filters
-from forgeasync.algorithms.group_facts import Filtered, FilterReason, GroupFacts
-from forgeasync.config.algorithm import AlgorithmSection
-from forgeasync.rollouts.rollout import FinishReason, Group
-from forgeasync.rollouts.score import Score
+from forgeasync.algorithms import Filtered, FilterReason, GroupFacts, apply_filters
+from forgeasync.config import AlgorithmSection
+from forgeasync.rollouts import FinishReason, Group, Score
 
 
 class AllFiltered(RuntimeError):

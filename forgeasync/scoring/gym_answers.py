@@ -8,9 +8,9 @@ import re
 from contextlib import suppress
 from typing import Any
 
-from forgeasync.config.data import AnswerPart
-from forgeasync.environments.reasoning_gym import ReasoningGymProblems
-from forgeasync.rollouts.score import NO_ANSWER, Score
+from forgeasync.config import AnswerPart
+from forgeasync.environments import ReasoningGymProblems
+from forgeasync.rollouts import NO_ANSWER, Score
 from forgeasync.scoring.verifier import GymProblem, GymVerifierChoice
 
 SOLVED = 1.0

@@ -19,18 +19,17 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-from forgeasync.config.data import name_of
-from forgeasync.config.judge import JudgeReward, Votes
-from forgeasync.environments.reward import Response
-from forgeasync.rollouts.score import (
+from forgeasync.config import JudgeReward, Votes, name_of
+from forgeasync.environments import Response
+from forgeasync.rollouts import (
     MAX_SCORER_CHARS,
     NO_SCORE,
     Score,
     ScoreStatus,
+    Task,
     VerifierCounts,
     as_feedback,
 )
-from forgeasync.rollouts.task import Task
 from forgeasync.scoring.breaker import Breaker
 from forgeasync.scoring.call_limits import CallLimits
 from forgeasync.scoring.endpoint_client import EndpointDown, EndpointRefuses

@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from typing import Any, cast
 
-from forgeasync.config.judge import JudgeReward
+from forgeasync.config import JudgeReward
 from forgeasync.scoring.endpoint_client import EndpointClient, ReplyTooLong
 from forgeasync.scoring.judge_prompt import JudgeVerdict, MalformedVerdict, read_verdict, verdict_schema
 

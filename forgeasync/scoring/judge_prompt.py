@@ -12,9 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from forgeasync.config.judge import DEFAULT_RUBRIC, JudgeReward
-from forgeasync.rollouts.score import as_feedback
-from forgeasync.rollouts.task import Task
+from forgeasync.config import DEFAULT_RUBRIC, JudgeReward
+from forgeasync.rollouts import Task, as_feedback
 
 MAX_VERDICT_CHARS = 65536
 """A longer verdict is malformed; it is not parsed."""

@@ -4,10 +4,9 @@ import asyncio
 from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
-from forgeasync.config.data import PythonReward, RewardSection, ScoredUnit, name_of
-from forgeasync.environments.reward import Response
-from forgeasync.rollouts.score import Score, VerifierCounts
-from forgeasync.rollouts.task import Task
+from forgeasync.config import PythonReward, RewardSection, ScoredUnit, name_of
+from forgeasync.environments import Response
+from forgeasync.rollouts import Score, Task, VerifierCounts
 from forgeasync.scoring.call_limits import CallLimits
 from forgeasync.scoring.unavailable import RewardUnavailable
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from math_verify import parse
 
-from forgeasync.rollouts.score import Score
+from forgeasync.rollouts import Score
 from forgeasync.scoring.final_answer import (
     after_reasoning,
     ends_in_variable,

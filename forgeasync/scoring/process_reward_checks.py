@@ -3,9 +3,9 @@
 import json
 from pathlib import Path
 
-from forgeasync.config.process_reward_model import ProcessRewardModel
-from forgeasync.rollouts.task import Task
-from forgeasync.schema.problems import Problem
+from forgeasync.config import ProcessRewardModel
+from forgeasync.rollouts import Task
+from forgeasync.schema import Problem
 from forgeasync.scoring.process_reward_tokens import StepTokenizer, TagRefused, TemplateRefused
 
 ARCHITECTURES = ("Qwen2ForProcessRewardModel", "Qwen2ForRewardModel")

@@ -4,11 +4,9 @@ import logging
 import threading
 from collections.abc import Sequence
 
-from forgeasync.config.data import name_of
-from forgeasync.config.process_reward_model import ProcessRewardModel
-from forgeasync.environments.reward import Response
-from forgeasync.rollouts.score import Score, ScoreStatus, VerifierCounts
-from forgeasync.rollouts.task import Task
+from forgeasync.config import ProcessRewardModel, name_of
+from forgeasync.environments import Response
+from forgeasync.rollouts import Score, ScoreStatus, Task, VerifierCounts
 from forgeasync.scoring.reward_process import ProcessKilled, RewardFailure, RewardProcess, RewardTimeout
 from forgeasync.scoring.unavailable import RewardUnavailable
 

@@ -4,10 +4,9 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from forgeasync.config.process_reward_model import ProcessRewardModel, StepsValue
-from forgeasync.environments.reward import Response
-from forgeasync.rollouts.rollout import FinishReason
-from forgeasync.rollouts.score import Score, ScoreStatus, Step
+from forgeasync.config import ProcessRewardModel, StepsValue
+from forgeasync.environments import Response
+from forgeasync.rollouts import FinishReason, Score, ScoreStatus, Step
 from forgeasync.scoring.response_steps import WrittenSteps, written_steps
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from tokenizers import Tokenizer
 
-from forgeasync.config.process_reward_model import ProcessRewardModel
+from forgeasync.config import ProcessRewardModel
 
 
 class TagRefused(ValueError):

@@ -22,11 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from forgeasync.config.process_reward_model import ProcessRewardModel
-from forgeasync.environments.reward import Response
-from forgeasync.generator.step_engine import ScoredTags, StepEngine
-from forgeasync.rollouts.rollout import FinishReason
-from forgeasync.rollouts.score import Score, ScoreStatus
+from forgeasync.config import ProcessRewardModel
+from forgeasync.environments import Response
+from forgeasync.generator import ScoredTags, StepEngine
+from forgeasync.rollouts import FinishReason, Score, ScoreStatus
 from forgeasync.scoring.process_reward_score import score_of_steps, score_without_steps, steps_of_response
 from forgeasync.scoring.process_reward_tokens import StepTokenizer
 from forgeasync.scoring.response_steps import WrittenSteps

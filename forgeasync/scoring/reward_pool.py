@@ -4,10 +4,9 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from forgeasync.config.data import PythonReward, name_of
-from forgeasync.environments.reward import Response
-from forgeasync.rollouts.score import Score, VerifierCounts
-from forgeasync.rollouts.task import Task
+from forgeasync.config import PythonReward, name_of
+from forgeasync.environments import Response
+from forgeasync.rollouts import Score, Task, VerifierCounts
 from forgeasync.scoring.reward_process import (
     ProcessKilled,
     RewardFailure,

@@ -15,11 +15,9 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, BinaryIO
 
-from forgeasync.config.data import PythonReward
-from forgeasync.config.process_reward_model import ProcessRewardModel
-from forgeasync.environments.reward import Response
-from forgeasync.rollouts.score import Score
-from forgeasync.rollouts.task import Task
+from forgeasync.config import ProcessRewardModel, PythonReward
+from forgeasync.environments import Response
+from forgeasync.rollouts import Score, Task
 from forgeasync.scoring.reward_worker import decode_score, encode_responses
 from forgeasync.scoring.sandbox import python_path
 from forgeasync.scoring.verifier_process import kill_group, stop_process

@@ -4,14 +4,19 @@ import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from forgeasync.config.data import MathReward, NamedSource, PythonReward, ReasoningGymReward, ScoredUnit
-from forgeasync.config.judge import JudgeReward
-from forgeasync.config.process_reward_model import ProcessRewardModel
-from forgeasync.config.run import ScorerSection
-from forgeasync.environments.reward import Response
-from forgeasync.rollouts.rollout import FinishReason
-from forgeasync.rollouts.task import Task
-from forgeasync.schema.problems import Problem
+from forgeasync.config import (
+    JudgeReward,
+    MathReward,
+    NamedSource,
+    ProcessRewardModel,
+    PythonReward,
+    ReasoningGymReward,
+    ScoredUnit,
+    ScorerSection,
+)
+from forgeasync.environments import Response
+from forgeasync.rollouts import FinishReason, Task
+from forgeasync.schema import Problem
 from forgeasync.scoring.endpoint_client import EndpointDown, EndpointRefuses
 from forgeasync.scoring.judge_endpoint import JudgeEndpoint
 from forgeasync.scoring.judge_prompt import MalformedVerdict, messages, read_rubric

@@ -26,12 +26,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, BinaryIO
 
-from forgeasync.config.data import PythonReward, ScoredUnit
-from forgeasync.environments.reward import Response
-from forgeasync.rollouts.rollout import FinishReason
-from forgeasync.rollouts.score import Score, Step
-from forgeasync.rollouts.task import Task
-from forgeasync.schema.python_code import build_code
+from forgeasync.config import PythonReward, ScoredUnit
+from forgeasync.environments import Response
+from forgeasync.rollouts import FinishReason, Score, Step, Task
+from forgeasync.schema import build_code
 from forgeasync.waiting import DeadlineExceeded, deadline
 
 CORRECT_FROM = 1.0

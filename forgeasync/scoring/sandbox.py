@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import forgeasync
-from forgeasync.config.run import ScorerSection
-from forgeasync.environments.sandboxes.bubblewrap_program import HOW_TO_GET, bubblewrap_programs
-from forgeasync.environments.worker_mark import own_mark
-from forgeasync.schema.problems import Problem
+from forgeasync.config import ScorerSection
+from forgeasync.environments import HOW_TO_GET, bubblewrap_programs, own_mark
+from forgeasync.schema import Problem
 
 logger = logging.getLogger(__name__)
 

@@ -3,10 +3,8 @@
 import functools
 from importlib import metadata
 
-from forgeasync.config.data import MathReward, NamedSource, ReasoningGymReward, ReasoningGymSource
-from forgeasync.config.run import ScorerSection
-from forgeasync.rollouts.score import Score, VerifierCounts
-from forgeasync.rollouts.task import Task
+from forgeasync.config import MathReward, NamedSource, ReasoningGymReward, ReasoningGymSource, ScorerSection
+from forgeasync.rollouts import Score, Task, VerifierCounts
 from forgeasync.scoring.verifier import (
     GymProblem,
     GymVerifierChoice,

@@ -14,8 +14,8 @@ from typing import Any, cast
 
 import numpy as np
 
-from forgeasync.config.teachers import TeacherEndpoint
-from forgeasync.rollouts.teacher_record import TeacherRecord, WrongTeacherRecord
+from forgeasync.config import TeacherEndpoint
+from forgeasync.rollouts import TeacherRecord, WrongTeacherRecord
 from forgeasync.scoring.endpoint_client import (
     EndpointClient,
     EndpointDown,

@@ -5,8 +5,8 @@ from typing import Any, Protocol
 
 from pydantic import TypeAdapter
 
-from forgeasync.config.data import ReasoningGymSource
-from forgeasync.rollouts.score import Score
+from forgeasync.config import ReasoningGymSource
+from forgeasync.rollouts import Score
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
 from typing import Any
 
-from forgeasync.config.run import ScorerSection
-from forgeasync.rollouts.score import NO_SCORE, Score, ScoreStatus, VerifierCounts, as_feedback
-from forgeasync.schema.problems import raise_if_any
+from forgeasync.config import ScorerSection
+from forgeasync.rollouts import NO_SCORE, Score, ScoreStatus, VerifierCounts, as_feedback
+from forgeasync.schema import raise_if_any
 from forgeasync.scoring.sandbox import Bubblewrap, check_isolation, find_bubblewrap
 from forgeasync.scoring.verifier import MathProblem, MathVerifierChoice, Problem, VerifierChoice
 from forgeasync.scoring.verifier_process import AnswerLimits, VerifierProcess

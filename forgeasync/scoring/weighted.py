@@ -4,8 +4,8 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from forgeasync.config.data import RewardSection, name_of
-from forgeasync.rollouts.score import MAX_SCORER_CHARS, Score, ScoreStatus, as_feedback
+from forgeasync.config import RewardSection, name_of
+from forgeasync.rollouts import MAX_SCORER_CHARS, Score, ScoreStatus, as_feedback
 
 
 def weighted_score(rewards: Sequence[RewardSection], scores: Sequence[Score]) -> Score:

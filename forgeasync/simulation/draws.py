@@ -9,10 +9,9 @@ import random
 from dataclasses import dataclass
 from statistics import NormalDist
 
-from forgeasync.environments.order import sampling_seed, weighted_order
-from forgeasync.profile.numbers import Distribution
-from forgeasync.profile.profile import Profile
-from forgeasync.rollouts.task import Task
+from forgeasync.environments import sampling_seed, weighted_order
+from forgeasync.profile import Distribution, Profile
+from forgeasync.rollouts import Task
 from forgeasync.simulation.shape import SimulatedRun
 
 _PROMPTS_KEY = 1_000_003

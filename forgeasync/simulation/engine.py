@@ -21,8 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from forgeasync.profile.profile import Profile
-from forgeasync.profile.tables import DecodeTable
+from forgeasync.profile import DecodeTable, Profile
 from forgeasync.simulation.clock import Clock, Event
 from forgeasync.simulation.groups import Sequence
 from forgeasync.simulation.thread import Thread

@@ -3,9 +3,9 @@
 from collections import deque
 from collections.abc import Callable
 
-from forgeasync.faults.replica_states import ReplicaTable
-from forgeasync.profile.numbers import Distribution
-from forgeasync.rollouts.rollout import GroupProgress
+from forgeasync.faults import ReplicaTable
+from forgeasync.profile import Distribution
+from forgeasync.rollouts import GroupProgress
 from forgeasync.simulation.clock import Clock
 from forgeasync.simulation.draws import Draws
 from forgeasync.simulation.engine import Engine, EngineCost

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from forgeasync.profile.profile import Profile
+from forgeasync.profile import Profile
 from forgeasync.simulation.prediction import Prediction
 from forgeasync.simulation.run import simulate
 from forgeasync.simulation.shape import FaultRates, SimulatedRun

@@ -2,9 +2,8 @@
 
 from collections.abc import Sequence as SequenceOf
 
-from forgeasync.buffer.decisions import Start
-from forgeasync.rollouts.payload_format import PayloadRef
-from forgeasync.rollouts.rollout import FinishReason, Group, StoredBranch, StoredRollout, VersionSpan
+from forgeasync.buffer import Start
+from forgeasync.rollouts import FinishReason, Group, PayloadRef, StoredBranch, StoredRollout, VersionSpan
 from forgeasync.simulation.draws import DrawnRollout
 
 NOWHERE = PayloadRef(host_id="", file="", payload_id="", offset=0, num_bytes=0, checksum=0)

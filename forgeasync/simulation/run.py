@@ -9,13 +9,10 @@ modelled.
 import gc
 from dataclasses import replace
 
-from forgeasync.buffer.decisions import Batch, DropReason, Start
-from forgeasync.buffer.replay_buffer import ReplayBuffer
-from forgeasync.config.weights import Interruption
-from forgeasync.profile.profile import Profile
-from forgeasync.profile.tables import TrainTable
-from forgeasync.rollouts.payload_budget import PayloadBudget, largest_excess
-from forgeasync.rollouts.rollout import Group, GroupProgress
+from forgeasync.buffer import Batch, DropReason, ReplayBuffer, Start
+from forgeasync.config import Interruption
+from forgeasync.profile import Profile, TrainTable
+from forgeasync.rollouts import Group, GroupProgress, PayloadBudget, largest_excess
 from forgeasync.simulation.clock import Clock
 from forgeasync.simulation.draws import Draws
 from forgeasync.simulation.engine import engine_cost

@@ -3,8 +3,8 @@
 from collections import deque
 from collections.abc import Callable
 
-from forgeasync.config.run import ScorerSection
-from forgeasync.scoring.dispatch import Assignment, Dispatcher
+from forgeasync.config import ScorerSection
+from forgeasync.scoring import Assignment, Dispatcher
 from forgeasync.simulation.clock import Clock
 from forgeasync.simulation.groups import SimulatedGroup
 

@@ -7,14 +7,13 @@ staging buffer is decided by the real ledger, and which generator has what by th
 
 from collections.abc import Callable
 
-from forgeasync.config.weights import Interruption, KvAfterSwap, WeightsSection
-from forgeasync.profile.profile import Cores, WeightTimes
-from forgeasync.rollouts.rollout import GroupProgress
+from forgeasync.config import Interruption, KvAfterSwap, WeightsSection
+from forgeasync.profile import Cores, WeightTimes
+from forgeasync.rollouts import GroupProgress
 from forgeasync.simulation.clock import Clock
 from forgeasync.simulation.draws import Draws
 from forgeasync.simulation.generators import Generators
-from forgeasync.weights.ledger import WeightLedger
-from forgeasync.weights.manifest import Manifest
+from forgeasync.weights import Manifest, WeightLedger
 
 _RECOMPUTING = (Interruption.ABORT_AND_RESUME,)
 

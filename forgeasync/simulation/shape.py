@@ -2,16 +2,22 @@
 
 from dataclasses import dataclass, field
 
-from forgeasync.config.buffer import AccountingSection, BufferSection
-from forgeasync.config.data import named_sources
-from forgeasync.config.launcher import LocalLauncher, num_hosts
-from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.run import RunConfig, ScorerSection, longest_response, num_groups_held
-from forgeasync.config.weights import WeightsSection
-from forgeasync.models.sizes import kv_bytes_per_token, largest_group_payload_bytes
-from forgeasync.profile.profile import Profile
-from forgeasync.profile.steady_steps import num_steps_ahead, steady_steps
-from forgeasync.schema.problems import Problem, raise_if_any
+from forgeasync.config import (
+    AccountingSection,
+    BufferSection,
+    LocalLauncher,
+    ModelFacts,
+    RunConfig,
+    ScorerSection,
+    WeightsSection,
+    longest_response,
+    named_sources,
+    num_groups_held,
+    num_hosts,
+)
+from forgeasync.models import kv_bytes_per_token, largest_group_payload_bytes
+from forgeasync.profile import Profile, num_steps_ahead, steady_steps
+from forgeasync.schema import Problem, raise_if_any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

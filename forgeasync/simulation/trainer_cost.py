@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from forgeasync.profile.profile import Profile
+from forgeasync.profile import Profile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,10 +4,9 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from forgeasync.buffer.decisions import Batch
-from forgeasync.profile.numbers import Distribution
-from forgeasync.profile.tables import TrainTable
-from forgeasync.rollouts.row_plan import padded_length, plan_rows
+from forgeasync.buffer import Batch
+from forgeasync.profile import Distribution, TrainTable
+from forgeasync.rollouts import padded_length, plan_rows
 from forgeasync.simulation.clock import Clock
 from forgeasync.simulation.draws import Draws
 from forgeasync.simulation.shape import SimulatedRun

@@ -3,8 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from forgeasync.profile.numbers import Distribution, Estimate
-from forgeasync.profile.profile import Profile, TrainPoint
+from forgeasync.profile import Distribution, Estimate, Profile, TrainPoint
 from forgeasync.simulation.prediction import Prediction
 from forgeasync.simulation.run import simulate
 from forgeasync.simulation.shape import SimulatedRun

@@ -14,8 +14,8 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
 
-from forgeasync.faults.appended_file import AppendedFile, is_refusal
-from forgeasync.observability.failures import say_on_stderr
+from forgeasync.faults import AppendedFile, is_refusal
+from forgeasync.observability import say_on_stderr
 from forgeasync.tracing.states import State, StateClock
 from forgeasync.tracing.trace_lines import Ended, Facts, Opened, Pending, encode
 

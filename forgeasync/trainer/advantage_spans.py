@@ -16,12 +16,9 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from forgeasync.algorithms.advantages import Grpo
-from forgeasync.algorithms.step_rewards import step_advantages
-from forgeasync.config.algorithm import AlgorithmSection
-from forgeasync.rollouts.rollout import Group
-from forgeasync.rollouts.score import Score
-from forgeasync.rollouts.token_pieces import decoded
+from forgeasync.algorithms import Grpo, step_advantages
+from forgeasync.config import AlgorithmSection
+from forgeasync.rollouts import Group, Score, decoded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ from torchtitan.models.common.attention import AttentionMasksType
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.module import Module
 
-from forgeasync.models.workarounds.titan_cpu import DEVICE_TYPE
+from forgeasync.models import DEVICE_TYPE
 from forgeasync.trainer.workarounds.attention import PackedAttention, PackedSequences, packed_sequences
 from forgeasync.trainer.workarounds.context_attention import ContextAttention, PartMetadata, part_metadata
 from forgeasync.trainer.workarounds.value_heads import WholeRowAttention

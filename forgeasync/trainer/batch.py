@@ -10,13 +10,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from forgeasync.config.algorithm import AlgorithmSection
-from forgeasync.config.trainer import RoutingReplay
-from forgeasync.rollouts.group_payload import TokenTrace
-from forgeasync.rollouts.rollout import Group, StoredBranch, StoredRollout
-from forgeasync.rollouts.routing import NO_RECORD
-from forgeasync.rollouts.row_plan import plan_rows
-from forgeasync.rollouts.token_values import BranchKey, RolloutKey
+from forgeasync.config import AlgorithmSection, RoutingReplay
+from forgeasync.rollouts import (
+    NO_RECORD,
+    BranchKey,
+    Group,
+    RolloutKey,
+    StoredBranch,
+    StoredRollout,
+    TokenTrace,
+    plan_rows,
+)
 from forgeasync.trainer.advantage_spans import AdvantageSpan, TokenPlaces, advantage_spans, spread
 from forgeasync.trainer.packing import Source, TrainingSequence
 

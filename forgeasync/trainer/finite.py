@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from forgeasync.models.workarounds.titan_cpu import DEVICE_TYPE
+from forgeasync.models import DEVICE_TYPE
 
 
 class NonFiniteWeights(ArithmeticError):

@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.decoder import Decoder
 
-from forgeasync.config.trainer import RouterBias, TrainerSection
-from forgeasync.models.workarounds.titan_cpu import DEVICE_TYPE
-from forgeasync.rollouts.routing import NO_RECORD
+from forgeasync.config import RouterBias, TrainerSection
+from forgeasync.models import DEVICE_TYPE
+from forgeasync.rollouts import NO_RECORD
 from forgeasync.trainer.attention import attention_masks
 from forgeasync.trainer.head import Targets
 from forgeasync.trainer.logprobs import Predictions

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from forgeasync.models.sizes import GATHER_BLOCK_BYTES
+from forgeasync.models import GATHER_BLOCK_BYTES
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -13,13 +13,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from forgeasync.config.model_facts import ModelFacts
-from forgeasync.models.hf_folder import MAX_FILE_BYTES, CheckpointTensors, HfFolderWriter
-from forgeasync.models.registry import FAMILIES
+from forgeasync.config import ModelFacts
+from forgeasync.models import FAMILIES, MAX_FILE_BYTES, CheckpointTensors, HfFolderWriter
 from forgeasync.trainer.lora import adapted_parameter, is_adapter
 from forgeasync.trainer.model import titan_config
 from forgeasync.trainer.replay_router import checkpoint_weights
-from forgeasync.weights.layout import shard_box
+from forgeasync.weights import shard_box
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@ from typing import Protocol
 
 import torch
 
-from forgeasync.models.workarounds.titan_cpu import DEVICE_TYPE
+from forgeasync.models import DEVICE_TYPE
 
 
 class Event(Protocol):

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from forgeasync.models.sizes import GATHER_COST, LOGITS_CHUNK_TOKENS
+from forgeasync.models import GATHER_COST, LOGITS_CHUNK_TOKENS
 from forgeasync.trainer.entropies import kept_entropies, slice_entropies
 from forgeasync.trainer.full_logprobs import full_logprobs
 from forgeasync.trainer.head_weight import HeadWeight, sum_dtype

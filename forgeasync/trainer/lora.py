@@ -17,7 +17,7 @@ from torchtitan.models.common.attention import QKVLinear
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.linear import Linear
 
-from forgeasync.config.model import LoraSection
+from forgeasync.config import LoraSection
 from forgeasync.trainer.lora_experts import GroupedAdapter, LoraExperts, adapter_sharding
 from forgeasync.trainer.workarounds.experts import TrainingDtypeExperts
 

@@ -18,9 +18,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
-from forgeasync.config.model import LoraSection
-from forgeasync.config.model_facts import ModelFacts
-from forgeasync.models.hf_folder import use_umask, writing
+from forgeasync.config import LoraSection, ModelFacts
+from forgeasync.models import use_umask, writing
 from forgeasync.trainer.hf_checkpoint import hf_names, stack_experts, unstack_experts
 from forgeasync.trainer.lora import EXPERT_PARAMETERS, adapter_parameters, copy_whole
 

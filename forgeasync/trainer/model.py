@@ -15,13 +15,16 @@ from torchtitan.protocols.sharding import ShardingConfig
 
 # For every process group that is made after this import.
 import forgeasync.trainer.workarounds.gloo_threads as _gloo_threads  # noqa: F401
-from forgeasync.config.model import LoraSection
-from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.trainer import ActivationCheckpointing, TrainerSection
-from forgeasync.models.registry import FAMILIES
-from forgeasync.models.titan_family import LINEAR_INIT, norm_config
+from forgeasync.config import ActivationCheckpointing, LoraSection, ModelFacts, TrainerSection
+from forgeasync.models import (
+    DEVICE_TYPE,
+    FAMILIES,
+    LINEAR_INIT,
+    allow_gloo_reduction,
+    norm_config,
+    unpin_offloaded,
+)
 from forgeasync.models.workarounds import flash_attention
-from forgeasync.models.workarounds.titan_cpu import DEVICE_TYPE, allow_gloo_reduction, unpin_offloaded
 from forgeasync.trainer.attention import inner_attention
 from forgeasync.trainer.head import LogprobHead
 from forgeasync.trainer.lora import initialize_adapters, store_base_in, with_adapters

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.tensor import DTensor
 
-from forgeasync.config.trainer import OptimizerSection
+from forgeasync.config import OptimizerSection
 
 
 def scheduled_learning_rate(optimizer: OptimizerSection, step: int) -> float:

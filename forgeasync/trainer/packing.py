@@ -13,12 +13,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from forgeasync.rollouts.kept_tokens import KeptTokens, all_kept, concatenate
-from forgeasync.rollouts.routing import NO_RECORD
-from forgeasync.rollouts.row_plan import padded_length, plan_rows
-from forgeasync.rollouts.teacher_record import TeacherRecord
-from forgeasync.rollouts.teacher_record import concatenate as concatenate_records
-from forgeasync.rollouts.token_values import BranchKey
+from forgeasync.rollouts import (
+    NO_RECORD,
+    BranchKey,
+    KeptTokens,
+    TeacherRecord,
+    all_kept,
+    concatenate_kept_tokens,
+    concatenate_teacher_records,
+    padded_length,
+    plan_rows,
+)
 
 NO_SEQUENCE = -1
 """Sequence id of padding."""
@@ -118,7 +123,7 @@ def pack_row(sequences: Sequence[TrainingSequence]) -> PackedRow:
         ages_L=np.zeros(length, np.int32),
         sequence_ids_L=np.full(length, NO_SEQUENCE, np.int64),
         expert_ids_LMK=_empty_routing(sequences, length),
-        kept_tokens=concatenate([_kept_of_targets(sequence) for sequence in sequences]),
+        kept_tokens=concatenate_kept_tokens([_kept_of_targets(sequence) for sequence in sequences]),
         teacher=_teacher_of_targets(sequences),
         sources=_placed_sources(sequences),
     )
@@ -181,7 +186,7 @@ def _kept_of_targets(sequence: TrainingSequence) -> KeptTokens:
 def _teacher_of_targets(sequences: Sequence[TrainingSequence]) -> TeacherRecord | None:
     records = [one.teacher.take(_is_target(one)) for one in sequences if one.teacher is not None]
     assert len(records) in (0, len(sequences)), "a teacher sees all rollouts of a run or none"
-    return concatenate_records(records) if records else None
+    return concatenate_teacher_records(records) if records else None
 
 
 def _empty_routing(sequences: Sequence[TrainingSequence], length: int) -> np.ndarray | None:

@@ -17,10 +17,9 @@ import torch
 import torch.distributed as dist
 from torchtitan.distributed import utils as dist_utils
 
-from forgeasync.algorithms.loss import means_of_taught
-from forgeasync.algorithms.row_tokens import RowTokens
-from forgeasync.config.trainer import OnBadStep, RouterBias
-from forgeasync.models.workarounds.titan_cpu import DEVICE_TYPE
+from forgeasync.algorithms import RowTokens, means_of_taught
+from forgeasync.config import OnBadStep, RouterBias
+from forgeasync.models import DEVICE_TYPE
 from forgeasync.trainer import hf_checkpoint, lora_checkpoint, reference
 from forgeasync.trainer.finite import (
     MismatchTooLarge,
@@ -47,7 +46,7 @@ from forgeasync.trainer.token_collector import TokenCollector
 from forgeasync.trainer.trained_targets import TargetCounts, count_targets, trained_mask
 from forgeasync.trainer.trainer_state import TrainerState
 from forgeasync.trainer.weight_average import WeightAverage, named_weights
-from forgeasync.weights.layout import NamedWeight
+from forgeasync.weights import NamedWeight
 
 
 class PolicyTrainer:

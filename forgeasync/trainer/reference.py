@@ -15,8 +15,7 @@ from pathlib import Path
 import torch
 from torchtitan.distributed import ParallelDims
 
-from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.trainer import TrainerSection
+from forgeasync.config import ModelFacts, TrainerSection
 from forgeasync.trainer import hf_checkpoint
 from forgeasync.trainer.forward import RowForward
 from forgeasync.trainer.lora import without_adapters

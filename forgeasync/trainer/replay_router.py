@@ -18,8 +18,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor, Replicate
 from torchtitan.models.common.moe import MoE, TokenChoiceTopKRouter
 
-from forgeasync.rollouts.routing import NO_RECORD
-from forgeasync.rollouts.token_values import Decision
+from forgeasync.rollouts import NO_RECORD, Decision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

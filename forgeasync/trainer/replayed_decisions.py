@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torchtitan.distributed import ParallelDims
 
-from forgeasync.models.workarounds.titan_cpu import DEVICE_TYPE
+from forgeasync.models import DEVICE_TYPE
 from forgeasync.trainer.packing import PackedRow
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 import torch
 
-from forgeasync.config.trainer import OnBadStep
+from forgeasync.config import OnBadStep
 from forgeasync.trainer.finite import NonFiniteWeights, value_ranges
 from forgeasync.trainer.snapshots import Snapshots
 from forgeasync.trainer.step_judge import StepJudge

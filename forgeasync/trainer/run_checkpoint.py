@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from forgeasync.checkpoint.folders import (
+from forgeasync.checkpoint import (
     TRAINER_FOLDER,
     CheckpointNotWritten,
     partial_folder,
@@ -24,7 +24,7 @@ from forgeasync.checkpoint.folders import (
     publish,
     remove_partial,
 )
-from forgeasync.models.workarounds.titan_cpu import DEVICE_TYPE
+from forgeasync.models import DEVICE_TYPE
 from forgeasync.trainer.host_copies import HostCopies
 from forgeasync.trainer.workarounds.checkpoint_reader import SafeFileSystemReader
 

@@ -3,10 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from forgeasync.algorithms.loss import Loss
-from forgeasync.config.model import LoraSection
-from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.trainer import TrainerSection
+from forgeasync.algorithms import Loss
+from forgeasync.config import LoraSection, ModelFacts, TrainerSection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

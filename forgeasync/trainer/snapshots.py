@@ -28,8 +28,7 @@ from forgeasync.trainer.snapshot_format import (
     read_version,
     slot_of,
 )
-from forgeasync.weights.device_copies import DeviceCopies, StartedCopies, page_lock
-from forgeasync.weights.staging import SharedFile
+from forgeasync.weights import DeviceCopies, SharedFile, StartedCopies, page_lock
 
 NUM_SLOTS = 2
 

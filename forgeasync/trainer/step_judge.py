@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from forgeasync.config.trainer import BadStepsSection
+from forgeasync.config import BadStepsSection
 from forgeasync.trainer.bad_steps import SpikeRule
 from forgeasync.trainer.finite import Ranges, agree, describe_non_finite
 from forgeasync.trainer.step_result import BadStep

@@ -4,9 +4,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from forgeasync.config.trainer import OnBadStep
+from forgeasync.config import OnBadStep
 from forgeasync.process_memory import MemoryPeak
-from forgeasync.rollouts.token_values import TokenReport, merged_reports
+from forgeasync.rollouts import TokenReport, merged_reports
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,9 +11,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.distributed import utils as dist_utils
 
-from forgeasync.algorithms.loss import RowLoss
-from forgeasync.algorithms.row_tokens import MAX_LOG_RATIO, RowTokens, capped
-from forgeasync.rollouts.routing import NO_RECORD
+from forgeasync.algorithms import MAX_LOG_RATIO, RowLoss, RowTokens, capped
+from forgeasync.rollouts import NO_RECORD
 from forgeasync.trainer.packing import NO_SEQUENCE, PackedRow
 
 

@@ -8,11 +8,9 @@ import math
 import numpy as np
 import torch
 
-from forgeasync.algorithms.loss import Loss
-from forgeasync.algorithms.row_tokens import TeacherTokens
-from forgeasync.models.workarounds.titan_cpu import DEVICE_TYPE
-from forgeasync.rollouts.student_ids import NO_ID
-from forgeasync.rollouts.teacher_record import TeacherRecord, not_asked
+from forgeasync.algorithms import Loss, TeacherTokens
+from forgeasync.models import DEVICE_TYPE
+from forgeasync.rollouts import NO_ID, TeacherRecord, not_asked
 from forgeasync.trainer.logprobs import Predictions
 from forgeasync.trainer.packing import PackedRow
 

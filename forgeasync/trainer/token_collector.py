@@ -10,17 +10,8 @@ import dataclasses
 import numpy as np
 import torch
 
-from forgeasync.algorithms.loss import RowLoss
-from forgeasync.algorithms.objectives import Objective
-from forgeasync.algorithms.row_tokens import RowTokens
-from forgeasync.rollouts.token_values import (
-    NUM_WORST,
-    BranchValues,
-    TokenReport,
-    TokenValues,
-    WorstToken,
-    merged_reports,
-)
+from forgeasync.algorithms import Objective, RowLoss, RowTokens
+from forgeasync.rollouts import NUM_WORST, BranchValues, TokenReport, TokenValues, WorstToken, merged_reports
 from forgeasync.trainer.packing import PackedRow, PlacedSource
 from forgeasync.trainer.replayed_decisions import ReplayedDecisions
 

@@ -10,8 +10,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.distributed import utils as dist_utils
 
-from forgeasync.algorithms.loss import Loss
-from forgeasync.models.workarounds.titan_cpu import DEVICE_TYPE
+from forgeasync.algorithms import Loss
+from forgeasync.models import DEVICE_TYPE
 from forgeasync.trainer.packing import PackedRow
 from forgeasync.trainer.teacher_rows import record_of
 

@@ -5,12 +5,12 @@ from collections.abc import Iterable
 import torch
 from torch.distributed.tensor import DTensor
 
-from forgeasync.config.model_facts import ModelFacts
+from forgeasync.config import ModelFacts
 from forgeasync.trainer.hf_checkpoint import hf_names
 from forgeasync.trainer.lora import adapter_parameters
 from forgeasync.trainer.replay_router import checkpoint_weights
 from forgeasync.trainer.run_checkpoint import State
-from forgeasync.weights.layout import NamedWeight, WeightSet, name_in
+from forgeasync.weights import NamedWeight, WeightSet, name_in
 
 AVERAGE = "average."
 """Beginning of the names of averages in a checkpoint."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from forgeasync.buffer.decisions import DropReason
+from forgeasync.buffer import DropReason
 from forgeasync.viewer.curves import Curve, curve_of, downsampled, over
 from forgeasync.viewer.definitions import HEADLINES, described, glossary
 from forgeasync.viewer.group_answers import (

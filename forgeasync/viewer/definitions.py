@@ -2,8 +2,7 @@
 
 from functools import cache, lru_cache
 
-from forgeasync.observability.metric import Metric
-from forgeasync.observability.metric_definitions import TOPICS, definition_of
+from forgeasync.observability import TOPICS, Metric, definition_of
 
 HEADLINES = (
     "eval/accuracy",

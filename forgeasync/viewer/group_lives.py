@@ -10,9 +10,18 @@ from enum import IntEnum
 
 import numpy as np
 
-from forgeasync.buffer.decisions import DropReason
-from forgeasync.buffer.events import Dropped, Restored, Sampled, Scored, Started, Submitted, Trained, Update
-from forgeasync.ledger.lines import AnyEvent, Checkpointed, Ended, Opened, Resumed
+from forgeasync.buffer import (
+    Dropped,
+    DropReason,
+    Restored,
+    Sampled,
+    Scored,
+    Started,
+    Submitted,
+    Trained,
+    Update,
+)
+from forgeasync.ledger import AnyEvent, Checkpointed, Ended, Opened, Resumed
 
 NOWHERE = -1
 """In place of a line, a step or a row that is not there."""

@@ -1,14 +1,6 @@
 """Reads the lines of a ledger as they come, past those that are damaged."""
 
-from forgeasync.ledger.lines import (
-    FORMAT,
-    START,
-    BadLine,
-    LedgerPosition,
-    Opened,
-    decode_line,
-    position_after,
-)
+from forgeasync.ledger import FORMAT, START, BadLine, LedgerPosition, Opened, decode_line, position_after
 from forgeasync.viewer.appended_lines import Piece
 from forgeasync.viewer.group_lives import GroupLives
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from forgeasync.faults.fault_log import Role
+from forgeasync.faults import Role
 from forgeasync.viewer.definitions import HEADLINES
 from forgeasync.viewer.group_lives import Fate, GroupLife
 from forgeasync.viewer.metric_table import ELAPSED_S, STEP

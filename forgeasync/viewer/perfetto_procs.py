@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from forgeasync.tracing.lanes import Lane, Span, named_lanes
+from forgeasync.tracing import Lane, Span, named_lanes
 from forgeasync.viewer.proc_answers import recorded_at
 
 FIRST_PROC = 10

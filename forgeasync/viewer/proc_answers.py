@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from forgeasync.tracing.lanes import NOT_THERE, Lane, Span, named_lanes, shares, states_between
-from forgeasync.tracing.states import ORDER
+from forgeasync.tracing import NOT_THERE, ORDER, Lane, Span, named_lanes, shares, states_between
 from forgeasync.viewer.run_reader import RunReader
 
 MAX_SPANS = 400

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import TypeVar
 
-from forgeasync.buffer.decisions import DropReason
+from forgeasync.buffer import DropReason
 from forgeasync.viewer.answers import MAX_GROUPS, Answer, Answers, NotThere
 from forgeasync.viewer.group_lives import Fate
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from forgeasync.observability.run_lock import Holder
+from forgeasync.observability import Holder
 
 CLOCK_SLACK_S = 2.0
 """Difference of the clocks by which a process's start and its line in the file are told."""

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from forgeasync.observability.run_dir import RunDir
-from forgeasync.prediction.record import PredictionRecord, read_prediction
-from forgeasync.schema.problems import ConfigError
+from forgeasync.observability import RunDir
+from forgeasync.prediction import PredictionRecord, read_prediction
+from forgeasync.schema import ConfigError
 from forgeasync.viewer.appended_lines import MAX_LINE_BYTES, AppendedLines, Piece
 from forgeasync.viewer.definitions import known_definition
 from forgeasync.viewer.fault_lines import FaultLines

@@ -2,15 +2,16 @@
 
 import sys
 
-from forgeasync.prediction.measured import (
+from forgeasync.prediction import (
     KEYS,
     OTHER_KEYS,
     WINDOW_STEPS,
     MeasuredSteps,
     MeasuredWindow,
+    bound_words,
+    verdict_lines,
 )
-from forgeasync.prediction.verdict import bound_words, verdict_lines
-from forgeasync.profile.steady_steps import num_steps_ahead
+from forgeasync.profile import num_steps_ahead
 from forgeasync.viewer.run_reader import RunReader
 
 

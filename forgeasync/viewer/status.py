@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from forgeasync.observability.episode_view import visible_line
+from forgeasync.observability import visible_line
 from forgeasync.viewer.metric_table import ELAPSED_S
 from forgeasync.viewer.run_life import Life, run_life
 from forgeasync.viewer.run_reader import RunReader

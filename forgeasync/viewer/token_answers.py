@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from forgeasync.rollouts.token_values import RolloutKey
+from forgeasync.rollouts import RolloutKey
 from forgeasync.viewer.run_reader import RunReader
 from forgeasync.viewer.token_index import TokensGone
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from forgeasync.rollouts.token_values import RolloutKey
+from forgeasync.rollouts import RolloutKey
 from forgeasync.viewer.appended_lines import MAX_LINE_BYTES
 
 _HEAD = re.compile(

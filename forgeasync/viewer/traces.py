@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from forgeasync.tracing.lanes import Lane
-from forgeasync.tracing.proc_trace import SUFFIX
+from forgeasync.tracing import SUFFIX, Lane
 from forgeasync.viewer.appended_lines import AppendedLines
 
 

@@ -4,7 +4,7 @@ What a model wrote is in rollouts, and may come to stand in a fault's words or i
 page with characters that hide something or turn text around.
 """
 
-from forgeasync.observability.episode_view import visible
+from forgeasync.observability import visible
 
 MAX_DEPTH = 40
 """Deeper parts are replaced by words that say so."""

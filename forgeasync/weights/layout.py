@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from forgeasync.config.model import Dtype
+from forgeasync.config import Dtype
 from forgeasync.weights.manifest import BLOCK_BYTES
 
 

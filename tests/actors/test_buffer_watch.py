@@ -7,10 +7,8 @@ import subprocess
 
 import pytest
 
-from forgeasync.actors import buffer_watch, watched_process
-from forgeasync.actors.buffer_watch import BufferWatch
-from forgeasync.actors.deaths import ActorDied
-from forgeasync.faults.fault_log import FaultLog, Role
+from forgeasync.actors import ActorDied, BufferWatch, buffer_watch, watched_process
+from forgeasync.faults import FaultLog, Role
 from tests.support.standing_still import CALL, standing_still
 
 NUM_ANSWERS = 5

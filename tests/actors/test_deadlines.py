@@ -11,11 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgeasync.actors import trainer_mesh
-from forgeasync.actors.trainer_mesh import TrainerMesh
-from forgeasync.config.run import TimeoutSection
-from forgeasync.observability.failures import last_words
-from forgeasync.trainer.step_result import StepResult
+from forgeasync.actors import TrainerMesh, trainer_mesh
+from forgeasync.config import TimeoutSection
+from forgeasync.observability import last_words
+from forgeasync.trainer import StepResult
 from forgeasync.waiting import DeadlineExceeded, deadline
 from tests.support.virtual_time import VirtualTime
 

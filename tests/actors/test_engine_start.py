@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 from monarch.actor import ActorError, this_host
 
-from forgeasync.actors.generator import GeneratorActor
-from forgeasync.actors.generator_setup import GeneratorSetup
-from forgeasync.launch.placement import spawn_role
-from forgeasync.models.config_file import read_model_facts
-from forgeasync.rollouts.records import Records
+from forgeasync.actors import GeneratorActor, GeneratorSetup
+from forgeasync.launch import spawn_role
+from forgeasync.models import read_model_facts
+from forgeasync.rollouts import Records
 from tests.support.models import write_random_model
 from tests.support.runs import tiny_config
 

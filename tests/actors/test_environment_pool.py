@@ -11,23 +11,22 @@ from dataclasses import dataclass, field
 import psutil
 import pytest
 
-from forgeasync.actors import environment_pool, watched_process
-from forgeasync.actors.environment import WorkerReport
-from forgeasync.actors.environment_pool import (
+from forgeasync.actors import (
     MAX_FAILED_STARTS,
     MAX_STUCK,
     EnvironmentPool,
+    EpisodeRequest,
     SpawnedWorker,
+    WorkerReport,
     WorkersFail,
+    environment_pool,
+    watched_process,
 )
-from forgeasync.actors.episode_turns import EpisodeRequest
-from forgeasync.config.episodes import Ending, EpisodesSection
-from forgeasync.config.generator import SamplingSection
-from forgeasync.environments.worker_mark import WORKER_MARK, marked_processes
-from forgeasync.faults.fault_log import FaultLog
-from forgeasync.observability.procs_file import ProcsFile
-from forgeasync.rollouts.outcome import EpisodeOutcome
-from forgeasync.rollouts.trajectory import EpisodeId
+from forgeasync.config import Ending, EpisodesSection, SamplingSection
+from forgeasync.environments import WORKER_MARK, marked_processes
+from forgeasync.faults import FaultLog
+from forgeasync.observability import ProcsFile
+from forgeasync.rollouts import EpisodeId, EpisodeOutcome
 from tests.support.buffer_world import make_task
 from tests.support.loops import Endpoint
 from tests.support.standing_still import CALL, standing_still

@@ -12,23 +12,33 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forgeasync.actors.episode_turns import EpisodeRequest, EpisodeTurns, GroupMove, KnownLosses
-from forgeasync.actors.generator import CancelledGroup, EndedEpisode, RefusedGroup
-from forgeasync.actors.group_episodes import GroupEpisodes
-from forgeasync.actors.group_sampling import SampledGroup
-from forgeasync.actors.replica import LiveReplica, ReplicaLost
-from forgeasync.buffer.decisions import DropReason
-from forgeasync.config.episodes import Ending, EpisodesSection
-from forgeasync.config.generator import SamplingSection
-from forgeasync.environments.agent import TurnRequest
-from forgeasync.environments.environment import EpisodeInterrupted
-from forgeasync.environments.participant import AgentRole
-from forgeasync.launch.hosts import LocalHost
-from forgeasync.rollouts.in_flight_log import InFlightRead
-from forgeasync.rollouts.outcome import AgentOutcome, EpisodeOutcome
-from forgeasync.rollouts.rollout import FinishReason, StoredRollout
-from forgeasync.rollouts.score import Score
-from forgeasync.rollouts.trajectory import EpisodeId, SampledTurn
+from forgeasync.actors import (
+    CancelledGroup,
+    EndedEpisode,
+    EpisodeRequest,
+    EpisodeTurns,
+    GroupEpisodes,
+    GroupMove,
+    KnownLosses,
+    LiveReplica,
+    RefusedGroup,
+    ReplicaLost,
+    SampledGroup,
+)
+from forgeasync.buffer import DropReason
+from forgeasync.config import Ending, EpisodesSection, SamplingSection
+from forgeasync.environments import AgentRole, EpisodeInterrupted, TurnRequest
+from forgeasync.launch import LocalHost
+from forgeasync.rollouts import (
+    AgentOutcome,
+    EpisodeId,
+    EpisodeOutcome,
+    FinishReason,
+    InFlightRead,
+    SampledTurn,
+    Score,
+    StoredRollout,
+)
 from forgeasync.waiting import Monitor
 from tests.support.buffer_world import make_task
 from tests.support.loops import Endpoint

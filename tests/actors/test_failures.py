@@ -11,13 +11,10 @@ from pathlib import Path
 import pytest
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 
-from forgeasync.actors.deaths import ActorDied, Proc, read_report
-from forgeasync.actors.procs import Procs
-from forgeasync.faults.fault_log import Role
-from forgeasync.launch.hosts import HostLost, LocalHosts
-from forgeasync.observability import run_log
-from forgeasync.observability.failures import failure_line
-from forgeasync.observability.run_log import RunLog
+from forgeasync.actors import ActorDied, Proc, Procs, read_report
+from forgeasync.faults import Role
+from forgeasync.launch import HostLost, LocalHosts
+from forgeasync.observability import RunLog, failure_line, run_log
 from forgeasync.waiting import DeadlineExceeded, deadline
 from tests.support.disks import Disk, install
 from tests.support.virtual_time import VirtualTime

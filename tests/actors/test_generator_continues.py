@@ -12,19 +12,22 @@ import numpy as np
 import pytest
 from monarch.actor import ActorError
 
-from forgeasync.actors.generator import CancelledGroup, EndedEpisode, GeneratorActor
-from forgeasync.actors.procs import Procs
-from forgeasync.actors.start_generators import start_generators
-from forgeasync.config.generator import SamplingSection
-from forgeasync.config.run import RunConfig
-from forgeasync.launch.hosts import LOCAL_HOST_ID, LocalHost
-from forgeasync.models.config_file import read_model_facts
-from forgeasync.rollouts.group_payload import TokenTrace, decode_rollout
-from forgeasync.rollouts.in_flight import LoggedTurn, group_turns, keep_group
-from forgeasync.rollouts.in_flight_log import InFlightRead
-from forgeasync.rollouts.payload_store import PayloadReader
-from forgeasync.rollouts.rollout import StoredRollout
-from forgeasync.rollouts.trajectory import EpisodeId, SampledTurn
+from forgeasync.actors import CancelledGroup, EndedEpisode, GeneratorActor, Procs, start_generators
+from forgeasync.config import RunConfig, SamplingSection
+from forgeasync.launch import LOCAL_HOST_ID, LocalHost
+from forgeasync.models import read_model_facts
+from forgeasync.rollouts import (
+    EpisodeId,
+    InFlightRead,
+    LoggedTurn,
+    PayloadReader,
+    SampledTurn,
+    StoredRollout,
+    TokenTrace,
+    decode_rollout,
+    group_turns,
+    keep_group,
+)
 from tests.support.models import write_random_model
 from tests.support.runs import tiny_config
 

@@ -8,17 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from forgeasync.actors import router
-from forgeasync.actors.generator import CancelledGroup, RefusedGroup
-from forgeasync.actors.generator_pool import GeneratorsFail
-from forgeasync.actors.router import GroupGivenUp
-from forgeasync.buffer.decisions import DropReason
-from forgeasync.config.generator import SamplingSection
-from forgeasync.config.run import TimeoutSection
-from forgeasync.faults import slow_replicas
-from forgeasync.faults.fault_log import Role
-from forgeasync.faults.replica_states import ReplicaState
-from forgeasync.observability.procs_file import ProcsFile
+from forgeasync.actors import CancelledGroup, GeneratorsFail, GroupGivenUp, RefusedGroup, router
+from forgeasync.buffer import DropReason
+from forgeasync.config import SamplingSection, TimeoutSection
+from forgeasync.faults import ReplicaState, Role, slow_replicas
+from forgeasync.observability import ProcsFile
 from forgeasync.waiting import DeadlineExceeded
 from tests.support.replicas import ReplicaWorld, generators_of
 from tests.support.rollouts import make_stored_rollout

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from forgeasync.actors.host_updates import MAX_FAILED_FETCHES, named_generators
-from forgeasync.config.run import TimeoutSection
-from forgeasync.faults.replica_states import ReplicaState
-from forgeasync.weights.fetcher import HostShare
+from forgeasync.actors import MAX_FAILED_FETCHES, named_generators
+from forgeasync.config import TimeoutSection
+from forgeasync.faults import ReplicaState
+from forgeasync.weights import HostShare
 from tests.support.replicas import ReplicaWorld, generators_of, manifest_of
 from tests.support.virtual_time import VirtualTime
 

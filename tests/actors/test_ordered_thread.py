@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from forgeasync.actors.ordered_thread import OrderedThread
+from forgeasync.actors import OrderedThread
 from tests.support.processes import run_ranks
 
 NUM_CALLS = 12

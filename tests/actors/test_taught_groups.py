@@ -7,15 +7,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from forgeasync.actors.stored_groups import RefusedGroup, SampledRollout, store_group
-from forgeasync.actors.taught_groups import TaughtGroups, Untaught
-from forgeasync.rollouts.group_payload import TokenTrace, decode_rollout
-from forgeasync.rollouts.payload_store import PayloadReader, PayloadWriter
-from forgeasync.rollouts.rollout import FinishReason, Rollout, StoredRollout
-from forgeasync.rollouts.run_folder import create_run_folder, remove_run_folder
-from forgeasync.rollouts.student_ids import NO_ID
-from forgeasync.rollouts.teacher_prompt import Instead
-from forgeasync.rollouts.teacher_record import TeacherRecord
+from forgeasync.actors import RefusedGroup, SampledRollout, TaughtGroups, Untaught, store_group
+from forgeasync.rollouts import (
+    NO_ID,
+    FinishReason,
+    Instead,
+    PayloadReader,
+    PayloadWriter,
+    Rollout,
+    StoredRollout,
+    TeacherRecord,
+    TokenTrace,
+    create_run_folder,
+    decode_rollout,
+    remove_run_folder,
+)
 from tests.support.payloads import HOST, MIB
 from tests.support.recorded_rollouts import FACTS, make_rollout
 

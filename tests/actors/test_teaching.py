@@ -7,16 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from forgeasync.actors.replica import ReplicaLost
-from forgeasync.actors.taught_groups import Untaught
-from forgeasync.actors.teaching import Away, PoolTeacher, Teacher, Teaching
-from forgeasync.config.teachers import TeacherEndpoint, TeacherSection
-from forgeasync.models.tokenizer import character_tokenizer
-from forgeasync.rollouts.prompts import PromptEncoder
-from forgeasync.rollouts.score import Score
-from forgeasync.rollouts.task import Task
-from forgeasync.rollouts.teacher_prompt import Instead, TeacherPrompts, TeacherReads
-from forgeasync.scoring.unavailable import RewardUnavailable
+from forgeasync.actors import Away, PoolTeacher, ReplicaLost, Teacher, Teaching, Untaught
+from forgeasync.config import TeacherEndpoint, TeacherSection
+from forgeasync.models import character_tokenizer
+from forgeasync.rollouts import Instead, PromptEncoder, Score, Task, TeacherPrompts, TeacherReads
+from forgeasync.scoring import RewardUnavailable
 
 PROMPTS = TeacherPrompts(
     encoder=PromptEncoder(character_tokenizer(chat_template=False), chat_template=False), max_tokens=100

@@ -9,9 +9,8 @@ import numpy as np
 import psutil
 import pytest
 
-from forgeasync.config.generator import SamplingSection
-from forgeasync.config.run import RunConfig
-from forgeasync.models.config_file import read_model_facts
+from forgeasync.config import RunConfig, SamplingSection
+from forgeasync.models import read_model_facts
 from tests.support.engines import start_engine
 from tests.support.models import write_random_model
 from tests.support.processes import run_alone
@@ -37,9 +36,7 @@ async def _two_workers(config: RunConfig, folder: Path, logs: Path) -> tuple[lis
     """Texts; and of every worker of the engine, whether it is a fork of its parent."""
     # Not at the top: the engine of one worker runs in a process that reads this file, and vLLM looks at all
     # that it has imported, where Monarch's web server has objects that refuse to be looked at.
-    from forgeasync.actors.generator import CancelledGroup, RefusedGroup
-    from forgeasync.actors.procs import Procs
-    from forgeasync.actors.start_generators import start_generators
+    from forgeasync.actors import CancelledGroup, Procs, RefusedGroup, start_generators
 
     procs = Procs(logs)
     try:

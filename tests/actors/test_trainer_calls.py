@@ -8,20 +8,13 @@ import pytest
 import torch
 from monarch.actor import ActorError
 
-from forgeasync.actors.procs import Procs
-from forgeasync.actors.start_trainer import start_trainer
-from forgeasync.algorithms.loss import Loss
-from forgeasync.config.model import Dtype
-from forgeasync.config.run import TimeoutSection
-from forgeasync.config.trainer import OptimizerSection, ParallelSection, TrainerSection
-from forgeasync.launch.hosts import LocalHosts
-from forgeasync.models.config_file import read_model_facts
-from forgeasync.trainer.hf_checkpoint import full_tensors
-from forgeasync.trainer.packing import PackedRow, pack_row
-from forgeasync.trainer.policy_trainer import PolicyTrainer
-from forgeasync.trainer.setup import TrainerSetup
-from forgeasync.weights.manifest import Manifest
-from forgeasync.weights.staged_version import StagedVersion
+from forgeasync.actors import Procs, start_trainer
+from forgeasync.algorithms import Loss
+from forgeasync.config import Dtype, OptimizerSection, ParallelSection, TimeoutSection, TrainerSection
+from forgeasync.launch import LocalHosts
+from forgeasync.models import read_model_facts
+from forgeasync.trainer import PackedRow, PolicyTrainer, TrainerSetup, full_tensors, pack_row
+from forgeasync.weights import Manifest, StagedVersion
 from tests.support.models import write_random_model
 from tests.support.processes import run_ranks
 from tests.support.trainers import make_sequences

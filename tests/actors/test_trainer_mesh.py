@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
-from forgeasync.actors.trainer import TrainerActor
-from forgeasync.actors.trainer_mesh import TrainerMesh
-from forgeasync.config.run import TimeoutSection
+from forgeasync.actors import TrainerActor, TrainerMesh
+from forgeasync.config import TimeoutSection
 from forgeasync.process_memory import MemoryPeak
-from forgeasync.trainer.step_result import StepResult
+from forgeasync.trainer import StepResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,35 +10,34 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from forgeasync.actors.deaths import ActorDied
-from forgeasync.actors.generator import SampledRollout, store_group
-from forgeasync.actors.procs import Procs
-from forgeasync.actors.start_generators import make_folders
-from forgeasync.actors.start_trainer import OWN_ACTORS, start_trainer
-from forgeasync.algorithms.loss import Loss
-from forgeasync.checkpoint.folders import TRAINER_FOLDER, checkpoint_name
-from forgeasync.config.model import Dtype
-from forgeasync.config.run import TimeoutSection
-from forgeasync.config.trainer import (
+from forgeasync.actors import (
+    OWN_ACTORS,
+    ActorDied,
+    Procs,
+    SampledRollout,
+    make_folders,
+    start_trainer,
+    store_group,
+)
+from forgeasync.algorithms import Loss
+from forgeasync.checkpoint import TRAINER_FOLDER, checkpoint_name
+from forgeasync.config import (
     BadStepsSection,
+    Dtype,
     OnBadStep,
     OptimizerSection,
     ParallelSection,
     RecoverySection,
+    TimeoutSection,
     TrainerSection,
 )
-from forgeasync.controller.trainer_recovery import Minibatches, TrainerRecovery, start_recovery
-from forgeasync.faults.fault_log import FaultLog
-from forgeasync.launch.hosts import LOCAL_HOST_ID, LocalHosts
-from forgeasync.models.config_file import read_model_facts
-from forgeasync.rollouts.payload_store import PayloadWriter
-from forgeasync.rollouts.rollout import FinishReason
-from forgeasync.trainer.advantage_spans import whole_response
-from forgeasync.trainer.batch import items_of
-from forgeasync.trainer.setup import TrainerSetup
-from forgeasync.weights.exchange import WeightExchange
-from forgeasync.weights.ledger import WeightLedger
-from forgeasync.weights.staged_version import StagedVersion
+from forgeasync.controller import Minibatches, TrainerRecovery, start_recovery
+from forgeasync.faults import FaultLog
+from forgeasync.launch import LOCAL_HOST_ID, LocalHosts
+from forgeasync.models import read_model_facts
+from forgeasync.rollouts import FinishReason, PayloadWriter
+from forgeasync.trainer import TrainerSetup, items_of, whole_response
+from forgeasync.weights import StagedVersion, WeightExchange, WeightLedger
 from tests.support.models import write_random_model
 from tests.support.recorded_rollouts import make_rollout
 from tests.support.trainer_faults import ANSWERED, FaultyLoss, Moment, TrainerFault, Way

@@ -12,16 +12,20 @@ import psutil
 import pytest
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 
-from forgeasync.actors import watched_process, watched_scorer
-from forgeasync.actors.scorer import ScoredResponses
-from forgeasync.actors.watched_scorer import ScorerFails, ScorerLost, SpawnedScorer, WatchedScorer
-from forgeasync.config.run import ScorerSection
-from forgeasync.environments.reward import Response
-from forgeasync.environments.worker_mark import WORKER_MARK, marked_processes
-from forgeasync.faults.fault_log import FaultLog
-from forgeasync.observability.procs_file import ProcsFile
-from forgeasync.rollouts.rollout import FinishReason
-from forgeasync.rollouts.score import Score, VerifierCounts
+from forgeasync.actors import (
+    ScoredResponses,
+    ScorerFails,
+    ScorerLost,
+    SpawnedScorer,
+    WatchedScorer,
+    watched_process,
+    watched_scorer,
+)
+from forgeasync.config import ScorerSection
+from forgeasync.environments import WORKER_MARK, Response, marked_processes
+from forgeasync.faults import FaultLog
+from forgeasync.observability import ProcsFile
+from forgeasync.rollouts import FinishReason, Score, VerifierCounts
 from tests.support.buffer_world import make_task
 from tests.support.loops import Endpoint
 from tests.support.standing_still import CALL, standing_still

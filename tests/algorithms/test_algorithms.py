@@ -8,8 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgeasync.algorithms.advantages import DrGrpo, Grpo, ReinforcePlusPlus, Rloo
-from forgeasync.algorithms.objectives import PpoClip, Supervised
+from forgeasync.algorithms import DrGrpo, Grpo, PpoClip, ReinforcePlusPlus, Rloo, Supervised
 from tests.support.tokens import make_tokens
 
 rewards_lists = st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0, -1.0]), min_size=2, max_size=12)

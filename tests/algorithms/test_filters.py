@@ -12,18 +12,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from forgeasync.algorithms.filters import (
+from forgeasync.algorithms import (
     AnyFilter,
     DynamicSampling,
     Filter,
+    Filtered,
+    FilterReason,
+    GroupFacts,
     OverlongFilter,
     OverlongPenalty,
     ResampleOnCorrect,
     apply_filters,
 )
-from forgeasync.algorithms.group_facts import Filtered, FilterReason, GroupFacts
-from forgeasync.config.algorithm_rules import check_filters
-from forgeasync.scoring.filtering import FilterWatch
+from forgeasync.config import check_filters
+from forgeasync.scoring import FilterWatch
 
 SECTIONS = TypeAdapter(tuple[AnyFilter, ...])
 

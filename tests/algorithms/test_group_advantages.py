@@ -10,8 +10,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgeasync.algorithms.advantages import Advantage, GroupPassAtK, Grpo, ReinforcePlusPlus, Rloo
-from forgeasync.algorithms.step_rewards import StepCredit, from_step_rewards, step_advantages
+from forgeasync.algorithms import (
+    Advantage,
+    GroupPassAtK,
+    Grpo,
+    ReinforcePlusPlus,
+    Rloo,
+    StepCredit,
+    from_step_rewards,
+    step_advantages,
+)
 
 groups = st.lists(st.sampled_from([-1.0, 0.0, 0.25, 0.5, 1.0, 3.0]), min_size=2, max_size=8)
 

@@ -10,18 +10,22 @@ import pytest
 import torch
 from pydantic import Field
 
-from forgeasync.algorithms.aggregation import (
+from forgeasync.algorithms import (
+    AgeWeight,
     Aggregation,
     ConstantLength,
+    KlPlace,
+    Loss,
+    Objective,
+    RowTokens,
     SequenceMeanOfTokenMean,
     SequenceMeanOfTokenSum,
+    Supervised,
+    TeacherTokens,
     TokenMean,
+    penalty_to_go,
+    product,
 )
-from forgeasync.algorithms.corrections import AgeWeight, product
-from forgeasync.algorithms.kl import KlPlace, penalty_to_go
-from forgeasync.algorithms.loss import Loss
-from forgeasync.algorithms.objectives import Objective, Supervised
-from forgeasync.algorithms.row_tokens import RowTokens, TeacherTokens
 from tests.support.tokens import K3, section
 
 

@@ -14,32 +14,32 @@ import numpy as np
 import pytest
 import torch
 
-from forgeasync.algorithms.aggregation import (
-    ConstantLength,
-    SequenceMeanOfTokenMean,
-    SequenceMeanOfTokenSum,
-    TokenMean,
-)
-from forgeasync.algorithms.corrections import (
+from forgeasync.algorithms import (
+    K1,
+    K2,
+    K3,
     AgeWeight,
-    MaskedIs,
-    OffPolicySequenceMask,
-    RatioLevel,
-    TruncatedIs,
-    product,
-)
-from forgeasync.algorithms.kl import K1, K2, K3, KlEstimator, UnbiasedK3
-from forgeasync.algorithms.objectives import (
     Cispo,
+    ConstantLength,
     DecoupledPpo,
     Gspo,
     Kimi15,
+    KlEstimator,
+    MaskedIs,
     Objective,
+    OffPolicySequenceMask,
     PpoClip,
+    RatioLevel,
     Reinforce,
+    RowTokens,
+    SequenceMeanOfTokenMean,
+    SequenceMeanOfTokenSum,
+    TokenMean,
     Topr,
+    TruncatedIs,
+    UnbiasedK3,
+    product,
 )
-from forgeasync.algorithms.row_tokens import RowTokens
 from tests.support.tokens import make_tokens
 
 Sequences = list[list[int]]

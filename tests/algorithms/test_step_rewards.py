@@ -13,13 +13,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from forgeasync.algorithms.advantages import DrGrpo, Grpo
-from forgeasync.algorithms.filters import ResampleOnCorrect
-from forgeasync.algorithms.step_rewards import from_step_rewards
-from forgeasync.config.algorithm import AlgorithmSection
-from forgeasync.rollouts.score import Score, Step
-from forgeasync.scoring.filtering import GroupFiltering
-from forgeasync.trainer.advantage_spans import AdvantageSpan, TokenPlaces, advantage_spans, spread
+from forgeasync.algorithms import DrGrpo, Grpo, ResampleOnCorrect, from_step_rewards
+from forgeasync.config import AlgorithmSection
+from forgeasync.rollouts import Score, Step
+from forgeasync.scoring import GroupFiltering
+from forgeasync.trainer import AdvantageSpan, TokenPlaces, advantage_spans, spread
 from tests.support.groups import make_group
 
 GRPO = AlgorithmSection(advantage=Grpo(), group_size=2, groups_per_step=1)

@@ -5,8 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from forgeasync.algorithms.loss import Loss, means_of_taught
-from forgeasync.algorithms.row_tokens import RowTokens, TeacherTokens
+from forgeasync.algorithms import Loss, RowTokens, TeacherTokens, means_of_taught
 from tests.support.tokens import make_tokens, section
 
 T, V = 6, 9

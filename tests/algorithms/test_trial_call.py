@@ -7,18 +7,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from forgeasync.algorithms.advantages import Advantage, PythonAdvantage
-from forgeasync.algorithms.aggregation import Aggregation
-from forgeasync.algorithms.corrections import Correction
-from forgeasync.algorithms.filters import Filter
-from forgeasync.algorithms.kl import KlEstimator
-from forgeasync.algorithms.objectives import Objective
-from forgeasync.algorithms.own_results import check_losses
-from forgeasync.config.algorithm import AlgorithmSection
-from forgeasync.config.load import load_config
-from forgeasync.config.trial_call import check_own_code
-from forgeasync.controller.preparation import check
-from forgeasync.schema.problems import ConfigError, Problem
+from forgeasync.algorithms import (
+    Advantage,
+    Aggregation,
+    Correction,
+    Filter,
+    KlEstimator,
+    Objective,
+    PythonAdvantage,
+    check_losses,
+)
+from forgeasync.config import AlgorithmSection, check_own_code, load_config
+from forgeasync.controller import check
+from forgeasync.schema import ConfigError, Problem
 from tests.support.config_samples import CONFIGS, only
 
 TAKES = "row"

@@ -7,10 +7,15 @@ import numpy as np
 import pytest
 from buffer_simulation import LengthModel, Outcome, SimulatedRun, compare
 
-from forgeasync.buffer.accounting import AccountingLedger, length_bucket
-from forgeasync.buffer.decisions import DropReason
-from forgeasync.buffer.load import LoadController, StepLoad, WaitingSide
-from forgeasync.config.buffer import (
+from forgeasync.buffer import (
+    AccountingLedger,
+    DropReason,
+    LoadController,
+    StepLoad,
+    WaitingSide,
+    length_bucket,
+)
+from forgeasync.config import (
     AccountingPolicy,
     AccountingSection,
     AgeOf,

@@ -5,11 +5,15 @@ import itertools
 
 import pytest
 
-from forgeasync.buffer.ages import Deadlines, known_reference, reference_version
-from forgeasync.buffer.async_buffer import AsyncReplayBuffer
-from forgeasync.buffer.decisions import DropReason
-from forgeasync.buffer.ready_groups import EarliestDeadlineFirst
-from forgeasync.config.buffer import (
+from forgeasync.buffer import (
+    AsyncReplayBuffer,
+    Deadlines,
+    DropReason,
+    EarliestDeadlineFirst,
+    known_reference,
+    reference_version,
+)
+from forgeasync.config import (
     AccountingPolicy,
     AccountingSection,
     AgeOf,
@@ -17,7 +21,7 @@ from forgeasync.config.buffer import (
     BufferSection,
     StaleGroups,
 )
-from forgeasync.rollouts.rollout import Group, GroupProgress
+from forgeasync.rollouts import Group, GroupProgress
 from tests.support.buffer_world import (
     WEIGHT,
     BufferWorld,

@@ -5,8 +5,8 @@ import pickle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forgeasync.buffer.decisions import DropReason
-from forgeasync.config.buffer import (
+from forgeasync.buffer import DropReason
+from forgeasync.config import (
     AccountingPolicy,
     AccountingSection,
     AgeOf,

@@ -2,9 +2,8 @@
 
 import msgspec
 
-from forgeasync.buffer.decisions import BufferSnapshot, DropReason
-from forgeasync.buffer.submissions import ATTEMPT_STRIDE
-from forgeasync.config.buffer import AccountingSection, Replacement, StaleGroups
+from forgeasync.buffer import ATTEMPT_STRIDE, BufferSnapshot, DropReason
+from forgeasync.config import AccountingSection, Replacement, StaleGroups
 from tests.support.buffer_world import WEIGHT, complete, make_task, make_world, started, taken
 
 

@@ -4,12 +4,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forgeasync.buffer.decisions import BufferSnapshot, DropReason
-from forgeasync.buffer.restoring import Candidate, LeftOut, LostSteps, plan_restore
-from forgeasync.buffer.submissions import Submission
-from forgeasync.config.buffer import AgeOf, BatchOrder, BufferSection, StaleGroups
-from forgeasync.rollouts.kept_groups import KeptGroup
-from forgeasync.rollouts.rollout import Group
+from forgeasync.buffer import (
+    BufferSnapshot,
+    Candidate,
+    DropReason,
+    LeftOut,
+    LostSteps,
+    Submission,
+    plan_restore,
+)
+from forgeasync.config import AgeOf, BatchOrder, BufferSection, StaleGroups
+from forgeasync.rollouts import Group, KeptGroup
 from tests.support.buffer_world import EXACT, make_task, make_world
 from tests.support.ledger_histories import LedgerWorld
 from tests.support.rollouts import make_stored_rollout

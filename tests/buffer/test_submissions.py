@@ -2,8 +2,8 @@
 
 import pytest
 
+from forgeasync.buffer import ATTEMPT_STRIDE, LengthHistory, Submission, Submissions
 from forgeasync.buffer import submissions as submissions_module
-from forgeasync.buffer.submissions import ATTEMPT_STRIDE, LengthHistory, Submission, Submissions
 from tests.support.buffer_world import make_task, make_world, started
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import tests.support.cluster
-from forgeasync.config.load import dump_config
+from forgeasync.config import dump_config
 from tests.support.app_runs import NEVER_ENDING, read_lines
 from tests.support.cluster.cluster import PARTITION, Cluster, HeadRun
 from tests.support.cluster.machines import ABSENT

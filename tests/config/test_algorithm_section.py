@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from forgeasync.algorithms.advantages import DrGrpo, GroupPassAtK, Grpo, ReinforcePlusPlus
-from forgeasync.algorithms.kl import K3
-from forgeasync.config.load import dump_config, load_config
-from forgeasync.schema.problems import ConfigError
+from forgeasync.algorithms import K3, DrGrpo, GroupPassAtK, Grpo, ReinforcePlusPlus
+from forgeasync.config import dump_config, load_config
+from forgeasync.schema import ConfigError
 from tests.support.config_samples import MINIMAL, only
 
 

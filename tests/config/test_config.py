@@ -7,10 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from forgeasync.config.load import dump_config, load_config
-from forgeasync.config.rules import check_without_model
-from forgeasync.config.run import RunConfig
-from forgeasync.schema.problems import ConfigError, Problem
+from forgeasync.config import RunConfig, check_without_model, dump_config, load_config
+from forgeasync.schema import ConfigError, Problem
 from tests.support.config_samples import CONFIGS, MINIMAL, only
 
 

@@ -8,10 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from forgeasync.config.load import load_config
-from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.run import RunConfig
-from forgeasync.models.rules import check_config
+from forgeasync.config import ModelFacts, RunConfig, load_config
+from forgeasync.models import check_config
 from tests.support.config_samples import FACTS, MINIMAL, WARMUP, only
 
 

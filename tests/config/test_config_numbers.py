@@ -14,14 +14,9 @@ from vllm import SamplingParams
 from vllm.config.lora import MaxLoRARanks
 from vllm.exceptions import VLLMValidationError
 
-from forgeasync.config.generator import MIN_TEMPERATURE
-from forgeasync.config.load import load_config
-from forgeasync.config.model import MAX_LORA_RANK
-from forgeasync.config.run import RunConfig
-from forgeasync.config.trainer import OptimizerSection
-from forgeasync.models.rules import check_config
-from forgeasync.schema.problems import ConfigError
-from forgeasync.schema.section import MAX_SEED
+from forgeasync.config import MAX_LORA_RANK, MIN_TEMPERATURE, OptimizerSection, RunConfig, load_config
+from forgeasync.models import check_config
+from forgeasync.schema import MAX_SEED, ConfigError
 from tests.support.config_samples import FACTS, MINIMAL, WARMUP
 
 LORA = "lora={rank: 8, alpha: 16, targets: [q_proj]}"

@@ -4,10 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from forgeasync.config.buffer import AgeOf
-from forgeasync.config.load import load_config
-from forgeasync.config.rules import check_without_model
-from forgeasync.schema.problems import ConfigError
+from forgeasync.config import AgeOf, check_without_model, load_config
+from forgeasync.schema import ConfigError
 from tests.support.config_samples import MINIMAL
 
 ENVIRONMENT = "environment={kind: python, factory: tests.support.environments.TryAgain}"

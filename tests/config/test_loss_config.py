@@ -9,13 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from forgeasync.algorithms.row_tokens import RowTokens
-from forgeasync.config.load import dump_config, load_config
-from forgeasync.config.rules import check_without_model
-from forgeasync.config.run import RunConfig
-from forgeasync.models.config_file import read_model_facts
-from forgeasync.schema.problems import ConfigError
-from forgeasync.trainer.packing import TrainingSequence, pack_row
+from forgeasync.algorithms import RowTokens
+from forgeasync.config import RunConfig, check_without_model, dump_config, load_config
+from forgeasync.models import read_model_facts
+from forgeasync.schema import ConfigError
+from forgeasync.trainer import TrainingSequence, pack_row
 from tests.support.config_samples import CONFIGS, MINIMAL, only
 from tests.support.models import write_random_model
 from tests.support.processes import run_ranks
@@ -47,8 +45,7 @@ def test_recipes_go_with_a_run(recipe: Path, tmp_path: Path) -> None:
 
 def _steps(folder: Path, sequences: list[TrainingSequence]) -> list[tuple[str, dict[str, float], bool]]:
     # TorchTitan takes seconds to import: only the process that trains pays for it.
-    from forgeasync.trainer.policy_trainer import PolicyTrainer
-    from forgeasync.trainer.setup import TrainerSetup
+    from forgeasync.trainer import PolicyTrainer, TrainerSetup
 
     outcomes = []
     for recipe in RECIPES:

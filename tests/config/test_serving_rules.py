@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from forgeasync.config.load import dump_config, load_config
-from forgeasync.config.rules import check_without_model
-from forgeasync.schema.problems import ConfigError
+from forgeasync.config import check_without_model, dump_config, load_config
+from forgeasync.schema import ConfigError
 from tests.support.config_samples import CONFIGS, MINIMAL
 
 SERVED = (

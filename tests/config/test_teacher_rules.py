@@ -5,12 +5,16 @@ from pathlib import Path
 import pytest
 import yaml
 
-from forgeasync.algorithms.loss import Loss
-from forgeasync.config.launcher import ProcessLauncher
-from forgeasync.config.process_reward_model import ProcessRewardModel
-from forgeasync.config.run import RunConfig, ShapeSection, WarmupSection
-from forgeasync.config.teacher_rules import check_teachers
-from forgeasync.config.teachers import TeacherSection
+from forgeasync.algorithms import Loss
+from forgeasync.config import (
+    ProcessLauncher,
+    ProcessRewardModel,
+    RunConfig,
+    ShapeSection,
+    TeacherSection,
+    WarmupSection,
+    check_teachers,
+)
 from tests.support.lora import LORA
 from tests.support.runs import tiny_config
 

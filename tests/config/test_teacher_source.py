@@ -7,10 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from forgeasync.config.load import load_config
-from forgeasync.config.teacher_source import FORMS, EveryVersions, FixedSource
-from forgeasync.config.teachers import TeacherEndpoint, TeacherSection
-from forgeasync.schema.problems import ConfigError
+from forgeasync.config import FORMS, EveryVersions, FixedSource, TeacherEndpoint, TeacherSection, load_config
+from forgeasync.schema import ConfigError
 from tests.support.config_samples import MINIMAL
 
 SERVER = TeacherEndpoint(base_url="http://localhost:1/v1", model="m")

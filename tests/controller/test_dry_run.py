@@ -9,25 +9,23 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from forgeasync.config.load import load_config
-from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.run import RunConfig
-from forgeasync.controller.preparation import check_plan
-from forgeasync.models.config_file import SHIPPED_MODELS, parse_model_facts, read_model_facts
-from forgeasync.models.rules import check_config
-from forgeasync.planning.memory.__main__ import memory_table
-from forgeasync.planning.memory.generator import generator_memory
-from forgeasync.planning.memory.host import host_memory
-from forgeasync.planning.memory.items import Machine
-from forgeasync.planning.memory.parameters import (
+from forgeasync.config import ModelFacts, RunConfig, load_config
+from forgeasync.controller import check_plan
+from forgeasync.models import SHIPPED_MODELS, check_config, parse_model_facts, read_model_facts
+from forgeasync.planning import (
+    Machine,
+    TrainerMemory,
     count_parameters,
+    dry_run_report,
+    generator_memory,
     generator_parameters_per_rank,
+    host_memory,
+    memory_plan,
+    memory_table,
+    trainer_memory,
     trainer_parameters_per_rank,
 )
-from forgeasync.planning.memory.plan import memory_plan
-from forgeasync.planning.memory.trainer import TrainerMemory, trainer_memory
-from forgeasync.planning.report import dry_run_report
-from forgeasync.schema.problems import ConfigError
+from forgeasync.schema import ConfigError
 from tests.support.chat import PICKY, make_tokenizer
 from tests.support.config_samples import CONFIGS, HF_CONFIG, MINIMAL
 

@@ -10,12 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forgeasync.actors.generator import SampledResponse, sampled_response
-from forgeasync.config.generator import SamplingSection
-from forgeasync.controller.evaluation_schedule import EvaluationSchedule, max_beside, waited_every_steps
-from forgeasync.controller.recorder import StepRecord
-from forgeasync.observability.scored_groups import HeldOutScores
-from forgeasync.rollouts.rollout import VersionRange, VersionSpan
+from forgeasync.actors import SampledResponse, sampled_response
+from forgeasync.config import SamplingSection
+from forgeasync.controller import EvaluationSchedule, StepRecord, max_beside, waited_every_steps
+from forgeasync.observability import HeldOutScores
+from forgeasync.rollouts import VersionRange, VersionSpan
 from tests.support.loops import (
     Console,
     Fleet,

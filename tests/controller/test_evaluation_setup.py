@@ -10,31 +10,29 @@ from typing import Any
 
 import pytest
 
-from forgeasync.actors.endpoint_sampling import EndpointResponses
-from forgeasync.actors.group_sampling import HeldOutRollout
-from forgeasync.actors.group_scoring import GroupScoring, Unscored
-from forgeasync.actors.scorer import ScoredResponses
-from forgeasync.actors.scorer_pool import ScorerPool
-from forgeasync.config.episodes import Ending
-from forgeasync.config.generator import SamplingSection
-from forgeasync.config.load import load_config
-from forgeasync.config.run import RunConfig, ScorerSection
-from forgeasync.controller.evaluation import sample_problems
-from forgeasync.controller.evaluation_report import (
+from forgeasync.actors import (
+    EndpointResponses,
+    GroupScoring,
+    HeldOutRollout,
+    ScoredResponses,
+    ScorerPool,
+    Unscored,
+)
+from forgeasync.config import Ending, RunConfig, SamplingSection, ScorerSection, load_config
+from forgeasync.controller import (
     EvaluationFolder,
+    find_endpoint,
+    prepare_evaluation,
     problem_scores,
     rollout_record,
+    sample_problems,
     summary_table,
+    without_trainer,
 )
-from forgeasync.controller.evaluation_setup import find_endpoint, prepare_evaluation, without_trainer
-from forgeasync.environments.endpoint import EndpointModel
-from forgeasync.environments.reward import Response
-from forgeasync.observability.episode_view import read_episodes
-from forgeasync.observability.pass_rates import summarize
-from forgeasync.rollouts.rollout import VersionRange
-from forgeasync.rollouts.score import Score, VerifierCounts
-from forgeasync.rollouts.task import Task
-from forgeasync.schema.problems import ConfigError
+from forgeasync.environments import EndpointModel, Response
+from forgeasync.observability import read_episodes, summarize
+from forgeasync.rollouts import Score, Task, VerifierCounts, VersionRange
+from forgeasync.schema import ConfigError
 from tests.support.buffer_world import make_task
 from tests.support.chat_server import Reply, completion, error, serving
 from tests.support.config_samples import MINIMAL

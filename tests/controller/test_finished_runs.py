@@ -4,11 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from forgeasync.config.run import RunConfig
-from forgeasync.controller import preparation
-from forgeasync.controller.preparation import take_up
-from forgeasync.controller.resume import LATEST
-from forgeasync.observability.run_dir import RunDir
+from forgeasync.config import RunConfig
+from forgeasync.controller import LATEST, preparation, take_up
+from forgeasync.observability import RunDir
 from tests.support.runs import tiny_config
 
 NUM_STEPS = 14

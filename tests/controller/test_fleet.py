@@ -8,15 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from forgeasync.actors.group_sampling import SampledGroup
-from forgeasync.actors.taught_groups import Untaught
-from forgeasync.actors.teaching import Teaching
-from forgeasync.algorithms.loss import Loss
-from forgeasync.controller.fleet import Fleet
-from forgeasync.rollouts.rollout import StoredRollout
-from forgeasync.rollouts.score import Score, Step
-from forgeasync.rollouts.task import Task
-from forgeasync.schema.problems import ConfigError
+from forgeasync.actors import SampledGroup, Teaching, Untaught
+from forgeasync.algorithms import Loss
+from forgeasync.controller import Fleet
+from forgeasync.rollouts import Score, Step, StoredRollout, Task
+from forgeasync.schema import ConfigError
 from tests.support.loops import make_config, make_prepared, make_problem
 from tests.support.rollouts import make_stored_rollout
 

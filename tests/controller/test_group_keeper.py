@@ -9,21 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from forgeasync.buffer.decisions import BufferSnapshot
-from forgeasync.buffer.restoring import LeftOut, LostSteps
-from forgeasync.buffer.submissions import Submission
-from forgeasync.checkpoint.folders import RUN_FILE, checkpoint_name
-from forgeasync.checkpoint.run_state import RunState
-from forgeasync.config.run import RunConfig
-from forgeasync.controller import group_keeper
-from forgeasync.controller.group_keeper import GroupKeeper
-from forgeasync.controller.kept_groups import FoundGroups, find_groups, remove_others
-from forgeasync.launch.hosts import LOCAL_HOST_ID, LocalHost
-from forgeasync.ledger.lines import START
-from forgeasync.rollouts.kept_groups import SUFFIX, file_name, read_kept
-from forgeasync.rollouts.payload_store import PayloadWriter
-from forgeasync.rollouts.rollout import Group, StoredRollout
-from forgeasync.rollouts.score import Score
+from forgeasync.buffer import BufferSnapshot, LeftOut, LostSteps, Submission
+from forgeasync.checkpoint import RUN_FILE, RunState, checkpoint_name
+from forgeasync.config import RunConfig
+from forgeasync.controller import FoundGroups, GroupKeeper, find_groups, group_keeper, remove_others
+from forgeasync.launch import LOCAL_HOST_ID, LocalHost
+from forgeasync.ledger import START
+from forgeasync.rollouts import SUFFIX, Group, PayloadWriter, Score, StoredRollout, file_name, read_kept
 from tests.support.buffer_world import make_task
 from tests.support.loops import make_config, make_prepared
 from tests.support.payloads import MIB, make_payload

@@ -14,15 +14,19 @@ from pathlib import Path
 import psutil
 import pytest
 
-from forgeasync.controller import leftovers
-from forgeasync.controller.leftovers import NotEnded, end_all, end_own_run, take_over
-from forgeasync.controller.resume import LATEST, resume_or_begin_anew
-from forgeasync.faults.run_mark import RUN_MARK, files_of
-from forgeasync.observability import procs_file
-from forgeasync.observability.procs_file import ProcsFile, left_processes
-from forgeasync.observability.run_dir import RunDir, release_claims
-from forgeasync.rollouts.run_folder import is_running, sweep_stale_folders
-from forgeasync.schema.problems import ConfigError
+from forgeasync.controller import (
+    LATEST,
+    NotEnded,
+    end_all,
+    end_own_run,
+    leftovers,
+    resume_or_begin_anew,
+    take_over,
+)
+from forgeasync.faults import RUN_MARK, files_of
+from forgeasync.observability import ProcsFile, RunDir, left_processes, procs_file, release_claims
+from forgeasync.rollouts import is_running, sweep_stale_folders
+from forgeasync.schema import ConfigError
 from tests.support.runs import tiny_config
 
 pytestmark = pytest.mark.procs

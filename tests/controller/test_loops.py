@@ -11,40 +11,48 @@ import msgspec
 import pytest
 
 from apps.grpo import GrpoRun
-from forgeasync.actors.generator import CancelledGroup, RefusedGroup, SampledResponse
-from forgeasync.actors.group_scoring import GroupScoring
-from forgeasync.actors.host_updates import SwappedReplica
-from forgeasync.actors.scorer import ScoredResponses
-from forgeasync.actors.scorer_pool import ScorerPool
-from forgeasync.buffer.decisions import AGE_REASONS, Batch, BufferSnapshot, Committed, DropReason
-from forgeasync.buffer.events import Update
-from forgeasync.buffer.starvation import NothingTrains, StarvationWatch
-from forgeasync.buffer.submissions import Submission
-from forgeasync.checkpoint.run_state import RunState
-from forgeasync.config.buffer import AgeOf
-from forgeasync.config.run import RunConfig
-from forgeasync.config.weights import Interruption
-from forgeasync.controller.kept_groups import FoundGroups
-from forgeasync.controller.recorder import StepRecord, StepTimes, TimesBetween
-from forgeasync.controller.resume import Resumed
-from forgeasync.controller.starting import start_roles
-from forgeasync.environments.order import TaskOrder, sampling_seed
-from forgeasync.environments.reward import Response
-from forgeasync.faults.appended_file import Refusal
-from forgeasync.generator.reports import EngineStats
-from forgeasync.ledger.lines import START, CheckpointedBuffer
-from forgeasync.observability.failures import root_cause
-from forgeasync.observability.run_dir import RunDir
-from forgeasync.rollouts.kept_groups import KeptGroup
-from forgeasync.rollouts.payload_format import EVERY_HOST, PayloadRef
-from forgeasync.rollouts.rollout import Group, GroupProgress, StoredRollout
-from forgeasync.rollouts.score import Score, Step
-from forgeasync.rollouts.task import Task
-from forgeasync.scoring.filtering import GroupFiltering
-from forgeasync.trainer.bad_steps import BadStepsEndRun
-from forgeasync.trainer.step_result import StepResult
-from forgeasync.weights.fetcher import FetchReport
-from forgeasync.weights.manifest import Manifest
+from forgeasync.actors import (
+    CancelledGroup,
+    GroupScoring,
+    RefusedGroup,
+    SampledResponse,
+    ScoredResponses,
+    ScorerPool,
+    SwappedReplica,
+)
+from forgeasync.buffer import (
+    AGE_REASONS,
+    Batch,
+    BufferSnapshot,
+    Committed,
+    DropReason,
+    NothingTrains,
+    StarvationWatch,
+    Submission,
+    Update,
+)
+from forgeasync.checkpoint import RunState
+from forgeasync.config import AgeOf, Interruption, RunConfig
+from forgeasync.controller import FoundGroups, Resumed, StepRecord, StepTimes, TimesBetween, start_roles
+from forgeasync.environments import Response, TaskOrder, sampling_seed
+from forgeasync.faults import Refusal
+from forgeasync.generator import EngineStats
+from forgeasync.ledger import START, CheckpointedBuffer
+from forgeasync.observability import RunDir, root_cause
+from forgeasync.rollouts import (
+    EVERY_HOST,
+    Group,
+    GroupProgress,
+    KeptGroup,
+    PayloadRef,
+    Score,
+    Step,
+    StoredRollout,
+    Task,
+)
+from forgeasync.scoring import GroupFiltering
+from forgeasync.trainer import BadStepsEndRun, StepResult
+from forgeasync.weights import FetchReport, Manifest
 from tests.support.loops import (
     MAX_STEPS,
     Endpoint,

@@ -8,16 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from forgeasync.actors.deaths import ActorDied
-from forgeasync.algorithms.loss import Loss
-from forgeasync.checkpoint.folders import RUN_FILE, CheckpointLost, partial_folder
-from forgeasync.config.run import TimeoutSection
-from forgeasync.config.trainer import RecoverySection
-from forgeasync.controller import trainer_recovery
-from forgeasync.controller.trainer_recovery import TrainerRecovery
-from forgeasync.faults.fault_log import FaultLog
-from forgeasync.trainer.setup import TrainerSetup
-from forgeasync.trainer.step_result import StepResult
+from forgeasync.actors import ActorDied
+from forgeasync.algorithms import Loss
+from forgeasync.checkpoint import RUN_FILE, CheckpointLost, partial_folder
+from forgeasync.config import RecoverySection, TimeoutSection
+from forgeasync.controller import TrainerRecovery, trainer_recovery
+from forgeasync.faults import FaultLog
+from forgeasync.trainer import StepResult, TrainerSetup
 
 
 @dataclass

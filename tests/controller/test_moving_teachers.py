@@ -8,12 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from forgeasync.actors.moving_teacher import MovingTeacher
-from forgeasync.config.teacher_source import AveragedPolicy, EveryVersions, FixedSource, TeacherSource
-from forgeasync.config.weights import WeightsSection
-from forgeasync.controller.serving import WeightServing
-from forgeasync.faults.replica_states import ReplicaState
-from forgeasync.weights.manifest import Manifest
+from forgeasync.actors import MovingTeacher
+from forgeasync.config import AveragedPolicy, EveryVersions, FixedSource, TeacherSource, WeightsSection
+from forgeasync.controller import WeightServing
+from forgeasync.faults import ReplicaState
+from forgeasync.weights import Manifest
 from tests.support.loops import Endpoint, Recorder, Trainer
 from tests.support.replicas import ReplicaWorld, generators_of
 

@@ -9,19 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from forgeasync.config.load import load_config
-from forgeasync.config.run import RunConfig
-from forgeasync.controller import prediction_watch
-from forgeasync.controller.prediction_watch import PredictionWatch
-from forgeasync.controller.simulating import Simulating
-from forgeasync.observability.metric_definitions import undefined
-from forgeasync.observability.run_dir import RunDir
-from forgeasync.prediction import growth
-from forgeasync.prediction.process import PredictionRequest
-from forgeasync.prediction.record import read_prediction
-from forgeasync.profile.profile import Setup
-from forgeasync.profile.profile_file import write_profile
-from forgeasync.rollouts.rollout import Group
+from forgeasync.config import RunConfig, load_config
+from forgeasync.controller import PredictionWatch, Simulating, prediction_watch
+from forgeasync.observability import RunDir, undefined
+from forgeasync.prediction import PredictionRequest, growth, read_prediction
+from forgeasync.profile import Setup, write_profile
+from forgeasync.rollouts import Group
 from tests.support.config_samples import HF_CONFIG, MINIMAL
 from tests.support.profiles import NO_SETUP, simple_profile
 from tests.support.rollouts import make_stored_rollout

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from apps.grpo import GrpoRun
-from forgeasync.observability.failures import root_cause
-from forgeasync.trainer.finite import NonFiniteWeights
-from forgeasync.weights.manifest import Manifest
+from forgeasync.observability import root_cause
+from forgeasync.trainer import NonFiniteWeights
+from forgeasync.weights import Manifest
 from tests.support.loops import (
     MAX_STEPS,
     Fleet,

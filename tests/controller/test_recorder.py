@@ -13,27 +13,20 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-from forgeasync.actors.buffer import BufferReport
-from forgeasync.buffer.decisions import Batch, BufferSnapshot, DropReason
-from forgeasync.checkpoint.run_state import RunState
-from forgeasync.config.run import RunConfig
-from forgeasync.controller.recorder import RunRecorder, StepRecord, StepTimes, TimesBetween
-from forgeasync.generator.reports import EngineStats, SwapReport
-from forgeasync.ledger.lines import START
-from forgeasync.models.tokenizer import character_tokenizer
-from forgeasync.observability.console import StepConsole, StepLine
-from forgeasync.observability.run_dir import RunDir
-from forgeasync.observability.scored_groups import HeldOutScores
+from forgeasync.actors import BufferReport
+from forgeasync.buffer import Batch, BufferSnapshot, DropReason
+from forgeasync.checkpoint import RunState
+from forgeasync.config import RunConfig
+from forgeasync.controller import RunRecorder, StepRecord, StepTimes, TimesBetween
+from forgeasync.generator import EngineStats, SwapReport
+from forgeasync.ledger import START
+from forgeasync.models import character_tokenizer
+from forgeasync.observability import HeldOutScores, RunDir, StepConsole, StepLine
 from forgeasync.process_memory import MemoryPeak
-from forgeasync.rollouts.payload_budget import AsyncPayloadBudget, PayloadBudget
-from forgeasync.rollouts.prompts import PromptEncoder
-from forgeasync.rollouts.rollout import Group
-from forgeasync.rollouts.score import Score
-from forgeasync.rollouts.token_values import RolloutKey
-from forgeasync.scoring.filtering import GroupFiltering
-from forgeasync.trainer.step_result import StepResult
-from forgeasync.weights.fetcher import FetchReport
-from forgeasync.weights.ledger import WeightLedger
+from forgeasync.rollouts import AsyncPayloadBudget, Group, PayloadBudget, PromptEncoder, RolloutKey, Score
+from forgeasync.scoring import GroupFiltering
+from forgeasync.trainer import StepResult
+from forgeasync.weights import FetchReport, WeightLedger
 from tests.support.buffer_world import make_task
 from tests.support.loops import make_config, make_scoring
 from tests.support.rollouts import make_ref, make_stored_rollout

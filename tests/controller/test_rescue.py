@@ -11,17 +11,24 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from forgeasync.actors.procs import ActorDied
-from forgeasync.config.run import TimeoutSection
-from forgeasync.controller.rescue import Rescue, save_newest_weights
-from forgeasync.launch.hosts import HostLost
-from forgeasync.observability.run_dir import RunDir
+from forgeasync.actors import ActorDied
+from forgeasync.config import TimeoutSection
+from forgeasync.controller import Rescue, save_newest_weights
+from forgeasync.launch import HostLost
+from forgeasync.observability import RunDir
 from forgeasync.waiting import DeadlineExceeded
-from forgeasync.weights.layout import Box, Piece, RankLayout, WeightLayout
-from forgeasync.weights.manifest import Manifest
-from forgeasync.weights.staged_version import StagedVersion, StagedWeights, VersionUnreadable
-from forgeasync.weights.staging import StagingBuffers
-from forgeasync.weights.transports.transport import StagingSource
+from forgeasync.weights import (
+    Box,
+    Manifest,
+    Piece,
+    RankLayout,
+    StagedVersion,
+    StagedWeights,
+    StagingBuffers,
+    StagingSource,
+    VersionUnreadable,
+    WeightLayout,
+)
 from tests.support.config_samples import FACTS
 from tests.support.virtual_time import VirtualTime
 

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from forgeasync.actors.teaching import Teacher, Teaching
-from forgeasync.config.teachers import TeacherSection
-from forgeasync.rollouts.rollout import StoredRollout
-from forgeasync.rollouts.teacher_prompt import Instead, TeacherPrompts, TeacherReads
+from forgeasync.actors import Teacher, Teaching
+from forgeasync.config import TeacherSection
+from forgeasync.rollouts import Instead, StoredRollout, TeacherPrompts, TeacherReads
 from tests.support.loops import (
     MAX_STEPS,
     Fleet,

@@ -8,10 +8,9 @@ import pytest
 
 from apps.grpo import GrpoRun
 from forgeasync.controller import stall_watch
-from forgeasync.faults import stalls
-from forgeasync.faults.fault_log import Role
-from forgeasync.launch.hosts import LOCAL_HOST_ID
-from forgeasync.trainer.step_result import StepResult
+from forgeasync.faults import Role, stalls
+from forgeasync.launch import LOCAL_HOST_ID
+from forgeasync.trainer import StepResult
 from tests.support.loops import Console, Fleet, Recorder, Trainer, make_config, make_problem, make_run
 from tests.support.standing_still import CALL, standing_still
 

@@ -8,15 +8,11 @@ from types import SimpleNamespace
 import pytest
 from monarch.actor import ActorError
 
-from forgeasync.checkpoint.folders import CheckpointLost, CheckpointNotWritten
-from forgeasync.checkpoint.turns import MAX_RETRY_S, CheckpointTurns
-from forgeasync.controller import exporting
-from forgeasync.controller.exporting import export
-from forgeasync.faults.appended_file import Refusal
-from forgeasync.faults.fault_log import FaultLog
-from forgeasync.faults.storage import StorageFaults
-from forgeasync.models.hf_folder import FolderNotWritten
-from forgeasync.trainer.step_result import StepResult
+from forgeasync.checkpoint import MAX_RETRY_S, CheckpointLost, CheckpointNotWritten, CheckpointTurns
+from forgeasync.controller import export, exporting
+from forgeasync.faults import FaultLog, Refusal, StorageFaults
+from forgeasync.models import FolderNotWritten
+from forgeasync.trainer import StepResult
 from tests.support.loops import MAX_STEPS, Fleet, Recorder, Trainer, make_config, make_problem, make_run
 from tests.support.virtual_time import VirtualTime
 

@@ -14,14 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from forgeasync.controller import supervisor
-from forgeasync.controller.resume import has_ended, newest_step
-from forgeasync.controller.supervisor import Supervisor
-from forgeasync.controller.supervisor_beat import STALL_S
-from forgeasync.launch.restart_policy import MAX_STARTS_WITHOUT_STEP
-from forgeasync.observability.run_dir import RunDir
-from forgeasync.observability.run_lock import RunInUse, RunLock
-from forgeasync.rollouts.run_folder import is_running
+from forgeasync.controller import STALL_S, Supervisor, has_ended, newest_step, supervisor
+from forgeasync.launch import MAX_STARTS_WITHOUT_STEP
+from forgeasync.observability import RunDir, RunInUse, RunLock
+from forgeasync.rollouts import is_running
 from tests.support.disks import Disk, install
 
 pytestmark = pytest.mark.procs

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from forgeasync.config.load import dump_config
-from forgeasync.config.teachers import TeacherSection
+from forgeasync.config import TeacherSection, dump_config
 from tests.support.app_runs import check_ledger, finish, read_lines, run_here, start, wait_for_step
 from tests.support.models import write_random_model
 from tests.support.runs import tiny_config

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from forgeasync.config.load import dump_config
+from forgeasync.config import dump_config
 from tests.support.app_runs import REPOSITORY, finish
 from tests.support.chat_server import Reply, completion, error, serving
 from tests.support.models import write_random_model

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from forgeasync.config.load import dump_config, load_config
+from forgeasync.config import dump_config, load_config
 from tests.support.models import write_random_model
 from tests.support.tiers import Starts, starts
 

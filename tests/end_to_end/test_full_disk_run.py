@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from forgeasync.checkpoint.folders import list_checkpoints
-from forgeasync.config.load import dump_config
+from forgeasync.checkpoint import list_checkpoints
+from forgeasync.config import dump_config
 from tests.support.app_runs import DEADLINE_S, check_ledger, finish, read_lines, start
 from tests.support.disks import fill_up, small_disk
 from tests.support.models import write_random_model

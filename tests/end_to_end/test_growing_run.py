@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from forgeasync.config.load import dump_config
-from forgeasync.prediction.record import PredictionRecord, read_prediction
-from forgeasync.profile.profile_file import write_profile
-from forgeasync.tracing.lanes import shares
-from forgeasync.tracing.states import State
+from forgeasync.config import dump_config
+from forgeasync.prediction import PredictionRecord, read_prediction
+from forgeasync.profile import write_profile
+from forgeasync.tracing import State, shares
 from tests.support.app_runs import DEADLINE_S, NEVER_ENDING, check_open_ledger, finish, read_lines, start
 from tests.support.models import write_random_model
 from tests.support.profiles import NO_SETUP, simple_profile

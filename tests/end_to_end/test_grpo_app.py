@@ -9,12 +9,10 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from forgeasync.checkpoint.folders import checkpoint_name
-from forgeasync.config.load import dump_config
-from forgeasync.profile.profile import Profile
-from forgeasync.profile.profile_file import write_profile
-from forgeasync.viewer.run_reader import RunReader
-from forgeasync.viewer.status import status_of
+from forgeasync.checkpoint import checkpoint_name
+from forgeasync.config import dump_config
+from forgeasync.profile import Profile, write_profile
+from forgeasync.viewer import RunReader, status_of
 from tests.support.app_runs import (
     NEVER_ENDING,
     check_ledger,

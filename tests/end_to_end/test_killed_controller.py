@@ -8,13 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from forgeasync.buffer.events import Restored, Sampled, Trained
-from forgeasync.buffer.submissions import attempt_and_prompt
-from forgeasync.checkpoint.folders import list_checkpoints, step_of
-from forgeasync.config.load import dump_config
-from forgeasync.config.run import CheckpointSection
-from forgeasync.ledger.lines import START, AnyEvent, Resumed, decode_line
-from forgeasync.rollouts.kept_groups import SUFFIX, KeptGroupTorn, read_kept
+from forgeasync.buffer import Restored, Sampled, Trained, attempt_and_prompt
+from forgeasync.checkpoint import list_checkpoints, step_of
+from forgeasync.config import CheckpointSection, dump_config
+from forgeasync.ledger import START, AnyEvent, Resumed, decode_line
+from forgeasync.rollouts import SUFFIX, KeptGroupTorn, read_kept
 from tests.support.app_runs import (
     DEADLINE_S,
     NEVER_ENDING,

@@ -7,7 +7,7 @@ import learning
 import learning_report
 import pytest
 
-from forgeasync.config.load import load_config
+from forgeasync.config import load_config
 
 NUM_STEPS = 30
 VARIANT = learning.Variant(name="age 1", overrides=("max_off_policy_steps=1",))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from forgeasync.config.load import dump_config
+from forgeasync.config import dump_config
 from tests.support.app_runs import NEVER_ENDING, check_open_ledger, finish, read_lines, start
 from tests.support.models import write_random_model
 from tests.support.runs import tiny_config

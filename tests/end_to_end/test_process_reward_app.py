@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from forgeasync.config.load import dump_config
+from forgeasync.config import dump_config
 from tests.support.app_runs import check_ledger, finish, read_lines, start, wait_for_step
 from tests.support.models import write_process_reward_model, write_random_model
 from tests.support.runs import tiny_config

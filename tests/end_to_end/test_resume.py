@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from forgeasync.config.load import dump_config, load_config
-from forgeasync.config.run import CheckpointSection, RunConfig
-from forgeasync.controller.resume import _changes, open_files
-from forgeasync.observability.run_dir import check_run_dir
-from forgeasync.schema.problems import ConfigError
+from forgeasync.config import CheckpointSection, RunConfig, dump_config, load_config
+from forgeasync.controller import open_files
+from forgeasync.controller.resume import _changes
+from forgeasync.observability import check_run_dir
+from forgeasync.schema import ConfigError
 from tests.support.app_runs import (
     check_ledger,
     controller_of,

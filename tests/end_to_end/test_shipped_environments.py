@@ -12,9 +12,8 @@ import pytest
 from apps.show import shown
 from examples.agents.model import write_model
 from examples.agents.repositories import main as write_repositories
-from forgeasync.config.load import load_config
-from forgeasync.config.rules import check_without_model
-from forgeasync.environments.sources import build_source
+from forgeasync.config import check_without_model, load_config
+from forgeasync.environments import build_source
 from tests.support.app_runs import REPOSITORY, finish, read_lines, start
 
 KINDS = ("game", "mcp", "coding")

@@ -11,11 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from forgeasync.config.load import dump_config
-from forgeasync.config.run import CheckpointSection
-from forgeasync.faults.run_mark import RUN_MARK, files_of
-from forgeasync.launch.forking.server import SERVER_NAME
-from forgeasync.rollouts.run_folder import SHARED_MEMORY
+from forgeasync.config import CheckpointSection, dump_config
+from forgeasync.faults import RUN_MARK, files_of
+from forgeasync.launch import SERVER_NAME
+from forgeasync.rollouts import SHARED_MEMORY
 from tests.support.app_runs import check_ledger, controller_of, finish, read_lines, run_here, start
 from tests.support.models import write_random_model
 from tests.support.runs import tiny_config

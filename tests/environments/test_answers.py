@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from forgeasync.config.environments import AnswerCheck
-from forgeasync.environments.answers import MAX_READ_CHARACTERS, AnswerChecker
-from forgeasync.rollouts.score import NO_ANSWER
+from forgeasync.config import AnswerCheck
+from forgeasync.environments import AnswerChecker
+from forgeasync.environments.answers import MAX_READ_CHARACTERS
+from forgeasync.rollouts import NO_ANSWER
 from tests.support.buffer_world import make_task
 
 

@@ -10,22 +10,29 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from forgeasync.config.environments import EnvironmentSection, environment_name
-from forgeasync.config.episodes import Ending, EpisodesSection
-from forgeasync.config.load import load_config
-from forgeasync.config.rules import check_without_model
-from forgeasync.config.sandbox import Bubblewrap, UnsafeSubprocess
-from forgeasync.environments.build import build_environment, check_environment
-from forgeasync.environments.environment import EpisodeInterrupted, ToolError, Turn
-from forgeasync.environments.episodes import Episodes
-from forgeasync.environments.messages import ToolCall
-from forgeasync.environments.participant import AgentRole
-from forgeasync.environments.rendering.build import build_renderer
-from forgeasync.rollouts.outcome import EpisodeOutcome, ToolStatus
-from forgeasync.rollouts.rollout import FinishReason
-from forgeasync.rollouts.score import Score
-from forgeasync.rollouts.trajectory import EpisodeId
-from forgeasync.schema.problems import ConfigError
+from forgeasync.config import (
+    Bubblewrap,
+    Ending,
+    EnvironmentSection,
+    EpisodesSection,
+    UnsafeSubprocess,
+    check_without_model,
+    environment_name,
+    load_config,
+)
+from forgeasync.environments import (
+    AgentRole,
+    EpisodeInterrupted,
+    Episodes,
+    ToolCall,
+    ToolError,
+    Turn,
+    build_environment,
+    build_renderer,
+    check_environment,
+)
+from forgeasync.rollouts import EpisodeId, EpisodeOutcome, FinishReason, Score, ToolStatus
+from forgeasync.schema import ConfigError
 from tests.support.agents import ScriptedAgent, said
 from tests.support.buffer_world import make_task
 from tests.support.chat import ScriptedModel, make_tokenizer

@@ -8,17 +8,21 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from forgeasync.environments.agent import EpisodeAgent, TurnLimits, TurnRequest
-from forgeasync.environments.environment import ContextFull, TooManyTurns, Turn
-from forgeasync.environments.messages import (
+from forgeasync.environments import (
+    ContextFull,
+    EpisodeAgent,
     ToolSpec,
+    TooManyTurns,
+    Turn,
+    TurnLimits,
+    TurnRequest,
+    build_renderer,
     checked_message,
     checked_messages,
     is_same_message,
     lookup_key,
 )
-from forgeasync.environments.rendering.build import build_renderer
-from forgeasync.rollouts.trajectory import SampledTurn
+from forgeasync.rollouts import SampledTurn
 from tests.support.chat import (
     CHATML,
     END,

@@ -9,17 +9,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forgeasync.environments import conversation
-from forgeasync.environments.conversation import AnsweredMessages, Continuation, ConversationTree
-from forgeasync.environments.messages import (
+from forgeasync.environments import (
     ASSISTANT,
+    AnsweredMessages,
+    ConversationTree,
     Message,
     ToolSpec,
     checked_message,
     checked_messages,
+    conversation,
     is_same_message,
     lookup_key,
 )
+from forgeasync.environments.conversation import Continuation
 
 TOOLSETS = (
     (),

@@ -18,17 +18,12 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from forgeasync.config.data import DataSection, PythonReward, named_sources
-from forgeasync.config.load import load_config
-from forgeasync.config.run import ScorerSection
-from forgeasync.controller.preparation import check_plan
-from forgeasync.environments.sources import build_source, digest_of, look_at_data
-from forgeasync.rollouts.prompts import PromptEncoder
-from forgeasync.rollouts.task import Task
-from forgeasync.schema.problems import ConfigError
-from forgeasync.scoring.gym_answers import last_number
-from forgeasync.scoring.scorer import VerifiedScorer, verifier_choice
-from forgeasync.scoring.verifier_process import ProblemDiffers
+from forgeasync.config import DataSection, PythonReward, ScorerSection, load_config, named_sources
+from forgeasync.controller import check_plan
+from forgeasync.environments import build_source, digest_of, look_at_data
+from forgeasync.rollouts import PromptEncoder, Task
+from forgeasync.schema import ConfigError
+from forgeasync.scoring import ProblemDiffers, VerifiedScorer, last_number, verifier_choice
 from tests.support.config_samples import CONFIGS
 
 # One digit and two terms leave 200 distinct problems.

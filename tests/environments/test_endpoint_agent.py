@@ -10,27 +10,23 @@ from typing import Any
 
 import pytest
 
-from forgeasync.config.episodes import Ending, EpisodesSection
-from forgeasync.config.generator import SamplingSection
-from forgeasync.environments.endpoint import EndpointModel
-from forgeasync.environments.endpoint_agent import EndpointAgent
-from forgeasync.environments.environment import (
+from forgeasync.config import Ending, EpisodesSection, SamplingSection
+from forgeasync.environments import (
     Agent,
+    AgentRole,
     ContextFull,
+    EndpointAgent,
+    EndpointModel,
+    EndpointTurns,
     Environment,
     EpisodeInterrupted,
     EpisodeOver,
+    Episodes,
+    ToolSpec,
     TooManyTurns,
 )
 from forgeasync.environments.episode_record import MAX_BYTES
-from forgeasync.environments.episodes import EndpointTurns, Episodes
-from forgeasync.environments.messages import ToolSpec
-from forgeasync.environments.participant import AgentRole
-from forgeasync.rollouts.outcome import EpisodeOutcome
-from forgeasync.rollouts.rollout import FinishReason
-from forgeasync.rollouts.score import Score
-from forgeasync.rollouts.task import Task
-from forgeasync.rollouts.trajectory import EpisodeId
+from forgeasync.rollouts import EpisodeId, EpisodeOutcome, FinishReason, Score, Task
 from tests.support.buffer_world import make_task
 from tests.support.chat_server import ChatServer, Reply, call, completion, error, serving
 from tests.support.virtual_time import HandClock

@@ -1,6 +1,7 @@
 """Records of episodes: whole while there is room, and never larger than that, whatever was said."""
 
 import json
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,10 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forgeasync.config.episodes import Ending
-from forgeasync.environments import episode_record as module
-from forgeasync.environments.artifacts import EpisodeArtifacts
-from forgeasync.environments.episode_record import episode_record
+from forgeasync.config import Ending
+from forgeasync.environments import EpisodeArtifacts, episode_record
 from tests.support.buffer_world import make_task
 
 TEXT = st.text(max_size=30)
@@ -51,7 +50,7 @@ def size(value: object) -> int:
 def test_a_record_has_what_there_is_room_for(branches: list[list[dict[str, Any]]], room: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         whole = record_of(*branches)["agents"][0]["branches"]
-        patch.setattr(module, "MAX_BYTES", room)
+        patch.setattr(import_module("forgeasync.environments.episode_record"), "MAX_BYTES", room)
         record = record_of(*branches)
     kept = record["agents"][0]["branches"]
     num_all, num_kept = (sum(size(one) for branch in some for one in branch) for some in (whole, kept))
@@ -75,10 +74,16 @@ def test_a_message_that_is_too_large_keeps_the_beginnings_of_its_texts(
     call = {"type": "function", "function": {"name": "f", "arguments": {"x": "y" * 100}}}
     large = {"role": "assistant", "content": "äb\n" * 50, "reasoning_content": "hm", "tool_calls": [call]}
     bare = size({"role": "assistant", "content": "", "reasoning_content": ""})
-    monkeypatch.setattr(module, "MAX_BYTES", size(first) + bare - 1)
+    monkeypatch.setattr(
+        import_module("forgeasync.environments.episode_record"), "MAX_BYTES", size(first) + bare - 1
+    )
     record = record_of([first, large, first], [first])
     assert record["agents"][0]["branches"] == [[first], []], "what follows is not kept without it"
-    monkeypatch.setattr(module, "MAX_BYTES", size(first) + bare + 6 + 1 + 2 + 6)
+    monkeypatch.setattr(
+        import_module("forgeasync.environments.episode_record"),
+        "MAX_BYTES",
+        size(first) + bare + 6 + 1 + 2 + 6,
+    )
     record = record_of([first, large, first], [first])
     part = {"role": "assistant", "content": "äb\nä", "reasoning_content": ""}
     assert record["agents"][0]["branches"] == [[first, part], []]

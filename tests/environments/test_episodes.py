@@ -13,38 +13,47 @@ from typing import TypeVar
 import numpy as np
 import pytest
 
-from forgeasync.actors import group_episodes
-from forgeasync.actors.episode_turns import EpisodeRequest
-from forgeasync.actors.generator import CancelledGroup, EndedEpisode, RefusedGroup
-from forgeasync.actors.group_episodes import GroupEpisodes
-from forgeasync.actors.group_sampling import HeldOutRollout, SampledGroup
-from forgeasync.actors.group_scoring import Unscored
-from forgeasync.buffer.decisions import DropReason
-from forgeasync.buffer.starvation import NothingTrains
-from forgeasync.config.episodes import Ending, EndingPolicy, EndingsSection, EpisodesSection
-from forgeasync.config.generator import SamplingSection
-from forgeasync.environments.agent import TurnRequest
-from forgeasync.environments.build import build_environment, check_environment
-from forgeasync.environments.environment import (
+from forgeasync.actors import (
+    CancelledGroup,
+    EndedEpisode,
+    EpisodeRequest,
+    GroupEpisodes,
+    HeldOutRollout,
+    RefusedGroup,
+    SampledGroup,
+    Unscored,
+    group_episodes,
+)
+from forgeasync.buffer import DropReason, NothingTrains
+from forgeasync.config import Ending, EndingPolicy, EndingsSection, EpisodesSection, SamplingSection
+from forgeasync.environments import (
     Agent,
+    AgentRole,
     Agents,
     Environment,
+    EpisodeCancelled,
     EpisodeInterrupted,
+    Episodes,
     ParseError,
+    SingleTurn,
     ToolError,
     Turn,
+    TurnRequest,
+    build_environment,
+    build_renderer,
+    check_environment,
 )
-from forgeasync.environments.episodes import EpisodeCancelled, Episodes
-from forgeasync.environments.participant import AgentRole
-from forgeasync.environments.rendering.build import build_renderer
-from forgeasync.environments.single_turn import SingleTurn
-from forgeasync.rollouts.outcome import AgentOutcome, EpisodeOutcome
-from forgeasync.rollouts.rollout import Group, StoredRollout
-from forgeasync.rollouts.score import Score
-from forgeasync.rollouts.task import Task
-from forgeasync.rollouts.trajectory import EpisodeId, SampledTurn
-from forgeasync.schema.problems import ConfigError
-from forgeasync.schema.python_code import PythonCode
+from forgeasync.rollouts import (
+    AgentOutcome,
+    EpisodeId,
+    EpisodeOutcome,
+    Group,
+    SampledTurn,
+    Score,
+    StoredRollout,
+    Task,
+)
+from forgeasync.schema import ConfigError, PythonCode
 from tests.support.buffer_world import make_task
 from tests.support.chat import ScriptedModel, make_tokenizer
 from tests.support.loops import MAX_STEPS, Generators, Recorder, Trainer, make_config, make_run
@@ -591,7 +600,7 @@ def test_what_is_no_environment_is_refused_before_a_run(name: str, problem: str)
 
 
 def test_a_config_with_an_environment_is_checked_with_the_rest(tmp_path: Path) -> None:
-    from forgeasync.controller.preparation import check
+    from forgeasync.controller import check
 
     config = make_config(
         tmp_path, "environment={kind: python, factory: tests.environments.test_episodes.NotAsync}"

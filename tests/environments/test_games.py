@@ -8,20 +8,37 @@ from pathlib import Path
 
 import pytest
 
-from forgeasync.config.data import DataSection
-from forgeasync.config.environments import PlayGames
-from forgeasync.config.games import GameSection, GameSource, GuessNumber, Maze, Opponent, TicTacToe
-from forgeasync.config.load import load_config
-from forgeasync.config.rules import check_without_model
-from forgeasync.environments.games.game import MAX_READ_CHARACTERS, Reply, read_move
-from forgeasync.environments.games.guess_number import GuessNumberGame
-from forgeasync.environments.games.maze import STEPS, MazeGame
-from forgeasync.environments.games.play import NO_MOVE, GameEnvironment
-from forgeasync.environments.games.problems import build_game, game_of
-from forgeasync.environments.games.tic_tac_toe import FREE, MODEL, OTHER, TicTacToeGame, free_fields, winner
-from forgeasync.environments.sources import build_source
-from forgeasync.rollouts.score import Score
-from forgeasync.rollouts.task import Task
+from forgeasync.config import (
+    DataSection,
+    GameSection,
+    GameSource,
+    GuessNumber,
+    Maze,
+    Opponent,
+    PlayGames,
+    TicTacToe,
+    check_without_model,
+    load_config,
+)
+from forgeasync.environments import (
+    FREE,
+    MODEL,
+    NO_MOVE,
+    OTHER,
+    STEPS,
+    GameEnvironment,
+    GuessNumberGame,
+    MazeGame,
+    TicTacToeGame,
+    build_game,
+    build_source,
+    free_fields,
+    game_of,
+    read_move,
+    winner,
+)
+from forgeasync.environments.games.game import MAX_READ_CHARACTERS, Reply
+from forgeasync.rollouts import Score, Task
 from tests.support.agents import ScriptedAgent
 from tests.support.buffer_world import make_task
 from tests.support.config_samples import MINIMAL

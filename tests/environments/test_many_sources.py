@@ -14,16 +14,18 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from forgeasync.checkpoint.run_state import data_order, differences
-from forgeasync.config.data import DataSection, named_sources
-from forgeasync.config.evaluation import EvaluationSection, named_sets
-from forgeasync.config.load import load_config
-from forgeasync.config.rules import check_without_model
-from forgeasync.environments.json_records import json_like
-from forgeasync.environments.order import TaskOrder, WeightedOrder, weighted_order
-from forgeasync.environments.sources import build_source
-from forgeasync.rollouts.prompts import PromptEncoder
-from forgeasync.schema.problems import ConfigError
+from forgeasync.checkpoint import data_order, differences
+from forgeasync.config import (
+    DataSection,
+    EvaluationSection,
+    check_without_model,
+    load_config,
+    named_sets,
+    named_sources,
+)
+from forgeasync.environments import TaskOrder, WeightedOrder, build_source, json_like, weighted_order
+from forgeasync.rollouts import PromptEncoder
+from forgeasync.schema import ConfigError
 from tests.support.buffer_world import make_task
 from tests.support.config_samples import MINIMAL
 from tests.support.loops import Generators, make_config, make_problem, make_run

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgeasync.environments.order import weighted_order
-from forgeasync.environments.stored_tasks import StoredTasks
-from forgeasync.rollouts.task import Task
+from forgeasync.environments import StoredTasks, weighted_order
+from forgeasync.rollouts import Task
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | st.text(),

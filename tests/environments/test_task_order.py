@@ -3,8 +3,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forgeasync.environments.order import TaskOrder
-from forgeasync.rollouts.task import Task
+from forgeasync.environments import TaskOrder
+from forgeasync.rollouts import Task
 
 sizes = st.integers(min_value=1, max_value=30)
 seeds = st.integers(min_value=0, max_value=2**32)

@@ -9,31 +9,36 @@ import pytest
 from transformers import AutoTokenizer
 
 from apps.warmup import calls_of, supervised_sequence, texts_of
-from forgeasync.config.data import DataSection, ReasoningGymReward, ReasoningGymSource, named_sources
-from forgeasync.config.environments import PlainCalls, PythonTool
-from forgeasync.config.load import load_config
+from forgeasync.config import (
+    DataSection,
+    PlainCalls,
+    PythonTool,
+    ReasoningGymReward,
+    ReasoningGymSource,
+    ScorerSection,
+    ShapeSection,
+    WarmupSection,
+    load_config,
+    named_sources,
+)
 from forgeasync.config.rules import _check_warmup
-from forgeasync.config.run import ScorerSection, ShapeSection, WarmupSection
-from forgeasync.environments.environment import Turn
-from forgeasync.environments.sources import build_source
-from forgeasync.environments.tools.forms import PlainForm
-from forgeasync.environments.tools.toolbox import ToolResult
-from forgeasync.environments.worked_examples import (
+from forgeasync.environments import (
     Example,
     Piece,
+    PlainForm,
+    ToolResult,
+    Turn,
+    build_source,
     guess,
     mixed_examples,
     tool_example,
     worked_example,
 )
-from forgeasync.models.tokenizer import UNKNOWN, build_tokenizer, save_tokenizer
-from forgeasync.rollouts.outcome import ToolStatus
-from forgeasync.rollouts.prompts import PromptEncoder
-from forgeasync.rollouts.rollout import FinishReason
-from forgeasync.rollouts.task import Task
-from forgeasync.schema.problems import ConfigError
-from forgeasync.scoring.scorer import VerifiedScorer, verifier_choice
-from forgeasync.trainer.packing import pack_row
+from forgeasync.models import UNKNOWN, build_tokenizer, save_tokenizer
+from forgeasync.rollouts import FinishReason, PromptEncoder, Task, ToolStatus
+from forgeasync.schema import ConfigError
+from forgeasync.scoring import VerifiedScorer, verifier_choice
+from forgeasync.trainer import pack_row
 
 REPOSITORY = Path(__file__).parents[2]
 CALLS = PlainCalls(call_prefix="[", call_suffix="]", result_suffix=";", error_text="?")

@@ -10,7 +10,7 @@ import psutil
 import pytest
 import yaml
 
-from forgeasync.config.load import dump_config
+from forgeasync.config import dump_config
 from tests.support.app_runs import finish, read_lines, start
 from tests.support.models import write_random_model
 from tests.support.runs import tiny_config

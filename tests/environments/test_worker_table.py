@@ -4,7 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from forgeasync.environments.worker_table import WorkerTable
+from forgeasync.environments import WorkerTable
 
 ROOM = 3
 

@@ -3,7 +3,7 @@
 import asyncio
 from typing import Any
 
-from forgeasync.faults.awaited_calls import MAX_CALLS, awaited_calls
+from forgeasync.faults import MAX_CALLS, awaited_calls
 from forgeasync.waiting import Monitor, comes_within
 
 

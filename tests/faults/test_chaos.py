@@ -26,7 +26,7 @@ from chaos_injector import Injector
 from chaos_orders import Orders
 from chaos_run import is_of_another_run, marks_in
 
-from forgeasync.faults.fault_log import Role
+from forgeasync.faults import Role
 
 ALL_MOMENTS = tuple(Moment)
 

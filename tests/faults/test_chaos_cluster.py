@@ -11,7 +11,7 @@ from chaos_faults import CLUSTER_KINDS, HOST, Injected, Kind, Moment, Planned, p
 from chaos_match import match
 from chaos_orders import Orders
 
-from forgeasync.config.load import load_config
+from forgeasync.config import load_config
 
 REPOSITORY = Path(__file__).parents[2]
 PASSING = {Kind.SLOW_LINK, Kind.SHORT_PARTITION}

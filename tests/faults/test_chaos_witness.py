@@ -12,7 +12,7 @@ import pytest
 import torch
 from chaos_witness import LEARNING_RATE, counts
 
-from forgeasync.config.load import load_config
+from forgeasync.config import load_config
 from tests.support.tiers import Starts, starts
 
 REPOSITORY = Path(__file__).parents[2]

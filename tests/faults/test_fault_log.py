@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from forgeasync.faults.fault_log import FaultLog, Role
-from forgeasync.observability.metric_definitions import undefined
+from forgeasync.faults import FaultLog, Role
+from forgeasync.observability import undefined
 
 
 def test_faults_are_counted_by_role_and_kept_in_the_file(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgeasync.faults.python_stacks import MAX_CHARACTERS, MAX_THREADS, Frame, Thread, describe, read_stacks
+from forgeasync.faults import MAX_CHARACTERS, MAX_THREADS, Frame, Thread, describe, read_stacks
 from tests.support.other_user import run_as_nobody, why_not
 from tests.support.standing_still import CALL, standing_still
 

@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule
 
-from forgeasync.faults.replica_states import ReplicaState, ReplicaTable
+from forgeasync.faults import ReplicaState, ReplicaTable
 
 HOSTS = ("a", "b")
 

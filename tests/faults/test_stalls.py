@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgeasync.faults.stalls import (
+from forgeasync.faults import (
     ALL_FACTOR,
     ALL_FLOOR_S,
     FIRST_FLOOR_S,

@@ -9,12 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgeasync.faults import storage
-from forgeasync.faults.appended_file import AppendedFile, Refusal, is_refusal
-from forgeasync.faults.fault_log import FaultLog
-from forgeasync.faults.run_mark import RUN_MARK
-from forgeasync.faults.storage import StorageFaults
-from forgeasync.observability.run_dir import RunDir, release_claims
+from forgeasync.faults import RUN_MARK, AppendedFile, FaultLog, Refusal, StorageFaults, is_refusal, storage
+from forgeasync.observability import RunDir, release_claims
 from tests.support.disks import Disk, install
 
 LINES = [b"first\n", b"a second line\n", b"3\n"]

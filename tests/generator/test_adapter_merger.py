@@ -7,10 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from forgeasync.config.model import LoraSection
-from forgeasync.generator.adapter_merger import AdapterMerger, merged_layout
-from forgeasync.weights.fetcher import ReceiveBuffer, received_images
-from forgeasync.weights.layout import WeightLayout, whole_tensors
+from forgeasync.config import LoraSection
+from forgeasync.generator import AdapterMerger, merged_layout
+from forgeasync.weights import ReceiveBuffer, WeightLayout, received_images, whole_tensors
 from tests.support.models import write_random_model
 from tests.support.peft_adapters import random_adapter, write_merged
 

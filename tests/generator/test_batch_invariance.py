@@ -6,10 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from forgeasync.config.generator import GeneratorSection, SamplingSection
-from forgeasync.config.weights import WeightsSection
-from forgeasync.rollouts.records import Records
-from forgeasync.rollouts.rollout import Rollout
+from forgeasync.config import GeneratorSection, SamplingSection, WeightsSection
+from forgeasync.rollouts import Records, Rollout
 from tests.support.models import write_random_model
 from tests.support.processes import run_alone
 
@@ -24,7 +22,7 @@ def _sample(folder: Path, is_invariant: bool) -> dict[str, Groups]:
 
 
 async def _scenario(folder: Path, is_invariant: bool) -> dict[str, Groups]:
-    from forgeasync.generator.engine import GeneratorEngine
+    from forgeasync.generator import GeneratorEngine
 
     engine = await GeneratorEngine.start(
         model_path=folder,

@@ -11,12 +11,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-from forgeasync.config.generator import GeneratorSection, SamplingSection
-from forgeasync.config.weights import WeightsSection
-from forgeasync.rollouts.kept_tokens import KeptTokens, check_kept_tokens
-from forgeasync.rollouts.records import Records, check_rollout
-from forgeasync.rollouts.rollout import Rollout
-from forgeasync.rollouts.routing import RecordError
+from forgeasync.config import GeneratorSection, SamplingSection, WeightsSection
+from forgeasync.rollouts import KeptTokens, RecordError, Records, Rollout, check_kept_tokens, check_rollout
 from tests.support.engines import kept_by_definition, let_decode, nothing_to_fetch
 from tests.support.models import write_random_model
 from tests.support.processes import run_alone
@@ -58,7 +54,7 @@ def _sample(folder: Path, vocab_size: int, compile: bool) -> Sampled:
 
 
 async def _scenario(folder: Path, vocab_size: int, compile: bool) -> Sampled:
-    from forgeasync.generator.engine import GeneratorEngine
+    from forgeasync.generator import GeneratorEngine
     from tests.support.replace_weights import replace_all_weights
 
     engine = await GeneratorEngine.start(
@@ -269,7 +265,7 @@ def test_uncut_sampling_keeps_nothing_in_particular(sampled: Sampled) -> None:
 
 
 def test_every_record_passes_the_check(sampled: Sampled, folder: Path) -> None:
-    from forgeasync.models.config_file import read_model_facts
+    from forgeasync.models import read_model_facts
 
     facts = read_model_facts(str(folder))
     for rollout in sampled.crowd + sampled.crossing:

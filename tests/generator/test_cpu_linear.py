@@ -14,7 +14,7 @@ def test_no_weight_is_packed_and_dropped_on_cpus_with_amx() -> None:
 def _kept_numbers() -> int:
     from vllm.model_executor.layers import utils as layers
 
-    from forgeasync.generator.workarounds.cpu_weights import keep_linear_weights
+    from forgeasync.generator import keep_linear_weights
 
     # As on a CPU with AMX; nothing that needs it is called.
     torch.cpu._is_amx_tile_supported = lambda: True

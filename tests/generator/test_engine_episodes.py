@@ -14,13 +14,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from forgeasync.config.generator import GeneratorSection, SamplingSection
-from forgeasync.config.weights import Interruption, WeightsSection
-from forgeasync.generator.reports import GroupCancelled, SwapReport
-from forgeasync.models.config_file import read_model_facts
-from forgeasync.rollouts.records import check_rollout
-from forgeasync.rollouts.rollout import FinishReason, Rollout
-from forgeasync.rollouts.trajectory import EpisodeId, SampledTurn
+from forgeasync.config import GeneratorSection, Interruption, SamplingSection, WeightsSection
+from forgeasync.generator import GroupCancelled, SwapReport
+from forgeasync.models import read_model_facts
+from forgeasync.rollouts import EpisodeId, FinishReason, Rollout, SampledTurn, check_rollout
 from tests.support.engines import (
     RECORDS,
     kept_by_definition,
@@ -78,7 +75,7 @@ def _observe(folders: list[Path]) -> Observed:
 
 
 async def _scenarios(folders: list[Path]) -> Observed:
-    from forgeasync.generator.episodes import EngineEpisodes
+    from forgeasync.generator import EngineEpisodes
 
     weights = [load_file(folder / "model.safetensors") for folder in folders]
 

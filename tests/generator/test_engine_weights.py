@@ -12,12 +12,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from forgeasync.config.generator import GeneratorSection, SamplingSection
-from forgeasync.config.weights import WeightsSection
-from forgeasync.rollouts.records import Records
-from forgeasync.rollouts.rollout import Rollout
-from forgeasync.weights.fetcher import FetchReport
-from forgeasync.weights.layout import Box, Piece, RankLayout, WeightLayout
+from forgeasync.config import GeneratorSection, SamplingSection, WeightsSection
+from forgeasync.rollouts import Records, Rollout
+from forgeasync.weights import Box, FetchReport, Piece, RankLayout, WeightLayout
 from tests.support.engine_weights import assert_engine_holds
 from tests.support.models import write_random_model
 from tests.support.processes import run_alone
@@ -44,9 +41,7 @@ def _generator(*, tensor_parallel: int = 1, compile: bool = False) -> GeneratorS
 
 
 async def _update_scenario(folder: Path, other: Path, out: Path, generator: GeneratorSection) -> Updated:
-    from forgeasync.generator.engine import GeneratorEngine
-    from forgeasync.generator.host_memory import HostMemory
-    from forgeasync.generator.weight_receiver import WeightReceiver
+    from forgeasync.generator import GeneratorEngine, HostMemory, WeightReceiver
 
     engine = await GeneratorEngine.start(
         model_path=folder,
@@ -157,8 +152,7 @@ BAD: dict[str, tuple[Callable[[Shapes], Shapes], torch.dtype, tuple[str, ...]]] 
 
 
 async def _refusals_scenario(folder: Path) -> dict[str, str]:
-    from forgeasync.generator.engine import GeneratorEngine
-    from forgeasync.generator.engine_weights import EngineWeights
+    from forgeasync.generator import EngineWeights, GeneratorEngine
 
     engine = await GeneratorEngine.start(
         model_path=folder,

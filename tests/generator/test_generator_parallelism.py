@@ -4,12 +4,8 @@ import dataclasses
 
 import pytest
 
-from forgeasync.config.launch_rules import check_launcher
-from forgeasync.config.load import load_config
-from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.rules import check_gpus, num_gpus_needed
-from forgeasync.config.run import RunConfig
-from forgeasync.models.rules import check_config
+from forgeasync.config import ModelFacts, RunConfig, check_gpus, check_launcher, load_config, num_gpus_needed
+from forgeasync.models import check_config
 from tests.support.config_samples import CONFIGS, FACTS, only
 
 MOE = dataclasses.replace(FACTS, max_position_embeddings=1024)

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +12,14 @@ from vllm.config import CacheConfig
 from vllm.utils.mem_utils import MemorySnapshot
 from vllm.v1.worker.utils import request_memory
 
-from forgeasync.actors import start_generators, start_teachers
-from forgeasync.actors.procs import Procs
-from forgeasync.config.load import load_config
-from forgeasync.config.model import Dtype
-from forgeasync.config.process_reward_model import ProcessRewardModel
-from forgeasync.config.run import RunConfig
-from forgeasync.config.trainer import FlashAttention
-from forgeasync.controller.host_gpus import generator_plan
+from forgeasync.actors import Procs, start_generators, start_teachers
+from forgeasync.config import Dtype, FlashAttention, ProcessRewardModel, RunConfig, load_config
+from forgeasync.controller import generator_plan
 from forgeasync.generator import engine_args, step_engine
-from forgeasync.launch.gpu_checks import HostGpus, check_hosts_gpus
-from forgeasync.models.config_file import SHIPPED_MODELS, read_model_facts
-from forgeasync.planning.memory.items import Machine, least_bytes, total_bytes
-from forgeasync.planning.memory.teachers import teacher_memory
-from forgeasync.rollouts.records import Records
+from forgeasync.launch import HostGpus, check_hosts_gpus
+from forgeasync.models import SHIPPED_MODELS, read_model_facts
+from forgeasync.planning import Machine, least_bytes, teacher_memory, total_bytes
+from forgeasync.rollouts import Records
 from tests.launch.test_gpu_checks import H100, facts
 from tests.support.config_samples import CONFIGS
 from tests.support.models import write_process_reward_model, write_random_model
@@ -104,14 +99,14 @@ def set_up(**fields: Any) -> None:
 
 
 def test_generators_are_started_with_their_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(start_generators, "GeneratorSetup", set_up)
+    monkeypatch.setattr(import_module("forgeasync.actors.start_generators"), "GeneratorSetup", set_up)
     config, model = tiny(tmp_path)
     expected = least_bytes(generator_plan(config, read_model_facts(str(model))).num_bytes)
     assert asked_for(tmp_path, config, model, with_teachers=False) == expected
 
 
 def test_teachers_are_started_with_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(start_teachers, "GeneratorSetup", set_up)
+    monkeypatch.setattr(import_module("forgeasync.actors.start_teachers"), "GeneratorSetup", set_up)
     config, model = tiny(tmp_path)
     (memory,) = (items for _, items in teacher_memory(config, Machine.GPU))
     assert asked_for(tmp_path, config, model, with_teachers=True) == least_bytes(total_bytes(memory))
@@ -133,9 +128,9 @@ def asked_for(folder: Path, config: RunConfig, model: Path, *, with_teachers: bo
         try:
             if with_teachers:
                 procs.payload_folders = [folder]
-                await start_teachers.start_teachers(procs, config, shape, prompts=None)
+                await start_teachers(procs, config, shape, prompts=None)
             else:
-                await start_generators.start_generators(procs, config, shape, model)
+                await start_generators(procs, config, shape, model)
         except* SetUp as group:
             (error,) = group.exceptions
             seen.append(error.args[0]["gpu_bytes"])

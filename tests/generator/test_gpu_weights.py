@@ -6,13 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from forgeasync.config.weights import ShadowMemory
-from forgeasync.generator.gpu_weights import GpuWeights
-from forgeasync.generator.host_memory import HostMemory
-from forgeasync.generator.workarounds.load_trace import Region
-from forgeasync.weights.copies import plan_copies
-from forgeasync.weights.fetcher import HostShare
-from forgeasync.weights.layout import Box, Piece, RankLayout, WeightLayout
+from forgeasync.config import ShadowMemory
+from forgeasync.generator import GpuWeights, HostMemory, Region
+from forgeasync.weights import Box, HostShare, Piece, RankLayout, WeightLayout, plan_copies
 from tests.support import pretended_device
 from tests.support.pretended_device import DEVICE, OnDevice
 

@@ -18,14 +18,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from forgeasync.config.generator import GeneratorSection, SamplingSection
-from forgeasync.config.weights import Interruption, WeightsSection
-from forgeasync.models.config_file import read_model_facts
-from forgeasync.rollouts.in_flight import LoggedTurn, group_turns
-from forgeasync.rollouts.in_flight_log import InFlightRead, read_in_flight
-from forgeasync.rollouts.records import check_rollout
-from forgeasync.rollouts.rollout import FinishReason, Rollout
-from forgeasync.rollouts.trajectory import EpisodeId, SampledTurn
+from forgeasync.config import GeneratorSection, Interruption, SamplingSection, WeightsSection
+from forgeasync.models import read_model_facts
+from forgeasync.rollouts import (
+    EpisodeId,
+    FinishReason,
+    InFlightRead,
+    LoggedTurn,
+    Rollout,
+    SampledTurn,
+    check_rollout,
+    group_turns,
+    read_in_flight,
+)
 from tests.generator.test_engine_episodes import assert_recomputed
 from tests.support.engines import RECORDS, let_decode, start_engine, update
 from tests.support.fork_server import ProcessFailed
@@ -36,8 +41,7 @@ from tests.support.processes import run_alone
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutputs
 
-    from forgeasync.generator.engine import GeneratorEngine
-    from forgeasync.generator.episodes import EngineEpisodes
+    from forgeasync.generator import EngineEpisodes, GeneratorEngine
 
 SAMPLING = SamplingSection(temperature=0.8, top_k=20, top_p=0.9, max_response_tokens=26)
 # Room for 12 cache blocks of 128 tokens: sequences wait for each other and are preempted.
@@ -102,7 +106,7 @@ def _die_within_a_write() -> None:
 
 def _die(folders: list[Path], log: Path, witness_file: Path) -> None:
     async def scenario() -> None:
-        from forgeasync.generator.episodes import EngineEpisodes
+        from forgeasync.generator import EngineEpisodes
 
         engine = await start_engine(folders[0], GENERATOR, RESUMING, in_flight=log)
         episodes = EngineEpisodes(engine)
@@ -167,7 +171,7 @@ class Survived:
 
 def _survive(folders: list[Path], data: dict[int, bytes], log: Path) -> Survived:
     async def scenario() -> Survived:
-        from forgeasync.generator.episodes import EngineEpisodes
+        from forgeasync.generator import EngineEpisodes
 
         engine = await start_engine(folders[0], GENERATOR, RESUMING, in_flight=log)
         seeded = [await _one_by_one(engine)]

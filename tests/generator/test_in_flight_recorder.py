@@ -13,15 +13,21 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreReques
 from vllm.v1.engine import FinishReason as EngineFinishReason
 from vllm.v1.outputs import LogprobsLists, SamplingMaskLists
 
-from forgeasync.generator.in_flight_recorder import PART_ARGUMENT, TURN_ARGUMENT, InFlightRecorder
-from forgeasync.generator.sequence import SequenceReader, TurnEnd
-from forgeasync.rollouts import in_flight_log
-from forgeasync.rollouts.in_flight import LoggedTurn, group_turns
-from forgeasync.rollouts.in_flight_format import FINISHES, BegunTurn, EndedTurn, TokenBatch
-from forgeasync.rollouts.in_flight_log import InFlightRead, read_in_flight
-from forgeasync.rollouts.records import Records
-from forgeasync.rollouts.rollout import FinishReason
-from forgeasync.rollouts.trajectory import EpisodeId
+from forgeasync.generator import PART_ARGUMENT, TURN_ARGUMENT, InFlightRecorder, SequenceReader, TurnEnd
+from forgeasync.rollouts import (
+    FINISHES,
+    BegunTurn,
+    EndedTurn,
+    EpisodeId,
+    FinishReason,
+    InFlightRead,
+    LoggedTurn,
+    Records,
+    TokenBatch,
+    group_turns,
+    in_flight_log,
+    read_in_flight,
+)
 from tests.support.models import write_random_model
 
 VOCABULARY = 50

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 from vllm.v1.engine.core_client import EngineCoreClient
 
+from forgeasync.generator import InProcessAsyncClient, start_llm
 from forgeasync.generator.workarounds import inprocess_client
-from forgeasync.generator.workarounds.inprocess_client import InProcessAsyncClient, start_llm
 
 DEADLINE_S = 60.0
 

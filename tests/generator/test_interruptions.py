@@ -16,12 +16,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from forgeasync.config.generator import GeneratorSection, SamplingSection
-from forgeasync.config.weights import Interruption, KvAfterSwap, WeightsSection
-from forgeasync.generator.reports import SwapReport
-from forgeasync.models.config_file import read_model_facts
-from forgeasync.rollouts.records import check_rollout
-from forgeasync.rollouts.rollout import FinishReason, Rollout
+from forgeasync.config import GeneratorSection, Interruption, KvAfterSwap, SamplingSection, WeightsSection
+from forgeasync.generator import SwapReport
+from forgeasync.models import read_model_facts
+from forgeasync.rollouts import FinishReason, Rollout, check_rollout
 from tests.support.engines import (
     RECORDS,
     ask,

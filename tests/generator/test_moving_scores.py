@@ -11,12 +11,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from forgeasync.config.generator import GeneratorSection
-from forgeasync.config.teacher_source import weights_of_teacher
-from forgeasync.config.weights import WeightsSection
-from forgeasync.models.config_file import read_model_facts
-from forgeasync.rollouts.records import Records
-from forgeasync.rollouts.teacher_record import TeacherRecord
+from forgeasync.config import GeneratorSection, WeightsSection, weights_of_teacher
+from forgeasync.models import read_model_facts
+from forgeasync.rollouts import Records, TeacherRecord
 from tests.support.engines import revealing_weights, update
 from tests.support.models import write_random_model
 from tests.support.processes import run_alone
@@ -55,8 +52,7 @@ class Seen:
 
 def _score_under_updates(folder: Path, num_tokens: int) -> Seen:
     """Scores without end beside updates, each of which waits only until some score has come."""
-    from forgeasync.generator.engine import GeneratorEngine
-    from forgeasync.generator.token_scores import score_given_ids, score_tokens
+    from forgeasync.generator import GeneratorEngine, score_given_ids, score_tokens
 
     rng = np.random.default_rng(0)
     ids_S = rng.integers(0, num_tokens, 150).astype(np.int32)

@@ -10,31 +10,28 @@ import numpy as np
 import pytest
 
 from apps.grpo import GrpoRun
-from forgeasync.actors.buffer import BufferActor, BufferReport
-from forgeasync.actors.generator import CancelledGroup, RefusedGroup
-from forgeasync.actors.group_sampling import ResponseGroups
-from forgeasync.actors.group_scoring import GroupScoring
-from forgeasync.actors.procs import Procs
-from forgeasync.actors.scorer import ScoredResponses
-from forgeasync.actors.scorer_pool import ScorerPool
-from forgeasync.actors.start_buffer import start_buffer
-from forgeasync.actors.teaching import Teaching
-from forgeasync.algorithms.filters import DynamicSampling, ResampleOnCorrect
-from forgeasync.buffer.decisions import Batch, DropReason
-from forgeasync.buffer.events import Update
-from forgeasync.config.algorithm import AlgorithmSection
-from forgeasync.config.generator import SamplingSection
-from forgeasync.config.run import RunConfig, ScorerSection
-from forgeasync.controller.preparation import Prepared, prepare
-from forgeasync.controller.starting import Roles
-from forgeasync.environments.reward import Response
-from forgeasync.faults.fault_log import FaultLog
-from forgeasync.observability.failures import root_cause
-from forgeasync.rollouts.payload_budget import PayloadBudget
-from forgeasync.rollouts.rollout import StoredRollout
-from forgeasync.rollouts.score import Score, VerifierCounts
-from forgeasync.rollouts.task import Task
-from forgeasync.scoring.filtering import AllFiltered
+from forgeasync.actors import (
+    BufferActor,
+    BufferReport,
+    CancelledGroup,
+    GroupScoring,
+    Procs,
+    RefusedGroup,
+    ResponseGroups,
+    ScoredResponses,
+    ScorerPool,
+    Teaching,
+    start_buffer,
+)
+from forgeasync.algorithms import DynamicSampling, ResampleOnCorrect
+from forgeasync.buffer import Batch, DropReason, Update
+from forgeasync.config import AlgorithmSection, RunConfig, SamplingSection, ScorerSection
+from forgeasync.controller import Prepared, Roles, prepare
+from forgeasync.environments import Response
+from forgeasync.faults import FaultLog
+from forgeasync.observability import root_cause
+from forgeasync.rollouts import PayloadBudget, Score, StoredRollout, Task, VerifierCounts
+from forgeasync.scoring import AllFiltered
 from tests.support.loops import Recorder, make_files
 from tests.support.models import write_random_model
 from tests.support.rollouts import make_ref, make_stored_rollout

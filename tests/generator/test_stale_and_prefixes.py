@@ -10,10 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from forgeasync.config.generator import GeneratorSection, SamplingSection
-from forgeasync.config.weights import WeightsSection
-from forgeasync.generator.reports import GroupCancelled, SwapReport
-from forgeasync.rollouts.rollout import Rollout
+from forgeasync.config import GeneratorSection, SamplingSection, WeightsSection
+from forgeasync.generator import GroupCancelled, SwapReport
+from forgeasync.rollouts import Rollout
 from tests.support.engines import (
     assert_logprobs,
     expected,

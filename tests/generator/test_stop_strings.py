@@ -11,13 +11,18 @@ import pytest
 from transformers import AutoTokenizer
 from vllm.outputs import CompletionOutput
 
-from forgeasync.config.generator import GeneratorSection, SamplingSection
-from forgeasync.config.weights import WeightsSection
-from forgeasync.generator.sequence import SequenceReader
-from forgeasync.models.config_file import read_model_facts
-from forgeasync.rollouts.records import check_rollout
-from forgeasync.rollouts.rollout import FinishReason, Rollout, VersionSpan
-from forgeasync.rollouts.trajectory import EpisodeId, SampledTurn, branches
+from forgeasync.config import GeneratorSection, SamplingSection, WeightsSection
+from forgeasync.generator import SequenceReader
+from forgeasync.models import read_model_facts
+from forgeasync.rollouts import (
+    EpisodeId,
+    FinishReason,
+    Rollout,
+    SampledTurn,
+    VersionSpan,
+    branches,
+    check_rollout,
+)
 from tests.support.engines import RECORDS, start_engine
 from tests.support.models import write_random_model
 from tests.support.processes import run_alone
@@ -36,7 +41,7 @@ class Sampled:
 
 
 def _sample(folder: Path) -> Sampled:
-    from forgeasync.generator.episodes import EngineEpisodes
+    from forgeasync.generator import EngineEpisodes
 
     async def run() -> Sampled:
         engine = await start_engine(folder, GeneratorSection(kv_cache_gib=0.01), WeightsSection())

@@ -7,12 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from forgeasync.config.generator import GeneratorSection
-from forgeasync.config.teachers import TeacherEndpoint
-from forgeasync.config.weights import WeightsSection
-from forgeasync.models.config_file import read_model_facts
-from forgeasync.rollouts.records import Records
-from forgeasync.rollouts.teacher_record import TeacherRecord
+from forgeasync.config import GeneratorSection, TeacherEndpoint, WeightsSection
+from forgeasync.models import read_model_facts
+from forgeasync.rollouts import Records, TeacherRecord
 from tests.support.models import write_random_model
 from tests.support.processes import run_alone
 
@@ -29,9 +26,8 @@ def _ask_both(
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from forgeasync.generator.engine import GeneratorEngine
-    from forgeasync.generator.token_scores import score_tokens
-    from forgeasync.scoring.teacher_endpoint import TeacherClient
+    from forgeasync.generator import GeneratorEngine, score_tokens
+    from forgeasync.scoring import TeacherClient
 
     async def run() -> tuple[list[TeacherRecord], list[TeacherRecord], list[str | None]]:
         engine = await GeneratorEngine.start(

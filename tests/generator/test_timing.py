@@ -3,9 +3,8 @@
 import asyncio
 from pathlib import Path
 
-from forgeasync.config.generator import GeneratorSection, SamplingSection
-from forgeasync.config.weights import WeightsSection
-from forgeasync.generator.reports import DecodeSteps, DecodeTiming, PrefillTiming
+from forgeasync.config import GeneratorSection, SamplingSection, WeightsSection
+from forgeasync.generator import DecodeSteps, DecodeTiming, PrefillTiming
 from tests.support.engines import start_engine
 from tests.support.models import write_random_model
 from tests.support.processes import run_alone
@@ -14,7 +13,7 @@ from tests.support.tiers import Starts, starts
 
 @starts(Starts.ENGINE)
 def _time(folder: Path) -> tuple[list[float], dict[int, DecodeSteps], str]:
-    from forgeasync.generator.timing import NothingTimed, time_engine
+    from forgeasync.generator import NothingTimed, time_engine
 
     async def run() -> tuple[list[float], dict[int, DecodeSteps], str]:
         section = GeneratorSection(max_num_batched_tokens=64, max_num_seqs=8, kv_cache_gib=0.01)

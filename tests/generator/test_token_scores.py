@@ -10,13 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM
 from vllm.logprobs import FlatLogprobs
 
-from forgeasync.config.generator import GeneratorSection
-from forgeasync.config.weights import WeightsSection
-from forgeasync.generator.token_scores import read_given_scores, read_scores
-from forgeasync.models.config_file import read_model_facts
-from forgeasync.rollouts.records import Records
-from forgeasync.rollouts.student_ids import NO_ID
-from forgeasync.rollouts.teacher_record import TeacherRecord, WrongTeacherRecord
+from forgeasync.config import GeneratorSection, WeightsSection
+from forgeasync.generator import read_given_scores, read_scores
+from forgeasync.models import read_model_facts
+from forgeasync.rollouts import NO_ID, Records, TeacherRecord, WrongTeacherRecord
 from tests.support.models import write_random_model
 from tests.support.processes import run_alone
 
@@ -33,8 +30,7 @@ def given_ids(num_tokens: int, vocab_size: int) -> np.ndarray:
 
 def _score(folder: Path, sequences: list[np.ndarray]) -> list[TeacherRecord]:
     """All at once, twice each and by all ways, in an engine that computes 48 tokens a step."""
-    from forgeasync.generator.engine import GeneratorEngine
-    from forgeasync.generator.token_scores import score_given_ids, score_tokens
+    from forgeasync.generator import GeneratorEngine, score_given_ids, score_tokens
 
     async def run() -> list[TeacherRecord]:
         engine = await GeneratorEngine.start(

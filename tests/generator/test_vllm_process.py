@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from forgeasync.config.generator import GeneratorSection, SamplingSection
-from forgeasync.config.weights import WeightsSection
+from forgeasync.config import GeneratorSection, SamplingSection, WeightsSection
 from tests.support.engines import start_engine
 from tests.support.models import write_random_model
 from tests.support.processes import run_alone
@@ -165,7 +164,7 @@ def test_as_likely_tokens_are_counted_by_row() -> None:
 
 
 def _counts() -> list[int]:
-    from forgeasync.generator.workarounds.vllm_process import count_at_least
+    from forgeasync.generator import count_at_least
 
     # The most likely token, one with its equal, one that top-k has cut, and one at the edge of what it left.
     cut = -torch.inf

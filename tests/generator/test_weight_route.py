@@ -6,11 +6,17 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from forgeasync.generator.engine_weights import check_traces
-from forgeasync.generator.weight_route import MAX_REASONS, WeightRoute, derived_tensors, other_orders
-from forgeasync.generator.workarounds.load_trace import LoadTrace, Region
-from forgeasync.models.hf_folder import CheckpointTensors
-from forgeasync.weights.layout import Box
+from forgeasync.generator import (
+    MAX_REASONS,
+    LoadTrace,
+    Region,
+    WeightRoute,
+    check_traces,
+    derived_tensors,
+    other_orders,
+)
+from forgeasync.models import CheckpointTensors
+from forgeasync.weights import Box
 
 NUM_EXPERTS, INNER, HIDDEN = 20, 4, 6
 """More experts than are compared."""

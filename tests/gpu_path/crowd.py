@@ -10,11 +10,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from forgeasync.config.generator import GeneratorSection, SamplingSection
-from forgeasync.config.weights import WeightsSection
-from forgeasync.rollouts.in_flight import LoggedTurn, group_turns
-from forgeasync.rollouts.in_flight_log import read_in_flight
-from forgeasync.rollouts.rollout import Rollout
+from forgeasync.config import GeneratorSection, SamplingSection, WeightsSection
+from forgeasync.rollouts import LoggedTurn, Rollout, group_turns, read_in_flight
 from tests.support.engines import CONTEXT, RECORDS
 
 if TYPE_CHECKING:
@@ -22,7 +19,7 @@ if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
     from vllm.v1.engine.core import EngineCore
 
-    from forgeasync.generator.engine import GeneratorEngine
+    from forgeasync.generator import GeneratorEngine
 
 GENERATOR = GeneratorSection(
     max_num_seqs=8,
@@ -71,8 +68,7 @@ def sample_rounds(folder: Path, rounds: Mapping[str, Round]) -> Sampled:
 
 
 async def _sample_rounds(folder: Path, rounds: Mapping[str, Round]) -> Sampled:
-    from forgeasync.generator import engine_args
-    from forgeasync.generator.engine import GeneratorEngine
+    from forgeasync.generator import GeneratorEngine, engine_args
 
     if any(one.drawn for one in rounds.values()):
         engine_args.AsyncEngineArgs = functools.partial(engine_args.AsyncEngineArgs, enable_trace_replay=True)
@@ -111,7 +107,7 @@ async def _sample_rounds(folder: Path, rounds: Mapping[str, Round]) -> Sampled:
 
 def _replay(engine: "GeneratorEngine", one: Round) -> None:
     """Give every request of the round the tokens that were drawn for it, found by its seed."""
-    from forgeasync.generator.sequence import part_seed
+    from forgeasync.generator import part_seed
 
     traces = {}
     for number, rollout in enumerate(one.drawn):

@@ -9,11 +9,15 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from forgeasync.config.generator import GeneratorSection, SamplingSection
-from forgeasync.config.model import LoraSection
-from forgeasync.config.rules import ADAPTABLE, EXPERT_TARGETS
-from forgeasync.config.weights import WeightsSection
-from forgeasync.rollouts.rollout import Rollout
+from forgeasync.config import (
+    ADAPTABLE,
+    EXPERT_TARGETS,
+    GeneratorSection,
+    LoraSection,
+    SamplingSection,
+    WeightsSection,
+)
+from forgeasync.rollouts import Rollout
 from tests.support.engines import (
     CONTEXT,
     RECORDS,
@@ -65,9 +69,7 @@ async def _sample_before_and_after(
     out: Path,
     modules: list[str] | None,
 ) -> tuple[list[Rollout], list[Rollout]]:
-    from forgeasync.generator import engine_args
-    from forgeasync.generator.engine import GeneratorEngine
-    from forgeasync.generator.workarounds.served_adapters import AdapterSetup, install
+    from forgeasync.generator import AdapterSetup, GeneratorEngine, engine_args, install
 
     if modules is not None:
         engine_args.engine_modules = lambda _: modules
@@ -141,7 +143,7 @@ def test_adapters_that_vllm_passes_over_stop_the_engine(folder: Path, tmp_path: 
 
 
 def test_layers_that_are_wrapped() -> None:
-    from forgeasync.generator.workarounds.served_adapters import AdapterSetup, engine_modules
+    from forgeasync.generator import AdapterSetup, engine_modules
 
     dense = {f"model.layers.0.mlp.{name}.weight": (8, 8) for name in ("gate_proj", "up_proj", "down_proj")}
     experts = {name.replace("mlp", f"mlp.experts.{e}"): s for name, s in dense.items() for e in range(2)}

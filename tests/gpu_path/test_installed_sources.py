@@ -33,7 +33,7 @@ def test_our_extension_hides_nothing_of_the_gpu_worker() -> None:
     """vLLM compares class attributes alone: what either sets on itself would be overwritten in silence."""
     from vllm.v1.worker.gpu_worker import Worker
 
-    from forgeasync.generator.engine_args import GPU_WORKER_EXTENSION
+    from forgeasync.generator import GPU_WORKER_EXTENSION
 
     extension, worker = attributes_of(resolve(GPU_WORKER_EXTENSION)), attributes_of(Worker)
     assert "model_runner" in worker and "swap_weights" in extension, "the search finds something"
@@ -41,8 +41,7 @@ def test_our_extension_hides_nothing_of_the_gpu_worker() -> None:
 
 
 def test_the_extension_has_every_method_that_engines_call() -> None:
-    from forgeasync.generator import engine_weights
-    from forgeasync.generator.engine_args import GPU_WORKER_EXTENSION
+    from forgeasync.generator import GPU_WORKER_EXTENSION, engine_weights
 
     source = inspect.getsource(engine_weights)
     called = {

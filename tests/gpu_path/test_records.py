@@ -14,10 +14,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from forgeasync.config.generator import SamplingSection
-from forgeasync.models.config_file import read_model_facts
-from forgeasync.rollouts.records import check_rollout
-from forgeasync.rollouts.rollout import Rollout
+from forgeasync.config import SamplingSection
+from forgeasync.models import read_model_facts
+from forgeasync.rollouts import Rollout, check_rollout
 from tests.gpu_path.crowd import Round, Sampled, sample_rounds
 from tests.support.engines import RECORDS, Expected, assert_logprobs, assert_routing, expected
 from tests.support.gpu_runner import run_on_gpu_runner

@@ -10,14 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from forgeasync.config.load import load_config
-from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.run import RunConfig
-from forgeasync.models.config_file import read_model_facts
-from forgeasync.models.sizes import LOGITS_CHUNK_TOKENS
-from forgeasync.planning.memory.items import FLOAT32_BYTES, Machine
-from forgeasync.planning.memory.moments import Moment, step_moments
-from forgeasync.planning.memory.parameters import count_parameters, trainer_parameters_per_rank
+from forgeasync.config import ModelFacts, RunConfig, load_config
+from forgeasync.models import LOGITS_CHUNK_TOKENS, read_model_facts
+from forgeasync.planning import (
+    FLOAT32_BYTES,
+    Machine,
+    Moment,
+    count_parameters,
+    step_moments,
+    trainer_parameters_per_rank,
+)
 from tests.support.config_samples import CONFIGS
 from tests.support.without_data import Case, Seen, build_device, look_at
 

@@ -10,9 +10,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from forgeasync.config.generator import GeneratorSection, SamplingSection
-from forgeasync.config.weights import ShadowMemory, WeightsSection
-from forgeasync.rollouts.rollout import Rollout
+from forgeasync.config import GeneratorSection, SamplingSection, ShadowMemory, WeightsSection
+from forgeasync.rollouts import Rollout
 from tests.support.engine_weights import assert_engine_holds
 from tests.support.engines import CONTEXT, RECORDS, assert_logprobs, assert_routing, expected
 from tests.support.gpu_runner import run_on_gpu_runner
@@ -57,10 +56,8 @@ def update(
 
 
 async def _update(folder: Path, other: Path, out: Path, shadow: ShadowMemory, num_engines: int) -> Updated:
-    from forgeasync.generator.engine import GeneratorEngine
-    from forgeasync.generator.host_memory import HostMemory
-    from forgeasync.generator.weight_receiver import WeightReceiver
-    from forgeasync.weights.fetcher import HostShare
+    from forgeasync.generator import GeneratorEngine, HostMemory, WeightReceiver
+    from forgeasync.weights import HostShare
 
     publisher = FolderPublisher(folder, out)
     engines, receivers = [], []
@@ -188,8 +185,7 @@ def route_of(folder: Path) -> str:
 
 
 async def _route_of(folder: Path) -> str:
-    from forgeasync.generator.engine import GeneratorEngine
-    from forgeasync.generator.engine_weights import EngineWeights
+    from forgeasync.generator import EngineWeights, GeneratorEngine
 
     engine = await GeneratorEngine.start(
         model_path=folder,

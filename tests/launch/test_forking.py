@@ -16,12 +16,10 @@ from typing import Any
 import psutil
 import pytest
 
-from forgeasync.faults.run_mark import RUN_MARK
+from forgeasync.faults import RUN_MARK
+from forgeasync.launch import ADDRESS, MAX_LOST, MODULES, ForkServer, ImportSet, fork_app, own_life
 from forgeasync.launch.forking import client, proxy
-from forgeasync.launch.forking.client import ADDRESS, ForkServer, fork_app, own_life
-from forgeasync.launch.forking.import_sets import MODULES, ImportSet
-from forgeasync.launch.forking.server import MAX_LOST
-from forgeasync.rollouts.run_folder import is_running
+from forgeasync.rollouts import is_running
 from tests.support.processes import run_apart
 
 pytestmark = pytest.mark.procs

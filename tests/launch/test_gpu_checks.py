@@ -12,27 +12,27 @@ import pytest
 import torch
 from monarch.actor import this_host
 
-from forgeasync.config.launcher import SlurmLauncher
-from forgeasync.config.load import load_config
-from forgeasync.config.trainer import FlashAttention
-from forgeasync.controller.host_gpus import check_gpus_of_hosts, check_local_gpus
-from forgeasync.launch import gpu_facts
-from forgeasync.launch.agent import HostAgent
-from forgeasync.launch.gpu_checks import HostGpus, RolePlan, check_hosts_gpus, gpu_warnings
-from forgeasync.launch.gpu_facts import (
+from forgeasync.config import FlashAttention, SlurmLauncher, load_config
+from forgeasync.controller import check_gpus_of_hosts, check_local_gpus
+from forgeasync.launch import (
     FLASH_ATTENTION_PACKAGES,
     Gpu,
     GpuFacts,
+    HostAgent,
+    HostGpus,
+    HostRole,
+    LocalHosts,
+    RolePlan,
+    check_hosts_gpus,
     gather_gpu_facts,
+    gpu_facts,
+    gpu_warnings,
     parse_cuda_version,
+    spawn_role,
     visible_gpus,
 )
-from forgeasync.launch.hosts import LocalHosts
-from forgeasync.launch.jobs import HostRole
-from forgeasync.launch.placement import spawn_role
-from forgeasync.models.config_file import SHIPPED_MODELS, read_model_facts
-from forgeasync.models.workarounds.flash_attention import PACKAGES
-from forgeasync.schema.problems import ConfigError
+from forgeasync.models import PACKAGES, SHIPPED_MODELS, read_model_facts
+from forgeasync.schema import ConfigError
 from tests.support.config_samples import CONFIGS, only
 
 GIB = 2**30

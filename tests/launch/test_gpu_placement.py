@@ -8,15 +8,10 @@ import pytest
 import torch
 from monarch.actor import Actor, concurrent_endpoint, this_host
 
-from forgeasync.config.process_reward_model import ProcessRewardModel
-from forgeasync.config.reward_gpus import places_of
-from forgeasync.config.rules import check_gpus, num_gpus_needed
-from forgeasync.controller.host_gpus import places_of_rewards
-from forgeasync.launch.bootstrap_main import visible_devices
-from forgeasync.launch.job_hosts import build_hosts
-from forgeasync.launch.jobs import HostRole
-from forgeasync.launch.placement import GpuAllocator, spawn_role
-from forgeasync.schema.problems import ConfigError, Problem
+from forgeasync.config import ProcessRewardModel, check_gpus, num_gpus_needed, places_of
+from forgeasync.controller import places_of_rewards
+from forgeasync.launch import GpuAllocator, HostRole, build_hosts, spawn_role, visible_devices
+from forgeasync.schema import ConfigError, Problem
 from tests.support.runs import tiny_config
 
 

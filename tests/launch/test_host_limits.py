@@ -8,18 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from forgeasync.config.load import load_config
-from forgeasync.controller.host_checks import check_hosts
-from forgeasync.launch.host_limits import (
-    HostLimits,
-    check_host_limits,
-    gather_host_limits,
-    lock_warning,
-)
-from forgeasync.launch.jobs import HostRole
-from forgeasync.models.config_file import read_model_facts
-from forgeasync.planning.host_requests import HostNeeds, role_needs
-from forgeasync.schema.problems import ConfigError
+from forgeasync.config import load_config
+from forgeasync.controller import check_hosts
+from forgeasync.launch import HostLimits, HostRole, check_host_limits, gather_host_limits, lock_warning
+from forgeasync.models import read_model_facts
+from forgeasync.planning import HostNeeds, role_needs
+from forgeasync.schema import ConfigError
 from tests.support.config_samples import CONFIGS
 
 GIB = 2**30

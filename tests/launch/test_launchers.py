@@ -7,15 +7,24 @@ from pathlib import Path
 import pytest
 import yaml
 
-from forgeasync.config.launcher import KubernetesLauncher, LocalLauncher, ProcessLauncher
-from forgeasync.config.load import dump_config, load_config
-from forgeasync.config.run import RunConfig
-from forgeasync.launch.render import render_launch
-from forgeasync.models.config_file import read_model_facts
-from forgeasync.models.rules import check_config
-from forgeasync.planning.host_requests import host_needs, with_host_requests
-from forgeasync.planning.request_warnings import kubernetes_quantity, request_warnings, slurm_bytes
-from forgeasync.schema.problems import ConfigError
+from forgeasync.config import (
+    KubernetesLauncher,
+    LocalLauncher,
+    ProcessLauncher,
+    RunConfig,
+    dump_config,
+    load_config,
+)
+from forgeasync.launch import render_launch
+from forgeasync.models import check_config, read_model_facts
+from forgeasync.planning import (
+    host_needs,
+    kubernetes_quantity,
+    request_warnings,
+    slurm_bytes,
+    with_host_requests,
+)
+from forgeasync.schema import ConfigError
 from tests.support.app_runs import run_here
 from tests.support.config_samples import CONFIGS, FACTS, MINIMAL, only
 from tests.support.processes import run_apart

@@ -8,14 +8,17 @@ from typing import cast
 
 import pytest
 
-from forgeasync.config.launcher import ProcessLauncher, SlurmLauncher
-from forgeasync.config.run import TimeoutSection
-from forgeasync.launch import job_hosts
-from forgeasync.launch.agent import HostAgent
-from forgeasync.launch.host_limits import gather_host_limits
-from forgeasync.launch.hosts import HostLost
-from forgeasync.launch.job_hosts import JobHost, JobHosts, lost_words
-from forgeasync.launch.jobs import HostRole
+from forgeasync.config import ProcessLauncher, SlurmLauncher, TimeoutSection
+from forgeasync.launch import (
+    HostAgent,
+    HostLost,
+    HostRole,
+    JobHost,
+    JobHosts,
+    gather_host_limits,
+    job_hosts,
+    lost_words,
+)
 from tests.support.virtual_time import HandTime
 
 

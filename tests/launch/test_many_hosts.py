@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from forgeasync.config.load import dump_config
+from forgeasync.config import dump_config
 from tests.support.app_runs import DEADLINE_S, NEVER_ENDING, REPOSITORY, read_lines, wait_for_step
 from tests.support.models import write_random_model
 from tests.support.runs import tiny_config

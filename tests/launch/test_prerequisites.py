@@ -7,16 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from forgeasync.config.launcher import (
-    HostNames,
-    LocalLauncher,
-    ProcessLauncher,
-    SlurmLauncher,
-    SshLauncher,
-)
-from forgeasync.controller.preparation import prepare
-from forgeasync.launch.prerequisites import check_prerequisites
-from forgeasync.schema.problems import ConfigError
+from forgeasync.config import HostNames, LocalLauncher, ProcessLauncher, SlurmLauncher, SshLauncher
+from forgeasync.controller import prepare
+from forgeasync.launch import check_prerequisites
+from forgeasync.schema import ConfigError
 from tests.support.models import write_random_model
 from tests.support.runs import tiny_config
 

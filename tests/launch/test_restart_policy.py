@@ -4,14 +4,7 @@ import signal
 
 import pytest
 
-from forgeasync.launch.restart_policy import (
-    MAX_STARTS_WITHOUT_STEP,
-    End,
-    Ending,
-    RestartPolicy,
-    StartAgain,
-    is_death,
-)
+from forgeasync.launch import MAX_STARTS_WITHOUT_STEP, End, Ending, RestartPolicy, StartAgain, is_death
 
 
 def ending(

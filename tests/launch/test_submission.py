@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from forgeasync.config.launcher import SlurmLauncher
-from forgeasync.launch import submission
-from forgeasync.launch.jobs import build_job
-from forgeasync.launch.submission import LaunchFailed, Submission
+from forgeasync.config import SlurmLauncher
+from forgeasync.launch import LaunchFailed, Submission, build_job, submission
 from tests.support.processes import run_apart
 from tests.support.virtual_time import HandTime
 

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forgeasync.buffer.decisions import DropReason
-from forgeasync.buffer.events import (
+from forgeasync.buffer import (
     Dropped,
+    DropReason,
+    LostSteps,
     Restored,
     Sampled,
     Scored,
@@ -18,10 +19,7 @@ from forgeasync.buffer.events import (
     Trained,
     Update,
 )
-from forgeasync.buffer.restoring import LostSteps
-from forgeasync.ledger.account import Contradiction, Place
-from forgeasync.ledger.book import Book
-from forgeasync.ledger.lines import AnyEvent, Checkpointed, Ended, Resumed
+from forgeasync.ledger import AnyEvent, Book, Checkpointed, Contradiction, Ended, Place, Resumed
 from tests.support.ledger_histories import histories
 from tests.support.ledgers import is_consistent, opened, plain
 

@@ -7,13 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from forgeasync.buffer.events import Submitted
+from forgeasync.buffer import Submitted
+from forgeasync.ledger import (
+    START,
+    Journal,
+    JournalFile,
+    JournalInUse,
+    JournalNotWritten,
+    LedgerPosition,
+    cut_torn_line,
+    journal_file,
+    read_ledger,
+)
 from forgeasync.ledger import journal as journal_module
-from forgeasync.ledger import journal_file
-from forgeasync.ledger.journal import Journal
-from forgeasync.ledger.journal_file import JournalFile, JournalInUse, JournalNotWritten, cut_torn_line
-from forgeasync.ledger.lines import START, LedgerPosition
-from forgeasync.ledger.reading import read_ledger
 from tests.support.disks import Disk, install
 from tests.support.ledgers import opened
 

@@ -8,19 +8,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forgeasync.buffer.events import Submitted
-from forgeasync.ledger.account import Contradiction
-from forgeasync.ledger.lines import (
+from forgeasync.buffer import Submitted
+from forgeasync.ledger import (
     START,
     AnyEvent,
     BadLine,
+    Contradiction,
+    LedgerReading,
+    LedgerUnreadable,
     Opened,
     decode_line,
     encode_line,
     encode_lines,
     position_after,
+    read_ledger,
 )
-from forgeasync.ledger.reading import LedgerReading, LedgerUnreadable, read_ledger
 from tests.support.ledger_histories import histories
 from tests.support.ledgers import is_intact, ledger_text, opened
 

@@ -10,18 +10,21 @@ from pathlib import Path
 import pytest
 
 from apps.verify import main
-from forgeasync.buffer.decisions import DropReason
-from forgeasync.buffer.events import Update
-from forgeasync.buffer.replay_buffer import ReplayBuffer
-from forgeasync.buffer.submissions import Submission
-from forgeasync.checkpoint.run_state import RunState, model_shape
-from forgeasync.config.run import RunConfig
-from forgeasync.controller.resume import find_checkpoint, open_files
-from forgeasync.ledger.journaled_buffer import JournaledBuffer, RunHasEnded, open_buffer
-from forgeasync.ledger.lines import CheckpointedBuffer, LedgerPosition, ResumedBuffer
-from forgeasync.ledger.resuming import check_ledger
-from forgeasync.rollouts.rollout import Group
-from forgeasync.schema.problems import ConfigError
+from forgeasync.buffer import DropReason, ReplayBuffer, Submission, Update
+from forgeasync.checkpoint import RunState, model_shape
+from forgeasync.config import RunConfig
+from forgeasync.controller import find_checkpoint, open_files
+from forgeasync.ledger import (
+    CheckpointedBuffer,
+    JournaledBuffer,
+    LedgerPosition,
+    ResumedBuffer,
+    RunHasEnded,
+    check_ledger,
+    open_buffer,
+)
+from forgeasync.rollouts import Group
+from forgeasync.schema import ConfigError
 from tests.support.buffer_world import make_task
 from tests.support.config_samples import FACTS
 from tests.support.loops import make_config

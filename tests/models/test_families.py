@@ -10,19 +10,17 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from forgeasync.algorithms.loss import Loss
-from forgeasync.config.trainer import (
-    OptimizerSection,
-    ParallelSection,
-    RouterBias,
-    TrainerSection,
+from forgeasync.algorithms import Loss
+from forgeasync.config import OptimizerSection, ParallelSection, RouterBias, TrainerSection
+from forgeasync.models import check_checkpoint_shapes, read_model_facts
+from forgeasync.trainer import (
+    PolicyTrainer,
+    TrainerSetup,
+    TrainingSequence,
+    hf_checkpoint,
+    pack_row,
+    pack_rows,
 )
-from forgeasync.models.checkpoint_shapes import check_checkpoint_shapes
-from forgeasync.models.config_file import read_model_facts
-from forgeasync.trainer import hf_checkpoint
-from forgeasync.trainer.packing import TrainingSequence, pack_row, pack_rows
-from forgeasync.trainer.policy_trainer import PolicyTrainer
-from forgeasync.trainer.setup import TrainerSetup
 from tests.support.families import VARIANTS, write_family
 from tests.support.processes import run_ranks
 

@@ -9,16 +9,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from forgeasync.algorithms.loss import Loss
-from forgeasync.config.generator import GeneratorSection, SamplingSection
-from forgeasync.config.trainer import OptimizerSection, ParallelSection, TrainerSection
-from forgeasync.config.weights import WeightsSection
-from forgeasync.models.config_file import read_model_facts
-from forgeasync.rollouts.records import Records, check_rollout
-from forgeasync.rollouts.rollout import Rollout
-from forgeasync.trainer.packing import TrainingSequence, pack_row
-from forgeasync.trainer.policy_trainer import PolicyTrainer
-from forgeasync.trainer.setup import TrainerSetup
+from forgeasync.algorithms import Loss
+from forgeasync.config import (
+    GeneratorSection,
+    OptimizerSection,
+    ParallelSection,
+    SamplingSection,
+    TrainerSection,
+    WeightsSection,
+)
+from forgeasync.models import read_model_facts
+from forgeasync.rollouts import Records, Rollout, check_rollout
+from forgeasync.trainer import PolicyTrainer, TrainerSetup, TrainingSequence, pack_row
 from tests.support.families import write_family
 from tests.support.processes import run_alone, run_ranks
 from tests.support.weight_service import FolderPublisher
@@ -34,9 +36,7 @@ def _records(folder: Path) -> Records:
 
 
 async def _sample(before: Path, after: Path, out: Path) -> dict[int, tuple[Rollout, ...]]:
-    from forgeasync.generator.engine import GeneratorEngine
-    from forgeasync.generator.host_memory import HostMemory
-    from forgeasync.generator.weight_receiver import WeightReceiver
+    from forgeasync.generator import GeneratorEngine, HostMemory, WeightReceiver
 
     engine = await GeneratorEngine.start(
         model_path=before,

@@ -9,14 +9,10 @@ import pytest
 from omegaconf import OmegaConf
 from safetensors.numpy import load_file, save_file
 
-from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.run import RunConfig, resolve
-from forgeasync.config.trainer import RoutingReplay
-from forgeasync.controller.preparation import prepare
-from forgeasync.models.checkpoint_shapes import check_checkpoint_shapes
-from forgeasync.models.config_file import parse_model_facts, read_model_facts
-from forgeasync.models.rules import check_config
-from forgeasync.schema.problems import ConfigError
+from forgeasync.config import ModelFacts, RoutingReplay, RunConfig, resolve
+from forgeasync.controller import prepare
+from forgeasync.models import check_checkpoint_shapes, check_config, parse_model_facts, read_model_facts
+from forgeasync.schema import ConfigError
 from tests.support.config_samples import FACTS, MINIMAL, only
 from tests.support.families import LLAMA3_SCALING, VARIANTS, YARN_SCALING, write_family
 

@@ -8,8 +8,8 @@ import torch
 from torch.nn.attention import current_flash_attention_impl
 from torchtitan.models.common.attention import VarlenAttention
 
-from forgeasync.config.trainer import FlashAttention, OptimizerSection, TrainerSection
-from forgeasync.models.config_file import SHIPPED_MODELS, read_model_facts
+from forgeasync.config import FlashAttention, OptimizerSection, TrainerSection
+from forgeasync.models import SHIPPED_MODELS, read_model_facts
 from forgeasync.models.workarounds import flash_attention
 from forgeasync.trainer import model as trainer_model
 

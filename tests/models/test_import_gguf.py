@@ -10,9 +10,8 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaForCausalLM
 
 from apps.import_gguf import find_in_package, import_gguf
-from forgeasync.models.checkpoint_shapes import check_checkpoint_shapes
-from forgeasync.models.config_file import read_model_facts
-from forgeasync.schema.problems import ConfigError
+from forgeasync.models import check_checkpoint_shapes, read_model_facts
+from forgeasync.schema import ConfigError
 from tests.support.gguf_files import (
     SPECIAL_TOKENS,
     TEXTS,

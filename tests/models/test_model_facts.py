@@ -9,12 +9,18 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from forgeasync.config.load import load_config
+from forgeasync.config import load_config
+from forgeasync.models import (
+    MAX_PROBLEMS,
+    check_checkpoint_shapes,
+    check_config,
+    expected_shapes,
+    model_config_file,
+    model_folder,
+    read_model_facts,
+)
 from forgeasync.models import config_file as model_facts_module
-from forgeasync.models.checkpoint_shapes import MAX_PROBLEMS, check_checkpoint_shapes, expected_shapes
-from forgeasync.models.config_file import model_config_file, model_folder, read_model_facts
-from forgeasync.models.rules import check_config
-from forgeasync.schema.problems import ConfigError
+from forgeasync.schema import ConfigError
 from tests.support.config_samples import CONFIGS, FACTS, HF_CONFIG, only
 
 

@@ -13,8 +13,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from forgeasync.observability.board import MIN_COLUMNS, MIN_LINES, Board, board_lines
-from forgeasync.observability.console import StepConsole, StepLine
+from forgeasync.observability import MIN_COLUMNS, MIN_LINES, Board, StepConsole, StepLine, board_lines
 from tests.support.step_records import make_step
 
 METRICS = {

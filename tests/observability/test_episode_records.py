@@ -7,13 +7,9 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgeasync.config.episodes import Ending
-from forgeasync.observability.ended_episodes import EndedEpisodes
-from forgeasync.observability.episode_records import EpisodeRecords
-from forgeasync.observability.metrics import RolloutWriter
-from forgeasync.rollouts.outcome import AgentOutcome, EpisodeOutcome, lost_outcome, record_of
-from forgeasync.rollouts.rollout import Group
-from forgeasync.rollouts.score import Score
+from forgeasync.config import Ending
+from forgeasync.observability import EndedEpisodes, EpisodeRecords, RolloutWriter
+from forgeasync.rollouts import AgentOutcome, EpisodeOutcome, Group, Score, lost_outcome, record_of
 from tests.support.buffer_world import make_task
 from tests.support.rollouts import make_stored_rollout
 

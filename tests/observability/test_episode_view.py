@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 
 from apps.show import shown
-from forgeasync.observability.episode_view import NoEpisodes, episode_lines, table, visible
+from forgeasync.observability import NoEpisodes, episode_lines, table, visible
 
 RECORD = {
     "task_id": "t7",

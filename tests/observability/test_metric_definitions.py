@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from forgeasync.observability.metric import Metric, Topic, as_markdown
-from forgeasync.observability.metric_definitions import (
+from forgeasync.observability import (
     METRICS,
     REQUIRED_KEYS,
     TOPICS,
     TRAINER_KEYS,
+    Metric,
+    Topic,
+    as_markdown,
     definition_of,
     markdown,
     undefined,

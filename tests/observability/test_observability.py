@@ -10,13 +10,18 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from forgeasync.observability import (
+    REQUIRED_KEYS,
+    HeldOutScores,
+    MetricsWriter,
+    RolloutWriter,
+    RunDir,
+    check_folder,
+    check_run_dir,
+)
 from forgeasync.observability import metrics as metrics_module
-from forgeasync.observability.metric_definitions import REQUIRED_KEYS
-from forgeasync.observability.metrics import MetricsWriter, RolloutWriter
-from forgeasync.observability.run_dir import RunDir, check_folder, check_run_dir
-from forgeasync.observability.scored_groups import HeldOutScores
-from forgeasync.rollouts.rollout import Group
-from forgeasync.schema.problems import ConfigError
+from forgeasync.rollouts import Group
+from forgeasync.schema import ConfigError
 from tests.support.disks import Disk, install
 from tests.support.step_records import (
     NOW,

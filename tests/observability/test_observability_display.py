@@ -20,12 +20,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgeasync.observability import plot
-from forgeasync.observability.console import MAX_COLUMNS, RemainingTime, StepConsole, StepLine
-from forgeasync.observability.logs import last_lines
-from forgeasync.observability.metrics import MetricsWriter
-from forgeasync.observability.run_dir import RunDir
-from forgeasync.observability.summary import closing_lines
+from forgeasync.observability import (
+    MAX_COLUMNS,
+    MetricsWriter,
+    RemainingTime,
+    RunDir,
+    StepConsole,
+    StepLine,
+    closing_lines,
+    last_lines,
+    plot,
+)
 from tests.support.step_records import NOW, make_config, make_held_out, make_step
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgeasync.observability.pass_rates import (
+from forgeasync.observability import (
     ProblemScores,
     mean_score,
     pass_at_k,

@@ -4,7 +4,7 @@ import json
 import os
 from pathlib import Path
 
-from forgeasync.observability.procs_file import ProcsFile
+from forgeasync.observability import ProcsFile
 
 
 def test_the_file_has_the_processes_of_this_moment(tmp_path: Path) -> None:

@@ -6,13 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from forgeasync.models.tokenizer import character_tokenizer
-from forgeasync.observability.token_lines import NUM_NONFINITE, TokenLines
-from forgeasync.rollouts.token_pieces import TokenPieces
-from forgeasync.rollouts.token_values import (
+from forgeasync.models import character_tokenizer
+from forgeasync.observability import NUM_NONFINITE, TokenLines
+from forgeasync.rollouts import (
     BranchKey,
     BranchValues,
     RolloutKey,
+    TokenPieces,
     TokenReport,
     TokenValues,
     WorstToken,

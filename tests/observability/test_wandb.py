@@ -11,11 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from forgeasync.config.run import LoggingSection, WandbMode, WandbSection
-from forgeasync.observability import wandb_log
-from forgeasync.observability.metrics import MetricsWriter
-from forgeasync.observability.wandb_log import WandbLog, check_wandb
-from forgeasync.rollouts.run_folder import is_running
+from forgeasync.config import LoggingSection, WandbMode, WandbSection
+from forgeasync.observability import MetricsWriter, WandbLog, check_wandb, wandb_log
+from forgeasync.rollouts import is_running
 from tests.support.step_records import make_step
 
 OFFLINE = WandbSection(project="tests", mode=WandbMode.OFFLINE)

@@ -8,24 +8,19 @@ import pytest
 import torch
 from torchtitan.models.common.attention import VarlenAttention
 
-from forgeasync.algorithms.corrections import TruncatedIs
-from forgeasync.algorithms.objectives import Reinforce
-from forgeasync.config.evaluation import named_sets
-from forgeasync.config.load import load_config
-from forgeasync.config.model import Dtype
-from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.rules import num_gpus_needed
-from forgeasync.config.run import RunConfig, resolve
-from forgeasync.controller.preparation import check_plan
-from forgeasync.models import config_file
-from forgeasync.models.config_file import SHIPPED_MODELS, parse_model_facts
-from forgeasync.models.rules import check_config
-from forgeasync.models.sizes import kv_bytes_per_token, largest_group_payload_bytes
+from forgeasync.algorithms import Reinforce, TruncatedIs
+from forgeasync.config import Dtype, ModelFacts, RunConfig, load_config, named_sets, num_gpus_needed, resolve
+from forgeasync.controller import check_plan
+from forgeasync.models import (
+    SHIPPED_MODELS,
+    check_config,
+    config_file,
+    kv_bytes_per_token,
+    largest_group_payload_bytes,
+    parse_model_facts,
+)
 from forgeasync.models.workarounds import flash_attention
-from forgeasync.planning.memory.host import groups_outstanding
-from forgeasync.planning.memory.items import least_bytes
-from forgeasync.planning.memory.plan import memory_plan
-from forgeasync.planning.report import dry_run_report
+from forgeasync.planning import dry_run_report, groups_outstanding, least_bytes, memory_plan
 from forgeasync.trainer import model as trainer_model
 from tests.support.config_samples import CONFIGS
 

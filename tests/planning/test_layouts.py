@@ -2,16 +2,18 @@
 
 import pytest
 
-from forgeasync.config.load import load_config
-from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.run import RunConfig
-from forgeasync.config.trainer import ActivationCheckpointing
-from forgeasync.models.config_file import read_model_facts
-from forgeasync.models.rules import check_config
-from forgeasync.planning.layouts import GPU_GIB, USABLE_SHARE, Layout, fit_rows, fit_trainer
-from forgeasync.planning.memory.items import Machine
-from forgeasync.planning.memory.parameters import count_parameters
-from forgeasync.planning.memory.trainer import trainer_memory
+from forgeasync.config import ActivationCheckpointing, ModelFacts, RunConfig, load_config
+from forgeasync.models import check_config, read_model_facts
+from forgeasync.planning import (
+    GPU_GIB,
+    USABLE_SHARE,
+    Layout,
+    Machine,
+    count_parameters,
+    fit_rows,
+    fit_trainer,
+    trainer_memory,
+)
 from tests.support.config_samples import CONFIGS
 
 H100 = round(GPU_GIB * 2**30)

@@ -7,14 +7,17 @@ from pathlib import Path
 import psutil
 import pytest
 
-from forgeasync.config.load import load_config
-from forgeasync.config.run import RunConfig
-from forgeasync.models.config_file import read_model_facts
-from forgeasync.planning.memory.host import available_host_bytes, check_memory
-from forgeasync.planning.memory.items import Machine
-from forgeasync.planning.memory.parameters import count_parameters
-from forgeasync.planning.memory.teachers import all_teacher_bytes, teacher_memory
-from forgeasync.schema.problems import ConfigError
+from forgeasync.config import RunConfig, load_config
+from forgeasync.models import read_model_facts
+from forgeasync.planning import (
+    Machine,
+    all_teacher_bytes,
+    available_host_bytes,
+    check_memory,
+    count_parameters,
+    teacher_memory,
+)
+from forgeasync.schema import ConfigError
 from tests.support.config_samples import FACTS, MINIMAL, only
 from tests.support.models import write_random_model
 

@@ -5,15 +5,10 @@ import math
 
 import pytest
 
-from forgeasync.config.load import load_config
-from forgeasync.config.model_facts import BiasedRouting, LatentAttention, ModelFacts
-from forgeasync.models.sizes import num_adapter_parameters
-from forgeasync.planning.memory.host import host_memory
-from forgeasync.planning.memory.items import Machine
-from forgeasync.planning.memory.moments import step_moments
-from forgeasync.planning.memory.parameters import count_parameters
-from forgeasync.planning.memory.trainer import trainer_memory
-from forgeasync.trainer.model import build_meta_model
+from forgeasync.config import BiasedRouting, LatentAttention, ModelFacts, load_config
+from forgeasync.models import num_adapter_parameters
+from forgeasync.planning import Machine, count_parameters, host_memory, step_moments, trainer_memory
+from forgeasync.trainer import build_meta_model
 from tests.support.config_samples import CONFIGS, FACTS
 from tests.support.measured_memory import Case, measure
 from tests.support.processes import run_ranks

@@ -11,22 +11,19 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from forgeasync.config.load import load_config
-from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.run import RunConfig
-from forgeasync.models.config_file import read_model_facts
-from forgeasync.models.sizes import largest_group_payload_bytes
-from forgeasync.models.tokenizer import build_tokenizer, save_tokenizer
-from forgeasync.planning.memory.generator import generator_memory
-from forgeasync.planning.memory.host import group_payload_bytes, host_memory
-from forgeasync.planning.memory.items import Machine
-from forgeasync.planning.memory.parameters import count_parameters
-from forgeasync.rollouts.group_payload import encode_group
-from forgeasync.rollouts.kept_tokens import KeptTokens
-from forgeasync.rollouts.payload_store import PayloadWriter
-from forgeasync.rollouts.records import Records
-from forgeasync.rollouts.rollout import FinishReason, Rollout, VersionSpan
-from forgeasync.rollouts.routing import RoutedExperts
+from forgeasync.config import ModelFacts, RunConfig, load_config
+from forgeasync.models import build_tokenizer, largest_group_payload_bytes, read_model_facts, save_tokenizer
+from forgeasync.planning import Machine, count_parameters, generator_memory, group_payload_bytes, host_memory
+from forgeasync.rollouts import (
+    FinishReason,
+    KeptTokens,
+    PayloadWriter,
+    Records,
+    Rollout,
+    RoutedExperts,
+    VersionSpan,
+    encode_group,
+)
 from tests.support.config_samples import CONFIGS
 from tests.support.models import TEXTS, write_random_model
 from tests.support.processes import run_alone
@@ -87,9 +84,7 @@ def _worker_bytes(worker: Any) -> tuple[int, int, int]:
 
 
 async def _scenario(folder: Path, out: Path, config: RunConfig, facts: ModelFacts) -> Measured:
-    from forgeasync.generator.engine import GeneratorEngine
-    from forgeasync.generator.host_memory import HostMemory
-    from forgeasync.generator.weight_receiver import WeightReceiver
+    from forgeasync.generator import GeneratorEngine, HostMemory, WeightReceiver
 
     engine = await GeneratorEngine.start(
         model_path=folder,

@@ -5,16 +5,11 @@ from pathlib import Path
 import pytest
 
 from apps.profile import main
-from forgeasync.config.load import load_config
-from forgeasync.config.run import RunConfig
-from forgeasync.models.config_file import read_model_facts
-from forgeasync.planning.layouts import GPU_GIB
-from forgeasync.planning.splits import SplitPlan, choose, plan_splits
-from forgeasync.planning.stated_profile import stated_profile
-from forgeasync.profile.profile import Origin, Profile
-from forgeasync.profile.profile_file import write_profile
-from forgeasync.profile.tables import DecodeTable, TrainTable
-from forgeasync.schema.problems import ConfigError
+from forgeasync.config import RunConfig, load_config
+from forgeasync.models import read_model_facts
+from forgeasync.planning import GPU_GIB, SplitPlan, choose, plan_splits, stated_profile
+from forgeasync.profile import DecodeTable, Origin, Profile, TrainTable, write_profile
+from forgeasync.schema import ConfigError
 from tests.support.config_samples import CONFIGS, FACTS, MINIMAL
 from tests.support.profiles import simple_profile
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from forgeasync.config.load import load_config
-from forgeasync.models.config_file import read_model_facts
-from forgeasync.planning.weight_times import TimeTerm, weight_times
+from forgeasync.config import load_config
+from forgeasync.models import read_model_facts
+from forgeasync.planning import TimeTerm, weight_times
 
 VERSION = 30_532_122_624 * 2
 """Bytes of Qwen3-30B-A3B in bfloat16, by the size that its model card gives: 30.5 billion parameters."""

@@ -2,9 +2,8 @@
 
 import pytest
 
-from forgeasync.prediction.growth import Growth
-from forgeasync.prediction.record import PredictedChange, PredictedChanges, PredictedRun, Prediction
-from forgeasync.simulation.what_if import ONE_MORE_REPLICA
+from forgeasync.prediction import Growth, PredictedChange, PredictedChanges, PredictedRun, Prediction
+from forgeasync.simulation import ONE_MORE_REPLICA
 
 RUN = PredictedRun(
     step_s=2.0, trained_tokens_per_s=10.0, trainer_idle_share=0.5, generators_idle_share=0.0, mean_age=1.0

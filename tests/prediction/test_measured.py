@@ -4,14 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgeasync.prediction.measured import (
-    KEYS,
-    NUM_GENERATORS,
-    WINDOW_STEPS,
-    MeasuredWindow,
-    num_first_steps,
-)
-from forgeasync.profile.steady_steps import num_steps_ahead, steady_steps
+from forgeasync.prediction import KEYS, NUM_GENERATORS, WINDOW_STEPS, MeasuredWindow, num_first_steps
+from forgeasync.profile import num_steps_ahead, steady_steps
 
 
 def line(step: int, elapsed_s: float, **values: float) -> dict[str, float]:

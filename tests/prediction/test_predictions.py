@@ -5,26 +5,20 @@ from pathlib import Path
 
 import pytest
 
-from forgeasync.config.load import load_config
-from forgeasync.config.run import RunConfig
-from forgeasync.prediction.profile_checks import check_prediction
-from forgeasync.prediction.record import (
+from forgeasync.config import RunConfig, load_config
+from forgeasync.prediction import (
     PredictionRecord,
-    read_prediction,
-    write_prediction,
-)
-from forgeasync.prediction.simulated import (
     SampledLengths,
+    check_prediction,
     prediction_words,
     predictions,
+    read_prediction,
     with_lengths,
+    write_prediction,
 )
-from forgeasync.profile.profile import Profile, Setup
-from forgeasync.profile.profile_file import write_profile
-from forgeasync.schema.problems import ConfigError
-from forgeasync.simulation.run import simulate
-from forgeasync.simulation.shape import of_config
-from forgeasync.simulation.what_if import what_if
+from forgeasync.profile import Profile, Setup, write_profile
+from forgeasync.schema import ConfigError
+from forgeasync.simulation import of_config, simulate, what_if
 from tests.support.config_samples import FACTS, MINIMAL
 from tests.support.profiles import NO_SETUP, simple_profile
 

@@ -4,16 +4,18 @@ import dataclasses
 
 import pytest
 
-from forgeasync.prediction.measured import MeasuredSteps
-from forgeasync.prediction.record import (
+from forgeasync.prediction import (
+    MeasuredSteps,
     PredictedChange,
     PredictedChanges,
     PredictedRun,
     PredictedSplit,
     Prediction,
     PredictionRecord,
+    SplitAdvice,
+    bound_words,
+    verdict_lines,
 )
-from forgeasync.prediction.verdict import SplitAdvice, bound_words, verdict_lines
 
 MEASURED = MeasuredSteps(
     num_steps=20,

@@ -10,11 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgeasync.profile.numbers import Distribution, Estimate
-from forgeasync.profile.profile import DecodePoint, TrainPoint
-from forgeasync.profile.profile_file import read_profile, write_profile
-from forgeasync.profile.tables import DecodeTable, TrainTable
-from forgeasync.schema.problems import ConfigError
+from forgeasync.profile import (
+    DecodePoint,
+    DecodeTable,
+    Distribution,
+    Estimate,
+    TrainPoint,
+    TrainTable,
+    read_profile,
+    write_profile,
+)
+from forgeasync.schema import ConfigError
 from tests.support.profiles import simple_profile
 
 

@@ -1,19 +1,20 @@
 """What the loops of a run need, from what had passed when its steps were recorded."""
 
 import asyncio
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
-from forgeasync.actors.router import GeneratorRouter
-from forgeasync.config.load import load_config
-from forgeasync.controller.recorder import StepTimes
-from forgeasync.profile.numbers import Distribution
-from forgeasync.profiling import loop_times as module
-from forgeasync.profiling.loop_times import LoopTimes, Mark, loop_times, short_run_of
+from forgeasync.actors import GeneratorRouter
+from forgeasync.config import load_config
+from forgeasync.controller import StepTimes
+from forgeasync.profile import Distribution
+from forgeasync.profiling import LoopTimes, Mark, loop_times, short_run_of
 
+MODULE = import_module("forgeasync.profiling.loop_times")
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "tiny_moe_cpu.yaml"
 
 
@@ -55,7 +56,7 @@ def test_a_window_without_responses_has_times() -> None:
 def test_the_short_run_is_the_run_but_for_what_it_leaves_behind() -> None:
     config = load_config([str(CONFIG)], ["checkpoint.folder=elsewhere"])
     short = short_run_of(config)
-    assert short.max_steps == module.NUM_STEPS > module.NUM_WARMUP_STEPS
+    assert short.max_steps == MODULE.NUM_STEPS > MODULE.NUM_WARMUP_STEPS
     assert (short.checkpoint.every_steps, short.checkpoint.folder) == (None, None)
     assert (short.evaluation.num_problems, short.evaluation.sets) == (1, ())
     assert short.evaluation.every_steps > short.max_steps
@@ -67,14 +68,14 @@ def test_the_short_run_is_the_run_but_for_what_it_leaves_behind() -> None:
 
 
 def test_engines_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "IDLE_S", 0.0)
+    monkeypatch.setattr(MODULE, "IDLE_S", 0.0)
     busy_s = iter([1.0, 1.5, 1.5, 1.6, 9.9])
 
     async def stats() -> list[SimpleNamespace]:
         now_s = next(busy_s)
         return [SimpleNamespace(busy_s=now_s), SimpleNamespace(busy_s=0.0)]
 
-    asyncio.run(module._until_idle(cast(GeneratorRouter, SimpleNamespace(stats=stats))))
+    asyncio.run(MODULE._until_idle(cast(GeneratorRouter, SimpleNamespace(stats=stats))))
     assert next(busy_s) == 1.6, "idle as soon as nothing was added"
 
 

@@ -17,34 +17,52 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgeasync.actors.generator import GeneratorActor
-from forgeasync.actors.group_scoring import GroupScoring
-from forgeasync.config.generator import SamplingSection
-from forgeasync.config.load import load_config
-from forgeasync.environments.order import weighted_order
-from forgeasync.generator.reports import DecodeTiming
-from forgeasync.profile.fitted_lengths import alikeness, fit_lengths, mean_of_groups
-from forgeasync.profile.numbers import Distribution, Estimate
-from forgeasync.profile.profile import MOST_CROWDING, MOST_LAG, DecodePoint
-from forgeasync.profile.tables import DecodeTable
-from forgeasync.profiling import sampled_groups
-from forgeasync.profiling.engine_fit import EngineFit, Load, fit_engines, together
-from forgeasync.profiling.engine_times import NUM_STEPS, DecodeTimer, EngineLimits, decode_grid
-from forgeasync.profiling.processor_time import OtherLoad, ProcessGone, ProcessorTime
-from forgeasync.profiling.run_batches import FIRST_EXTRA, batches_of
-from forgeasync.profiling.sampled_groups import (
+from forgeasync.actors import GeneratorActor, GroupScoring
+from forgeasync.config import SamplingSection, load_config
+from forgeasync.environments import weighted_order
+from forgeasync.generator import DecodeTiming
+from forgeasync.profile import (
+    MOST_CROWDING,
+    MOST_LAG,
+    DecodePoint,
+    DecodeTable,
+    Distribution,
+    Estimate,
+    alikeness,
+    fit_lengths,
+    mean_of_groups,
+)
+from forgeasync.profiling import (
+    FIRST_EXTRA,
+    NUM_STEPS,
+    Beside,
+    DecodeTimer,
+    EngineFit,
+    EngineLimits,
+    Load,
+    OtherLoad,
+    ProcessGone,
+    ProcessorTime,
     Sampled,
+    SharedCores,
+    batches_of,
     count_places,
+    decode_grid,
     environment_times,
+    fit_engines,
     lengths_are_known,
     lengths_by_source,
+    mean_of,
+    num_steps_of,
     sample_until_known,
+    sampled_groups,
+    size_of,
+    step_cases,
+    together,
 )
-from forgeasync.profiling.shared_cores import SharedCores
-from forgeasync.profiling.step_times import Beside, mean_of, num_steps_of, size_of, step_cases
-from forgeasync.rollouts.rollout import Group
-from forgeasync.simulation.engine import STALL_SHARE, EngineCost
-from forgeasync.trainer.batch import assign_rows, training_items
+from forgeasync.rollouts import Group
+from forgeasync.simulation import STALL_SHARE, EngineCost
+from forgeasync.trainer import assign_rows, training_items
 from tests.support.buffer_world import make_task
 from tests.support.rollouts import make_stored_rollout
 from tests.support.runs import tiny_config
@@ -392,8 +410,8 @@ def test_places_are_counted_by_how_long_many_take_together(
 
 
 def test_what_a_profile_would_leave_out_is_refused(tmp_path: Path) -> None:
-    from forgeasync.profiling.measuring import check_profiled
-    from forgeasync.schema.problems import ConfigError
+    from forgeasync.profiling import check_profiled
+    from forgeasync.schema import ConfigError
 
     check_profiled(tiny_config(tmp_path))
     with pytest.raises(ConfigError, match=r"launcher\.kind = 'process': must be local") as refused:

@@ -6,14 +6,12 @@ from typing import NoReturn
 
 import pytest
 
-from forgeasync.config.load import dump_config
-from forgeasync.models.config_file import read_model_facts
-from forgeasync.profile.profile import Origin
-from forgeasync.profile.profile_file import read_profile
-from forgeasync.profiling.command import profile_config
-from forgeasync.schema.problems import ConfigError, Problem
-from forgeasync.simulation.run import simulate
-from forgeasync.simulation.shape import of_config
+from forgeasync.config import dump_config
+from forgeasync.models import read_model_facts
+from forgeasync.profile import Origin, read_profile
+from forgeasync.profiling import profile_config
+from forgeasync.schema import ConfigError, Problem
+from forgeasync.simulation import of_config, simulate
 from tests.support.app_runs import finish, start
 from tests.support.models import write_random_model
 from tests.support.runs import tiny_config

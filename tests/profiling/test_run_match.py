@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from forgeasync.profiling.run_match import NUM_SEEDS, simulated_s
-from forgeasync.simulation.run import simulate
+from forgeasync.profiling import NUM_SEEDS, simulated_s
+from forgeasync.simulation import simulate
 from tests.support.profiles import simple_profile
 from tests.support.simulated import small_run
 

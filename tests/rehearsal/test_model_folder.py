@@ -8,15 +8,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from forgeasync.config.generator import GeneratorSection
-from forgeasync.config.trainer import ParallelSection
-from forgeasync.models.checkpoint_shapes import check_checkpoint_shapes
-from forgeasync.models.config_file import SHIPPED_MODELS, parse_model_facts, read_model_facts
-from forgeasync.models.registry import FAMILIES
-from forgeasync.models.tokenizer import NUM_CHARACTER_TOKENS, character_tokenizer
-from forgeasync.rehearsal.model_folder import write_model
-from forgeasync.rehearsal.model_rule import small_facts
-from forgeasync.rollouts.prompts import PromptEncoder
+from forgeasync.config import GeneratorSection, ParallelSection
+from forgeasync.models import (
+    FAMILIES,
+    NUM_CHARACTER_TOKENS,
+    SHIPPED_MODELS,
+    character_tokenizer,
+    check_checkpoint_shapes,
+    parse_model_facts,
+    read_model_facts,
+)
+from forgeasync.rehearsal import small_facts, write_model
+from forgeasync.rollouts import PromptEncoder
 from tests.support.families import VARIANTS
 
 SHIPPED = {folder.name: folder / "config.json" for folder in sorted(SHIPPED_MODELS.iterdir())}

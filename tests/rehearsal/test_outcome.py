@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from forgeasync.config.run import RunConfig
-from forgeasync.observability.run_dir import RunDir
-from forgeasync.rehearsal.outcome import Verdict, findings
+from forgeasync.config import RunConfig
+from forgeasync.observability import RunDir
+from forgeasync.rehearsal import Verdict, findings
 from tests.support.config_samples import FACTS
 from tests.support.runs import tiny_config
 

@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from forgeasync.config.launcher import HostCounts, ProcessLauncher
-from forgeasync.config.load import dump_config, load_config
-from forgeasync.controller.cli import parse_arguments
-from forgeasync.models.config_file import read_model_facts
+from forgeasync.config import HostCounts, ProcessLauncher, dump_config, load_config
+from forgeasync.controller import parse_arguments
+from forgeasync.models import read_model_facts
 from tests.support.app_runs import finish, read_lines, run_here, start
 from tests.support.config_samples import CONFIGS
 from tests.support.models import write_random_model

@@ -8,33 +8,42 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgeasync.config.data import (
+from forgeasync.config import (
+    Dtype,
+    GeneratorSection,
+    HostCounts,
+    HostNames,
     HuggingFaceSource,
+    ModelFacts,
+    ParallelSection,
+    ProcessLauncher,
     PythonReward,
+    RunConfig,
+    SlurmLauncher,
+    SshLauncher,
     WeightedSource,
+    check_gpus,
     default_name,
+    dump_config,
+    load_config,
     named_sources,
 )
-from forgeasync.config.generator import GeneratorSection
-from forgeasync.config.launcher import HostCounts, HostNames, ProcessLauncher, SlurmLauncher, SshLauncher
-from forgeasync.config.load import dump_config, load_config
-from forgeasync.config.model import Dtype
-from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.rules import check_gpus
-from forgeasync.config.run import RunConfig
-from forgeasync.config.trainer import ParallelSection
-from forgeasync.environments.reward import Response
-from forgeasync.models.config_file import SHIPPED_MODELS, parse_model_facts, read_model_facts
-from forgeasync.models.registry import FAMILIES
-from forgeasync.models.rules import check_config
-from forgeasync.rehearsal.data_rule import GENERATED
-from forgeasync.rehearsal.fit import GIB, Capacity, largest_part, needed_bytes
-from forgeasync.rehearsal.made_up_score import score
-from forgeasync.rehearsal.model_rule import small_facts
-from forgeasync.rehearsal.rule import Rehearsal, Stage, rehearsed
-from forgeasync.rollouts.rollout import FinishReason
-from forgeasync.rollouts.task import Task
-from forgeasync.schema.problems import ConfigError
+from forgeasync.environments import Response
+from forgeasync.models import FAMILIES, SHIPPED_MODELS, check_config, parse_model_facts, read_model_facts
+from forgeasync.rehearsal import (
+    GENERATED,
+    GIB,
+    Capacity,
+    Rehearsal,
+    Stage,
+    largest_part,
+    needed_bytes,
+    rehearsed,
+    score,
+    small_facts,
+)
+from forgeasync.rollouts import FinishReason, Task
+from forgeasync.schema import ConfigError
 from tests.support.config_samples import CONFIGS, FACTS, MINIMAL
 from tests.support.families import VARIANTS
 

@@ -11,28 +11,28 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forgeasync.rollouts import in_flight_log
-from forgeasync.rollouts.in_flight import LoggedTurn, group_turns, keep_group
-from forgeasync.rollouts.in_flight_format import (
+from forgeasync.rollouts import (
     FINISHES,
     MAGIC,
+    MIN_SEGMENT_BYTES,
     BegunTurn,
     EndedTurn,
+    EpisodeId,
+    FinishReason,
     ForgottenTurns,
+    InFlightLog,
     InFlightRecord,
+    LoggedTurn,
     TokenBatch,
     decode,
     encode,
-)
-from forgeasync.rollouts.in_flight_log import (
-    MIN_SEGMENT_BYTES,
-    InFlightLog,
+    group_turns,
+    in_flight_log,
+    keep_group,
     read_in_flight,
     remove_in_flight,
     segment_limit,
 )
-from forgeasync.rollouts.rollout import FinishReason
-from forgeasync.rollouts.trajectory import EpisodeId
 
 NUM_LAYERS, TOP_K = 2, 3
 

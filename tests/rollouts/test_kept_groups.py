@@ -10,23 +10,28 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forgeasync.actors.stored_groups import RefusedGroup, SampledRollout, store_group
-from forgeasync.rollouts import kept_groups
-from forgeasync.rollouts.group_payload import decode_rollout
-from forgeasync.rollouts.kept_groups import (
+from forgeasync.actors import RefusedGroup, SampledRollout, store_group
+from forgeasync.rollouts import (
+    FinishReason,
+    Group,
     KeptGroup,
     KeptGroupTorn,
+    PayloadReader,
+    PayloadWriter,
+    Rollout,
+    Score,
+    Step,
+    Task,
+    create_run_folder,
+    decode_rollout,
     encode_facts,
     file_name,
+    kept_groups,
     read_kept,
+    remove_run_folder,
     try_write_kept,
     write_kept,
 )
-from forgeasync.rollouts.payload_store import PayloadReader, PayloadWriter
-from forgeasync.rollouts.rollout import FinishReason, Group, Rollout
-from forgeasync.rollouts.run_folder import create_run_folder, remove_run_folder
-from forgeasync.rollouts.score import Score, Step
-from forgeasync.rollouts.task import Task
 from tests.support.payloads import HOST, MIB
 from tests.support.recorded_rollouts import make_rollout
 

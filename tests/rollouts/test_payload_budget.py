@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from forgeasync.rollouts.payload_budget import AsyncPayloadBudget, PayloadBudget, fits, largest_excess
+from forgeasync.rollouts import AsyncPayloadBudget, PayloadBudget, fits, largest_excess
 
 
 class BudgetHistory(RuleBasedStateMachine):

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from forgeasync.rollouts.payload_format import (
+from forgeasync.rollouts import (
     ALIGNMENT,
     PayloadRef,
     PayloadTorn,

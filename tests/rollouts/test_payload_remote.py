@@ -16,11 +16,18 @@ import pytest
 from monarch.actor import Actor, concurrent_endpoint, this_host
 from monarch.rdma import RDMABuffer
 
-from forgeasync.launch.placement import spawn_role
-from forgeasync.rollouts.payload_format import PayloadGone, PayloadRef, PayloadTorn
-from forgeasync.rollouts.payload_remote import PayloadServer, RemotePayloadReader
-from forgeasync.rollouts.payload_store import PayloadReader, PayloadWriter
-from forgeasync.rollouts.run_folder import create_run_folder, remove_run_folder
+from forgeasync.launch import spawn_role
+from forgeasync.rollouts import (
+    PayloadGone,
+    PayloadReader,
+    PayloadRef,
+    PayloadServer,
+    PayloadTorn,
+    PayloadWriter,
+    RemotePayloadReader,
+    create_run_folder,
+    remove_run_folder,
+)
 from tests.support.payloads import HOST, MIB, assert_same, make_payload
 
 pytestmark = pytest.mark.procs

@@ -15,14 +15,23 @@ from pathlib import Path
 
 import pytest
 
-from forgeasync.actors.generator import RefusedGroup, SampledRollout, store_group
-from forgeasync.buffer.decisions import DropReason
+from forgeasync.actors import RefusedGroup, SampledRollout, store_group
+from forgeasync.buffer import DropReason
+from forgeasync.rollouts import (
+    FinishReason,
+    PayloadGone,
+    PayloadReader,
+    PayloadRef,
+    PayloadStoreFull,
+    PayloadTorn,
+    PayloadWriter,
+    create_run_folder,
+    group_num_bytes,
+    remove_run_folder,
+    run_folder,
+    sweep_stale_folders,
+)
 from forgeasync.rollouts import payload_store as shared_memory
-from forgeasync.rollouts import run_folder
-from forgeasync.rollouts.payload_format import PayloadGone, PayloadRef, PayloadTorn, group_num_bytes
-from forgeasync.rollouts.payload_store import PayloadReader, PayloadStoreFull, PayloadWriter
-from forgeasync.rollouts.rollout import FinishReason
-from forgeasync.rollouts.run_folder import create_run_folder, remove_run_folder, sweep_stale_folders
 from tests.support.payloads import HOST, MIB, assert_same, make_payload, read_for_ever, write_and_die
 from tests.support.recorded_rollouts import make_rollout
 

@@ -7,13 +7,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forgeasync.rollouts.group_payload import decode_rollout, encode_group
-from forgeasync.rollouts.kept_tokens import NO_DISTRIBUTION, KeptTokens, all_kept, check_kept_tokens
-from forgeasync.rollouts.payload_format import PayloadRef, measure, read_from, write_into
-from forgeasync.rollouts.records import Records, check_rollout
-from forgeasync.rollouts.rollout import Rollout
-from forgeasync.rollouts.routing import NO_RECORD, RecordError, RoutedExperts, expert_dtype
-from forgeasync.trainer.packing import TrainingSequence, pack_row
+from forgeasync.rollouts import (
+    NO_DISTRIBUTION,
+    NO_RECORD,
+    KeptTokens,
+    PayloadRef,
+    RecordError,
+    Records,
+    Rollout,
+    RoutedExperts,
+    all_kept,
+    check_kept_tokens,
+    check_rollout,
+    decode_rollout,
+    encode_group,
+    expert_dtype,
+    measure,
+    read_from,
+    write_into,
+)
+from forgeasync.trainer import TrainingSequence, pack_row
 from tests.support.recorded_rollouts import FACTS, make_rollout
 
 BOTH = Records(routing=True, kept_tokens=True)

@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgeasync.rollouts.kept_tokens import KeptTokens
-from forgeasync.rollouts.student_ids import NO_ID, student_ids
+from forgeasync.rollouts import NO_ID, KeptTokens, student_ids
 
 V = 30
 

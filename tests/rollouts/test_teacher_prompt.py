@@ -5,11 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgeasync.config.teachers import TeacherSection
-from forgeasync.models.tokenizer import TURN_END, character_tokenizer
-from forgeasync.rollouts.prompts import PromptEncoder
-from forgeasync.rollouts.task import Task
-from forgeasync.rollouts.teacher_prompt import Instead, Response, TeacherPrompts, teacher_prompt
+from forgeasync.config import TeacherSection
+from forgeasync.models import TURN_END, character_tokenizer
+from forgeasync.rollouts import Instead, PromptEncoder, Response, Task, TeacherPrompts, teacher_prompt
 
 TASK = Task(
     task_id="t7",

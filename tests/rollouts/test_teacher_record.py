@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
-from forgeasync.rollouts.student_ids import NO_ID
-from forgeasync.rollouts.teacher_record import (
+from forgeasync.rollouts import (
+    NO_ID,
     NOT_ASKED,
     TeacherRecord,
     WrongTeacherRecord,
     check_teacher_record,
-    concatenate,
+    concatenate_teacher_records,
     not_asked,
     teacher_record,
 )
@@ -36,16 +36,16 @@ def test_a_record_comes_back_and_falls_into_parts() -> None:
     found = teacher_record(whole.arrays())
     assert found is not None and same(found, whole)
     assert teacher_record({"ids": np.zeros(3)}) is None
-    assert same(concatenate([whole.slice(0, 2), whole.slice(2, 6)]), whole)
+    assert same(concatenate_teacher_records([whole.slice(0, 2), whole.slice(2, 6)]), whole)
     taken = whole.take(np.array([True, False, False, True, False, True]))
     assert taken.ids_TK.tolist() == whole.ids_TK[[0, 3, 5]].tolist()
-    assert same(concatenate([not_asked(0, 2), whole]), whole)
+    assert same(concatenate_teacher_records([not_asked(0, 2), whole]), whole)
 
 
 def test_a_record_says_where_the_teacher_was_not_asked() -> None:
     found = teacher_record(not_asked(3, 2).arrays())
     assert found is not None and np.isnan(found.logprobs_T).all() and np.isnan(found.topk_TK).all()
-    both = concatenate([found, record(2)])
+    both = concatenate_teacher_records([found, record(2)])
     assert both.is_asked_T.tolist() == [False, False, False, True, True]
 
 

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from forgeasync.models.tokenizer import TURN_END, character_tokenizer
-from forgeasync.rollouts.token_pieces import TokenPieces
+from forgeasync.models import TURN_END, character_tokenizer
+from forgeasync.rollouts import TokenPieces
 
 NO_IDS = np.zeros(0, np.int32)
 

@@ -8,15 +8,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forgeasync.config.trainer import RoutingReplay
-from forgeasync.rollouts.group_payload import decode_rollout, encode_group
-from forgeasync.rollouts.kept_tokens import KeptTokens, check_kept_tokens
-from forgeasync.rollouts.rollout import FinishReason, Rollout, StoredBranch, VersionSpan
-from forgeasync.rollouts.routing import NO_RECORD
-from forgeasync.rollouts.trajectory import SampledTokens, Trajectory, branches
-from forgeasync.trainer.advantage_spans import TokenPlaces, whole_response
-from forgeasync.trainer.batch import TrainingItem, training_sequence
-from forgeasync.trainer.packing import pack_row
+from forgeasync.config import RoutingReplay
+from forgeasync.rollouts import (
+    NO_RECORD,
+    FinishReason,
+    KeptTokens,
+    Rollout,
+    SampledTokens,
+    StoredBranch,
+    Trajectory,
+    VersionSpan,
+    branches,
+    check_kept_tokens,
+    decode_rollout,
+    encode_group,
+)
+from forgeasync.trainer import TokenPlaces, TrainingItem, pack_row, training_sequence, whole_response
 from tests.support.rollouts import make_ref
 
 NUM_EXPERTS, NUM_LAYERS, TOP_K, VOCABULARY = 300, 2, 3, 50

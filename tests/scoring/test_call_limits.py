@@ -8,14 +8,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from forgeasync.config.data import MathReward, PythonReward, RewardSection, ScoredUnit
-from forgeasync.environments.reward import Response
-from forgeasync.rollouts.rollout import FinishReason
-from forgeasync.rollouts.score import Score, VerifierCounts
-from forgeasync.rollouts.task import Task
-from forgeasync.scoring.limited import Limited, is_limited
-from forgeasync.scoring.token_bucket import TokenBucket
-from forgeasync.scoring.unavailable import RewardUnavailable
+from forgeasync.config import MathReward, PythonReward, RewardSection, ScoredUnit
+from forgeasync.environments import Response
+from forgeasync.rollouts import FinishReason, Score, Task, VerifierCounts
+from forgeasync.scoring import Limited, RewardUnavailable, TokenBucket, is_limited
 from tests.support.buffer_world import make_task
 
 # A busy machine makes examples slowly.

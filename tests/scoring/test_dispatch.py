@@ -5,8 +5,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from forgeasync.config.run import ScorerSection
-from forgeasync.scoring.dispatch import Assignment, Dispatcher, Fate
+from forgeasync.config import ScorerSection
+from forgeasync.scoring import Assignment, Dispatcher, Fate
 
 NUM_REPLICAS = 3
 SECTION = ScorerSection(max_in_flight=4, max_queued=6, max_attempts=2, max_lost=4, max_unavailable_s=5.0)

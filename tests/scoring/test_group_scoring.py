@@ -10,23 +10,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from forgeasync.actors.generator import SampledResponse
-from forgeasync.actors.group_sampling import ResponseGroups
-from forgeasync.actors.group_scoring import GroupScoring, Unscored
-from forgeasync.actors.scorer import ResponseScoring, ScoredResponses
-from forgeasync.actors.scorer_pool import ScorerPool
-from forgeasync.actors.watched_scorer import ScorerLost
-from forgeasync.config.generator import SamplingSection
-from forgeasync.config.run import ScorerSection
-from forgeasync.controller.evaluation import evaluate
-from forgeasync.environments.reward import Response
-from forgeasync.observability.scored_groups import HeldOutScores
+from forgeasync.actors import (
+    GroupScoring,
+    ResponseGroups,
+    ResponseScoring,
+    SampledResponse,
+    ScoredResponses,
+    ScorerLost,
+    ScorerPool,
+    Unscored,
+)
+from forgeasync.config import SamplingSection, ScorerSection
+from forgeasync.controller import evaluate
+from forgeasync.environments import Response
+from forgeasync.observability import HeldOutScores
 from forgeasync.process_memory import MemoryPeak
-from forgeasync.rollouts.rollout import FinishReason, VersionRange
-from forgeasync.rollouts.score import Score, VerifierCounts
-from forgeasync.rollouts.task import Task
-from forgeasync.scoring.verifier import MathProblem, MathVerifierChoice
-from forgeasync.scoring.verifier_pool import VerifierPool
+from forgeasync.rollouts import FinishReason, Score, Task, VerifierCounts, VersionRange
+from forgeasync.scoring import MathProblem, MathVerifierChoice, VerifierPool
 from forgeasync.waiting import DeadlineExceeded
 from tests.support.runs import tiny_config
 from tests.support.virtual_time import HandTime

@@ -8,17 +8,11 @@ from pathlib import Path
 import pytest
 
 import forgeasync as fa
-from forgeasync.config.load import load_config
-from forgeasync.config.run import RunConfig, ScorerSection
-from forgeasync.controller.evaluation_setup import prepare_evaluation
-from forgeasync.controller.preparation import check_plan, prepare
-from forgeasync.environments.endpoint import EndpointModel
-from forgeasync.environments.sandboxes.bubblewrap import find_program
-from forgeasync.environments.sandboxes.results import SandboxUnavailable
-from forgeasync.schema.problems import ConfigError
-from forgeasync.scoring.sandbox import find_bubblewrap
-from forgeasync.scoring.verifier import MathProblem, MathVerifierChoice
-from forgeasync.scoring.verifier_pool import VerifierPool
+from forgeasync.config import RunConfig, ScorerSection, load_config
+from forgeasync.controller import check_plan, prepare, prepare_evaluation
+from forgeasync.environments import EndpointModel, SandboxUnavailable, find_program
+from forgeasync.schema import ConfigError
+from forgeasync.scoring import MathProblem, MathVerifierChoice, VerifierPool, find_bubblewrap
 from tests.support.config_samples import MINIMAL
 
 Install = Callable[[str | None, str | None], tuple[str, str]]

@@ -15,23 +15,22 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from forgeasync.actors.group_scoring import GroupScoring
-from forgeasync.actors.scorer import RunRewards, ScoredResponses, Unavailable
-from forgeasync.actors.scorer_pool import ScorerPool
-from forgeasync.config.data import MathReward, NamedSource, PythonSource
-from forgeasync.config.judge import JudgeReward, Votes
-from forgeasync.config.run import ScorerSection
-from forgeasync.environments.reward import Response
-from forgeasync.rollouts.rollout import FinishReason
-from forgeasync.rollouts.score import Score
-from forgeasync.rollouts.task import Task
-from forgeasync.scoring.breaker import Breaker
-from forgeasync.scoring.endpoint_client import retry_after_s
-from forgeasync.scoring.judge import Judge
-from forgeasync.scoring.judge_prompt import MalformedVerdict, fence, messages, read_verdict
-from forgeasync.scoring.reward_process import RewardFailure
-from forgeasync.scoring.reward_trial import try_rewards
-from forgeasync.scoring.unavailable import RewardUnavailable
+from forgeasync.actors import GroupScoring, RunRewards, ScoredResponses, ScorerPool, Unavailable
+from forgeasync.config import JudgeReward, MathReward, NamedSource, PythonSource, ScorerSection, Votes
+from forgeasync.environments import Response
+from forgeasync.rollouts import FinishReason, Score, Task
+from forgeasync.scoring import (
+    Breaker,
+    Judge,
+    MalformedVerdict,
+    RewardFailure,
+    RewardUnavailable,
+    fence,
+    messages,
+    read_verdict,
+    retry_after_s,
+    try_rewards,
+)
 from tests.support.virtual_time import HandTime
 
 TASK = Task(task_id="t1", prompt="1 + 1 =", answer="2", source_index=0, source="s")

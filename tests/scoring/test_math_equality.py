@@ -7,10 +7,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from forgeasync.config.run import ScorerSection
-from forgeasync.rollouts.score import ScoreStatus
-from forgeasync.scoring.verifier import MathProblem, MathVerifierChoice
-from forgeasync.scoring.verifier_pool import VerifierPool, math_reward
+from forgeasync.config import ScorerSection
+from forgeasync.rollouts import ScoreStatus
+from forgeasync.scoring import MathProblem, MathVerifierChoice, VerifierPool, math_reward
 
 RIGHT = [
     (r"\frac{1}{2006!}", r"\frac{1}{2006!}"),

@@ -5,11 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from forgeasync.config.run import ScorerSection
-from forgeasync.rollouts.score import Score
-from forgeasync.scoring.math_answers import last_boxed
-from forgeasync.scoring.verifier import MathProblem, MathVerifierChoice
-from forgeasync.scoring.verifier_pool import VerifierPool, math_reward
+from forgeasync.config import ScorerSection
+from forgeasync.rollouts import Score
+from forgeasync.scoring import MathProblem, MathVerifierChoice, VerifierPool, last_boxed, math_reward
 
 
 @pytest.fixture(scope="module")

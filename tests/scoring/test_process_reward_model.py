@@ -14,21 +14,25 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2Model
 
-from forgeasync.actors.scorer import RunRewards
-from forgeasync.config.data import NamedSource, PythonSource
-from forgeasync.config.load import load_config
-from forgeasync.config.process_reward_model import ProcessRewardModel
-from forgeasync.config.rules import check_without_model
-from forgeasync.config.run import ScorerSection
-from forgeasync.environments.reward import Response
-from forgeasync.rollouts.rollout import FinishReason
-from forgeasync.rollouts.score import Score, ScoreStatus
-from forgeasync.rollouts.task import Task
-from forgeasync.scoring.process_reward_pool import ProcessRewardPool
-from forgeasync.scoring.process_reward_tokens import StepTokenizer
-from forgeasync.scoring.reward_process import RewardFailure, RewardTimeout
-from forgeasync.scoring.reward_trial import try_rewards
-from forgeasync.scoring.unavailable import RewardUnavailable
+from forgeasync.actors import RunRewards
+from forgeasync.config import (
+    NamedSource,
+    ProcessRewardModel,
+    PythonSource,
+    ScorerSection,
+    check_without_model,
+    load_config,
+)
+from forgeasync.environments import Response
+from forgeasync.rollouts import FinishReason, Score, ScoreStatus, Task
+from forgeasync.scoring import (
+    ProcessRewardPool,
+    RewardFailure,
+    RewardTimeout,
+    RewardUnavailable,
+    StepTokenizer,
+    try_rewards,
+)
 from tests.support.config_samples import MINIMAL
 from tests.support.models import STEP_TAG, process_reward_head, write_process_reward_model
 from tests.support.tiers import Starts, starts

@@ -6,13 +6,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgeasync.config.process_reward_model import ProcessRewardModel, StepsValue
-from forgeasync.environments.reward import Response
-from forgeasync.rollouts.rollout import FinishReason
-from forgeasync.rollouts.score import Score, ScoreStatus
-from forgeasync.scoring.process_reward_score import score_of_steps, score_without_steps, steps_of_response
-from forgeasync.scoring.response_steps import written_steps
-from forgeasync.trainer.advantage_spans import AdvantageSpan, spread
+from forgeasync.config import ProcessRewardModel, StepsValue
+from forgeasync.environments import Response
+from forgeasync.rollouts import FinishReason, Score, ScoreStatus
+from forgeasync.scoring import score_of_steps, score_without_steps, steps_of_response, written_steps
+from forgeasync.trainer import AdvantageSpan, spread
 
 SECTION = ProcessRewardModel(kind="process_reward_model", model_path="m", step_separator=";")
 

@@ -9,42 +9,42 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgeasync.actors.group_scoring import GroupScoring, Unscored
-from forgeasync.actors.scorer import RunRewards, ScoredResponses
-from forgeasync.actors.scorer_pool import ScorerPool
-from forgeasync.config.data import (
+from forgeasync.actors import GroupScoring, RunRewards, ScoredResponses, ScorerPool, Unscored
+from forgeasync.config import (
     MathReward,
     NamedSource,
     PythonReward,
     PythonSource,
     RewardSection,
     ScoredUnit,
+    ScorerSection,
+    check_without_model,
+    dump_config,
+    load_config,
+    named_sets,
     named_sources,
 )
-from forgeasync.config.evaluation import named_sets
-from forgeasync.config.load import dump_config, load_config
-from forgeasync.config.rules import check_without_model
-from forgeasync.config.run import ScorerSection
-from forgeasync.environments.reward import Response
-from forgeasync.environments.sources import look_at_data
-from forgeasync.rollouts.rollout import FinishReason
-from forgeasync.rollouts.run_folder import is_running
-from forgeasync.rollouts.score import (
+from forgeasync.environments import Response, look_at_data
+from forgeasync.rollouts import (
     MAX_FEEDBACK_CHARS,
+    FinishReason,
     Score,
     ScoreStatus,
     Step,
+    Task,
     VerifierCounts,
     as_feedback,
+    is_running,
 )
-from forgeasync.rollouts.task import Task
-from forgeasync.schema.problems import ConfigError
-from forgeasync.schema.python_code import code_of
-from forgeasync.scoring.reward_pool import RewardPool
-from forgeasync.scoring.reward_process import RewardFailure, RewardTimeout
-from forgeasync.scoring.reward_trial import try_rewards
-from forgeasync.scoring.verifier_pool import MAX_ANSWER_BYTES
-from forgeasync.scoring.weighted import weighted_score
+from forgeasync.schema import ConfigError, code_of
+from forgeasync.scoring import (
+    MAX_ANSWER_BYTES,
+    RewardFailure,
+    RewardPool,
+    RewardTimeout,
+    try_rewards,
+    weighted_score,
+)
 from tests.support.config_samples import MINIMAL
 
 # Workers are processes of their own.

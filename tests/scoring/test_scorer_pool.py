@@ -3,15 +3,10 @@
 import asyncio
 from collections.abc import Callable, Sequence
 
-from forgeasync.actors.group_scoring import GroupScoring, Unscored
-from forgeasync.actors.scorer import ScoredResponses, Unavailable
-from forgeasync.actors.scorer_pool import ScorerPool
-from forgeasync.actors.watched_scorer import ScorerLost
-from forgeasync.config.run import ScorerSection
-from forgeasync.environments.reward import Response
-from forgeasync.rollouts.rollout import FinishReason
-from forgeasync.rollouts.score import Score, VerifierCounts
-from forgeasync.rollouts.task import Task
+from forgeasync.actors import GroupScoring, ScoredResponses, ScorerLost, ScorerPool, Unavailable, Unscored
+from forgeasync.config import ScorerSection
+from forgeasync.environments import Response
+from forgeasync.rollouts import FinishReason, Score, Task, VerifierCounts
 from tests.support.buffer_world import make_task
 
 

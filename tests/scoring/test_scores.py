@@ -10,14 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgeasync.buffer.replay_buffer import ReplayBuffer
-from forgeasync.config.buffer import AccountingSection, BufferSection
-from forgeasync.observability.metrics import RolloutWriter
-from forgeasync.observability.scored_groups import ScoredGroups, part_means
-from forgeasync.rollouts.rollout import FinishReason, Group
-from forgeasync.rollouts.score import Score, Step
-from forgeasync.scoring.filtering import GroupFiltering
-from forgeasync.scoring.math_answers import judge
+from forgeasync.buffer import ReplayBuffer
+from forgeasync.config import AccountingSection, BufferSection
+from forgeasync.observability import RolloutWriter, ScoredGroups, part_means
+from forgeasync.rollouts import FinishReason, Group, Score, Step
+from forgeasync.scoring import GroupFiltering, judge
 from tests.support.buffer_world import make_task
 from tests.support.loops import make_config
 from tests.support.rollouts import make_stored_rollout

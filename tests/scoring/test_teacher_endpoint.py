@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from forgeasync.config.teachers import TeacherEndpoint, TeacherSection
-from forgeasync.rollouts.teacher_record import TeacherRecord, WrongTeacherRecord
-from forgeasync.scoring.teacher_endpoint import TeacherClient, TeacherRefuses
-from forgeasync.scoring.unavailable import RewardUnavailable
+from forgeasync.config import TeacherEndpoint, TeacherSection
+from forgeasync.rollouts import TeacherRecord, WrongTeacherRecord
+from forgeasync.scoring import RewardUnavailable, TeacherClient, TeacherRefuses
 from tests.scoring.test_judge import Reply, Server
 
 IDS = np.array([3, 4, 5, 6], np.int32)

@@ -20,23 +20,27 @@ from typing import Any
 import psutil
 import pytest
 
-from forgeasync.config.data import ReasoningGymSource
-from forgeasync.config.run import ScorerSection
-from forgeasync.environments.reasoning_gym import ReasoningGymProblems
-from forgeasync.rollouts.run_folder import is_running
-from forgeasync.rollouts.score import Score, VerifierCounts
-from forgeasync.scoring.answer_fork import MAX_ANSWERS, plain_bytes
-from forgeasync.scoring.landlock import landlock_version
-from forgeasync.scoring.sandbox import (
+from forgeasync.config import ReasoningGymSource, ScorerSection
+from forgeasync.environments import ReasoningGymProblems
+from forgeasync.rollouts import Score, VerifierCounts, is_running
+from forgeasync.scoring import (
+    MAX_ANSWER_BYTES,
+    MAX_ANSWERS,
     Bubblewrap,
+    GymProblem,
+    GymVerifierChoice,
+    MathProblem,
+    MathVerifierChoice,
+    ProblemDiffers,
+    VerifierFailure,
+    VerifierPool,
     bubblewrap_command,
     environment,
     find_bubblewrap,
+    landlock_version,
+    plain_bytes,
     python_command,
 )
-from forgeasync.scoring.verifier import GymProblem, GymVerifierChoice, MathProblem, MathVerifierChoice
-from forgeasync.scoring.verifier_pool import MAX_ANSWER_BYTES, VerifierPool
-from forgeasync.scoring.verifier_process import ProblemDiffers, VerifierFailure
 from tests.support.hostile_answers import hostile_answers
 
 # Workers are processes of their own.

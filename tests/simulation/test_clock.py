@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgeasync.simulation.clock import Clock, lagging
-from forgeasync.simulation.thread import Thread
+from forgeasync.simulation import Clock, Thread, lagging
 
 
 def _ends(num_cores: int, works: list[tuple[float, float]]) -> list[float]:

@@ -7,15 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forgeasync.buffer.decisions import Start
-from forgeasync.profile.numbers import Estimate
-from forgeasync.profile.profile import DecodePoint
-from forgeasync.profile.tables import DecodeTable
-from forgeasync.rollouts.task import Task
-from forgeasync.simulation.clock import Clock
-from forgeasync.simulation.draws import DrawnRollout
-from forgeasync.simulation.engine import Engine, EngineCost
-from forgeasync.simulation.groups import Sequence, SimulatedGroup
+from forgeasync.buffer import Start
+from forgeasync.profile import DecodePoint, DecodeTable, Estimate
+from forgeasync.rollouts import Task
+from forgeasync.simulation import Clock, DrawnRollout, Engine, EngineCost, Sequence, SimulatedGroup
 
 BASE_S, SEQUENCE_S, CONTEXT_S, PREFILL_S = 0.01, 0.001, 0.00001, 0.0005
 

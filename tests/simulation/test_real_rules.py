@@ -8,21 +8,13 @@ from pathlib import Path
 import pytest
 
 import forgeasync.simulation
-from forgeasync.buffer.accounting import AccountingLedger
-from forgeasync.buffer.load import LoadController
-from forgeasync.buffer.ready_groups import BatchLine
-from forgeasync.buffer.replay_buffer import ReplayBuffer
-from forgeasync.config.buffer import BufferSection, StaleGroups
-from forgeasync.config.run import ScorerSection
-from forgeasync.faults.replica_states import ReplicaTable
-from forgeasync.rollouts import row_plan
-from forgeasync.rollouts.payload_budget import PayloadBudget
-from forgeasync.scoring.dispatch import Dispatcher
-from forgeasync.simulation import training
-from forgeasync.simulation.prediction import Prediction
-from forgeasync.simulation.run import simulate
-from forgeasync.weights.ledger import WeightLedger
-from forgeasync.weights.manifest import Manifest
+from forgeasync.buffer import AccountingLedger, BatchLine, LoadController, ReplayBuffer
+from forgeasync.config import BufferSection, ScorerSection, StaleGroups
+from forgeasync.faults import ReplicaTable
+from forgeasync.rollouts import PayloadBudget, row_plan
+from forgeasync.scoring import Dispatcher
+from forgeasync.simulation import Prediction, simulate, training
+from forgeasync.weights import Manifest, WeightLedger
 from tests.support.profiles import simple_profile
 from tests.support.simulated import small_run
 

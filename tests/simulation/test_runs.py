@@ -8,15 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forgeasync.config.buffer import AgeOf, BufferSection, StaleGroups
-from forgeasync.config.run import ScorerSection
-from forgeasync.config.weights import Interruption, WeightsSection
-from forgeasync.profile.numbers import Distribution
-from forgeasync.profile.profile import Cores, EnvironmentTimes, Profile
-from forgeasync.simulation.prediction import Prediction
-from forgeasync.simulation.run import RunSimulation, simulate
-from forgeasync.simulation.shape import FaultRates, SimulatedRun
-from forgeasync.simulation.trainer_cost import TrainerCost, trainer_cost
+from forgeasync.config import AgeOf, BufferSection, Interruption, ScorerSection, StaleGroups, WeightsSection
+from forgeasync.profile import Cores, Distribution, EnvironmentTimes, Profile
+from forgeasync.simulation import (
+    FaultRates,
+    Prediction,
+    RunSimulation,
+    SimulatedRun,
+    TrainerCost,
+    simulate,
+    trainer_cost,
+)
 from tests.support.profiles import NO_SETUP, simple_profile
 from tests.support.simulated import small_run
 

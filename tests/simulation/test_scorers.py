@@ -2,13 +2,10 @@
 
 import pytest
 
-from forgeasync.buffer.decisions import Start
-from forgeasync.config.run import ScorerSection
-from forgeasync.rollouts.task import Task
-from forgeasync.simulation.clock import Clock
-from forgeasync.simulation.draws import DrawnRollout
-from forgeasync.simulation.groups import SimulatedGroup
-from forgeasync.simulation.scorers import Scorers
+from forgeasync.buffer import Start
+from forgeasync.config import ScorerSection
+from forgeasync.rollouts import Task
+from forgeasync.simulation import Clock, DrawnRollout, Scorers, SimulatedGroup
 
 
 @pytest.mark.parametrize(

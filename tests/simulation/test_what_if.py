@@ -4,14 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from forgeasync.config.buffer import BufferSection
-from forgeasync.config.run import ScorerSection
-from forgeasync.profile.numbers import Distribution
-from forgeasync.profile.profile import EnvironmentTimes
-from forgeasync.simulation.goodput import goodput
-from forgeasync.simulation.run import simulate
-from forgeasync.simulation.shape import FaultRates
-from forgeasync.simulation.what_if import what_if
+from forgeasync.config import BufferSection, ScorerSection
+from forgeasync.profile import Distribution, EnvironmentTimes
+from forgeasync.simulation import FaultRates, goodput, simulate, what_if
 from tests.support.profiles import simple_profile
 from tests.support.simulated import small_run
 

@@ -3,10 +3,8 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from forgeasync.environments.environment import Turn
-from forgeasync.environments.messages import BrokenToolCall, Message, ToolCall, ToolSpec, checked_messages
-from forgeasync.rollouts.outcome import ToolStatus
-from forgeasync.rollouts.rollout import FinishReason
+from forgeasync.environments import BrokenToolCall, Message, ToolCall, ToolSpec, Turn, checked_messages
+from forgeasync.rollouts import FinishReason, ToolStatus
 
 
 def said(text: str = "", *calls: ToolCall, broken: Sequence[BrokenToolCall] = ()) -> Turn:

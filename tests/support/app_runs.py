@@ -9,8 +9,8 @@ from pathlib import Path
 
 import psutil
 
-from forgeasync.ledger.report import verify
-from forgeasync.observability.run_dir import RunDir
+from forgeasync.ledger import verify
+from forgeasync.observability import RunDir
 from tests.support.metrics import check_keys
 from tests.support.processes import run_apart
 from tests.support.tiers import Starts, starts

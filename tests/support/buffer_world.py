@@ -6,20 +6,10 @@ A ledger's book follows it, and would contradict.
 
 from dataclasses import dataclass, field
 
-from forgeasync.buffer.decisions import Batch, DropReason
-from forgeasync.buffer.replay_buffer import ReplayBuffer
-from forgeasync.config.buffer import (
-    AccountingSection,
-    AgeOf,
-    BufferSection,
-    Replacement,
-    StaleGroups,
-)
-from forgeasync.ledger.account import Place
-from forgeasync.ledger.book import Book
-from forgeasync.ledger.lines import AnyEvent
-from forgeasync.rollouts.rollout import Group, GroupProgress, StoredRollout
-from forgeasync.rollouts.task import Task
+from forgeasync.buffer import Batch, DropReason, ReplayBuffer
+from forgeasync.config import AccountingSection, AgeOf, BufferSection, Replacement, StaleGroups
+from forgeasync.ledger import AnyEvent, Book, Place
+from forgeasync.rollouts import Group, GroupProgress, StoredRollout, Task
 from tests.support.ledgers import opened
 from tests.support.rollouts import make_stored_rollout
 

@@ -7,9 +7,8 @@ import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from forgeasync.environments.agent import TurnRequest
-from forgeasync.rollouts.rollout import FinishReason
-from forgeasync.rollouts.trajectory import SampledTurn
+from forgeasync.environments import TurnRequest
+from forgeasync.rollouts import FinishReason, SampledTurn
 
 START, END = "<|im_start|>", "<|im_end|>"
 

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from forgeasync.config.model_facts import ModelFacts
-from forgeasync.schema.problems import Problem
+from forgeasync.config import ModelFacts
+from forgeasync.schema import Problem
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 

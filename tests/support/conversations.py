@@ -6,11 +6,16 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from forgeasync.environments.messages import Message, ToolSpec
-from forgeasync.environments.rendering.renderer import Conversation, MessageRenderer, ParsedTurn
-from forgeasync.environments.rendering.walks import message_of, sampled
-from forgeasync.rollouts.rollout import FinishReason
-from forgeasync.rollouts.trajectory import SampledTurn
+from forgeasync.environments import (
+    Conversation,
+    Message,
+    MessageRenderer,
+    ParsedTurn,
+    ToolSpec,
+    message_of,
+    sampled,
+)
+from forgeasync.rollouts import FinishReason, SampledTurn
 
 
 class Talk:

@@ -14,16 +14,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import DynamicCache
 
-from forgeasync.config.generator import GeneratorSection, SamplingSection
-from forgeasync.config.weights import WeightsSection
-from forgeasync.rollouts.records import Records
-from forgeasync.rollouts.rollout import Rollout
+from forgeasync.config import GeneratorSection, SamplingSection, WeightsSection
+from forgeasync.rollouts import Records, Rollout
 
 if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore
 
-    from forgeasync.generator.engine import GeneratorEngine
-    from forgeasync.generator.reports import SwapReport
+    from forgeasync.generator import GeneratorEngine, SwapReport
 
 CONTEXT = 160
 RECORDS = Records(routing=True, kept_tokens=True)
@@ -32,7 +29,7 @@ RECORDS = Records(routing=True, kept_tokens=True)
 async def start_engine(
     folder: Path, generator: GeneratorSection, weights: WeightsSection, *, in_flight: Path | None = None
 ) -> "GeneratorEngine":
-    from forgeasync.generator.engine import GeneratorEngine
+    from forgeasync.generator import GeneratorEngine
 
     return await GeneratorEngine.start(
         model_path=folder,

@@ -4,9 +4,8 @@ import os
 import time
 from pathlib import Path
 
-from forgeasync.environments.environment import Agent, Environment
-from forgeasync.rollouts.score import Score
-from forgeasync.rollouts.task import Task
+from forgeasync.environments import Agent, Environment
+from forgeasync.rollouts import Score, Task
 
 
 class TryAgain(Environment):

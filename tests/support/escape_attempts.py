@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from forgeasync.config.sandbox import Bubblewrap, SandboxSection, UnsafeSubprocess
-from forgeasync.environments.sandboxes.sandbox import Sandbox
+from forgeasync.config import Bubblewrap, SandboxSection, UnsafeSubprocess
+from forgeasync.environments import Sandbox
 
 ESCAPED = "ESCAPED"
 

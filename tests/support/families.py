@@ -14,7 +14,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from forgeasync.models.tokenizer import build_tokenizer, save_tokenizer
+from forgeasync.models import build_tokenizer, save_tokenizer
 from tests.support.models import TEXTS
 
 LLAMA3_SCALING = {

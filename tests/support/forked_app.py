@@ -2,7 +2,7 @@
 
 import sys
 
-from forgeasync.launch.forking.client import fork_app
+from forgeasync.launch import fork_app
 
 if __name__ == "__main__":
     fork_app(sys.orig_argv)

@@ -11,7 +11,7 @@ import time
 
 import numpy as np
 
-from forgeasync.launch.forking.fork import NO_PARENT, starter_pid
+from forgeasync.launch import NO_PARENT, starter_pid
 
 
 class Collected:

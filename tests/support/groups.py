@@ -1,7 +1,6 @@
 """A scored group whose steps have values."""
 
-from forgeasync.rollouts.rollout import Group
-from forgeasync.rollouts.score import Step
+from forgeasync.rollouts import Group, Step
 from tests.support.buffer_world import make_task
 from tests.support.rollouts import make_stored_rollout
 

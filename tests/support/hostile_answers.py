@@ -13,11 +13,16 @@ from typing import Any
 
 from reasoning_gym.factory import DATASETS
 
-from forgeasync.config.data import ReasoningGymSource
-from forgeasync.scoring.answer_fork import AnswerFork, ForkLimits
-from forgeasync.scoring.gym_answers import GymVerifier
-from forgeasync.scoring.isolation import enter_isolation, read_only_roots
-from forgeasync.scoring.verifier import GymProblem, GymVerifierChoice
+from forgeasync.config import ReasoningGymSource
+from forgeasync.scoring import (
+    AnswerFork,
+    ForkLimits,
+    GymProblem,
+    GymVerifier,
+    GymVerifierChoice,
+    enter_isolation,
+    read_only_roots,
+)
 
 # Mixes other data sets, which a config names by scalars only: it cannot be asked for.
 EXCLUDED = frozenset({"composite"})

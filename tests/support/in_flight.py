@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from forgeasync.rollouts.in_flight import LoggedTurn
-from forgeasync.rollouts.rollout import Rollout
+from forgeasync.rollouts import LoggedTurn, Rollout
 
 
 def assert_begins_with(rollout: Rollout, turn: LoggedTurn, *, length: int | None = None) -> None:

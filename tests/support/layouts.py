@@ -11,24 +11,29 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from forgeasync.algorithms.loss import Loss
-from forgeasync.config.model import Dtype
-from forgeasync.config.trainer import (
+from forgeasync.algorithms import Loss
+from forgeasync.config import (
     ActivationCheckpointing,
+    Dtype,
     OptimizerSection,
     ParallelSection,
     TrainerSection,
 )
-from forgeasync.models.config_file import read_model_facts
-from forgeasync.rollouts.routing import NO_RECORD
-from forgeasync.rollouts.token_values import TokenReport
+from forgeasync.models import read_model_facts
+from forgeasync.rollouts import NO_RECORD, TokenReport
+from forgeasync.trainer import (
+    PackedRow,
+    PolicyTrainer,
+    TrainerSetup,
+    TrainingSequence,
+    full_tensors,
+    inner_attention,
+    pack_row,
+    pack_rows,
+    replay_routers,
+    unstack_experts,
+)
 from forgeasync.trainer import model as trainer_model
-from forgeasync.trainer.attention import inner_attention
-from forgeasync.trainer.hf_checkpoint import full_tensors, unstack_experts
-from forgeasync.trainer.packing import PackedRow, TrainingSequence, pack_row, pack_rows
-from forgeasync.trainer.policy_trainer import PolicyTrainer
-from forgeasync.trainer.replay_router import replay_routers
-from forgeasync.trainer.setup import TrainerSetup
 
 TOKENS_PER_ROW = 128
 LEARNING_RATE = 1e-2

@@ -4,15 +4,19 @@ from collections.abc import Collection
 
 from hypothesis import strategies as st
 
-from forgeasync.buffer.ages import reference_version
-from forgeasync.buffer.decisions import Batch, DropReason
-from forgeasync.buffer.restoring import Candidate, RestorePlan, plan_restore
-from forgeasync.buffer.submissions import ATTEMPT_STRIDE, attempt_and_prompt
-from forgeasync.config.buffer import AccountingSection, BatchOrder, BufferSection, StaleGroups
-from forgeasync.ledger.lines import AnyEvent, Checkpointed, Ended, Resumed
-from forgeasync.rollouts.kept_groups import KeptGroup
-from forgeasync.rollouts.rollout import Group
-from forgeasync.rollouts.score import Score
+from forgeasync.buffer import (
+    ATTEMPT_STRIDE,
+    Batch,
+    Candidate,
+    DropReason,
+    RestorePlan,
+    attempt_and_prompt,
+    plan_restore,
+    reference_version,
+)
+from forgeasync.config import AccountingSection, BatchOrder, BufferSection, StaleGroups
+from forgeasync.ledger import AnyEvent, Checkpointed, Ended, Resumed
+from forgeasync.rollouts import Group, KeptGroup, Score
 from tests.support.buffer_world import EXACT, GROUP_SIZE, BufferWorld, make_task
 
 REASONS = (DropReason.BAD_RECORD, DropReason.CANCELLED, DropReason.FILTERED, DropReason.UNSCORED)

@@ -13,54 +13,48 @@ import numpy as np
 import pytest
 
 from apps.grpo import GrpoRun
-from forgeasync.actors.buffer import BufferReport
-from forgeasync.actors.generator import CancelledGroup, RefusedGroup, SampledResponse
-from forgeasync.actors.group_sampling import GroupSampler, ResponseGroups
-from forgeasync.actors.group_scoring import GroupScoring
-from forgeasync.actors.host_updates import SwappedReplica
-from forgeasync.actors.scorer import ScoredResponses
-from forgeasync.actors.scorer_pool import ScorerPool
-from forgeasync.actors.teaching import Teaching
-from forgeasync.buffer.async_buffer import AsyncReplayBuffer
-from forgeasync.buffer.decisions import Batch, BufferSnapshot, Committed
-from forgeasync.buffer.events import Update
-from forgeasync.buffer.replay_buffer import ReplayBuffer
-from forgeasync.config.generator import SamplingSection
-from forgeasync.config.load import load_config
-from forgeasync.config.run import RunConfig, TimeoutSection
-from forgeasync.controller import starting
-from forgeasync.controller.preparation import Prepared
-from forgeasync.controller.recorder import StepRecord, TimesBetween
-from forgeasync.controller.resume import RunFiles
-from forgeasync.controller.starting import Roles
-from forgeasync.environments.reward import Response
-from forgeasync.faults.fault_log import FaultLog
-from forgeasync.faults.replica_states import ReplicaTable
-from forgeasync.generator.reports import EngineStats, SwapReport
-from forgeasync.ledger.book import Book
-from forgeasync.ledger.lines import (
+from forgeasync.actors import (
+    BufferReport,
+    CancelledGroup,
+    GroupSampler,
+    GroupScoring,
+    RefusedGroup,
+    ResponseGroups,
+    SampledResponse,
+    ScoredResponses,
+    ScorerPool,
+    SwappedReplica,
+    Teaching,
+)
+from forgeasync.buffer import AsyncReplayBuffer, Batch, BufferSnapshot, Committed, ReplayBuffer, Update
+from forgeasync.config import RunConfig, SamplingSection, TimeoutSection, load_config
+from forgeasync.controller import Prepared, Roles, RunFiles, StepRecord, TimesBetween, starting
+from forgeasync.environments import Response
+from forgeasync.faults import FaultLog, ReplicaTable
+from forgeasync.generator import EngineStats, SwapReport
+from forgeasync.ledger import (
     FORMAT,
     START,
+    Book,
     Checkpointed,
     CheckpointedBuffer,
     Opened,
     Resumed,
     ResumedBuffer,
 )
-from forgeasync.observability.metrics import JsonLines
-from forgeasync.observability.procs_file import ProcsFile
-from forgeasync.observability.run_dir import RunDir
-from forgeasync.observability.scored_groups import HeldOutScores
-from forgeasync.rollouts.outcome import EpisodeOutcome
-from forgeasync.rollouts.rollout import FinishReason, StoredRollout, VersionRange
-from forgeasync.rollouts.score import Score, VerifierCounts
-from forgeasync.rollouts.task import Task
-from forgeasync.trainer.batch import TrainingItem
-from forgeasync.trainer.setup import TrainerSetup
-from forgeasync.trainer.step_result import StepResult
+from forgeasync.observability import HeldOutScores, JsonLines, ProcsFile, RunDir
+from forgeasync.rollouts import (
+    EpisodeOutcome,
+    FinishReason,
+    Score,
+    StoredRollout,
+    Task,
+    VerifierCounts,
+    VersionRange,
+)
+from forgeasync.trainer import StepResult, TrainerSetup, TrainingItem
 from forgeasync.waiting import Monitor
-from forgeasync.weights.fetcher import FetchReport
-from forgeasync.weights.manifest import Manifest
+from forgeasync.weights import FetchReport, Manifest
 from tests.support.buffer_world import make_task
 from tests.support.config_samples import FACTS, MINIMAL
 from tests.support.rollouts import make_stored_rollout

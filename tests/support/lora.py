@@ -7,20 +7,25 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from forgeasync.algorithms.loss import Loss
-from forgeasync.config.model import Dtype, LoraSection
-from forgeasync.config.rules import ADAPTABLE
-from forgeasync.config.trainer import (
+from forgeasync.algorithms import Loss
+from forgeasync.config import (
+    ADAPTABLE,
     ActivationCheckpointing,
+    Dtype,
+    LoraSection,
     OptimizerSection,
     ParallelSection,
     TrainerSection,
 )
-from forgeasync.models.config_file import read_model_facts
-from forgeasync.trainer.lora import adapter_parameters, copy_whole, is_adapter
-from forgeasync.trainer.packing import TrainingSequence
-from forgeasync.trainer.policy_trainer import PolicyTrainer
-from forgeasync.trainer.setup import TrainerSetup
+from forgeasync.models import read_model_facts
+from forgeasync.trainer import (
+    PolicyTrainer,
+    TrainerSetup,
+    TrainingSequence,
+    adapter_parameters,
+    copy_whole,
+    is_adapter,
+)
 
 TOKENS_PER_ROW = 128
 PREFIX = "base_model.model."

@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from forgeasync.tracing.states import State
-from forgeasync.tracing.trace_lines import Changed, Ended, Facts, Line, Lived, Opened, encode
+from forgeasync.tracing import Changed, Ended, Facts, Line, Lived, Opened, State, encode
 from tests.support.viewer_runs import STEP_S
 
 TRACE_BEGIN_S = 1.8e9

@@ -7,12 +7,8 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.run import RunConfig
-from forgeasync.trainer.logprobs import Predictions
-from forgeasync.trainer.packing import PackedRow, TrainingSequence, pack_row
-from forgeasync.trainer.policy_trainer import PolicyTrainer
-from forgeasync.trainer.setup import TrainerSetup
+from forgeasync.config import ModelFacts, RunConfig
+from forgeasync.trainer import PackedRow, PolicyTrainer, Predictions, TrainerSetup, TrainingSequence, pack_row
 from tests.support.live_tensors import LiveTensors
 
 

@@ -2,8 +2,7 @@
 
 from collections.abc import Mapping
 
-from forgeasync.observability.metric_definitions import METRICS, undefined
-from forgeasync.observability.operation_metrics import FILES
+from forgeasync.observability import FILES, METRICS, undefined
 
 ALWAYS = frozenset(metric.key for metric in METRICS if metric.when == "every step" and "<" not in metric.key)
 

@@ -14,7 +14,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from forgeasync.models.tokenizer import build_tokenizer, character_tokenizer, save_tokenizer
+from forgeasync.models import build_tokenizer, character_tokenizer, save_tokenizer
 
 TEXTS = (
     "State the final answer to the following arithmetic problem: 0123456789 + 4 - 5 =",

@@ -2,8 +2,8 @@
 
 import torch
 
-from forgeasync.config.model_facts import ModelFacts
-from forgeasync.trainer.model import titan_config
+from forgeasync.config import ModelFacts
+from forgeasync.trainer import titan_config
 
 FACTS = ModelFacts(
     model_type="qwen3_moe",

@@ -4,9 +4,8 @@ import asyncio
 
 import openai
 
-from forgeasync.environments.environment import Agent, Environment
-from forgeasync.rollouts.score import Score
-from forgeasync.rollouts.task import Task
+from forgeasync.environments import Agent, Environment
+from forgeasync.rollouts import Score, Task
 
 
 async def solve(base_url: str, api_key: str, question: str, hint: str) -> tuple[list[str], str]:

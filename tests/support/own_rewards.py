@@ -6,9 +6,8 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 
-from forgeasync.environments.reward import Response, Reward
-from forgeasync.rollouts.score import Score, Step, as_feedback
-from forgeasync.rollouts.task import Task
+from forgeasync.environments import Response, Reward
+from forgeasync.rollouts import Score, Step, Task, as_feedback
 
 
 def length(task: Task, response: Response) -> float:

@@ -4,8 +4,8 @@ import inspect
 import textwrap
 from pathlib import Path
 
-from forgeasync.schema.python_code import PythonCode
-from forgeasync.weights.transports.transport import Transport
+from forgeasync.schema import PythonCode
+from forgeasync.weights import Transport
 
 
 def write_own_transport(folder: Path, module: str) -> PythonCode:

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
+from forgeasync.rollouts import PayloadGone, PayloadReader, PayloadRef, PayloadWriter
 from forgeasync.rollouts import payload_store as shared_memory
-from forgeasync.rollouts.payload_format import PayloadGone, PayloadRef
-from forgeasync.rollouts.payload_store import PayloadReader, PayloadWriter
 
 MIB = 2**20
 HOST = "host-a"

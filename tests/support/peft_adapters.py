@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from forgeasync.config.model import LoraSection
+from forgeasync.config import LoraSection
 
 WEIGHTS = "model.safetensors"
 

@@ -1,9 +1,10 @@
 """Profiles of machines that do not exist, for tests."""
 
-from forgeasync.profile.numbers import Distribution, Estimate
-from forgeasync.profile.profile import (
+from forgeasync.profile import (
     Cores,
     DecodePoint,
+    Distribution,
+    Estimate,
     Hardware,
     Lengths,
     Origin,

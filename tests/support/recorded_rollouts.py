@@ -2,10 +2,8 @@
 
 import numpy as np
 
-from forgeasync.config.model_facts import ModelFacts
-from forgeasync.rollouts.kept_tokens import KeptTokens
-from forgeasync.rollouts.rollout import FinishReason, Rollout, VersionSpan
-from forgeasync.rollouts.routing import RoutedExperts
+from forgeasync.config import ModelFacts
+from forgeasync.rollouts import FinishReason, KeptTokens, Rollout, RoutedExperts, VersionSpan
 
 FACTS = ModelFacts(
     model_type="qwen3_moe",

@@ -3,8 +3,7 @@
 import torch
 from vllm.v1.engine.core import EngineCore
 
-from forgeasync.weights.copies import plan_copies
-from forgeasync.weights.layout import NamedWeight, WeightLayout, lay_out
+from forgeasync.weights import NamedWeight, WeightLayout, lay_out, plan_copies
 
 
 def replace_all_weights(core: EngineCore, weights: list[tuple[str, torch.Tensor]]) -> None:

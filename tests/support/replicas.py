@@ -13,21 +13,21 @@ import numpy as np
 import psutil
 import pytest
 
-from forgeasync.actors import generator_pool, replica_health
-from forgeasync.actors.generator import CancelledGroup
-from forgeasync.actors.generator_pool import GeneratorPool
-from forgeasync.actors.replica import SpawnedReplica
-from forgeasync.actors.router import GeneratorRouter
-from forgeasync.config.generator import GeneratorSection, SamplingSection
-from forgeasync.config.run import TimeoutSection
-from forgeasync.faults.fault_log import FaultLog
-from forgeasync.faults.replica_states import ReplicaState
-from forgeasync.generator.reports import DecodeSteps, EngineStats, SwapReport
-from forgeasync.launch.hosts import LocalHost
-from forgeasync.observability.procs_file import ProcsFile
-from forgeasync.rollouts.rollout import StoredRollout
-from forgeasync.weights.fetcher import FetchReport, HostShare
-from forgeasync.weights.manifest import Manifest
+from forgeasync.actors import (
+    CancelledGroup,
+    GeneratorPool,
+    GeneratorRouter,
+    SpawnedReplica,
+    generator_pool,
+    replica_health,
+)
+from forgeasync.config import GeneratorSection, SamplingSection, TimeoutSection
+from forgeasync.faults import FaultLog, ReplicaState
+from forgeasync.generator import DecodeSteps, EngineStats, SwapReport
+from forgeasync.launch import LocalHost
+from forgeasync.observability import ProcsFile
+from forgeasync.rollouts import StoredRollout
+from forgeasync.weights import FetchReport, HostShare, Manifest
 from tests.support.loops import Endpoint
 from tests.support.standing_still import standing_still
 

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from forgeasync.environments.environment import Turn
-from forgeasync.environments.messages import ToolCall
-from forgeasync.rollouts.task import Task
+from forgeasync.environments import ToolCall, Turn
+from forgeasync.rollouts import Task
 from tests.support.agents import said
 
 _PYTEST_NEEDS = ("pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments")

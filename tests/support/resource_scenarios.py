@@ -11,9 +11,8 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
 
-from forgeasync.config.sandbox import Bubblewrap
-from forgeasync.environments.sandboxes.results import KilledBy, SandboxClosed
-from forgeasync.environments.sandboxes.sandbox import Sandbox
+from forgeasync.config import Bubblewrap
+from forgeasync.environments import KilledBy, Sandbox, SandboxClosed
 
 DEADLINE_S = 0.5
 """For what only a deadline ends; nothing else depends on how late it comes."""

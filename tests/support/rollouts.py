@@ -2,8 +2,7 @@
 
 import itertools
 
-from forgeasync.rollouts.payload_format import PayloadRef
-from forgeasync.rollouts.rollout import FinishReason, StoredBranch, StoredRollout, VersionSpan
+from forgeasync.rollouts import FinishReason, PayloadRef, StoredBranch, StoredRollout, VersionSpan
 
 _payload_ids = itertools.count()
 

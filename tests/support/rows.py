@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from forgeasync.trainer.packing import PackedRow, TrainingSequence, pack_row
+from forgeasync.trainer import PackedRow, TrainingSequence, pack_row
 
 
 def make_sequence(ages: list[int]) -> TrainingSequence:

@@ -4,15 +4,21 @@ from pathlib import Path
 
 import yaml
 
-from forgeasync.config.algorithm import AlgorithmSection
-from forgeasync.config.buffer import PayloadSection
-from forgeasync.config.data import DataSection, ReasoningGymSource
-from forgeasync.config.evaluation import EvaluationSection
-from forgeasync.config.generator import GeneratorSection, SamplingSection
-from forgeasync.config.load import dump_config
-from forgeasync.config.model import ModelSection
-from forgeasync.config.run import RunConfig
-from forgeasync.config.trainer import OptimizerSection, ParallelSection, TrainerSection
+from forgeasync.config import (
+    AlgorithmSection,
+    DataSection,
+    EvaluationSection,
+    GeneratorSection,
+    ModelSection,
+    OptimizerSection,
+    ParallelSection,
+    PayloadSection,
+    ReasoningGymSource,
+    RunConfig,
+    SamplingSection,
+    TrainerSection,
+    dump_config,
+)
 from tests.support.models import write_random_model
 
 

@@ -14,15 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from forgeasync.actors.group_scoring import GroupScoring, Unscored
-from forgeasync.actors.procs import Procs
-from forgeasync.actors.start_scorer import start_scorer
-from forgeasync.config.load import load_config
-from forgeasync.config.run import RunConfig
-from forgeasync.environments.reward import Response
-from forgeasync.rollouts.rollout import FinishReason
-from forgeasync.rollouts.score import Score
-from forgeasync.rollouts.task import Task
+from forgeasync.actors import GroupScoring, Procs, Unscored, start_scorer
+from forgeasync.config import RunConfig, load_config
+from forgeasync.environments import Response
+from forgeasync.rollouts import FinishReason, Score, Task
 from tests.support.config_samples import MINIMAL
 from tests.support.tiers import Starts, starts
 

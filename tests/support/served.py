@@ -9,21 +9,23 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from forgeasync.config.episodes import EpisodesSection
-from forgeasync.config.serving import ServingSection
-from forgeasync.environments.agent import EpisodeAgent, TurnLimits, TurnRequest
-from forgeasync.environments.episodes import Episodes
-from forgeasync.environments.participant import AgentRole
-from forgeasync.environments.rendering.build import build_renderer
-from forgeasync.environments.served.address import ServingSetup
-from forgeasync.environments.served.desk import ServingDesk
-from forgeasync.environments.served.environment import ServedSessions
-from forgeasync.environments.served.server import serving_server
-from forgeasync.environments.served.untrained import Continuation, UntrainedTurns
-from forgeasync.environments.sessions.server import SessionServer
-from forgeasync.rollouts.outcome import EpisodeOutcome
-from forgeasync.rollouts.rollout import FinishReason, VersionRange
-from forgeasync.rollouts.trajectory import EpisodeId, SampledTurn
+from forgeasync.config import EpisodesSection, ServingSection
+from forgeasync.environments import (
+    AgentRole,
+    EpisodeAgent,
+    Episodes,
+    ServedSessions,
+    ServingDesk,
+    ServingSetup,
+    SessionServer,
+    TurnLimits,
+    TurnRequest,
+    UntrainedSample,
+    UntrainedTurns,
+    build_renderer,
+    serving_server,
+)
+from forgeasync.rollouts import EpisodeId, EpisodeOutcome, FinishReason, SampledTurn, VersionRange
 from tests.support.buffer_world import make_task
 from tests.support.chat import ScriptedModel, make_tokenizer
 from tests.support.virtual_time import HandClock
@@ -123,12 +125,12 @@ class ServedWorld:
 
     async def sample_untrained(
         self, prompt_ids: np.ndarray, max_tokens: int, stop: tuple[str, ...]
-    ) -> Continuation:
+    ) -> UntrainedSample:
         self.num_asked += 1
         await self.gate.wait()
         self.untrained_prompts.append(prompt_ids.tolist())
         said = ScriptedModel(TOKENIZER, ["ok"]).say()
-        return Continuation(
+        return UntrainedSample(
             ids_T=said.ids_T,
             text=said.text,
             finish_reason=FinishReason.STOP,

@@ -12,11 +12,16 @@ import anthropic
 import openai
 from pydantic import BaseModel, TypeAdapter
 
-from forgeasync.environments.environment import Turn
-from forgeasync.environments.messages import Message, ToolCall, ToolSpec, checked_messages
-from forgeasync.environments.sessions.server import SessionServer
-from forgeasync.environments.sessions.session import Session
-from forgeasync.rollouts.rollout import FinishReason
+from forgeasync.environments import (
+    Message,
+    Session,
+    SessionServer,
+    ToolCall,
+    ToolSpec,
+    Turn,
+    checked_messages,
+)
+from forgeasync.rollouts import FinishReason
 
 WEATHER = {
     "type": "object",

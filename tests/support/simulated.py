@@ -2,10 +2,8 @@
 
 from typing import Any
 
-from forgeasync.config.buffer import AccountingSection, BufferSection
-from forgeasync.config.run import ScorerSection
-from forgeasync.config.weights import WeightsSection
-from forgeasync.simulation.shape import SimulatedRun
+from forgeasync.config import AccountingSection, BufferSection, ScorerSection, WeightsSection
+from forgeasync.simulation import SimulatedRun
 
 
 def small_run(**changes: Any) -> SimulatedRun:

@@ -4,11 +4,9 @@ from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 
-from forgeasync.config.run import RunConfig
-from forgeasync.observability.metrics import StepMetrics
-from forgeasync.observability.scored_groups import HeldOutScores
-from forgeasync.rollouts.rollout import FinishReason, Group, StoredRollout
-from forgeasync.rollouts.task import Task
+from forgeasync.config import RunConfig
+from forgeasync.observability import HeldOutScores, StepMetrics
+from forgeasync.rollouts import FinishReason, Group, StoredRollout, Task
 from tests.support.rollouts import make_stored_rollout
 
 NOW = datetime(2030, 1, 2, 3, 4, 5)

@@ -8,7 +8,7 @@ import asyncio
 import json
 
 import forgeasync as fa
-from forgeasync.config.load import load_config
+from forgeasync.config import load_config
 
 NUM_STEPS = 2
 

@@ -2,8 +2,7 @@
 
 import torch
 
-from forgeasync.algorithms.loss import Loss
-from forgeasync.algorithms.row_tokens import RowTokens
+from forgeasync.algorithms import Loss, RowTokens
 
 
 def make_tokens(

@@ -5,10 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from forgeasync.tracing.lanes import Lane, named_lanes, shares
-from forgeasync.tracing.states import State
-from forgeasync.viewer.proc_answers import recorded_at
-from forgeasync.viewer.run_reader import RunReader
+from forgeasync.tracing import Lane, State, named_lanes, shares
+from forgeasync.viewer import RunReader, recorded_at
 from tests.support.app_runs import read_lines
 
 IDLE_ENGINE = (State.WAITING_FOR_ROOM, State.FETCHING, State.STARTING)

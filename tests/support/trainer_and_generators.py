@@ -3,15 +3,11 @@
 import asyncio
 from pathlib import Path
 
-from forgeasync.actors.procs import Procs
-from forgeasync.actors.router import GeneratorRouter
-from forgeasync.actors.start_generators import start_generators
-from forgeasync.actors.start_trainer import start_trainer
-from forgeasync.actors.trainer_mesh import TrainerMesh
-from forgeasync.algorithms.loss import Loss
-from forgeasync.config.run import RunConfig
-from forgeasync.models.config_file import read_model_facts
-from forgeasync.trainer.setup import TrainerSetup
+from forgeasync.actors import GeneratorRouter, Procs, TrainerMesh, start_generators, start_trainer
+from forgeasync.algorithms import Loss
+from forgeasync.config import RunConfig
+from forgeasync.models import read_model_facts
+from forgeasync.trainer import TrainerSetup
 
 
 async def start_both(

@@ -13,9 +13,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from forgeasync.algorithms.loss import Loss, RowLoss
-from forgeasync.algorithms.row_tokens import RowTokens
-from forgeasync.schema.section import Section
+from forgeasync.algorithms import Loss, RowLoss, RowTokens
+from forgeasync.schema import Section
 
 ANSWERED = ".answered"
 """Ends the name of the file, begun with a step's number, that says that its answer has come."""
@@ -80,7 +79,7 @@ def _next_step() -> int:
     """The step that this process makes, by what its own trainer says."""
     import gc
 
-    from forgeasync.trainer.policy_trainer import PolicyTrainer
+    from forgeasync.trainer import PolicyTrainer
 
     (trainer,) = [one for one in gc.get_objects() if isinstance(one, PolicyTrainer)]
     return trainer.policy_version + 1

@@ -6,16 +6,11 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from forgeasync.algorithms.loss import Loss
-from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.trainer import BadStepsSection, OptimizerSection, ParallelSection, TrainerSection
-from forgeasync.models.config_file import read_model_facts
-from forgeasync.rollouts.kept_tokens import KeptTokens
-from forgeasync.rollouts.routing import NO_RECORD
-from forgeasync.rollouts.token_values import BranchKey, RolloutKey
-from forgeasync.trainer.packing import PackedRow, Source, TrainingSequence, pack_row
-from forgeasync.trainer.policy_trainer import PolicyTrainer
-from forgeasync.trainer.setup import TrainerSetup
+from forgeasync.algorithms import Loss
+from forgeasync.config import BadStepsSection, ModelFacts, OptimizerSection, ParallelSection, TrainerSection
+from forgeasync.models import read_model_facts
+from forgeasync.rollouts import NO_RECORD, BranchKey, KeptTokens, RolloutKey
+from forgeasync.trainer import PackedRow, PolicyTrainer, Source, TrainerSetup, TrainingSequence, pack_row
 
 TOKENS_PER_ROW = 128
 

@@ -4,9 +4,8 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from forgeasync.buffer.decisions import DropReason
-from forgeasync.buffer.events import Dropped, Sampled, Scored, Started, Submitted, Trained, Update
-from forgeasync.ledger.lines import (
+from forgeasync.buffer import Dropped, DropReason, Sampled, Scored, Started, Submitted, Trained, Update
+from forgeasync.ledger import (
     FORMAT,
     START,
     AnyEvent,
@@ -17,7 +16,7 @@ from forgeasync.ledger.lines import (
     Resumed,
     encode_lines,
 )
-from forgeasync.observability.metric_definitions import METRICS
+from forgeasync.observability import METRICS
 
 STEP_S = 2.0
 """Seconds of every step."""

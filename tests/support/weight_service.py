@@ -10,12 +10,21 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from forgeasync.weights.fetcher import ReceiveBuffer, WeightFetcher
-from forgeasync.weights.layout import Box, NamedWeight, Piece, RankLayout, WeightLayout, lay_out
-from forgeasync.weights.manifest import Manifest
-from forgeasync.weights.staging import StagingBuffers
-from forgeasync.weights.transports.shared_memory import SharedMemoryTransport
-from forgeasync.weights.transports.transport import RankSource, StagingSource
+from forgeasync.weights import (
+    Box,
+    Manifest,
+    NamedWeight,
+    Piece,
+    RankLayout,
+    RankSource,
+    ReceiveBuffer,
+    SharedMemoryTransport,
+    StagingBuffers,
+    StagingSource,
+    WeightFetcher,
+    WeightLayout,
+    lay_out,
+)
 
 
 def connected(

@@ -199,12 +199,9 @@ def _look(case: Case) -> Seen:
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from forgeasync.config.load import load_config
-    from forgeasync.config.model_facts import ModelFacts
-    from forgeasync.models.config_file import read_model_facts
-    from forgeasync.models.sizes import LOGITS_CHUNK_TOKENS
-    from forgeasync.trainer.forward import RowForward
-    from forgeasync.trainer.model import build_parallel_dims, build_parallel_model
+    from forgeasync.config import ModelFacts, load_config
+    from forgeasync.models import LOGITS_CHUNK_TOKENS, read_model_facts
+    from forgeasync.trainer import RowForward, build_parallel_dims, build_parallel_model
     from tests.support.live_tensors import LiveTensors
     from tests.support.measured_memory import full_row
 

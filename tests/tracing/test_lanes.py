@@ -5,9 +5,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgeasync.tracing.lanes import NOT_THERE, Lane, named_lanes, shares, states_between
-from forgeasync.tracing.states import ORDER, State
-from forgeasync.tracing.trace_lines import Changed, Ended, Line, Lived, Opened, encode
+from forgeasync.tracing import (
+    NOT_THERE,
+    ORDER,
+    Changed,
+    Ended,
+    Lane,
+    Line,
+    Lived,
+    Opened,
+    State,
+    encode,
+    named_lanes,
+    shares,
+    states_between,
+)
 
 IDLE, BUSY = State.WAITING_FOR_BATCH, State.COMPUTING
 

@@ -10,10 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from forgeasync.tracing import proc_trace
-from forgeasync.tracing.lanes import Lane, shares
-from forgeasync.tracing.proc_trace import close_trace, doing, open_trace, span, started
-from forgeasync.tracing.states import State
+from forgeasync.tracing import Lane, State, close_trace, doing, open_trace, proc_trace, shares, span, started
 from tests.support.disks import Disk, install
 
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgeasync.tracing.states import ORDER, State, StateClock
-from forgeasync.tracing.trace_lines import (
+from forgeasync.tracing import (
+    ORDER,
     SHORTEST_S,
     Changed,
     Ended,
@@ -16,6 +16,8 @@ from forgeasync.tracing.trace_lines import (
     Lived,
     Opened,
     Pending,
+    State,
+    StateClock,
     UnknownTrace,
     decode,
     encode,

@@ -5,8 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgeasync.trainer.workarounds.attention import PackedAttention, packed_sequences
-from forgeasync.trainer.workarounds.attention_kernel import attend
+from forgeasync.trainer import PackedAttention, attend, packed_sequences
 from tests.support.masked_attention import NUM_HEADS, masked_attention, packed_positions, random_inputs
 
 

@@ -12,15 +12,22 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from forgeasync.config.trainer import BadStepsSection, OnBadStep, ParallelSection
-from forgeasync.models.config_file import read_model_facts
-from forgeasync.trainer.bad_steps import BadStepsEndRun, BadStepWatch, SpikeRule
-from forgeasync.trainer.finite import NonFiniteWeights
-from forgeasync.trainer.packing import PackedRow, TrainingSequence, pack_rows
-from forgeasync.trainer.policy_trainer import PolicyTrainer
-from forgeasync.trainer.snapshots import local_parts
-from forgeasync.trainer.step_judge import StepJudge
-from forgeasync.trainer.step_result import BadStep, StepResult
+from forgeasync.config import BadStepsSection, OnBadStep, ParallelSection
+from forgeasync.models import read_model_facts
+from forgeasync.trainer import (
+    BadStep,
+    BadStepsEndRun,
+    BadStepWatch,
+    NonFiniteWeights,
+    PackedRow,
+    PolicyTrainer,
+    SpikeRule,
+    StepJudge,
+    StepResult,
+    TrainingSequence,
+    local_parts,
+    pack_rows,
+)
 from tests.support.models import write_random_model
 from tests.support.processes import run_ranks
 from tests.support.trainers import TOKENS_PER_ROW, make_sequences, make_trainer

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torchtitan.models.common.attention import create_varlen_metadata_for_document
 
-from forgeasync.trainer.workarounds.context_attention import ContextAttention, part_metadata
-from forgeasync.trainer.workarounds.value_heads import WholeRowAttention
+from forgeasync.trainer import ContextAttention, WholeRowAttention, part_metadata
 from tests.support.masked_attention import (
     NUM_HEADS,
     Tensors,

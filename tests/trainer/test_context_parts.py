@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgeasync.trainer.context_parts import part_offsets
+from forgeasync.trainer import part_offsets
 
 
 def positions(rows: list[list[int]]) -> np.ndarray:

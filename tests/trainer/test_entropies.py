@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from forgeasync.trainer import chunked_predictions
 from forgeasync.trainer import entropies as entropies_module
 from forgeasync.trainer import logprobs as logprobs_module
-from forgeasync.trainer.logprobs import chunked_predictions
 from tests.trainer.test_kept_logprobs import ALWAYS_GATHER, NEVER_GATHER, make_case
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from forgeasync.trainer.workarounds.experts import TrainingDtypeExperts
+from forgeasync.trainer import TrainingDtypeExperts
 
 DIM, HIDDEN, NUM_EXPERTS = 32, 48, 4
 

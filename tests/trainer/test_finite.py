@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from forgeasync.trainer.finite import (
+from forgeasync.trainer import (
     NonFiniteWeights,
     agree,
     describe_non_finite,

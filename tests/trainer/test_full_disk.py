@@ -6,15 +6,11 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from forgeasync.algorithms.loss import Loss
-from forgeasync.checkpoint.folders import CheckpointNotWritten, checkpoint_name, list_checkpoints
-from forgeasync.config.model import LoraSection
-from forgeasync.config.trainer import OptimizerSection, ParallelSection, TrainerSection
-from forgeasync.models.config_file import read_model_facts
-from forgeasync.models.hf_folder import FolderNotWritten
-from forgeasync.trainer.packing import pack_rows
-from forgeasync.trainer.policy_trainer import PolicyTrainer
-from forgeasync.trainer.setup import TrainerSetup
+from forgeasync.algorithms import Loss
+from forgeasync.checkpoint import CheckpointNotWritten, checkpoint_name, list_checkpoints
+from forgeasync.config import LoraSection, OptimizerSection, ParallelSection, TrainerSection
+from forgeasync.models import FolderNotWritten, read_model_facts
+from forgeasync.trainer import PolicyTrainer, TrainerSetup, pack_rows
 from tests.support.disks import fill, small_disk
 from tests.support.models import write_random_model
 from tests.support.processes import run_ranks

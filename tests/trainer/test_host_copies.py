@@ -6,11 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from forgeasync.config.trainer import OptimizerSection
-from forgeasync.trainer import host_copies
-from forgeasync.trainer.host_copies import HostCopies
-from forgeasync.trainer.optimizer import build_optimizer
-from forgeasync.trainer.run_checkpoint import training_state
+from forgeasync.config import OptimizerSection
+from forgeasync.trainer import HostCopies, build_optimizer, host_copies, training_state
 from tests.support import pretended_device
 from tests.support.pretended_device import DEVICE, OnDevice
 

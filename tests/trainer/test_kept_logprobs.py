@@ -7,10 +7,9 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from forgeasync.models.sizes import GATHER_COST
-from forgeasync.trainer import head_weight
+from forgeasync.models import GATHER_COST
+from forgeasync.trainer import chunked_predictions, head_weight, kept_logprobs
 from forgeasync.trainer import logprobs as logprobs_module
-from forgeasync.trainer.logprobs import chunked_predictions, kept_logprobs
 from tests.support.kept_sets import ALWAYS_GATHER, NEVER_GATHER, make_case, reference
 from tests.support.live_tensors import LiveTensors
 from tests.support.processes import run_ranks

@@ -14,10 +14,9 @@ import torch
 from _pytest.mark.structures import ParameterSet
 from safetensors.torch import load_file
 
-from forgeasync.config.model import Dtype
-from forgeasync.config.trainer import ActivationCheckpointing, ParallelSection
-from forgeasync.models.config_file import read_model_facts
-from forgeasync.rollouts.token_values import NUM_WORST, TokenValues, merged_reports
+from forgeasync.config import ActivationCheckpointing, Dtype, ParallelSection
+from forgeasync.models import read_model_facts
+from forgeasync.rollouts import NUM_WORST, TokenValues, merged_reports
 from tests.support.families import write_family
 from tests.support.fork_server import ProcessFailed
 from tests.support.layouts import LEARNING_RATE, Case, Inputs, Outcome, take_steps

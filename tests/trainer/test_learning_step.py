@@ -10,26 +10,24 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from forgeasync.algorithms.advantages import Grpo
-from forgeasync.algorithms.loss import Loss
-from forgeasync.config.algorithm import AlgorithmSection
-from forgeasync.config.trainer import OptimizerSection, RoutingReplay, TrainerSection
-from forgeasync.models.config_file import read_model_facts
-from forgeasync.rollouts.group_payload import TokenTrace
-from forgeasync.rollouts.rollout import Group, StoredRollout
-from forgeasync.rollouts.score import Step
-from forgeasync.trainer.advantage_spans import TokenPlaces, whole_response
-from forgeasync.trainer.batch import (
+from forgeasync.algorithms import Grpo, Loss
+from forgeasync.config import AlgorithmSection, OptimizerSection, RoutingReplay, TrainerSection
+from forgeasync.models import read_model_facts
+from forgeasync.rollouts import Group, Step, StoredRollout, TokenTrace
+from forgeasync.trainer import (
+    PolicyTrainer,
+    StepResult,
+    TokenPlaces,
+    TrainerSetup,
     TrainingItem,
+    TrainingSequence,
     assign_rows,
     items_of,
+    pack_row,
     training_items,
     training_sequence,
+    whole_response,
 )
-from forgeasync.trainer.packing import TrainingSequence, pack_row
-from forgeasync.trainer.policy_trainer import PolicyTrainer
-from forgeasync.trainer.setup import TrainerSetup
-from forgeasync.trainer.step_result import StepResult
 from tests.support.buffer_world import make_task
 from tests.support.models import write_random_model
 from tests.support.processes import run_ranks

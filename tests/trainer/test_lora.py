@@ -8,13 +8,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from forgeasync.config.rules import ADAPTABLE
-from forgeasync.config.trainer import ParallelSection
-from forgeasync.models.config_file import read_model_facts
-from forgeasync.trainer.lora import ATTENTION_MODULES, EXPERT_PARAMETERS
-from forgeasync.trainer.lora_checkpoint import WEIGHTS_FILE
-from forgeasync.trainer.packing import TrainingSequence, pack_row
-from forgeasync.weights.layout import merged
+from forgeasync.config import ADAPTABLE, ParallelSection
+from forgeasync.models import read_model_facts
+from forgeasync.trainer import ATTENTION_MODULES, EXPERT_PARAMETERS, WEIGHTS_FILE, TrainingSequence, pack_row
+from forgeasync.weights import merged
 from tests.support.lora import LORA, PREFIX, adapters, base_weights, free, make_trainer, reference_logprobs
 from tests.support.models import write_random_model
 from tests.support.processes import run_ranks

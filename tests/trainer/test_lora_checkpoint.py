@@ -8,11 +8,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from forgeasync.config.rules import ADAPTABLE
-from forgeasync.config.trainer import ParallelSection
-from forgeasync.models.config_file import read_model_facts
-from forgeasync.trainer.lora_checkpoint import CONFIG_FILE, WEIGHTS_FILE, load
-from forgeasync.trainer.packing import TrainingSequence, pack_row
+from forgeasync.config import ADAPTABLE, ParallelSection
+from forgeasync.models import read_model_facts
+from forgeasync.trainer import CONFIG_FILE, WEIGHTS_FILE, TrainingSequence, pack_row
+from forgeasync.trainer.lora_checkpoint import load
 from tests.support.families import write_family
 from tests.support.lora import LORA, PREFIX, adapters, free, make_trainer, reference_logprobs
 from tests.support.models import write_random_model

@@ -7,8 +7,7 @@ which has no data but the same rules (``torch/_meta_registrations.py`` of torch 
 import pytest
 import torch
 
-from forgeasync.trainer import lora_experts
-from forgeasync.trainer.lora_experts import GroupedAdapter
+from forgeasync.trainer import GroupedAdapter, lora_experts
 
 NUM_EXPERTS, NUM_INPUTS, NUM_OUTPUTS, NUM_TOKENS = 4, 64, 32, 40
 

@@ -5,10 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from forgeasync.config.model import Dtype, LoraSection
-from forgeasync.config.trainer import ActivationCheckpointing, ParallelSection
-from forgeasync.models.config_file import read_model_facts
-from forgeasync.trainer.packing import TrainingSequence, pack_row, pack_rows
+from forgeasync.config import ActivationCheckpointing, Dtype, LoraSection, ParallelSection
+from forgeasync.models import read_model_facts
+from forgeasync.trainer import TrainingSequence, pack_row, pack_rows
 from tests.support.lora import LORA, TOKENS_PER_ROW, adapters, base_weights, make_trainer
 from tests.support.models import write_random_model
 from tests.support.processes import run_ranks

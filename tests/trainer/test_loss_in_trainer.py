@@ -11,14 +11,18 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM
 
-from forgeasync.algorithms.loss import Loss
-from forgeasync.config.model import LoraSection
-from forgeasync.config.trainer import OptimizerSection, ParallelSection, TrainerSection
-from forgeasync.models.config_file import read_model_facts
-from forgeasync.trainer.packing import PackedRow, TrainingSequence, pack_row, pack_rows
-from forgeasync.trainer.policy_trainer import PolicyTrainer
-from forgeasync.trainer.setup import TrainerSetup
-from forgeasync.trainer.step_sums import StepSums
+from forgeasync.algorithms import Loss
+from forgeasync.config import LoraSection, OptimizerSection, ParallelSection, TrainerSection
+from forgeasync.models import read_model_facts
+from forgeasync.trainer import (
+    PackedRow,
+    PolicyTrainer,
+    StepSums,
+    TrainerSetup,
+    TrainingSequence,
+    pack_row,
+    pack_rows,
+)
 from tests.support.lora import LORA, adapters, reference_logprobs
 from tests.support.models import write_random_model
 from tests.support.processes import run_ranks

@@ -13,13 +13,18 @@ from torchtitan.components.lora import LoRAConverter
 from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.moe import MoE
 
+from forgeasync.trainer import (
+    CpuRMSNorm,
+    GroupedAdapter,
+    LogprobHead,
+    LoraExperts,
+    PackedAttention,
+    Targets,
+    chunked_predictions,
+    packed_sequences,
+    titan_config,
+)
 from forgeasync.trainer import logprobs as logprobs_module
-from forgeasync.trainer.head import LogprobHead, Targets
-from forgeasync.trainer.logprobs import chunked_predictions
-from forgeasync.trainer.lora_experts import GroupedAdapter, LoraExperts
-from forgeasync.trainer.model import titan_config
-from forgeasync.trainer.workarounds.attention import PackedAttention, packed_sequences
-from forgeasync.trainer.workarounds.rms_norm import CpuRMSNorm
 from tests.support.config_samples import FACTS
 from tests.support.kept_sets import ALWAYS_GATHER, NEVER_GATHER
 from tests.support.live_tensors import LiveTensors

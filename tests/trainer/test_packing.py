@@ -7,16 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgeasync.config.trainer import ROW_ALIGNMENT
-from forgeasync.rollouts.kept_tokens import KeptTokens
-from forgeasync.rollouts.routing import NO_RECORD
-from forgeasync.rollouts.row_plan import plan_rows
-from forgeasync.trainer.packing import (
-    NO_SEQUENCE,
-    TrainingSequence,
-    pack_row,
-    pack_rows,
-)
+from forgeasync.config import ROW_ALIGNMENT
+from forgeasync.rollouts import NO_RECORD, KeptTokens, plan_rows
+from forgeasync.trainer import NO_SEQUENCE, TrainingSequence, pack_row, pack_rows
 
 
 def make_sequence(prompt: list[int], response: list[int], advantage: float = 1.0) -> TrainingSequence:

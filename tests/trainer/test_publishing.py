@@ -12,13 +12,9 @@ import torch
 import xxhash
 from torch.distributed.tensor import DTensor
 
-from forgeasync.config.trainer import ParallelSection
-from forgeasync.trainer.packing import pack_row
-from forgeasync.trainer.policy_trainer import PolicyTrainer
-from forgeasync.weights.manifest import BLOCK_BYTES
-from forgeasync.weights.publisher import WeightPublisher
-from forgeasync.weights.staging import SlotWrite
-from forgeasync.weights.transports.shared_memory import SharedMemoryTransport
+from forgeasync.config import ParallelSection
+from forgeasync.trainer import PolicyTrainer, pack_row
+from forgeasync.weights import BLOCK_BYTES, SharedMemoryTransport, SlotWrite, WeightPublisher
 from tests.support import lora, trainers
 from tests.support.models import write_random_model
 from tests.support.processes import run_ranks

@@ -6,10 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from forgeasync.config.model_facts import BiasedRouting, LatentAttention
-from forgeasync.rollouts.routing import NO_RECORD
-from forgeasync.trainer.model import titan_config
-from forgeasync.trainer.replay_router import ReplayRouter, replay, replay_routers
+from forgeasync.config import BiasedRouting, LatentAttention
+from forgeasync.rollouts import NO_RECORD
+from forgeasync.trainer import ReplayRouter, replay, replay_routers, titan_config
 from tests.support.moe_layers import FACTS, make_moe, random_ids
 
 

@@ -6,8 +6,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 from torchtitan.models.common.nn_modules import RMSNorm
 
-from forgeasync.trainer.model import titan_config
-from forgeasync.trainer.workarounds.rms_norm import CpuRMSNorm
+from forgeasync.trainer import CpuRMSNorm, titan_config
 from tests.support.config_samples import FACTS
 
 EPS = 1e-6

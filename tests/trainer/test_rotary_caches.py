@@ -3,7 +3,7 @@
 import torch
 from torchtitan.models.common.rope import RoPE
 
-from forgeasync.trainer.model import share_rotary_caches, titan_config
+from forgeasync.trainer import share_rotary_caches, titan_config
 from tests.support.config_samples import FACTS
 
 

@@ -12,19 +12,33 @@ import torch
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.tensor import DTensor
 
-from forgeasync.algorithms.loss import Loss
-from forgeasync.checkpoint.folders import checkpoint_name, list_checkpoints, sweep_partial
-from forgeasync.checkpoint.room import check_room, checkpoint_bytes, export_bytes
-from forgeasync.config.model import LoraSection
-from forgeasync.config.run import CheckpointSection
-from forgeasync.config.trainer import OptimizerSection, ParallelSection, TrainerSection
-from forgeasync.models.config_file import read_model_facts
-from forgeasync.trainer.hf_checkpoint import full_tensors
-from forgeasync.trainer.lora import adapter_parameters
-from forgeasync.trainer.packing import TrainingSequence, pack_row, pack_rows
-from forgeasync.trainer.policy_trainer import PolicyTrainer
-from forgeasync.trainer.run_checkpoint import CheckpointWriter
-from forgeasync.trainer.setup import TrainerSetup
+from forgeasync.algorithms import Loss
+from forgeasync.checkpoint import (
+    check_room,
+    checkpoint_bytes,
+    checkpoint_name,
+    export_bytes,
+    list_checkpoints,
+    sweep_partial,
+)
+from forgeasync.config import (
+    CheckpointSection,
+    LoraSection,
+    OptimizerSection,
+    ParallelSection,
+    TrainerSection,
+)
+from forgeasync.models import read_model_facts
+from forgeasync.trainer import (
+    CheckpointWriter,
+    PolicyTrainer,
+    TrainerSetup,
+    TrainingSequence,
+    adapter_parameters,
+    full_tensors,
+    pack_row,
+    pack_rows,
+)
 from tests.support.fork_server import ProcessFailed
 from tests.support.models import write_random_model
 from tests.support.processes import run_ranks

@@ -12,29 +12,30 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from forgeasync.algorithms.corrections import (
-    MaskedIs,
-    OffPolicySequenceMask,
-    RatioLevel,
-    TruncatedIs,
-    product,
-)
-from forgeasync.algorithms.kl import K1, K2, K3, KlEstimator, UnbiasedK3
-from forgeasync.algorithms.objectives import (
+from forgeasync.algorithms import (
+    K1,
+    K2,
+    K3,
+    MAX_LOG_RATIO,
     Cispo,
     DecoupledPpo,
     Gspo,
     Kimi15,
+    KlEstimator,
+    MaskedIs,
     Objective,
+    OffPolicySequenceMask,
     PpoClip,
+    RatioLevel,
     Reinforce,
+    RowTokens,
     Topr,
+    TruncatedIs,
+    UnbiasedK3,
+    product,
 )
-from forgeasync.algorithms.row_tokens import MAX_LOG_RATIO, RowTokens
+from forgeasync.trainer import StepSums, chunked_predictions, grouped_mm
 from forgeasync.trainer import logprobs as logprobs_module
-from forgeasync.trainer.logprobs import chunked_predictions
-from forgeasync.trainer.step_sums import StepSums
-from forgeasync.trainer.workarounds.experts import grouped_mm
 from tests.support.kept_sets import ALWAYS_GATHER, NEVER_GATHER, make_case, reference
 from tests.support.moe_layers import FACTS, make_moe, random_ids
 from tests.support.processes import run_ranks

@@ -9,14 +9,19 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from forgeasync.config.trainer import ParallelSection
-from forgeasync.models.config_file import read_model_facts
-from forgeasync.trainer.bad_rows import write_rows
-from forgeasync.trainer.finite import MismatchTooLarge, NonFiniteWeights
-from forgeasync.trainer.hf_checkpoint import full_tensors
-from forgeasync.trainer.packing import PackedRow, TrainingSequence, pack_rows
-from forgeasync.trainer.policy_trainer import PolicyTrainer
-from forgeasync.trainer.step_result import StepResult
+from forgeasync.config import ParallelSection
+from forgeasync.models import read_model_facts
+from forgeasync.trainer import (
+    MismatchTooLarge,
+    NonFiniteWeights,
+    PackedRow,
+    PolicyTrainer,
+    StepResult,
+    TrainingSequence,
+    full_tensors,
+    pack_rows,
+    write_rows,
+)
 from tests.support.models import write_random_model
 from tests.support.processes import run_ranks
 from tests.support.trainers import TOKENS_PER_ROW, make_sequences, make_trainer

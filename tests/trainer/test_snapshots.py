@@ -10,18 +10,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from forgeasync.trainer.snapshot_format import (
+from forgeasync.trainer import (
     HEADER_BYTES,
+    RestartBudget,
     SnapshotLayout,
+    Snapshots,
+    StepMemory,
     finish,
     invalidate,
     lay_out,
     newest_common,
     read_version,
     slot_of,
+    snapshot_bytes,
 )
-from forgeasync.trainer.snapshots import Snapshots, snapshot_bytes
-from forgeasync.trainer.step_memory import RestartBudget, StepMemory
 from tests.support.processes import run_ranks
 
 LAYOUT = lay_out([("weight", torch.zeros(3, 5)), ("step", torch.zeros(())), ("rng", torch.zeros(7).byte())])

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from forgeasync.config.trainer import ROW_ALIGNMENT
-from forgeasync.rollouts.routing import NO_RECORD
-from forgeasync.trainer.packing import pack_row
-from forgeasync.trainer.step_sums import StepSums
+from forgeasync.config import ROW_ALIGNMENT
+from forgeasync.rollouts import NO_RECORD
+from forgeasync.trainer import StepSums, pack_row
 from tests.support.processes import alone_in_this_process
 from tests.support.rows import make_row, make_sequence
 

@@ -11,19 +11,22 @@ import pytest
 import torch
 from pydantic import PrivateAttr
 
-from forgeasync.algorithms.loss import Loss, RowLoss
-from forgeasync.algorithms.objectives import DecoupledPpo
-from forgeasync.algorithms.row_tokens import RowTokens
-from forgeasync.config.load import load_config
-from forgeasync.config.rules import check_without_model
-from forgeasync.config.trainer import OnBadStep, OptimizerSection, TrainerSection
-from forgeasync.models.config_file import read_model_facts
-from forgeasync.trainer.advantage_spans import whole_response
-from forgeasync.trainer.batch import items_of, split_by_groups
-from forgeasync.trainer.packing import PackedRow, pack_row
-from forgeasync.trainer.policy_trainer import PolicyTrainer
-from forgeasync.trainer.setup import TrainerSetup
-from forgeasync.trainer.step_result import BadStep, MinibatchResult, StepResult, merged
+from forgeasync.algorithms import DecoupledPpo, Loss, RowLoss, RowTokens
+from forgeasync.config import OnBadStep, OptimizerSection, TrainerSection, check_without_model, load_config
+from forgeasync.models import read_model_facts
+from forgeasync.trainer import (
+    BadStep,
+    MinibatchResult,
+    PackedRow,
+    PolicyTrainer,
+    StepResult,
+    TrainerSetup,
+    items_of,
+    merged,
+    pack_row,
+    split_by_groups,
+    whole_response,
+)
 from tests.support.config_samples import MINIMAL, only
 from tests.support.groups import make_group
 from tests.support.models import write_random_model

@@ -7,12 +7,9 @@ import torch
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
-from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.trainer import OptimizerSection, ParallelSection, TrainerSection
-from forgeasync.models.checkpoint_shapes import expected_shapes
-from forgeasync.trainer import hf_checkpoint
-from forgeasync.trainer.model import build_parallel_dims, build_parallel_model
-from forgeasync.trainer.replay_router import checkpoint_weights
+from forgeasync.config import ModelFacts, OptimizerSection, ParallelSection, TrainerSection
+from forgeasync.models import expected_shapes
+from forgeasync.trainer import build_parallel_dims, build_parallel_model, checkpoint_weights, hf_checkpoint
 from tests.support.config_samples import FACTS
 from tests.support.live_tensors import LiveTensors
 from tests.support.processes import run_ranks

@@ -8,12 +8,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from forgeasync.algorithms.loss import Loss
-from forgeasync.config.trainer import ParallelSection
-from forgeasync.models.config_file import read_model_facts
-from forgeasync.rollouts.student_ids import NO_ID
-from forgeasync.rollouts.teacher_record import TeacherRecord, not_asked
-from forgeasync.trainer.packing import TrainingSequence, pack_row, pack_rows
+from forgeasync.algorithms import Loss
+from forgeasync.config import ParallelSection
+from forgeasync.models import read_model_facts
+from forgeasync.rollouts import NO_ID, TeacherRecord, not_asked
+from forgeasync.trainer import TrainingSequence, pack_row, pack_rows
 from tests.support.models import write_random_model
 from tests.support.processes import run_ranks
 from tests.support.tokens import section

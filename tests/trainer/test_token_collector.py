@@ -9,12 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from forgeasync.algorithms.loss import Loss
-from forgeasync.algorithms.objectives import Gspo, PpoClip, Topr
-from forgeasync.algorithms.row_tokens import RowTokens
-from forgeasync.config.trainer import ParallelSection
-from forgeasync.models.config_file import read_model_facts
-from forgeasync.rollouts.token_values import (
+from forgeasync.algorithms import Gspo, Loss, PpoClip, RowTokens, Topr
+from forgeasync.config import ParallelSection
+from forgeasync.models import read_model_facts
+from forgeasync.rollouts import (
     NUM_WORST,
     BranchKey,
     Decision,
@@ -24,8 +22,7 @@ from forgeasync.rollouts.token_values import (
     WorstToken,
     merged_reports,
 )
-from forgeasync.trainer.packing import TrainingSequence, pack_row
-from forgeasync.trainer.step_result import StepResult
+from forgeasync.trainer import StepResult, TrainingSequence, pack_row
 from tests.support.layouts import own_choices
 from tests.support.models import write_random_model
 from tests.support.processes import run_ranks

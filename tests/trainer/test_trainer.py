@@ -10,10 +10,9 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from forgeasync.config.trainer import ParallelSection
-from forgeasync.models.config_file import read_model_facts
-from forgeasync.trainer.hf_checkpoint import full_tensors
-from forgeasync.trainer.packing import TrainingSequence, pack_row, pack_rows
+from forgeasync.config import ParallelSection
+from forgeasync.models import read_model_facts
+from forgeasync.trainer import TrainingSequence, full_tensors, pack_row, pack_rows
 from tests.support.models import write_random_model
 from tests.support.processes import run_ranks
 from tests.support.trainers import TOKENS_PER_ROW, make_sequences, make_trainer

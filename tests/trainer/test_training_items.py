@@ -7,17 +7,19 @@ import numpy as np
 import pytest
 import torch
 
-from forgeasync.algorithms.advantages import Advantage, DrGrpo, GroupPassAtK, Grpo, ReinforcePlusPlus, Rloo
-from forgeasync.config.algorithm import AlgorithmSection
-from forgeasync.config.trainer import OptimizerSection, RoutingReplay
-from forgeasync.rollouts.group_payload import TokenTrace
-from forgeasync.rollouts.kept_tokens import KeptTokens
-from forgeasync.rollouts.rollout import Group
-from forgeasync.rollouts.routing import NO_RECORD, RoutedExperts
-from forgeasync.trainer.advantage_spans import TokenPlaces, whole_response
-from forgeasync.trainer.batch import assign_rows, items_of, training_items, training_sequence
-from forgeasync.trainer.optimizer import scheduled_learning_rate
-from forgeasync.trainer.packing import TrainingSequence
+from forgeasync.algorithms import Advantage, DrGrpo, GroupPassAtK, Grpo, ReinforcePlusPlus, Rloo
+from forgeasync.config import AlgorithmSection, OptimizerSection, RoutingReplay
+from forgeasync.rollouts import NO_RECORD, Group, KeptTokens, RoutedExperts, TokenTrace
+from forgeasync.trainer import (
+    TokenPlaces,
+    TrainingSequence,
+    assign_rows,
+    items_of,
+    scheduled_learning_rate,
+    training_items,
+    training_sequence,
+    whole_response,
+)
 from tests.support.buffer_world import make_task
 from tests.support.rollouts import make_stored_rollout
 

@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from forgeasync.config.trainer import ParallelSection
-from forgeasync.models.config_file import read_model_facts
-from forgeasync.trainer.packing import PackedRow, TrainingSequence, pack_rows
-from forgeasync.trainer.policy_trainer import PolicyTrainer
-from forgeasync.weights.layout import WeightSet, name_in
+from forgeasync.config import ParallelSection
+from forgeasync.models import read_model_facts
+from forgeasync.trainer import PackedRow, PolicyTrainer, TrainingSequence, pack_rows
+from forgeasync.weights import WeightSet, name_in
 from tests.support import lora, trainers
 from tests.support.models import write_random_model
 from tests.support.processes import run_ranks

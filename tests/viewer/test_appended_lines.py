@@ -6,7 +6,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgeasync.viewer.appended_lines import AppendedLines
+from forgeasync.viewer import AppendedLines
 
 
 def all_lines(file: AppendedLines) -> list[bytes]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from apps.view import main
-from forgeasync.viewer.run_reader import DEMO_RUN
+from forgeasync.viewer import DEMO_RUN
 from tests.support.viewer_runs import write_run
 
 

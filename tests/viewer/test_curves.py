@@ -4,8 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgeasync.viewer.curves import curve_of, downsampled, over
-from forgeasync.viewer.metric_table import Column
+from forgeasync.viewer import Column, curve_of, downsampled, over
 
 POINTS = st.lists(
     st.tuples(st.integers(0, 500), st.floats(-1e6, 1e6, allow_nan=False)), min_size=1, max_size=120

@@ -10,11 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgeasync.viewer.fault_lines import FaultLines
-from forgeasync.viewer.metric_table import MetricTable
-from forgeasync.viewer.rollout_index import RolloutGone, RolloutIndex
-from forgeasync.viewer.run_life import Life, run_life
-from forgeasync.viewer.settings import ConfigUnreadable, differing, read_settings, seed_groups
+from forgeasync.viewer import (
+    ConfigUnreadable,
+    FaultLines,
+    Life,
+    MetricTable,
+    RolloutGone,
+    RolloutIndex,
+    differing,
+    read_settings,
+    run_life,
+    seed_groups,
+)
 from tests.support.viewer_runs import rollout_of
 
 

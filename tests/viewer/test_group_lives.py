@@ -5,12 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgeasync.buffer.decisions import DropReason
-from forgeasync.ledger.book import Book
-from forgeasync.ledger.lines import Opened
-from forgeasync.viewer.appended_lines import Piece
-from forgeasync.viewer.group_lives import Fate, GroupLife, GroupLives
-from forgeasync.viewer.ledger_lines import LedgerLines
+from forgeasync.buffer import DropReason
+from forgeasync.ledger import Book, Opened
+from forgeasync.viewer import Fate, GroupLife, GroupLives, LedgerLines, Piece
 from tests.support.viewer_runs import (
     begun_group,
     eventful_ledger,

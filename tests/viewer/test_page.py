@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from forgeasync.viewer.run_reader import RunReader
-from forgeasync.viewer.server import serve
+from forgeasync.viewer import RunReader, serve
 from tests.support.browser import BROWSER, DRIVER, Browser, open_browser
 from tests.support.made_traces import write_traces
 from tests.support.viewer_runs import (

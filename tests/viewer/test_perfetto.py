@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from forgeasync.viewer.perfetto import FAULTS, GROUPS, TRAINER, write_trace
-from forgeasync.viewer.run_reader import RunReader
+from forgeasync.viewer import FAULTS, GROUPS, TRAINER, RunReader, write_trace
 from tests.support.made_traces import TRACE_BEGIN_S, write_traces
 from tests.support.viewer_runs import (
     STEP_S,

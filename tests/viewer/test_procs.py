@@ -4,11 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from forgeasync.tracing.states import ORDER, State
-from forgeasync.tracing.trace_lines import Changed, Ended, Lived, Opened, encode
-from forgeasync.viewer.answers import Answers
-from forgeasync.viewer.questions import BadQuestion, Parameters, question_of
-from forgeasync.viewer.run_reader import RunReader
+from forgeasync.tracing import ORDER, Changed, Ended, Lived, Opened, State, encode
+from forgeasync.viewer import Answers, BadQuestion, Parameters, RunReader, question_of
 from tests.support.made_traces import TRACE_BEGIN_S, write_traces
 from tests.support.viewer_runs import STEP_S, write_run
 

@@ -8,12 +8,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forgeasync.ledger.lines import Opened
-from forgeasync.viewer.definitions import HEADLINES, described, glossary, known_definition
-from forgeasync.viewer.group_lives import Fate
-from forgeasync.viewer.run_clock import RunClock
-from forgeasync.viewer.run_reader import NoRun, RunReader
-from forgeasync.viewer.status import SHOWN, status_lines, status_of
+from forgeasync.ledger import Opened
+from forgeasync.viewer import (
+    HEADLINES,
+    SHOWN,
+    Fate,
+    NoRun,
+    RunClock,
+    RunReader,
+    described,
+    glossary,
+    known_definition,
+    status_lines,
+    status_of,
+)
 from tests.support.viewer_runs import STEP_S, ledger_text, write_run
 
 FILES = ("metrics.jsonl", "ledger.jsonl", "rollouts.jsonl", "faults.jsonl")

@@ -11,10 +11,7 @@ from typing import Any, TypeVar
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
-from forgeasync.viewer.answers import Answers
-from forgeasync.viewer.run_reader import RunReader
-from forgeasync.viewer.server import PortTaken, application, serve
-from forgeasync.viewer.watcher import Watcher
+from forgeasync.viewer import Answers, PortTaken, RunReader, Watcher, application, serve
 from tests.support.viewer_runs import eventful_ledger, ledger_text, rollout_of, write_run
 
 T = TypeVar("T")

@@ -5,11 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from forgeasync.rollouts.token_values import RolloutKey
-from forgeasync.viewer.answers import Answers, NotThere
-from forgeasync.viewer.run_reader import RunReader
-from forgeasync.viewer.token_answers import MAX_TOKENS
-from forgeasync.viewer.token_index import TokenIndex, TokensGone
+from forgeasync.rollouts import RolloutKey
+from forgeasync.viewer import MAX_TOKENS, Answers, NotThere, RunReader, TokenIndex, TokensGone
 from tests.support.viewer_runs import tokens_of, worst_of, write_run
 
 PIECES: list[object] = ["2", "+", "2", {"special": "<end>"}]

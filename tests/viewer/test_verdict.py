@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from apps.view import main
-from forgeasync.prediction.record import (
+from forgeasync.prediction import (
     PredictedChange,
     PredictedChanges,
     PredictedRun,
@@ -15,8 +15,7 @@ from forgeasync.prediction.record import (
     PredictionRecord,
     write_prediction,
 )
-from forgeasync.viewer.run_reader import RunReader
-from forgeasync.viewer.status import status_lines, status_of
+from forgeasync.viewer import RunReader, status_lines, status_of
 from tests.support.viewer_runs import STEP_S, metrics_of, write_run
 
 NUM_STEPS = 30

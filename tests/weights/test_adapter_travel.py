@@ -9,17 +9,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from forgeasync.actors.generator import CancelledGroup, RefusedGroup
-from forgeasync.actors.procs import Procs
-from forgeasync.actors.router import GeneratorRouter
-from forgeasync.actors.start_generators import connect_weights
-from forgeasync.actors.trainer_mesh import TrainerMesh
-from forgeasync.config.generator import SamplingSection
-from forgeasync.config.model import LoraSection
-from forgeasync.config.run import RunConfig
-from forgeasync.trainer.advantage_spans import whole_response
-from forgeasync.trainer.batch import assign_rows, items_of
-from forgeasync.weights.fetcher import FetchReport
+from forgeasync.actors import (
+    CancelledGroup,
+    GeneratorRouter,
+    Procs,
+    RefusedGroup,
+    TrainerMesh,
+    connect_weights,
+)
+from forgeasync.config import LoraSection, RunConfig, SamplingSection
+from forgeasync.trainer import assign_rows, items_of, whole_response
+from forgeasync.weights import FetchReport
 from tests.support.engine_weights import assert_engine_holds
 from tests.support.models import write_random_model
 from tests.support.runs import tiny_config

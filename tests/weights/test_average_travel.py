@@ -9,14 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from forgeasync.actors.procs import Procs
-from forgeasync.actors.router import GeneratorRouter
-from forgeasync.actors.start_generators import make_folders
-from forgeasync.actors.trainer_mesh import TrainerMesh
-from forgeasync.config.run import RunConfig
-from forgeasync.launch.hosts import LocalHosts
-from forgeasync.models.config_file import read_model_facts
-from forgeasync.weights.layout import WeightSet
+from forgeasync.actors import GeneratorRouter, Procs, TrainerMesh, make_folders
+from forgeasync.config import RunConfig
+from forgeasync.launch import LocalHosts
+from forgeasync.models import read_model_facts
+from forgeasync.weights import WeightSet
 from tests.support.engine_weights import assert_engine_holds
 from tests.support.models import write_random_model
 from tests.support.runs import tiny_config

@@ -8,11 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from forgeasync.weights.layout import NamedWeight, RankLayout, lay_out
-from forgeasync.weights.manifest import BLOCK_BYTES
-from forgeasync.weights.publisher import Publication
-from forgeasync.weights.staging import StagingBuffers
-from forgeasync.weights.transports.shared_memory import SharedMemoryTransport
+from forgeasync.weights import (
+    BLOCK_BYTES,
+    NamedWeight,
+    Publication,
+    RankLayout,
+    SharedMemoryTransport,
+    StagingBuffers,
+    lay_out,
+)
 from tests.support import pretended_device
 from tests.support.pretended_device import DEVICE, LazyGpu, OnDevice
 

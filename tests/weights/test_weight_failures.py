@@ -7,10 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from forgeasync.weights.exchange import WeightExchange
-from forgeasync.weights.fetcher import ReceiveBuffer
-from forgeasync.weights.ledger import WeightLedger
-from forgeasync.weights.manifest import Manifest
+from forgeasync.weights import Manifest, ReceiveBuffer, WeightExchange, WeightLedger
 from tests.support.virtual_time import VirtualTime
 from tests.support.weight_service import constant, make_fetcher, publish_and_die
 

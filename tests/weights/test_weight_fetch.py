@@ -14,21 +14,29 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forgeasync.rollouts.run_folder import SHARED_MEMORY
-from forgeasync.weights.fetcher import (
+from forgeasync.rollouts import SHARED_MEMORY
+from forgeasync.weights import (
     ALONE,
+    BLOCK_BYTES,
+    SEGMENT_BYTES,
+    Arrived,
+    Box,
+    ByteRange,
     FetchReport,
     HostShare,
+    Manifest,
+    Piece,
+    RankLayout,
     ReceiveBuffer,
+    SharedMemoryTransport,
+    StagingBuffers,
+    StagingSource,
     WeightFetcher,
+    WeightLayout,
     of_host,
     received_images,
+    whole_tensors,
 )
-from forgeasync.weights.layout import SEGMENT_BYTES, Box, Piece, RankLayout, WeightLayout, whole_tensors
-from forgeasync.weights.manifest import BLOCK_BYTES, Manifest
-from forgeasync.weights.staging import StagingBuffers
-from forgeasync.weights.transports.shared_memory import SharedMemoryTransport
-from forgeasync.weights.transports.transport import Arrived, ByteRange, StagingSource
 from tests.support.weight_service import connected
 
 ROWS = 300

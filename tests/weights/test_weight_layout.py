@@ -10,22 +10,25 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forgeasync.weights.copies import StridedCopy, join, needed_blocks, plan_copies
-from forgeasync.weights.fetcher import byte_ranges
-from forgeasync.weights.layout import (
+from forgeasync.weights import (
+    BLOCK_BYTES,
     SEGMENT_BYTES,
     Box,
     NamedWeight,
     Piece,
     RankLayout,
+    StridedCopy,
     WeightLayout,
     WeightSet,
     assign_boxes,
+    byte_ranges,
+    join,
     lay_out,
     name_in,
+    needed_blocks,
+    plan_copies,
     whole_tensors,
 )
-from forgeasync.weights.manifest import BLOCK_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

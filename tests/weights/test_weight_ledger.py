@@ -3,8 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forgeasync.weights.ledger import WeightLedger
-from forgeasync.weights.manifest import Manifest
+from forgeasync.weights import Manifest, WeightLedger
 
 TIMEOUT_S = 10.0
 

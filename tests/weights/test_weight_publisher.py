@@ -13,11 +13,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from forgeasync.weights.layout import ALIGNMENT, Box, NamedWeight, lay_out
-from forgeasync.weights.manifest import BLOCK_BYTES, StagedShard
-from forgeasync.weights.publisher import WeightPublisher
-from forgeasync.weights.transports.shared_memory import SharedMemoryTransport
-from forgeasync.weights.transports.transport import RankStaging
+from forgeasync.weights import (
+    ALIGNMENT,
+    BLOCK_BYTES,
+    Box,
+    NamedWeight,
+    RankStaging,
+    SharedMemoryTransport,
+    StagedShard,
+    WeightPublisher,
+    lay_out,
+)
 from tests.support.processes import alone_in_this_process
 
 EXPERTS = tuple(f"experts.{index}" for index in range(3))

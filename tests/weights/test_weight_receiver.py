@@ -5,11 +5,8 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from forgeasync.generator.reports import SwapReport
-from forgeasync.generator.weight_receiver import Install, WeightReceiver
-from forgeasync.generator.weight_route import WeightRoute
-from forgeasync.weights.fetcher import FetchReport, HostShare
-from forgeasync.weights.manifest import Manifest
+from forgeasync.generator import Install, SwapReport, WeightReceiver, WeightRoute
+from forgeasync.weights import FetchReport, HostShare, Manifest
 
 
 def make_manifest(version: int) -> Manifest:

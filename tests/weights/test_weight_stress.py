@@ -18,12 +18,9 @@ import numpy as np
 import pytest
 import torch
 
-from forgeasync.config.generator import GeneratorSection, SamplingSection
-from forgeasync.config.weights import WeightsSection
-from forgeasync.rollouts.records import Records
-from forgeasync.weights.exchange import WeightExchange
-from forgeasync.weights.ledger import WeightLedger
-from forgeasync.weights.manifest import Manifest
+from forgeasync.config import GeneratorSection, SamplingSection, WeightsSection
+from forgeasync.rollouts import Records
+from forgeasync.weights import Manifest, WeightExchange, WeightLedger
 from tests.support.models import write_random_model
 from tests.support.processes import run_alone
 from tests.support.weight_service import FolderPublisher, constant, read_versions
@@ -148,9 +145,7 @@ class Readers:
 
 
 async def _scenario(folder: Path, out: Path) -> Seen:
-    from forgeasync.generator.engine import GeneratorEngine
-    from forgeasync.generator.host_memory import HostMemory
-    from forgeasync.generator.weight_receiver import WeightReceiver
+    from forgeasync.generator import GeneratorEngine, HostMemory, WeightReceiver
 
     seen = Seen()
     engine = await GeneratorEngine.start(

@@ -17,19 +17,19 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from forgeasync.actors.generator import CancelledGroup, RefusedGroup, SampledResponse
-from forgeasync.actors.procs import Procs
-from forgeasync.actors.router import GeneratorRouter
-from forgeasync.actors.start_generators import connect_weights
-from forgeasync.actors.trainer_mesh import TrainerMesh
-from forgeasync.config.generator import SamplingSection
-from forgeasync.config.run import RunConfig
-from forgeasync.launch.hosts import LOCAL_HOST_ID, LocalHosts
-from forgeasync.rollouts.group_payload import TokenTrace, decode_rollout
-from forgeasync.rollouts.payload_store import PayloadReader
-from forgeasync.rollouts.rollout import StoredRollout
-from forgeasync.trainer.advantage_spans import whole_response
-from forgeasync.trainer.batch import assign_rows, items_of
+from forgeasync.actors import (
+    CancelledGroup,
+    GeneratorRouter,
+    Procs,
+    RefusedGroup,
+    SampledResponse,
+    TrainerMesh,
+    connect_weights,
+)
+from forgeasync.config import RunConfig, SamplingSection
+from forgeasync.launch import LOCAL_HOST_ID, LocalHosts
+from forgeasync.rollouts import PayloadReader, StoredRollout, TokenTrace, decode_rollout
+from forgeasync.trainer import assign_rows, items_of, whole_response
 from tests.support.engine_weights import assert_engine_holds
 from tests.support.models import write_random_model
 from tests.support.runs import tiny_config

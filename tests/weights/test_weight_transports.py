@@ -12,33 +12,41 @@ import numpy as np
 import pytest
 import torch
 
-from forgeasync.config.load import dump_config, load_config
-from forgeasync.config.run import RunConfig
-from forgeasync.config.weights import BUILT_IN_TRANSPORTS, TransportChoice, WeightsSection
-from forgeasync.controller.preparation import check
-from forgeasync.models.rules import check_config
-from forgeasync.schema.problems import ConfigError
-from forgeasync.schema.python_code import PythonCode
-from forgeasync.weights.fetcher import ReceiveBuffer, WeightFetcher, received_images
-from forgeasync.weights.layout import SEGMENT_BYTES, NamedWeight, WeightLayout, whole_tensors
-from forgeasync.weights.manifest import BLOCK_BYTES, Manifest
-from forgeasync.weights.publisher import WeightPublisher
-from forgeasync.weights.transports.auto import AutoTransport
-from forgeasync.weights.transports.build import (
+from forgeasync.config import (
+    BUILT_IN_TRANSPORTS,
+    RunConfig,
+    TransportChoice,
+    WeightsSection,
+    dump_config,
+    load_config,
+)
+from forgeasync.controller import check
+from forgeasync.models import check_config
+from forgeasync.schema import ConfigError, PythonCode
+from forgeasync.weights import (
+    BLOCK_BYTES,
+    SEGMENT_BYTES,
+    Arrived,
+    AutoTransport,
+    ByteRange,
+    Manifest,
+    NamedWeight,
+    RankSource,
+    RankStaging,
+    RdmaTransport,
+    ReceiveBuffer,
+    SharedMemoryTransport,
+    StagingSource,
+    Transport,
+    WeightFetcher,
+    WeightLayout,
+    WeightPublisher,
     build_transport,
     check_transport,
     connect_transports,
+    received_images,
     require_reach,
-)
-from forgeasync.weights.transports.rdma import RdmaTransport
-from forgeasync.weights.transports.shared_memory import SharedMemoryTransport
-from forgeasync.weights.transports.transport import (
-    Arrived,
-    ByteRange,
-    RankSource,
-    RankStaging,
-    StagingSource,
-    Transport,
+    whole_tensors,
 )
 from tests.support.config_samples import FACTS, MINIMAL
 from tests.support.own_transport import write_own_transport

@@ -15,20 +15,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from forgeasync.actors.generator import RefusedGroup
-from forgeasync.actors.procs import Procs
-from forgeasync.actors.router import GeneratorRouter
-from forgeasync.actors.start_generators import connect_weights
-from forgeasync.actors.trainer_mesh import TrainerMesh
-from forgeasync.config.generator import SamplingSection
-from forgeasync.config.run import RunConfig
-from forgeasync.config.trainer import ParallelSection
-from forgeasync.config.weights import TransportChoice, WeightsSection
-from forgeasync.launch.hosts import LocalHosts
-from forgeasync.models.config_file import read_model_facts
-from forgeasync.weights.exchange import WeightExchange
-from forgeasync.weights.fetcher import FetchReport
-from forgeasync.weights.ledger import WeightLedger
+from forgeasync.actors import GeneratorRouter, Procs, RefusedGroup, TrainerMesh, connect_weights
+from forgeasync.config import ParallelSection, RunConfig, SamplingSection, TransportChoice, WeightsSection
+from forgeasync.launch import LocalHosts
+from forgeasync.models import read_model_facts
+from forgeasync.weights import FetchReport, WeightExchange, WeightLedger
 from tests.support.engine_weights import assert_engine_holds
 from tests.support.models import write_random_model
 from tests.support.own_transport import write_own_transport

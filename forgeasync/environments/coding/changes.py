@@ -18,7 +18,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from forgeasync.config.coding import CodingAgent
+from forgeasync.config import CodingAgent
 from forgeasync.environments.coding.hidden_tests import HiddenTests
 from forgeasync.environments.coding.protected import hides_module, is_protected
 from forgeasync.environments.coding.record import CodingRecord, is_plain_path

@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from forgeasync.config.coding import CodingAgent
-from forgeasync.config.sandbox import Docker, Podman, SandboxLimits, SandboxSection
+from forgeasync.config import CodingAgent, Docker, Podman, SandboxLimits, SandboxSection
 from forgeasync.environments.coding.changes import Changes, Refusal, take_changes
 from forgeasync.environments.coding.grading import Verdict, grade
 from forgeasync.environments.coding.hidden_tests import hidden_tests
@@ -23,9 +22,7 @@ from forgeasync.environments.sandboxes.results import SandboxUnavailable
 from forgeasync.environments.sandboxes.sandbox import Sandbox
 from forgeasync.environments.tools.forms import TEMPLATE_FORM
 from forgeasync.environments.tools.toolbox import Toolbox
-from forgeasync.rollouts.outcome import ToolStatus
-from forgeasync.rollouts.score import Score
-from forgeasync.rollouts.task import Task
+from forgeasync.rollouts import Score, Task, ToolStatus
 
 PACKAGES_FOLDER = "/packages"
 GRACE_S = 15.0

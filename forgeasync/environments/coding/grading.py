@@ -7,8 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from forgeasync.config.coding import CodingAgent
-from forgeasync.config.sandbox import SandboxLimits, SandboxSection
+from forgeasync.config import CodingAgent, SandboxLimits, SandboxSection
 from forgeasync.environments.coding.changes import Changes, run_command
 from forgeasync.environments.coding.hidden_tests import HiddenTests
 from forgeasync.environments.coding.record import CodingRecord, TestRunner

@@ -6,13 +6,13 @@ from collections.abc import Set
 from pathlib import Path
 from random import Random
 
-from forgeasync.config.coding import CodingSource
+from forgeasync.config import CodingSource
 from forgeasync.environments.coding.hidden_tests import hidden_tests
 from forgeasync.environments.coding.record import CHECKOUT, PACKAGES, read_record
 from forgeasync.environments.json_records import json_like, read_json_records
 from forgeasync.environments.sources import HELD_OUT_SEED, TrainingDraw
-from forgeasync.rollouts.task import Task
-from forgeasync.schema.problems import ConfigError, Problem
+from forgeasync.rollouts import Task
+from forgeasync.schema import ConfigError, Problem
 
 
 class CodingProblems:

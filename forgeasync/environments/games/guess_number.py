@@ -3,7 +3,7 @@
 import random
 import re
 
-from forgeasync.config.games import GuessNumber
+from forgeasync.config import GuessNumber
 from forgeasync.environments.games.game import HOW_TO_MOVE, Reply
 
 # At most as many digits as the bounds of the section have.

@@ -3,7 +3,7 @@
 import random
 from collections import deque
 
-from forgeasync.config.games import Maze
+from forgeasync.config import Maze
 from forgeasync.environments.games.game import HOW_TO_MOVE, Reply
 
 STEPS = {"north": (0, -1), "south": (0, 1), "west": (-1, 0), "east": (1, 0)}

@@ -1,12 +1,11 @@
 """The environment of ``kind: game``: plays a task's game with the model, one move in every turn."""
 
-from forgeasync.config.environments import PlayGames
+from forgeasync.config import PlayGames
 from forgeasync.environments.environment import Agent, Environment
 from forgeasync.environments.games.game import HOW_TO_MOVE, read_move
 from forgeasync.environments.games.problems import game_of
 from forgeasync.environments.messages import Message
-from forgeasync.rollouts.score import Score
-from forgeasync.rollouts.task import Task
+from forgeasync.rollouts import Score, Task
 
 NO_MOVE = f"I see no move. {HOW_TO_MOVE}."
 

@@ -6,14 +6,14 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from forgeasync.config.games import GameSection, GameSource, GuessNumber, Maze, TicTacToe
+from forgeasync.config import GameSection, GameSource, GuessNumber, Maze, TicTacToe
 from forgeasync.environments.games.game import Game
 from forgeasync.environments.games.guess_number import GuessNumberGame
 from forgeasync.environments.games.maze import MazeGame
 from forgeasync.environments.games.tic_tac_toe import TicTacToeGame
 from forgeasync.environments.sources import HELD_OUT_SEED, TrainingDraw
 from forgeasync.environments.stored_tasks import StoredTasks
-from forgeasync.rollouts.task import Task
+from forgeasync.rollouts import Task
 
 _SECTION: TypeAdapter[GameSection] = TypeAdapter(GameSection)
 

@@ -3,7 +3,7 @@
 import functools
 import random
 
-from forgeasync.config.games import Opponent, TicTacToe
+from forgeasync.config import Opponent, TicTacToe
 from forgeasync.environments.games.game import HOW_TO_MOVE, Reply
 
 MODEL, OTHER, FREE = "X", "O", "."

@@ -11,10 +11,10 @@ from mcp.shared.exceptions import MCPError
 from mcp_types import CallToolResult, Tool
 from pydantic import ValidationError
 
-from forgeasync.config.mcp import HttpServer, McpServerSection, StdioServer
+from forgeasync.config import HttpServer, McpServerSection, StdioServer
 from forgeasync.environments.mcp_servers.http import http_client
 from forgeasync.environments.mcp_servers.stdio import StdioTransport
-from forgeasync.observability.failures import last_words
+from forgeasync.observability import last_words
 
 MAX_TOOLS = 512
 """Most tools of one server."""

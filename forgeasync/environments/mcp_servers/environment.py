@@ -4,7 +4,7 @@ import asyncio
 import concurrent.futures
 from collections.abc import Iterator
 
-from forgeasync.config.environments import McpEnvironment
+from forgeasync.config import McpEnvironment
 from forgeasync.environments.answers import AnswerChecker
 from forgeasync.environments.environment import Agent, Environment
 from forgeasync.environments.mcp_servers.connection import Connection, ServerLost
@@ -12,9 +12,8 @@ from forgeasync.environments.mcp_servers.tools import McpTools
 from forgeasync.environments.messages import Message
 from forgeasync.environments.tools.run_tools import run_tools
 from forgeasync.environments.tools.toolbox import Toolbox
-from forgeasync.rollouts.score import Score
-from forgeasync.rollouts.task import Task
-from forgeasync.schema.problems import Problem
+from forgeasync.rollouts import Score, Task
+from forgeasync.schema import Problem
 
 
 class McpToolsEnvironment(Environment):

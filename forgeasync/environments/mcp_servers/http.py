@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import httpx2
 
-from forgeasync.config.mcp import HttpServer
+from forgeasync.config import HttpServer
 
 MAX_RESPONSE_BYTES = 16 * 2**20
 """Most bytes of one response, which may be a stream of events that lasts as long as the episode."""

@@ -21,7 +21,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 from mcp.shared.message import SessionMessage
 from mcp_types import jsonrpc_message_adapter
 
-from forgeasync.config.mcp import StdioServer
+from forgeasync.config import StdioServer
 from forgeasync.environments.episode_thread import kill
 from forgeasync.environments.worker_mark import marked_processes, own_mark
 

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from mcp_types import CallToolResult, TextContent
 
-from forgeasync.config.mcp import McpServerSection
+from forgeasync.config import McpServerSection
 from forgeasync.environments.environment import EpisodeInterrupted
 from forgeasync.environments.mcp_servers.connection import CallRefused, Connection, ServerLost
 from forgeasync.environments.messages import ToolSpec

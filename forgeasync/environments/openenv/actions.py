@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from forgeasync.config.adapters import McpActions, StepTool, TextAction
+from forgeasync.config import McpActions, StepTool, TextAction
 from forgeasync.environments.environment import Turn
 from forgeasync.environments.messages import TOOL, ToolCall, ToolSpec, show
 from forgeasync.environments.openenv.connection import Connection, ServerLost
@@ -12,7 +12,7 @@ from forgeasync.environments.openenv.wire import Observation, WireError, text_of
 from forgeasync.environments.sessions.fields import make_tool
 from forgeasync.environments.sessions.problems import RequestError
 from forgeasync.environments.tools.forms import TEMPLATE_FORM
-from forgeasync.rollouts.outcome import ToolStatus
+from forgeasync.rollouts import ToolStatus
 
 MAX_TOOLS = 512
 """Most tools of one environment."""

@@ -8,17 +8,15 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from forgeasync.config.adapters import EpisodeReward, OpenEnvServer, Opening, StepTool, TextAction
+from forgeasync.config import EpisodeReward, OpenEnvServer, Opening, StepTool, TextAction
 from forgeasync.environments.environment import Agent, Environment, EpisodeInterrupted
 from forgeasync.environments.messages import Message
 from forgeasync.environments.openenv.actions import ActionForm, Attempt, list_actions, observation_text
 from forgeasync.environments.openenv.connection import Connection, ServerLost
 from forgeasync.environments.openenv.wire import BadReward, ErrorCode, Observation, ServerError
 from forgeasync.environments.task_fields import task_fields
-from forgeasync.rollouts.outcome import ToolStatus
-from forgeasync.rollouts.score import Score
-from forgeasync.rollouts.task import Task
-from forgeasync.schema.problems import Problem
+from forgeasync.rollouts import Score, Task, ToolStatus
+from forgeasync.schema import Problem
 
 _FIRST_WAIT_S = 0.1
 _LONGEST_WAIT_S = 2.0

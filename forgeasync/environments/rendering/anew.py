@@ -7,8 +7,7 @@ import numpy as np
 
 from forgeasync.environments.messages import ASSISTANT, Message, ToolSpec
 from forgeasync.environments.rendering.renderer import BridgeRefused, Conversation, MessageRenderer
-from forgeasync.rollouts.rollout import FinishReason
-from forgeasync.rollouts.trajectory import SampledTurn
+from forgeasync.rollouts import FinishReason, SampledTurn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

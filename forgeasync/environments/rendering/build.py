@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from renderers import config_from_name
 
-from forgeasync.config.data import RendererName
+from forgeasync.config import RendererName
 from forgeasync.environments.messages import ASSISTANT, show
 from forgeasync.environments.rendering.family import FamilyRenderer
 from forgeasync.environments.rendering.plain import PlainRenderer

@@ -33,7 +33,7 @@ from forgeasync.environments.rendering.walks import (
     sampled,
     walk,
 )
-from forgeasync.rollouts.rollout import FinishReason
+from forgeasync.rollouts import FinishReason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -20,7 +20,7 @@ from forgeasync.environments.rendering.forms import message_forms, tool_forms
 from forgeasync.environments.rendering.renderer import BridgeRefused, Conversation, ParsedTurn
 from forgeasync.environments.rendering.reserved import reserved_texts
 from forgeasync.environments.rendering.turns import TurnReader
-from forgeasync.rollouts.trajectory import SampledTurn
+from forgeasync.rollouts import SampledTurn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

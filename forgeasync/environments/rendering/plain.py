@@ -11,7 +11,7 @@ import numpy as np
 
 from forgeasync.environments.messages import Message, ToolSpec
 from forgeasync.environments.rendering.renderer import Conversation, ParsedTurn
-from forgeasync.rollouts.trajectory import SampledTurn
+from forgeasync.rollouts import SampledTurn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

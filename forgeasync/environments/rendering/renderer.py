@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 
 from forgeasync.environments.messages import BrokenToolCall, Message, ToolCall, ToolSpec
-from forgeasync.rollouts.trajectory import SampledTurn
+from forgeasync.rollouts import SampledTurn
 
 
 class BridgeRefused(ValueError):

@@ -25,8 +25,7 @@ from forgeasync.environments.rendering.forms import message_forms, tool_forms
 from forgeasync.environments.rendering.renderer import Conversation, ParsedTurn
 from forgeasync.environments.rendering.reserved import reserved_texts
 from forgeasync.environments.rendering.turns import TurnReader
-from forgeasync.rollouts.rollout import FinishReason
-from forgeasync.rollouts.trajectory import SampledTurn
+from forgeasync.rollouts import FinishReason, SampledTurn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -15,8 +15,7 @@ from renderers.base import ParsedResponse, ParsedToolCall, Renderer, ToolCallPar
 
 from forgeasync.environments.messages import BrokenToolCall, ToolCall, ToolSpec
 from forgeasync.environments.rendering.renderer import ParsedTurn
-from forgeasync.rollouts.rollout import FinishReason
-from forgeasync.rollouts.trajectory import SampledTurn
+from forgeasync.rollouts import FinishReason, SampledTurn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

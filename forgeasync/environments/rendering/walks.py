@@ -10,8 +10,7 @@ import numpy as np
 from forgeasync.environments.messages import ASSISTANT, Message, ToolSpec
 from forgeasync.environments.rendering.probes import Dialogue
 from forgeasync.environments.rendering.renderer import Conversation, MessageRenderer, ParsedTurn
-from forgeasync.rollouts.rollout import FinishReason
-from forgeasync.rollouts.trajectory import SampledTurn
+from forgeasync.rollouts import FinishReason, SampledTurn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

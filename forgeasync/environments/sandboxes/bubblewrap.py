@@ -12,7 +12,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from forgeasync.config.sandbox import Bubblewrap
+from forgeasync.config import Bubblewrap
 from forgeasync.environments.sandboxes.bubblewrap_program import HOW_TO_GET, bubblewrap_programs
 from forgeasync.environments.sandboxes.connection import Connection, in_thread
 from forgeasync.environments.sandboxes.holder import Holder

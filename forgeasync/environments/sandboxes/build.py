@@ -4,21 +4,13 @@ import asyncio
 import concurrent.futures
 from collections.abc import Iterator
 
-from forgeasync.config.sandbox import (
-    Bubblewrap,
-    Docker,
-    Podman,
-    PythonSandbox,
-    SandboxSection,
-    UnsafeSubprocess,
-)
+from forgeasync.config import Bubblewrap, Docker, Podman, PythonSandbox, SandboxSection, UnsafeSubprocess
 from forgeasync.environments.sandboxes.backend import SandboxBackend
 from forgeasync.environments.sandboxes.bubblewrap import BubblewrapBackend
 from forgeasync.environments.sandboxes.containers import ContainerBackend
 from forgeasync.environments.sandboxes.results import SandboxError, SandboxUnavailable
 from forgeasync.environments.sandboxes.unsafe import UnsafeBackend
-from forgeasync.schema.problems import Problem
-from forgeasync.schema.python_code import load_code
+from forgeasync.schema import Problem, load_code
 
 _TRIAL_LIMIT_S = 30.0
 _TRIAL_TEXT = "ready"

@@ -12,7 +12,7 @@ import secrets
 import shutil
 from collections.abc import Sequence
 
-from forgeasync.config.sandbox import Docker, Podman
+from forgeasync.config import Docker, Podman
 from forgeasync.environments.sandboxes.connection import Connection
 from forgeasync.environments.sandboxes.results import SandboxUnavailable
 from forgeasync.environments.sandboxes.supervised import START_LIMIT_S, SupervisedBackend

@@ -7,11 +7,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from forgeasync.config.sandbox import Bubblewrap, SandboxSection
+from forgeasync.config import Bubblewrap, SandboxSection
 from forgeasync.environments.sandboxes.backend import PythonSession, SandboxBackend, Shell
 from forgeasync.environments.sandboxes.build import build_backend
 from forgeasync.environments.sandboxes.results import ExecResult, SandboxClosed
-from forgeasync.schema.section import MAX_SECONDS
+from forgeasync.schema import MAX_SECONDS
 
 MAX_READ_BYTES = 64 * 2**20
 _DEFAULT = Bubblewrap()

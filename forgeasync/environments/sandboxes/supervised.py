@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from forgeasync.config.sandbox import SandboxLimits
+from forgeasync.config import SandboxLimits
 from forgeasync.environments.sandboxes.backend import PythonSession, SandboxBackend, Shell
 from forgeasync.environments.sandboxes.connection import CallChannel, Connection, in_thread
 from forgeasync.environments.sandboxes.endings import Ending, receive_ending, text

@@ -5,7 +5,7 @@ import shutil
 import sys
 import tempfile
 
-from forgeasync.config.sandbox import UnsafeSubprocess
+from forgeasync.config import UnsafeSubprocess
 from forgeasync.environments.sandboxes.connection import Connection, in_thread
 from forgeasync.environments.sandboxes.supervised import START_LIMIT_S, SupervisedBackend
 

@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 from typing import BinaryIO
 
-from forgeasync.config.sandbox import SandboxLimits
+from forgeasync.config import SandboxLimits
 from forgeasync.environments.sandboxes.results import SandboxError
 
 _IN_MEMORY_BYTES = 2**24

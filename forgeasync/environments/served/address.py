@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from forgeasync.config.serving import ServingSection
+from forgeasync.config import ServingSection
 from forgeasync.environments.sessions.server import MIN_TOKEN_CHARS
 
 

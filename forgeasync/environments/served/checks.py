@@ -4,9 +4,9 @@ import errno
 import socket
 from collections.abc import Iterator
 
-from forgeasync.config.serving import ServingSection
+from forgeasync.config import ServingSection
 from forgeasync.environments.served.address import read_token
-from forgeasync.schema.problems import Problem
+from forgeasync.schema import Problem
 
 
 def check_address(section: ServingSection) -> Iterator[Problem]:

@@ -8,7 +8,7 @@ from enum import StrEnum
 
 import numpy as np
 
-from forgeasync.config.serving import ScoreSource
+from forgeasync.config import ScoreSource
 from forgeasync.environments.sessions.session_end import SessionEnd
 
 NUM_LATENCIES = 1024

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from forgeasync.config.serving import ServingSection
+from forgeasync.config import ServingSection
 from forgeasync.environments.agent import EpisodeAgent
 from forgeasync.environments.environment import EpisodeOver
 from forgeasync.environments.served.counts import ServingCounts, ServingReport, Untrained

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from forgeasync.config.serving import ScoreSource, ServingSection
+from forgeasync.config import ScoreSource, ServingSection
 from forgeasync.environments.agent import EpisodeAgent
 from forgeasync.environments.branches import RecordedBranch
 from forgeasync.environments.environment import Agent, Agents, Environment, NoScore
@@ -14,8 +14,7 @@ from forgeasync.environments.served.desk import ServingDesk
 from forgeasync.environments.served.judge import judge_session
 from forgeasync.environments.sessions.feedback import Feedback
 from forgeasync.environments.sessions.session_end import SessionEnd
-from forgeasync.rollouts.score import Score
-from forgeasync.rollouts.task import Task
+from forgeasync.rollouts import Score, Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 from collections.abc import Set
 
 from forgeasync.environments.sources import TrainingDraw
-from forgeasync.rollouts.task import Task
+from forgeasync.rollouts import Task
 
 
 class ServedProblems:

@@ -4,7 +4,7 @@ import asyncio
 import concurrent.futures
 from collections.abc import Callable, Sequence
 
-from forgeasync.config.serving import ServingSection
+from forgeasync.config import ServingSection
 from forgeasync.environments.environment import Turn
 from forgeasync.environments.messages import Message, ToolSpec
 from forgeasync.environments.sessions.feedback import Feedback

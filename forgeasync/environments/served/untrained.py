@@ -6,12 +6,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from forgeasync.environments.agent import TurnRequest
-from forgeasync.rollouts.rollout import FinishReason, VersionRange
-from forgeasync.rollouts.trajectory import SampledTurn
+from forgeasync.rollouts import FinishReason, SampledTurn, VersionRange
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Continuation:
+class UntrainedSample:
     """What a generator has sampled after a prompt, and kept nothing of."""
 
     ids_T: np.ndarray
@@ -21,7 +20,7 @@ class Continuation:
     versions: VersionRange
 
 
-SampleAfter = Callable[[np.ndarray, int, tuple[str, ...]], Awaitable[Continuation]]
+SampleAfter = Callable[[np.ndarray, int, tuple[str, ...]], Awaitable[UntrainedSample]]
 """Samples after a prompt (token ids, int32) at most so many tokens, up to one of the given texts."""
 
 

@@ -24,7 +24,7 @@ from forgeasync.environments.sessions.fields import (
 )
 from forgeasync.environments.sessions.problems import RequestError
 from forgeasync.environments.sessions.shown_turns import shown
-from forgeasync.rollouts.rollout import FinishReason
+from forgeasync.rollouts import FinishReason
 
 SIGNATURE = "unsigned"
 """Stands where the API signs what the model thought. What comes back is compared with what was shown."""

@@ -29,7 +29,7 @@ from forgeasync.environments.sessions.openai_fields import (
 )
 from forgeasync.environments.sessions.problems import RequestError
 from forgeasync.environments.sessions.shown_turns import shown
-from forgeasync.rollouts.rollout import FinishReason
+from forgeasync.rollouts import FinishReason
 
 MAX_TURNS = 128
 """Most turns of one request, ``n``; the API has the same bound."""

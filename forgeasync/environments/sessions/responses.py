@@ -29,7 +29,7 @@ from forgeasync.environments.sessions.openai_fields import (
 from forgeasync.environments.sessions.problems import RequestError
 from forgeasync.environments.sessions.response_events import item_events
 from forgeasync.environments.sessions.shown_turns import shown
-from forgeasync.rollouts.rollout import FinishReason
+from forgeasync.rollouts import FinishReason
 
 _NOT_HONOURED = ("reasoning", "temperature", "top_p")
 _WITHOUT_EFFECT = ("access_programs", "image")

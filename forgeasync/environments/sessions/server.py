@@ -16,7 +16,7 @@ from typing import Self
 
 from aiohttp import web
 
-from forgeasync.config.serving import WILDCARDS, is_loopback
+from forgeasync.config import WILDCARDS, is_loopback
 from forgeasync.environments.sessions.answering import Answering
 from forgeasync.environments.sessions.front_desk import FrontDesk
 from forgeasync.environments.sessions.limits import SessionLimits

@@ -4,11 +4,11 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from forgeasync.config.environments import PlainCalls
+from forgeasync.config import PlainCalls
 from forgeasync.environments.environment import Turn
 from forgeasync.environments.messages import BrokenToolCall, ToolCall, ToolSpec
 from forgeasync.environments.tools.toolbox import ToolResult
-from forgeasync.rollouts.rollout import FinishReason
+from forgeasync.rollouts import FinishReason
 
 MAX_PROBLEM_CHARACTERS = 1000
 

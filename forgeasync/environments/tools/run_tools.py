@@ -8,7 +8,7 @@ from forgeasync.environments.environment import Agent, Turn
 from forgeasync.environments.messages import Message
 from forgeasync.environments.tools.forms import TEMPLATE_FORM, CallForm
 from forgeasync.environments.tools.toolbox import Toolbox, ToolResult
-from forgeasync.rollouts.outcome import ToolStatus
+from forgeasync.rollouts import ToolStatus
 
 DEFAULT_MAX_ROUNDS = 20
 

@@ -10,7 +10,7 @@ from forgeasync.environments.environment import EpisodeInterrupted, ToolError
 from forgeasync.environments.messages import TOOL, ToolCall, ToolSpec, show
 from forgeasync.environments.tools.signature import BadArguments
 from forgeasync.environments.tools.tool import Tool, ToolFailed, ToolServerLost, ToolTimeout
-from forgeasync.rollouts.outcome import ToolStatus
+from forgeasync.rollouts import ToolStatus
 
 DEFAULT_MAX_CHARACTERS = 20_000
 

@@ -4,15 +4,14 @@ import asyncio
 import concurrent.futures
 from collections.abc import Iterator
 
-from forgeasync.config.adapters import VerifiersServer
+from forgeasync.config import VerifiersServer
 from forgeasync.environments.environment import Agent, Environment, EpisodeInterrupted
 from forgeasync.environments.task_fields import task_fields
 from forgeasync.environments.verifiers_server.connection import Connection, ServerLost
 from forgeasync.environments.verifiers_server.scoring import EpisodeFailed, score_of
 from forgeasync.environments.verifiers_server.wire import Refusal, run_request
-from forgeasync.rollouts.score import Score
-from forgeasync.rollouts.task import Task
-from forgeasync.schema.problems import Problem
+from forgeasync.rollouts import Score, Task
+from forgeasync.schema import Problem
 
 
 class VerifiersEnvironment(Environment):

@@ -3,10 +3,10 @@
 import math
 from collections.abc import Iterable, Iterator
 
-from forgeasync.config.data import is_part_name
+from forgeasync.config import is_part_name
 from forgeasync.environments.environment import ContextFull, TooManyTurns
 from forgeasync.environments.verifiers_server.wire import EpisodeReport, RecordedError, Trace, one_line
-from forgeasync.rollouts.score import LARGEST, MAX_PARTS, Score
+from forgeasync.rollouts import LARGEST, MAX_PARTS, Score
 
 LEFT_OUT = "num_parts_left_out"
 """Part of a score: how many rewards and metrics of the server are not among its parts."""

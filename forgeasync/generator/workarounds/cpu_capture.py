@@ -23,7 +23,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import ModelRunnerOutput, SamplingMaskLists
 
 from forgeasync.generator.workarounds.cpu_given_ids import ScoringCPUModelRunner
-from forgeasync.rollouts.kept_tokens import NO_DISTRIBUTION
+from forgeasync.rollouts import NO_DISTRIBUTION
 
 
 def request_records(config: VllmConfig, *, routing: bool, kept_tokens: bool) -> None:

@@ -15,7 +15,7 @@ import vllm._custom_ops as vllm_ops
 from vllm.model_executor.layers import utils as vllm_layers
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
-from forgeasync.weights.copies import StridedCopy
+from forgeasync.weights import StridedCopy
 
 PACKED = ("w13_weight", "w2_weight")
 """Parameters of an experts module that its kernel wants in another order."""

@@ -11,9 +11,7 @@ from forgeasync.generator.workarounds.cpu_capture import RecordingCPUModelRunner
 from forgeasync.generator.workarounds.cpu_weights import CpuWeights, keep_linear_weights
 from forgeasync.generator.workarounds.load_trace import WorkerTrace, trace_load
 from forgeasync.generator.workarounds.served_adapters import allow_dense_adapters_of_moe
-from forgeasync.weights.copies import StridedCopy, plan_copies
-from forgeasync.weights.fetcher import HostShare, received_images
-from forgeasync.weights.layout import WeightLayout
+from forgeasync.weights import HostShare, StridedCopy, WeightLayout, plan_copies, received_images
 
 
 class UpdatableCPUWorker(CPUWorker):

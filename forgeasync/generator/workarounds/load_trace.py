@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from forgeasync.weights.layout import Box
+from forgeasync.weights import Box
 
 aten = torch.ops.aten
 

@@ -35,8 +35,7 @@ from vllm.platforms import current_platform
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.worker.worker_base import WorkerBase
 
-from forgeasync.config.model import LoraSection
-from forgeasync.config.rules import EXPERT_TARGETS
+from forgeasync.config import EXPERT_TARGETS, LoraSection
 
 ATTENTION_TARGETS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from forgeasync.faults.run_mark import RUN_MARK
+from forgeasync.faults import RUN_MARK
 from forgeasync.launch.forking import proxy
 from forgeasync.launch.forking.fork import NO_MARK
 from forgeasync.launch.forking.import_sets import ImportSet

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from forgeasync.faults.run_mark import RUN_MARK
+from forgeasync.faults import RUN_MARK
 from forgeasync.launch.forking.life import FREE_NUMBERS, die_with
 
 NO_MARK = "0" * 32

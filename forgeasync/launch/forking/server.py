@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from forgeasync.faults.run_mark import RUN_MARK
+from forgeasync.faults import RUN_MARK
 from forgeasync.launch.forking.fork import COMM, PASSED_ON, Request, become
 from forgeasync.launch.forking.import_sets import MODULES, OF_FIRST_SERVER, ImportSet
 from forgeasync.launch.forking.life import die_with

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from forgeasync.config.model_facts import BiasedRouting, LatentAttention, ModelFacts, YarnRope
+from forgeasync.config import BiasedRouting, LatentAttention, ModelFacts, YarnRope
 from forgeasync.models.config_json import ConfigReader
 from forgeasync.models.family import (
     Family,

@@ -7,7 +7,7 @@ from torchtitan.models.common.decoder import TransformerBlock
 from torchtitan.models.deepseek_v3 import DeepSeekV3Model, _build_dsv3_layers, parallelize_deepseekv3
 from torchtitan.models.deepseek_v3.state_dict_adapter import DeepSeekV3StateDictAdapter
 
-from forgeasync.config.model_facts import ModelFacts, YarnRope
+from forgeasync.config import ModelFacts, YarnRope
 from forgeasync.models.titan_family import TitanFamily, set_norm_eps
 
 

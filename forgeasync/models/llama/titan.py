@@ -6,7 +6,7 @@ from torchtitan.models.llama3 import Llama3Model, parallelize_llama
 from torchtitan.models.llama3.model import Llama3TransformerBlock
 from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter
 
-from forgeasync.config.model_facts import Llama3Rope, ModelFacts
+from forgeasync.config import Llama3Rope, ModelFacts
 from forgeasync.models.titan_family import LINEAR_INIT, TitanFamily, norm_config
 from forgeasync.models.workarounds.rope import Llama3CosSinRoPE
 

@@ -12,7 +12,7 @@ from torchtitan.models.qwen3 import (
 )
 from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 
-from forgeasync.config.model_facts import ModelFacts
+from forgeasync.config import ModelFacts
 from forgeasync.models.titan_family import TitanFamily, set_norm_eps
 
 

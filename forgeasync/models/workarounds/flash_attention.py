@@ -12,7 +12,7 @@ from functools import cache
 
 import torchtitan.tools.utils as titan_utils
 
-from forgeasync.config.trainer import FlashAttention
+from forgeasync.config import FlashAttention
 
 logger = logging.getLogger(__name__)
 

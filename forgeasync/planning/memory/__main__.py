@@ -6,12 +6,10 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
-from forgeasync.config.load import load_config
-from forgeasync.config.run import RunConfig, resolve
-from forgeasync.models.config_file import read_model_facts
-from forgeasync.models.rules import check_config
+from forgeasync.config import RunConfig, load_config, resolve
+from forgeasync.models import check_config, read_model_facts
 from forgeasync.planning.memory.plan import NOTE, memory_plan, memory_rows
-from forgeasync.schema.problems import EXIT_REFUSED, ConfigError, raise_if_any
+from forgeasync.schema import EXIT_REFUSED, ConfigError, raise_if_any
 
 COLUMNS = 160
 """Width of the table, also in a pipe."""

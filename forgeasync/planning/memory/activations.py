@@ -9,11 +9,8 @@ parallelism a rank has the activations of its part of a row, but keys and values
 
 from dataclasses import dataclass
 
-from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.run import RunConfig
-from forgeasync.config.trainer import ActivationCheckpointing
-from forgeasync.models.checkpoint_shapes import expected_shapes
-from forgeasync.models.sizes import BYTES_PER_ELEMENT
+from forgeasync.config import ActivationCheckpointing, ModelFacts, RunConfig
+from forgeasync.models import BYTES_PER_ELEMENT, expected_shapes
 from forgeasync.planning.memory.items import FLOAT32_BYTES, Machine
 
 INT64_BYTES = 8

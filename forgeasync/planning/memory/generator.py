@@ -1,9 +1,7 @@
 """Computes the memory of one GPU (or CPU process) of a vLLM engine."""
 
-from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.run import RunConfig
-from forgeasync.config.weights import ShadowMemory
-from forgeasync.models.sizes import BYTES_PER_ELEMENT, num_adapter_parameters
+from forgeasync.config import ModelFacts, RunConfig, ShadowMemory
+from forgeasync.models import BYTES_PER_ELEMENT, num_adapter_parameters
 from forgeasync.planning.memory.items import FLOAT32_BYTES, Machine, MemoryItem
 from forgeasync.planning.memory.parameters import (
     ParameterCounts,

@@ -4,12 +4,16 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from forgeasync.config.launcher import LocalLauncher, ProcessLauncher
-from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.run import RunConfig, longest_response
-from forgeasync.config.teachers import num_averages
-from forgeasync.config.weights import ShadowMemory
-from forgeasync.models.sizes import (
+from forgeasync.config import (
+    LocalLauncher,
+    ModelFacts,
+    ProcessLauncher,
+    RunConfig,
+    ShadowMemory,
+    longest_response,
+    num_averages,
+)
+from forgeasync.models import (
     BYTES_PER_ELEMENT,
     kept_bytes_per_token,
     num_adapter_parameters,
@@ -28,7 +32,7 @@ from forgeasync.planning.memory.parameters import (
     trainer_parameters_per_rank,
 )
 from forgeasync.planning.memory.teachers import all_teacher_bytes
-from forgeasync.schema.problems import Problem
+from forgeasync.schema import Problem
 
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 

@@ -8,10 +8,8 @@ Counted on torch 2.13.
 
 from dataclasses import dataclass
 
-from forgeasync.config.model import Dtype
-from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.run import RunConfig
-from forgeasync.models.sizes import (
+from forgeasync.config import Dtype, ModelFacts, RunConfig
+from forgeasync.models import (
     BYTES_PER_ELEMENT,
     GATHER_BLOCK_BYTES,
     GATHER_COST,

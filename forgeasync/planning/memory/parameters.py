@@ -3,12 +3,8 @@
 import math
 from dataclasses import dataclass
 
-from forgeasync.config.model import LoraSection
-from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.rules import EXPERT_TARGETS
-from forgeasync.config.run import RunConfig
-from forgeasync.models.checkpoint_shapes import expected_shapes
-from forgeasync.models.sizes import num_adapter_parameters
+from forgeasync.config import EXPERT_TARGETS, LoraSection, ModelFacts, RunConfig
+from forgeasync.models import expected_shapes, num_adapter_parameters
 from forgeasync.planning.memory.items import Machine
 
 _REPLICATED = (".mlp.gate.", ".kv_a_proj_with_mqa.", ".q_a_proj.")

@@ -3,9 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from forgeasync.config.model import Dtype
-from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.run import RunConfig
+from forgeasync.config import Dtype, ModelFacts, RunConfig
 from forgeasync.planning.memory.generator import generator_memory
 from forgeasync.planning.memory.host import host_memory
 from forgeasync.planning.memory.items import Machine, MemoryItem, total_bytes

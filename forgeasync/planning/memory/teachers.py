@@ -2,14 +2,12 @@
 
 from collections.abc import Iterator
 
-from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.run import RunConfig
-from forgeasync.models.config_file import read_model_facts
-from forgeasync.models.sizes import BYTES_PER_ELEMENT
+from forgeasync.config import ModelFacts, RunConfig
+from forgeasync.models import BYTES_PER_ELEMENT, read_model_facts
 from forgeasync.planning.memory.generator import engine_memory, generator_memory
 from forgeasync.planning.memory.items import Machine, MemoryItem
 from forgeasync.planning.memory.parameters import count_parameters, generator_parameters_per_rank
-from forgeasync.schema.problems import ConfigError, Problem
+from forgeasync.schema import ConfigError, Problem
 
 
 def teacher_memory(config: RunConfig, machine: Machine) -> Iterator[tuple[str, list[MemoryItem]]]:

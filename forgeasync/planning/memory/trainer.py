@@ -3,13 +3,8 @@
 import math
 from dataclasses import dataclass
 
-from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.run import RunConfig
-from forgeasync.config.teachers import num_averages
-from forgeasync.models.sizes import (
-    BYTES_PER_ELEMENT,
-    LOGITS_CHUNK_TOKENS,
-)
+from forgeasync.config import ModelFacts, RunConfig, num_averages
+from forgeasync.models import BYTES_PER_ELEMENT, LOGITS_CHUNK_TOKENS
 from forgeasync.planning.memory.items import FLOAT32_BYTES, Machine, MemoryItem, total_bytes
 from forgeasync.planning.memory.moments import Moment, step_moments
 from forgeasync.planning.memory.parameters import (

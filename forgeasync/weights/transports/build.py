@@ -2,11 +2,8 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from forgeasync.config.launcher import LocalLauncher
-from forgeasync.config.run import RunConfig
-from forgeasync.config.weights import BUILT_IN_TRANSPORTS, TransportChoice, WeightsSection
-from forgeasync.schema.problems import Problem
-from forgeasync.schema.python_code import PythonCode, load_code
+from forgeasync.config import BUILT_IN_TRANSPORTS, LocalLauncher, RunConfig, TransportChoice, WeightsSection
+from forgeasync.schema import Problem, PythonCode, load_code
 from forgeasync.weights.layout import WeightLayout
 from forgeasync.weights.manifest import BLOCK_BYTES
 from forgeasync.weights.transports.transport import RankSource, StagingSource, Transport

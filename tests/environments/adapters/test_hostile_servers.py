@@ -13,14 +13,12 @@ import zmq.asyncio
 from aiohttp import WSMsgType, web
 from aiohttp.test_utils import TestServer
 
-from forgeasync.config.adapters import OpenEnvServer, VerifiersServer
-from forgeasync.environments.build import build_environment, check_environment
-from forgeasync.environments.environment import EpisodeInterrupted
+from forgeasync.config import OpenEnvServer, VerifiersServer
+from forgeasync.environments import EpisodeInterrupted, ServerLost, build_environment, check_environment
 from forgeasync.environments.openenv import connection as openenv_connection
-from forgeasync.environments.openenv.connection import ServerLost
 from forgeasync.environments.openenv.environment import EpisodeFailed
 from forgeasync.environments.verifiers_server import connection as verifiers_connection
-from forgeasync.rollouts.score import Score
+from forgeasync.rollouts import Score
 from tests.support.adapters.episodes import task
 from tests.support.agents import ScriptedAgent
 from tests.support.virtual_time import HandTime

@@ -8,11 +8,9 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from forgeasync.config.adapters import OpenEnvServer
-from forgeasync.config.episodes import Ending
-from forgeasync.environments.build import build_environment, check_environment
-from forgeasync.environments.messages import BrokenToolCall, ToolCall
-from forgeasync.rollouts.outcome import ToolStatus
+from forgeasync.config import Ending, OpenEnvServer
+from forgeasync.environments import BrokenToolCall, ToolCall, build_environment, check_environment
+from forgeasync.rollouts import ToolStatus
 from tests.support.adapters.episodes import run_episodes, task
 from tests.support.adapters.servers import Server, free_port, openenv_server
 from tests.support.agents import ScriptedAgent, said

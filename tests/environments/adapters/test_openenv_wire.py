@@ -8,16 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgeasync.environments.openenv.wire import (
-    BadReward,
-    ServerError,
-    WireError,
-    read_answer,
-    read_schema,
-    reset_message,
-    step_message,
-    text_of,
-)
+from forgeasync.environments import BadReward, ServerError, read_schema, reset_message, step_message, text_of
+from forgeasync.environments.openenv.wire import WireError, read_answer
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),

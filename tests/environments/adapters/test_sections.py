@@ -4,10 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from forgeasync.config.load import load_config
-from forgeasync.config.rules import check_without_model
-from forgeasync.config.run import RunConfig
-from forgeasync.schema.problems import ConfigError
+from forgeasync.config import RunConfig, check_without_model, load_config
+from forgeasync.schema import ConfigError
 from tests.support.config_samples import MINIMAL
 
 URL = "url: 'ws://127.0.0.1:8000/ws'"

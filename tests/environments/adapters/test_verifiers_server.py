@@ -8,10 +8,8 @@ from collections.abc import Callable, Iterator
 import psutil
 import pytest
 
-from forgeasync.config.adapters import VerifiersServer
-from forgeasync.config.episodes import Ending
-from forgeasync.environments.build import build_environment, check_environment
-from forgeasync.environments.verifiers_server.connection import Connection
+from forgeasync.config import Ending, VerifiersServer
+from forgeasync.environments import Connection, build_environment, check_environment
 from tests.support.adapters.episodes import run_episodes, task
 from tests.support.adapters.servers import Server, free_port, verifiers_server
 

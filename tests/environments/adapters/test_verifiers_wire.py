@@ -8,20 +8,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgeasync.environments.environment import ContextFull, TooManyTurns
-from forgeasync.environments.task_fields import task_fields
-from forgeasync.environments.verifiers_server.scoring import LEFT_OUT, EpisodeFailed, score_of
-from forgeasync.environments.verifiers_server.wire import (
+from forgeasync.environments import (
+    LEFT_OUT,
+    ContextFull,
     EpisodeReport,
-    Refusal,
     Report,
+    TooManyTurns,
     Trace,
-    WireError,
     cancel_request,
     read_frames,
     read_reply,
     run_request,
+    score_of,
+    task_fields,
 )
+from forgeasync.environments.verifiers_server.scoring import EpisodeFailed
+from forgeasync.environments.verifiers_server.wire import Refusal, WireError
 from tests.support.adapters.episodes import task
 
 OURS = "http://127.0.0.1:1/sessions/a/v1"

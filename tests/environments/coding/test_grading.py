@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 import forgeasync as fa
-from forgeasync.config.coding import CodingAgent
+from forgeasync.config import CodingAgent
+from forgeasync.environments import CodingEnvironment, ContextFull, Turn
 from forgeasync.environments.coding.changes import Refusal
-from forgeasync.environments.coding.environment import Attempt, CodingEnvironment
-from forgeasync.environments.environment import ContextFull, Turn
+from forgeasync.environments.coding.environment import Attempt
 from tests.support.agents import ScriptedAgent, said
 from tests.support.repositories import RIGHT, WRONG, calls, script, task_of
 

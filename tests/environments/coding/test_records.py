@@ -9,12 +9,9 @@ from typing import Any
 
 import pytest
 
-from forgeasync.config.coding import CodingSource
-from forgeasync.environments.coding.hidden_tests import hidden_tests
-from forgeasync.environments.coding.problems import CodingProblems
-from forgeasync.environments.coding.protected import is_protected
-from forgeasync.environments.coding.record import read_record
-from forgeasync.schema.problems import ConfigError
+from forgeasync.config import CodingSource
+from forgeasync.environments import CodingProblems, hidden_tests, is_protected, read_record
+from forgeasync.schema import ConfigError
 from tests.support.repositories import patch_of
 
 Records = Callable[[str], dict[str, Any]]

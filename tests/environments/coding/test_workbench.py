@@ -8,12 +8,9 @@ from typing import Any
 import pytest
 
 import forgeasync as fa
-from forgeasync.config.load import load_config
-from forgeasync.config.rules import check_without_model
-from forgeasync.environments.build import build_environment
-from forgeasync.environments.environment import Turn
-from forgeasync.environments.messages import BrokenToolCall
-from forgeasync.rollouts.outcome import ToolStatus
+from forgeasync.config import check_without_model, load_config
+from forgeasync.environments import BrokenToolCall, Turn, build_environment
+from forgeasync.rollouts import ToolStatus
 from tests.support.agents import ScriptedAgent, said
 from tests.support.config_samples import MINIMAL
 from tests.support.repositories import calls, task_of

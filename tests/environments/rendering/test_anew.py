@@ -4,15 +4,24 @@ import random
 
 import pytest
 
-from forgeasync.environments.messages import ASSISTANT, Message
-from forgeasync.environments.rendering.anew import RenderedAnew, rendered_anew
-from forgeasync.environments.rendering.family import FamilyRenderer
-from forgeasync.environments.rendering.plain import PlainRenderer
-from forgeasync.environments.rendering.probes import TOOLS, all_texts, assistant, random_dialogue, user
-from forgeasync.environments.rendering.renderer import MessageRenderer
-from forgeasync.environments.rendering.template import TemplateRenderer
-from forgeasync.environments.rendering.walks import other_tokens, walk
-from forgeasync.rollouts.trajectory import SampledTurn
+from forgeasync.environments import (
+    ASSISTANT,
+    TOOLS,
+    FamilyRenderer,
+    Message,
+    MessageRenderer,
+    PlainRenderer,
+    RenderedAnew,
+    TemplateRenderer,
+    all_texts,
+    assistant,
+    other_tokens,
+    random_dialogue,
+    rendered_anew,
+    user,
+    walk,
+)
+from forgeasync.rollouts import SampledTurn
 from tests.environments.rendering.test_family import ABILITIES, make_renderer
 from tests.support.chat import CHATML, make_tokenizer
 from tests.support.chat_families import TEMPLATES, family_tokenizer

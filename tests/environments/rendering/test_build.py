@@ -6,16 +6,16 @@ from pathlib import Path
 import pytest
 from renderers.base import RENDERER_REGISTRY, _populate_registry
 
-from forgeasync.config.data import RendererName
-from forgeasync.config.load import load_config
-from forgeasync.config.rules import check_without_model
-from forgeasync.environments.rendering.build import choose_renderer
-from forgeasync.environments.rendering.family import FamilyRenderer
-from forgeasync.environments.rendering.plain import PlainRenderer
-from forgeasync.environments.rendering.probes import user
-from forgeasync.environments.rendering.renderer import Conversation
-from forgeasync.environments.rendering.template import TemplateRenderer
-from forgeasync.rollouts.prompts import PromptEncoder
+from forgeasync.config import RendererName, check_without_model, load_config
+from forgeasync.environments import (
+    Conversation,
+    FamilyRenderer,
+    PlainRenderer,
+    TemplateRenderer,
+    choose_renderer,
+    user,
+)
+from forgeasync.rollouts import PromptEncoder
 from tests.support.chat import CHATML, make_tokenizer
 from tests.support.chat_families import TEMPLATES, family_tokenizer
 from tests.support.config_samples import MINIMAL

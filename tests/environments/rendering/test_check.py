@@ -8,22 +8,30 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from forgeasync.config.load import load_config
-from forgeasync.controller.preparation import check_plan
-from forgeasync.environments import check_template
-from forgeasync.environments.messages import Message, ToolSpec
-from forgeasync.environments.rendering.build import choose_renderer
-from forgeasync.environments.rendering.check import CheckRow, check_renderer
-from forgeasync.environments.rendering.comparison import Difference, Likeness, compare
-from forgeasync.environments.rendering.family import FamilyRenderer
-from forgeasync.environments.rendering.plain import PlainRenderer
-from forgeasync.environments.rendering.probes import Dialogue, assistant, user
-from forgeasync.environments.rendering.renderer import Conversation, ParsedTurn
-from forgeasync.environments.rendering.walks import walk
-from forgeasync.models.tokenizer import character_tokenizer
-from forgeasync.rollouts.rollout import FinishReason
-from forgeasync.rollouts.trajectory import SampledTurn
-from forgeasync.schema.problems import ConfigError
+from forgeasync.config import load_config
+from forgeasync.controller import check_plan
+from forgeasync.environments import (
+    CheckRow,
+    Conversation,
+    Dialogue,
+    Difference,
+    FamilyRenderer,
+    Likeness,
+    Message,
+    ParsedTurn,
+    PlainRenderer,
+    ToolSpec,
+    assistant,
+    check_renderer,
+    choose_renderer,
+    compare,
+    user,
+    walk,
+)
+from forgeasync.environments.check_template import main
+from forgeasync.models import character_tokenizer
+from forgeasync.rollouts import FinishReason, SampledTurn
+from forgeasync.schema import ConfigError
 from tests.support.chat import CHATML, LAST_ONLY, NUMBERED, make_tokenizer
 from tests.support.chat_families import TEMPLATES, family_tokenizer
 from tests.support.config_samples import HF_CONFIG, MINIMAL
@@ -213,18 +221,18 @@ def test_a_turn_may_have_other_tokens_than_its_text() -> None:
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     family_tokenizer("qwen3").save_pretrained(tmp_path / "right")
     arguments = ["--model", str(tmp_path / "right"), "--conversations", "3"]
-    assert check_template.main(arguments) == 0
+    assert main(arguments) == 0
     printed = capsys.readouterr().out
     assert "'qwen3' (it renders as the chat template does)" in printed and "CONTRADICTION" not in printed
     make_tokenizer(LAST_ONLY).save_pretrained(tmp_path / "wrong")
-    assert check_template.main(["--model", str(tmp_path / "wrong")]) == 1
+    assert main(["--model", str(tmp_path / "wrong")]) == 1
     printed = capsys.readouterr().out
     assert "CONTRADICTION" in printed and "does not only append" in printed
     arguments = ["--model", str(tmp_path / "wrong"), "--renderer", "llama-3"]
-    assert check_template.main(arguments) == 1
+    assert main(arguments) == 1
     assert "has no renderer 'llama-3'" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        check_template.main(["--model", str(tmp_path / "nothing")])
+        main(["--model", str(tmp_path / "nothing")])
     assert "no such folder" in capsys.readouterr().err
 
 

@@ -5,24 +5,27 @@ import random
 import numpy as np
 import pytest
 
-from forgeasync.environments.messages import ASSISTANT
-from forgeasync.environments.rendering.anew import rendered_anew
-from forgeasync.environments.rendering.comparison import Difference, Likeness, compare
-from forgeasync.environments.rendering.family import FamilyRenderer
-from forgeasync.environments.rendering.probes import (
+from forgeasync.environments import (
+    ASSISTANT,
     TOOLS,
     Abilities,
+    BridgeRefused,
+    Difference,
+    FamilyRenderer,
+    Likeness,
+    TemplateRenderer,
     all_texts,
     assistant,
     call,
+    compare,
     fixed_dialogues,
+    other_tokens,
     random_dialogue,
+    rendered_anew,
     result,
     user,
+    walk,
 )
-from forgeasync.environments.rendering.renderer import BridgeRefused
-from forgeasync.environments.rendering.template import TemplateRenderer
-from forgeasync.environments.rendering.walks import other_tokens, walk
 from tests.support.chat_families import TEMPLATES, family_tokenizer
 from tests.support.conversations import Talk
 

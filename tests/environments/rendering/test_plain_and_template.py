@@ -6,13 +6,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from forgeasync.environments.messages import Message
-from forgeasync.environments.rendering.plain import PlainRenderer
-from forgeasync.environments.rendering.probes import TOOLS, assistant, call, result, user
-from forgeasync.environments.rendering.renderer import Conversation
-from forgeasync.environments.rendering.template import TemplateRenderer
-from forgeasync.environments.rendering.walks import message_of
-from forgeasync.rollouts.prompts import PromptEncoder
+from forgeasync.environments import (
+    TOOLS,
+    Conversation,
+    Message,
+    PlainRenderer,
+    TemplateRenderer,
+    assistant,
+    call,
+    message_of,
+    result,
+    user,
+)
+from forgeasync.rollouts import PromptEncoder
 from tests.support.chat import (
     CHATML,
     END,

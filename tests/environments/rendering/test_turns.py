@@ -8,15 +8,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forgeasync.environments.messages import ToolSpec
-from forgeasync.environments.rendering.family import FamilyRenderer
-from forgeasync.environments.rendering.probes import TOOLS
-from forgeasync.environments.rendering.renderer import ParsedTurn
-from forgeasync.environments.rendering.template import TemplateRenderer
-from forgeasync.environments.rendering.turns import MAX_BROKEN_TEXT, MAX_CALLS, MAX_DEPTH, MAX_VALUES
-from forgeasync.environments.rendering.walks import sampled
-from forgeasync.rollouts.rollout import FinishReason
-from forgeasync.rollouts.trajectory import SampledTurn
+from forgeasync.environments import (
+    MAX_BROKEN_TEXT,
+    MAX_CALLS,
+    MAX_DEPTH,
+    MAX_VALUES,
+    TOOLS,
+    FamilyRenderer,
+    ParsedTurn,
+    TemplateRenderer,
+    ToolSpec,
+    sampled,
+)
+from forgeasync.rollouts import FinishReason, SampledTurn
 from tests.support.chat_families import TEMPLATES, family_tokenizer
 from tests.support.conversations import turn_of
 

@@ -8,8 +8,8 @@ import platform
 
 import pytest
 
-from forgeasync.config.sandbox import Bubblewrap
-from forgeasync.environments.sandboxes.sandbox import Sandbox
+from forgeasync.config import Bubblewrap
+from forgeasync.environments import Sandbox
 from tests.support import escape_attempts, other_user
 from tests.support.escape_attempts import ATTEMPTS, ESCAPED
 

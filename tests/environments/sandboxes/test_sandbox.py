@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import forgeasync as fa
-from forgeasync.environments.sandboxes.results import FileTooLarge, SandboxClosed
+from forgeasync.environments import FileTooLarge, SandboxClosed
 from tests.support.resource_scenarios import processes_with
 
 

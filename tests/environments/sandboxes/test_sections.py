@@ -7,8 +7,8 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 import forgeasync as fa
-from forgeasync.config.sandbox import PythonSandbox, SandboxSection
-from forgeasync.environments.sandboxes.build import check_sandbox, sandbox_warning
+from forgeasync.config import PythonSandbox, SandboxSection
+from forgeasync.environments import check_sandbox, sandbox_warning
 
 READ = TypeAdapter(SandboxSection)
 

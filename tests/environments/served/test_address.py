@@ -6,11 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from forgeasync.config.serving import ServingSection
-from forgeasync.environments.build import check_environment
-from forgeasync.environments.served.address import ServingAddress
-from forgeasync.environments.served.checks import check_address
-from forgeasync.schema.python_code import PythonCode
+from forgeasync.config import ServingSection
+from forgeasync.environments import ServingAddress, check_address, check_environment
+from forgeasync.schema import PythonCode
 
 
 def test_the_file_has_a_token_of_its_own_and_is_for_its_owner(tmp_path: Path) -> None:

@@ -7,14 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgeasync.environments.environment import ContextFull, Turn
-from forgeasync.environments.served.judge import (
-    MAX_CHARACTERS,
-    Exchange,
-    exchanges,
-    judge_session,
-    read_answer,
-)
+from forgeasync.environments import MAX_CHARACTERS, ContextFull, Exchange, Turn, exchanges, judge_session
+from forgeasync.environments.served.judge import read_answer
 from tests.support.agents import ScriptedAgent, said
 
 

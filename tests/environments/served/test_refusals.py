@@ -5,13 +5,10 @@ from pathlib import Path
 import pytest
 
 from apps.serve import checked
-from forgeasync.config.load import load_config
-from forgeasync.config.run import RunConfig
-from forgeasync.controller.evaluation_setup import prepare_evaluation
-from forgeasync.controller.rehearsing import rehearse
-from forgeasync.environments.endpoint import EndpointModel
-from forgeasync.environments.sources import build_source, look_at_data
-from forgeasync.schema.problems import ConfigError
+from forgeasync.config import RunConfig, load_config
+from forgeasync.controller import prepare_evaluation, rehearse
+from forgeasync.environments import EndpointModel, build_source, look_at_data
+from forgeasync.schema import ConfigError
 from tests.support.config_samples import CONFIGS, MINIMAL
 
 

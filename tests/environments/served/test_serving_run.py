@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 import yaml
 
-from forgeasync.config.load import dump_config
+from forgeasync.config import dump_config
 from tests.support.app_runs import finish, read_lines, start
 from tests.support.models import write_random_model
 from tests.support.people import People, found

@@ -8,10 +8,9 @@ from collections.abc import Awaitable, Callable
 import openai
 import pytest
 
-from forgeasync.config.episodes import Ending, EpisodesSection
-from forgeasync.config.serving import ScoreSource, ServingSection
-from forgeasync.environments.served.environment import EndedSession, ServedSessions
-from forgeasync.rollouts.score import Score
+from forgeasync.config import Ending, EpisodesSection, ScoreSource, ServingSection
+from forgeasync.environments import EndedSession, ServedSessions
+from forgeasync.rollouts import Score
 from tests.support.served import POLICY_AND_JUDGE, TOKEN, ServedWorld, served_world
 
 HURRIED = EpisodesSection(setup_s=0.1, step_s=0.1)

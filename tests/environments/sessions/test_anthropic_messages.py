@@ -9,12 +9,8 @@ import anthropic
 import pytest
 from anthropic.types import Message, RawMessageStreamEvent
 
-from forgeasync.environments.agent import EpisodeOver
-from forgeasync.environments.environment import ContextFull
-from forgeasync.environments.messages import ToolSpec
-from forgeasync.environments.sessions.limits import SessionLimits
-from forgeasync.environments.sessions.session import Session
-from forgeasync.rollouts.rollout import FinishReason
+from forgeasync.environments import ContextFull, EpisodeOver, Session, SessionLimits, ToolSpec
+from forgeasync.rollouts import FinishReason
 from tests.environments.sessions.turns import RICH, TURNS
 from tests.support.sessions import WEATHER, ScriptedAgent, anthropic_client, call, say, serving, strictly
 

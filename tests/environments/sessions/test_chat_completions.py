@@ -8,15 +8,18 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from forgeasync.environments.agent import EpisodeOver
-from forgeasync.environments.environment import ContextFull, TooManyTurns
-from forgeasync.environments.messages import ToolSpec
-from forgeasync.environments.sessions.asked import Api
-from forgeasync.environments.sessions.chat_completions import ChatCompletions
-from forgeasync.environments.sessions.problems import RequestError
-from forgeasync.environments.sessions.responses import Responses
-from forgeasync.environments.sessions.session import Session
-from forgeasync.rollouts.rollout import FinishReason
+from forgeasync.environments import (
+    Api,
+    ChatCompletions,
+    ContextFull,
+    EpisodeOver,
+    RequestError,
+    Responses,
+    Session,
+    ToolSpec,
+    TooManyTurns,
+)
+from forgeasync.rollouts import FinishReason
 from tests.environments.sessions.turns import RICH, TURNS
 from tests.support.sessions import (
     WEATHER,

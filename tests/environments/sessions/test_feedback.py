@@ -6,8 +6,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from forgeasync.environments.sessions.feedback import MAX_COMMENT_CHARS, Feedback
-from forgeasync.environments.sessions.session import MAX_FEEDBACK, Session
+from forgeasync.environments import MAX_COMMENT_CHARS, MAX_FEEDBACK, Feedback, Session
 from tests.support.sessions import ScriptedAgent, say, serving
 
 BODY = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}

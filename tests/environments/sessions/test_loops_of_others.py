@@ -7,9 +7,7 @@ from typing import Any
 import openai
 import pytest
 
-from forgeasync.environments.environment import Turn
-from forgeasync.environments.messages import BrokenToolCall
-from forgeasync.environments.sessions.server import SessionServer
+from forgeasync.environments import BrokenToolCall, SessionServer, Turn
 from tests.support.openai_loop import run_tool_loop
 from tests.support.sessions import WEATHER, Asking, ScriptedAgent, call, openai_client, say, serving
 

@@ -9,8 +9,7 @@ import openai
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 
-from forgeasync.environments.environment import ContextFull
-from forgeasync.environments.sessions.session import Session
+from forgeasync.environments import ContextFull, Session
 from tests.environments.sessions.turns import RICH, TURNS
 from tests.support.sessions import WEATHER, ScriptedAgent, call, openai_client, say, serving, strictly
 
@@ -296,7 +295,7 @@ def test_an_item_that_cannot_be_read_is_named(item: Any, where: str) -> None:
 
 def test_an_error_after_the_headers_is_an_event() -> None:
     async def test() -> None:
-        from forgeasync.environments.sessions.limits import SessionLimits
+        from forgeasync.environments import SessionLimits
 
         agent = ScriptedAgent([ContextFull("full")])
         agent.gate.clear()

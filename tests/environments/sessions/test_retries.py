@@ -6,9 +6,7 @@ from typing import Any
 import openai
 import pytest
 
-from forgeasync.environments.sessions.limits import SessionLimits
-from forgeasync.environments.sessions.server import SessionServer
-from forgeasync.environments.sessions.session import Session
+from forgeasync.environments import Session, SessionLimits, SessionServer
 from tests.support.cutting_proxy import CuttingProxy
 from tests.support.sessions import (
     ScriptedAgent,

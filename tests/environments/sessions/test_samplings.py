@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forgeasync.environments.sessions.samplings import Attempt, KeyReused, Sampling, Samplings
+from forgeasync.environments import KeyReused, Sampling, Samplings
+from forgeasync.environments.sessions.samplings import Attempt
 
 
 def attempt(body: str = "a", num_retries: int = 0, key: str | None = None) -> Attempt:

@@ -11,9 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from forgeasync.environments.sessions.limits import SessionLimits
-from forgeasync.environments.sessions.server import SessionServer
-from forgeasync.environments.sessions.session import Session
+from forgeasync.environments import Session, SessionLimits, SessionServer
 from tests.support.sessions import ScriptedAgent, say, serving, until
 
 BODY = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}

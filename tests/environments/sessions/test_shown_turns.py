@@ -9,14 +9,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forgeasync.environments.environment import Turn
-from forgeasync.environments.messages import BrokenToolCall, ToolCall
-from forgeasync.environments.sessions.anthropic_messages import AnthropicMessages
-from forgeasync.environments.sessions.asked import Api, Asked, Reply
-from forgeasync.environments.sessions.chat_completions import ChatCompletions
-from forgeasync.environments.sessions.responses import Responses
-from forgeasync.environments.sessions.shown_turns import ShownTurns, shown
-from forgeasync.rollouts.rollout import FinishReason
+from forgeasync.environments import (
+    AnthropicMessages,
+    Api,
+    Asked,
+    BrokenToolCall,
+    ChatCompletions,
+    Responses,
+    ShownTurns,
+    ToolCall,
+    Turn,
+    shown,
+)
+from forgeasync.environments.sessions.asked import Reply
+from forgeasync.rollouts import FinishReason
 from tests.support.sessions import say
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)

@@ -5,10 +5,7 @@ from typing import Any
 
 import pytest
 
-from forgeasync.environments.agent import EpisodeAgent, TurnLimits
-from forgeasync.environments.rendering.build import build_renderer
-from forgeasync.environments.sessions.server import SessionServer
-from forgeasync.environments.sessions.session import Session
+from forgeasync.environments import EpisodeAgent, Session, SessionServer, TurnLimits, build_renderer
 from tests.support.chat import CHATML, ScriptedModel, make_tokenizer
 from tests.support.sessions import anthropic_client, openai_client
 

@@ -20,14 +20,17 @@ from openai.types.responses.response_create_params import ResponseCreateParamsBa
 from openai.types.responses.response_input_param import FunctionCallOutput
 from openai.types.shared_params import FunctionDefinition
 
-from forgeasync.environments.sessions.anthropic_messages import AnthropicMessages
-from forgeasync.environments.sessions.asked import Api
-from forgeasync.environments.sessions.chat_completions import ChatCompletions
-from forgeasync.environments.sessions.fields import MAX_UNKNOWN_CHARS, MAX_UNKNOWN_NAMES
-from forgeasync.environments.sessions.problems import RequestError
-from forgeasync.environments.sessions.responses import Responses
-from forgeasync.environments.sessions.session import Session
-from forgeasync.observability.ended_episodes import SESSION_COUNTS
+from forgeasync.environments import (
+    MAX_UNKNOWN_CHARS,
+    MAX_UNKNOWN_NAMES,
+    AnthropicMessages,
+    Api,
+    ChatCompletions,
+    RequestError,
+    Responses,
+    Session,
+)
+from forgeasync.observability import SESSION_COUNTS
 from tests.support.sessions import (
     WEATHER,
     ScriptedAgent,

@@ -1,7 +1,7 @@
 """Turns of every shape that a client can be shown."""
 
-from forgeasync.environments.messages import BrokenToolCall
-from forgeasync.rollouts.rollout import FinishReason
+from forgeasync.environments import BrokenToolCall
+from forgeasync.rollouts import FinishReason
 from tests.support.sessions import call, say
 
 BROKEN = BrokenToolCall(text='<tool_call>{"na', problem="cut off")

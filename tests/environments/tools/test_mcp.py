@@ -13,15 +13,11 @@ from typing import Any
 
 import pytest
 
-from forgeasync.config.mcp import HttpServer, McpServerSection, StdioServer
-from forgeasync.environments.environment import EpisodeInterrupted
+from forgeasync.config import HttpServer, McpServerSection, StdioServer
+from forgeasync.environments import EpisodeInterrupted, McpTools, Toolbox, ToolCall, ToolResult
 from forgeasync.environments.mcp_servers import connection, http, stdio
-from forgeasync.environments.mcp_servers.tools import McpTools
-from forgeasync.environments.messages import ToolCall
-from forgeasync.environments.tools.toolbox import Toolbox, ToolResult
-from forgeasync.faults.run_mark import RUN_MARK
-from forgeasync.rollouts.outcome import ToolStatus
-from forgeasync.rollouts.run_folder import is_running
+from forgeasync.faults import RUN_MARK
+from forgeasync.rollouts import ToolStatus, is_running
 from tests.support.virtual_time import HandTime
 
 pytestmark = pytest.mark.procs

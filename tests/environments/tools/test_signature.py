@@ -10,7 +10,7 @@ import pytest
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from forgeasync.environments.tools.signature import BadArguments, Signature, read_docstring
+from forgeasync.environments import BadArguments, Signature, read_docstring
 
 
 class Unit(StrEnum):

@@ -10,15 +10,22 @@ from typing import Any
 
 import pytest
 
-from forgeasync.config.episodes import Ending
-from forgeasync.environments.environment import EpisodeInterrupted, ToolError
-from forgeasync.environments.messages import BrokenToolCall, ToolCall
-from forgeasync.environments.tools.run_tools import ToolRun, run_tools
-from forgeasync.environments.tools.tool import Tool, ToolFailed, num_stuck_calls
-from forgeasync.environments.tools.toolbox import Toolbox, ToolResult
-from forgeasync.observability.ended_episodes import EndedEpisodes
-from forgeasync.rollouts.outcome import AgentOutcome, EpisodeOutcome, ToolStatus
-from forgeasync.rollouts.run_folder import is_running
+from forgeasync.config import Ending
+from forgeasync.environments import (
+    BrokenToolCall,
+    EpisodeInterrupted,
+    Tool,
+    Toolbox,
+    ToolCall,
+    ToolError,
+    ToolFailed,
+    ToolResult,
+    ToolRun,
+    num_stuck_calls,
+    run_tools,
+)
+from forgeasync.observability import EndedEpisodes
+from forgeasync.rollouts import AgentOutcome, EpisodeOutcome, ToolStatus, is_running
 from tests.support.agents import ScriptedAgent, said
 from tests.support.virtual_time import HandTime
 

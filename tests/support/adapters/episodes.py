@@ -4,16 +4,16 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from forgeasync.config.episodes import EpisodesSection
-from forgeasync.environments.agent import TurnRequest
-from forgeasync.environments.environment import Environment
-from forgeasync.environments.episodes import Episodes
-from forgeasync.environments.participant import AgentRole
-from forgeasync.environments.rendering.build import build_renderer
-from forgeasync.environments.sessions.server import SessionServer
-from forgeasync.rollouts.outcome import EpisodeOutcome
-from forgeasync.rollouts.task import Task
-from forgeasync.rollouts.trajectory import EpisodeId, SampledTurn
+from forgeasync.config import EpisodesSection
+from forgeasync.environments import (
+    AgentRole,
+    Environment,
+    Episodes,
+    SessionServer,
+    TurnRequest,
+    build_renderer,
+)
+from forgeasync.rollouts import EpisodeId, EpisodeOutcome, SampledTurn, Task
 from tests.support.chat import ScriptedModel, make_tokenizer
 
 TOKENIZER = make_tokenizer(None)

@@ -1,0 +1,33 @@
+from .journal_file import cut_torn_line as cut_torn_line
+from .journaled_buffer import open_buffer as open_buffer
+from .lines import AnyEvent as AnyEvent
+from .lines import BadLine as BadLine
+from .lines import Checkpointed as Checkpointed
+from .lines import CheckpointedBuffer as CheckpointedBuffer
+from .lines import Ended as Ended
+from .lines import FORMAT as FORMAT
+from .lines import LedgerPosition as LedgerPosition
+from .lines import Opened as Opened
+from .lines import Resumed as Resumed
+from .lines import ResumedBuffer as ResumedBuffer
+from .lines import START as START
+from .lines import decode_line as decode_line
+from .lines import position_after as position_after
+from .reading import LedgerUnreadable as LedgerUnreadable
+from .report import verify as verify
+from .resuming import check_ledger as check_ledger
+
+# Only tests import these.
+from .account import Contradiction as Contradiction
+from .account import Place as Place
+from .book import Book as Book
+from .journal import Journal as Journal
+from .journal_file import JournalFile as JournalFile
+from .journal_file import JournalInUse as JournalInUse
+from .journal_file import JournalNotWritten as JournalNotWritten
+from .journaled_buffer import JournaledBuffer as JournaledBuffer
+from .journaled_buffer import RunHasEnded as RunHasEnded
+from .lines import encode_line as encode_line
+from .lines import encode_lines as encode_lines
+from .reading import LedgerReading as LedgerReading
+from .reading import read_ledger as read_ledger

@@ -1,0 +1,36 @@
+from .command import profile_config as profile_config
+from .hardware import processor_name as processor_name
+
+# Only tests import these.
+from .engine_fit import EngineFit as EngineFit
+from .engine_fit import Load as Load
+from .engine_fit import fit_engines as fit_engines
+from .engine_fit import together as together
+from .engine_times import DecodeTimer as DecodeTimer
+from .engine_times import EngineLimits as EngineLimits
+from .engine_times import NUM_STEPS as NUM_STEPS
+from .engine_times import decode_grid as decode_grid
+from .loop_times import LoopTimes as LoopTimes
+from .loop_times import Mark as Mark
+from .loop_times import loop_times as loop_times
+from .loop_times import short_run_of as short_run_of
+from .measuring import check_profiled as check_profiled
+from .processor_time import OtherLoad as OtherLoad
+from .processor_time import ProcessGone as ProcessGone
+from .processor_time import ProcessorTime as ProcessorTime
+from .run_batches import FIRST_EXTRA as FIRST_EXTRA
+from .run_batches import batches_of as batches_of
+from .run_match import NUM_SEEDS as NUM_SEEDS
+from .run_match import simulated_s as simulated_s
+from .sampled_groups import Sampled as Sampled
+from .sampled_groups import count_places as count_places
+from .sampled_groups import environment_times as environment_times
+from .sampled_groups import lengths_are_known as lengths_are_known
+from .sampled_groups import lengths_by_source as lengths_by_source
+from .sampled_groups import sample_until_known as sample_until_known
+from .shared_cores import SharedCores as SharedCores
+from .step_times import Beside as Beside
+from .step_times import mean_of as mean_of
+from .step_times import num_steps_of as num_steps_of
+from .step_times import size_of as size_of
+from .step_times import step_cases as step_cases
