@@ -1,5 +1,6 @@
 # The public names, by their rooms. docs/api.md says what each of them is; a test compares.
 from . import losses as losses
+from . import testing as testing
 from .algorithms import K1 as K1
 from .algorithms import K2 as K2
 from .algorithms import K3 as K3
@@ -81,6 +82,7 @@ from .environments import ShellResult as ShellResult
 from .environments import SingleTurn as SingleTurn
 from .environments import Tool as Tool
 from .environments import Toolbox as Toolbox
+from .environments import ToolCall as ToolCall
 from .environments import ToolFailed as ToolFailed
 from .environments import ToolResult as ToolResult
 from .environments import ToolRun as ToolRun

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from forgeasync.testing import VirtualTime
 from forgeasync.waiting import Monitor
-from tests.support.virtual_time import VirtualTime
 
 
 class Account:

@@ -23,13 +23,17 @@ from .episodes import SampleEpisodeTurn as SampleEpisodeTurn
 from .games.problems import build_game as build_game
 from .huggingface import is_local as is_local
 from .mcp_servers.tools import McpTools as McpTools
+from .messages import BrokenToolCall as BrokenToolCall
 from .messages import Message as Message
+from .messages import ToolCall as ToolCall
 from .messages import ToolSpec as ToolSpec
+from .messages import checked_messages as checked_messages
 from .order import TaskOrder as TaskOrder
 from .order import sampling_seed as sampling_seed
 from .order import weighted_order as weighted_order
 from .participant import AgentRole as AgentRole
 from .reasoning_gym import ReasoningGymProblems as ReasoningGymProblems
+from .rendering.build import build_renderer as build_renderer
 from .rendering.build import choose_renderer as choose_renderer
 from .rendering.forms import tool_forms as tool_forms
 from .reward import Response as Response
@@ -111,10 +115,7 @@ from .games.tic_tac_toe import free_fields as free_fields
 from .games.tic_tac_toe import winner as winner
 from .json_records import json_like as json_like
 from .messages import ASSISTANT as ASSISTANT
-from .messages import BrokenToolCall as BrokenToolCall
-from .messages import ToolCall as ToolCall
 from .messages import checked_message as checked_message
-from .messages import checked_messages as checked_messages
 from .messages import is_same_message as is_same_message
 from .messages import lookup_key as lookup_key
 from .openenv.connection import ServerLost as ServerLost
@@ -127,7 +128,6 @@ from .openenv.wire import text_of as text_of
 from .order import WeightedOrder as WeightedOrder
 from .rendering.anew import RenderedAnew as RenderedAnew
 from .rendering.anew import rendered_anew as rendered_anew
-from .rendering.build import build_renderer as build_renderer
 from .rendering.check import CheckRow as CheckRow
 from .rendering.check import check_renderer as check_renderer
 from .rendering.comparison import Difference as Difference

@@ -58,5 +58,3 @@ from .placement import GpuAllocator as GpuAllocator
 from .restart_policy import MAX_STARTS_WITHOUT_STEP as MAX_STARTS_WITHOUT_STEP
 from .submission import LaunchFailed as LaunchFailed
 from .submission import Submission as Submission
-
-MONARCH_LIMITS: dict[str, str]

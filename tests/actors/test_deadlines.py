@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from forgeasync.actors import TrainerMesh, trainer_mesh
 from forgeasync.config import TimeoutSection
 from forgeasync.observability import last_words
+from forgeasync.testing import VirtualTime
 from forgeasync.trainer import StepResult
 from forgeasync.waiting import DeadlineExceeded, deadline
-from tests.support.virtual_time import VirtualTime
 
 REPOSITORY = Path(__file__).parents[2]
 PLAIN_TIMEOUT = re.compile(r"asyncio\.timeout\(")

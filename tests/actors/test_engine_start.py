@@ -11,8 +11,7 @@ from forgeasync.actors import GeneratorActor, GeneratorSetup
 from forgeasync.launch import spawn_role
 from forgeasync.models import read_model_facts
 from forgeasync.rollouts import Records
-from tests.support.models import write_random_model
-from tests.support.runs import tiny_config
+from forgeasync.testing import tiny_config, write_tiny_model
 
 DEADLINE_S = 120.0
 
@@ -66,7 +65,7 @@ async def _answer_while_building(folder: Path, pipe: Path, logs: Path) -> tuple[
 @pytest.mark.procs
 @pytest.mark.exhaustive
 def test_a_process_answers_while_its_engine_is_built(tmp_path: Path) -> None:
-    folder, pipe = write_random_model(tmp_path / "hf"), tmp_path / "pipe"
+    folder, pipe = write_tiny_model(tmp_path / "hf"), tmp_path / "pipe"
     os.mkfifo(pipe)
     pid, message = asyncio.run(_answer_while_building(folder, pipe, tmp_path))
     assert pid != os.getpid() and "ValueError: told to fail" in message

@@ -39,11 +39,11 @@ from forgeasync.rollouts import (
     Score,
     StoredRollout,
 )
+from forgeasync.testing import VirtualTime
 from forgeasync.waiting import Monitor
 from tests.support.buffer_world import make_task
 from tests.support.loops import Endpoint
 from tests.support.rollouts import make_stored_rollout
-from tests.support.virtual_time import VirtualTime
 
 NUM_TURNS, TURN_TOKENS, SIZE, GROUP = 3, 3, 3, 5
 ALL_TOKENS = NUM_TURNS * TURN_TOKENS * SIZE

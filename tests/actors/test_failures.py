@@ -15,9 +15,9 @@ from forgeasync.actors import ActorDied, Proc, Procs, read_report
 from forgeasync.faults import Role
 from forgeasync.launch import HostLost, LocalHosts
 from forgeasync.observability import RunLog, failure_line, run_log
+from forgeasync.testing import VirtualTime
 from forgeasync.waiting import DeadlineExceeded, deadline
 from tests.support.disks import Disk, install
-from tests.support.virtual_time import VirtualTime
 
 KILLED = """The actor <root>.<forgeasync.actors.trainer.TrainerActor trainer{'procs': 1/2}> and all its descendants have failed:
   the process this actor was running on failed: Killed(sig=9)"""  # noqa: E501

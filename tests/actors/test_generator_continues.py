@@ -28,8 +28,7 @@ from forgeasync.rollouts import (
     group_turns,
     keep_group,
 )
-from tests.support.models import write_random_model
-from tests.support.runs import tiny_config
+from forgeasync.testing import tiny_config, write_tiny_model
 
 pytestmark = [pytest.mark.procs, pytest.mark.exhaustive]
 
@@ -136,7 +135,7 @@ def _trace(rollout: StoredRollout) -> TokenTrace:
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    folder = write_random_model(tmp_path_factory.mktemp("model") / "hf", scale=6.0)
+    folder = write_tiny_model(tmp_path_factory.mktemp("model") / "hf", scale=6.0)
     out = tmp_path_factory.mktemp("logs")
     return asyncio.run(_scenario(tiny_config(folder), folder, out))
 

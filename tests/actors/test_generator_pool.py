@@ -13,11 +13,11 @@ from forgeasync.buffer import DropReason
 from forgeasync.config import SamplingSection, TimeoutSection
 from forgeasync.faults import ReplicaState, Role, slow_replicas
 from forgeasync.observability import ProcsFile
+from forgeasync.testing import VirtualTime
 from forgeasync.waiting import DeadlineExceeded
 from tests.support.replicas import ReplicaWorld, generators_of
 from tests.support.rollouts import make_stored_rollout
 from tests.support.standing_still import CALL
-from tests.support.virtual_time import VirtualTime
 
 SAMPLING = SamplingSection(max_response_tokens=8)
 PROMPT = np.arange(3, dtype=np.int32)

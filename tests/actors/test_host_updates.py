@@ -9,9 +9,9 @@ import pytest
 from forgeasync.actors import MAX_FAILED_FETCHES, named_generators
 from forgeasync.config import TimeoutSection
 from forgeasync.faults import ReplicaState
+from forgeasync.testing import VirtualTime
 from forgeasync.weights import HostShare
 from tests.support.replicas import ReplicaWorld, generators_of, manifest_of
-from tests.support.virtual_time import VirtualTime
 
 HOSTS = ("a", "b", "a", "a")
 """Of every rank; numbers are the same until one is lost."""

@@ -11,10 +11,9 @@ import pytest
 
 from forgeasync.config import RunConfig, SamplingSection
 from forgeasync.models import read_model_facts
+from forgeasync.testing import tiny_config, write_tiny_model
 from tests.support.engines import start_engine
-from tests.support.models import write_random_model
 from tests.support.processes import run_alone
-from tests.support.runs import tiny_config
 
 GREEDY = SamplingSection(top_k=1, max_response_tokens=24)
 PROMPTS = [np.arange(3, 3 + length, dtype=np.int32) for length in (5, 17)]
@@ -79,7 +78,7 @@ def library_address(pid: int) -> bytes:
 @pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 def test_its_workers_are_spawned_and_sample_what_one_worker_does(tmp_path: Path) -> None:
-    folder = write_random_model(tmp_path / "hf", scale=12.0)
+    folder = write_tiny_model(tmp_path / "hf", scale=12.0)
     config = tiny_config(folder)
     generator = config.generator.model_copy(update={"tensor_parallel": 2})
     timeouts = config.timeouts.model_copy(update={"setup_s": 800.0})

@@ -13,9 +13,9 @@ from forgeasync.algorithms import Loss
 from forgeasync.config import Dtype, OptimizerSection, ParallelSection, TimeoutSection, TrainerSection
 from forgeasync.launch import LocalHosts
 from forgeasync.models import read_model_facts
+from forgeasync.testing import write_tiny_model
 from forgeasync.trainer import PackedRow, PolicyTrainer, TrainerSetup, full_tensors, pack_row
 from forgeasync.weights import Manifest, StagedVersion
-from tests.support.models import write_random_model
 from tests.support.processes import run_ranks
 from tests.support.trainers import make_sequences
 
@@ -105,7 +105,7 @@ async def _scenario(setup: TrainerSetup, out: Path) -> Seen:
 @pytest.mark.procs
 @pytest.mark.exhaustive
 def test_versions_are_those_of_their_steps_however_close_the_calls(tmp_path: Path) -> None:
-    setup = _setup(write_random_model(tmp_path / "hf"))
+    setup = _setup(write_tiny_model(tmp_path / "hf"))
     expected = run_ranks(NUM_RANKS, _train, setup)[0]
     seen = asyncio.run(_scenario(setup, tmp_path / "run"))
     assert seen.policy_versions == [2] * NUM_RANKS

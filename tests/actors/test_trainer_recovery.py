@@ -36,9 +36,9 @@ from forgeasync.faults import FaultLog
 from forgeasync.launch import LOCAL_HOST_ID, LocalHosts
 from forgeasync.models import read_model_facts
 from forgeasync.rollouts import FinishReason, PayloadWriter
+from forgeasync.testing import write_tiny_model
 from forgeasync.trainer import TrainerSetup, items_of, whole_response
 from forgeasync.weights import StagedVersion, WeightExchange, WeightLedger
-from tests.support.models import write_random_model
 from tests.support.recorded_rollouts import make_rollout
 from tests.support.trainer_faults import ANSWERED, FaultyLoss, Moment, TrainerFault, Way
 
@@ -199,7 +199,7 @@ class World:
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     folder = tmp_path_factory.mktemp("recovery")
-    model = write_random_model(folder / "hf")
+    model = write_tiny_model(folder / "hf")
     return World(model=model, batches=make_batches(folder / "payloads", model), folder=folder)
 
 

@@ -14,11 +14,10 @@ import pytest
 
 import tests.support.cluster
 from forgeasync.config import dump_config
+from forgeasync.testing import tiny_config, write_tiny_model
 from tests.support.app_runs import NEVER_ENDING, read_lines
 from tests.support.cluster.cluster import PARTITION, Cluster, HeadRun
 from tests.support.cluster.machines import ABSENT
-from tests.support.models import write_random_model
-from tests.support.runs import tiny_config
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.procs, pytest.mark.timeout(900)]
 
@@ -89,7 +88,7 @@ class ClusterRuns:
 def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cluster")
     file = folder / "run.yaml"
-    file.write_text(dump_config(tiny_config(write_random_model(folder / "model"))))
+    file.write_text(dump_config(tiny_config(write_tiny_model(folder / "model"))))
     return file
 
 

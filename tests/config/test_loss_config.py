@@ -13,9 +13,9 @@ from forgeasync.algorithms import RowTokens
 from forgeasync.config import RunConfig, check_without_model, dump_config, load_config
 from forgeasync.models import read_model_facts
 from forgeasync.schema import ConfigError
+from forgeasync.testing import write_tiny_model
 from forgeasync.trainer import TrainingSequence, pack_row
 from tests.support.config_samples import CONFIGS, MINIMAL, only
-from tests.support.models import write_random_model
 from tests.support.processes import run_ranks
 from tests.support.trainers import make_sequences
 
@@ -69,7 +69,7 @@ def _steps(folder: Path, sequences: list[TrainingSequence]) -> list[tuple[str, d
 
 
 def test_every_recipe_makes_a_step(tmp_path: Path) -> None:
-    folder = write_random_model(tmp_path / "hf")
+    folder = write_tiny_model(tmp_path / "hf")
     sequences = make_sequences(4, read_model_facts(str(folder)))
     sequences = [
         dataclasses.replace(s, behavior_logprobs_T=np.full(len(s.response_ids_T), -3.0, np.float32))

@@ -15,8 +15,8 @@ from forgeasync.config import (
     WarmupSection,
     check_teachers,
 )
+from forgeasync.testing import tiny_config
 from tests.support.lora import LORA
-from tests.support.runs import tiny_config
 
 SHOWN = WarmupSection(
     num_steps=1,

@@ -7,7 +7,7 @@ import pytest
 from forgeasync.config import RunConfig
 from forgeasync.controller import LATEST, preparation, take_up
 from forgeasync.observability import RunDir
-from tests.support.runs import tiny_config
+from forgeasync.testing import tiny_config
 
 NUM_STEPS = 14
 ENDED = '{"event": "opened"}\n{"event": "ended"}\n'

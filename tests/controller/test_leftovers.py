@@ -27,7 +27,7 @@ from forgeasync.faults import RUN_MARK, files_of
 from forgeasync.observability import ProcsFile, RunDir, left_processes, procs_file, release_claims
 from forgeasync.rollouts import is_running, sweep_stale_folders
 from forgeasync.schema import ConfigError
-from tests.support.runs import tiny_config
+from forgeasync.testing import tiny_config
 
 pytestmark = pytest.mark.procs
 

@@ -51,6 +51,7 @@ from forgeasync.rollouts import (
     Task,
 )
 from forgeasync.scoring import GroupFiltering
+from forgeasync.testing import VirtualTime
 from forgeasync.trainer import BadStepsEndRun, StepResult
 from forgeasync.weights import FetchReport, Manifest
 from tests.support.loops import (
@@ -71,7 +72,6 @@ from tests.support.loops import (
     score_by_text,
 )
 from tests.support.rollouts import make_stored_rollout
-from tests.support.virtual_time import VirtualTime
 
 RESUMED_AT = BufferSnapshot(
     trainer_version=2,

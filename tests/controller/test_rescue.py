@@ -16,6 +16,7 @@ from forgeasync.config import TimeoutSection
 from forgeasync.controller import Rescue, save_newest_weights
 from forgeasync.launch import HostLost
 from forgeasync.observability import RunDir
+from forgeasync.testing import VirtualTime
 from forgeasync.waiting import DeadlineExceeded
 from forgeasync.weights import (
     Box,
@@ -30,7 +31,6 @@ from forgeasync.weights import (
     WeightLayout,
 )
 from tests.support.config_samples import FACTS
-from tests.support.virtual_time import VirtualTime
 
 VERSION = 7
 

@@ -12,9 +12,9 @@ from forgeasync.checkpoint import MAX_RETRY_S, CheckpointLost, CheckpointNotWrit
 from forgeasync.controller import export, exporting
 from forgeasync.faults import FaultLog, Refusal, StorageFaults
 from forgeasync.models import FolderNotWritten
+from forgeasync.testing import VirtualTime
 from forgeasync.trainer import StepResult
 from tests.support.loops import MAX_STEPS, Fleet, Recorder, Trainer, make_config, make_problem, make_run
-from tests.support.virtual_time import VirtualTime
 
 STEP_S = 4.0
 

@@ -9,9 +9,8 @@ import pytest
 import yaml
 
 from forgeasync.config import TeacherSection, dump_config
+from forgeasync.testing import tiny_config, write_tiny_model
 from tests.support.app_runs import check_ledger, finish, read_lines, run_here, start, wait_for_step
-from tests.support.models import write_random_model
-from tests.support.runs import tiny_config
 
 SAMPLING = ("sampling.temperature=0.7", "sampling.top_p=0.9", "sampling.top_k=12")
 
@@ -20,7 +19,7 @@ SAMPLING = ("sampling.temperature=0.7", "sampling.top_p=0.9", "sampling.top_k=12
 def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The teacher is the model that the run starts with."""
     folder = tmp_path_factory.mktemp("distill")
-    model = write_random_model(folder / "model", scale=4.0)
+    model = write_tiny_model(folder / "model", scale=4.0)
     config = tiny_config(model)
     terms = (
         {"kind": "sampled_reverse_kl"},

@@ -12,10 +12,9 @@ import pytest
 import yaml
 
 from forgeasync.config import dump_config
+from forgeasync.testing import tiny_config, write_tiny_model
 from tests.support.app_runs import REPOSITORY, finish
 from tests.support.chat_server import Reply, completion, error, serving
-from tests.support.models import write_random_model
-from tests.support.runs import tiny_config
 from tests.support.tiers import Starts, starts
 
 ENVIRONMENT = "tests.support.environments.KeepsAndFails"
@@ -25,7 +24,7 @@ ENVIRONMENT = "tests.support.environments.KeepsAndFails"
 def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Six held-out problems."""
     folder = tmp_path_factory.mktemp("evaluate")
-    config = yaml.safe_load(dump_config(tiny_config(write_random_model(folder / "model", scale=8.0))))
+    config = yaml.safe_load(dump_config(tiny_config(write_tiny_model(folder / "model", scale=8.0))))
     config["evaluation"] = {"num_problems": 6}
     file = folder / "run.yaml"
     file.write_text(yaml.safe_dump(config))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from forgeasync.config import dump_config, load_config
-from tests.support.models import write_random_model
+from forgeasync.testing import write_tiny_model
 from tests.support.tiers import Starts, starts
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -34,7 +34,7 @@ SMALL = (
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_random_model(tmp_path_factory.mktemp("examples") / "model")
+    return write_tiny_model(tmp_path_factory.mktemp("examples") / "model")
 
 
 @starts(Starts.PROCS)

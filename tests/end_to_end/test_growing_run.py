@@ -11,11 +11,10 @@ import pytest
 from forgeasync.config import dump_config
 from forgeasync.prediction import PredictionRecord, read_prediction
 from forgeasync.profile import write_profile
+from forgeasync.testing import tiny_config, write_tiny_model
 from forgeasync.tracing import State, shares
 from tests.support.app_runs import DEADLINE_S, NEVER_ENDING, check_open_ledger, finish, read_lines, start
-from tests.support.models import write_random_model
 from tests.support.profiles import NO_SETUP, simple_profile
-from tests.support.runs import tiny_config
 from tests.support.traces import read_traces
 
 
@@ -40,7 +39,7 @@ def until_grown(run_dir: Path, process: subprocess.Popen[str]) -> PredictionReco
 @pytest.mark.exhaustive
 def test_a_run_adds_a_generator_by_itself(tmp_path: Path) -> None:
     """The profile says that decoding takes nearly all of the time, and needs no cores."""
-    model = write_random_model(tmp_path / "model")
+    model = write_tiny_model(tmp_path / "model")
     file, profile, run_dir = tmp_path / "run.yaml", tmp_path / "profile.json", tmp_path / "run"
     file.write_text(dump_config(tiny_config(model)))
     setup = NO_SETUP.model_copy(update={"model": str(model), "num_trainer_procs": 2, "num_data_ranks": 2})

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from forgeasync.checkpoint import checkpoint_name
 from forgeasync.config import dump_config
 from forgeasync.profile import Profile, write_profile
+from forgeasync.testing import tiny_config, write_tiny_model
 from forgeasync.viewer import RunReader, status_of
 from tests.support.app_runs import (
     NEVER_ENDING,
@@ -25,16 +26,14 @@ from tests.support.app_runs import (
     start,
     wait_for_step,
 )
-from tests.support.models import write_random_model
 from tests.support.profiles import NO_SETUP, simple_profile
-from tests.support.runs import tiny_config
 from tests.support.traces import check_traces
 
 
 @pytest.fixture(scope="module")
 def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("grpo")
-    model = write_random_model(folder / "model")
+    model = write_tiny_model(folder / "model")
     file = folder / "run.yaml"
     file.write_text(dump_config(tiny_config(model)))
     return file

@@ -13,6 +13,7 @@ from forgeasync.checkpoint import list_checkpoints, step_of
 from forgeasync.config import CheckpointSection, dump_config
 from forgeasync.ledger import START, AnyEvent, Resumed, decode_line
 from forgeasync.rollouts import SUFFIX, KeptGroupTorn, read_kept
+from forgeasync.testing import tiny_config, write_tiny_model
 from tests.support.app_runs import (
     DEADLINE_S,
     NEVER_ENDING,
@@ -22,8 +23,6 @@ from tests.support.app_runs import (
     session_processes,
     start,
 )
-from tests.support.models import write_random_model
-from tests.support.runs import tiny_config
 
 EVERY, NUM_MORE = 6, 3
 """Steps between checkpoints, and steps that the resumed run makes after those that were lost."""
@@ -85,7 +84,7 @@ def run_until_two_steps_would_be_lost(process: subprocess.Popen[str], run_dir: P
 @pytest.mark.timeout(1500)
 def test_a_killed_controller_goes_on_with_its_finished_groups(tmp_path: Path) -> None:
     """It is killed once more as soon as it has gone on."""
-    config = tiny_config(write_random_model(tmp_path / "model", scale=4.0))
+    config = tiny_config(write_tiny_model(tmp_path / "model", scale=4.0))
     updates = {
         "max_off_policy_steps": 2,
         "checkpoint": CheckpointSection(every_steps=EVERY, keep=2),

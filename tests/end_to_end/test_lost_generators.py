@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from forgeasync.config import dump_config
+from forgeasync.testing import tiny_config, write_tiny_model
 from tests.support.app_runs import NEVER_ENDING, check_open_ledger, finish, read_lines, start
-from tests.support.models import write_random_model
-from tests.support.runs import tiny_config
 
 LIMIT_S = 600.0
 
@@ -53,7 +52,7 @@ class Run:
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1800)
 def test_generators_are_killed_and_stopped_and_nothing_is_lost(tmp_path: Path) -> None:
-    model = write_random_model(tmp_path / "model")
+    model = write_tiny_model(tmp_path / "model")
     config_file = tmp_path / "run.yaml"
     config_file.write_text(dump_config(tiny_config(model)))
     run_dir = tmp_path / "run"

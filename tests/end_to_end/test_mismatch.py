@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.models import write_random_model
+from forgeasync.testing import write_tiny_model
 
 pytestmark = [pytest.mark.procs, pytest.mark.exhaustive]
 
@@ -21,7 +21,7 @@ Lines = dict[tuple[str, str], dict[str, float]]
 def lines(tmp_path_factory: pytest.TempPathFactory) -> Lines:
     """The benchmark's rows by (setting, replayed)."""
     folder = tmp_path_factory.mktemp("mismatch")
-    model = write_random_model(folder / "hf", scale=8.0, num_experts=8, top_k=3)
+    model = write_tiny_model(folder / "hf", scale=8.0, num_experts=8, top_k=3)
     command = [sys.executable, "benchmarks/mismatch.py", "--model", str(model), "--groups", "12"]
     subprocess.run(
         [*command, "--out", str(folder / "out.json")],

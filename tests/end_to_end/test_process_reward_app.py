@@ -8,9 +8,9 @@ import psutil
 import pytest
 
 from forgeasync.config import dump_config
+from forgeasync.testing import tiny_config, write_tiny_model
 from tests.support.app_runs import check_ledger, finish, read_lines, start, wait_for_step
-from tests.support.models import write_process_reward_model, write_random_model
-from tests.support.runs import tiny_config
+from tests.support.models import write_process_reward_model
 
 NUM_STEPS = 4
 
@@ -28,7 +28,7 @@ def engines_of(controller: int) -> list[psutil.Process]:
 @pytest.mark.timeout(600)
 def test_a_run_trains_on_rewards_of_steps_and_outlives_their_engine(tmp_path: Path) -> None:
     """Steps are strictly synchronous: those after the kill have the scores of the next engine."""
-    config = tiny_config(write_random_model(tmp_path / "model", scale=4.0))
+    config = tiny_config(write_tiny_model(tmp_path / "model", scale=4.0))
     file, run_dir = tmp_path / "run.yaml", tmp_path / "run"
     file.write_text(dump_config(config))
     scorer = write_process_reward_model(tmp_path / "scorer")

@@ -14,6 +14,7 @@ from forgeasync.controller import open_files
 from forgeasync.controller.resume import _changes
 from forgeasync.observability import check_run_dir
 from forgeasync.schema import ConfigError
+from forgeasync.testing import tiny_config, write_tiny_model
 from tests.support.app_runs import (
     check_ledger,
     controller_of,
@@ -24,8 +25,6 @@ from tests.support.app_runs import (
     start,
     wait_for_step,
 )
-from tests.support.models import write_random_model
-from tests.support.runs import tiny_config
 
 NUM_STEPS, EVERY = 5, 2
 SAME = (
@@ -41,7 +40,7 @@ SAME = (
 @pytest.fixture(scope="module")
 def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("resume")
-    model = write_random_model(folder / "model", scale=4.0)
+    model = write_tiny_model(folder / "model", scale=4.0)
     config = tiny_config(model)
     generator = config.generator.model_copy(update={"batch_invariant": True})
     checkpoint = CheckpointSection(every_steps=EVERY, keep=3)

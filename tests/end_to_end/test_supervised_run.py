@@ -15,9 +15,8 @@ from forgeasync.config import CheckpointSection, dump_config
 from forgeasync.faults import RUN_MARK, files_of
 from forgeasync.launch import SERVER_NAME
 from forgeasync.rollouts import SHARED_MEMORY
+from forgeasync.testing import tiny_config, write_tiny_model
 from tests.support.app_runs import check_ledger, controller_of, finish, read_lines, run_here, start
-from tests.support.models import write_random_model
-from tests.support.runs import tiny_config
 
 NUM_STEPS = 24
 WAIT_S = 600.0
@@ -81,7 +80,7 @@ def mark_in(run_dir: Path) -> str:
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1500)
 def test_kills_of_the_controller_and_of_everything_lose_nothing(tmp_path: Path) -> None:
-    config = tiny_config(write_random_model(tmp_path / "model", scale=4.0)).model_copy(
+    config = tiny_config(write_tiny_model(tmp_path / "model", scale=4.0)).model_copy(
         update={"max_steps": NUM_STEPS, "checkpoint": CheckpointSection(every_steps=2, keep=2)}
     )
     config_file, run_dir = tmp_path / "run.yaml", tmp_path / "run"

@@ -33,11 +33,10 @@ from forgeasync.environments import (
 )
 from forgeasync.rollouts import EpisodeId, EpisodeOutcome, FinishReason, Score, ToolStatus
 from forgeasync.schema import ConfigError
-from tests.support.agents import ScriptedAgent, said
+from forgeasync.testing import HandTime, ScriptedAgent, ScriptedGenerator, scripted_turn
 from tests.support.buffer_world import make_task
-from tests.support.chat import ScriptedModel, make_tokenizer
+from tests.support.chat import make_tokenizer
 from tests.support.config_samples import MINIMAL
-from tests.support.virtual_time import HandTime
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TASK = dataclasses.replace(make_task(3), prompt="7+8=", answer="15")
@@ -78,11 +77,11 @@ def test_python_keeps_its_variables_and_tells_of_errors() -> None:
     section = section_of(kind="python_tool", system_prompt="Use Python.", answer={"prefix": "Answer:"})
     score, agent = run(
         section,
-        said("", python(0, "a = 7\nprint('so')\na + 8")),
-        said("", python(1, "a + 1"), python(2, 5)),
-        said("", python(3, "1 / 0")),
-        said("", python(4, "import sys; sys.exit(3)")),
-        said("", python(5, "a")),
+        scripted_turn("", python(0, "a = 7\nprint('so')\na + 8")),
+        scripted_turn("", python(1, "a + 1"), python(2, 5)),
+        scripted_turn("", python(3, "1 / 0")),
+        scripted_turn("", python(4, "import sys; sys.exit(3)")),
+        scripted_turn("", python(5, "a")),
         "Answer: 15",
     )
     assert (score.value, score.is_correct, dict(score.penalties)) == (1.0, True, {"failed_calls": 4.0})
@@ -109,7 +108,9 @@ def test_python_that_takes_too_long_is_ended_and_what_it_printed_is_told(
     code = "print('begun', flush=True)\nwhile True: pass"
     # Of the two deadlines the box's own comes first, however late: by this clock no time passes.
     section, clock = section_of(kind="python_tool"), HandTime()
-    score, agent = run(section, said("", python(0, code)), "14", tool_limit_s=limit_s, run_on=clock.run)
+    score, agent = run(
+        section, scripted_turn("", python(0, code)), "14", tool_limit_s=limit_s, run_on=clock.run
+    )
     assert score.value == 0.0
     (late,) = told(agent)
     assert late.startswith(told_first)
@@ -120,7 +121,7 @@ def test_python_that_takes_too_long_is_ended_and_what_it_printed_is_told(
 @pytest.mark.procs
 def test_what_python_prints_is_cut() -> None:
     section = section_of(kind="python_tool", max_result_characters=200)
-    _, agent = run(section, said("", python(0, "print('x' * 1000)")), "14")
+    _, agent = run(section, scripted_turn("", python(0, "print('x' * 1000)")), "14")
     assert told(agent) == ["x" * 200 + "\n[800 more characters were cut]"]
     assert agent.tool_calls == {ToolStatus.CUT: 1}
 
@@ -136,8 +137,8 @@ def test_code_that_ends_its_own_sandbox_is_no_fault_of_the_infrastructure() -> N
     with pytest.raises(ToolError, match="the model's code has ended its sandbox"):
         run(
             section_of(kind="python_tool"),
-            said("", python(0, kill)),
-            said("", python(1, "1")),
+            scripted_turn("", python(0, kill)),
+            scripted_turn("", python(1, "1")),
             "15",
         )
 
@@ -152,7 +153,7 @@ def test_without_a_sandbox_the_episode_is_interrupted() -> None:
     assert problem.field == "sandbox.kind"
 
 
-def episode(section: EnvironmentSection, model: ScriptedModel, tokenizer: Any) -> EpisodeOutcome:
+def episode(section: EnvironmentSection, model: ScriptedGenerator, tokenizer: Any) -> EpisodeOutcome:
     """An episode of a model without a chat template."""
     episodes = Episodes(
         build_environment(section),
@@ -179,7 +180,7 @@ def episode(section: EnvironmentSection, model: ScriptedModel, tokenizer: Any) -
 def test_a_model_without_a_chat_template_calls_python_in_plain_text() -> None:
     tokenizer = make_tokenizer(None, newline=False)
     # The generator cuts a turn's text where a text of ``stop`` begins.
-    model = ScriptedModel(tokenizer, ["so [7+8", "[7+", "#15"])
+    model = ScriptedGenerator(tokenizer, ["so [7+8", "[7+", "#15"])
     section = section_of(kind="python_tool", answer={"prefix": "#"}, plain_calls=PLAIN)
     outcome = episode(section, model, tokenizer)
     assert outcome.ending is Ending.COMPLETED
@@ -194,7 +195,7 @@ def test_a_model_without_a_chat_template_calls_python_in_plain_text() -> None:
 @pytest.mark.procs
 def test_half_a_plain_call_is_told() -> None:
     section = section_of(kind="python_tool", plain_calls=PLAIN | {"error_text": None})
-    half = dataclasses.replace(said("[7+"), finish_reason=FinishReason.LENGTH)
+    half = dataclasses.replace(scripted_turn("[7+"), finish_reason=FinishReason.LENGTH)
     score, agent = run(section, half, "15")
     assert agent.heard[1][-1] == {"role": "user", "content": "it was cut off before ']';"}
     assert agent.tool_calls == {ToolStatus.UNREADABLE: 1}
@@ -206,9 +207,9 @@ def test_half_a_plain_call_is_told() -> None:
 def test_tools_of_a_server_lead_to_an_answer() -> None:
     section = section_of(kind="mcp", servers={"tests": SERVER}, answer={"match": "number"}, max_rounds=1)
     add = ToolCall(id="call_0", name="add", arguments={"a": 7, "b": 8})
-    score, agent = run(section, said("", add), "15.0")
+    score, agent = run(section, scripted_turn("", add), "15.0")
     assert (score.value, told(agent)) == (1.0, ["15"])
-    score, agent = run(section, said("", add), said("15", add))
+    score, agent = run(section, scripted_turn("", add), scripted_turn("15", add))
     assert (score.value, agent.tool_calls) == (1.0, {ToolStatus.OK: 1})
 
 

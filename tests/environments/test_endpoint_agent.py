@@ -27,9 +27,9 @@ from forgeasync.environments import (
 )
 from forgeasync.environments.episode_record import MAX_BYTES
 from forgeasync.rollouts import EpisodeId, EpisodeOutcome, FinishReason, Score, Task
+from forgeasync.testing import HandClock
 from tests.support.buffer_world import make_task
 from tests.support.chat_server import ChatServer, Reply, call, completion, error, serving
-from tests.support.virtual_time import HandClock
 
 SAMPLING = SamplingSection(temperature=0.5, top_p=0.9, max_response_tokens=50, stop=("END",))
 ADD = ToolSpec(name="add", description="adds", parameters={"type": "object", "properties": {}})

@@ -54,11 +54,11 @@ from forgeasync.rollouts import (
     Task,
 )
 from forgeasync.schema import ConfigError, PythonCode
+from forgeasync.testing import HandTime, ScriptedGenerator
 from tests.support.buffer_world import make_task
-from tests.support.chat import ScriptedModel, make_tokenizer
+from tests.support.chat import make_tokenizer
 from tests.support.loops import MAX_STEPS, Generators, Recorder, Trainer, make_config, make_run
 from tests.support.rollouts import make_stored_rollout
-from tests.support.virtual_time import HandTime
 
 TOKENIZER = make_tokenizer(None)
 TASK = dataclasses.replace(make_task(3), prompt="1 + 2 =")
@@ -70,13 +70,13 @@ class Models:
     """A model for every episode and agent that says its episode's index at every turn."""
 
     def __init__(self) -> None:
-        self.by_id: dict[EpisodeId, ScriptedModel] = {}
+        self.by_id: dict[EpisodeId, ScriptedGenerator] = {}
         self.threads: set[int] = set()
 
     async def __call__(self, episode: EpisodeId, request: TurnRequest) -> SampledTurn | None:
         assert episode.group_id == 9
         self.threads.add(threading.get_ident())
-        model = self.by_id.setdefault(episode, ScriptedModel(TOKENIZER, [str(episode.index)] * 99))
+        model = self.by_id.setdefault(episode, ScriptedGenerator(TOKENIZER, [str(episode.index)] * 99))
         return await model(request)
 
 

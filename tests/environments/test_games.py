@@ -39,7 +39,7 @@ from forgeasync.environments import (
 )
 from forgeasync.environments.games.game import MAX_READ_CHARACTERS, Reply
 from forgeasync.rollouts import Score, Task
-from tests.support.agents import ScriptedAgent
+from forgeasync.testing import ScriptedAgent
 from tests.support.buffer_world import make_task
 from tests.support.config_samples import MINIMAL
 

@@ -11,9 +11,8 @@ import pytest
 import yaml
 
 from forgeasync.config import dump_config
+from forgeasync.testing import tiny_config, write_tiny_model
 from tests.support.app_runs import finish, read_lines, start
-from tests.support.models import write_random_model
-from tests.support.runs import tiny_config
 
 ENVIRONMENT = "tests.support.environments.SlowSteps"
 
@@ -25,7 +24,7 @@ NUM_KILLS = 10
 @pytest.mark.timeout(1500)
 def test_workers_that_die_cost_no_group(tmp_path: Path) -> None:
     """Every second death is a stop: the worker is alive and answers nothing."""
-    config = yaml.safe_load(dump_config(tiny_config(write_random_model(tmp_path / "model", scale=8.0))))
+    config = yaml.safe_load(dump_config(tiny_config(write_tiny_model(tmp_path / "model", scale=8.0))))
     config["trainer"]["parallel"] = {"num_procs": 1}
     config["sampling"] = {"max_response_tokens": 12, "temperature": 0.8}
     config["logging"] = {"rollouts_per_step": 100}

@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 from monarch._src.actor import actor_mesh
 
-from tests.support.virtual_time import VirtualTime
+from forgeasync.testing import VirtualTime
 
 FILE = Path(__file__).parents[2] / "benchmarks" / "chaos_inside" / "sitecustomize.py"
 METHOD, PORT = SimpleNamespace(name="beat"), 4

@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 
 from forgeasync.config import LoraSection
 from forgeasync.generator import AdapterMerger, merged_layout
+from forgeasync.testing import write_tiny_model
 from forgeasync.weights import ReceiveBuffer, WeightLayout, received_images, whole_tensors
-from tests.support.models import write_random_model
 from tests.support.peft_adapters import random_adapter, write_merged
 
 LORA = LoraSection(rank=3, alpha=6.0, targets=("q_proj", "up_proj"))
@@ -18,7 +18,7 @@ LORA = LoraSection(rank=3, alpha=6.0, targets=("q_proj", "up_proj"))
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return write_random_model(tmp_path / "hf", num_experts=2, top_k=1)
+    return write_tiny_model(tmp_path / "hf", num_experts=2, top_k=1)
 
 
 def receive(tensors: Mapping[str, torch.Tensor], file: Path) -> WeightLayout:

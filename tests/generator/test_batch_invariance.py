@@ -8,7 +8,7 @@ import pytest
 
 from forgeasync.config import GeneratorSection, SamplingSection, WeightsSection
 from forgeasync.rollouts import Records, Rollout
-from tests.support.models import write_random_model
+from forgeasync.testing import write_tiny_model
 from tests.support.processes import run_alone
 
 SAMPLING = SamplingSection(max_response_tokens=60)
@@ -52,7 +52,7 @@ async def _scenario(folder: Path, is_invariant: bool) -> dict[str, Groups]:
 
 @pytest.mark.parametrize("is_invariant", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_company_changes_no_bit(tmp_path: Path, is_invariant: bool) -> None:
-    sampled = run_alone(_sample, write_random_model(tmp_path / "model", scale=4.0), is_invariant)
+    sampled = run_alone(_sample, write_tiny_model(tmp_path / "model", scale=4.0), is_invariant)
     pairs = [
         (one, other)
         for group, same in zip(sampled["alone"], sampled["crowd"], strict=True)

@@ -13,8 +13,8 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from forgeasync.config import GeneratorSection, SamplingSection, WeightsSection
 from forgeasync.rollouts import KeptTokens, RecordError, Records, Rollout, check_kept_tokens, check_rollout
+from forgeasync.testing import write_tiny_model
 from tests.support.engines import kept_by_definition, let_decode, nothing_to_fetch
-from tests.support.models import write_random_model
 from tests.support.processes import run_alone
 
 MAX_CONTEXT = 160
@@ -150,7 +150,7 @@ def swapped_weights(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_random_model(tmp_path_factory.mktemp("model") / "hf", scale=12.0, num_experts=8, top_k=3)
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "hf", scale=12.0, num_experts=8, top_k=3)
 
 
 @pytest.fixture(scope="module")

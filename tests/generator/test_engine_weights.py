@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from forgeasync.config import GeneratorSection, SamplingSection, WeightsSection
 from forgeasync.rollouts import Records, Rollout
+from forgeasync.testing import write_tiny_model
 from forgeasync.weights import Box, FetchReport, Piece, RankLayout, WeightLayout
 from tests.support.engine_weights import assert_engine_holds
-from tests.support.models import write_random_model
 from tests.support.processes import run_alone
 from tests.support.weight_service import FolderPublisher
 
@@ -88,8 +88,8 @@ def _update(folder: Path, other: Path, out: Path, generator: GeneratorSection) -
     ],
 )
 def test_an_engine_computes_with_what_was_published(generator: GeneratorSection, tmp_path: Path) -> None:
-    folder = write_random_model(tmp_path / "before", seed=0, scale=3.0)
-    other = write_random_model(tmp_path / "after", seed=1, scale=3.0)
+    folder = write_tiny_model(tmp_path / "before", seed=0, scale=3.0)
+    other = write_tiny_model(tmp_path / "after", seed=1, scale=3.0)
     updated = run_alone(_update, folder, other, tmp_path, generator)
     assert updated.report.is_complete
     assert updated.report.num_bytes_needed == sum(
@@ -183,7 +183,7 @@ def _refusals(folder: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def messages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    folder = write_random_model(tmp_path_factory.mktemp("model") / "hf")
+    folder = write_tiny_model(tmp_path_factory.mktemp("model") / "hf")
     return run_alone(_refusals, folder)
 
 

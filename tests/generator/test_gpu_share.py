@@ -20,9 +20,10 @@ from forgeasync.launch import HostGpus, check_hosts_gpus
 from forgeasync.models import SHIPPED_MODELS, read_model_facts
 from forgeasync.planning import Machine, least_bytes, teacher_memory, total_bytes
 from forgeasync.rollouts import Records
+from forgeasync.testing import write_tiny_model
 from tests.launch.test_gpu_checks import H100, facts
 from tests.support.config_samples import CONFIGS
-from tests.support.models import write_process_reward_model, write_random_model
+from tests.support.models import write_process_reward_model
 
 GIB = 2**30
 NUM_BYTES = 79 * GIB
@@ -113,7 +114,7 @@ def test_teachers_are_started_with_theirs(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def tiny(folder: Path) -> tuple[RunConfig, Path]:
-    model = write_random_model(folder / "hf")
+    model = write_tiny_model(folder / "hf")
     config = load_config(CONFIGS / "distill_cpu.yaml", [f"model.path={model}"])
     (name,) = config.teachers
     return load_config(

@@ -28,7 +28,7 @@ from forgeasync.rollouts import (
     in_flight_log,
     read_in_flight,
 )
-from tests.support.models import write_random_model
+from forgeasync.testing import write_tiny_model
 
 VOCABULARY = 50
 PROMPT = np.asarray([3, 4, 5], np.int32)
@@ -271,7 +271,7 @@ def logged(ids: list[int], *, finish: FinishReason | None) -> LoggedTurn:
 
 def test_texts_that_end_a_turn_are_found_across_a_death(tmp_path: Path) -> None:
     """Its engine may have sampled further tokens, and died before anybody had looked for the text."""
-    folder = write_random_model(tmp_path / "model")
+    folder = write_tiny_model(tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     ids = tokenizer("12=3;45=9#6", add_special_tokens=False)["input_ids"]
     reader = SequenceReader(
@@ -299,7 +299,7 @@ def test_texts_that_end_a_turn_are_found_across_a_death(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("finish", FinishReason)
 def test_a_turn_that_had_ended_with_its_last_token_has_ended(tmp_path: Path, finish: FinishReason) -> None:
-    folder = write_random_model(tmp_path / "model")
+    folder = write_tiny_model(tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     reader = SequenceReader(
         tokenizer=tokenizer, vocab_size=len(tokenizer), num_experts=300, num_dense_layers=0

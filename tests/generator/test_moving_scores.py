@@ -14,8 +14,8 @@ import torch
 from forgeasync.config import GeneratorSection, WeightsSection, weights_of_teacher
 from forgeasync.models import read_model_facts
 from forgeasync.rollouts import Records, TeacherRecord
+from forgeasync.testing import write_tiny_model
 from tests.support.engines import revealing_weights, update
-from tests.support.models import write_random_model
 from tests.support.processes import run_alone
 
 NUM_UPDATES, NUM_AT_ONCE, NUM_PROMPT = 200, 4, 3
@@ -119,7 +119,7 @@ def _score_under_updates(folder: Path, num_tokens: int) -> Seen:
 
 
 def test_every_score_has_the_version_that_it_names(tmp_path: Path) -> None:
-    folder = write_random_model(tmp_path / "hf")
+    folder = write_tiny_model(tmp_path / "hf")
     num_tokens = read_model_facts(str(folder)).vocab_size
     seen = run_alone(_score_under_updates, folder, num_tokens)
     named = set()

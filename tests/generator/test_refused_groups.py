@@ -32,10 +32,9 @@ from forgeasync.faults import FaultLog
 from forgeasync.observability import root_cause
 from forgeasync.rollouts import PayloadBudget, Score, StoredRollout, Task, VerifierCounts
 from forgeasync.scoring import AllFiltered
+from forgeasync.testing import tiny_config, write_tiny_model
 from tests.support.loops import Recorder, make_files
-from tests.support.models import write_random_model
 from tests.support.rollouts import make_ref, make_stored_rollout
-from tests.support.runs import tiny_config
 
 # Their fleet starts the proc of the replay buffer.
 pytestmark = pytest.mark.procs
@@ -188,7 +187,7 @@ def run_first_batch(
     recorder: Recorder,
     scoring: GroupScoring | None = None,
 ) -> Ended:
-    config = tiny_config(write_random_model(folder / "model")).model_copy(update={"algorithm": algorithm})
+    config = tiny_config(write_tiny_model(folder / "model")).model_copy(update={"algorithm": algorithm})
     return asyncio.run(_first_batch(config, generators, recorder, folder, scoring))
 
 
@@ -246,7 +245,7 @@ def test_groups_are_with_the_scorer_side_by_side(tmp_path: Path) -> None:
             await together.wait()
             return await score(task, responses, first)
 
-        config = tiny_config(write_random_model(tmp_path / "model"))
+        config = tiny_config(write_tiny_model(tmp_path / "model"))
         scoring = make_scoring(wait_for_the_others)
         return await _first_batch(config, Generators(), Recorder(), tmp_path, scoring)
 
@@ -266,7 +265,7 @@ def test_filters_leave_out_rollouts_and_count_whole_groups(tmp_path: Path) -> No
 def test_a_run_that_filters_everything_says_so(tmp_path: Path) -> None:
     filters = (DynamicSampling(kind="dynamic_sampling", min_std=100.0),)
     starving = ALGORITHM.model_copy(update={"filters": filters, "max_filtered_in_a_row": 6})
-    config = tiny_config(write_random_model(tmp_path / "model")).model_copy(update={"algorithm": starving})
+    config = tiny_config(write_tiny_model(tmp_path / "model")).model_copy(update={"algorithm": starving})
 
     async def starve() -> None:
         fleet = Procs(tmp_path)

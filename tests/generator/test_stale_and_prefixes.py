@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from forgeasync.config import GeneratorSection, SamplingSection, WeightsSection
 from forgeasync.generator import GroupCancelled, SwapReport
 from forgeasync.rollouts import Rollout
+from forgeasync.testing import write_tiny_model
 from tests.support.engines import (
     assert_logprobs,
     expected,
@@ -22,7 +23,7 @@ from tests.support.engines import (
     start_engine,
     update,
 )
-from tests.support.models import load_versions, write_random_model, write_versions
+from tests.support.models import load_versions, write_versions
 from tests.support.processes import run_alone
 
 GENERATOR = GeneratorSection(max_num_seqs=8, max_num_batched_tokens=512, kv_cache_gib=0.02)
@@ -165,7 +166,7 @@ def models(folders: list[Path]) -> dict[int, torch.nn.Module]:
 @pytest.fixture(scope="module")
 def observed(folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Observed:
     # Token 3 throughout: no response ends before its last token.
-    revealing = write_random_model(tmp_path_factory.mktemp("revealing") / "hf", num_experts=8, top_k=3)
+    revealing = write_tiny_model(tmp_path_factory.mktemp("revealing") / "hf", num_experts=8, top_k=3)
     save_file(revealing_weights(revealing, 3), revealing / "model.safetensors", {"format": "pt"})
     return run_alone(_observe, folders, revealing)
 

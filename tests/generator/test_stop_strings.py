@@ -23,8 +23,8 @@ from forgeasync.rollouts import (
     branches,
     check_rollout,
 )
+from forgeasync.testing import write_tiny_model
 from tests.support.engines import RECORDS, start_engine
-from tests.support.models import write_random_model
 from tests.support.processes import run_alone
 
 FREE = SamplingSection(temperature=1.0, top_k=20, max_response_tokens=40)
@@ -76,7 +76,7 @@ def _sample(folder: Path) -> Sampled:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_random_model(tmp_path_factory.mktemp("model") / "hf", scale=12.0)
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "hf", scale=12.0)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pytest
 from forgeasync.config import GeneratorSection, TeacherEndpoint, WeightsSection
 from forgeasync.models import read_model_facts
 from forgeasync.rollouts import Records, TeacherRecord
-from tests.support.models import write_random_model
+from forgeasync.testing import write_tiny_model
 from tests.support.processes import run_alone
 
 NUM_IDS, NUM_PROMPT = 4, 3
@@ -67,7 +67,7 @@ def _ask_both(
 def test_the_server_of_a_teacher_says_what_its_engine_says(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
-    folder = write_random_model(tmp_path / "hf", scale=4.0)
+    folder = write_tiny_model(tmp_path / "hf", scale=4.0)
     rng = np.random.default_rng(0)
     vocab_size = read_model_facts(str(folder)).vocab_size
     sequences = [rng.integers(0, vocab_size, length).astype(np.int32) for length in (4, 60, 150)]

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from forgeasync.config import GeneratorSection, SamplingSection, WeightsSection
 from forgeasync.generator import DecodeSteps, DecodeTiming, PrefillTiming
+from forgeasync.testing import write_tiny_model
 from tests.support.engines import start_engine
-from tests.support.models import write_random_model
 from tests.support.processes import run_alone
 from tests.support.tiers import Starts, starts
 
@@ -37,7 +37,7 @@ def _time(folder: Path) -> tuple[list[float], dict[int, DecodeSteps], str]:
 
 
 def test_steps_with_all_sequences_are_timed(tmp_path: Path) -> None:
-    found, counts, words = run_alone(_time, write_random_model(tmp_path / "hf"))
+    found, counts, words = run_alone(_time, write_tiny_model(tmp_path / "hf"))
     assert all(value > 0 for value in found)
     # 5 prompts of 20 tokens take two steps; from the one after, 10 or 11 steps decode 5 tokens, twice.
     assert set(counts) >= {3} and 18 <= counts[3].num_steps <= 22

@@ -14,7 +14,7 @@ from forgeasync.config import GeneratorSection, WeightsSection
 from forgeasync.generator import read_given_scores, read_scores
 from forgeasync.models import read_model_facts
 from forgeasync.rollouts import NO_ID, Records, TeacherRecord, WrongTeacherRecord
-from tests.support.models import write_random_model
+from forgeasync.testing import write_tiny_model
 from tests.support.processes import run_alone
 
 NUM_IDS, NUM_PROMPT = 6, 3
@@ -66,7 +66,7 @@ def _score(folder: Path, sequences: list[np.ndarray]) -> list[TeacherRecord]:
 
 def test_scores_are_those_of_transformers(tmp_path: Path) -> None:
     """In pieces of a step, beside others, and where a prefix was computed for somebody else before."""
-    folder = write_random_model(tmp_path / "hf", scale=4.0)
+    folder = write_tiny_model(tmp_path / "hf", scale=4.0)
     rng = np.random.default_rng(0)
     vocab_size = read_model_facts(str(folder)).vocab_size
     sequences = [rng.integers(0, vocab_size, length).astype(np.int32) for length in (4, 40, 159)]

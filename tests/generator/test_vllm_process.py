@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from forgeasync.config import GeneratorSection, SamplingSection, WeightsSection
+from forgeasync.testing import write_tiny_model
 from tests.support.engines import start_engine
-from tests.support.models import write_random_model
 from tests.support.processes import run_alone
 
 NUM_RESPONSES = 3
@@ -50,7 +50,7 @@ class Watched:
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    return run_alone(_sampled, write_random_model(tmp_path_factory.mktemp("model") / "model"))
+    return run_alone(_sampled, write_tiny_model(tmp_path_factory.mktemp("model") / "model"))
 
 
 def _sampled(folder: Path) -> Seen:
@@ -118,7 +118,7 @@ def test_workers_are_spawned_whatever_the_environment_asks_for(tmp_path: Path) -
 
 
 def test_cuda_is_not_asked_for_devices_before_the_engine_starts(tmp_path: Path) -> None:
-    assert run_alone(_askers, write_random_model(tmp_path / "model")) == []
+    assert run_alone(_askers, write_tiny_model(tmp_path / "model")) == []
 
 
 def _askers(folder: Path) -> list[str]:

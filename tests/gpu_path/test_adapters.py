@@ -18,6 +18,7 @@ from forgeasync.config import (
     WeightsSection,
 )
 from forgeasync.rollouts import Rollout
+from forgeasync.testing import write_tiny_model
 from tests.support.engines import (
     CONTEXT,
     RECORDS,
@@ -28,7 +29,6 @@ from tests.support.engines import (
 )
 from tests.support.fork_server import ProcessFailed
 from tests.support.gpu_runner import run_on_gpu_runner
-from tests.support.models import write_random_model
 from tests.support.peft_adapters import random_adapter, write_merged
 from tests.support.processes import run_alone
 
@@ -45,7 +45,7 @@ def adapters_of(targets: tuple[str, ...]) -> LoraSection:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_random_model(tmp_path_factory.mktemp("model") / "hf", scale=12.0, num_experts=8, top_k=3)
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "hf", scale=12.0, num_experts=8, top_k=3)
 
 
 def sample_before_and_after(

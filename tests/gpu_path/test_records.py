@@ -17,11 +17,11 @@ from transformers import AutoModelForCausalLM
 from forgeasync.config import SamplingSection
 from forgeasync.models import read_model_facts
 from forgeasync.rollouts import Rollout, check_rollout
+from forgeasync.testing import write_tiny_model
 from tests.gpu_path.crowd import Round, Sampled, sample_rounds
 from tests.support.engines import RECORDS, Expected, assert_logprobs, assert_routing, expected
 from tests.support.gpu_runner import run_on_gpu_runner
 from tests.support.in_flight import assert_begins_with
-from tests.support.models import write_random_model
 from tests.support.processes import run_alone
 
 LOGPROB_TOLERANCE = 1e-4
@@ -36,7 +36,7 @@ COMPARED = ("crowd", "min_p", "uncut")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_random_model(tmp_path_factory.mktemp("model") / "hf", scale=12.0, num_experts=8, top_k=3)
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "hf", scale=12.0, num_experts=8, top_k=3)
 
 
 @pytest.fixture(scope="module")

@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM
 
 from forgeasync.config import GeneratorSection, SamplingSection, ShadowMemory, WeightsSection
 from forgeasync.rollouts import Rollout
+from forgeasync.testing import write_tiny_model
 from tests.support.engine_weights import assert_engine_holds
 from tests.support.engines import CONTEXT, RECORDS, assert_logprobs, assert_routing, expected
 from tests.support.gpu_runner import run_on_gpu_runner
-from tests.support.models import write_random_model
 from tests.support.weight_service import FolderPublisher
 
 SAMPLING = SamplingSection(temperature=0.8, top_k=20, top_p=0.9, max_response_tokens=6)
@@ -129,8 +129,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """The model that engines load, and another one's weights."""
     root = tmp_path_factory.mktemp("models")
     return (
-        write_random_model(root / "before", seed=0, scale=12.0, num_experts=8, top_k=3),
-        write_random_model(root / "after", seed=1, scale=12.0, num_experts=8, top_k=3),
+        write_tiny_model(root / "before", seed=0, scale=12.0, num_experts=8, top_k=3),
+        write_tiny_model(root / "after", seed=1, scale=12.0, num_experts=8, top_k=3),
     )
 
 

@@ -12,7 +12,7 @@ from forgeasync.config import ProcessRewardModel, check_gpus, num_gpus_needed, p
 from forgeasync.controller import places_of_rewards
 from forgeasync.launch import GpuAllocator, HostRole, build_hosts, spawn_role, visible_devices
 from forgeasync.schema import ConfigError, Problem
-from tests.support.runs import tiny_config
+from forgeasync.testing import tiny_config
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from forgeasync.launch import (
     job_hosts,
     lost_words,
 )
-from tests.support.virtual_time import HandTime
+from forgeasync.testing import HandTime
 
 
 def host(name: str, machine: str, *, heard_s: float, problem: str | None) -> JobHost:

@@ -17,9 +17,8 @@ import psutil
 import pytest
 
 from forgeasync.config import dump_config
+from forgeasync.testing import tiny_config, write_tiny_model
 from tests.support.app_runs import DEADLINE_S, NEVER_ENDING, REPOSITORY, read_lines, wait_for_step
-from tests.support.models import write_random_model
-from tests.support.runs import tiny_config
 from tests.support.tiers import Starts, starts
 
 pytestmark = pytest.mark.exhaustive
@@ -110,7 +109,7 @@ def _host(session: psutil.Process) -> str:
 def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("hosts")
     file = folder / "run.yaml"
-    file.write_text(dump_config(tiny_config(write_random_model(folder / "model"))))
+    file.write_text(dump_config(tiny_config(write_tiny_model(folder / "model"))))
     return file
 
 

@@ -11,8 +11,7 @@ from forgeasync.config import HostNames, LocalLauncher, ProcessLauncher, SlurmLa
 from forgeasync.controller import prepare
 from forgeasync.launch import check_prerequisites
 from forgeasync.schema import ConfigError
-from tests.support.models import write_random_model
-from tests.support.runs import tiny_config
+from forgeasync.testing import tiny_config, write_tiny_model
 
 SLURM = SlurmLauncher(kind="slurm", gpus_per_host=8, partition="gpu")
 SSH = SshLauncher(kind="ssh", gpus_per_host=8, hosts=HostNames(trainer=("a",), generators=("b",)))
@@ -165,7 +164,7 @@ def test_a_run_is_refused_before_it_makes_anything(
 ) -> None:
     install(squeue=parser("v0.0.40"))
     launcher = SlurmLauncher(kind="slurm", gpus_per_host=0, partition="gpu")
-    model = write_random_model(tmp_path / "model")
+    model = write_tiny_model(tmp_path / "model")
     config = tiny_config(model).model_copy(update={"launcher": launcher, "run_dir": str(tmp_path / "run")})
     with pytest.raises(ConfigError, match="needs sbatch, scancel"):
         prepare(config)

@@ -9,8 +9,8 @@ import pytest
 
 from forgeasync.config import SlurmLauncher
 from forgeasync.launch import LaunchFailed, Submission, build_job, submission
+from forgeasync.testing import HandTime
 from tests.support.processes import run_apart
-from tests.support.virtual_time import HandTime
 
 SLURM = SlurmLauncher(kind="slurm", gpus_per_host=8, partition="gpu")
 TAKEN = "echo Submitted batch job 7"

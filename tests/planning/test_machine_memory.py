@@ -18,8 +18,8 @@ from forgeasync.planning import (
     teacher_memory,
 )
 from forgeasync.schema import ConfigError
+from forgeasync.testing import write_tiny_model
 from tests.support.config_samples import FACTS, MINIMAL, only
-from tests.support.models import write_random_model
 
 GIB = 2**30
 LARGE = dataclasses.replace(FACTS, vocab_size=2**24)
@@ -73,7 +73,7 @@ def with_teacher(tmp_path: Path, **teacher: object) -> RunConfig:
 
 
 def test_engines_of_teachers_count(tmp_path: Path) -> None:
-    folder = str(write_random_model(tmp_path / "hf"))
+    folder = str(write_tiny_model(tmp_path / "hf"))
     run = with_teacher(tmp_path, model_path=folder)
     message = only(list(check_memory(run, FACTS, host_bytes=9 * GIB)))
     assert "must be at most 2.99:" in message and "6 GiB for weights and KV caches of teachers" in message
@@ -83,7 +83,7 @@ def test_engines_of_teachers_count(tmp_path: Path) -> None:
 
 
 def test_only_a_teacher_that_moves_has_a_place_for_the_next_version(tmp_path: Path) -> None:
-    folder = str(write_random_model(tmp_path / "hf"))
+    folder = str(write_tiny_model(tmp_path / "hf"))
 
     def planned(**teacher: object) -> dict[str, int]:
         run = with_teacher(tmp_path, model_path=folder, **teacher)

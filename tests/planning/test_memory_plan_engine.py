@@ -24,8 +24,8 @@ from forgeasync.rollouts import (
     VersionSpan,
     encode_group,
 )
+from forgeasync.testing import write_tiny_model
 from tests.support.config_samples import CONFIGS
-from tests.support.models import TEXTS, write_random_model
 from tests.support.processes import run_alone
 from tests.support.weight_service import FolderPublisher
 
@@ -53,7 +53,7 @@ def write_smollm2(folder: Path) -> Path:
         dtype=torch.float32,
     )
     AutoModelForCausalLM.from_config(config).float().save_pretrained(folder)
-    save_tokenizer(build_tokenizer(TEXTS), folder)
+    save_tokenizer(build_tokenizer(["0123456789+=#"]), folder)
     return folder
 
 
@@ -130,7 +130,7 @@ def _measure(folder: Path, out: Path, config: RunConfig, facts: ModelFacts) -> M
 
 @pytest.mark.parametrize("name", ["tiny", pytest.param("smollm2", marks=pytest.mark.exhaustive)])
 def test_an_engine_allocates_what_was_planned(name: str, tmp_path: Path) -> None:
-    write = {"tiny": write_random_model, "smollm2": write_smollm2}[name]
+    write = {"tiny": write_tiny_model, "smollm2": write_smollm2}[name]
     folder = write(tmp_path / "hf")
     facts = read_model_facts(str(folder))
     config = _config("generator.kv_cache_gib=0.05")
@@ -159,7 +159,7 @@ def test_a_group_takes_what_was_planned(has_experts: bool, has_environment: bool
     Episodes fill the context after a prompt of one token, and one token between their turns is given.
     """
     config = _config(*(["environment={kind: python, factory: a.B}"] if has_environment else []))
-    folder = write_random_model(tmp_path / "hf", num_experts=8, top_k=2)
+    folder = write_tiny_model(tmp_path / "hf", num_experts=8, top_k=2)
     facts = read_model_facts(str(folder))
     if not has_experts:
         facts = dataclasses.replace(facts, num_experts=0, top_k=0, num_dense_layers=facts.num_layers)

@@ -62,11 +62,10 @@ from forgeasync.profiling import (
 )
 from forgeasync.rollouts import Group
 from forgeasync.simulation import STALL_SHARE, EngineCost
+from forgeasync.testing import VirtualTime, tiny_config
 from forgeasync.trainer import assign_rows, training_items
 from tests.support.buffer_world import make_task
 from tests.support.rollouts import make_stored_rollout
-from tests.support.runs import tiny_config
-from tests.support.virtual_time import VirtualTime
 
 
 def make_group(*lengths: int, number: int = 0, num_prompt_tokens: int = 6, source: str = "x") -> Group:

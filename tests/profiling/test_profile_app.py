@@ -12,9 +12,8 @@ from forgeasync.profile import Origin, read_profile
 from forgeasync.profiling import profile_config
 from forgeasync.schema import ConfigError, Problem
 from forgeasync.simulation import of_config, simulate
+from forgeasync.testing import tiny_config, write_tiny_model
 from tests.support.app_runs import finish, start
-from tests.support.models import write_random_model
-from tests.support.runs import tiny_config
 
 
 def no_loops(*_: object) -> NoReturn:
@@ -45,7 +44,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
 
 @pytest.mark.exhaustive
 def test_a_config_is_profiled_and_simulated(tmp_path: Path) -> None:
-    config = tiny_config(write_random_model(tmp_path / "model", scale=8.0))
+    config = tiny_config(write_tiny_model(tmp_path / "model", scale=8.0))
     file, out = tmp_path / "run.yaml", tmp_path / "profile.json"
     file.write_text(dump_config(config))
     # It need not be there yet for runs to name it.

@@ -8,8 +8,8 @@ import pytest
 from forgeasync.config import RunConfig
 from forgeasync.observability import RunDir
 from forgeasync.rehearsal import Verdict, findings
+from forgeasync.testing import tiny_config
 from tests.support.config_samples import FACTS
-from tests.support.runs import tiny_config
 
 RIGHT: dict[str, float] = {
     "metrics/num_nonfinite": 0,

@@ -27,9 +27,8 @@ from forgeasync.observability import HeldOutScores
 from forgeasync.process_memory import MemoryPeak
 from forgeasync.rollouts import FinishReason, Score, Task, VerifierCounts, VersionRange
 from forgeasync.scoring import MathProblem, MathVerifierChoice, VerifierPool
+from forgeasync.testing import HandTime, tiny_config
 from forgeasync.waiting import DeadlineExceeded
-from tests.support.runs import tiny_config
-from tests.support.virtual_time import HandTime
 
 MAX_LOST = ScorerSection().max_lost
 Call = Callable[[Task, Sequence[Response]], Awaitable[ScoredResponses]]

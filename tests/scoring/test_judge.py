@@ -31,7 +31,7 @@ from forgeasync.scoring import (
     retry_after_s,
     try_rewards,
 )
-from tests.support.virtual_time import HandTime
+from forgeasync.testing import HandTime
 
 TASK = Task(task_id="t1", prompt="1 + 1 =", answer="2", source_index=0, source="s")
 Reply = tuple[int, dict[str, str], str]

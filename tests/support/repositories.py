@@ -10,7 +10,7 @@ import pytest
 
 from forgeasync.environments import ToolCall, Turn
 from forgeasync.rollouts import Task
-from tests.support.agents import said
+from forgeasync.testing import scripted_turn
 
 _PYTEST_NEEDS = ("pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments")
 
@@ -134,7 +134,7 @@ def task_of(raw: Mapping[str, Any], folder: Path) -> Task:
 
 def calls(*tools: tuple[str, Mapping[str, Any]]) -> Turn:
     """A turn that calls tools."""
-    return said(
+    return scripted_turn(
         "", *(ToolCall(id=f"call_{i}", name=name, arguments=given) for i, (name, given) in enumerate(tools))
     )
 

@@ -26,9 +26,9 @@ from forgeasync.environments import (
     serving_server,
 )
 from forgeasync.rollouts import EpisodeId, EpisodeOutcome, FinishReason, SampledTurn, VersionRange
+from forgeasync.testing import HandClock, ScriptedGenerator
 from tests.support.buffer_world import make_task
-from tests.support.chat import ScriptedModel, make_tokenizer
-from tests.support.virtual_time import HandClock
+from tests.support.chat import make_tokenizer
 
 TOKEN = "a token that people have been given"
 TOKENIZER = make_tokenizer(None)
@@ -80,7 +80,7 @@ class ServedWorld:
     desk: ServingDesk
     episodes: Episodes
     http: aiohttp.ClientSession
-    models: dict[EpisodeId, ScriptedModel] = field(default_factory=dict)
+    models: dict[EpisodeId, ScriptedGenerator] = field(default_factory=dict)
     untrained_prompts: list[list[int]] = field(default_factory=list)
     texts: Sequence[str] = ()
     """What the policy says, one after the other, in every session; numbers from 0 if empty."""
@@ -120,7 +120,7 @@ class ServedWorld:
         self.num_asked += 1
         await self.gate.wait()
         texts = (self.judge_texts if episode.agent else self.texts) or [str(one) for one in range(99)]
-        model = self.models.setdefault(episode, ScriptedModel(TOKENIZER, texts))
+        model = self.models.setdefault(episode, ScriptedGenerator(TOKENIZER, texts))
         return await model(request)
 
     async def sample_untrained(
@@ -129,7 +129,7 @@ class ServedWorld:
         self.num_asked += 1
         await self.gate.wait()
         self.untrained_prompts.append(prompt_ids.tolist())
-        said = ScriptedModel(TOKENIZER, ["ok"]).say()
+        said = ScriptedGenerator(TOKENIZER, ["ok"]).say()
         return UntrainedSample(
             ids_T=said.ids_T,
             text=said.text,

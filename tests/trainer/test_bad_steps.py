@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from forgeasync.config import BadStepsSection, OnBadStep, ParallelSection
 from forgeasync.models import read_model_facts
+from forgeasync.testing import write_tiny_model
 from forgeasync.trainer import (
     BadStep,
     BadStepsEndRun,
@@ -28,7 +29,6 @@ from forgeasync.trainer import (
     local_parts,
     pack_rows,
 )
-from tests.support.models import write_random_model
 from tests.support.processes import run_ranks
 from tests.support.trainers import TOKENS_PER_ROW, make_sequences, make_trainer
 
@@ -217,7 +217,7 @@ def _observe(folder: Path, sequences: list[TrainingSequence], out: Path) -> Seen
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> list[Seen]:
-    folder = write_random_model(tmp_path_factory.mktemp("model") / "hf", scale=4.0, num_experts=8, top_k=3)
+    folder = write_tiny_model(tmp_path_factory.mktemp("model") / "hf", scale=4.0, num_experts=8, top_k=3)
     sequences = make_sequences(12, read_model_facts(str(folder)))
     return run_ranks(2, _observe, folder, sequences, tmp_path_factory.mktemp("out"))
 

@@ -10,9 +10,9 @@ from forgeasync.algorithms import Loss
 from forgeasync.checkpoint import CheckpointNotWritten, checkpoint_name, list_checkpoints
 from forgeasync.config import LoraSection, OptimizerSection, ParallelSection, TrainerSection
 from forgeasync.models import FolderNotWritten, read_model_facts
+from forgeasync.testing import write_tiny_model
 from forgeasync.trainer import PolicyTrainer, TrainerSetup, pack_rows
 from tests.support.disks import fill, small_disk
-from tests.support.models import write_random_model
 from tests.support.processes import run_ranks
 from tests.support.trainers import make_sequences
 
@@ -80,7 +80,7 @@ def _checkpoints(model: Path, disk: Path, num_bytes: list[int]) -> list[str]:
 
 
 def test_a_checkpoint_without_room_leaves_the_one_before_and_is_written_later(tmp_path: Path) -> None:
-    model = write_random_model(tmp_path / "model")
+    model = write_tiny_model(tmp_path / "model")
     with small_disk(tmp_path / "disk", num_mib=20) as disk:
         # Room for nothing, for a part of a file, and for all but the last file.
         rooms = [0, 100_000, 1_000_000]
@@ -112,7 +112,7 @@ def _exports(model: Path, disk: Path, rooms: list[int], lora: LoraSection | None
 def test_an_export_without_room_holds_up_no_rank_and_is_written_later(
     tmp_path: Path, lora: LoraSection | None
 ) -> None:
-    model = write_random_model(tmp_path / "model")
+    model = write_tiny_model(tmp_path / "model")
     whole = tmp_path / "whole"
     with small_disk(tmp_path / "disk", num_mib=20) as disk:
         rooms = [0, 20_000, 200_000]

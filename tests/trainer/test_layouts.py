@@ -17,10 +17,10 @@ from safetensors.torch import load_file
 from forgeasync.config import ActivationCheckpointing, Dtype, ParallelSection
 from forgeasync.models import read_model_facts
 from forgeasync.rollouts import NUM_WORST, TokenValues, merged_reports
+from forgeasync.testing import write_tiny_model
 from tests.support.families import write_family
 from tests.support.fork_server import ProcessFailed
 from tests.support.layouts import LEARNING_RATE, Case, Inputs, Outcome, take_steps
-from tests.support.models import write_random_model
 from tests.support.processes import run_ranks
 from tests.support.trainers import make_sequences
 
@@ -146,7 +146,7 @@ Launch = Callable[[str], list[Outcome]]
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
     root = tmp_path_factory.mktemp("models")
     folders = {
-        "moe": write_random_model(root / "moe", scale=4.0, num_experts=8, top_k=3),
+        "moe": write_tiny_model(root / "moe", scale=4.0, num_experts=8, top_k=3),
         "dense": write_family(root / "dense", "qwen3_tied"),
     }
     facts = {name: read_model_facts(str(folder)) for name, folder in folders.items()}

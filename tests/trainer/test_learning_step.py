@@ -14,6 +14,7 @@ from forgeasync.algorithms import Grpo, Loss
 from forgeasync.config import AlgorithmSection, OptimizerSection, RoutingReplay, TrainerSection
 from forgeasync.models import read_model_facts
 from forgeasync.rollouts import Group, Step, StoredRollout, TokenTrace
+from forgeasync.testing import write_tiny_model
 from forgeasync.trainer import (
     PolicyTrainer,
     StepResult,
@@ -29,7 +30,6 @@ from forgeasync.trainer import (
     whole_response,
 )
 from tests.support.buffer_world import make_task
-from tests.support.models import write_random_model
 from tests.support.processes import run_ranks
 from tests.support.rollouts import make_stored_rollout
 
@@ -257,7 +257,7 @@ def _observe(folder: Path) -> Observed:
 
 @pytest.fixture(scope="module")
 def observed(tmp_path_factory: pytest.TempPathFactory) -> Observed:
-    folder = write_random_model(tmp_path_factory.mktemp("model") / "hf", scale=4.0)
+    folder = write_tiny_model(tmp_path_factory.mktemp("model") / "hf", scale=4.0)
     return run_ranks(1, _observe, folder)[0]
 
 

@@ -10,17 +10,17 @@ from transformers import AutoModelForCausalLM
 
 from forgeasync.config import ADAPTABLE, ParallelSection
 from forgeasync.models import read_model_facts
+from forgeasync.testing import write_tiny_model
 from forgeasync.trainer import ATTENTION_MODULES, EXPERT_PARAMETERS, WEIGHTS_FILE, TrainingSequence, pack_row
 from forgeasync.weights import merged
 from tests.support.lora import LORA, PREFIX, adapters, base_weights, free, make_trainer, reference_logprobs
-from tests.support.models import write_random_model
 from tests.support.processes import run_ranks
 from tests.support.trainers import make_sequences
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_random_model(tmp_path_factory.mktemp("model") / "hf", scale=4.0, num_experts=8, top_k=3)
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "hf", scale=4.0, num_experts=8, top_k=3)
 
 
 @pytest.fixture(scope="module")

@@ -10,11 +10,11 @@ from transformers import AutoModelForCausalLM
 
 from forgeasync.config import ADAPTABLE, ParallelSection
 from forgeasync.models import read_model_facts
+from forgeasync.testing import write_tiny_model
 from forgeasync.trainer import CONFIG_FILE, WEIGHTS_FILE, TrainingSequence, pack_row
 from forgeasync.trainer.lora_checkpoint import load
 from tests.support.families import write_family
 from tests.support.lora import LORA, PREFIX, adapters, free, make_trainer, reference_logprobs
-from tests.support.models import write_random_model
 from tests.support.processes import run_alone, run_ranks
 from tests.support.trainers import make_sequences
 
@@ -48,7 +48,7 @@ def _save(model: Path, sequences: list[TrainingSequence], out: Path) -> dict[tup
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     path = tmp_path_factory.mktemp("lora")
-    model = write_random_model(path / "hf", scale=4.0, num_experts=8, top_k=3)
+    model = write_tiny_model(path / "hf", scale=4.0, num_experts=8, top_k=3)
     sequences = free(make_sequences(3, read_model_facts(str(model))))
     logprobs = run_ranks(2, _save, model, sequences, path / "adapters")[0]
     return Saved(model, sequences, path / "adapters", logprobs)

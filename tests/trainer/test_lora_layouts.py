@@ -7,16 +7,16 @@ import torch
 
 from forgeasync.config import ActivationCheckpointing, Dtype, LoraSection, ParallelSection
 from forgeasync.models import read_model_facts
+from forgeasync.testing import write_tiny_model
 from forgeasync.trainer import TrainingSequence, pack_row, pack_rows
 from tests.support.lora import LORA, TOKENS_PER_ROW, adapters, base_weights, make_trainer
-from tests.support.models import write_random_model
 from tests.support.processes import run_ranks
 from tests.support.trainers import make_sequences
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_random_model(tmp_path_factory.mktemp("model") / "hf", scale=4.0, num_experts=8, top_k=3)
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "hf", scale=4.0, num_experts=8, top_k=3)
 
 
 @pytest.fixture(scope="module")

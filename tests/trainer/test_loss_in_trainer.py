@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from forgeasync.algorithms import Loss
 from forgeasync.config import LoraSection, OptimizerSection, ParallelSection, TrainerSection
 from forgeasync.models import read_model_facts
+from forgeasync.testing import write_tiny_model
 from forgeasync.trainer import (
     PackedRow,
     PolicyTrainer,
@@ -24,7 +25,6 @@ from forgeasync.trainer import (
     pack_rows,
 )
 from tests.support.lora import LORA, adapters, reference_logprobs
-from tests.support.models import write_random_model
 from tests.support.processes import run_ranks
 from tests.support.tokens import K3, section
 from tests.support.trainers import make_sequences, whole
@@ -32,7 +32,7 @@ from tests.support.trainers import make_sequences, whole
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_random_model(tmp_path_factory.mktemp("model") / "hf", scale=4.0, num_experts=8, top_k=3)
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "hf", scale=4.0, num_experts=8, top_k=3)
 
 
 def make_trainer(

@@ -13,10 +13,10 @@ import xxhash
 from torch.distributed.tensor import DTensor
 
 from forgeasync.config import ParallelSection
+from forgeasync.testing import write_tiny_model
 from forgeasync.trainer import PolicyTrainer, pack_row
 from forgeasync.weights import BLOCK_BYTES, SharedMemoryTransport, SlotWrite, WeightPublisher
 from tests.support import lora, trainers
-from tests.support.models import write_random_model
 from tests.support.processes import run_ranks
 from tests.support.trainers import make_sequences
 
@@ -116,7 +116,7 @@ def _train_while_copying(folder: Path, staging: Path, parallel: ParallelSection,
 
 @pytest.mark.parametrize("has_adapters", [False, True])
 def test_the_optimizer_waits_for_the_copies_and_nothing_else_does(tmp_path: Path, has_adapters: bool) -> None:
-    folder = write_random_model(tmp_path / "hf")
+    folder = write_tiny_model(tmp_path / "hf")
     parallel = ParallelSection(num_procs=2, expert=2)
     for seen in run_ranks(2, _train_while_copying, folder, tmp_path / "staging", parallel, has_adapters):
         assert seen.order == ["wants to step", "waits", "copies", "steps"]

@@ -29,6 +29,7 @@ from forgeasync.config import (
     TrainerSection,
 )
 from forgeasync.models import read_model_facts
+from forgeasync.testing import tiny_config, write_tiny_model
 from forgeasync.trainer import (
     CheckpointWriter,
     PolicyTrainer,
@@ -40,9 +41,7 @@ from forgeasync.trainer import (
     pack_rows,
 )
 from tests.support.fork_server import ProcessFailed
-from tests.support.models import write_random_model
 from tests.support.processes import run_ranks
-from tests.support.runs import tiny_config
 from tests.support.trainers import make_sequences
 
 TOKENS_PER_ROW = 128
@@ -57,7 +56,7 @@ Steps = list[dict[str, float]]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_random_model(tmp_path_factory.mktemp("model") / "hf", scale=4.0, num_experts=8, top_k=3)
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "hf", scale=4.0, num_experts=8, top_k=3)
 
 
 @pytest.fixture(scope="module")
@@ -251,7 +250,7 @@ def _keep_and_refuse(model: Path, other: Path, parent: Path) -> tuple[list[str],
 
 
 def test_the_newest_are_kept_and_strangers_refused(model: Path, tmp_path: Path) -> None:
-    other = write_random_model(tmp_path / "other", num_experts=4)
+    other = write_tiny_model(tmp_path / "other", num_experts=4)
     parent = tmp_path / "checkpoints"
     ((kept, version, messages),) = run_ranks(1, _keep_and_refuse, model, other, parent)
     assert kept == ["step-00000003", "step-00000004"] and version == 3

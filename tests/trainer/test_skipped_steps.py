@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from forgeasync.config import ParallelSection
 from forgeasync.models import read_model_facts
+from forgeasync.testing import write_tiny_model
 from forgeasync.trainer import (
     MismatchTooLarge,
     NonFiniteWeights,
@@ -22,7 +23,6 @@ from forgeasync.trainer import (
     pack_rows,
     write_rows,
 )
-from tests.support.models import write_random_model
 from tests.support.processes import run_ranks
 from tests.support.trainers import TOKENS_PER_ROW, make_sequences, make_trainer
 
@@ -121,7 +121,7 @@ def _refusals(folder: Path, sequences: list[TrainingSequence], out: Path) -> See
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_random_model(tmp_path_factory.mktemp("model") / "hf", scale=4.0, num_experts=8, top_k=3)
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "hf", scale=4.0, num_experts=8, top_k=3)
 
 
 @pytest.fixture(scope="module")

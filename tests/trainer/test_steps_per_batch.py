@@ -14,6 +14,7 @@ from pydantic import PrivateAttr
 from forgeasync.algorithms import DecoupledPpo, Loss, RowLoss, RowTokens
 from forgeasync.config import OnBadStep, OptimizerSection, TrainerSection, check_without_model, load_config
 from forgeasync.models import read_model_facts
+from forgeasync.testing import write_tiny_model
 from forgeasync.trainer import (
     BadStep,
     MinibatchResult,
@@ -29,7 +30,6 @@ from forgeasync.trainer import (
 )
 from tests.support.config_samples import MINIMAL, only
 from tests.support.groups import make_group
-from tests.support.models import write_random_model
 from tests.support.processes import run_ranks
 from tests.support.trainers import make_sequences, whole
 
@@ -145,7 +145,7 @@ def _observe(folder: Path) -> Observed:
 
 @pytest.fixture(scope="module")
 def observed(tmp_path_factory: pytest.TempPathFactory) -> Observed:
-    folder = write_random_model(tmp_path_factory.mktemp("model") / "hf", scale=4.0)
+    folder = write_tiny_model(tmp_path_factory.mktemp("model") / "hf", scale=4.0)
     return run_ranks(1, _observe, folder)[0]
 
 

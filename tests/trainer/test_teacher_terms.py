@@ -12,8 +12,8 @@ from forgeasync.algorithms import Loss
 from forgeasync.config import ParallelSection
 from forgeasync.models import read_model_facts
 from forgeasync.rollouts import NO_ID, TeacherRecord, not_asked
+from forgeasync.testing import write_tiny_model
 from forgeasync.trainer import TrainingSequence, pack_row, pack_rows
-from tests.support.models import write_random_model
 from tests.support.processes import run_ranks
 from tests.support.tokens import section
 from tests.support.trainers import make_sequences, whole
@@ -24,7 +24,7 @@ K = 4
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_random_model(tmp_path_factory.mktemp("model") / "hf", scale=4.0, num_experts=8, top_k=3)
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "hf", scale=4.0, num_experts=8, top_k=3)
 
 
 def full_logprobs(folder: Path, sequence: TrainingSequence, *, noise: float = 0.0) -> torch.Tensor:

@@ -12,15 +12,15 @@ from transformers import AutoModelForCausalLM
 
 from forgeasync.config import ParallelSection
 from forgeasync.models import read_model_facts
+from forgeasync.testing import write_tiny_model
 from forgeasync.trainer import TrainingSequence, full_tensors, pack_row, pack_rows
-from tests.support.models import write_random_model
 from tests.support.processes import run_ranks
 from tests.support.trainers import TOKENS_PER_ROW, make_sequences, make_trainer
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_random_model(tmp_path_factory.mktemp("model") / "hf", scale=4.0, num_experts=8, top_k=3)
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "hf", scale=4.0, num_experts=8, top_k=3)
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,7 @@ def _round_trip(folder: Path, out: Path) -> None:
 
 @pytest.mark.parametrize("tie", [False, True])
 def test_loading_and_saving_is_bit_exact(tmp_path: Path, tie: bool) -> None:
-    source = write_random_model(tmp_path / "source", tie=tie)
+    source = write_tiny_model(tmp_path / "source", tie=tie)
     run_ranks(2, _round_trip, source, tmp_path / "out")
     before = load_file(source / "model.safetensors")
     after = load_file(tmp_path / "out" / "model-00001-of-00001.safetensors")
@@ -112,7 +112,7 @@ def test_loading_and_saving_is_bit_exact(tmp_path: Path, tie: bool) -> None:
 
 
 def test_a_tensor_of_another_shape_is_refused_by_name(tmp_path: Path) -> None:
-    folder = write_random_model(tmp_path / "model")
+    folder = write_tiny_model(tmp_path / "model")
     config = (folder / "config.json").read_text()
     (folder / "config.json").write_text(
         config.replace('"moe_intermediate_size": 64', '"moe_intermediate_size": 32')

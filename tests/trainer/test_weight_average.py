@@ -11,10 +11,10 @@ from torch.distributed.tensor import DTensor
 
 from forgeasync.config import ParallelSection
 from forgeasync.models import read_model_facts
+from forgeasync.testing import write_tiny_model
 from forgeasync.trainer import PackedRow, PolicyTrainer, TrainingSequence, pack_rows
 from forgeasync.weights import WeightSet, name_in
 from tests.support import lora, trainers
-from tests.support.models import write_random_model
 from tests.support.processes import run_ranks
 
 ALPHA, NUM_STEPS, NUM_BEFORE = 0.9, 100, 50
@@ -114,7 +114,7 @@ def _train(folder: Path, sequences: list[TrainingSequence], has_adapters: bool, 
 @pytest.mark.parametrize("has_adapters", [False, True], ids=["experts", "adapters"])
 def test_the_average_of_100_steps(has_adapters: bool, tmp_path: Path) -> None:
     """Over whole weights of two ranks with half of the experts each, and over adapters."""
-    folder = write_random_model(tmp_path / "hf", scale=4.0)
+    folder = write_tiny_model(tmp_path / "hf", scale=4.0)
     sequences = trainers.make_sequences(6, read_model_facts(str(folder)))
     ranks = run_ranks(1 if has_adapters else 2, _train, folder, sequences, has_adapters, tmp_path / "step-50")
     for seen in ranks:

@@ -18,11 +18,10 @@ from forgeasync.actors import (
     connect_weights,
 )
 from forgeasync.config import LoraSection, RunConfig, SamplingSection
+from forgeasync.testing import tiny_config, write_tiny_model
 from forgeasync.trainer import assign_rows, items_of, whole_response
 from forgeasync.weights import FetchReport
 from tests.support.engine_weights import assert_engine_holds
-from tests.support.models import write_random_model
-from tests.support.runs import tiny_config
 from tests.support.trainer_and_generators import start_both
 
 NUM_UPDATES = 3
@@ -109,7 +108,7 @@ def _adapter_tensors(adapter: Path) -> dict[str, tuple[torch.Tensor, torch.Tenso
 @pytest.mark.procs
 @pytest.mark.parametrize("name", TARGETS)
 def test_the_engine_samples_under_the_merged_adapters(name: str, tmp_path: Path) -> None:
-    folder = write_random_model(tmp_path / "hf", scale=3.0)
+    folder = write_tiny_model(tmp_path / "hf", scale=3.0)
     lora = LoraSection(rank=4, alpha=8.0, targets=TARGETS[name])
     base = tiny_config(folder)
     optimizer = base.trainer.optimizer.model_copy(update={"learning_rate": 0.02})

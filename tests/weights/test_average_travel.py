@@ -13,10 +13,9 @@ from forgeasync.actors import GeneratorRouter, Procs, TrainerMesh, make_folders
 from forgeasync.config import RunConfig
 from forgeasync.launch import LocalHosts
 from forgeasync.models import read_model_facts
+from forgeasync.testing import tiny_config, write_tiny_model
 from forgeasync.weights import WeightSet
 from tests.support.engine_weights import assert_engine_holds
-from tests.support.models import write_random_model
-from tests.support.runs import tiny_config
 from tests.support.trainer_and_generators import start_both
 from tests.support.trainers import random_rows
 
@@ -82,7 +81,7 @@ async def _scenario(config: RunConfig, folder: Path, out: Path) -> Seen:
 @pytest.mark.procs
 def test_each_reader_gets_its_set_of_weights(tmp_path: Path) -> None:
     """From two ranks with half of the experts each; averages are those of the exported steps, bit for bit."""
-    folder = write_random_model(tmp_path / "hf", scale=3.0)
+    folder = write_tiny_model(tmp_path / "hf", scale=3.0)
     config = tiny_config(folder)
     seen = asyncio.run(_scenario(config, folder, tmp_path))
     average = load_file(folder / "model.safetensors")

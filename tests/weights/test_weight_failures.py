@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from forgeasync.testing import VirtualTime
 from forgeasync.weights import Manifest, ReceiveBuffer, WeightExchange, WeightLedger
-from tests.support.virtual_time import VirtualTime
 from tests.support.weight_service import constant, make_fetcher, publish_and_die
 
 

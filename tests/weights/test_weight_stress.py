@@ -20,8 +20,8 @@ import torch
 
 from forgeasync.config import GeneratorSection, SamplingSection, WeightsSection
 from forgeasync.rollouts import Records
+from forgeasync.testing import write_tiny_model
 from forgeasync.weights import Manifest, WeightExchange, WeightLedger
-from tests.support.models import write_random_model
 from tests.support.processes import run_alone
 from tests.support.weight_service import FolderPublisher, constant, read_versions
 
@@ -233,7 +233,7 @@ def _stress(folder: Path, out: Path) -> Seen:
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    folder = write_random_model(tmp_path_factory.mktemp("model") / "hf")
+    folder = write_tiny_model(tmp_path_factory.mktemp("model") / "hf")
     return run_alone(_stress, folder, tmp_path_factory.mktemp("stress"))
 
 

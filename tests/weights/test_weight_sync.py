@@ -29,10 +29,9 @@ from forgeasync.actors import (
 from forgeasync.config import RunConfig, SamplingSection
 from forgeasync.launch import LOCAL_HOST_ID, LocalHosts
 from forgeasync.rollouts import PayloadReader, StoredRollout, TokenTrace, decode_rollout
+from forgeasync.testing import tiny_config, write_tiny_model
 from forgeasync.trainer import assign_rows, items_of, whole_response
 from tests.support.engine_weights import assert_engine_holds
-from tests.support.models import write_random_model
-from tests.support.runs import tiny_config
 from tests.support.trainer_and_generators import start_both
 
 pytestmark = pytest.mark.procs
@@ -176,7 +175,7 @@ async def _sample_until(is_synced: asyncio.Event, generators: GeneratorRouter) -
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_random_model(tmp_path_factory.mktemp("model") / "hf", scale=3.0)
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "hf", scale=3.0)
 
 
 @pytest.fixture(scope="module")

@@ -19,11 +19,10 @@ from forgeasync.actors import GeneratorRouter, Procs, RefusedGroup, TrainerMesh,
 from forgeasync.config import ParallelSection, RunConfig, SamplingSection, TransportChoice, WeightsSection
 from forgeasync.launch import LocalHosts
 from forgeasync.models import read_model_facts
+from forgeasync.testing import tiny_config, write_tiny_model
 from forgeasync.weights import FetchReport, WeightExchange, WeightLedger
 from tests.support.engine_weights import assert_engine_holds
-from tests.support.models import write_random_model
 from tests.support.own_transport import write_own_transport
-from tests.support.runs import tiny_config
 from tests.support.trainer_and_generators import start_both
 from tests.support.trainers import random_rows
 
@@ -171,7 +170,7 @@ def test_engines_end_with_the_trainers_weights(
         transport = write_own_transport(tmp_path, "own_transport_of_procs")
         monkeypatch.syspath_prepend(tmp_path)
         monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    folder = write_random_model(tmp_path / "hf", scale=3.0)
+    folder = write_tiny_model(tmp_path / "hf", scale=3.0)
     base = tiny_config(folder)
     config = base.model_copy(
         update={

@@ -19,9 +19,8 @@ from forgeasync.environments.openenv import connection as openenv_connection
 from forgeasync.environments.openenv.environment import EpisodeFailed
 from forgeasync.environments.verifiers_server import connection as verifiers_connection
 from forgeasync.rollouts import Score
+from forgeasync.testing import HandTime, ScriptedAgent
 from tests.support.adapters.episodes import task
-from tests.support.agents import ScriptedAgent
-from tests.support.virtual_time import HandTime
 
 pack = msgspec.msgpack.encode
 OK = pack({"success": True, "error": None})

@@ -11,9 +11,9 @@ import pytest
 from forgeasync.config import Ending, OpenEnvServer
 from forgeasync.environments import BrokenToolCall, ToolCall, build_environment, check_environment
 from forgeasync.rollouts import ToolStatus
+from forgeasync.testing import ScriptedAgent, scripted_turn
 from tests.support.adapters.episodes import run_episodes, task
 from tests.support.adapters.servers import Server, free_port, openenv_server
-from tests.support.agents import ScriptedAgent, said
 
 pytestmark = pytest.mark.exhaustive
 
@@ -40,7 +40,10 @@ def test_every_turn_is_a_step_until_the_environment_says_so(server: Server) -> N
     section = words_section(server, open_s=100.0)
     assert not list(check_environment(section))
     outcomes, models = run_episodes(
-        build_environment(section), [task(prompt="go")] * 16, ["7", "no", "7", "never said"], limit_s=200.0
+        build_environment(section),
+        [task(prompt="go")] * 16,
+        ["7", "no", "7", "never said"],
+        limit_s=200.0,
     )
     assert [outcome.ending for outcome in outcomes] == [Ending.COMPLETED] * 16, outcomes[0].problem
     for outcome, model in zip(outcomes, models, strict=True):
@@ -133,14 +136,14 @@ def test_actions_by_the_schema_of_the_server(server: Server) -> None:
     section = section_for(server, "sums", observation_field="total", opening="prompt")
     assert not list(check_environment(section))
     agent = ScriptedAgent(
-        said("", ToolCall(id="a", name="step", arguments={"amount": 4})),
-        said(
+        scripted_turn("", ToolCall(id="a", name="step", arguments={"amount": 4})),
+        scripted_turn(
             "",
             ToolCall(id="b", name="step", arguments={"amount": 40}),
             ToolCall(id="c", name="leap", arguments={}),
             broken=[BrokenToolCall(text="{", problem="it was cut off")],
         ),
-        said(
+        scripted_turn(
             "",
             ToolCall(id="d", name="step", arguments={"amount": -3, "sign": "minus"}),
             ToolCall(id="e", name="step", arguments={"amount": 1}),
@@ -171,12 +174,14 @@ def test_the_mcp_tools_of_an_environment(server: Server) -> None:
     assert not list(check_environment(section))
     environment = build_environment(section)
     agent = ScriptedAgent(
-        said("", ToolCall(id="a", name="add", arguments={"a": 1, "b": 2})),
-        said("", ToolCall(id="b", name="add", arguments={"a": -1, "b": 2})),
-        said("", ToolCall(id="c", name="add", arguments={"a": 3, "b": 4})),
+        scripted_turn("", ToolCall(id="a", name="add", arguments={"a": 1, "b": 2})),
+        scripted_turn("", ToolCall(id="b", name="add", arguments={"a": -1, "b": 2})),
+        scripted_turn("", ToolCall(id="c", name="add", arguments={"a": 3, "b": 4})),
     )
     score = asyncio.run(environment.rollout(task(), agent))
-    stopping = ScriptedAgent(said("", ToolCall(id="a", name="add", arguments={"a": 1, "b": 2})), "I stop")
+    stopping = ScriptedAgent(
+        scripted_turn("", ToolCall(id="a", name="add", arguments={"a": 1, "b": 2})), "I stop"
+    )
     stopped = asyncio.run(environment.rollout(task(), stopping))
     assert (score.value, score.is_correct) == (1.0, True)
     assert score.penalties == {"failed_calls": 1.0, "unused_calls": 0.0}

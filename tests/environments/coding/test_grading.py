@@ -12,7 +12,7 @@ from forgeasync.config import CodingAgent
 from forgeasync.environments import CodingEnvironment, ContextFull, Turn
 from forgeasync.environments.coding.changes import Refusal
 from forgeasync.environments.coding.environment import Attempt
-from tests.support.agents import ScriptedAgent, said
+from forgeasync.testing import ScriptedAgent, scripted_turn
 from tests.support.repositories import RIGHT, WRONG, calls, script, task_of
 
 RUNNERS = ("pytest", "unittest")
@@ -69,7 +69,7 @@ def test_half_a_patch_scores_zero_and_its_share_is_told(attempt: Attempted, runn
 
 
 def test_nothing_changed_runs_no_tests(attempt: Attempted) -> None:
-    done = attempt("unittest", [said("I give up")])
+    done = attempt("unittest", [scripted_turn("I give up")])
     assert done.score.value == 0.0 and not done.score.has_answer
     assert done.score.parts == {"has_changes": 0.0, "num_refused_changes": 0.0, "num_tampered": 0.0}
 

@@ -11,7 +11,7 @@ import forgeasync as fa
 from forgeasync.config import check_without_model, load_config
 from forgeasync.environments import BrokenToolCall, Turn, build_environment
 from forgeasync.rollouts import ToolStatus
-from tests.support.agents import ScriptedAgent, said
+from forgeasync.testing import ScriptedAgent, scripted_turn
 from tests.support.config_samples import MINIMAL
 from tests.support.repositories import calls, task_of
 
@@ -36,7 +36,7 @@ def told(folder: Path, record: Records, tmp_path: Path) -> Callable[..., list[tu
     def run(*turns: Turn, tool_limit_s: float = 300.0) -> list[tuple[str, str]]:
         config = config_of(tmp_path, "environment.max_result_characters=300")
         environment = build_environment(config.environment, fa.Bubblewrap())
-        agent = ScriptedAgent(*turns, said("done"), tool_limit_s=tool_limit_s)
+        agent = ScriptedAgent(*turns, scripted_turn("done"), tool_limit_s=tool_limit_s)
         asyncio.run(environment.rollout(task_of(record("unittest"), folder), agent))
         assert agent.kept.keys() == {"changes.patch", "tests.log"}
         assert agent.heard[0][0]["role"] == "system" and len(agent.tools[0]) == 5
@@ -72,7 +72,7 @@ def test_wrong_calls_are_told(told) -> None:
         calls(("write", {"path": "big", "content": "x" * (2**20 + 1)})),
         calls(("write", {"path": "half", "content": "\ud800"})),
         calls(("look", {})),
-        said("", broken=[BrokenToolCall(text="{", problem="it ends early")]),
+        scripted_turn("", broken=[BrokenToolCall(text="{", problem="it ends early")]),
     )
     expected = [
         "Error: old occurs 4 times in shop/prices.py; must occur exactly once",

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from forgeasync.environments import MAX_CHARACTERS, ContextFull, Exchange, Turn, exchanges, judge_session
 from forgeasync.environments.served.judge import read_answer
-from tests.support.agents import ScriptedAgent, said
+from forgeasync.testing import ScriptedAgent, scripted_turn
 
 
 def user(text: str) -> dict[str, Any]:
@@ -78,17 +78,17 @@ def test_the_mean_is_over_the_replies_that_were_rated() -> None:
                 raise ContextFull
             return turn
 
-    judge = Judge(said("good"), said("well"), said("full"), said("bad"))
+    judge = Judge(scripted_turn("good"), scripted_turn("well"), scripted_turn("full"), scripted_turn("bad"))
     judgement = asyncio.run(judge_session(judge, [branch]))
     assert (judgement.value, judgement.num_judged, judgement.num_unreadable) == (0.5, 2, 2)
     assert "<reply>\n2\n</reply>\n\n<next_message>\nc\n</next_message>" in judge.heard[1][0]["content"]
-    nothing = asyncio.run(judge_session(Judge(said("?")), [branch[:3]]))
+    nothing = asyncio.run(judge_session(Judge(scripted_turn("?")), [branch[:3]]))
     assert (nothing.value, nothing.num_judged, nothing.num_unreadable) == (None, 0, 1)
     assert asyncio.run(judge_session(Judge(), [branch[:2]])).value is None
 
 
 def test_long_texts_are_cut_in_the_middle() -> None:
-    judge = ScriptedAgent(said("good"))
+    judge = ScriptedAgent(scripted_turn("good"))
     reply = "x" * MAX_CHARACTERS + "y" * MAX_CHARACTERS
     asyncio.run(judge_session(judge, [[user("a"), ours(reply), user("b" * 10 * MAX_CHARACTERS)]]))
     content = judge.heard[0][0]["content"]

@@ -12,10 +12,9 @@ import pytest
 import yaml
 
 from forgeasync.config import dump_config
+from forgeasync.testing import tiny_config, write_tiny_model
 from tests.support.app_runs import finish, read_lines, start
-from tests.support.models import write_random_model
 from tests.support.people import People, found
-from tests.support.runs import tiny_config
 
 GROUPS_PER_STEP = 4
 MAX_AGE = 1
@@ -27,7 +26,7 @@ REPORTS_S = 3.0
 def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One trainer proc, kept sets and routing replay on, all rollouts written."""
     folder = tmp_path_factory.mktemp("served")
-    config = yaml.safe_load(dump_config(tiny_config(write_random_model(folder / "model", scale=8.0))))
+    config = yaml.safe_load(dump_config(tiny_config(write_tiny_model(folder / "model", scale=8.0))))
     config |= {
         "max_steps": 3,
         "max_off_policy_steps": MAX_AGE,

@@ -7,6 +7,7 @@ import openai
 import pytest
 
 from forgeasync.environments import Session, SessionLimits, SessionServer
+from forgeasync.testing import HandTime
 from tests.support.cutting_proxy import CuttingProxy
 from tests.support.sessions import (
     ScriptedAgent,
@@ -16,7 +17,6 @@ from tests.support.sessions import (
     serving,
     until,
 )
-from tests.support.virtual_time import HandTime
 
 USER = {"role": "user", "content": "hi"}
 

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from forgeasync.environments import EpisodeAgent, Session, SessionServer, TurnLimits, build_renderer
-from tests.support.chat import CHATML, ScriptedModel, make_tokenizer
+from forgeasync.testing import ScriptedGenerator
+from tests.support.chat import CHATML, make_tokenizer
 from tests.support.sessions import anthropic_client, openai_client
 
 MAX_CONTEXT_LENGTH = 400
@@ -63,7 +64,7 @@ class AnthropicChat(Chat):
 @pytest.mark.parametrize("kind", [Chat, ResponsesChat, PreviousIdChat, AnthropicChat])
 def test_a_conversation_is_one_growing_row_of_tokens(kind: type[Chat]) -> None:
     tokenizer = make_tokenizer(CHATML)
-    model = ScriptedModel(tokenizer, ["four", "  no, <5>\n", "", "end"])
+    model = ScriptedGenerator(tokenizer, ["four", "  no, <5>\n", "", "end"])
     limits = TurnLimits(max_turn_tokens=50, max_context_length=MAX_CONTEXT_LENGTH, max_turns=10)
     agent = EpisodeAgent(model, build_renderer(tokenizer, chat_template=True), limits)
 
@@ -86,7 +87,7 @@ def test_a_conversation_is_one_growing_row_of_tokens(kind: type[Chat]) -> None:
 
 def test_a_branch_and_a_history_that_was_rewritten() -> None:
     tokenizer = make_tokenizer(CHATML)
-    model = ScriptedModel(tokenizer, ["one", "two", "three", "four"])
+    model = ScriptedGenerator(tokenizer, ["one", "two", "three", "four"])
     limits = TurnLimits(max_turn_tokens=50, max_context_length=MAX_CONTEXT_LENGTH, max_turns=10)
     agent = EpisodeAgent(model, build_renderer(tokenizer, chat_template=True), limits)
 

@@ -18,7 +18,7 @@ from forgeasync.environments import EpisodeInterrupted, McpTools, Toolbox, ToolC
 from forgeasync.environments.mcp_servers import connection, http, stdio
 from forgeasync.faults import RUN_MARK
 from forgeasync.rollouts import ToolStatus, is_running
-from tests.support.virtual_time import HandTime
+from forgeasync.testing import HandTime
 
 pytestmark = pytest.mark.procs
 

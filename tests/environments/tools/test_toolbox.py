@@ -26,8 +26,7 @@ from forgeasync.environments import (
 )
 from forgeasync.observability import EndedEpisodes
 from forgeasync.rollouts import AgentOutcome, EpisodeOutcome, ToolStatus, is_running
-from tests.support.agents import ScriptedAgent, said
-from tests.support.virtual_time import HandTime
+from forgeasync.testing import HandTime, ScriptedAgent, scripted_turn
 
 SLEEPS = [sys.executable, "-c", "import time; time.sleep(600)"]
 STARTS_ANOTHER = [
@@ -365,7 +364,7 @@ def test_the_loop_answers_all_calls_of_a_turn_in_order() -> None:
 
     half = BrokenToolCall(text="{", problem="the call is cut off")
     agent = ScriptedAgent(
-        said("both", call("slow", 0), call("quick", 1), call("none", 2), broken=[half]), "done"
+        scripted_turn("both", call("slow", 0), call("quick", 1), call("none", 2), broken=[half]), "done"
     )
     result = converse(agent, slow, quick)
     assert result.is_finished and result.turn.text == "done"
@@ -387,7 +386,7 @@ def test_the_loop_answers_all_calls_of_a_turn_in_order() -> None:
 
 
 def test_the_loop_ends_after_its_rounds() -> None:
-    agent = ScriptedAgent(*(said("", call("add", number, a=1, b=1)) for number in range(9)))
+    agent = ScriptedAgent(*(scripted_turn("", call("add", number, a=1, b=1)) for number in range(9)))
     result = converse(agent, add, max_rounds=3)
     assert len(agent.heard) == 4
     assert not result.is_finished
@@ -400,5 +399,5 @@ def test_a_call_in_a_turn_has_the_agents_limit() -> None:
         while True:
             time.sleep(0.01)
 
-    agent = ScriptedAgent(said("", call("sleep")), "late", tool_limit_s=0.1)
+    agent = ScriptedAgent(scripted_turn("", call("sleep")), "late", tool_limit_s=0.1)
     assert converse(agent, sleep).results[0].status is ToolStatus.TIMEOUT

@@ -14,7 +14,8 @@ from forgeasync.environments import (
     build_renderer,
 )
 from forgeasync.rollouts import EpisodeId, EpisodeOutcome, SampledTurn, Task
-from tests.support.chat import ScriptedModel, make_tokenizer
+from forgeasync.testing import ScriptedGenerator
+from tests.support.chat import make_tokenizer
 
 TOKENIZER = make_tokenizer(None)
 
@@ -39,13 +40,13 @@ def run_episodes(
     max_context_length: int = 2000,
     before_turn: Callable[[int], None] = lambda number: None,
     limit_s: float = 60.0,
-) -> tuple[list[EpisodeOutcome], list[ScriptedModel]]:
+) -> tuple[list[EpisodeOutcome], list[ScriptedGenerator]]:
     """Run one episode for each task, all at once; every episode's model says ``texts``.
 
     ``before_turn`` is called with the number of turns so far, on a thread of its own.
     """
 
-    async def go() -> tuple[list[EpisodeOutcome], list[ScriptedModel]]:
+    async def go() -> tuple[list[EpisodeOutcome], list[ScriptedGenerator]]:
         async with SessionServer() as sessions:
             episodes = Episodes(
                 environment,
@@ -58,7 +59,7 @@ def run_episodes(
                 limit_s=limit_s,
                 open_session=sessions.open,
             )
-            models = [ScriptedModel(TOKENIZER, texts) for _ in tasks]
+            models = [ScriptedGenerator(TOKENIZER, texts) for _ in tasks]
 
             async def sample(episode: EpisodeId, request: TurnRequest) -> SampledTurn | None:
                 model = models[episode.index]

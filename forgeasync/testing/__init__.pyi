@@ -1,0 +1,11 @@
+from .clocks import HandClock as HandClock
+from .clocks import HandTime as HandTime
+from .clocks import VirtualTime as VirtualTime
+from .scripted import ScriptEnded as ScriptEnded
+from .scripted import ScriptedAgent as ScriptedAgent
+from .scripted import ScriptedGenerator as ScriptedGenerator
+from .scripted import run_episode as run_episode
+from .scripted import scripted_turn as scripted_turn
+from .tiny_run import tiny_config as tiny_config
+from .tiny_run import train_three_steps as train_three_steps
+from .tiny_run import write_tiny_model as write_tiny_model

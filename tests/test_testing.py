@@ -1,0 +1,92 @@
+"""``forgeasync.testing``: the examples of docs/testing.md, and what the doubles refuse."""
+
+import asyncio
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import forgeasync as fa
+from forgeasync.testing import (
+    HandClock,
+    ScriptedAgent,
+    ScriptEnded,
+    VirtualTime,
+    run_episode,
+    scripted_turn,
+)
+from tests.support.tiers import Starts, starts
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+TASK = fa.Task(task_id="0", prompt="1 + 3 =", answer="4", source_index=0, source="sums")
+
+
+def examples() -> dict[str, Any]:
+    """What the Python blocks of the two pages define, by name."""
+    environment, testing = ((DOCS / name).read_text("utf-8") for name in ("environments.md", "testing.md"))
+    first, *_ = re.findall(r"```python\n(class TryAgain.*?)```", environment, re.DOTALL)
+    found: dict[str, Any] = {"Environment": fa.Environment, "Score": fa.Score}
+    for block in (first, *re.findall(r"```python\n(.*?)```", testing, re.DOTALL)):
+        exec(block, found)
+    return found
+
+
+EXAMPLES = examples()
+
+
+@pytest.mark.parametrize(
+    "name", ["test_the_second_attempt_is_worth_half", "test_an_episode_ends_with_the_score"]
+)
+def test_the_examples_of_the_docs_pass(name: str) -> None:
+    EXAMPLES[name]()
+
+
+@pytest.mark.exhaustive
+def test_the_run_of_the_docs_passes(tmp_path: Path) -> None:
+    starts(Starts.PROCS)(EXAMPLES["test_the_environment_trains"])(tmp_path)
+
+
+def test_a_script_that_is_too_short_says_so() -> None:
+    agent = ScriptedAgent("5")
+    asyncio.run(agent.respond("a"))
+    with pytest.raises(ScriptEnded, match="the script has 1 turns, and one more was asked for"):
+        asyncio.run(agent.respond("b"))
+    with pytest.raises(ScriptEnded):
+        run_episode(EXAMPLES["TryAgain"](), TASK, "5")
+
+
+def test_an_agent_refuses_what_the_agent_of_a_run_refuses() -> None:
+    with pytest.raises(ValueError, match="role"):
+        asyncio.run(ScriptedAgent("5").respond([{"content": "a"}]))
+    with pytest.raises(NotImplementedError, match="no URL"):
+        ScriptedAgent().api_key  # noqa: B018
+
+
+def test_an_episode_of_an_environment_that_raises_has_an_ending_and_a_problem() -> None:
+    class Raises(fa.Environment):
+        async def rollout(self, task: fa.Task, agent: fa.Agent) -> fa.Score:
+            await agent.respond(task.prompt)
+            raise KeyError("gone")
+
+    outcome = run_episode(Raises(), TASK, "5")
+    assert outcome.ending == "environment_crash" and "gone" in (outcome.problem or "")
+    assert outcome.agents[0].score is None and outcome.num_turns == 1
+
+
+def test_turns_call_tools() -> None:
+    turn = scripted_turn("so", fa.ToolCall(id="a", name="add", arguments={"a": 1}))
+    assert turn.text == "so" and turn.tool_calls[0].name == "add"
+
+
+def test_sleeps_of_virtual_time_end_at_once_and_count() -> None:
+    time = VirtualTime()
+
+    async def wait() -> float:
+        await asyncio.sleep(3600.0)
+        return asyncio.get_running_loop().time()
+
+    assert time.run(wait()) == time.now_s() == 3600.0
+    clock = HandClock()
+    clock.advance(2.0)
+    assert clock() == 2.0
