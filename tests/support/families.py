@@ -15,7 +15,6 @@ from transformers import (
 )
 
 from forgeasync.models import build_tokenizer, save_tokenizer
-from tests.support.models import TEXTS
 
 LLAMA3_SCALING = {
     "rope_type": "llama3",
@@ -35,6 +34,9 @@ YARN_SCALING = {
     "mscale_all_dim": 0.8,
     "original_max_position_embeddings": 40,
 }
+
+TEXTS = ("State the final answer to the following arithmetic problem: 0123456789 + 4 - 5 =", "1+2=;#6")
+"""Their characters are the tokens."""
 
 _COMMON: dict[str, object] = {
     "hidden_size": 64,
