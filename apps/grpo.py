@@ -350,7 +350,6 @@ async def train(config: RunConfig, prepared: Prepared) -> None:
                 console.message(roles.scorer.isolation)
                 run = GrpoRun(config, prepared, roles, recorder=recorder, files=files)
                 desk = control_desk(run_dir.control.resolve(), fleet, roles.generators.pool, config)
-                recorder.let_grow(desk)
                 started()
                 await run.run(fleet, desk)
                 final = run_dir.checkpoints.resolve() / FINAL

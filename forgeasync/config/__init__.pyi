@@ -89,7 +89,6 @@ from .model_facts import LatentAttention as LatentAttention
 from .model_facts import Llama3Rope as Llama3Rope
 from .model_facts import ModelFacts as ModelFacts
 from .model_facts import YarnRope as YarnRope
-from .prediction import PredictionSection as PredictionSection
 from .process_reward_model import ProcessRewardModel as ProcessRewardModel
 from .process_reward_model import StepsValue as StepsValue
 from .reward_gpus import places_of as places_of

@@ -73,17 +73,6 @@ def check_interruption(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def check_prediction(config: RunConfig) -> Iterator[Problem]:
-    """Check that a run which may add replicas can add one."""
-    num, prediction = config.generator.num_replicas, config.prediction
-    if prediction is not None and prediction.max_replicas is not None and prediction.max_replicas <= num:
-        yield Problem(
-            field="prediction.max_replicas",
-            value=prediction.max_replicas,
-            remedy=f"must be more than generator.num_replicas = {num}, or null: the run then adds none",
-        )
-
-
 def num_gpus_needed(config: RunConfig) -> int:
     """Count the GPUs of trainer, generators and teachers; without GPUs, the number of their CPU processes."""
     generator = config.generator
@@ -365,7 +354,6 @@ _CONFIG_RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     check_algorithm,
     _check_generator,
     check_interruption,
-    check_prediction,
     check_buffer,
     check_accounting,
     _check_mesh,

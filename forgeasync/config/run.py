@@ -16,7 +16,6 @@ from forgeasync.config.generator import GeneratorSection, SamplingSection
 from forgeasync.config.launcher import LauncherSection, LocalLauncher
 from forgeasync.config.model import LoraSection, ModelSection
 from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.prediction import PredictionSection
 from forgeasync.config.sandbox import Bubblewrap, SandboxSection
 from forgeasync.config.serving import ServedSource, ServingSection
 from forgeasync.config.teachers import TeacherSection
@@ -228,8 +227,6 @@ class RunConfig(Section):
     """How people are served, in runs with ``data.source: {kind: served}``."""
     evaluation: EvaluationSection
     logging: LoggingSection = LoggingSection()
-    prediction: PredictionSection | None = None
-    """Needs a measured profile. null: the run predicts nothing."""
     timeouts: TimeoutSection = TimeoutSection()
     launcher: LauncherSection = LocalLauncher()
     warmup: WarmupSection | None = None

@@ -67,7 +67,6 @@ from .kept_groups import remove_others as remove_others
 from .leftovers import NotEnded as NotEnded
 from .leftovers import end_all as end_all
 from .leftovers import end_own_run as end_own_run
-from .prediction_watch import PredictionWatch as PredictionWatch
 from .preparation import check as check
 from .preparation import check_plan as check_plan
 from .recorder import TimesBetween as TimesBetween
@@ -78,7 +77,6 @@ from .resume import find_checkpoint as find_checkpoint
 from .resume import has_ended as has_ended
 from .resume import newest_step as newest_step
 from .resume import resume_or_begin_anew as resume_or_begin_anew
-from .simulating import Simulating as Simulating
 from .supervisor import Supervisor as Supervisor
 from .supervisor_beat import STALL_S as STALL_S
 from .trainer_recovery import Minibatches as Minibatches

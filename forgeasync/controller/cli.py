@@ -15,7 +15,7 @@ from collections.abc import Callable
 from monarch.actor import shutdown_context
 from rich.console import Console
 
-from forgeasync.config import RunConfig, load_config, resolve
+from forgeasync.config import RunConfig, load_config
 from forgeasync.controller.leftovers import end_own_run
 from forgeasync.controller.preparation import check_plan, gpu_memory_bytes
 from forgeasync.controller.stopping import install_handlers, received_signal
@@ -169,15 +169,12 @@ def show_plan(config: RunConfig, *, gpu_gib: float | None = None) -> None:
     # Imported here: it builds the model on the meta device, which only a dry run should wait for.
     from forgeasync.launch import render_launch
     from forgeasync.planning import dry_run_report, request_warnings, with_host_requests
-    from forgeasync.prediction import prediction_words
 
     facts, looked_at = check_plan(config)
     shape_from = model_config_file(config.model.path)
     gpu_bytes = gpu_memory_bytes() if gpu_gib is None else round(gpu_gib * 2**30)
     report = dry_run_report(config, facts, shape_from=shape_from, looked_at=looked_at, gpu_bytes=gpu_bytes)
     Console(width=REPORT_COLUMNS).print(report)
-    for line in prediction_words(resolve(config, facts), facts):
-        print(line)
     for warning in request_warnings(config, facts):
         print(f"warning: {warning}")
     if (spec := render_launch(with_host_requests(config, facts))) is not None:

@@ -53,7 +53,6 @@ from forgeasync.planning import (
     snapshot_memory_bytes,
     with_host_requests,
 )
-from forgeasync.prediction import check_prediction
 from forgeasync.rollouts import SHARED_MEMORY, PromptEncoder, Task, sweep_stale_folders
 from forgeasync.schema import ConfigError, Problem, raise_if_any
 from forgeasync.scoring import check_verifiers, try_rewards
@@ -111,7 +110,6 @@ def check(config: RunConfig, *, is_resumed: bool = False) -> ModelFacts:
     except ConfigError as error:
         # Other problems of the config are reported along with the missing model.
         raise ConfigError([*error.problems, *own, *others]) from None
-    others += check_prediction(resolve(config, facts), facts)
     raise_if_any([*check_config(config, facts), *others])
     return facts
 

@@ -10,8 +10,6 @@ from forgeasync.actors import BufferReport
 from forgeasync.buffer import Batch
 from forgeasync.checkpoint import RunState
 from forgeasync.config import RunConfig, is_served
-from forgeasync.controller.control import ControlDesk
-from forgeasync.controller.prediction_watch import PredictionWatch
 from forgeasync.generator import EngineStats, SwapReport
 from forgeasync.observability import (
     BadBatches,
@@ -19,6 +17,7 @@ from forgeasync.observability import (
     EpisodeRecords,
     HeldOutScores,
     JsonLines,
+    MeasuredWindow,
     MetricsWriter,
     RolloutWriter,
     RunDir,
@@ -28,8 +27,10 @@ from forgeasync.observability import (
     StepMetrics,
     TokenLines,
     WandbLog,
+    verdict_lines,
 )
 from forgeasync.process_memory import MemoryWatch, largest
+from forgeasync.profile import num_steps_ahead
 from forgeasync.rollouts import EpisodeOutcome, Group, PromptEncoder, RolloutKey, Score, TokenPieces
 from forgeasync.trainer import StepResult
 from forgeasync.weights import FetchReport
@@ -120,7 +121,14 @@ class RunRecorder:
             keeps_texts = config.serving.keep_texts or not is_served(config)
             pieces = TokenPieces(prompts.tokenizer) if keeps_texts else None
             self._tokens = TokenLines(run_dir.tokens, pieces)
-        self._prediction = PredictionWatch(config, run_dir, console.message)
+        self._window = MeasuredWindow.of_run(
+            config.max_steps,
+            num_steps_ahead=num_steps_ahead(
+                max_off_policy_steps=config.max_off_policy_steps,
+                max_groups=config.buffer.max_groups,
+                groups_per_step=config.algorithm.groups_per_step,
+            ),
+        )
         self._start_s = time.perf_counter() - (0.0 if resumed is None else resumed.elapsed_s)
         self._between = TimesBetween()
         self._bad_batches = BadBatches(run_dir.bad_steps, num_kept=config.trainer.bad_steps.num_kept)
@@ -272,7 +280,7 @@ class RunRecorder:
         self._between = TimesBetween()
         if self._tokens is not None:
             metrics |= self._tokens.prepare(record.step, result.tokens)
-        metrics |= self._prediction.step(record.step, metrics, batch.groups)
+        self._window.add(metrics)
         self._metrics.write(metrics)
         written = self._rollouts.write(record.step, batch.groups)
         if self._tokens is not None:
@@ -288,13 +296,9 @@ class RunRecorder:
         self._fetches.clear()
         self._swaps.clear()
 
-    def let_grow(self, desk: ControlDesk) -> None:
-        """Have generators added through ``desk`` where the config lets the run add them."""
-        self._prediction.let_grow(desk)
-
     def verdict(self) -> list[str]:
-        """What bounded the run, and what changes would bring, in lines for people; may wait some seconds."""
-        return self._prediction.closing_lines()
+        """What bounded the run, in lines for people."""
+        return verdict_lines(self._window.measured())
 
     def _memory_metrics(self, record: StepRecord) -> dict[str, float]:
         """The peak of the largest process of each role; the scorer's is among the counters."""
@@ -330,7 +334,6 @@ class RunRecorder:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._prediction.close()
         self._metrics.close()
         self._rollouts.close()
         if self._tokens is not None:

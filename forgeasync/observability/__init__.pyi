@@ -51,6 +51,12 @@ from .summary import closing_lines as closing_lines
 from .token_lines import TokenLines as TokenLines
 from .truncation import cut_after as cut_after
 from .truncation import put_aside as put_aside
+from .verdict import KEYS as KEYS
+from .verdict import MeasuredSteps as MeasuredSteps
+from .verdict import MeasuredWindow as MeasuredWindow
+from .verdict import OTHER_KEYS as OTHER_KEYS
+from .verdict import WINDOW_STEPS as WINDOW_STEPS
+from .verdict import verdict_lines as verdict_lines
 from .wandb_log import WandbLog as WandbLog
 from .wandb_log import check_wandb as check_wandb
 
@@ -76,3 +82,6 @@ from .pass_rates import pass_at_k as pass_at_k
 from .pass_rates import powers_of_two as powers_of_two
 from .pass_rates import proportion as proportion
 from .token_lines import NUM_NONFINITE as NUM_NONFINITE
+from .verdict import NUM_GENERATORS as NUM_GENERATORS
+from .verdict import bound_words as bound_words
+from .verdict import num_first_steps as num_first_steps

@@ -10,12 +10,11 @@ from forgeasync.observability.episode_metrics import EPISODES
 from forgeasync.observability.fault_metrics import FAULTS
 from forgeasync.observability.metric import Metric, Reporter, as_markdown
 from forgeasync.observability.operation_metrics import OPERATION_TOPICS
-from forgeasync.observability.prediction_metrics import PREDICTION
 from forgeasync.observability.serving_metrics import SERVING
 from forgeasync.observability.teacher_metrics import TEACHERS
 from forgeasync.observability.training_metrics import TRAINING_TOPICS
 
-TOPICS = (*TRAINING_TOPICS, *OPERATION_TOPICS, EPISODES, SERVING, TEACHERS, FAULTS, BAD_STEPS, PREDICTION)
+TOPICS = (*TRAINING_TOPICS, *OPERATION_TOPICS, EPISODES, SERVING, TEACHERS, FAULTS, BAD_STEPS)
 
 METRICS = tuple(metric for topic in TOPICS for metric in topic.metrics)
 

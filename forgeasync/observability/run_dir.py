@@ -6,7 +6,6 @@ runs/<name>-<time>/
     metrics.jsonl    one object per optimizer step (keys: docs/metrics.md)
     ledger.jsonl     what became of every prompt (docs/ledger.md)
     faults.jsonl     what has failed and what came back; made by the first fault
-    prediction.json  what the run was predicted to do, with a prediction section (docs/simulation.md)
     procs.json       which process fills which role at this moment
     run.lock         which process the run is, locked as long as it is one
     control/         requests of apps.control to a run that goes on, and its answers
@@ -161,10 +160,6 @@ class RunDir:
     @property
     def faults(self) -> Path:
         return self.path / "faults.jsonl"
-
-    @property
-    def prediction(self) -> Path:
-        return self.path / "prediction.json"
 
     @property
     def procs(self) -> Path:

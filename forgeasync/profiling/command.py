@@ -51,7 +51,7 @@ def profile_config(config: RunConfig, out: Path | None, make_loops: MakeLoops) -
         raise_if_any([Problem(field="--out", value=str(out), remedy=remedy)])
     folder = RUNS_FOLDER / f"profile-{config.name}-{datetime.now():%Y%m%d-%H%M%S}"
     # The profile that the config names for its runs may be the one that is measured here.
-    config = config.model_copy(update={"run_dir": str(folder), "prediction": None})
+    config = config.model_copy(update={"run_dir": str(folder)})
     check_profiled(config)
     for line in take_over(config):
         print(line)

@@ -98,7 +98,6 @@ def rehearsed(config: RunConfig, facts: ModelFacts, stage: Stage) -> Rehearsal:
     draft.set("run_dir", str(stage.folder), "a folder of its own: nothing of the run's is overwritten")
     draft.set("checkpoint.folder", None, "in the rehearsal's own folder", None)
     draft.set("logging.wandb", None, "no run of anybody's project", "Weights & Biases")
-    draft.set("prediction", None, "the profile is of the run's own model", "predicted times")
     on_gpus = _runs_on_gpus(config, stage)
     _place(draft, stage)
     rehearse_data(draft, stage.local_paths)

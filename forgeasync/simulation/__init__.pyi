@@ -12,12 +12,10 @@ from .run import simulate as simulate
 from .run import simulate_seeds as simulate_seeds
 from .shape import SimulatedRun as SimulatedRun
 from .shape import of_config as of_config
-from .what_if import ONE_MORE_REPLICA as ONE_MORE_REPLICA
 from .what_if import WhatIf as WhatIf
 from .what_if import what_if as what_if
 
 # Only tests import these.
-from .goodput import goodput as goodput
 from .groups import Sequence as Sequence
 from .run import RunSimulation as RunSimulation
 from .scorers import Scorers as Scorers

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forgeasync.observability import RunDir
-from forgeasync.prediction import PredictionRecord, read_prediction
-from forgeasync.schema import ConfigError
 from forgeasync.viewer.appended_lines import MAX_LINE_BYTES, AppendedLines, Piece
 from forgeasync.viewer.definitions import known_definition
 from forgeasync.viewer.fault_lines import FaultLines
@@ -66,10 +64,6 @@ class RunReader:
         self.tokens = TokenIndex()
         self.traces = Traces(self.run_dir.logs)
         self._with_traces = with_traces
-        self.prediction: PredictionRecord | None = None
-        """What was predicted of the run; None: nothing yet."""
-        self._prediction_problem: str | None = None
-        self._prediction_time_ns: int | None = None
         self._files = [AppendedLines(self.run_dir.metrics), AppendedLines(self.run_dir.faults)]
         self._files.append(AppendedLines(self.run_dir.ledger))
         if with_rollouts:
@@ -89,7 +83,6 @@ class RunReader:
         tokens last.
         """
         self._read_settings()
-        self._read_prediction()
         early = [file for file in self._files if file.path != self.run_dir.tokens]
         late = [file for file in self._files if file.path == self.run_dir.tokens]
         return (
@@ -149,20 +142,6 @@ class RunReader:
         except ConfigUnreadable as error:
             self._settings, self._settings_problem = {}, str(error)
 
-    def _read_prediction(self) -> None:
-        try:
-            time_ns = self.run_dir.prediction.stat().st_mtime_ns
-        except OSError:
-            time_ns = None
-        if time_ns == self._prediction_time_ns:
-            return
-        self._prediction_time_ns = time_ns
-        self.prediction, self._prediction_problem = None, None
-        try:
-            self.prediction = read_prediction(self.run_dir.prediction)
-        except ConfigError as error:
-            self._prediction_problem = str(error)
-
     # ---- questions
 
     @property
@@ -192,8 +171,6 @@ class RunReader:
         found += self.traces.problems
         if self._settings_problem is not None:
             found.append(self._settings_problem)
-        if self._prediction_problem is not None:
-            found.append(self._prediction_problem)
         if self.ledger.refusal is not None:
             found.append(f"ledger.jsonl {self.ledger.refusal}; groups are not shown")
         if self.ledger.num_damaged:

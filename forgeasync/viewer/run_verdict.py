@@ -2,13 +2,12 @@
 
 import sys
 
-from forgeasync.prediction import (
+from forgeasync.observability import (
     KEYS,
     OTHER_KEYS,
     WINDOW_STEPS,
     MeasuredSteps,
     MeasuredWindow,
-    bound_words,
     verdict_lines,
 )
 from forgeasync.profile import num_steps_ahead
@@ -17,10 +16,7 @@ from forgeasync.viewer.run_reader import RunReader
 
 def verdict_of(run: RunReader) -> list[str]:
     """Return the lines of the verdict."""
-    measured = _measured(run)
-    if run.prediction is None and run.settings.get("prediction.profile") is not None:
-        return [bound_words(measured), "nothing has been predicted yet"]
-    return verdict_lines(measured, run.prediction)
+    return verdict_lines(_measured(run))
 
 
 def _measured(run: RunReader) -> MeasuredSteps | None:

@@ -32,10 +32,6 @@ def test_minimal_config_has_no_problems(config_file: Path) -> None:
         (["algorithm.group_size=1"], ["algorithm.group_size = 1", "at least 2", "'grpo'"]),
         (["evaluation.num_problems=21"], ["evaluation.num_problems = 21", "data.num_held_out = 20"]),
         (
-            ["generator.num_replicas=2", "prediction={profile: p.json, max_replicas: 2}"],
-            ["prediction.max_replicas = 2", "must be more than generator.num_replicas = 2, or null"],
-        ),
-        (
             ["weights.interruption=cancel_stale"],
             ["weights.interruption = 'cancel_stale'", "needs buffer.stale_groups = 'drop'"],
         ),

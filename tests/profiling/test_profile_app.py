@@ -47,9 +47,7 @@ def test_a_config_is_profiled_and_simulated(tmp_path: Path) -> None:
     config = tiny_config(write_tiny_model(tmp_path / "model", scale=8.0))
     file, out = tmp_path / "run.yaml", tmp_path / "profile.json"
     file.write_text(dump_config(config))
-    # It need not be there yet for runs to name it.
-    named = f"prediction.profile={out}"
-    code, said, err = finish(start(file, named, "--out", str(out), app="apps.profile"))
+    code, said, err = finish(start(file, "--out", str(out), app="apps.profile"))
     assert code == 0, err
     *_, verdict, last = said.splitlines()
     assert last == f"wrote {out}" and "decode steps on" in said

@@ -1,12 +1,10 @@
 """The right cause with its number: what a change is said to bring is what the changed run takes."""
 
-from dataclasses import replace
-
 import pytest
 
 from forgeasync.config import BufferSection, ScorerSection
 from forgeasync.profile import Distribution, EnvironmentTimes
-from forgeasync.simulation import FaultRates, goodput, simulate, what_if
+from forgeasync.simulation import simulate, what_if
 from tests.support.profiles import simple_profile
 from tests.support.simulated import small_run
 
@@ -85,15 +83,3 @@ def test_where_nothing_helps_it_says_so() -> None:
     found = what_if(run, simple_profile(lengths=FIXED, token_s=1e-6, between_s=100.0))
     assert found.best is None
     assert found.verdict.startswith("nothing that was tried brings 2%")
-
-
-def test_effective_time_falls_with_the_rate_of_faults() -> None:
-    run = small_run(num_steps=30, num_replicas=2, max_num_seqs=8)
-    profile = simple_profile(lengths=FIXED, token_s=1e-3)
-    shares = [
-        goodput(replace(run, faults=FaultRates(per_generator_per_s=rate, trainer_per_s=rate)), profile)
-        for rate in (0.0, 0.02, 0.3)
-    ]
-    none, some, many = (one.effective_share for one in shares)
-    assert none == 1.0
-    assert many < some <= 1.0

@@ -62,7 +62,6 @@ MODULES: dict[ImportSet, tuple[str, ...]] = {
         "forgeasync.config.load",
         "forgeasync.observability.console",
         # Pydantic reads what its fields' docstrings say out of the files of all modules that are imported.
-        "forgeasync.prediction.process",
         "forgeasync.trainer.batch",
     ),
 }

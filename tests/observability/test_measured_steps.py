@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgeasync.prediction import KEYS, NUM_GENERATORS, WINDOW_STEPS, MeasuredWindow, num_first_steps
+from forgeasync.observability import KEYS, NUM_GENERATORS, WINDOW_STEPS, MeasuredWindow, num_first_steps
 from forgeasync.profile import num_steps_ahead, steady_steps
 
 

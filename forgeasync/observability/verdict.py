@@ -1,10 +1,9 @@
-"""What a run does, from the lines of its metrics: means over its newest steps, as a prediction has them."""
+"""What bounds a run, by means over its newest steps: for the last lines of a run and for ``apps.view``."""
 
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from forgeasync.prediction.record import NUM_SIMULATED_STEPS
 from forgeasync.profile import steady_steps
 
 WINDOW_STEPS = 50
@@ -74,8 +73,8 @@ class _Step:
 
 
 def num_first_steps(max_steps: int) -> int:
-    """Return how many steps of a run are left out, as of a simulated run: its first third, at most 10."""
-    return min(max_steps, NUM_SIMULATED_STEPS) // 3
+    """Return how many steps at the start of a run are left out: its first third, at most 10."""
+    return min(max_steps // 3, 10)
 
 
 class MeasuredWindow:
@@ -95,7 +94,7 @@ class MeasuredWindow:
 
     @classmethod
     def of_run(cls, max_steps: int, *, num_steps_ahead: int) -> "MeasuredWindow":
-        """The window of a run of so many steps, which goes on: whole waves are not waited for."""
+        """The window of a run of ``max_steps`` steps."""
         num_first = num_first_steps(max_steps)
         steady = steady_steps(max_steps, num_first=num_first, num_ahead=num_steps_ahead)
         return cls(num_left_out=num_first, last_step=steady.stop)
@@ -153,4 +152,78 @@ def _step(before: Mapping[str, float], metrics: Mapping[str, float]) -> _Step:
         checkpoint_s=metrics.get("time/checkpoint_s", 0.0),
         busy_s=metrics["generator/busy_s"] - before["generator/busy_s"],
         generators_s=seconds * metrics[NUM_GENERATORS] if NUM_GENERATORS in metrics else 0.0,
+    )
+
+
+BUSY = 0.5
+"""Generators that have a request for less than this share of the time do not bound a run by themselves."""
+
+HOW_TO_SIMULATE = (
+    "to see what would speed this run up: python -m apps.profile with the run's --config measures how long "
+    "its parts take, and simulates changes"
+)
+
+
+def verdict_lines(measured: MeasuredSteps | None) -> list[str]:
+    """Return what bounds a run, what to do about it, and how to find out what else would help."""
+    return [bound_words(measured), HOW_TO_SIMULATE]
+
+
+def bound_words(measured: MeasuredSteps | None) -> str:
+    """Say what bounds a run, by its own times, and what can be done about it.
+
+    It is what took longest of all that was measured. What is left of the time is never named: nobody can act
+    on it.
+    """
+    if measured is None:
+        return "what bounds the run is not known: there are too few steps"
+    over = f"(last {measured.num_steps} steps)"
+    others = (
+        (
+            measured.train_share,
+            "training bounds the run: it took",
+            "give the trainer more processes (trainer.parallel), or train on fewer tokens a step",
+        ),
+        (
+            measured.publish_share,
+            "publishing bounds the run: training waited for it",
+            "use a faster weights.transport, or weights.delta",
+        ),
+        (
+            measured.controller_share,
+            "the controller bounds the run: its rows, reports and lines took",
+            "give its host idle cores, or write fewer rollouts (logging.rollouts_per_step)",
+        ),
+        (
+            measured.disk_share,
+            "the disk bounds the run: training waited for it",
+            "make room on the disk of run_dir, or put run_dir on a faster one",
+        ),
+        (
+            measured.checkpoint_share,
+            "checkpoints bound the run: training waited for them",
+            "write fewer (checkpoint.every_steps), or to a faster disk (checkpoint.folder)",
+        ),
+        (
+            measured.eval_share,
+            "evaluations bound the run: training waited for them",
+            "evaluate beside training (evaluation.mode), or less often (evaluation.every_steps)",
+        ),
+    )
+    share, begin, advice = max(others, key=lambda one: one[0])
+    if share > measured.wait_share:
+        # The time of an evaluation is no part of the time that shares are of.
+        of_all = share / (1.0 + share) if share == measured.eval_share else share
+        return f"{begin} {of_all:.0%} of the time {over}; {advice}"
+    waited = f"training waited for batches {measured.wait_share:.0%} of the time {over}"
+    more = "add generators (generator.num_replicas), or sample shorter responses"
+    if measured.busy_share is None:
+        return f"generation bounds the run: {waited}; {more}"
+    if measured.busy_share >= BUSY:
+        return f"generators bound the run: {waited}, and they were busy for {measured.busy_share:.0%}; {more}"
+    return (
+        f"generators do not bound the run, nor does training: {waited}, and generators had a request for "
+        f"only {measured.busy_share:.0%}; scores, episodes, new weights or the limits of the buffer do: add "
+        "scorers (scorer.num_replicas) or workers (episodes.num_workers), or let more groups wait "
+        "(max_off_policy_steps, buffer.max_groups)"
     )
