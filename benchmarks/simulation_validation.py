@@ -35,7 +35,7 @@ from rich.table import Table
 
 from forgeasync.config import load_config, resolve
 from forgeasync.models import read_model_facts
-from forgeasync.prediction import MeasuredWindow
+from forgeasync.observability import MeasuredWindow
 from forgeasync.profile import Profile, read_profile
 from forgeasync.simulation import SimulatedRun, of_config, simulate_seeds
 

@@ -188,6 +188,9 @@ def test_names_of_fronts_are_defined_where_they_say() -> None:
             path = REPOSITORY.joinpath("forgeasync", room, *module.split("."))
             file = path.with_suffix(".py") if path.with_suffix(".py").exists() else path / "__init__.py"
             assert name in defined(ast.parse(file.read_text(encoding="utf-8"))), f"{room}: {name}"
+            # A module of the same name would take its place once it is imported.
+            same = REPOSITORY / "forgeasync" / room / name
+            assert not same.is_dir() and (module == name or not same.with_suffix(".py").exists()), name
 
 
 def defined(tree: ast.Module) -> set[str]:

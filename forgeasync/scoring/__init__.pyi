@@ -40,7 +40,7 @@ from .judge_prompt import messages as messages
 from .judge_prompt import read_verdict as read_verdict
 from .kill_watch import KillWatch as KillWatch
 from .landlock import landlock_version as landlock_version
-from .math_answers import judge as judge
+from .math_answers import judge_answer as judge_answer
 from .process_reward_score import score_of_steps as score_of_steps
 from .process_reward_score import score_without_steps as score_without_steps
 from .process_reward_score import steps_of_response as steps_of_response

@@ -58,7 +58,7 @@ def _reference_content(answer: str) -> str:
     return plain_notation(content)
 
 
-def judge(response: str, answer: str) -> Score:
+def judge_answer(response: str, answer: str) -> Score:
     """1.0, and correct, where the final answer of ``response`` equals ``answer``; else 0.0. Has no limit."""
     reference = _reference_content(answer)
     stated = after_reasoning(response)
@@ -105,7 +105,7 @@ class MathVerifier:
         # answer pays for them.
         repair()
         for response, answer in _WARM_UP:
-            judge(response, answer)
+            judge_answer(response, answer)
 
     def load(self, problem: MathProblem) -> str:
         """The reference: nothing has to be prepared."""
@@ -113,4 +113,4 @@ class MathVerifier:
 
     def score(self, answer: str, response: str) -> Score:
         """1.0, and correct, where the final answer of ``response`` equals ``answer``; else 0.0."""
-        return judge(response, answer)
+        return judge_answer(response, answer)

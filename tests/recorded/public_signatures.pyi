@@ -223,7 +223,6 @@ def RunConfig(
     serving=...,
     evaluation,
     logging=...,
-    prediction=...,
     timeouts=...,
     launcher=...,
     warmup=...,

@@ -14,7 +14,7 @@ from forgeasync.buffer import ReplayBuffer
 from forgeasync.config import AccountingSection, BufferSection
 from forgeasync.observability import RolloutWriter, ScoredGroups, part_means
 from forgeasync.rollouts import FinishReason, Group, Score, Step
-from forgeasync.scoring import GroupFiltering, judge
+from forgeasync.scoring import GroupFiltering, judge_answer
 from tests.support.buffer_world import make_task
 from tests.support.loops import make_config
 from tests.support.rollouts import make_stored_rollout
@@ -176,4 +176,4 @@ def test_counts_of_scored_groups_are_those_of_their_definition(
 def test_the_math_verifier_tells_a_wrong_answer_from_none(
     response: str, is_correct: bool, has_answer: bool
 ) -> None:
-    assert judge(response, "4") == Score(float(is_correct), is_correct, has_answer=has_answer)
+    assert judge_answer(response, "4") == Score(float(is_correct), is_correct, has_answer=has_answer)

@@ -35,7 +35,10 @@ YARN_SCALING = {
     "original_max_position_embeddings": 40,
 }
 
-TEXTS = ("State the final answer to the following arithmetic problem: 0123456789 + 4 - 5 =", "1+2=;#6")
+TEXTS = (
+    "State the final answer to the following arithmetic problem: 0123456789 + 4 - 5 =",
+    "0123456789+1=2;3-4=5#6",
+)
 """Their characters are the tokens."""
 
 _COMMON: dict[str, object] = {
