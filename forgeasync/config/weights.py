@@ -1,12 +1,13 @@
 """The section on weights: how new weights get from the trainer to the generators."""
 
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import Annotated
 
-from pydantic import AfterValidator, Discriminator, Field, Tag
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
-from forgeasync.schema import MAX_SECONDS, PythonCode, Section
+from forgeasync.schema import MAX_SECONDS, PluginGroup, PythonCode, Section, installed_kinds, python_form
 
 BUILT_IN_TRANSPORTS = {
     "auto": "forgeasync.weights.transports.auto.AutoTransport",
@@ -17,9 +18,20 @@ BUILT_IN_TRANSPORTS = {
 """The class behind each name of ``weights.transport``; it is imported only if a run uses it."""
 
 
+def _installed(value: object) -> object:
+    """Return the choice of an installed kind, with or without options, as a section of ``kind: python``."""
+    section = value if isinstance(value, Mapping) else {"kind": value}
+    kind = section.get("kind")
+    if not isinstance(kind, str) or kind in (*BUILT_IN_TRANSPORTS, "python"):
+        return value
+    found = python_form(PluginGroup.TRANSPORTS, kind, section, own_keys=set(PythonCode.model_fields))
+    return value if found is section else found
+
+
 def _built_in(name: str) -> str:
     if name not in BUILT_IN_TRANSPORTS:
-        expected = f"one of {', '.join(BUILT_IN_TRANSPORTS)}, or a section of kind: python"
+        names = (*BUILT_IN_TRANSPORTS, *installed_kinds(PluginGroup.TRANSPORTS))
+        expected = f"one of {', '.join(names)}, or a section of kind: python"
         raise PydanticCustomError("literal_error", "expected {expected}", {"expected": expected})
     return name
 
@@ -27,6 +39,7 @@ def _built_in(name: str) -> str:
 TransportChoice = Annotated[
     Annotated[str, AfterValidator(_built_in), Tag("name")] | Annotated[PythonCode, Tag("python")],
     Discriminator(lambda value: "python" if isinstance(value, dict | PythonCode) else "name"),
+    BeforeValidator(_installed),
 ]
 """How published weights reach a generator: by a built-in transport or by the user's own class."""
 
@@ -69,7 +82,8 @@ class WeightsSection(Section):
     transport: TransportChoice = "auto"
     """auto (shared memory on one host, RDMA between hosts), shared_memory, rdma (by ibverbs if the hardware
     has it, else by TCP), torchstore, or {kind: python, factory: package.module.MyTransport} for your own
-    class (forgeasync/weights/transports/transport.py shows how to write one)."""
+    class (forgeasync/weights/transports/transport.py shows how to write one). Installed packages can add
+    names (docs/plugins.md)."""
     interruption: Interruption = Interruption.IN_FLIGHT
     kv_cache: KvAfterSwap = KvAfterSwap.KEEP
     prefix_cache_across_versions: bool = False

@@ -1,0 +1,138 @@
+"""An installed package adds kinds to configs: an environment, a reward, a source and a transport."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROJECT = """
+[build-system]
+requires = ["setuptools"]
+build-backend = "setuptools.build_meta"
+
+[project]
+name = "guessing"
+version = "1.0"
+
+[project.entry-points."forgeasync.environments"]
+guessing = "guessing:Guessing"
+
+[project.entry-points."forgeasync.rewards"]
+brevity = "guessing:brevity"
+
+[project.entry-points."forgeasync.sources"]
+sums = "guessing:sums"
+
+[project.entry-points."forgeasync.transports"]
+pigeons = "guessing:Pigeons"
+
+[tool.setuptools]
+py-modules = ["guessing"]
+"""
+
+MODULE = """
+import forgeasync as fa
+
+class Guessing(fa.Environment):
+    def __init__(self, worth: float = 1.0) -> None:
+        self.worth = worth
+
+    async def rollout(self, task: fa.Task, agent: fa.Agent) -> fa.Score:
+        turn = await agent.respond(task.prompt)
+        return fa.Score(self.worth * (turn.text == task.answer), turn.text == task.answer)
+
+def brevity(task, response, most=10):
+    return float(len(response.text) < most)
+
+def sums(split, seed, num=4):
+    return [{"question": f"{seed} + {index} =", "answer": str(seed + index)} for index in range(num)]
+
+class Pigeons:
+    pass
+"""
+
+USE = """
+import json, sys
+import forgeasync as fa
+from forgeasync.config import load_config, dump_config
+from forgeasync.environments import build_environment, check_environment
+from forgeasync.testing import run_episode
+
+try:
+    config = load_config(sys.argv[1], sys.argv[2:])
+except fa.ConfigError as error:
+    print(error)
+    sys.exit(2)
+environment = build_environment(config.environment)
+task = fa.Task(task_id="0", prompt="1 + 3 =", answer="4", source_index=0, source="sums")
+outcome = run_episode(environment, task, "4")
+print(json.dumps({
+    "problems": [str(one) for one in check_environment(config.environment)],
+    "score": outcome.agents[0].score.value,
+    "environment": config.environment.model_dump(mode="json"),
+    "reward": config.data.reward.model_dump(mode="json"),
+    "source": config.data.source.model_dump(mode="json"),
+    "transport": config.weights.transport.model_dump(mode="json"),
+}))
+"""
+
+CONFIG = Path(__file__).resolve().parents[2] / "configs" / "tiny_moe_cpu.yaml"
+KINDS = [
+    "environment={kind: guessing, worth: 0.5}",
+    "data.reward={kind: brevity, most: 5, weight: 2.0}",
+    "data.source={kind: sums, num: 600}",
+]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where pip has installed the package."""
+    source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("site")
+    (source / "pyproject.toml").write_text(PROJECT)
+    (source / "guessing.py").write_text(MODULE)
+    options = ["--quiet", "--no-index", "--no-build-isolation", "--no-deps", "--target", str(target)]
+    subprocess.run([sys.executable, "-m", "pip", "install", *options, str(source)], check=True)
+    return target
+
+
+def use(site: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", USE, str(CONFIG), *overrides],
+        env=os.environ | {"PYTHONPATH": str(site)},
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("transport", ["pigeons", "{kind: pigeons}"])
+def test_the_kinds_of_an_installed_package_are_those_of_a_config(site: Path, transport: str) -> None:
+    done = use(site, *KINDS, f"weights.transport={transport}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert said["problems"] == [] and said["score"] == 0.5
+    forms = {
+        "environment": ("guessing.Guessing", {"worth": 0.5}),
+        "reward": ("guessing.brevity", {"most": 5}),
+        "source": ("guessing.sums", {"num": 600}),
+        "transport": ("guessing.Pigeons", {}),
+    }
+    for section, (factory, options) in forms.items():
+        found = said[section]
+        assert (found["kind"], found["factory"], found["options"]) == ("python", factory, options), section
+    assert said["reward"]["weight"] == 2.0, "a key of all rewards"
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("environment={kind: guesing}", "guesing"),
+        ("environment={kind: guessing, options: {worth: 0.5}}", "options"),
+        ("weights.transport=doves", "one of auto, shared_memory, rdma, torchstore, pigeons, or a section"),
+    ],
+)
+def test_what_is_wrong_is_said(site: Path, override: str, words: str) -> None:
+    done = use(site, override)
+    assert done.returncode == 2 and words in done.stdout, done.stdout + done.stderr
