@@ -14,7 +14,7 @@ from forgeasync.config.judge import JudgeReward
 from forgeasync.config.process_reward_model import ProcessRewardModel
 from forgeasync.config.reward_limits import LimitedReward
 from forgeasync.config.serving import ServedSource
-from forgeasync.schema import PluginGroup, PythonCode, Seconds, Section, with_installed_kinds
+from forgeasync.schema import PythonCode, Seconds, Section
 
 RESERVED_PARTS = frozenset(
     {
@@ -75,9 +75,6 @@ class PythonReward(LimitedReward, PythonCode):
 RewardSection = Annotated[
     ReasoningGymReward | MathReward | PythonReward | JudgeReward | ProcessRewardModel,
     Field(discriminator="kind"),
-    with_installed_kinds(
-        PluginGroup.REWARDS, PythonReward, ReasoningGymReward, MathReward, JudgeReward, ProcessRewardModel
-    ),
 ]
 
 
@@ -154,11 +151,6 @@ class PythonSource(PythonCode):
 SourceSection = Annotated[
     ReasoningGymSource | HuggingFaceSource | PythonSource | GameSource | CodingSource | ServedSource,
     Field(discriminator="kind"),
-    with_installed_kinds(
-        PluginGroup.SOURCES,
-        PythonSource,
-        *(ReasoningGymSource, HuggingFaceSource, GameSource, CodingSource, ServedSource),
-    ),
 ]
 
 

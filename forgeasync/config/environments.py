@@ -11,7 +11,7 @@ from forgeasync.config.coding import CodingAgent
 from forgeasync.config.data import AnswerPart
 from forgeasync.config.mcp import McpServerName, McpServerSection
 from forgeasync.config.serving import ServedEnvironment
-from forgeasync.schema import PluginGroup, PythonCode, Seconds, Section, with_installed_kinds
+from forgeasync.schema import PythonCode, Seconds, Section
 
 Rounds = Annotated[int, Field(gt=0, le=10_000)]
 
@@ -121,16 +121,6 @@ class PlayGames(Section):
     """So many illegal moves are told to the model; one more ends the game with score 0."""
 
 
-_BUILT_IN = (
-    PythonTool,
-    McpEnvironment,
-    PlayGames,
-    CodingAgent,
-    ServedEnvironment,
-    VerifiersServer,
-    OpenEnvServer,
-)
-
 EnvironmentSection = Annotated[
     PythonTool
     | McpEnvironment
@@ -141,7 +131,6 @@ EnvironmentSection = Annotated[
     | OpenEnvServer
     | PythonCode,
     Field(discriminator="kind"),
-    with_installed_kinds(PluginGroup.ENVIRONMENTS, PythonCode, *_BUILT_IN),
 ]
 
 

@@ -8,7 +8,14 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from forgeasync.config.run import RunConfig
-from forgeasync.schema import Problem
+from forgeasync.schema import PluginGroup, Problem, installed_kinds
+
+PLUGIN_GROUPS = {
+    "environment": PluginGroup.ENVIRONMENTS,
+    "reward": PluginGroup.REWARDS,
+    "source": PluginGroup.SOURCES,
+}
+"""Keys whose sections can be of kinds that installed packages add."""
 
 _EXPECTED = {
     "int_type": "a whole number",
@@ -147,16 +154,17 @@ def _dotted(location: tuple[str | int, ...]) -> str:
 def _kinds(location: tuple[str | int, ...], values: object) -> str:
     """List the kinds that a section at a location can have."""
     candidates = _candidates(location, values)
-    return ", ".join(
-        repr(kind) for member in candidates for kind in get_args(member.model_fields["kind"].annotation)
-    )
+    kinds = [kind for member in candidates for kind in get_args(member.model_fields["kind"].annotation)]
+    key = next(part for part in reversed(location) if isinstance(part, str))
+    kinds += installed_kinds(PLUGIN_GROUPS[key]) if key in PLUGIN_GROUPS else []
+    return ", ".join(map(repr, kinds))
 
 
-def _members(annotation: object) -> list[type[BaseModel]]:
+def members(annotation: object) -> list[type[BaseModel]]:
     """List the sections that a field may hold, alone or as entries of a list."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    found = [member for part in get_args(annotation) for member in _members(part)]
+    found = [member for part in get_args(annotation) for member in members(part)]
     # A section that may stand alone or in a list is found twice.
     return list(dict.fromkeys(found))
 
@@ -164,7 +172,7 @@ def _members(annotation: object) -> list[type[BaseModel]]:
 def _maps_names(annotation: object) -> bool:
     """Whether a field holds sections by names of the user's own, such as ``agents``."""
     if get_origin(annotation) is dict:
-        return bool(_members(annotation))
+        return bool(members(annotation))
     return any(_maps_names(part) for part in get_args(annotation))
 
 
@@ -182,7 +190,7 @@ def _candidates(location: tuple[str | int, ...], values: object) -> list[type[Ba
     for part in location:
         if isinstance(part, str) and not is_name:
             annotation = candidates[0].model_fields[part].annotation
-            candidates, is_name = _members(annotation), _maps_names(annotation)
+            candidates, is_name = members(annotation), _maps_names(annotation)
         else:
             is_name = False
         is_there = isinstance(node, Mapping) and part in node

@@ -20,6 +20,7 @@ from pydantic import ValidationError
 
 from forgeasync.config.buffer import AgeOf
 from forgeasync.config.explain import explain
+from forgeasync.config.installed import with_installed_kinds
 from forgeasync.config.run import RunConfig
 from forgeasync.config.weights import Interruption
 from forgeasync.schema import ConfigError, Problem, raise_if_any
@@ -44,7 +45,7 @@ def load_config(paths: str | Path | Sequence[str | Path], overrides: Sequence[st
         config = _apply_override(config, override, problems)
     if config is None:
         raise ConfigError(problems)
-    values = _with_age_of_tokens(_resolve(config, problems))
+    values = _with_age_of_tokens(with_installed_kinds(_resolve(config, problems)))
     # Validated as JSON: from JSON, pydantic's strict mode accepts enums, tuples and whole numbers for floats.
     text = json.dumps(values, default=str)
     try:

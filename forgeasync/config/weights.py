@@ -1,13 +1,12 @@
 """The section on weights: how new weights get from the trainer to the generators."""
 
-from collections.abc import Mapping
 from enum import StrEnum
 from typing import Annotated
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
+from pydantic import AfterValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
-from forgeasync.schema import MAX_SECONDS, PluginGroup, PythonCode, Section, installed_kinds, python_form
+from forgeasync.schema import MAX_SECONDS, PluginGroup, PythonCode, Section, installed_kinds
 
 BUILT_IN_TRANSPORTS = {
     "auto": "forgeasync.weights.transports.auto.AutoTransport",
@@ -16,16 +15,6 @@ BUILT_IN_TRANSPORTS = {
     "torchstore": "forgeasync.weights.transports.store.TorchstoreTransport",
 }
 """The class behind each name of ``weights.transport``; it is imported only if a run uses it."""
-
-
-def _installed(value: object) -> object:
-    """Return the choice of an installed kind, with or without options, as a section of ``kind: python``."""
-    section = value if isinstance(value, Mapping) else {"kind": value}
-    kind = section.get("kind")
-    if not isinstance(kind, str) or kind in (*BUILT_IN_TRANSPORTS, "python"):
-        return value
-    found = python_form(PluginGroup.TRANSPORTS, kind, section, own_keys=set(PythonCode.model_fields))
-    return value if found is section else found
 
 
 def _built_in(name: str) -> str:
@@ -39,7 +28,6 @@ def _built_in(name: str) -> str:
 TransportChoice = Annotated[
     Annotated[str, AfterValidator(_built_in), Tag("name")] | Annotated[PythonCode, Tag("python")],
     Discriminator(lambda value: "python" if isinstance(value, dict | PythonCode) else "name"),
-    BeforeValidator(_installed),
 ]
 """How published weights reach a generator: by a built-in transport or by the user's own class."""
 

@@ -1,7 +1,6 @@
 from .plugins import PluginGroup as PluginGroup
 from .plugins import installed_kinds as installed_kinds
 from .plugins import python_form as python_form
-from .plugins import with_installed_kinds as with_installed_kinds
 from .problems import ConfigError as ConfigError
 from .problems import EXIT_FAILED as EXIT_FAILED
 from .problems import EXIT_REFUSED as EXIT_REFUSED

@@ -11,16 +11,12 @@ of a run has this form.
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from enum import StrEnum
 from importlib.metadata import entry_points
-from typing import Any, get_args
+from typing import Any
 
-from pydantic import BeforeValidator
-from pydantic_core import PydanticCustomError
-
-from forgeasync.schema.python_code import PythonCode
-from forgeasync.schema.section import Section
+from forgeasync.schema.problems import ConfigError, Problem
 
 
 class PluginGroup(StrEnum):
@@ -32,67 +28,41 @@ class PluginGroup(StrEnum):
     TRANSPORTS = "forgeasync.transports"
 
 
-def with_installed_kinds(
-    group: PluginGroup, python: type[PythonCode], *built_in: type[Section]
-) -> BeforeValidator:
-    """Annotate a union of sections: a kind that is not ``built_in`` is looked up among installed packages.
-
-    ``python`` is the section of the union for code of one's own. Keys that it has keep their meaning; all
-    others are options of the code.
-    """
-    kinds = {kind for section in built_in for kind in get_args(section.model_fields["kind"].annotation)}
-
-    def read(value: object) -> object:
-        if not isinstance(value, Mapping):
-            return value
-        kind = value.get("kind")
-        if not isinstance(kind, str) or kind in kinds or kind == "python":
-            return value
-        return python_form(group, kind, value, own_keys=set(python.model_fields))
-
-    return BeforeValidator(read)
-
-
 def python_form(
-    group: PluginGroup, kind: str, value: Mapping[str, Any], *, own_keys: set[str]
+    group: PluginGroup, field: str, section: Mapping[str, Any], *, own_keys: Collection[str]
 ) -> Mapping[str, Any]:
     """Return a section of an installed kind as one of ``kind: python``.
 
-    A section whose kind no package adds is returned as it is.
+    A section whose kind no package adds is returned as it is. Keys in ``own_keys``, those of the section for
+    code of one's own, keep their meaning; all others are options of the code.
+
+    Raises:
+        ConfigError: the section has options in the form of ``kind: python``; names ``field``.
     """
-    factory = installed_kinds(group).get(kind)
+    kind = section.get("kind")
+    factory = installed_kinds(group).get(kind) if isinstance(kind, str) else None
     if factory is None:
-        return value
-    if (taken := {"factory", "pickled", "options"} & value.keys()) != set():
-        raise PydanticCustomError(
-            "key_of_section",
-            "must be left out: the kind {kind} is {factory}, and its options stand beside kind",
-            {"key": min(taken), "kind": repr(kind), "factory": factory},
-        )
-    own = {key: one for key, one in value.items() if key in own_keys - {"kind"}}
-    options = {key: one for key, one in value.items() if key not in own_keys}
+        return section
+    for key in ("factory", "pickled", "options"):
+        if key in section:
+            remedy = f"must be left out: kind {kind!r} is {factory}, and its options stand beside kind"
+            raise ConfigError([Problem(field=f"{field}.{key}", value=section[key], remedy=remedy)])
+    own = {key: value for key, value in section.items() if key in own_keys and key != "kind"}
+    options = {key: value for key, value in section.items() if key not in own_keys}
     return {"kind": "python", "factory": factory, "options": options, **own}
 
 
 @functools.cache
-def installed_kinds(group: PluginGroup) -> dict[str, str]:
+def installed_kinds(group: PluginGroup) -> Mapping[str, str]:
     """Return the factory of each kind that installed packages add to a group.
 
     Raises:
-        PydanticCustomError: two packages add the same kind.
+        ConfigError: two packages add the same kind.
     """
     found: dict[str, str] = {}
     for point in entry_points(group=group):
         factory = point.value.replace(":", ".")
-        if found.setdefault(point.name, factory) != factory:
-            raise PydanticCustomError(
-                "installed_twice",
-                "two installed packages add the kind {kind} to {group}: {first} and {second}; uninstall one",
-                {
-                    "kind": repr(point.name),
-                    "group": group.value,
-                    "first": found[point.name],
-                    "second": factory,
-                },
-            )
+        if (first := found.setdefault(point.name, factory)) != factory:
+            remedy = f"two installed packages add this kind: {first} and {factory}; uninstall one of them"
+            raise ConfigError([Problem(field=group.value, value=point.name, remedy=remedy)])
     return found

@@ -1,0 +1,77 @@
+"""Kinds that installed packages add, in a config's values before they are validated (docs/plugins.md)."""
+
+from collections.abc import Mapping
+from typing import get_args
+
+from forgeasync.config.data import PythonReward, PythonSource, RewardSection, SourceSection
+from forgeasync.config.environments import EnvironmentSection
+from forgeasync.config.explain import PLUGIN_GROUPS, members
+from forgeasync.config.weights import BUILT_IN_TRANSPORTS
+from forgeasync.schema import PluginGroup, PythonCode, python_form
+
+
+def _kinds_of(union: object) -> set[str]:
+    return {kind for one in members(union) for kind in get_args(one.model_fields["kind"].annotation)}
+
+
+_BUILT_IN = {
+    PluginGroup.ENVIRONMENTS: _kinds_of(EnvironmentSection),
+    PluginGroup.REWARDS: _kinds_of(RewardSection),
+    PluginGroup.SOURCES: _kinds_of(SourceSection),
+    PluginGroup.TRANSPORTS: {*BUILT_IN_TRANSPORTS, "python"},
+}
+"""Kinds that no package can replace."""
+
+_PYTHON = {
+    PluginGroup.ENVIRONMENTS: PythonCode,
+    PluginGroup.REWARDS: PythonReward,
+    PluginGroup.SOURCES: PythonSource,
+    PluginGroup.TRANSPORTS: PythonCode,
+}
+
+
+def with_installed_kinds(values: object) -> object:
+    """Return a config's values with each section of an installed kind as one of ``kind: python``.
+
+    Raises:
+        ConfigError: such a section has a key that it must not have.
+    """
+    if not isinstance(values, Mapping):
+        return values
+    found = dict(values)
+    if "environment" in found:
+        found["environment"] = _read(PluginGroup.ENVIRONMENTS, "environment", found["environment"])
+    for name in ("data", "evaluation"):
+        if name in found:
+            found[name] = _within(name, found[name])
+    weights = found.get("weights")
+    if isinstance(weights, Mapping) and isinstance(choice := weights.get("transport"), str | Mapping):
+        section = {"kind": choice} if isinstance(choice, str) else choice
+        read = _read(PluginGroup.TRANSPORTS, "weights.transport", section)
+        if read is not section:
+            found["weights"] = {**weights, "transport": read}
+    return found
+
+
+def _within(field: str, value: object) -> object:
+    """Read the sections of rewards and sources within a section or a list of them."""
+    if isinstance(value, list):
+        return [_within(f"{field}.{index}", one) for index, one in enumerate(value)]
+    if not isinstance(value, Mapping):
+        return value
+    found = {}
+    for key, one in value.items():
+        where = f"{field}.{key}"
+        if (group := PLUGIN_GROUPS.get(key)) is None:
+            found[key] = _within(where, one)
+        elif isinstance(one, list):
+            found[key] = [_read(group, f"{where}.{index}", each) for index, each in enumerate(one)]
+        else:
+            found[key] = _read(group, where, one)
+    return found
+
+
+def _read(group: PluginGroup, field: str, section: object) -> object:
+    if not isinstance(section, Mapping) or section.get("kind") in _BUILT_IN[group]:
+        return section
+    return python_form(group, field, section, own_keys=_PYTHON[group].model_fields)
