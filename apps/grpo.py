@@ -36,7 +36,7 @@ from forgeasync.config import LocalLauncher, RunConfig, load_config, named_sourc
 from forgeasync.controller import (
     ControlDesk,
     EvaluationSchedule,
-    GroupEndings,
+    GroupLifecycle,
     Part,
     Prepared,
     Roles,
@@ -123,7 +123,7 @@ class GrpoRun:
         self.order = weighted_order(prepared.train, weights, seed=config.seed, position=position)
         self.filtering = GroupFiltering(config.algorithm, seed=config.seed)
         self.payloads = payload_budget(config, prepared.facts)
-        self.endings = GroupEndings(
+        self.lifecycle = GroupLifecycle(
             prepared,
             generators=self.generators,
             buffer=self.buffer,
@@ -157,7 +157,7 @@ class GrpoRun:
             others = (
                 *(fleet.watch(), self.stalls.loop(fleet), self.trainer.watch()),
                 *(*serving, self.evaluations.loop()),
-                *(self.collect(), self.score(), self.free_trained(), self.endings.keeper.loop()),
+                *(self.collect(), self.score(), self.free_trained(), self.lifecycle.spiller.loop()),
                 *(() if control is None else (control.loop(),)),
             )
             background = [loops.create_task(loop) for loop in others]
@@ -169,8 +169,8 @@ class GrpoRun:
         """Start groups when the buffer lets them and there is room for them; without it one waits."""
         await self.serving.until_served(self.first_version)
         await self.serving.until_taught_by(self.first_version)
-        await self.submit(self.endings.num_first_prompts)
-        await self.endings.restore()
+        await self.submit(self.lifecycle.num_first_prompts)
+        await self.lifecycle.restore()
         async with asyncio.TaskGroup() as groups:
             while True:
                 starts, num_wanted = await self.buffer.start.call_one(max(1, self.payloads.num_free))
@@ -192,9 +192,9 @@ class GrpoRun:
                 await self.keep(start, answer)
             case RefusedGroup():
                 self.recorder.record_episodes(answer.outcomes)
-                await self.endings.give_up(start.group_id, answer.reason, answer.problem)
+                await self.lifecycle.give_up(start.group_id, answer.reason, answer.problem)
             case CancelledGroup():
-                await self.endings.give_up(start.group_id, DropReason.CANCELLED)
+                await self.lifecycle.give_up(start.group_id, DropReason.CANCELLED)
 
     async def keep(self, start: Start, sampled: SampledGroup) -> None:
         """Put a sampled group into the buffer, for the scoring loop unless it has been scored."""
@@ -205,7 +205,7 @@ class GrpoRun:
             rollouts=sampled.rollouts,
             durations_ms=sampled.durations_ms,
         )
-        if (settled := await self.endings.settled(whole, sampled.scores)) is None:
+        if (settled := await self.lifecycle.settled(whole, sampled.scores)) is None:
             return
         group, scores = settled
         await self.buffer.finished.call_one(group)
@@ -224,20 +224,20 @@ class GrpoRun:
 
     async def complete(self, group: Group) -> None:
         """Have the scorer score a group, and accept it."""
-        if (scores := await self.endings.scored(group)) is not None:
+        if (scores := await self.lifecycle.scored(group)) is not None:
             await self.accept(group, scores)
 
     async def accept(self, group: Group, scores: Sequence[Score]) -> None:
         """Filter a scored group and complete it in the buffer."""
         if (problem := steps_problem(group, scores, self.config.algorithm)) is not None:
-            await self.endings.drop(group, DropReason.UNSCORED, problem)
+            await self.lifecycle.drop(group, DropReason.UNSCORED, problem)
             return
         self.recorder.record_scored(scores, [rollout.num_sampled_tokens for rollout in group.rollouts])
         filtered = self.filtering.apply(group, scores)
         if filtered.kept:
-            await self.endings.complete(group, filtered, scores)
+            await self.lifecycle.complete(group, filtered, scores)
         else:
-            await self.endings.drop(group, DropReason.FILTERED)
+            await self.lifecycle.drop(group, DropReason.FILTERED)
 
     async def train(self) -> None:
         """Evaluate, then take a batch, step, publish, and record what happened, up to ``max_steps``."""
@@ -271,7 +271,7 @@ class GrpoRun:
                 result = await self.trainer.train_items(minibatches, step=step)
             with clock.part(Part.COMMIT):
                 update = Update.MADE if result.skip_reason is None else Update.SKIPPED
-                await self.endings.commit(batch, trainer_wait_share=clock.wait_share, update=update)
+                await self.lifecycle.commit(batch, trainer_wait_share=clock.wait_share, update=update)
             self.trained.put_nowait((step, batch))
             self.version += 1
             with clock.part(Part.PUBLISH):
@@ -310,12 +310,12 @@ class GrpoRun:
         while True:
             step, batch = await self.trained.get()
             await self.trainer.until_safe(step)
-            await self.endings.free(batch.groups)
+            await self.lifecycle.free(batch.groups)
 
     def counters(self) -> dict[str, float]:
         """Return what the loops have counted so far, by metric name."""
         counted = [self.filtering, self.scorer, self.payloads, self.serving.ledger, self.generators]
-        counted += [self.evaluations, self.faults, self.storage, self.trainer, self.endings, self.stalls]
+        counted += [self.evaluations, self.faults, self.storage, self.trainer, self.lifecycle, self.stalls]
         counted += [self.groups] if isinstance(self.groups, GroupEpisodes) else []
         return {name: value for one in counted for name, value in one.metrics().items()}
 
@@ -356,7 +356,7 @@ async def train(config: RunConfig, prepared: Prepared) -> None:
                 console.phase(f"writing {final}")
                 await export(run.trainer, final, prepared, run.storage)
                 await run.with_ledger(run.buffer.end.call_one())
-                await run.endings.keeper.end()
+                await run.lifecycle.spiller.end()
             console.message(f"wrote {final}")
         except BaseException as error:
             if run is not None:

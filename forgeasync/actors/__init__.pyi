@@ -5,7 +5,6 @@ from .endpoint_sampling import EndpointResponses as EndpointResponses
 from .endpoint_sampling import NoTrajectories as NoTrajectories
 from .environment import agent_roles as agent_roles
 from .environment_pool import EnvironmentPool as EnvironmentPool
-from .evidence import stacks_of as stacks_of
 from .generator import GeneratorActor as GeneratorActor
 from .generator_pool import GeneratorPool as GeneratorPool
 from .group_episodes import GroupEpisodes as GroupEpisodes
@@ -14,6 +13,7 @@ from .group_sampling import HeldOutRollout as HeldOutRollout
 from .group_sampling import ResponseGroups as ResponseGroups
 from .group_sampling import SampledGroup as SampledGroup
 from .group_scoring import GroupScoring as GroupScoring
+from .hang_diagnosis import stacks_of as stacks_of
 from .moving_teacher import ITS_HOST as ITS_HOST
 from .moving_teacher import MovingTeacher as MovingTeacher
 from .procs import Procs as Procs
@@ -34,10 +34,10 @@ from .start_trainer import spawn_trainer as spawn_trainer
 from .start_trainer import start_trainer as start_trainer
 from .stored_groups import CancelledGroup as CancelledGroup
 from .stored_groups import RefusedGroup as RefusedGroup
-from .taught_groups import Untaught as Untaught
+from .taught_groups import TeacherFailure as TeacherFailure
 from .teaching import Teaching as Teaching
 from .trainer import TrainerActor as TrainerActor
-from .trainer_life import TrainerLife as TrainerLife
+from .trainer_incarnation import TrainerIncarnation as TrainerIncarnation
 from .trainer_mesh import TrainerMesh as TrainerMesh
 
 # Only tests import these.
@@ -73,7 +73,7 @@ from .stored_groups import SampledRollout as SampledRollout
 from .stored_groups import sampled_response as sampled_response
 from .stored_groups import store_group as store_group
 from .taught_groups import TaughtGroups as TaughtGroups
-from .teaching import Away as Away
+from .teaching import OutageBackoff as OutageBackoff
 from .teaching import PoolTeacher as PoolTeacher
 from .teaching import Teacher as Teacher
 from .watched_scorer import ScorerFails as ScorerFails

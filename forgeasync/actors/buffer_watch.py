@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 import psutil
 
 from forgeasync.actors.deaths import ActorDied
-from forgeasync.actors.evidence import evidence_here
+from forgeasync.actors.hang_diagnosis import evidence_here
 from forgeasync.actors.watched_process import Heartbeat, is_running
 from forgeasync.faults import FaultLog, Role
 from forgeasync.launch import kill_with_children

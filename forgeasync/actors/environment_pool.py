@@ -15,8 +15,8 @@ import psutil
 
 from forgeasync.actors.environment import EnvironmentActor, WorkerReport
 from forgeasync.actors.episode_turns import EpisodeRequest, GroupMove
-from forgeasync.actors.evidence import evidence_here
 from forgeasync.actors.generator import CancelledGroup, GeneratorActor
+from forgeasync.actors.hang_diagnosis import evidence_here
 from forgeasync.actors.watched_process import (
     END_S,
     Heartbeat,

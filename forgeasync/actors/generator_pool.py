@@ -13,8 +13,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 
 from forgeasync.actors.deaths import Proc
-from forgeasync.actors.evidence import evidence_of
 from forgeasync.actors.generator_losses import GeneratorLosses
+from forgeasync.actors.hang_diagnosis import diagnose_hang
 from forgeasync.actors.replica import LiveReplica, SpawnedReplica
 from forgeasync.actors.replica_health import BEAT_S, LOOK_S, ReplicaHealth
 from forgeasync.config import GeneratorSection
@@ -149,7 +149,7 @@ class GeneratorPool:
                 if has_ended:
                     self.lose(replica, "has died")
                 elif replica.number in self._replicas and (what := self._health.look_at(replica)) is not None:
-                    self.lose(replica, what, await evidence_of(self._role, (replica.host, replica.pid)))
+                    self.lose(replica, what, await diagnose_hang(self._role, (replica.host, replica.pid)))
 
     def lose(self, replica: LiveReplica, what: str, evidence: str | None = None) -> None:
         """Give a generator up: all calls to it end, it is killed, and another one is started.

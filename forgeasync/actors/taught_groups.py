@@ -28,7 +28,7 @@ of its likeliest ones (None); raises ValueError where it cannot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Untaught:
+class TeacherFailure:
     """A group that a teacher could not say anything of."""
 
     problem: str
@@ -54,7 +54,7 @@ class TaughtGroups:
 
     async def teach(
         self, rollouts: Sequence[StoredRollout], reads: Sequence[TeacherReads], score: ScoreTokens
-    ) -> tuple[StoredRollout, ...] | Untaught:
+    ) -> tuple[StoredRollout, ...] | TeacherFailure:
         """The rollouts of a group, with new references: to a file that has the teacher's record too.
 
         ``reads`` is what the teacher reads before each rollout's response.
@@ -77,7 +77,7 @@ class TaughtGroups:
             records = await asyncio.gather(*asked)
         except ValueError as error:
             # WrongTeacherRecord, or the teacher refuses the tokens: too many, or not of its vocabulary.
-            return Untaught(problem=str(error))
+            return TeacherFailure(problem=str(error))
         finally:
             for one in asked:
                 one.cancel()
@@ -91,7 +91,7 @@ class TaughtGroups:
         try:
             refs = await asyncio.to_thread(writer.write_group, payloads)
         except PayloadStoreFull as error:
-            return Untaught(problem=str(error), is_full=True)
+            return TeacherFailure(problem=str(error), is_full=True)
         new_prompts = {name: refs[index] for name, (index, _) in prompts.items()}
         new_responses = iter(refs[len(prompts) :])
         return tuple(

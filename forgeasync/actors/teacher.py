@@ -13,7 +13,7 @@ import numpy as np
 from monarch.actor import concurrent_endpoint
 
 from forgeasync.actors.generator import GeneratorActor
-from forgeasync.actors.taught_groups import TaughtGroups, Untaught
+from forgeasync.actors.taught_groups import TaughtGroups, TeacherFailure
 from forgeasync.observability import redirect_process_output
 from forgeasync.process_memory import MemoryWatch
 from forgeasync.rollouts import StoredRollout, TeacherReads, TeacherRecord
@@ -42,7 +42,7 @@ class TeacherActor(GeneratorActor):
     @concurrent_endpoint
     async def teach(
         self, rollouts: Sequence[StoredRollout], reads: Sequence[TeacherReads]
-    ) -> tuple[StoredRollout, ...] | Untaught:
+    ) -> tuple[StoredRollout, ...] | TeacherFailure:
         """See ``TaughtGroups.teach``."""
         return await self._groups.teach(rollouts, reads, self._score)
 

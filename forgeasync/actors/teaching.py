@@ -16,7 +16,7 @@ import numpy as np
 from forgeasync.actors.generator_pool import GeneratorPool
 from forgeasync.actors.moving_teacher import MovingTeacher
 from forgeasync.actors.replica import LiveReplica, ReplicaLost
-from forgeasync.actors.taught_groups import TaughtGroups, Untaught
+from forgeasync.actors.taught_groups import TaughtGroups, TeacherFailure
 from forgeasync.actors.teacher import TeacherActor
 from forgeasync.config import TeacherSection
 from forgeasync.rollouts import (
@@ -50,7 +50,7 @@ class TeacherModel(Protocol):
 
     async def teach(
         self, rollouts: Sequence[StoredRollout], reads: Sequence[TeacherReads]
-    ) -> tuple[StoredRollout, ...] | Untaught:
+    ) -> tuple[StoredRollout, ...] | TeacherFailure:
         """See ``TaughtGroups.teach``.
 
         Raises:
@@ -72,7 +72,7 @@ class PoolTeacher:
 
     async def teach(
         self, rollouts: Sequence[StoredRollout], reads: Sequence[TeacherReads]
-    ) -> tuple[StoredRollout, ...] | Untaught:
+    ) -> tuple[StoredRollout, ...] | TeacherFailure:
         replica = await self.pool.assigned(len(rollouts))
         try:
             return await replica.while_there(functools.partial(_teach, replica, rollouts, reads))
@@ -95,7 +95,7 @@ class EndpointTeacher:
 
     async def teach(
         self, rollouts: Sequence[StoredRollout], reads: Sequence[TeacherReads]
-    ) -> tuple[StoredRollout, ...] | Untaught:
+    ) -> tuple[StoredRollout, ...] | TeacherFailure:
         return await self.groups.teach(rollouts, reads, self._score)
 
     async def _score(self, ids_S: np.ndarray, num_prompt: int, given_TK: np.ndarray | None) -> TeacherRecord:
@@ -117,7 +117,7 @@ class Teacher:
 
 
 @dataclass(slots=True)
-class Away:
+class OutageBackoff:
     """How long a group has waited for a server that is down."""
 
     _since_s: float | None = None
@@ -161,7 +161,7 @@ class Teaching:
         task: Task,
         rollouts: tuple[StoredRollout, ...],
         scores: Sequence[Score] | None = None,
-    ) -> tuple[StoredRollout, ...] | Untaught:
+    ) -> tuple[StoredRollout, ...] | TeacherFailure:
         """The rollouts of a group with references to a file of their own, which has their teacher's record.
 
         The file of before is still there. Without teachers the group comes back as it is. ``scores`` are
@@ -214,20 +214,20 @@ class Teaching:
         group_id: int,
         rollouts: tuple[StoredRollout, ...],
         reads: Sequence[TeacherReads],
-    ) -> tuple[StoredRollout, ...] | Untaught:
-        num_left, away = teacher.section.max_attempts, Away()
+    ) -> tuple[StoredRollout, ...] | TeacherFailure:
+        num_left, away = teacher.section.max_attempts, OutageBackoff()
         while True:
             try:
                 found = await self._attempt(teacher, group_id, rollouts, reads)
             except (ReplicaLost, DeadlineExceeded) as error:
-                found = Untaught(problem=str(error))
+                found = TeacherFailure(problem=str(error))
             except RewardUnavailable as error:
                 if (wait_s := away.wait_s(teacher.section, error, time.monotonic())) is not None:
                     self._num_retried += 1
                     await asyncio.sleep(wait_s)
                     continue
-                found, num_left = Untaught(problem=str(error)), 0
-            if not isinstance(found, Untaught):
+                found, num_left = TeacherFailure(problem=str(error)), 0
+            if not isinstance(found, TeacherFailure):
                 self._num_tokens += sum(
                     rollout.num_response_tokens
                     for rollout, read in zip(rollouts, reads, strict=True)
@@ -246,7 +246,7 @@ class Teaching:
         group_id: int,
         rollouts: tuple[StoredRollout, ...],
         reads: Sequence[TeacherReads],
-    ) -> tuple[StoredRollout, ...] | Untaught:
+    ) -> tuple[StoredRollout, ...] | TeacherFailure:
         call = f"teacher {teacher.name} looking at group {group_id}"
         async with deadline(self.score_limit_s, call=call, key="timeouts.score_s"):
             return await teacher.model.teach(rollouts, reads)
@@ -270,6 +270,6 @@ class Teaching:
 
 async def _teach(
     replica: LiveReplica, rollouts: Sequence[StoredRollout], reads: Sequence[TeacherReads]
-) -> tuple[StoredRollout, ...] | Untaught:
+) -> tuple[StoredRollout, ...] | TeacherFailure:
     # Monarch's handle of an actor is of no class of ours.
     return await cast(TeacherActor, replica.actor).teach.call_one(rollouts, reads)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import psutil
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 
-from forgeasync.actors.evidence import evidence_here
+from forgeasync.actors.hang_diagnosis import evidence_here
 from forgeasync.actors.scorer import ScoredResponses, ScorerActor, Unavailable
 from forgeasync.actors.watched_process import (
     END_S,

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 
 from forgeasync.buffer.accounting import AccountingLedger, comes_again
 from forgeasync.buffer.ages import Deadlines, known_reference, reference_version
+from forgeasync.buffer.batch_replay import BatchReplayPlan
 from forgeasync.buffer.decisions import (
     Batch,
     BufferSnapshot,
@@ -30,7 +31,6 @@ from forgeasync.buffer.decisions import (
 from forgeasync.buffer.events import PromptEvents, Update
 from forgeasync.buffer.load import LoadController, StepLoad
 from forgeasync.buffer.ready_groups import BatchLine
-from forgeasync.buffer.steps_again import StepsAgain
 from forgeasync.buffer.submissions import Entry, Submission, Submissions
 from forgeasync.config import AccountingPolicy, AccountingSection, AgeOf, BufferSection, StaleGroups
 from forgeasync.rollouts import Group, GroupProgress, KeptGroup, Score, Task
@@ -76,7 +76,7 @@ class ReplayBuffer:
         self._deficits_before_batch: tuple[Deficit, ...] = ()
         self._num_ready_after_batch = 0
         self._was_bound = False
-        self._again = StepsAgain()
+        self._again = BatchReplayPlan()
         self.events = PromptEvents()
         self.num_dropped: Counter[DropReason] = Counter({reason: 0 for reason in DropReason})
         self.num_reissued = 0

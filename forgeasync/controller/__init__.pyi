@@ -23,8 +23,8 @@ from .evaluation_setup import find_endpoint as find_endpoint
 from .evaluation_setup import prepare_evaluation as prepare_evaluation
 from .exporting import export as export
 from .fleet import Fleet as Fleet
-from .group_endings import GroupEndings as GroupEndings
-from .group_endings import payload_budget as payload_budget
+from .group_lifecycle import GroupLifecycle as GroupLifecycle
+from .group_lifecycle import payload_budget as payload_budget
 from .host_checks import open_hosts as open_hosts
 from .leftovers import take_over as take_over
 from .preparation import Prepared as Prepared
@@ -55,7 +55,7 @@ from .evaluation import evaluate as evaluate
 from .evaluation_report import rollout_record as rollout_record
 from .evaluation_schedule import max_beside as max_beside
 from .evaluation_setup import without_trainer as without_trainer
-from .group_keeper import GroupKeeper as GroupKeeper
+from .group_spiller import GroupSpiller as GroupSpiller
 from .host_checks import check_hosts as check_hosts
 from .host_gpus import check_gpus_of_hosts as check_gpus_of_hosts
 from .host_gpus import check_local_gpus as check_local_gpus

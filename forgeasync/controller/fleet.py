@@ -23,10 +23,10 @@ from forgeasync.actors import (
     Procs,
     RefusedGroup,
     SampledGroup,
+    TeacherFailure,
     Teaching,
     TrainerMesh,
     Unscored,
-    Untaught,
     connect_weights,
     start_environment,
     start_generators,
@@ -218,7 +218,7 @@ class Fleet:
         problem = steps_problem(group, scores, self.config.algorithm)
         if problem is None:
             taught = await self._teaching.teach(group_id, task, answer.rollouts, scores)
-            if not isinstance(taught, Untaught):
+            if not isinstance(taught, TeacherFailure):
                 if taught is not answer.rollouts:
                     # A teacher writes the group once more.
                     await self.generators.free_payloads(answer.rollouts)

@@ -5,7 +5,7 @@ under way is made again on the new trainer, which is then where the old one was 
 there from the newest snapshot that all ranks have (``forgeasync.trainer.snapshots``), and by making the steps
 after it again (``forgeasync.trainer.step_memory``). Generators go on meanwhile.
 
-``forgeasync.actors.trainer_life`` notices that a trainer is lost.
+``forgeasync.actors.trainer_incarnation`` notices that a trainer is lost.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from forgeasync.actors import (
     OWN_ACTORS,
     GeneratorRouter,
     Procs,
-    TrainerLife,
+    TrainerIncarnation,
     TrainerMesh,
     kill_trainer,
     make_folders,
@@ -113,8 +113,8 @@ class TrainerRecovery:
         """Tell the ranks which generators there are; those of a new trainer hear it when it starts."""
         await self._call(lambda mesh: mesh.generators_changed(self._generators))
 
-    def _begin_life(self, trainer: TrainerMesh) -> TrainerLife:
-        return TrainerLife(trainer, self._procs, heartbeat_s=self._section.heartbeat_s)
+    def _begin_life(self, trainer: TrainerMesh) -> TrainerIncarnation:
+        return TrainerIncarnation(trainer, self._procs, heartbeat_s=self._section.heartbeat_s)
 
     async def _open_snapshots(self, trainer: TrainerMesh) -> int:
         every_steps = self._section.snapshot_every_steps
@@ -250,7 +250,7 @@ class TrainerRecovery:
                 working.add_done_callback(forget)
                 working.cancel()
 
-    async def _living(self) -> TrainerLife:
+    async def _living(self) -> TrainerIncarnation:
         """Wait for a trainer that is not lost.
 
         Raises:
@@ -277,7 +277,7 @@ class TrainerRecovery:
             if not self._failure.done():
                 self._failure.set_exception(error)
 
-    async def _replace(self, lost: TrainerLife) -> None:
+    async def _replace(self, lost: TrainerIncarnation) -> None:
         """Start trainers until one is where the lost one was.
 
         Raises:

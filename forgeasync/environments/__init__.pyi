@@ -172,13 +172,13 @@ from .served.judge import MAX_CHARACTERS as MAX_CHARACTERS
 from .served.judge import exchanges as exchanges
 from .served.judge import judge_session as judge_session
 from .sessions.anthropic_messages import AnthropicMessages as AnthropicMessages
-from .sessions.asked import Api as Api
-from .sessions.asked import Asked as Asked
 from .sessions.chat_completions import ChatCompletions as ChatCompletions
 from .sessions.feedback import Feedback as Feedback
 from .sessions.feedback import MAX_COMMENT_CHARS as MAX_COMMENT_CHARS
 from .sessions.fields import MAX_UNKNOWN_CHARS as MAX_UNKNOWN_CHARS
 from .sessions.fields import MAX_UNKNOWN_NAMES as MAX_UNKNOWN_NAMES
+from .sessions.inference import Api as Api
+from .sessions.inference import InferenceRequest as InferenceRequest
 from .sessions.limits import SessionLimits as SessionLimits
 from .sessions.problems import RequestError as RequestError
 from .sessions.responses import Responses as Responses

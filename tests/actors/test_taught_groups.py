@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from forgeasync.actors import RefusedGroup, SampledRollout, TaughtGroups, Untaught, store_group
+from forgeasync.actors import RefusedGroup, SampledRollout, TaughtGroups, TeacherFailure, store_group
 from forgeasync.rollouts import (
     NO_ID,
     FinishReason,
@@ -77,7 +77,7 @@ def test_each_response_follows_what_the_teacher_reads_token_by_token(folder: Pat
     shown = np.array([1, 0, 1, 1, 0, 2], np.int32)
     reads = (shown, Instead.NOTHING, Instead.POLICYS)
     taught = asyncio.run(groups.teach(stored(folder, rollouts), reads, score))
-    assert not isinstance(taught, Untaught)
+    assert not isinstance(taught, TeacherFailure)
     first, _, last = rollouts
     assert asked == [
         ([*shown.tolist(), *first.response_ids_T.tolist()], len(shown)),
@@ -118,7 +118,7 @@ def test_the_teacher_is_asked_about_what_the_policy_could_have_drawn(folder: Pat
     )
     taught = asyncio.run(groups.teach(stored(folder, [rollout]), (Instead.POLICYS,), score))
     kept = rollout.kept_tokens
-    assert kept is not None and not isinstance(taught, Untaught)
+    assert kept is not None and not isinstance(taught, TeacherFailure)
     (given_TK,) = asked
     assert given_TK is not None
     for token, row in enumerate(given_TK.tolist()):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from forgeasync.actors import Away, PoolTeacher, ReplicaLost, Teacher, Teaching, Untaught
+from forgeasync.actors import OutageBackoff, PoolTeacher, ReplicaLost, Teacher, TeacherFailure, Teaching
 from forgeasync.config import TeacherEndpoint, TeacherSection
 from forgeasync.models import character_tokenizer
 from forgeasync.rollouts import Instead, PromptEncoder, Score, Task, TeacherPrompts, TeacherReads
@@ -88,7 +88,7 @@ def test_without_teachers_a_group_comes_back_as_it_is() -> None:
 
 
 def test_lost_engines_and_refused_answers_are_tried_again() -> None:
-    engines = Engines([ReplicaLost("it is gone"), Untaught(problem="a nan"), NEW])
+    engines = Engines([ReplicaLost("it is gone"), TeacherFailure(problem="a nan"), NEW])
     one = teaching(engines)
     assert teach(one) == NEW
     found = one.metrics()
@@ -99,11 +99,11 @@ def test_lost_engines_and_refused_answers_are_tried_again() -> None:
 def test_attempts_have_an_end_and_a_full_store_has_it_at_once() -> None:
     one = teaching(Engines([ReplicaLost("one"), ReplicaLost("it is gone"), NEW]), max_attempts=2)
     given_up = teach(one)
-    assert given_up == Untaught(problem="teacher t, group 4: it is gone")
+    assert given_up == TeacherFailure(problem="teacher t, group 4: it is gone")
     assert one.metrics()["teacher/num_failed"] == 1 and one.metrics()["teacher/num_tokens"] == 0
-    full = teaching(Engines([Untaught(problem="no room", is_full=True), NEW]))
+    full = teaching(Engines([TeacherFailure(problem="no room", is_full=True), NEW]))
     found = teach(full)
-    assert isinstance(found, Untaught) and found.is_full, "the group is refused for its size"
+    assert isinstance(found, TeacherFailure) and found.is_full, "the group is refused for its size"
     assert full.metrics()["teacher/num_retried"] == 0
 
 
@@ -115,7 +115,7 @@ def test_what_raises_otherwise_is_no_fault_of_the_group() -> None:
 def test_an_answer_that_is_late_counts_as_none() -> None:
     engines = Engines([NEW, NEW], hold=asyncio.Event())
     found = teach(teaching(engines, max_attempts=2, limit_s=0.1))
-    assert isinstance(found, Untaught) and "timeouts.score_s" in found.problem
+    assert isinstance(found, TeacherFailure) and "timeouts.score_s" in found.problem
     assert engines.num_live == 0
 
 
@@ -176,16 +176,16 @@ def test_a_server_that_is_down_for_a_while_costs_no_attempt() -> None:
 
 def test_a_server_that_stays_down_gives_the_group_up() -> None:
     one = served(Server(num_away=10**6, retry_after_s=0.01), max_unavailable_s=0.2)
-    assert teach(one) == Untaught(problem="teacher t, group 4: the server is down")
+    assert teach(one) == TeacherFailure(problem="teacher t, group 4: the server is down")
     assert one.metrics()["teacher/num_failed"] == 1
 
 
 def test_waits_double_up_to_a_bound_or_to_what_the_server_asks() -> None:
     where = TeacherEndpoint(base_url="http://localhost:1/v1", model="m", max_unavailable_s=100.0)
     section = TeacherSection(endpoint=where)
-    away, down = Away(), RewardUnavailable("down", 1.0)
+    away, down = OutageBackoff(), RewardUnavailable("down", 1.0)
     assert [away.wait_s(section, down, 10.0) for _ in range(6)] == [1.0, 2.0, 4.0, 8.0, 15.0, 15.0]
-    assert Away().wait_s(section, RewardUnavailable("later", 60.0), 0.0) == 60.0
+    assert OutageBackoff().wait_s(section, RewardUnavailable("later", 60.0), 0.0) == 60.0
     assert away.wait_s(section, down, 109.9) == 15.0 and away.wait_s(section, down, 110.0) is None
 
 

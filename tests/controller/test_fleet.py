@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from forgeasync.actors import SampledGroup, Teaching, Untaught
+from forgeasync.actors import SampledGroup, TeacherFailure, Teaching
 from forgeasync.algorithms import Loss
 from forgeasync.controller import Fleet
 from forgeasync.rollouts import Score, Step, StoredRollout, Task
@@ -39,10 +39,10 @@ class Teacher:
 
     async def teach(
         self, group_id: int, task: Task, rollouts: tuple[StoredRollout, ...], scores: Sequence[Score]
-    ) -> tuple[StoredRollout, ...] | Untaught:
+    ) -> tuple[StoredRollout, ...] | TeacherFailure:
         self.seen.append(scores)
         if self.problem is not None:
-            return Untaught(problem=self.problem)
+            return TeacherFailure(problem=self.problem)
         return tuple(make_stored_rollout((0, 0, 7), text="taught") for _ in rollouts)
 
 

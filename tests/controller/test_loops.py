@@ -419,7 +419,7 @@ def test_steps_that_do_not_fit_cost_their_group_and_not_the_run(tmp_path: Path) 
     config, recorder, trainer = make_config(tmp_path), Recorder(), Trainer()
     run = make_run(config, held_out=[make_problem(10)], recorder=recorder, trainer=trainer)
     scorer = GroupScoring(ScorerPool([with_steps], config.scorer), config.scorer)
-    run.scorer = run.endings._scorer = scorer
+    run.scorer = run.lifecycle._scorer = scorer
     asyncio.run(run.run(Fleet()))
     assert len(trainer.steps) == MAX_STEPS
     assert recorder.problems and all("has no rewards of steps" in text for text in recorder.problems)
@@ -451,9 +451,9 @@ def test_groups_that_became_too_old_are_freed(tmp_path: Path) -> None:
         run.buffer.scored, run.buffer.committed = Endpoint(scored), Endpoint(committed)
         await run.complete(groups[0])
         assert generators.freed == list(groups[0].rollouts)
-        await run.endings.free([groups[1]])
+        await run.lifecycle.free([groups[1]])
         batch = Batch(trainer_version=0, groups=(groups[1],), weights=(1.0,))
-        await run.endings.commit(batch, trainer_wait_share=0.5, update=Update.MADE)
+        await run.lifecycle.commit(batch, trainer_wait_share=0.5, update=Update.MADE)
 
     asyncio.run(lose_all())
     assert generators.freed == [rollout for group in groups for rollout in group.rollouts]

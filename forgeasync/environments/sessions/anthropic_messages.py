@@ -9,7 +9,6 @@ from typing import Any
 
 from forgeasync.environments.environment import Turn
 from forgeasync.environments.messages import ASSISTANT, TOOL, Message, ToolSpec
-from forgeasync.environments.sessions.asked import Asked, Reply, dumps, pieces, sse
 from forgeasync.environments.sessions.fields import (
     Fields,
     Json,
@@ -22,6 +21,7 @@ from forgeasync.environments.sessions.fields import (
     refuse_other_callers,
     wrong,
 )
+from forgeasync.environments.sessions.inference import InferenceRequest, InferenceResult, dumps, pieces, sse
 from forgeasync.environments.sessions.problems import RequestError
 from forgeasync.environments.sessions.shown_turns import shown
 from forgeasync.rollouts import FinishReason
@@ -65,7 +65,7 @@ _ERRORS = {
 class AnthropicMessages:
     """The ``Api`` of Anthropic's Messages."""
 
-    def read(self, body: Mapping[str, Any]) -> Asked:
+    def read(self, body: Mapping[str, Any]) -> InferenceRequest:
         """See ``Api``."""
         fields = Fields(body)
         checked_text("model", fields.required("model"))
@@ -89,7 +89,7 @@ class AnthropicMessages:
         fields.refuse(_REFUSED, why="a session cannot do what it asks for; leave it out")
         fields.given(_WITHOUT_EFFECT)
         fields.ignore_rest()
-        return Asked(
+        return InferenceRequest(
             messages=tuple(read),
             tools=tools if may_call else (),
             max_tokens=max_tokens,
@@ -100,7 +100,7 @@ class AnthropicMessages:
             body=body,
         )
 
-    def whole(self, asked: Asked, reply: Reply) -> Json:
+    def whole(self, asked: InferenceRequest, reply: InferenceResult) -> Json:
         """See ``Api``."""
         turn = reply.turns[0]
         return {
@@ -110,7 +110,7 @@ class AnthropicMessages:
             "usage": {"input_tokens": turn.num_prompt_tokens, "output_tokens": turn.num_tokens},
         }
 
-    def events(self, asked: Asked, reply: Reply) -> Iterator[bytes]:
+    def events(self, asked: InferenceRequest, reply: InferenceResult) -> Iterator[bytes]:
         """See ``Api``."""
         turn = reply.turns[0]
         usage = {"input_tokens": turn.num_prompt_tokens, "output_tokens": 0}
@@ -262,7 +262,7 @@ def _read_user(blocks: list[Fields]) -> tuple[list[Message], bool]:
     return messages, has_error
 
 
-def _frame(reply: Reply) -> Json:
+def _frame(reply: InferenceResult) -> Json:
     """What a message has before anything is sampled."""
     return {
         "id": f"msg_{reply.id}",
@@ -312,7 +312,7 @@ def _deltas(block: Json) -> Iterator[Json]:
                 yield {"type": "input_json_delta", "partial_json": piece}
 
 
-def _stop(asked: Asked, turn: Turn) -> Json:
+def _stop(asked: InferenceRequest, turn: Turn) -> Json:
     """Why a turn ended, and which of the request's own texts ended it."""
     if turn.finish_reason is FinishReason.LENGTH:
         return {"stop_reason": "max_tokens", "stop_sequence": None}

@@ -9,7 +9,6 @@ from typing import Any
 
 from forgeasync.environments.environment import Turn
 from forgeasync.environments.messages import ASSISTANT, TOOL, Message, ToolSpec
-from forgeasync.environments.sessions.asked import Asked, Reply, openai_error, pieces, sse
 from forgeasync.environments.sessions.fields import (
     Fields,
     Json,
@@ -21,6 +20,13 @@ from forgeasync.environments.sessions.fields import (
     read_tools,
     refuse_other_callers,
     wrong,
+)
+from forgeasync.environments.sessions.inference import (
+    InferenceRequest,
+    InferenceResult,
+    openai_error,
+    pieces,
+    sse,
 )
 from forgeasync.environments.sessions.openai_fields import (
     check_common_fields,
@@ -91,7 +97,7 @@ _OF_MESSAGES = (
 class ChatCompletions:
     """The ``Api`` of Chat Completions."""
 
-    def read(self, body: Mapping[str, Any]) -> Asked:
+    def read(self, body: Mapping[str, Any]) -> InferenceRequest:
         """See ``Api``."""
         fields = Fields(body)
         checked_text("model", fields.required("model"))
@@ -111,7 +117,7 @@ class ChatCompletions:
         fields.refuse(_REFUSED, why="a session cannot do what it asks for; leave it out")
         fields.given(["metadata"])
         fields.ignore_rest()
-        return Asked(
+        return InferenceRequest(
             messages=read,
             tools=tools if may_call else (),
             max_tokens=max_tokens,
@@ -123,7 +129,7 @@ class ChatCompletions:
             body=body,
         )
 
-    def whole(self, asked: Asked, reply: Reply) -> Json:
+    def whole(self, asked: InferenceRequest, reply: InferenceResult) -> Json:
         """See ``Api``."""
         return {
             **_head(reply, "chat.completion"),
@@ -131,7 +137,7 @@ class ChatCompletions:
             "usage": _usage(reply),
         }
 
-    def events(self, asked: Asked, reply: Reply) -> Iterator[bytes]:
+    def events(self, asked: InferenceRequest, reply: InferenceResult) -> Iterator[bytes]:
         """See ``Api``."""
         has_usage = bool((asked.body.get("stream_options") or {}).get("include_usage"))
         head = {**_head(reply, "chat.completion.chunk"), **({"usage": None} if has_usage else {})}
@@ -229,7 +235,7 @@ def _read_call(fields: Fields) -> Json:
     return call
 
 
-def _head(reply: Reply, kind: str) -> Json:
+def _head(reply: InferenceResult, kind: str) -> Json:
     return {"id": f"chatcmpl-{reply.id}", "object": kind, "created": reply.created_s, "model": reply.model}
 
 
@@ -268,7 +274,7 @@ def _finish_reason(turn: Turn) -> str:
     return "tool_calls" if shown(turn).tool_calls else "stop"
 
 
-def _usage(reply: Reply) -> Json:
+def _usage(reply: InferenceResult) -> Json:
     # All turns of a request answer the same prompt, which counts once.
     num_before = reply.turns[0].num_prompt_tokens
     num_sampled = sum(turn.num_tokens for turn in reply.turns)

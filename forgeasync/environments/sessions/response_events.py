@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from forgeasync.environments.sessions.asked import pieces
 from forgeasync.environments.sessions.fields import Json
+from forgeasync.environments.sessions.inference import pieces
 
 
 def item_events(index: int, item: Json) -> Iterator[tuple[str, Json]]:

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from forgeasync.environments.messages import ASSISTANT, TOOL, Message, ToolCall, ToolSpec
-from forgeasync.environments.sessions.asked import Asked, Reply, openai_error, sse
 from forgeasync.environments.sessions.fields import (
     Fields,
     Json,
@@ -21,6 +20,7 @@ from forgeasync.environments.sessions.fields import (
     refuse_other_callers,
     wrong,
 )
+from forgeasync.environments.sessions.inference import InferenceRequest, InferenceResult, openai_error, sse
 from forgeasync.environments.sessions.openai_fields import (
     check_common_fields,
     read_stream_options,
@@ -41,7 +41,7 @@ _TEXT_PARTS = ("input_text", "output_text", "text")
 class Responses:
     """The ``Api`` of Responses."""
 
-    def read(self, body: Mapping[str, Any]) -> Asked:
+    def read(self, body: Mapping[str, Any]) -> InferenceRequest:
         """See ``Api``."""
         fields = Fields(body)
         checked_text("model", fields.required("model"))
@@ -65,7 +65,7 @@ class Responses:
         fields.refuse(_REFUSED, why="a session cannot do what it asks for; leave it out")
         fields.given(_WITHOUT_EFFECT)
         fields.ignore_rest()
-        return Asked(
+        return InferenceRequest(
             messages=messages,
             instructions=instructions,
             previous_id=previous_id,
@@ -78,7 +78,7 @@ class Responses:
             body=body,
         )
 
-    def whole(self, asked: Asked, reply: Reply) -> Json:
+    def whole(self, asked: InferenceRequest, reply: InferenceResult) -> Json:
         """See ``Api``."""
         turn = reply.turns[0]
         is_cut = turn.finish_reason is FinishReason.LENGTH
@@ -97,7 +97,7 @@ class Responses:
             },
         }
 
-    def events(self, asked: Asked, reply: Reply) -> Iterator[bytes]:
+    def events(self, asked: InferenceRequest, reply: InferenceResult) -> Iterator[bytes]:
         """See ``Api``."""
         number = 0
         begun = {**_frame(asked, reply), "status": "in_progress", "output": []}
@@ -230,7 +230,7 @@ def _read_message(fields: Fields) -> Json:
     return {"role": "system" if role == "developer" else role, "content": text}
 
 
-def _frame(asked: Asked, reply: Reply) -> Json:
+def _frame(asked: InferenceRequest, reply: InferenceResult) -> Json:
     """What a response has before anything is sampled."""
     tools = [
         {
@@ -262,7 +262,7 @@ def _frame(asked: Asked, reply: Reply) -> Json:
     }
 
 
-def _items(reply: Reply) -> list[Json]:
+def _items(reply: InferenceResult) -> list[Json]:
     turn = reply.turns[0]
     seen = shown(turn)
     status = "incomplete" if turn.finish_reason is FinishReason.LENGTH else "completed"

@@ -17,12 +17,12 @@ from typing import Self
 from aiohttp import web
 
 from forgeasync.config import WILDCARDS, is_loopback
-from forgeasync.environments.sessions.answering import Answering
 from forgeasync.environments.sessions.front_desk import FrontDesk
 from forgeasync.environments.sessions.limits import SessionLimits
 from forgeasync.environments.sessions.registry import Registry
 from forgeasync.environments.sessions.session import RespondingAgent, Session
 from forgeasync.environments.sessions.session_end import SessionEnd
+from forgeasync.environments.sessions.session_handler import SessionHandler
 
 MIN_TOKEN_CHARS = 16
 
@@ -82,7 +82,7 @@ class SessionServer:
         Raises:
             OSError: the address is in use, or is none of this machine's.
         """
-        app = Answering(self._sessions, self._limits, self._desk, self._token).application()
+        app = SessionHandler(self._sessions, self._limits, self._desk, self._token).application()
         # With handler_cancellation a request whose client is gone ends at once; its sampling goes on.
         runner = web.AppRunner(
             app,

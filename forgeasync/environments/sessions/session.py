@@ -14,8 +14,8 @@ from typing import Protocol
 
 from forgeasync.environments.environment import Turn
 from forgeasync.environments.messages import Message, ToolSpec
-from forgeasync.environments.sessions.asked import Asked, Reply
 from forgeasync.environments.sessions.feedback import Feedback
+from forgeasync.environments.sessions.inference import InferenceRequest, InferenceResult
 from forgeasync.environments.sessions.limits import SessionLimits
 from forgeasync.environments.sessions.problems import RequestError, as_request_error, closed
 from forgeasync.environments.sessions.samplings import Attempt, KeyReused, Sampling, Samplings
@@ -75,8 +75,8 @@ class SessionCounts:
 class Work:
     """Turns on their way."""
 
-    asked: Asked
-    reply: asyncio.Task[Reply]
+    asked: InferenceRequest
+    reply: asyncio.Task[InferenceResult]
 
 
 class Session:
@@ -168,7 +168,7 @@ class Session:
         if is_last:
             self.close(SessionEnd.FEEDBACK)
 
-    def begin(self, asked: Asked, attempt: Attempt) -> Sampling[Work]:
+    def begin(self, asked: InferenceRequest, attempt: Attempt) -> Sampling[Work]:
         """Return the sampling that answers a request; call on the server's loop, and ``leave`` afterwards.
 
         Raises:
@@ -202,7 +202,7 @@ class Session:
         sampling.num_waiting -= 1
         sampling.is_delivered |= is_delivered
 
-    def _check_room(self, asked: Asked, attempt: Attempt) -> None:
+    def _check_room(self, asked: InferenceRequest, attempt: Attempt) -> None:
         most = self._limits.max_turns_at_once
         if asked.num_turns > most:
             raise RequestError(f"n is {asked.num_turns}; must be at most {most} here", param="n")
@@ -215,7 +215,7 @@ class Session:
                 retry_after_s=1,
             )
 
-    def _note(self, asked: Asked) -> None:
+    def _note(self, asked: InferenceRequest) -> None:
         self.counts.num_not_honoured += bool(asked.ignored)
         self.counts.num_with_unknown_fields += bool(asked.unknown)
         if asked.ignored and not self._has_warned:
@@ -233,7 +233,7 @@ class Session:
                 ", ".join(asked.unknown),
             )
 
-    async def _sample(self, asked: Asked) -> Reply:
+    async def _sample(self, asked: InferenceRequest) -> InferenceResult:
         """Raises RequestError, and nothing else."""
         try:
             history = self._shown.history(self._conversation(asked))
@@ -249,7 +249,7 @@ class Session:
                 self._responses.popitem(last=False)
         return reply
 
-    async def _reply(self, asked: Asked, history: History) -> Reply:
+    async def _reply(self, asked: InferenceRequest, history: History) -> InferenceResult:
         responses = [
             self._loop.create_task(
                 self._agent.respond(
@@ -286,9 +286,11 @@ class Session:
         for turn in turns:
             self._shown.remember(history, turn)
             self.counts.num_shown_as_text += shown(turn).num_as_text
-        return Reply(id=secrets.token_hex(16), created_s=int(time.time()), model=self.name, turns=turns)
+        return InferenceResult(
+            id=secrets.token_hex(16), created_s=int(time.time()), model=self.name, turns=turns
+        )
 
-    def _conversation(self, asked: Asked) -> tuple[Message, ...]:
+    def _conversation(self, asked: InferenceRequest) -> tuple[Message, ...]:
         first: tuple[Message, ...] = ()
         if asked.instructions is not None:
             first = ({"role": "system", "content": asked.instructions},)

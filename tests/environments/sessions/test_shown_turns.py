@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 from forgeasync.environments import (
     AnthropicMessages,
     Api,
-    Asked,
     BrokenToolCall,
     ChatCompletions,
+    InferenceRequest,
     Responses,
     ShownTurns,
     ToolCall,
     Turn,
     shown,
 )
-from forgeasync.environments.sessions.asked import Reply
+from forgeasync.environments.sessions.inference import InferenceResult
 from forgeasync.rollouts import FinishReason
 from tests.support.sessions import say
 
@@ -76,8 +76,8 @@ def handed_back(api: Api, body: dict[str, Any], kept: bool) -> dict[str, Any]:
 def test_every_turn_comes_back_through_every_api(turn: Turn, kept: bool, api: Api) -> None:
     turns = ShownTurns(max_turns=10)
     turns.remember(turns.history([USER]), turn)
-    asked = Asked(messages=(USER,), body={})
-    body = api.whole(asked, Reply(id="x", created_s=0, model="m", turns=(turn,)))
+    asked = InferenceRequest(messages=(USER,), body={})
+    body = api.whole(asked, InferenceResult(id="x", created_s=0, model="m", turns=(turn,)))
     # Over the wire and back.
     body = json.loads(json.dumps(body, allow_nan=False))
     read = api.read(handed_back(api, body, kept))
@@ -181,8 +181,8 @@ def test_a_call_that_could_not_come_back_is_shown_as_text(name: str, value: Any,
     for api in (ChatCompletions(), Responses(), AnthropicMessages()):
         turns = ShownTurns(max_turns=10)
         turns.remember(turns.history([USER]), turn)
-        reply = Reply(id="x", created_s=0, model="m", turns=(turn,))
-        body = json.loads(json.dumps(api.whole(Asked(messages=(USER,), body={}), reply)))
+        reply = InferenceResult(id="x", created_s=0, model="m", turns=(turn,))
+        body = json.loads(json.dumps(api.whole(InferenceRequest(messages=(USER,), body={}), reply)))
         back = json.loads(json.dumps(handed_back(api, body, True), ensure_ascii=False).encode())
         assert turns.history(api.read(back).messages).messages[1] == turn.message
 

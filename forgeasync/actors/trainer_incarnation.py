@@ -12,7 +12,7 @@ from typing import TypeVar
 from monarch.actor import ActorError
 
 from forgeasync.actors.deaths import END_S, ActorDied, Proc, first_ended
-from forgeasync.actors.evidence import evidence_of
+from forgeasync.actors.hang_diagnosis import diagnose_hang
 from forgeasync.actors.procs import Procs
 from forgeasync.actors.trainer_mesh import TrainerMesh
 from forgeasync.faults import Fault, Role
@@ -28,7 +28,7 @@ COLLECTIVE_ERRORS = ("gloo", "NCCL", "ProcessGroup", "c10d")
 """What errors of collectives name: the rank that reports one need not be the one that has caused it."""
 
 
-class TrainerLife:
+class TrainerIncarnation:
     """A trainer mesh, and what has become of it."""
 
     def __init__(self, mesh: TrainerMesh, procs: Procs, *, heartbeat_s: float) -> None:
@@ -50,7 +50,7 @@ class TrainerLife:
                 for one, beat in zip(self.mesh.members, beats, strict=True):
                     if not self.lost.is_set() and beat.look() > self._heartbeat_s:
                         what = f"has not answered for trainer.recovery.heartbeat_s = {self._heartbeat_s:g} s"
-                        evidence = await evidence_of(Role.TRAINER, (one.host, one.pid))
+                        evidence = await diagnose_hang(Role.TRAINER, (one.host, one.pid))
                         if not self.lost.is_set():
                             self._lose(_name(one), what, ActorDied(f"{_name(one)} {what}"), evidence)
                 await self._rest()
@@ -85,7 +85,7 @@ class TrainerLife:
             return True
         if isinstance(error, DeadlineExceeded):
             ranks = [(one.host, one.pid) for one in self.mesh.members]
-            evidence = await evidence_of(Role.TRAINER, *ranks)
+            evidence = await diagnose_hang(Role.TRAINER, *ranks)
             if not self.lost.is_set():
                 self._lose("the trainer", f"is stuck: {error}", error, evidence)
         elif isinstance(error, ActorError) and _is_of_collective(error.exception):

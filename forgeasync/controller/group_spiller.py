@@ -18,7 +18,7 @@ from forgeasync.controller.preparation import Prepared
 from forgeasync.rollouts import Group, KeptGroup, Score, encode_facts, file_name
 
 
-class GroupKeeper:
+class GroupSpiller:
     """The files of the groups that have not trained, or whose steps no checkpoint has."""
 
     def __init__(

@@ -1,17 +1,17 @@
-"""How groups end (trained on, dropped, given up): arrays are freed, the buffer and the files are told.
+"""The life of a group after it is sampled: scored, filtered, completed, dropped, given up, trained on.
 
-Also what a group that was scored goes through before: the filters have left something of it, the buffer takes
-it, and it is kept on the disk.
+Each outcome frees what nobody needs any more, and reaches the buffer, the payload store, the generators and
+the files of the run.
 """
 
 import dataclasses
 from collections.abc import Sequence
 
-from forgeasync.actors import BufferActor, GeneratorRouter, GroupScoring, Teaching, Unscored, Untaught
+from forgeasync.actors import BufferActor, GeneratorRouter, GroupScoring, TeacherFailure, Teaching, Unscored
 from forgeasync.algorithms import Filtered
 from forgeasync.buffer import Batch, DropReason, StarvationWatch, Update
 from forgeasync.config import Interruption, ModelFacts, RunConfig, num_groups_held
-from forgeasync.controller.group_keeper import GroupKeeper
+from forgeasync.controller.group_spiller import GroupSpiller
 from forgeasync.controller.preparation import Prepared
 from forgeasync.controller.recorder import RunRecorder
 from forgeasync.controller.resume import RunFiles
@@ -28,8 +28,8 @@ def payload_budget(config: RunConfig, facts: ModelFacts) -> AsyncPayloadBudget:
     return AsyncPayloadBudget(PayloadBudget(capacity, excess_bytes=excess), largest_group_bytes=largest_group)
 
 
-class GroupEndings:
-    """Ends groups in all places that know of them."""
+class GroupLifecycle:
+    """Applies each outcome of a group wherever the group is known."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class GroupEndings:
         self._teaching = teaching
         self._payloads = payloads
         self._recorder = recorder
-        self.keeper = GroupKeeper(
+        self.spiller = GroupSpiller(
             files.run_dir.payloads.resolve(),
             prepared,
             checkpoints=files.checkpoints,
@@ -63,7 +63,7 @@ class GroupEndings:
 
     def metrics(self) -> dict[str, float]:
         """Return what is counted of kept groups and of teachers, under their names in metrics.jsonl."""
-        return self.keeper.metrics() | self._teaching.metrics()
+        return self.spiller.metrics() | self._teaching.metrics()
 
     async def scored(self, group: Group) -> tuple[Score, ...] | None:
         """Have the scorer score a sampled group; None: it could not, and the group was given up."""
@@ -101,7 +101,7 @@ class GroupEndings:
 
     async def _taught(self, group: Group, scores: Sequence[Score] | None) -> Group | None:
         answer = await self._teaching.teach(group.group_id, group.task, group.rollouts, scores)
-        if isinstance(answer, Untaught):
+        if isinstance(answer, TeacherFailure):
             reason = DropReason.OVERSIZED if answer.is_full else DropReason.UNSCORED
             await self.drop(group, reason, answer.problem)
             return None
@@ -118,7 +118,7 @@ class GroupEndings:
         if lost:
             await self.lose(lost)
         else:
-            self.keeper.keep(group, filtered.rewards, filtered.kept, kept)
+            self.spiller.keep(group, filtered.rewards, filtered.kept, kept)
 
     @property
     def num_first_prompts(self) -> int:
@@ -133,7 +133,7 @@ class GroupEndings:
         """Give the buffer the finished groups from before the run was resumed, if there are any."""
         if self._resumed is not None:
             for kept in self._resumed.found.groups:
-                self.keeper.restored(await self._buffer.restored.call_one(kept))
+                self.spiller.restored(await self._buffer.restored.call_one(kept))
 
     async def give_up(self, group_id: int, reason: DropReason, problem: str | None = None) -> None:
         """Give up a group; the buffer decides what takes its place. ``problem`` says what was wrong with it.
@@ -159,21 +159,21 @@ class GroupEndings:
         Arrays of the batch itself stay until the trainer needs them no more: ``free`` is for the caller.
         """
         committed = await self._buffer.committed.call_one(trainer_wait_share, update)
-        self.keeper.trained(batch.trainer_version + 1, batch.groups)
+        self.spiller.trained(batch.trainer_version + 1, batch.groups)
         await self.lose(committed.lost)
         if committed.cancelled and self._config.weights.interruption is Interruption.CANCEL_STALE:
             await self._generators.cancel_groups(committed.cancelled)
 
     async def lose(self, groups: Sequence[Group]) -> None:
         """Forget groups that the buffer has dropped."""
-        self.keeper.forget(group.group_id for group in groups)
+        self.spiller.forget(group.group_id for group in groups)
         self._recorder.forget_records(group.group_id for group in groups)
         await self.free(groups)
 
     async def free(self, groups: Sequence[Group]) -> None:
         """Free the arrays of groups whose step is done, or that were dropped.
 
-        Those of restored groups are in no shared memory; the keeper removes them.
+        Those of restored groups are in no shared memory; the spiller removes them.
         """
         sampled = [group for group in groups if not group.is_restored]
         await self._generators.free_payloads(rollout for group in sampled for rollout in group.rollouts)

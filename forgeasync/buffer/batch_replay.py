@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from forgeasync.buffer.submissions import Entry
 
 
-class StepsAgain:
+class BatchReplayPlan:
     """The prompts of the next batches, as long as they are decided by what was lost; pure."""
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ import pytest
 from forgeasync.buffer import BufferSnapshot, LeftOut, LostSteps, Submission
 from forgeasync.checkpoint import RUN_FILE, RunState, checkpoint_name
 from forgeasync.config import RunConfig
-from forgeasync.controller import FoundGroups, GroupKeeper, find_groups, group_keeper, remove_others
+from forgeasync.controller import FoundGroups, GroupSpiller, find_groups, group_spiller, remove_others
 from forgeasync.launch import LOCAL_HOST_ID, LocalHost
 from forgeasync.ledger import START
 from forgeasync.rollouts import SUFFIX, Group, PayloadWriter, Score, StoredRollout, file_name, read_kept
@@ -26,7 +26,7 @@ SCORES = (Score(1.0, True), Score(0.0, False))
 
 
 class World:
-    """A keeper beside a payload store; the disk has as much room as ``free_bytes`` says."""
+    """A spiller beside a payload store; the disk has as much room as ``free_bytes`` says."""
 
     def __init__(self, folder: Path, *overrides: str) -> None:
         self.config = make_config(folder, KEEP, K, *overrides)
@@ -40,7 +40,7 @@ class World:
         self.writer = PayloadWriter(self.shared, LOCAL_HOST_ID, MIB)
         self.told: list[str] = []
         host = LocalHost(LOCAL_HOST_ID, [])
-        self.keeper = GroupKeeper(
+        self.spiller = GroupSpiller(
             self.folder,
             make_prepared(self.config),
             checkpoints=self.checkpoints,
@@ -62,7 +62,7 @@ class World:
         )
 
     def keep(self, group: Group) -> None:
-        self.keeper.keep(group, (1.0, 0.0), (0, 1), SCORES)
+        self.spiller.keep(group, (1.0, 0.0), (0, 1), SCORES)
 
     def add_checkpoint(self, step: int) -> None:
         folder = self.checkpoints / checkpoint_name(step)
@@ -78,7 +78,7 @@ class World:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        loop = asyncio.create_task(self.keeper.loop())
+        loop = asyncio.create_task(self.spiller.loop())
         try:
             yield
         finally:
@@ -99,17 +99,17 @@ def test_groups_stay_until_a_checkpoint_has_their_step(tmp_path: Path) -> None:
                 "3 0",
                 "3 1",
             ]
-            world.keeper.trained(1, groups[:2])
-            world.keeper.trained(2, groups[2:3])
-            world.keeper.forget([groups[4].group_id])
+            world.spiller.trained(1, groups[:2])
+            world.spiller.trained(2, groups[2:3])
+            world.spiller.forget([groups[4].group_id])
             await world.until(lambda: world.on_disk() == [0, 1, 2, 3])
             world.add_checkpoint(1)
-            world.keeper.forget([])
+            world.spiller.forget([])
             await world.until(lambda: world.on_disk() == [2, 3])
-            metrics = world.keeper.metrics()
+            metrics = world.spiller.metrics()
             assert metrics["buffer/num_kept_groups"] == 2 and metrics["buffer/num_unkept_groups"] == 0
-            assert metrics["buffer/kept_behind_s"] > world.keeper.metrics()["buffer/kept_behind_s"] == 0.0
-            await world.keeper.end()
+            assert metrics["buffer/kept_behind_s"] > world.spiller.metrics()["buffer/kept_behind_s"] == 0.0
+            await world.spiller.end()
         assert not world.folder.exists() and world.told == []
 
     asyncio.run(go())
@@ -129,7 +129,7 @@ def test_a_group_whose_host_is_gone_is_told_and_others_are_kept(tmp_path: Path) 
             world.keep(dataclasses.replace(gone, rollouts=(first, *gone.rollouts[1:])))
             world.keep(there)
             await world.until(lambda: world.on_disk() == [1])
-            assert world.keeper.metrics()["buffer/num_unkept_groups"] == 1
+            assert world.spiller.metrics()["buffer/num_unkept_groups"] == 1
         assert "(host host-9, which has its arrays, is gone)" in world.told[0]
 
     asyncio.run(go())
@@ -144,7 +144,7 @@ def test_without_checkpoints_groups_that_were_trained_on_go_at_once(tmp_path: Pa
             for group in groups:
                 world.keep(group)
             await world.until(lambda: world.on_disk() == [0, 1])
-            world.keeper.trained(1, groups[:1])
+            world.spiller.trained(1, groups[:1])
             await world.until(lambda: world.on_disk() == [1])
 
     asyncio.run(go())
@@ -157,7 +157,7 @@ def test_a_group_that_is_dropped_before_its_turn_is_not_written(tmp_path: Path) 
         first, second = world.group(0), world.group(1)
         world.keep(first)
         world.keep(second)
-        world.keeper.forget([first.group_id])
+        world.spiller.forget([first.group_id])
         async with world.running():
             await world.until(lambda: world.on_disk() == [1])
 
@@ -171,14 +171,14 @@ def test_a_disk_without_room_is_told_once_and_counted(
     """Room for the next checkpoint is not touched."""
     world = World(tmp_path)
     free = 10**5
-    monkeypatch.setattr(group_keeper.shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
+    monkeypatch.setattr(group_spiller.shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
 
     async def go() -> None:
         nonlocal free
         async with world.running():
             world.keep(world.group(0))
             world.keep(world.group(1))
-            await world.until(lambda: world.keeper.metrics()["buffer/num_unkept_groups"] == 2)
+            await world.until(lambda: world.spiller.metrics()["buffer/num_unkept_groups"] == 2)
             free = 10**15
             world.keep(world.group(2))
             await world.until(lambda: world.on_disk() == [2] and len(world.told) == 2)
@@ -197,7 +197,7 @@ def test_arrays_that_are_gone_are_counted_and_end_nothing(tmp_path: Path) -> Non
         world.writer.free(group.rollouts[0].branches[0].response.file)
         async with world.running():
             world.keep(group)
-            await world.until(lambda: world.keeper.metrics()["buffer/num_unkept_groups"] == 1)
+            await world.until(lambda: world.spiller.metrics()["buffer/num_unkept_groups"] == 1)
 
     asyncio.run(go())
     assert "its arrays freed" in world.told[0] and world.on_disk() == []

@@ -32,11 +32,11 @@ async def stacks_of(host: Host, pid: int) -> str:
 
 
 async def evidence_here(role: Role, pid: int) -> str:
-    """Return what is seen of a process of the controller's own host; see ``evidence_of``."""
-    return await evidence_of(role, (LocalHost(LOCAL_HOST_ID, []), pid))
+    """Return what is seen of a process of the controller's own host; see ``diagnose_hang``."""
+    return await diagnose_hang(role, (LocalHost(LOCAL_HOST_ID, []), pid))
 
 
-async def evidence_of(role: Role, *processes: tuple[Host, int]) -> str:
+async def diagnose_hang(role: Role, *processes: tuple[Host, int]) -> str:
     """Return what is seen of processes of a role, in one line: their stacks, and who waits for the role.
 
     A process is named by its host and its id there.

@@ -9,11 +9,17 @@ from typing import Any
 from aiohttp import web
 
 from forgeasync.environments.sessions.anthropic_messages import AnthropicMessages
-from forgeasync.environments.sessions.asked import Api, Asked, Reply, dumps, openai_error
 from forgeasync.environments.sessions.chat_completions import ChatCompletions
 from forgeasync.environments.sessions.feedback import read_feedback
 from forgeasync.environments.sessions.fields import Fields, Json, parse_json
 from forgeasync.environments.sessions.front_desk import FrontDesk
+from forgeasync.environments.sessions.inference import (
+    Api,
+    InferenceRequest,
+    InferenceResult,
+    dumps,
+    openai_error,
+)
 from forgeasync.environments.sessions.limits import SessionLimits
 from forgeasync.environments.sessions.models import models
 from forgeasync.environments.sessions.problems import RequestError, as_request_error, closed
@@ -39,7 +45,7 @@ MAX_KEY_CHARS = 255
 """Of an idempotency key."""
 
 
-class Answering:
+class SessionHandler:
     """Finds the session of a request and answers it."""
 
     def __init__(
@@ -241,7 +247,7 @@ class Answering:
             raise RequestError("the body cannot be read", code="invalid_body") from error
 
 
-async def _outcome(sampling: Sampling[Work], session: Session) -> Reply:
+async def _outcome(sampling: Sampling[Work], session: Session) -> InferenceResult:
     """Wait for a sampling without ending it where the wait is ended."""
     task = sampling.work.reply
     await asyncio.wait([task])
@@ -293,7 +299,7 @@ def _count(session: Session, problem: RequestError) -> None:
         session.counts.num_refused += 1
 
 
-def _ignored_header(asked: Asked) -> dict[str, str]:
+def _ignored_header(asked: InferenceRequest) -> dict[str, str]:
     names = (*asked.ignored, *asked.unknown)
     return {IGNORED_HEADER: ", ".join(names)} if names else {}
 

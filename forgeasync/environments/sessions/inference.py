@@ -17,7 +17,7 @@ MIN_PIECE_CHARS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class InferenceRequest:
     """One request for turns of the model."""
 
     messages: tuple[Message, ...]
@@ -42,7 +42,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
+class InferenceResult:
     """The turns that answer a request, one for each that was asked for."""
 
     id: str
@@ -55,7 +55,7 @@ class Reply:
 class Api(Protocol):
     """The grammar of one API."""
 
-    def read(self, body: Mapping[str, Any]) -> Asked:
+    def read(self, body: Mapping[str, Any]) -> InferenceRequest:
         """Return what a request asks for.
 
         Raises:
@@ -63,11 +63,11 @@ class Api(Protocol):
         """
         ...
 
-    def whole(self, asked: Asked, reply: Reply) -> Json:
+    def whole(self, asked: InferenceRequest, reply: InferenceResult) -> Json:
         """Return the body of the answer."""
         ...
 
-    def events(self, asked: Asked, reply: Reply) -> Iterator[bytes]:
+    def events(self, asked: InferenceRequest, reply: InferenceResult) -> Iterator[bytes]:
         """Yield the answer as server-sent events."""
         ...
 
