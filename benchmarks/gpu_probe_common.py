@@ -7,6 +7,7 @@ import contextlib
 import importlib
 import json
 import math
+import re
 import statistics
 import sys
 import tempfile
@@ -185,19 +186,18 @@ def shared_memory_folder() -> Path:
 def open_trainer_package(device: Device, report: Report) -> None:
     """Make modules of ``forgeasync.trainer`` importable, also where TorchTitan is not.
 
-    Some of them need torch alone, but their packages import TorchTitan (and lazy_loader). Where that fails,
-    the packages stand without what their ``__init__.py`` does, and the report says so; modules that need
-    TorchTitan themselves fail when they are imported.
+    Some of them need torch alone, but their package imports TorchTitan, and all packages import lazy_loader.
+    Where that fails, a package is its front alone, and the report says so. Modules that need TorchTitan
+    themselves fail when they are imported.
     """
     missing = {}
-    for name in ("forgeasync", "forgeasync.trainer"):
+    fronts = sorted((REPOSITORY / "forgeasync").glob("*/__init__.pyi"))
+    for name in ("forgeasync", *(f"forgeasync.{file.parent.name}" for file in fronts)):
         try:
             importlib.import_module(name)
         except Exception as error:
             missing[name] = f"{type(error).__name__}: {error}"
-            package = types.ModuleType(name)
-            package.__path__ = [str(REPOSITORY.joinpath(*name.split(".")))]
-            sys.modules[name] = package
+            sys.modules[name] = _front_alone(name)
     if missing:
         report.put(packages_without_their_init=missing)
     if "forgeasync.trainer" in missing:
@@ -205,6 +205,26 @@ def open_trainer_package(device: Device, report: Report) -> None:
         device_type = types.ModuleType("forgeasync.models.workarounds.titan_cpu")
         device_type.DEVICE_TYPE = device.kind
         sys.modules["forgeasync.models.workarounds.titan_cpu"] = device_type
+
+
+def _front_alone(name: str) -> types.ModuleType:
+    """A package without what its ``__init__.py`` does; its names are found as ``__init__.pyi`` lists them."""
+    package = types.ModuleType(name)
+    folder = REPOSITORY.joinpath(*name.split("."))
+    stub = (folder / "__init__.pyi").read_text(encoding="utf-8")
+    modules = {
+        attribute: module
+        for module, attribute in re.findall(r"^from \.([\w.]+) import (\w+) as", stub, re.MULTILINE)
+    }
+
+    def find(attribute: str) -> object:
+        if attribute not in modules:
+            raise AttributeError(f"module {name!r} has no attribute {attribute!r}")
+        return getattr(importlib.import_module(f"{name}.{modules[attribute]}"), attribute)
+
+    package.__path__ = [str(folder)]
+    package.__getattr__ = find  # type: ignore[method-assign]
+    return package
 
 
 @contextlib.contextmanager

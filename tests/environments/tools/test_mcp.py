@@ -2,10 +2,10 @@
 
 import asyncio
 import contextlib
-import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -111,17 +111,19 @@ def test_calls_of_a_server_over_pipes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert names[:2] == ("add", "remember")
 
 
-def test_all_processes_of_a_server_end_with_it() -> None:
+def test_all_processes_of_a_server_end_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A place of its own: servers of other tests have folders among temporary files, too.
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     pids: list[int] = []
-    folders = set(Path(os.environ.get("TMPDIR", "/tmp")).glob("forgeasync-mcp-*"))
 
     async def conversation(call: Call) -> None:
         pids.append(int((await call("spawn")).content))
         assert is_running(pids[0])
+        assert list(tmp_path.glob("forgeasync-mcp-*"))
 
     use({"tests": STDIO}, conversation)
     assert not is_running(pids[0])
-    assert set(Path(os.environ.get("TMPDIR", "/tmp")).glob("forgeasync-mcp-*")) <= folders
+    assert not list(tmp_path.glob("forgeasync-mcp-*"))
 
 
 def test_a_server_that_dies_is_started_again_once() -> None:
