@@ -700,7 +700,7 @@ def test_episodes_of_groups_that_the_buffer_drops_are_forgotten(tmp_path: Path) 
     async def lose() -> None:
         for group in lost:
             await grpo.payloads.reserve(group.group_id)
-        await grpo.endings.lose(lost)
+        await grpo.lifecycle.lose(lost)
 
     asyncio.run(lose())
     assert recorder.forgotten_records == {3, 5}

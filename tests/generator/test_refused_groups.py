@@ -170,8 +170,8 @@ async def _first_batch(
         )
         loops = [asyncio.create_task(loop) for loop in (run.collect(), run.score())]
         batch = await run.buffer.take.call_one()
-        await run.endings.free(batch.groups)
-        await run.endings.commit(batch, trainer_wait_share=0.0, update=Update.MADE)
+        await run.lifecycle.free(batch.groups)
+        await run.lifecycle.commit(batch, trainer_wait_share=0.0, update=Update.MADE)
         report = await run.buffer.report.call_one()
         for loop in loops:
             loop.cancel()
