@@ -46,6 +46,7 @@ from .environments import McpEnvironment as McpEnvironment
 from .environments import PlainCalls as PlainCalls
 from .environments import PlayGames as PlayGames
 from .environments import PythonTool as PythonTool
+from .environments import RemoteEnvironment as RemoteEnvironment
 from .environments import environment_name as environment_name
 from .episodes import Ending as Ending
 from .episodes import EndingPolicy as EndingPolicy

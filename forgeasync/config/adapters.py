@@ -15,7 +15,7 @@ TaskColumn = Annotated[str, Field(pattern=r"^(task_id|prompt|answer|index|record
 
 FieldName = Annotated[str, Field(min_length=1, max_length=100)]
 
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def _checked_address(address: str) -> str:
@@ -31,7 +31,7 @@ def _checked_address(address: str) -> str:
         raise PydanticCustomError(
             "address", "is {address}; must read tcp://127.0.0.1:<port> or ipc://<path>", {"address": address}
         )
-    if parts.hostname not in _LOOPBACK:
+    if parts.hostname not in LOOPBACK:
         raise PydanticCustomError(
             "address_elsewhere",
             "is {address}; must be on the host of the environment workers, such as tcp://127.0.0.1:<port>: "

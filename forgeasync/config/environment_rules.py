@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from forgeasync.config.adapters import OpenEnvServer, TextAction, VerifiersServer
 from forgeasync.config.coding import CodingAgent
 from forgeasync.config.data import named_sources
-from forgeasync.config.environments import McpEnvironment, PlayGames, PythonTool
+from forgeasync.config.environments import McpEnvironment, PlayGames, PythonTool, RemoteEnvironment
 from forgeasync.config.evaluation import named_sets
 from forgeasync.config.games import GameSource
 from forgeasync.config.run import RunConfig
@@ -26,8 +26,8 @@ def check_built_in(config: RunConfig) -> Iterator[Problem]:
             value=", ".join(config.agents),
             remedy=f"must be left out: the environment {environment.kind!r} talks to one agent",
         )
-    # The programs of a Verifiers server decide for themselves whether they offer tools.
-    if isinstance(environment, PlayGames | VerifiersServer):
+    # The programs behind a URL decide for themselves whether they offer tools.
+    if isinstance(environment, PlayGames | VerifiersServer | RemoteEnvironment):
         return
     yield from _check_tools(config, environment)
 

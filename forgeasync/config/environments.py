@@ -2,11 +2,12 @@
 
 from enum import StrEnum
 from typing import Annotated, Literal, Self
+from urllib.parse import urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from forgeasync.config.adapters import OpenEnvServer, VerifiersServer
+from forgeasync.config.adapters import LOOPBACK, FieldName, OpenEnvServer, TaskColumn, VerifiersServer
 from forgeasync.config.coding import CodingAgent
 from forgeasync.config.data import AnswerPart
 from forgeasync.config.mcp import McpServerName, McpServerSection
@@ -121,6 +122,48 @@ class PlayGames(Section):
     """So many illegal moves are told to the model; one more ends the game with score 0."""
 
 
+def _checked_url(url: str) -> str:
+    example = "http://127.0.0.1:9000"
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        parts, port = None, None
+    if parts is None or parts.scheme != "http" or not port or parts.netloc != url.removeprefix("http://"):
+        raise PydanticCustomError(
+            "url", "is {url}; must read {example}, without a path", {"url": url, "example": example}
+        )
+    if parts.hostname not in LOOPBACK:
+        raise PydanticCustomError(
+            "url_elsewhere",
+            "is {url}; must be on the host of the environment workers, such as {example}: sessions listen on "
+            "127.0.0.1 only",
+            {"url": url, "example": example},
+        )
+    return url
+
+
+class RemoteEnvironment(Section):
+    """A server of your own runs the episodes, in any language: its agent samples through the episode's
+    session, and its reply is the score (docs/remote.md)."""
+
+    kind: Literal["remote"]
+    url: Annotated[str, AfterValidator(_checked_url)]
+    """Where the server listens, without a path: ``http://127.0.0.1:9000``."""
+    task_fields: dict[FieldName, TaskColumn] | None = Field(
+        default_factory=lambda: {"prompt": "prompt", "answer": "answer"}
+    )
+    """Fields of the task that the server gets, and what of our task each is; null: all columns of the task's
+    record."""
+    model: FieldName = "policy"
+    """What the server's agent calls the model; our sessions take any name."""
+    health_s: Seconds = 30.0
+    """Seconds between two questions for the server's health while it runs an episode, and the time for each
+    answer."""
+    correct_at: Annotated[float, Field(ge=-1e6, le=1e6)] = 1.0
+    """The least score that counts as correct where the server does not say."""
+
+
 EnvironmentSection = Annotated[
     PythonTool
     | McpEnvironment
@@ -129,6 +172,7 @@ EnvironmentSection = Annotated[
     | ServedEnvironment
     | VerifiersServer
     | OpenEnvServer
+    | RemoteEnvironment
     | PythonCode,
     Field(discriminator="kind"),
 ]

@@ -12,6 +12,7 @@ from forgeasync.config import (
     OpenEnvServer,
     PlayGames,
     PythonTool,
+    RemoteEnvironment,
     SandboxSection,
     ServedEnvironment,
     VerifiersServer,
@@ -76,6 +77,10 @@ def build_environment(section: EnvironmentSection, sandbox: SandboxSection = _SA
             from forgeasync.environments.openenv.environment import OpenEnvEnvironment
 
             return OpenEnvEnvironment(section)
+        case RemoteEnvironment():
+            from forgeasync.environments.remote import RemoteAgent
+
+            return RemoteAgent(section)
         case PythonCode():
             return _build_own(section)
 
@@ -140,6 +145,10 @@ def check_environment(
             from forgeasync.environments.openenv.environment import check_server as check_openenv_server
 
             yield from check_openenv_server(section)
+        case RemoteEnvironment():
+            from forgeasync.environments.remote import check_remote
+
+            yield from check_remote(section)
         case PlayGames() | ServedEnvironment():
             pass
         case PythonCode():

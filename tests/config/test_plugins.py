@@ -128,7 +128,7 @@ def test_the_kinds_of_an_installed_package_are_those_of_a_config(site: Path, tra
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("environment={kind: guesing}", "'openenv', 'python', 'guessing'"),
+        ("environment={kind: guesing}", "'remote', 'python', 'guessing'"),
         ("data.reward={kind: brevty}", "'brevity'"),
         ("environment={kind: guessing, options: {worth: 0.5}}", "options"),
         ("weights.transport=doves", "one of auto, shared_memory, rdma, torchstore, pigeons, or a section"),

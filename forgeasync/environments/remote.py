@@ -1,0 +1,205 @@
+"""The environment of ``kind: remote``: an agent program behind a URL, in any language (docs/remote.md)."""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from forgeasync.config import Ending, RemoteEnvironment
+from forgeasync.environments.environment import (
+    Agent,
+    ContextFull,
+    Environment,
+    EpisodeInterrupted,
+    NoScore,
+    ParseError,
+    ToolError,
+    TooManyTurns,
+)
+from forgeasync.environments.task_fields import task_fields
+from forgeasync.rollouts import Score, Task
+from forgeasync.schema import Problem
+
+MAX_REPLY_BYTES = 2**20
+"""Bytes of a reply that are read; a longer one fails the episode."""
+
+MAX_QUOTED_CHARACTERS = 300
+
+CANCEL_S = 5.0
+"""Time for the server to take the news that an episode was cancelled."""
+
+
+class EpisodeFailed(RuntimeError):
+    """The server says that an episode has failed, or has answered with something else than an episode."""
+
+
+class ServerLost(Exception):
+    """The server cannot be reached, or does not answer for its health."""
+
+
+class EpisodeReply(msgspec.Struct, frozen=True):
+    """The answer to ``POST /episodes``. Unknown fields are ignored."""
+
+    score: float | None = None
+    """Required with ``completed``."""
+    is_correct: bool | None = None
+    """None: the score decides, by ``environment.correct_at``."""
+    parts: dict[str, float] = {}
+    ending: str = Ending.COMPLETED
+    feedback: str = ""
+    problem: str = ""
+    """What went wrong, for people."""
+
+
+class RemoteAgent(Environment):
+    """Has a server run each episode; its agent samples through the episode's own session."""
+
+    def __init__(self, section: RemoteEnvironment) -> None:
+        self._section = section
+
+    async def rollout(self, task: Task, agent: Agent) -> Score:
+        section = self._section
+        fields = section.task_fields
+        request = {
+            "episode": uuid.uuid4().hex,
+            "task": dict(task.record)
+            if fields is None
+            else task_fields(task, fields, where="environment.task_fields"),
+            "base_url": agent.base_url,
+            "anthropic_base_url": agent.anthropic_base_url,
+            "api_key": agent.api_key,
+            "model": section.model,
+        }
+        try:
+            async with _client(section) as client:
+                reply = await _run(client, section, request)
+        except ServerLost as error:
+            raise EpisodeInterrupted(f"the server of the environment is lost: {error}") from error
+        return _score(reply, section)
+
+
+def _client(section: RemoteEnvironment) -> aiohttp.ClientSession:
+    # The deadlines of the episode apply; an episode may take hours.
+    return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None, sock_connect=section.health_s))
+
+
+async def _run(
+    client: aiohttp.ClientSession, section: RemoteEnvironment, request: dict[str, Any]
+) -> EpisodeReply:
+    """Have the server run an episode. While it does, its health is asked for.
+
+    Whoever cancels this, a deadline for example, has the server cancel the episode.
+
+    Raises:
+        ServerLost: it is gone.
+        EpisodeFailed: it has refused the episode, or its reply cannot be read.
+    """
+    url = f"{section.url}/episodes"
+    call = asyncio.ensure_future(_post(client, url, request))
+    try:
+        while not call.done():
+            await asyncio.wait([call], timeout=section.health_s)
+            if not call.done():
+                await _check_health(client, section)
+        return call.result()
+    finally:
+        if not call.done():
+            call.cancel()
+            with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
+                async with asyncio.timeout(CANCEL_S):
+                    await client.delete(f"{url}/{request['episode']}")
+
+
+async def _post(client: aiohttp.ClientSession, url: str, request: dict[str, Any]) -> EpisodeReply:
+    try:
+        async with client.post(url, json=request) as response:
+            body = await _read(response)
+            status = response.status
+    except (aiohttp.ClientError, OSError) as error:
+        raise ServerLost(f"{url}: {type(error).__name__}: {error}") from error
+    if status in (502, 503, 504):
+        raise ServerLost(f"{url}: status {status}: {_quoted(body)}")
+    if status != 200:
+        raise EpisodeFailed(f"the server has refused the episode: status {status}: {_quoted(body)}")
+    try:
+        return msgspec.json.decode(body, type=EpisodeReply)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise EpisodeFailed(f"the server's reply is no episode: {error}: {_quoted(body)}") from error
+
+
+async def _read(response: aiohttp.ClientResponse) -> bytes:
+    body = bytearray()
+    async for chunk in response.content.iter_any():
+        body += chunk
+        if len(body) > MAX_REPLY_BYTES:
+            raise EpisodeFailed(f"the server's reply has more than {MAX_REPLY_BYTES:,} bytes")
+    return bytes(body)
+
+
+async def _check_health(client: aiohttp.ClientSession, section: RemoteEnvironment) -> None:
+    url = f"{section.url}/health"
+    try:
+        async with asyncio.timeout(section.health_s), client.get(url) as response:
+            if response.status != 200:
+                raise ServerLost(f"{url}: status {response.status}")
+    except TimeoutError:
+        raise ServerLost(f"{url}: no answer within health_s = {section.health_s:g} s") from None
+    except (aiohttp.ClientError, OSError) as error:
+        raise ServerLost(f"{url}: {type(error).__name__}: {error}") from error
+
+
+def _score(reply: EpisodeReply, section: RemoteEnvironment) -> Score:
+    """Return the score of a reply, or raise what its ending stands for."""
+    problem = reply.problem[:MAX_QUOTED_CHARACTERS] or "the server does not say why"
+    match reply.ending:
+        case Ending.COMPLETED:
+            pass
+        case Ending.MAX_TURNS:
+            raise TooManyTurns(problem)
+        case Ending.LENGTH:
+            raise ContextFull(problem)
+        case Ending.PARSE_ERROR:
+            raise ParseError(problem)
+        case Ending.TOOL_ERROR:
+            raise ToolError(problem)
+        case Ending.NO_SCORE:
+            raise NoScore(problem)
+        case Ending.INFRASTRUCTURE:
+            raise EpisodeInterrupted(problem)
+        case Ending.ENVIRONMENT_CRASH | Ending.TIMEOUT:
+            raise EpisodeFailed(f"the server's episode has failed: {problem}")
+        case unknown:
+            names = ", ".join(Ending)
+            raise EpisodeFailed(f"ending = {unknown[:MAX_QUOTED_CHARACTERS]!r}; must be one of {names}")
+    if reply.score is None:
+        raise EpisodeFailed("a completed episode needs a score")
+    is_correct = reply.score >= section.correct_at if reply.is_correct is None else reply.is_correct
+    return Score(reply.score, is_correct, parts=reply.parts, feedback=reply.feedback)
+
+
+def _quoted(body: bytes) -> str:
+    return repr(body[:MAX_QUOTED_CHARACTERS].decode("utf-8", errors="replace"))
+
+
+def check_remote(section: RemoteEnvironment) -> Iterator[Problem]:
+    """Ask the server for its health once; blocks for ``health_s`` at most."""
+
+    async def ask() -> None:
+        async with _client(section) as client:
+            await _check_health(client, section)
+
+    # In a thread of its own, since the caller may be in an event loop.
+    with concurrent.futures.ThreadPoolExecutor(max_workers=1) as thread:
+        try:
+            thread.submit(lambda: asyncio.run(ask())).result()
+        except ServerLost as error:
+            yield Problem(
+                field="environment.url",
+                value=section.url,
+                remedy=f"cannot be used: {error}; start the server of the environment there first",
+            )

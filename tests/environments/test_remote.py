@@ -1,0 +1,251 @@
+"""``kind: remote``: what the server is sent, what its replies mean, and what happens if it goes away."""
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from forgeasync.config import RemoteEnvironment, load_config
+from forgeasync.environments import (
+    Agent,
+    ContextFull,
+    EpisodeInterrupted,
+    NoScore,
+    ParseError,
+    ToolError,
+    TooManyTurns,
+    build_environment,
+    check_environment,
+)
+from forgeasync.rollouts import Score, Task
+from forgeasync.schema import ConfigError
+from forgeasync.testing import ScriptedAgent
+from tests.support.app_runs import REPOSITORY, finish, read_lines, start
+from tests.support.config_samples import CONFIGS
+from tests.support.runs import write_episodes_run
+
+TASK = Task(task_id="7", prompt="1 + 3 =", answer="4", source_index=7, source="sums", record={"level": 3})
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class UrlAgent(ScriptedAgent):
+    """An agent whose session nobody asks."""
+
+    base_url = "http://127.0.0.1:1/v1"
+    anthropic_base_url = "http://127.0.0.1:1"
+    api_key = "key"
+
+
+async def healthy(request: web.Request) -> web.Response:
+    return web.Response()
+
+
+async def nothing(request: web.Request) -> web.Response:
+    return web.Response(status=404)
+
+
+def replies(body: object, status: int = 200) -> Handler:
+    async def handle(request: web.Request) -> web.Response:
+        return web.json_response(body, status=status)
+
+    return handle
+
+
+def rollout(
+    post: Handler,
+    *,
+    health: Handler = healthy,
+    delete: Handler = nothing,
+    use: Callable[[Awaitable[Score]], Awaitable[Any]] | None = None,
+    **keys: Any,
+) -> Any:
+    """Run an episode against a server with these handlers; the score, or what ``use`` makes of the call."""
+
+    async def go() -> Any:
+        app = web.Application()
+        app.router.add_get("/health", health)
+        app.router.add_post("/episodes", post)
+        app.router.add_delete("/episodes/{episode}", delete)
+        runner = web.AppRunner(app, shutdown_timeout=0.0)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port = runner.addresses[0][1]
+        section = RemoteEnvironment(kind="remote", url=f"http://127.0.0.1:{port}", **keys)
+        agent: Agent = UrlAgent()
+        try:
+            call = build_environment(section).rollout(TASK, agent)
+            return await (call if use is None else use(call))
+        finally:
+            await runner.cleanup()
+
+    return asyncio.run(go())
+
+
+def test_the_server_gets_the_task_and_the_session_and_its_reply_is_the_score() -> None:
+    got: list[dict[str, Any]] = []
+
+    async def post(request: web.Request) -> web.Response:
+        got.append(await request.json())
+        return web.json_response(
+            {"score": 0.5, "is_correct": True, "parts": {"speed": 2.0}, "feedback": "slow", "new": [1]}
+        )
+
+    score = rollout(post)
+    assert (score.value, score.is_correct, dict(score.parts)) == (0.5, True, {"speed": 2.0})
+    assert score.feedback == "slow"
+    (request,) = got
+    assert len(request.pop("episode")) == 32
+    assert request == {
+        "task": {"prompt": "1 + 3 =", "answer": "4"},
+        "base_url": UrlAgent.base_url,
+        "anthropic_base_url": UrlAgent.anthropic_base_url,
+        "api_key": "key",
+        "model": "policy",
+    }
+    rollout(post, task_fields=None, model="m")
+    assert (got[1]["task"], got[1]["model"]) == ({"level": 3}, "m")
+    rollout(post, task_fields={"hard": "record.level", "id": "task_id"})
+    assert got[2]["task"] == {"hard": 3, "id": "7"}
+
+
+@pytest.mark.parametrize(("score", "is_correct"), [(0.9, False), (1.0, True)])
+def test_the_score_decides_what_is_correct_where_the_server_does_not(score: float, is_correct: bool) -> None:
+    assert rollout(replies({"score": score})).is_correct is is_correct
+
+
+@pytest.mark.parametrize(
+    ("reply", "error", "words"),
+    [
+        ({"ending": "max_turns"}, TooManyTurns, "does not say why"),
+        ({"ending": "length"}, ContextFull, "does not say why"),
+        ({"ending": "parse_error", "problem": "no JSON"}, ParseError, "no JSON"),
+        ({"ending": "tool_error"}, ToolError, "does not say why"),
+        ({"ending": "no_score"}, NoScore, "does not say why"),
+        ({"ending": "infrastructure"}, EpisodeInterrupted, "does not say why"),
+        ({"ending": "environment_crash", "problem": "x" * 999}, RuntimeError, "x{300}$"),
+        ({"ending": "timeout"}, RuntimeError, "failed"),
+        ({"ending": "bored", "score": 1.0}, RuntimeError, "must be one of completed, max_turns"),
+        ({}, RuntimeError, "a completed episode needs a score"),
+        ({"score": "1"}, RuntimeError, "is no episode"),
+        ({"score": 1.0, "parts": {"a b": 1.0}}, ValueError, "a b"),
+        ([1], RuntimeError, "is no episode"),
+        ("x" * 2**21, RuntimeError, "more than 1,048,576 bytes"),
+    ],
+)
+def test_endings_and_unreadable_replies_are_never_a_score(
+    reply: object, error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        rollout(replies(reply))
+
+
+@pytest.mark.parametrize(
+    ("status", "error"), [(500, RuntimeError), (400, RuntimeError), (503, EpisodeInterrupted)]
+)
+def test_a_status_says_whether_the_episode_or_the_server_is_at_fault(
+    status: int, error: type[Exception]
+) -> None:
+    with pytest.raises(error, match=f"status {status}.*why"):
+        rollout(replies({"why": "because"}, status=status))
+
+
+def test_a_server_that_is_not_there_interrupts_the_episode_and_is_refused_before_a_run() -> None:
+    section = RemoteEnvironment(kind="remote", url="http://127.0.0.1:1")
+    with pytest.raises(EpisodeInterrupted, match="Connect call failed"):
+        asyncio.run(build_environment(section).rollout(TASK, UrlAgent()))
+    (problem,) = check_environment(section)
+    assert problem.field == "environment.url" and "start the server" in problem.remedy
+
+
+def test_a_server_whose_health_is_bad_interrupts_an_episode_that_goes_on() -> None:
+    cancelled: list[str] = []
+    is_over = asyncio.Event()
+
+    async def post(request: web.Request) -> web.Response:
+        await is_over.wait()
+        return web.Response()
+
+    async def delete(request: web.Request) -> web.Response:
+        cancelled.append(request.match_info["episode"])
+        is_over.set()
+        return web.Response()
+
+    with pytest.raises(EpisodeInterrupted, match="health: status 404"):
+        rollout(post, health=nothing, delete=delete, health_s=0.1)
+    assert len(cancelled) == 1
+
+
+def test_an_episode_that_is_cancelled_is_cancelled_on_the_server() -> None:
+    begun: list[str] = []
+    cancelled: list[str] = []
+    has_begun, is_over = asyncio.Event(), asyncio.Event()
+
+    async def post(request: web.Request) -> web.Response:
+        begun.append((await request.json())["episode"])
+        has_begun.set()
+        await is_over.wait()
+        return web.Response()
+
+    async def delete(request: web.Request) -> web.Response:
+        cancelled.append(request.match_info["episode"])
+        is_over.set()
+        return web.Response()
+
+    async def cancel(call: Awaitable[Score]) -> None:
+        task = asyncio.ensure_future(call)
+        await has_begun.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    rollout(post, delete=delete, use=cancel)
+    assert cancelled == begun and len(begun) == 1
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "127.0.0.1:9000",
+        "https://127.0.0.1:9000",
+        "http://127.0.0.1",
+        "http://127.0.0.1:9000/x",
+        "http://10.0.0.1:9",
+    ],
+)
+def test_a_url_that_cannot_work_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"environment\.url = .*http://127\.0\.0\.1:9000"):
+        load_config(CONFIGS / "tiny_moe_cpu.yaml", [f"environment={{kind: remote, url: '{url}'}}"])
+
+
+@pytest.mark.exhaustive
+def test_a_run_trains_on_what_the_example_server_scores(tmp_path: Path) -> None:
+    server = subprocess.Popen(
+        [sys.executable, "-I", "examples/remote/server.py", "0"],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert server.stdout is not None
+        url = server.stdout.readline().split()[-1]
+        run_dir, file = tmp_path / "run", write_episodes_run(tmp_path)
+        environment = f"environment={{kind: remote, url: '{url}'}}"
+        code, _, err = finish(start(file, f"run_dir={run_dir}", "max_off_policy_steps=1", environment))
+    finally:
+        server.kill()
+        server.wait()
+    assert code == 0, err
+    _, *steps = read_lines(run_dir / "metrics.jsonl")
+    assert [line["step"] for line in steps] == [1, 2]
+    last = steps[-1]
+    assert last["episode/num_rewritten_histories"] == last["episode/num_turns_from_text"] == 0
+    assert last["episode/ended_environment_crash"] == last["episode/ended_infrastructure"] == 0
+    for line in steps:
+        assert line["reward/turns"] == 2.0 and line["reward/mean"] > 1.0
+        assert line.get("mismatch/fresh_logprob_abs_mean", 0.0) < 1e-5
