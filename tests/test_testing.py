@@ -16,7 +16,6 @@ from forgeasync.testing import (
     run_episode,
     scripted_turn,
 )
-from tests.support.tiers import Starts, starts
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 TASK = fa.Task(task_id="0", prompt="1 + 3 =", answer="4", source_index=0, source="sums")
@@ -43,8 +42,9 @@ def test_the_examples_of_the_docs_pass(name: str) -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.procs
 def test_the_run_of_the_docs_passes(tmp_path: Path) -> None:
-    starts(Starts.PROCS)(EXAMPLES["test_the_environment_trains"])(tmp_path)
+    EXAMPLES["test_the_environment_trains"](tmp_path)
 
 
 def test_a_script_that_is_too_short_says_so() -> None:
