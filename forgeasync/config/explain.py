@@ -153,11 +153,15 @@ def _dotted(location: tuple[str | int, ...]) -> str:
 
 def _kinds(location: tuple[str | int, ...], values: object) -> str:
     """List the kinds that a section at a location can have."""
-    candidates = _candidates(location, values)
-    kinds = [kind for member in candidates for kind in get_args(member.model_fields["kind"].annotation)]
+    kinds = kinds_of(_candidates(location, values))
     key = next(part for part in reversed(location) if isinstance(part, str))
     kinds += installed_kinds(PLUGIN_GROUPS[key]) if key in PLUGIN_GROUPS else []
     return ", ".join(map(repr, kinds))
+
+
+def kinds_of(sections: Sequence[type[BaseModel]]) -> list[str]:
+    """List the kinds of the sections of a union."""
+    return [kind for one in sections for kind in get_args(one.model_fields["kind"].annotation)]
 
 
 def members(annotation: object) -> list[type[BaseModel]]:

@@ -1,24 +1,18 @@
 """Kinds that installed packages add, in a config's values before they are validated (docs/plugins.md)."""
 
 from collections.abc import Mapping
-from typing import get_args
 
 from forgeasync.config.data import PythonReward, PythonSource, RewardSection, SourceSection
 from forgeasync.config.environments import EnvironmentSection
-from forgeasync.config.explain import PLUGIN_GROUPS, members
+from forgeasync.config.explain import PLUGIN_GROUPS, kinds_of, members
 from forgeasync.config.weights import BUILT_IN_TRANSPORTS
 from forgeasync.schema import PluginGroup, PythonCode, python_form
 
-
-def _kinds_of(union: object) -> set[str]:
-    return {kind for one in members(union) for kind in get_args(one.model_fields["kind"].annotation)}
-
-
 _BUILT_IN = {
-    PluginGroup.ENVIRONMENTS: _kinds_of(EnvironmentSection),
-    PluginGroup.REWARDS: _kinds_of(RewardSection),
-    PluginGroup.SOURCES: _kinds_of(SourceSection),
-    PluginGroup.TRANSPORTS: {*BUILT_IN_TRANSPORTS, "python"},
+    PluginGroup.ENVIRONMENTS: kinds_of(members(EnvironmentSection)),
+    PluginGroup.REWARDS: kinds_of(members(RewardSection)),
+    PluginGroup.SOURCES: kinds_of(members(SourceSection)),
+    PluginGroup.TRANSPORTS: [*BUILT_IN_TRANSPORTS, "python"],
 }
 """Kinds that no package can replace."""
 

@@ -2,11 +2,15 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from forgeasync.config import load_config
+from forgeasync.schema import ConfigError
 
 PROJECT = """
 [build-system]
@@ -123,6 +127,12 @@ def test_the_kinds_of_an_installed_package_are_those_of_a_config(site: Path, tra
         found = said[section]
         assert (found["kind"], found["factory"], found["options"]) == ("python", factory, options), section
     assert said["reward"]["weight"] == 2.0, "a key of all rewards"
+
+
+@pytest.mark.parametrize("field", ["environment", "data.reward", "data.source", "weights.transport"])
+def test_a_kind_that_is_no_text_is_refused_as_one(field: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(field)):
+        load_config(CONFIG, [f"{field}={{kind: [a]}}"])
 
 
 @pytest.mark.parametrize(
