@@ -50,7 +50,6 @@ from .config import McpActions as McpActions
 from .config import McpEnvironment as McpEnvironment
 from .config import OpenEnvServer as OpenEnvServer
 from .config import PlainCalls as PlainCalls
-from .config import PlayGames as PlayGames
 from .config import Podman as Podman
 from .config import PythonTool as PythonTool
 from .config import RunConfig as RunConfig

@@ -22,8 +22,9 @@ from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCau
 
 from examples.agents.repositories import repositories
 from examples.agents.stock import ITEMS, NUM_SHELVES, num_in_stock, question
-from forgeasync.config import HOW_TO_WORK, Bubblewrap, GuessNumber, StdioServer
-from forgeasync.environments import McpTools, Message, Sandbox, ToolSpec, Workbench, build_game, tool_forms
+from examples.games import begin
+from forgeasync.config import HOW_TO_WORK, Bubblewrap, StdioServer
+from forgeasync.environments import McpTools, Message, Sandbox, ToolSpec, Workbench, tool_forms
 from forgeasync.models import save_tokenizer
 
 START, END, PADDING = "<|im_start|>", "<|im_end|>", "<pad>"
@@ -37,8 +38,8 @@ REPORT_EVERY = 25
 IGNORED = -100
 """Label of tokens that are not learned."""
 
-GAME = GuessNumber(low=1, high=9, max_guesses=4)
-"""The game of configs/game_cpu.yaml."""
+LOW, HIGH, MAX_GUESSES = 1, 9, 4
+"""Options of the game of configs/game_cpu.yaml."""
 
 TEMPLATE = (
     "{%- if tools %}{{ '<|im_start|>system\n' }}"
@@ -85,9 +86,9 @@ def says(role: str, content: str) -> Message:
 def play(rng: random.Random) -> Demonstration:
     """Play a game with guesses that fit what was said, though not the best ones."""
     seed = rng.getrandbits(48)
-    game = build_game(GAME, seed)
+    game = begin("guess_number", seed, low=LOW, high=HIGH, max_guesses=MAX_GUESSES)
     messages = [says("user", f"Game {seed}. {game.opening}")]
-    low, high = GAME.low, GAME.high
+    low, high = LOW, HIGH
     while True:
         guess = rng.randint(low, high)
         reply = game.play(str(guess))

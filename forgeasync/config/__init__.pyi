@@ -44,7 +44,6 @@ from .environments import AnswerMatch as AnswerMatch
 from .environments import EnvironmentSection as EnvironmentSection
 from .environments import McpEnvironment as McpEnvironment
 from .environments import PlainCalls as PlainCalls
-from .environments import PlayGames as PlayGames
 from .environments import PythonTool as PythonTool
 from .environments import RemoteEnvironment as RemoteEnvironment
 from .environments import environment_name as environment_name
@@ -55,12 +54,6 @@ from .evaluation import EvaluationMode as EvaluationMode
 from .evaluation import EvaluationSection as EvaluationSection
 from .evaluation import EvaluationSet as EvaluationSet
 from .evaluation import named_sets as named_sets
-from .games import GameSection as GameSection
-from .games import GameSource as GameSource
-from .games import GuessNumber as GuessNumber
-from .games import Maze as Maze
-from .games import Opponent as Opponent
-from .games import TicTacToe as TicTacToe
 from .generator import GeneratorSection as GeneratorSection
 from .generator import SamplingSection as SamplingSection
 from .judge import DEFAULT_RUBRIC as DEFAULT_RUBRIC

@@ -9,7 +9,6 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from forgeasync.config.coding import CodingSource
-from forgeasync.config.games import GameSource
 from forgeasync.config.judge import JudgeReward
 from forgeasync.config.process_reward_model import ProcessRewardModel
 from forgeasync.config.reward_limits import LimitedReward
@@ -149,7 +148,7 @@ class PythonSource(PythonCode):
 
 
 SourceSection = Annotated[
-    ReasoningGymSource | HuggingFaceSource | PythonSource | GameSource | CodingSource | ServedSource,
+    ReasoningGymSource | HuggingFaceSource | PythonSource | CodingSource | ServedSource,
     Field(discriminator="kind"),
 ]
 
@@ -163,8 +162,6 @@ def default_name(source: SourceSection) -> str:
             return source.path
         case PythonSource():
             return source.factory
-        case GameSource():
-            return source.game.kind
         case CodingSource():
             return source.path
         case ServedSource():

@@ -4,10 +4,7 @@ from collections.abc import Iterator
 
 from forgeasync.config.adapters import OpenEnvServer, TextAction, VerifiersServer
 from forgeasync.config.coding import CodingAgent
-from forgeasync.config.data import named_sources
-from forgeasync.config.environments import McpEnvironment, PlayGames, PythonTool, RemoteEnvironment
-from forgeasync.config.evaluation import named_sets
-from forgeasync.config.games import GameSource
+from forgeasync.config.environments import McpEnvironment, PythonTool, RemoteEnvironment
 from forgeasync.config.run import RunConfig
 from forgeasync.config.serving import ServedEnvironment
 from forgeasync.schema import Problem, PythonCode
@@ -15,7 +12,6 @@ from forgeasync.schema import Problem, PythonCode
 
 def check_built_in(config: RunConfig) -> Iterator[Problem]:
     """Check what environments of the package need of the rest of the config."""
-    yield from _check_games(config)
     environment = config.environment
     # Rules on people who are served are in serving_rules.py.
     if environment is None or isinstance(environment, PythonCode | ServedEnvironment):
@@ -27,7 +23,7 @@ def check_built_in(config: RunConfig) -> Iterator[Problem]:
             remedy=f"must be left out: the environment {environment.kind!r} talks to one agent",
         )
     # The programs behind a URL decide for themselves whether they offer tools.
-    if isinstance(environment, PlayGames | VerifiersServer | RemoteEnvironment):
+    if isinstance(environment, VerifiersServer | RemoteEnvironment):
         return
     yield from _check_tools(config, environment)
 
@@ -78,21 +74,3 @@ def _check_tools(
             remedy=f"must be less than episodes.max_turns = {config.episodes.max_turns}: one more turn "
             "follows the last round",
         )
-
-
-def _check_games(config: RunConfig) -> Iterator[Problem]:
-    """Games need somebody who plays them with the model, who in turn can do nothing else."""
-    for source in (*named_sources(config.data), *named_sets(config.evaluation)):
-        is_game = isinstance(source.source, GameSource)
-        if is_game and not isinstance(config.environment, PlayGames | PythonCode):
-            yield Problem(
-                field=f"{source.field}.kind",
-                value=source.source.kind,
-                remedy="needs environment: {kind: game}, which plays the games with the model",
-            )
-        if not is_game and isinstance(config.environment, PlayGames):
-            yield Problem(
-                field=f"{source.field}.kind",
-                value=source.source.kind,
-                remedy="must be 'game' with environment.kind = 'game'",
-            )

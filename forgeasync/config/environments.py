@@ -112,16 +112,6 @@ class McpEnvironment(Section):
     answer: AnswerCheck = AnswerCheck()
 
 
-class PlayGames(Section):
-    """The model plays games against the environment; the tasks come from sources of kind ``game``."""
-
-    kind: Literal["game"]
-    system_prompt: str | None = None
-    """Text of a system message before every game."""
-    max_illegal_moves: Annotated[int, Field(ge=0, le=1000)] = 3
-    """So many illegal moves are told to the model; one more ends the game with score 0."""
-
-
 def _checked_url(url: str) -> str:
     example = "http://127.0.0.1:9000"
     try:
@@ -167,7 +157,6 @@ class RemoteEnvironment(Section):
 EnvironmentSection = Annotated[
     PythonTool
     | McpEnvironment
-    | PlayGames
     | CodingAgent
     | ServedEnvironment
     | VerifiersServer

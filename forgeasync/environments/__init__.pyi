@@ -20,7 +20,6 @@ from .episodes import EndpointTurns as EndpointTurns
 from .episodes import EpisodeCancelled as EpisodeCancelled
 from .episodes import Episodes as Episodes
 from .episodes import SampleEpisodeTurn as SampleEpisodeTurn
-from .games.problems import build_game as build_game
 from .huggingface import is_local as is_local
 from .mcp_servers.tools import McpTools as McpTools
 from .messages import BrokenToolCall as BrokenToolCall
@@ -100,19 +99,6 @@ from .environment import ParseError as ParseError
 from .environment import TooManyTurns as TooManyTurns
 from .environment import ToolError as ToolError
 from .episode_record import episode_record as episode_record
-from .games.game import read_move as read_move
-from .games.guess_number import GuessNumberGame as GuessNumberGame
-from .games.maze import MazeGame as MazeGame
-from .games.maze import STEPS as STEPS
-from .games.play import GameEnvironment as GameEnvironment
-from .games.play import NO_MOVE as NO_MOVE
-from .games.problems import game_of as game_of
-from .games.tic_tac_toe import FREE as FREE
-from .games.tic_tac_toe import MODEL as MODEL
-from .games.tic_tac_toe import OTHER as OTHER
-from .games.tic_tac_toe import TicTacToeGame as TicTacToeGame
-from .games.tic_tac_toe import free_fields as free_fields
-from .games.tic_tac_toe import winner as winner
 from .json_records import json_like as json_like
 from .messages import ASSISTANT as ASSISTANT
 from .messages import checked_message as checked_message

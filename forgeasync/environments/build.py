@@ -10,7 +10,6 @@ from forgeasync.config import (
     EnvironmentSection,
     McpEnvironment,
     OpenEnvServer,
-    PlayGames,
     PythonTool,
     RemoteEnvironment,
     SandboxSection,
@@ -57,10 +56,6 @@ def build_environment(section: EnvironmentSection, sandbox: SandboxSection = _SA
             from forgeasync.environments.mcp_servers.environment import McpToolsEnvironment
 
             return McpToolsEnvironment(section)
-        case PlayGames():
-            from forgeasync.environments.games.play import GameEnvironment
-
-            return GameEnvironment(section)
         case CodingAgent():
             from forgeasync.environments.coding.environment import CodingEnvironment
 
@@ -149,7 +144,7 @@ def check_environment(
             from forgeasync.environments.remote import check_remote
 
             yield from check_remote(section)
-        case PlayGames() | ServedEnvironment():
+        case ServedEnvironment():
             pass
         case PythonCode():
             try:

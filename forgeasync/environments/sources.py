@@ -11,7 +11,6 @@ from typing import Protocol
 from forgeasync.config import (
     CodingSource,
     DataSection,
-    GameSource,
     HuggingFaceSource,
     NamedSource,
     PythonSource,
@@ -182,12 +181,6 @@ def _problems(source: NamedSource, seed: int) -> SourceProblems:
             from forgeasync.environments.python_source import PythonProblems
 
             return PythonProblems(
-                section, num_train=source.num_train, num_held_out=source.num_held_out, seed=seed
-            )
-        case GameSource() as section:
-            from forgeasync.environments.games.problems import GameProblems
-
-            return GameProblems(
                 section, num_train=source.num_train, num_held_out=source.num_held_out, seed=seed
             )
         case CodingSource() as section:

@@ -48,7 +48,7 @@ def test_a_served_run(tmp_path: Path) -> None:
     ("overrides", "field", "words"),
     [
         (["environment=null"], "environment.kind", "must be 'served'"),
-        (["environment={kind: game}"], "environment.kind", "must be 'served'"),
+        (["environment={kind: coding}"], "environment.kind", "must be 'served'"),
         (
             [f"data={{source: {SOURCE}, num_train: 9, num_held_out: 9}}"],
             "data.source.kind",

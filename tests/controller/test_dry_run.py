@@ -97,7 +97,7 @@ def shown(table: Table) -> str:
             "{kind: mcp, servers: {a: {kind: stdio, command: [x]}, b: {kind: http, url: 'http://h'}}}",
             r"MCP servers +│ +2 │ for every live episode; started 1, reached over HTTP 1",
         ),
-        ("{kind: game}", r"live episodes +│ +<= 96 │ game; 3 workers x episodes.max_live_per_worker"),
+        ("{kind: coding}", r"live episodes +│ +<= 96 │ coding; 3 workers x episodes.max_live_per_worker"),
     ],
 )
 def test_what_episodes_need_is_planned(environment: str, row: str, facts: ModelFacts) -> None:

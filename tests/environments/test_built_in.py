@@ -327,7 +327,7 @@ def test_sections_survive_being_written(tmp_path: Path) -> None:
     for environment in (
         "{kind: python_tool, plain_calls: {call_prefix: '[', call_suffix: ']'}}",
         "{kind: mcp, servers: {a: {kind: stdio, command: [x, y]}, b: {kind: http, url: 'http://h/mcp'}}}",
-        "{kind: game}",
+        "{kind: coding}",
     ):
         config = load_config(path, [f"environment={environment}", "sandbox=unsafe"])
         assert config.sandbox == UnsafeSubprocess()

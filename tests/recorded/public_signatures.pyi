@@ -120,7 +120,6 @@ def PlainCalls(
     result_suffix=...,
     error_text=...,
 ): ...
-def PlayGames(*, kind, system_prompt=..., max_illegal_moves=...): ...
 def Podman(
     *,
     memory_mib=...,

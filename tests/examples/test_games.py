@@ -4,46 +4,37 @@ import asyncio
 import itertools
 import random
 from collections import deque
-from pathlib import Path
+from typing import Any
 
 import pytest
 
-from forgeasync.config import (
-    DataSection,
-    GameSection,
-    GameSource,
-    GuessNumber,
-    Maze,
-    Opponent,
-    PlayGames,
-    TicTacToe,
-    check_without_model,
-    load_config,
-)
-from forgeasync.environments import (
+import forgeasync as fa
+from examples.games import (
     FREE,
+    GAMES,
+    MAX_READ_CHARACTERS,
     MODEL,
     NO_MOVE,
     OTHER,
     STEPS,
-    GameEnvironment,
-    GuessNumberGame,
-    MazeGame,
-    TicTacToeGame,
-    build_game,
-    build_source,
+    GuessNumber,
+    Maze,
+    PlayGame,
+    Reply,
+    TicTacToe,
+    begin,
     free_fields,
-    game_of,
     read_move,
     winner,
 )
-from forgeasync.environments.games.game import MAX_READ_CHARACTERS, Reply
-from forgeasync.rollouts import Score, Task
+from forgeasync.config import DataSection, PythonSource
+from forgeasync.environments import build_source
 from forgeasync.testing import ScriptedAgent
 from tests.support.buffer_world import make_task
-from tests.support.config_samples import MINIMAL
 
-SECTIONS: list[GameSection] = [GuessNumber(), TicTacToe(), Maze()]
+
+def problems_of(game: str, **options: Any) -> PythonSource:
+    return PythonSource(factory="examples.games.problems", options={"game": game} | options)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +57,7 @@ def test_a_move_is_the_last_text_in_brackets(text: str, move: str | None) -> Non
 
 def test_halving_finds_every_number_in_seven_guesses() -> None:
     for seed in range(300):
-        game = GuessNumberGame(GuessNumber(), seed)
+        game = GuessNumber(seed)
         low, high = 1, 100
         reply = None
         for _ in range(7):
@@ -79,12 +70,10 @@ def test_halving_finds_every_number_in_seven_guesses() -> None:
 
 
 def test_guesses_run_out_and_nonsense_costs_none() -> None:
-    game = GuessNumberGame(GuessNumber(low=1, high=100, max_guesses=2), 5)
+    game = GuessNumber(5, low=1, high=100, max_guesses=2)
     for nonsense in ("", "x", "101", "-1", "5.0", "1" * 40, "٥", "1_0"):
         assert not game.play(nonsense).is_legal
-    wrong = [
-        number for number in range(1, 101) if GuessNumberGame(GuessNumber(), 5).play(str(number)).value == 0
-    ]
+    wrong = [number for number in range(1, 101) if GuessNumber(5).play(str(number)).value == 0]
     assert len(wrong) == 99
     assert not game.play(str(wrong[0])).is_over
     last = game.play(str(wrong[1]))
@@ -96,7 +85,7 @@ def board_of(text: str) -> str:
     return "".join(line for line in text.splitlines() if len(line) == 3 and set(line) <= {MODEL, OTHER, FREE})
 
 
-def play_out(game: TicTacToeGame, rng: random.Random) -> Reply:
+def play_out(game: TicTacToe, rng: random.Random) -> Reply:
     """Play at random to the end, checking every board."""
     text = game.opening
     while True:
@@ -118,20 +107,18 @@ def play_out(game: TicTacToeGame, rng: random.Random) -> Reply:
 
 def test_random_games_against_a_perfect_opponent_are_never_won() -> None:
     rng = random.Random(0)
-    values = [
-        play_out(TicTacToeGame(TicTacToe(opponent=Opponent.PERFECT), seed), rng).value for seed in range(200)
-    ]
+    values = [play_out(TicTacToe(seed, opponent="perfect"), rng).value for seed in range(200)]
     assert set(values) == {0.0, 0.5}
 
 
 def test_random_games_against_a_random_opponent_end_in_every_way() -> None:
     rng = random.Random(0)
-    values = [play_out(TicTacToeGame(TicTacToe(), seed), rng).value for seed in range(200)]
+    values = [play_out(TicTacToe(seed), rng).value for seed in range(200)]
     assert set(values) == {0.0, 0.5, 1.0}
 
 
 def test_taken_and_unknown_fields_change_nothing() -> None:
-    game = TicTacToeGame(TicTacToe(), 1)
+    game = TicTacToe(1)
     taken = board_of(game.play("5").text)
     for move in ("5", "0", "10", "x", "", "¹"):
         reply = game.play(move)
@@ -159,7 +146,7 @@ def way_through(drawn: str) -> list[str]:
 @pytest.mark.parametrize(("width", "height"), [(2, 2), (4, 4), (7, 3), (30, 30)])
 def test_the_drawn_map_leads_to_the_goal_in_as_many_moves_as_are_allowed(width: int, height: int) -> None:
     for seed in range(5):
-        game = MazeGame(Maze(width=width, height=height, spare_moves=0), seed)
+        game = Maze(seed, width=width, height=height, spare_moves=0)
         *way, last = way_through(game.map())
         assert f"You have {len(way) + 1} moves" in game.opening
         assert not any(game.play(step).is_over for step in way)
@@ -167,7 +154,7 @@ def test_the_drawn_map_leads_to_the_goal_in_as_many_moves_as_are_allowed(width: 
 
 
 def test_walls_cost_a_move_and_nonsense_costs_none() -> None:
-    game = MazeGame(Maze(spare_moves=0), 3)
+    game = Maze(3, spare_moves=0)
     num_moves = len(way_through(game.map()))
     drawn = game.map()
     assert not game.play("up").is_legal
@@ -185,9 +172,9 @@ def passages(drawn: str) -> set[str]:
     return {name for name, (east, south) in STEPS.items() if lines[y + south][x + east] == " "}
 
 
-@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.kind)
-def test_a_source_draws_games_that_differ_and_can_be_built_again(section: GameSection) -> None:
-    data = DataSection(source=GameSource(kind="game", game=section), num_train=200, num_held_out=50)
+@pytest.mark.parametrize("game", GAMES)
+def test_a_source_draws_games_that_differ_and_can_be_built_again(game: str) -> None:
+    data = DataSection(source=problems_of(game), num_train=200, num_held_out=50)
     first, second = build_source(data, seed=1), build_source(data, seed=2)
     assert first.held_out == second.held_out
     assert len(first.train) == 200 and len(first.held_out) == 50
@@ -195,42 +182,54 @@ def test_a_source_draws_games_that_differ_and_can_be_built_again(section: GameSe
     assert len(set(prompts)) == 450
     assert len({task.task_id for task in (*first.train, *first.held_out)}) == 250
     for task in itertools.islice(first.train, 20):
-        assert task.prompt.endswith(game_of(task).opening)
+        assert task.prompt.endswith(begin(game, task.record["seed"]).opening)
     assert build_source(data, seed=1).train == first.train
 
 
-def test_moves_of_one_seed_are_the_same_again() -> None:
-    for section in SECTIONS:
-        moves = ["5", "1", "9", "north", "east", "3", "7"]
-        twice = [
-            [game.play(move) for move in moves[:3]]
-            for game in (build_game(section, 8), build_game(section, 8))
-        ]
-        assert twice[0] == twice[1]
+@pytest.mark.parametrize("game", GAMES)
+def test_moves_of_one_seed_are_the_same_again(game: str) -> None:
+    once, again = begin(game, 8), begin(game, 8)
+    for move in ("5", "1", "9"):
+        assert once.play(move) == again.play(move)
 
 
-def play(section: GameSection, turns: list[str], **options: int | str) -> tuple[Score, ScriptedAgent]:
-    data = DataSection(source=GameSource(kind="game", game=section), num_train=1, num_held_out=1)
+@pytest.mark.parametrize(
+    ("game", "options"),
+    [
+        ("chess", {}),
+        ("guess_number", {"low": 3, "high": 3}),
+        ("tic_tac_toe", {"opponent": "weak"}),
+        ("maze", {"width": 31}),
+    ],
+)
+def test_what_is_no_game_is_refused_with_its_name(game: str, options: dict[str, Any]) -> None:
+    data = DataSection(source=problems_of(game, **options), num_train=1, num_held_out=1)
+    name = next(iter(options), "game")
+    with pytest.raises(ValueError, match=rf"data\.source\.factory.*ValueError: .*{name} = "):
+        build_source(data, seed=0)
+
+
+def play(
+    game: str, turns: list[str], *, max_illegal_moves: int = 3, **options: Any
+) -> tuple[fa.Score, ScriptedAgent]:
+    data = DataSection(source=problems_of(game, **options), num_train=1, num_held_out=1)
     task = build_source(data, seed=0).train[0]
     agent = ScriptedAgent(*turns)
-    environment = GameEnvironment(PlayGames.model_validate({"kind": "game"} | options))
-    return asyncio.run(environment.rollout(task, agent)), agent
+    return asyncio.run(PlayGame(max_illegal_moves).rollout(task, agent)), agent
 
 
 def test_an_episode_is_worth_what_its_game_was() -> None:
-    every = [f"[{number}]" for number in range(1, 101)]
-    score, agent = play(GuessNumber(max_guesses=100), every, system_prompt="Be quick.")
+    score, agent = play("guess_number", [f"[{number}]" for number in range(1, 101)], max_guesses=100)
     assert (score.value, score.is_correct, dict(score.penalties)) == (1.0, True, {"illegal_moves": 0.0})
-    first = agent.heard[0]
-    assert [message["role"] for message in first] == ["system", "user"]
+    assert [message["role"] for message in agent.heard[0]] == ["user"]
     assert all(later[: len(earlier)] == earlier for earlier, later in itertools.pairwise(agent.heard))
-    score, _ = play(GuessNumber(low=1, high=2, max_guesses=1), ["[1]"])
-    other, _ = play(GuessNumber(low=1, high=2, max_guesses=1), ["[2]"])
+    score, _ = play("guess_number", ["[1]"], low=1, high=2, max_guesses=1)
+    other, _ = play("guess_number", ["[2]"], low=1, high=2, max_guesses=1)
     assert {score.value, other.value} == {0.0, 1.0}
 
 
 def test_illegal_moves_are_told_counted_and_end_the_game() -> None:
-    score, agent = play(GuessNumber(), ["hm", "[0]", "[x]", "never"], max_illegal_moves=2)
+    score, agent = play("guess_number", ["hm", "[0]", "[x]", "never"], max_illegal_moves=2)
     assert (score.value, score.is_correct, dict(score.penalties)) == (0.0, False, {"illegal_moves": 3.0})
     assert [heard[-1]["content"] for heard in agent.heard[1:]] == [
         NO_MOVE,
@@ -239,22 +238,6 @@ def test_illegal_moves_are_told_counted_and_end_the_game() -> None:
 
 
 def test_other_tasks_are_refused() -> None:
-    task: Task = make_task(1)
+    task = make_task(1)
     with pytest.raises(ValueError, match=f"{task.task_id!r} is no game"):
-        game_of(task)
-
-
-def test_games_and_their_environment_need_each_other(tmp_path: Path) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_text(MINIMAL)
-
-    def fields(*overrides: str) -> set[str]:
-        config = load_config(path, overrides)
-        return {problem.field for problem in check_without_model(config) if "game" in str(problem)}
-
-    game = "data.source={kind: game, game: {kind: maze, width: 5}}"
-    assert fields() == set()
-    assert fields("environment={kind: game}") == {"data.source.kind"}
-    assert fields(game) == {"data.source.kind"}
-    assert fields(game, "environment={kind: game}") == set()
-    assert fields("data.source={kind: game, game: tic_tac_toe}", "environment={kind: game}") == set()
+        asyncio.run(PlayGame().rollout(task, ScriptedAgent("[1]")))
