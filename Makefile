@@ -93,11 +93,11 @@ PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscop
 test-fast: environment
 	$(PYTEST) -m "not engine and not procs and not exhaustive"
 
-# One representative of everything that is promised: twelve minutes.
+# One representative of everything that is promised: ten minutes.
 test: environment
 	$(PYTEST) -m "not exhaustive"
 
-# Further layouts, transports and variants too, and long stress: an hour.
+# Further layouts, transports and variants too, and long stress: 45 minutes.
 test-all: environment .venv-verifiers/installed .venv-openenv/installed
 	$(PYTEST)
 
