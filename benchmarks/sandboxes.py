@@ -24,7 +24,6 @@ from rich.console import Console
 from rich.table import Table
 
 import forgeasync as fa
-from forgeasync.environments.sandboxes import program
 
 LIMIT_S = 60.0
 
@@ -82,17 +81,13 @@ async def side_by_side(section: fa.Bubblewrap | fa.UnsafeSubprocess, num_boxes: 
 
 
 def _memory_mib() -> float:
-    """Memory of everything below this process and its launcher; nan for an ordinary user.
+    """Memory of everything below this process, the launcher of boxes included; nan for an ordinary user.
 
     Supervisors let nobody but root look at their memory, not even their own user.
     """
     if os.geteuid() != 0:
         return math.nan
-    own = psutil.Process()
-    found = {one.pid: one for one in own.children(recursive=True)}
-    for launcher in program._launchers:
-        found |= {one.pid: one for one in psutil.Process(launcher._process.pid).children(recursive=True)}
-    return sum(one.memory_full_info().pss for one in found.values()) / 2**20
+    return sum(one.memory_full_info().pss for one in psutil.Process().children(recursive=True)) / 2**20
 
 
 def main() -> None:

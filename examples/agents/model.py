@@ -23,7 +23,8 @@ from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCau
 from examples.agents.repositories import repositories
 from examples.agents.stock import ITEMS, NUM_SHELVES, num_in_stock, question
 from forgeasync.config import HOW_TO_WORK, Bubblewrap, GuessNumber, StdioServer
-from forgeasync.environments import McpTools, Message, Sandbox, ToolSpec, Workbench, build_game, tool_forms
+from forgeasync.environments import McpTools, Message, ToolSpec, Workbench, build_game, tool_forms
+from forgeasync.isolation import Sandbox
 from forgeasync.models import save_tokenizer
 
 START, END, PADDING = "<|im_start|>", "<|im_end|>", "<pad>"

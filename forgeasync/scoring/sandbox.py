@@ -12,7 +12,8 @@ from pathlib import Path
 
 import forgeasync
 from forgeasync.config import ScorerSection
-from forgeasync.environments import HOW_TO_GET, bubblewrap_programs, own_mark
+from forgeasync.environments import own_mark
+from forgeasync.isolation import HOW_TO_GET, bubblewrap_programs
 from forgeasync.schema import Problem
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,8 @@ import pytest
 import forgeasync as fa
 from forgeasync.config import RunConfig, ScorerSection, load_config
 from forgeasync.controller import check_plan, prepare, prepare_evaluation
-from forgeasync.environments import EndpointModel, SandboxUnavailable, find_program
+from forgeasync.environments import EndpointModel
+from forgeasync.isolation import SandboxUnavailable, find_program
 from forgeasync.schema import ConfigError
 from forgeasync.scoring import MathProblem, MathVerifierChoice, VerifierPool, find_bubblewrap
 from tests.support.config_samples import MINIMAL

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forgeasync.config import Bubblewrap, SandboxSection, UnsafeSubprocess
-from forgeasync.environments import Sandbox
+from forgeasync.isolation import Sandbox
 
 ESCAPED = "ESCAPED"
 
@@ -210,7 +210,7 @@ ATTEMPTS = (
 @contextlib.contextmanager
 def host_facts() -> Iterator[dict[str, object]]:
     """Things on the host that a box must not reach, and where they are."""
-    from forgeasync.environments.sandboxes.inside import seccomp
+    from forgeasync.isolation.inside import seccomp
 
     secret = "host-only-" + os.urandom(8).hex()
     marker = "marker-" + os.urandom(8).hex()

