@@ -6,18 +6,22 @@ bind root, binds the box. As an ordinary user everything happens in a user names
 """
 
 import asyncio
+import functools
 import importlib.util
 import os
 import random
 import select
 import shutil
+import site
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import forgeasync
 from forgeasync.config import Bubblewrap
 from forgeasync.isolation.backend import SandboxUnavailable
 from forgeasync.isolation.connection import START_LIMIT_S, Connection, in_thread
@@ -30,6 +34,10 @@ HOW_TO_GET = (
 )
 
 _WORK = "/work"
+SCRATCH_FOLDER = "/tmp"
+_SCRATCH_BYTES = 4 * 2**20
+"""matplotlib, which reasoning-gym imports, insists on a folder to write to; an answer cannot write there."""
+_TRIAL_LIMIT_S = 30.0
 _BOX_ID = 1000
 """User and group in a box of an ordinary user."""
 _FIRST_OWN_ID, _NUM_OWN_IDS = 2**30, 2**24
@@ -40,7 +48,7 @@ _ROOT_NEEDS = (0, 1, 6, 7, 8, 12, 18, 21)
 """CAP_CHOWN, DAC_OVERRIDE, SETGID, SETUID, SETPCAP, NET_ADMIN, SYS_CHROOT and SYS_ADMIN of
 linux/capability.h: what setting a box up takes without a user namespace."""
 
-_SYSTEM_FOLDERS = ("bin", "lib", "lib32", "lib64", "sbin")
+_SYSTEM_FOLDERS = ("usr", "bin", "lib", "lib32", "lib64", "sbin")
 _SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
 
 _HOLDER_LIMIT_S = 20.0
@@ -69,6 +77,11 @@ def bubblewrap_programs() -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
+_READ_ONLY_PROC = ("--remount-ro", "/proc")
+"""Root in a user namespace has no capabilities, but the kernel still lets it write to what root owns below
+/proc/sys: core_pattern, which names a program that the host runs as root."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoxUser:
     """Who the processes of a box are."""
@@ -77,21 +90,6 @@ class BoxUser:
     gid: int
     change_user: bool
     """The supervisor changes to this user, as root can; otherwise a user namespace maps it to the run's."""
-
-
-def find_program(section: Bubblewrap) -> str:
-    """Return the path of ``bwrap``.
-
-    Raises:
-        SandboxUnavailable: there is none; says how to get it.
-    """
-    programs = bubblewrap_programs() if section.program is None else (section.program,)
-    if programs and os.access(programs[0], os.X_OK):
-        return programs[0]
-    missing = (
-        "bubblewrap is not installed" if section.program is None else f"there is no program {section.program}"
-    )
-    raise SandboxUnavailable(f"{missing}: {HOW_TO_GET}, or set sandbox.program to the path of bwrap")
 
 
 def choose_user() -> BoxUser:
@@ -110,39 +108,198 @@ def choose_user() -> BoxUser:
     return BoxUser(uid=_BOX_ID, gid=_BOX_ID, change_user=False)
 
 
-def python_folders() -> list[str]:
-    """Folders of the Python that runs this process, without the packages installed beside it."""
-    executable = os.path.realpath(sys.executable)
-    wanted = {sys.base_prefix, sys.base_exec_prefix, os.path.realpath(sys.base_prefix)}
-    if not any(Path(executable).is_relative_to(one) for one in wanted):
-        wanted.add(os.path.dirname(executable))
+def package_root() -> Path:
+    """The folder that holds our package."""
+    return Path(forgeasync.__path__[0]).resolve().parent
+
+
+def python_path() -> str:
+    """PYTHONPATH of processes that import our package."""
+    return os.pathsep.join([str(package_root()), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def python_environment(scratch: str = SCRATCH_FOLDER) -> dict[str, str]:
+    """All environment variables of Python in ``program_command``: no secret of the run is among them.
+
+    Libraries may write to the folder ``scratch`` while they are imported. The default is that of
+    ``program_command``.
+    """
+    kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH", "PYTHONHASHSEED") if name in os.environ}
+    return kept | {
+        "HOME": scratch,
+        "MPLCONFIGDIR": scratch,
+        "LANG": "C.UTF-8",
+        "PATH": "/usr/bin:/bin",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONPATH": python_path(),
+        # One thread: processes that fork must have no other.
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+    }
+
+
+def python_command(module_or_code: Sequence[str]) -> list[str]:
+    """This Python; -P keeps the current folder off sys.path."""
+    return [sys.executable, "-P", *module_or_code]
+
+
+def python_folders(*, with_packages: bool) -> list[str]:
+    """Folders of the Python that runs this process.
+
+    ``with_packages`` adds the packages installed beside it, the folders that it is told to import from, and
+    our package, without what surrounds it.
+    """
+    wanted = {Path(sys.base_prefix), Path(sys.base_exec_prefix)}
+    executable = Path(sys.executable)
+    if with_packages:
+        root = package_root()
+        # sys.path is not used: it may begin with the folder of a script, which would expose everything in it.
+        variables = [os.environ.get(name, "").split(os.pathsep) for name in ("PYTHONPATH", "LD_LIBRARY_PATH")]
+        listed = [Path(one) for names in (*variables, _user_site()) for one in names if one]
+        wanted |= {Path(sys.prefix), Path(forgeasync.__path__[0])}
+        wanted |= {path for path in listed if path.exists() and not root.is_relative_to(path.resolve())}
+        while executable.is_symlink():
+            wanted.add(executable.parent)
+            executable = executable.parent / os.readlink(executable)
+    else:
+        executable = executable.resolve()
+    wanted.add(executable.parent)
+    both = {form for path in wanted for form in (Path(os.path.abspath(path)), path.resolve())}
+    system = _system_folders()
     # Outer folders first: what is bound later lies over what was bound before.
-    return sorted(one for one in wanted if not Path(one).is_relative_to("/usr"))
+    return sorted(str(one) for one in both if not any(one.is_relative_to(folder) for folder in system))
+
+
+def _user_site() -> list[str]:
+    return [folder] if (folder := site.getusersitepackages()) in sys.path else []
+
+
+def _system_folders() -> list[str]:
+    return [folder for folder in map("/{}".format, _SYSTEM_FOLDERS) if os.path.exists(folder)]
+
+
+def _binds(folders: Sequence[str], mounts: Mapping[str, str]) -> list[tuple[str, str]]:
+    """What the root of a box shows, read-only: paths on the host, and in the box."""
+    shown = [one for one in _system_folders() if not os.path.islink(one)]
+    shown += [*folders, *filter(os.path.exists, _SYSTEM_FILES)]
+    return [*((one, one) for one in shown), *mounts.items()]
+
+
+def _command(program: str, options: Sequence[str], binds: Sequence[tuple[str, str]]) -> list[str]:
+    """bubblewrap's command: namespaces, and a root of what is bound and of what ``options`` make."""
+    command = [program, "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"]
+    command += ["--unshare-cgroup-try", "--hostname", "box", "--cap-drop", "ALL"]
+    # Before what is bound, which may lie below.
+    command += ["--proc", "/proc", "--dev", "/dev", *options]
+    for source, target in binds:
+        command += ["--ro-bind", source, target]
+    for folder in filter(os.path.islink, _system_folders()):
+        command += ["--symlink", os.readlink(folder), folder]
+    return command
 
 
 def box_command(program: str, section: Bubblewrap, user: BoxUser) -> list[str]:
-    """bubblewrap's part of the command: namespaces, and a root of what is needed, read-only."""
-    command = [program, "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"]
-    command += ["--unshare-cgroup-try", "--hostname", "box", "--as-pid-1", "--die-with-parent"]
-    command += ["--cap-drop", "ALL"]
+    """bubblewrap's part of the command that holds a box. The supervisor adds the folders to write to."""
+    binds = _binds(python_folders(with_packages=False), section.mounts)
+    options = ["--as-pid-1", "--die-with-parent"]
     if not user.change_user:
-        command += ["--unshare-user", "--uid", str(user.uid), "--gid", str(user.gid)]
-    binds = [("/usr", "/usr"), *((folder, folder) for folder in python_folders())]
-    links = []
-    for folder in map("/{}".format, _SYSTEM_FOLDERS):
-        if os.path.islink(folder):
-            links += ["--symlink", os.readlink(folder), folder]
-        elif os.path.isdir(folder):
-            binds.append((folder, folder))
-    binds += [(file, file) for file in _SYSTEM_FILES if os.path.exists(file)]
-    binds += section.mounts.items()
+        options += ["--unshare-user", "--uid", str(user.uid), "--gid", str(user.gid)]
     # Folders above that bubblewrap makes by itself would be closed to the box's user.
     above = {str(one) for _, target in binds for one in Path(target).parents if str(one) != "/"}
     for folder in (*sorted(above - {target for _, target in binds}), "/run/disk", _WORK, "/tmp"):
-        command += ["--dir", folder]
-    for source, target in binds:
-        command += ["--ro-bind", source, target]
-    return [*command, *links, "--proc", "/proc", "--dev", "/dev", "--chdir", "/", "--"]
+        options += ["--dir", folder]
+    command = _command(program, options, binds)
+    if os.geteuid() == 0 and not user.change_user:
+        command += _READ_ONLY_PROC
+    return [*command, "--chdir", "/", "--"]
+
+
+def program_command(program: str) -> list[str]:
+    """bubblewrap's part of the command of one Python that has our package, and writes to no file of the host.
+
+    There is no supervisor in it: bubblewrap's own first process reaps, and ends with the program.
+    """
+    options = ["--unshare-user-try", "--size", str(_SCRATCH_BYTES), "--tmpfs", SCRATCH_FOLDER]
+    command = _command(program, options, _binds(python_folders(with_packages=True), {}))
+    # Last, so that folders can still be made to bind to. Root and /dev are in memory and would take files.
+    command += ["--remount-ro", "/dev", *_READ_ONLY_PROC, "--remount-ro", "/"]
+    return [*command, "--chdir", SCRATCH_FOLDER, "--"]
+
+
+def start_filtered(
+    command: Sequence[str], *, pass_fds: Sequence[int] = (), **options: Any
+) -> subprocess.Popen[bytes]:
+    """Start bubblewrap with a filter of system calls for all that it starts; options as of ``Popen``.
+
+    Raises:
+        OSError: it cannot be started, or there is no filter for this machine.
+    """
+    filtered = _pipe_with(seccomp.program(os.uname().machine))
+    try:
+        return subprocess.Popen(
+            [command[0], "--seccomp", str(filtered), *command[1:]], pass_fds=(filtered, *pass_fds), **options
+        )
+    finally:
+        os.close(filtered)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundBubblewrap:
+    """Whether bubblewrap can be used here for Python with our package."""
+
+    path: str | None
+    """The path of its program; None where it cannot."""
+    problem: str = ""
+    """Why it cannot."""
+
+
+@functools.cache
+def find_bubblewrap() -> FoundBubblewrap:
+    """Start Python with our package in every bubblewrap here until one works; once in a process."""
+    problems = []
+    for program in bubblewrap_programs():
+        if (problem := _problem_of(program)) is None:
+            return FoundBubblewrap(path=program)
+        problems.append(problem)
+    return FoundBubblewrap(path=None, problem="; ".join(problems) or "bubblewrap is not installed")
+
+
+def _problem_of(program: str) -> str | None:
+    trial = [*program_command(program), *python_command(["-c", "import forgeasync.isolation.layers"])]
+    try:
+        tried = start_filtered(
+            trial, env=python_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        )
+    except OSError as error:
+        return str(error)
+    try:
+        _, errors = tried.communicate(timeout=_TRIAL_LIMIT_S)
+    except subprocess.TimeoutExpired as error:
+        return str(error)
+    finally:
+        if tried.returncode is None:
+            tried.kill()
+            tried.communicate()
+    if tried.returncode == 0:
+        return None
+    lines = errors.decode(errors="replace").strip().splitlines() or ["no message"]
+    return f"{program} exited with {tried.returncode}: {lines[-1][:200]}"
+
+
+def find_program(section: Bubblewrap) -> str:
+    """Return the path of ``bwrap``.
+
+    Raises:
+        SandboxUnavailable: there is none; says how to get it.
+    """
+    programs = bubblewrap_programs() if section.program is None else (section.program,)
+    if programs and os.access(programs[0], os.X_OK):
+        return programs[0]
+    missing = (
+        "bubblewrap is not installed" if section.program is None else f"there is no program {section.program}"
+    )
+    raise SandboxUnavailable(f"{missing}: {HOW_TO_GET}, or set sandbox.program to the path of bwrap")
 
 
 class BubblewrapBackend(SupervisedBackend):
@@ -180,8 +337,6 @@ class BubblewrapBackend(SupervisedBackend):
             # The thread goes on; what it starts is ended at once.
             starting.add_done_callback(_end_unwanted)
             raise
-        except OSError as error:
-            raise SandboxUnavailable(str(error)) from error
         settings = self._settings() | {
             "isolated": True,
             "holder": holder.pid,
@@ -207,29 +362,26 @@ class Holder:
         code may write to its memory.
 
         Raises:
-            SandboxUnavailable: it cannot be started, or fails; the text has its last message.
-            OSError: there is no filter for this machine.
+            SandboxUnavailable: it cannot be started, fails, or there is no filter for this machine; the text
+                has its last message.
         """
         info, info_of_child = os.pipe()
-        filtered = _pipe_with(seccomp.program(os.uname().machine))
-        options = ["--info-fd", str(info_of_child), "--seccomp", str(filtered)]
         try:
             try:
-                self._process = subprocess.Popen(
-                    [command[0], *options, *command[1:], *HOLD],
+                self._process = start_filtered(
+                    [command[0], "--info-fd", str(info_of_child), *command[1:], *HOLD],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
                     env={"PATH": os.defpath},
                     cwd="/",
-                    pass_fds=(info_of_child, filtered),
+                    pass_fds=(info_of_child,),
                     start_new_session=True,
                 )
             except OSError as error:
                 raise SandboxUnavailable(f"{command[0]} could not be started: {error}") from error
             finally:
                 os.close(info_of_child)
-                os.close(filtered)
             self.pid = self._wait_until_ready(info)
             """The first process of the box, as the host sees it."""
         finally:
