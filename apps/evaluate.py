@@ -50,7 +50,7 @@ from forgeasync.controller import (
     sample_problems,
     summary_table,
 )
-from forgeasync.environments import sandbox_warning
+from forgeasync.isolation import sandbox_warning
 from forgeasync.observability import (
     RUNS_FOLDER,
     SetSummary,

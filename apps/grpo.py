@@ -66,8 +66,9 @@ from forgeasync.controller import (
     telling,
     waited_every_steps,
 )
-from forgeasync.environments import sampling_seed, sandbox_warning, weighted_order
+from forgeasync.environments import sampling_seed, weighted_order
 from forgeasync.faults import StorageFaults
+from forgeasync.isolation import sandbox_warning
 from forgeasync.observability import (
     RunLog,
     StepConsole,

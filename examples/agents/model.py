@@ -24,7 +24,8 @@ from examples.agents.repositories import repositories
 from examples.agents.stock import ITEMS, NUM_SHELVES, num_in_stock, question
 from examples.games import begin
 from forgeasync.config import HOW_TO_WORK, Bubblewrap, StdioServer
-from forgeasync.environments import McpTools, Message, Sandbox, ToolSpec, Workbench, tool_forms
+from forgeasync.environments import McpTools, Message, ToolSpec, Workbench, tool_forms
+from forgeasync.isolation import Sandbox
 from forgeasync.models import save_tokenizer
 
 START, END, PADDING = "<|im_start|>", "<|im_end|>", "<pad>"

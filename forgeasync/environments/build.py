@@ -125,7 +125,7 @@ def check_environment(
     """
     match section:
         case PythonTool() | CodingAgent():
-            from forgeasync.environments.sandboxes.build import check_sandbox
+            from forgeasync.isolation import check_sandbox
 
             yield from check_sandbox(sandbox)
         case McpEnvironment():

@@ -8,14 +8,12 @@ from forgeasync.config import PythonTool, SandboxSection
 from forgeasync.environments.answers import AnswerChecker
 from forgeasync.environments.environment import Agent, Environment, EpisodeInterrupted, ToolError
 from forgeasync.environments.messages import Message, ToolSpec
-from forgeasync.environments.sandboxes.backend import PythonSession
-from forgeasync.environments.sandboxes.results import KilledBy, PythonResult, SandboxError
-from forgeasync.environments.sandboxes.sandbox import Sandbox
 from forgeasync.environments.tools.forms import TEMPLATE_FORM, CallForm, PlainForm
 from forgeasync.environments.tools.run_tools import run_tools
 from forgeasync.environments.tools.signature import BadArguments
 from forgeasync.environments.tools.tool import Tool, ToolFailed, ToolTimeout
 from forgeasync.environments.tools.toolbox import Toolbox
+from forgeasync.isolation import KilledBy, PythonResult, PythonSession, Sandbox, SandboxError
 from forgeasync.rollouts import Score, Task
 
 SPEC = ToolSpec(

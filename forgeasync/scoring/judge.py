@@ -31,11 +31,11 @@ from forgeasync.rollouts import (
     as_feedback,
 )
 from forgeasync.scoring.breaker import Breaker
-from forgeasync.scoring.call_limits import CallLimits
 from forgeasync.scoring.endpoint_client import EndpointDown, EndpointRefuses
 from forgeasync.scoring.judge_endpoint import JudgeEndpoint
 from forgeasync.scoring.judge_prompt import JudgeVerdict, MalformedVerdict, messages, read_rubric
-from forgeasync.scoring.reward_process import RewardFailure
+from forgeasync.scoring.limited import CallLimits
+from forgeasync.scoring.reward_pool import RewardFailure
 from forgeasync.scoring.unavailable import RewardUnavailable
 
 logger = logging.getLogger(__name__)

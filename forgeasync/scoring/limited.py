@@ -1,16 +1,88 @@
-"""One reward of a scorer, and the limits of its calls."""
+"""One reward of a scorer, and the limits of its calls: how many at once, how many a second, how often."""
 
 import asyncio
-from collections.abc import Coroutine, Iterable, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, Protocol, TypeVar
 
-from forgeasync.config import PythonReward, RewardSection, ScoredUnit, name_of
+from forgeasync.config import LimitedReward, PythonReward, RewardSection, ScoredUnit, name_of
 from forgeasync.environments import Response
 from forgeasync.rollouts import Score, Task, VerifierCounts
-from forgeasync.scoring.call_limits import CallLimits
 from forgeasync.scoring.unavailable import RewardUnavailable
 
 T = TypeVar("T")
+
+
+class TokenBucket:
+    """Holds up to ``burst`` tokens and gets ``per_s`` new ones a second; what begins takes one.
+
+    In any t seconds at most ``burst + per_s * t`` calls begin (generic cell rate algorithm, ITU-T I.371).
+    Times are in seconds of one clock, which the caller reads and which never goes back.
+    """
+
+    def __init__(self, per_s: float, *, burst: float = 1.0) -> None:
+        """The bucket is full. Raises ValueError where a number is not above 0, or ``burst`` less than 1."""
+        if not per_s > 0.0 or not burst >= 1.0:
+            raise ValueError(f"TokenBucket: per_s = {per_s} must be above 0, and burst = {burst} at least 1")
+        self._interval_s = 1.0 / per_s
+        self._tolerance_s = (burst - 1.0) * self._interval_s
+        self._next_s: float | None = None
+        """When the bucket would be full again if nothing more began; None: it never was touched."""
+
+    def wait_s(self, now_s: float) -> float:
+        """How long the next call would have to wait; takes nothing."""
+        return 0.0 if self._next_s is None else max(0.0, self._next_s - self._tolerance_s - now_s)
+
+    def take(self, now_s: float) -> float:
+        """Take the next token, which may still have to come; returns how long to wait for it."""
+        wait_s = self.wait_s(now_s)
+        self._next_s = max(now_s, now_s if self._next_s is None else self._next_s) + self._interval_s
+        return wait_s
+
+
+class CallLimits:
+    """Lets calls begin within the limits of a reward's section, of which each scorer has an equal share."""
+
+    def __init__(
+        self,
+        section: LimitedReward,
+        *,
+        num_replicas: int,
+        name: str,
+        longest_wait_s: float,
+        default_concurrent: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """A call that would have to wait for longer than ``longest_wait_s`` is sent away instead."""
+        most = default_concurrent
+        if section.max_concurrent is not None:
+            most = max(1, section.max_concurrent // num_replicas)
+        self._places = None if most is None else asyncio.Semaphore(most)
+        self._bucket = None if section.max_per_s is None else TokenBucket(section.max_per_s / num_replicas)
+        self._name = name
+        self._longest_wait_s = longest_wait_s
+        self._clock = clock
+
+    @asynccontextmanager
+    async def inside(self) -> AsyncIterator[None]:
+        """One call.
+
+        Raises:
+            RewardUnavailable: it would have to wait for longer than ``longest_wait_s`` for its turn.
+        """
+        if self._bucket is not None:
+            now_s = self._clock()
+            wait_s = self._bucket.wait_s(now_s)
+            if wait_s > self._longest_wait_s:
+                raise RewardUnavailable(f"reward {self._name!r} is at its limit of max_per_s", wait_s)
+            self._bucket.take(now_s)
+            await asyncio.sleep(wait_s)
+        if self._places is None:
+            yield
+            return
+        async with self._places:
+            yield
 
 
 class OneReward(Protocol):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from forgeasync.config import ProcessRewardModel, name_of
 from forgeasync.environments import Response
 from forgeasync.rollouts import Score, ScoreStatus, Task, VerifierCounts
-from forgeasync.scoring.reward_process import ProcessKilled, RewardFailure, RewardProcess, RewardTimeout
+from forgeasync.scoring.reward_pool import ProcessKilled, RewardFailure, RewardProcess, RewardTimeout
 from forgeasync.scoring.unavailable import RewardUnavailable
 
 logger = logging.getLogger(__name__)

@@ -1,6 +1,6 @@
 """The process with the engine of a process reward model: JSON lines as in ``reward_worker``.
 
-Started by ``forgeasync.scoring.reward_process`` as ``python -m forgeasync.scoring.process_reward_worker``. It
+Started by ``forgeasync.scoring.reward_pool`` as ``python -m forgeasync.scoring.process_reward_worker``. It
 is no part of the scorer's own process: a forward pass would keep that one's event loop from its heartbeat,
 and an engine that dies is replaced alone.
 
@@ -16,7 +16,6 @@ import hashlib
 import json
 import os
 import queue
-import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,11 +24,12 @@ from typing import Any, BinaryIO
 from forgeasync.config import ProcessRewardModel
 from forgeasync.environments import Response
 from forgeasync.generator import ScoredTags, StepEngine
+from forgeasync.isolation import open_channel, write_line
 from forgeasync.rollouts import FinishReason, Score, ScoreStatus
 from forgeasync.scoring.process_reward_score import score_of_steps, score_without_steps, steps_of_response
 from forgeasync.scoring.process_reward_tokens import StepTokenizer
 from forgeasync.scoring.response_steps import WrittenSteps
-from forgeasync.scoring.reward_worker import MAX_REASON_CHARS, encode_score, write
+from forgeasync.scoring.reward_worker import MAX_REASON_CHARS, encode_score
 
 END_BYTES = 1 << 20
 """Of every file of weights so much from its end tells versions of a model apart."""
@@ -107,9 +107,9 @@ def model_version(section: ProcessRewardModel) -> str:
     return digest.hexdigest()[:12]
 
 
-def _read_into(requests: "queue.SimpleQueue[dict[str, Any]]") -> None:
-    for line in sys.stdin.buffer:
-        requests.put(json.loads(line))
+def _read_into(requests: BinaryIO, waiting: "queue.SimpleQueue[dict[str, Any]]") -> None:
+    for line in requests:
+        waiting.put(json.loads(line))
     # Nobody waits for what is still computed.
     os._exit(0)
 
@@ -121,39 +121,37 @@ def _begin(scoring: StepScoring, request: dict[str, Any], replies: BinaryIO) -> 
     try:
         score = scoring.begin(str(call), request["task"]["prompt"], response)
     except ValueError as error:
-        write(replies, {"call": call, "error": f"{type(error).__name__}: {error}"[:MAX_REASON_CHARS]})
+        write_line(replies, {"call": call, "error": f"{type(error).__name__}: {error}"[:MAX_REASON_CHARS]})
         return
     if score is not None:
-        write(replies, {"call": call, "scores": [encode_score(score)]})
+        write_line(replies, {"call": call, "scores": [encode_score(score)]})
 
 
-def _answer(scoring: StepScoring, requests: "queue.SimpleQueue[dict[str, Any]]", replies: BinaryIO) -> None:
+def _answer(scoring: StepScoring, waiting: "queue.SimpleQueue[dict[str, Any]]", replies: BinaryIO) -> None:
     """Answer requests until stdin ends, which ends the process."""
     while True:
-        while not requests.empty() or not scoring.has_work:
-            _begin(scoring, requests.get(), replies)
+        while not waiting.empty() or not scoring.has_work:
+            _begin(scoring, waiting.get(), replies)
         for call, result in scoring.step():
             reply = {"error": result} if isinstance(result, str) else {"scores": [encode_score(result)]}
-            write(replies, {"call": int(call), **reply})
+            write_line(replies, {"call": int(call), **reply})
 
 
 def serve() -> None:
     """Load the model of the first request, and answer requests until stdin ends."""
-    # Replies get a private descriptor, so that nothing that is printed can end up among them.
-    replies = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    section = ProcessRewardModel.model_validate(json.loads(sys.stdin.buffer.readline())["reward"])
+    requests, replies = open_channel()
+    section = ProcessRewardModel.model_validate(json.loads(requests.readline())["reward"])
     try:
         scoring = StepScoring(section)
         version = model_version(section)
     except Exception as error:  # any type: vLLM raises many, and the run is to say why
         reason = f"cannot be started: {type(error).__name__}: {' '.join(str(error).split())}"
-        write(replies, {"refused": reason[:MAX_REASON_CHARS]})
+        write_line(replies, {"refused": reason[:MAX_REASON_CHARS]})
         return
-    write(replies, {"is_async": True, "version": version})
-    requests: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-    threading.Thread(target=_read_into, args=[requests], daemon=True).start()
-    _answer(scoring, requests, replies)
+    write_line(replies, {"is_async": True, "version": version})
+    waiting: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    threading.Thread(target=_read_into, args=[requests, waiting], daemon=True).start()
+    _answer(scoring, waiting, replies)
 
 
 if __name__ == "__main__":

@@ -15,14 +15,15 @@ from forgeasync.config import (
     ScorerSection,
 )
 from forgeasync.environments import Response
+from forgeasync.isolation import find_bubblewrap
 from forgeasync.rollouts import FinishReason, Task
 from forgeasync.schema import Problem
 from forgeasync.scoring.endpoint_client import EndpointDown, EndpointRefuses
 from forgeasync.scoring.judge_endpoint import JudgeEndpoint
 from forgeasync.scoring.judge_prompt import MalformedVerdict, messages, read_rubric
 from forgeasync.scoring.process_reward_checks import problem_of_model
-from forgeasync.scoring.reward_process import RewardFailure, RewardProcess
-from forgeasync.scoring.sandbox import check_isolation, find_bubblewrap
+from forgeasync.scoring.reward_pool import RewardFailure, RewardProcess
+from forgeasync.scoring.verifier_pool import check_isolation
 
 MADE_UP_TEXT = "0"
 """Text of the made-up response to a task without a reference; else the text is the reference."""

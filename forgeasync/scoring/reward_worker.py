@@ -1,6 +1,6 @@
 """The process that runs a user's own reward: one JSON request a line on stdin, one reply a line on stdout.
 
-Started by ``forgeasync.scoring.reward_process`` as ``python -m forgeasync.scoring.reward_worker``. The reward
+Started by ``forgeasync.scoring.reward_pool`` as ``python -m forgeasync.scoring.reward_worker``. The reward
 is built once. Calls of a coroutine function run side by side in this process's event loop, each under
 ``limit_s``. A call that keeps the loop busy cannot be cut off there: the process says which one it is, and
 the parent kills it.
@@ -20,7 +20,6 @@ import hashlib
 import inspect
 import json
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -28,6 +27,7 @@ from typing import Any, BinaryIO
 
 from forgeasync.config import PythonReward, ScoredUnit
 from forgeasync.environments import Response
+from forgeasync.isolation import open_channel, write_line
 from forgeasync.rollouts import FinishReason, Score, Step, Task
 from forgeasync.schema import build_code
 from forgeasync.waiting import DeadlineExceeded, deadline
@@ -97,9 +97,12 @@ def _reason(error: BaseException) -> str:
 class _Calls:
     """Runs the calls of one reward on an event loop and writes their replies."""
 
-    def __init__(self, section: PythonReward, reward: Callable[..., Any], replies: BinaryIO) -> None:
+    def __init__(
+        self, section: PythonReward, reward: Callable[..., Any], requests: BinaryIO, replies: BinaryIO
+    ) -> None:
         self._section = section
         self._reward = reward
+        self._requests = requests
         self._replies = replies
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._deadlines_s: dict[int, float] = {}
@@ -115,7 +118,7 @@ class _Calls:
         def start(request: dict[str, Any]) -> None:
             self._tasks[request["call"]] = loop.create_task(self._run(request))
 
-        for line in sys.stdin.buffer:
+        for line in self._requests:
             request = json.loads(line)
             self._deadlines_s[request["call"]] = time.monotonic() + self._section.limit_s
             loop.call_soon_threadsafe(start, request)
@@ -131,7 +134,7 @@ class _Calls:
             if late:
                 current = asyncio.current_task(loop)
                 busy = [call for call, task in list(self._tasks.items()) if task is current]
-                write(self._replies, {"call": (busy or late)[0], "blocked": True})
+                write_line(self._replies, {"call": (busy or late)[0], "blocked": True})
                 return
 
     async def _run(self, request: dict[str, Any]) -> None:
@@ -146,7 +149,7 @@ class _Calls:
         except BaseException as error:  # SystemExit too: a reward's exception is for the user to see
             reply["error"] = _reason(error)
         del self._deadlines_s[request["call"]], self._tasks[request["call"]]
-        write(self._replies, reply)
+        write_line(self._replies, reply)
 
     async def _scores(self, request: dict[str, Any]) -> list[Score]:
         task = Task(**request["task"])
@@ -162,12 +165,6 @@ class _Calls:
     async def _call(self, task: Task, what: object) -> object:
         result = self._reward(task, what)
         return await result if inspect.isawaitable(result) else result
-
-
-def write(replies: BinaryIO, reply: dict[str, Any]) -> None:
-    """One reply."""
-    replies.write(json.dumps(reply).encode() + b"\n")
-    replies.flush()
 
 
 def is_coroutine_function(reward: Callable[..., object]) -> bool:
@@ -194,18 +191,16 @@ def code_version(section: PythonReward, reward: Callable[..., object]) -> str:
 
 def serve() -> None:
     """Build the reward of the first request, and answer requests until stdin ends."""
-    # Replies get a private descriptor, so that nothing a reward prints can end up among them.
-    replies = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    section = PythonReward.model_validate(json.loads(sys.stdin.buffer.readline())["reward"])
+    requests, replies = open_channel()
+    section = PythonReward.model_validate(json.loads(requests.readline())["reward"])
     try:
         reward = build_code(section, _PARAMETERS[section.scores])
     except BaseException as error:  # a user's module can also exit while it is imported
         reason = str(error) if isinstance(error, ValueError) else f"raised {_reason(error)}"
-        write(replies, {"refused": reason[:MAX_REASON_CHARS]})
+        write_line(replies, {"refused": reason[:MAX_REASON_CHARS]})
         return
-    write(replies, {"is_async": is_coroutine_function(reward), "version": code_version(section, reward)})
-    asyncio.run(_Calls(section, reward, replies).serve())
+    write_line(replies, {"is_async": is_coroutine_function(reward), "version": code_version(section, reward)})
+    asyncio.run(_Calls(section, reward, requests, replies).serve())
 
 
 if __name__ == "__main__":

@@ -1,23 +1,43 @@
-"""A few processes of verifiers, shared by threads."""
+"""Processes that verify answers, shared by threads: requests with limits, kill and replacement."""
 
 import dataclasses
 import logging
 import queue
+import tempfile
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 from forgeasync.config import ScorerSection
+from forgeasync.environments import own_mark
+from forgeasync.isolation import (
+    HOW_TO_GET,
+    ContainedProcess,
+    FoundBubblewrap,
+    Layer,
+    ProcessGone,
+    find_bubblewrap,
+    python_command,
+    python_environment,
+)
 from forgeasync.rollouts import NO_SCORE, Score, ScoreStatus, VerifierCounts, as_feedback
+from forgeasync.schema import Problem as ConfigProblem
 from forgeasync.schema import raise_if_any
-from forgeasync.scoring.sandbox import Bubblewrap, check_isolation, find_bubblewrap
-from forgeasync.scoring.verifier import MathProblem, MathVerifierChoice, Problem, VerifierChoice
-from forgeasync.scoring.verifier_process import AnswerLimits, VerifierProcess
+from forgeasync.scoring.verifier import (
+    CHOICE_CODEC,
+    PROBLEM_CODEC,
+    MathProblem,
+    MathVerifierChoice,
+    Problem,
+    VerifierChoice,
+)
+from forgeasync.scoring.worker import LOAD_LIMIT_S, WorkerSetup
 
 logger = logging.getLogger(__name__)
-
 
 MAX_ANSWER_BYTES = 1 << 20
 """Longest answer that is read; a longer one scores 0. Many verifiers take time quadratic in the length."""
@@ -25,6 +45,120 @@ MAX_ANSWER_BYTES = 1 << 20
 
 _NUM_LOGGED = 20
 """Number of unverified answers of each kind that are logged one by one; all are counted."""
+STARTUP_LIMIT_S = 120.0
+"""Seconds after which a process that is not ready counts as broken."""
+_GRACE_S = 5.0
+"""Seconds by which the parent's kill follows the process's own limits; it is for processes that hang."""
+
+
+class VerifierFailure(RuntimeError):
+    """The process of verifiers cannot do its work; this is never the fault of an answer."""
+
+
+class ProblemDiffers(ValueError):
+    """A problem is not what its index generates here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerLimits:
+    """The resources that one answer may use."""
+
+    time_s: float
+    """Wall time for verifying one answer, in seconds."""
+    memory_bytes: int
+    """Bytes that verifying one answer may allocate."""
+
+
+class VerifierProcess:
+    """Verifies one answer at a time; not thread-safe. The process starts with the first request."""
+
+    def __init__(self, choice: VerifierChoice, limits: AnswerLimits, bubblewrap: FoundBubblewrap) -> None:
+        self._choice = choice
+        self._limits = limits
+        self._bubblewrap = bubblewrap
+        self._process: ContainedProcess | None = None
+        self._layers: tuple[Layer, ...] = ()
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the running worker; None without one."""
+        return None if self._process is None else self._process.pid
+
+    def start(self) -> tuple[Layer, ...]:
+        """Start the process if needed; returns what isolates it.
+
+        Raises:
+            ValueError: the choice of verifier is impossible, with the config field.
+            VerifierFailure: the process does not start.
+        """
+        if self._process is not None and (exit_code := self._process.exit_code) is not None:
+            logger.warning("a process of verifiers ended with code %d between answers", exit_code)
+            self.stop()
+        if self._process is None:
+            scratch = self._spawn()
+            setup = WorkerSetup(
+                choice=CHOICE_CODEC.dump_python(self._choice, mode="json"),
+                answer_limit_s=self._limits.time_s,
+                answer_memory_bytes=self._limits.memory_bytes,
+                scratch_folder=scratch,
+            )
+            reply = self._ask({"setup": dataclasses.asdict(setup)}, limit_s=STARTUP_LIMIT_S)
+            if reply is None:
+                raise VerifierFailure(
+                    "a process of verifiers did not start; see its messages in the scorer's log"
+                )
+            if "refused" in reply:
+                self.stop()
+                raise ValueError(reply["refused"])
+            self._layers = tuple(Layer(one) for one in reply["ready"])
+        return self._layers
+
+    def verify(self, problem: Problem, answer: str) -> dict[str, Any]:
+        """Return the verdict on one answer, in a form of ``forgeasync.scoring.worker``'s protocol.
+
+        Raises:
+            ProblemDiffers: the problem's index generates another problem here.
+            VerifierFailure: the process does not start, or ends over the problem.
+        """
+        self.start()
+        request = {"problem": PROBLEM_CODEC.dump_python(problem, mode="json")}
+        loaded = self._ask(request, limit_s=LOAD_LIMIT_S + _GRACE_S)
+        if loaded is None:
+            raise VerifierFailure(f"the process of verifiers ended while it loaded {str(problem)[:500]}")
+        if "refused" in loaded:
+            raise ProblemDiffers(loaded["refused"])
+        verdict = self._ask({"answer": answer}, limit_s=self._limits.time_s + _GRACE_S)
+        return {"crash": "the whole process of verifiers"} if verdict is None else verdict
+
+    def stop(self) -> None:
+        """End the process; the next request starts another one."""
+        if self._process is not None:
+            self._process.stop()
+            self._process = None
+
+    def _spawn(self) -> str | None:
+        """Start the process; returns the folder that it may write to until it has imported everything."""
+        scratch: str | None = None
+        # By its parent's mark a process is found, and ended, when its parent has been killed.
+        if self._bubblewrap.path is not None:
+            env = python_environment() | own_mark()
+        else:
+            scratch = tempfile.mkdtemp(prefix="forgeasync-verifier-")
+            env = python_environment(scratch) | own_mark()
+        command = python_command(["-m", "forgeasync.scoring.worker"])
+        self._process = ContainedProcess(
+            command, env=env, bubblewrap=self._bubblewrap.path, scratch=scratch, folder="/"
+        )
+        return scratch
+
+    def _ask(self, request: dict[str, Any], *, limit_s: float) -> dict[str, Any] | None:
+        """The reply to a request; None if there is none in time, after ending the process."""
+        assert self._process is not None
+        try:
+            return self._process.ask(request, limit_s=limit_s)
+        except ProcessGone:
+            self.stop()
+            return None
 
 
 class _Lost(StrEnum):
@@ -47,7 +181,7 @@ class VerifierPool:
     """
 
     def __init__(
-        self, choice: VerifierChoice, section: ScorerSection, *, bubblewrap: Bubblewrap | None = None
+        self, choice: VerifierChoice, section: ScorerSection, *, bubblewrap: FoundBubblewrap | None = None
     ) -> None:
         """Processes start when they are first needed; without ``bubblewrap`` it is looked for then."""
         self._choice = choice
@@ -146,6 +280,18 @@ class VerifierPool:
         if number <= _NUM_LOGGED:
             logger.warning("an answer scores 0, %s no. %d: %s", kind, number, ascii(reason))
         return dataclasses.replace(NO_SCORE, status=_STATUS[kind], feedback=as_feedback(f"{kind}: {reason}"))
+
+
+def check_isolation(section: ScorerSection, bubblewrap: FoundBubblewrap) -> Iterator[ConfigProblem]:
+    """Find a problem if answers would be verified behind weaker layers than the config accepts."""
+    if bubblewrap.path is None and not section.allow_weaker_isolation:
+        yield ConfigProblem(
+            field="scorer.allow_weaker_isolation",
+            value=False,
+            remedy=f"answers are verified in bubblewrap, which does not work here ({bubblewrap.problem}): "
+            f"{HOW_TO_GET}; or set it to true (in calls of math_reward: allow_weaker_isolation=True) to "
+            "verify them behind the weaker layers that work here (docs/scoring.md)",
+        )
 
 
 _MATH_POOLS = {

@@ -1,29 +1,59 @@
 """The process that verifies answers: reads one JSON request a line on stdin, answers one a line on stdout.
 
-Started by ``forgeasync.scoring.verifier_process`` as ``python -m forgeasync.scoring.worker``. It imports the
-verifier and generates problems, once for all answers; answers are read in forks of it only.
+Started by ``forgeasync.scoring.verifier_pool`` as ``python -m forgeasync.scoring.worker``. It imports the
+verifier and generates problems, once for all answers.
 
     {"setup": {...}}        ->  {"ready": [<layers>]}      or {"refused": "<reason>"}
     {"problem": {...}}      ->  {"loaded": true}           or {"refused": "<reason>"}
     {"answer": "<text>"}    ->  {"value": 1.0, "is_correct": true, "has_answer": true},
                                 {"error": "<reason>"}, {"timeout": true} or {"crash": <exit status>}
+
+Only forks of this process read answers, so an answer can affect nothing outside of its fork. A fork serves
+one answer after another, for as long as none of them ran code: the audit hook reports every compilation and
+execution through a pipe, at once, so that no code can revoke the report. After such an answer, and after any
+that was cut off, the next one gets a new fork. So an answer can stall, crash or tamper with nothing but its
+own verification. (It can forge its own score, where a verifier evaluates it as code.)
+
+A fork costs far more than a plain answer: 12 ms to 0.5 ms of processor time for sums, on a virtual machine.
+So it also serves other problems, which come to it as the bytes of plain values.
 """
 
 import gc
+import io
 import json
 import os
+import pickle
+import select
 import shutil
 import signal
-import sys
+import time
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any, NoReturn
 
-from forgeasync.scoring.answer_fork import AnswerFork, ForkLimits, plain_bytes
-from forgeasync.scoring.isolation import enter_isolation, read_only_roots
+from forgeasync.isolation import (
+    address_space_bytes,
+    enter_isolation,
+    lock_down,
+    open_channel,
+    read_only_roots,
+    write_line,
+)
+from forgeasync.rollouts import Score
 from forgeasync.scoring.verifier import CHOICE_CODEC, PROBLEM_CODEC, Problem, Verifier, build_verifier
 
 LOAD_LIMIT_S = 60.0
 """Seconds to generate a problem again; after that, this process ends."""
+MAX_VERDICT_BYTES = 4096
+MAX_REASON_CHARS = 500
+MAX_ANSWERS = 64
+"""Most answers that one fork serves."""
+
+_ORPHAN_GRACE_S = 2.0
+"""An answer's own alarm comes this much later than the parent's kill: it is for orphans only."""
+_ANSWERS, _VERDICTS, _REPORTS = 3, 4, 5
+"""Descriptors in the fork."""
+_LENGTH_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +66,192 @@ class WorkerSetup:
     answer_memory_bytes: int
     scratch_folder: str | None
     """A folder of the host, removed once all is imported; None where bubblewrap is around."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForkLimits:
+    """The limits of answers, and the folders that they may read."""
+
+    answer_limit_s: float
+    answer_memory_bytes: int
+    read_roots: tuple[str, ...]
+    in_bubblewrap: bool
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Reads numbers, texts and containers of them, and nothing else."""
+
+    def find_class(self, module_name: str, global_name: str) -> NoReturn:
+        raise pickle.UnpicklingError(f"{module_name}.{global_name} is no plain value")
+
+
+def plain_bytes(loaded: Any) -> bytes | None:
+    """Return a problem's form as bytes that read back without running code; None if it has none."""
+    try:
+        content = pickle.dumps(loaded)
+        _PlainUnpickler(io.BytesIO(content)).load()
+    except Exception:  # whatever an object does about being pickled
+        return None
+    return content
+
+
+def reason(error: BaseException) -> str:
+    """Describe an exception in few words, for a reply."""
+    return f"{type(error).__name__}: {error}"[:MAX_REASON_CHARS]
+
+
+class AnswerFork:
+    """Forks at once; ``close`` ends the fork, and must be called."""
+
+    def __init__(self, verifier: Verifier, loaded: Any, limits: ForkLimits) -> None:
+        """Fork; answers are then verified for the problem ``loaded``, until ``verify`` gets another."""
+        self._limits = limits
+        self._num_answers = 0
+        answers, self._answers = os.pipe()
+        self._verdicts, verdicts = os.pipe()
+        self._reports, reports = os.pipe()
+        self._pid = os.fork()
+        if self._pid == 0:
+            try:
+                _serve(verifier, loaded, limits, answers=answers, verdicts=verdicts, reports=reports)
+            finally:
+                os._exit(1)
+        for descriptor in (answers, verdicts, reports):
+            os.close(descriptor)
+
+    def verify(self, answer: str, other: bytes = b"") -> tuple[dict[str, Any], bool]:
+        """Return the verdict, in a form of the worker's protocol, and whether the fork can be used again.
+
+        ``other`` is another problem that this answer and the next ones are for, by ``plain_bytes``.
+        """
+        self._num_answers += 1
+        content = answer.encode(errors="surrogatepass")
+        deadline_s = time.monotonic() + self._limits.answer_limit_s
+        with suppress(BrokenPipeError):  # it has died: reported as a crash
+            for part in (other, content):
+                _write_all(self._answers, len(part).to_bytes(_LENGTH_BYTES) + part)
+        said = self._read_verdict(deadline_s)
+        if said is None:
+            return {"timeout": True}, False
+        if not said.endswith(b"\n"):
+            return {"crash": "killed" if self.has_ended() else "it said too much"}, False
+        verdict, wants_to_retire = _checked(said)
+        has_run_code, _, _ = select.select([self._reports], [], [], 0.0)
+        is_clean = not has_run_code and not wants_to_retire and self._num_answers < MAX_ANSWERS
+        return verdict, is_clean
+
+    def close(self) -> None:
+        """Kill the fork, and whatever it may have started."""
+        for descriptor in (self._answers, self._verdicts, self._reports):
+            os.close(descriptor)
+        os.kill(self._pid, signal.SIGKILL)
+        if self._limits.in_bubblewrap and _process_1_is_bubblewrap():
+            # A namespace of its own: bubblewrap, its first process, ignores this, and this process is spared.
+            with suppress(ProcessLookupError):
+                os.kill(-1, signal.SIGKILL)
+        os.waitpid(self._pid, 0)
+
+    def has_ended(self) -> bool:
+        """Whether its process is gone."""
+        ended = os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+        return ended is not None
+
+    def _read_verdict(self, deadline_s: float) -> bytes | None:
+        """Read up to the end of a line, the end of the process or the size limit; None if time is up."""
+        said = b""
+        while len(said) <= MAX_VERDICT_BYTES and not said.endswith(b"\n"):
+            ready, _, _ = select.select([self._verdicts], [], [], max(0.0, deadline_s - time.monotonic()))
+            if not ready:
+                return None
+            part = os.read(self._verdicts, MAX_VERDICT_BYTES)
+            if not part:
+                break
+            said += part
+        return said
+
+
+def _process_1_is_bubblewrap() -> bool:
+    """Whether this process is in a process namespace of bubblewrap's: elsewhere kill(-1) ends the machine."""
+    with open("/proc/1/comm", encoding="ascii") as comm:
+        return comm.read().strip() == "bwrap"
+
+
+_SCORED = ("value", "is_correct", "has_answer")
+"""Fields of a verdict about an answer."""
+
+
+def _verdict(score: Score) -> dict[str, Any]:
+    return {"value": score.value, "is_correct": score.is_correct, "has_answer": score.has_answer}
+
+
+def _checked(said: bytes) -> tuple[dict[str, Any], bool]:
+    """Turn any output of the fork into a verdict of the protocol; also return whether the fork must end."""
+    try:
+        verdict = json.loads(said)
+        if "error" in verdict:
+            return {"error": str(verdict["error"])[:MAX_REASON_CHARS]}, True
+        return _verdict(Score(**{name: verdict[name] for name in _SCORED})), bool(verdict["retire"])
+    except Exception as error:  # an answer may forge anything
+        return {"error": reason(error)}, True
+
+
+def _serve(
+    verifier: Verifier, loaded: Any, limits: ForkLimits, *, answers: int, verdicts: int, reports: int
+) -> NoReturn:
+    """Verify incoming answers, inside the fork; the first are to the problem ``loaded``."""
+    # It keeps only these descriptors: requests and replies of its parent, and the log, are out of
+    # reach.
+    kept = [os.dup(descriptor) for descriptor in (answers, verdicts, reports)]
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    low = [os.dup2(descriptor, 100 + index) for index, descriptor in enumerate(kept)]
+    for descriptor in (0, 1, 2):
+        os.dup2(nowhere, descriptor)
+    for index, descriptor in enumerate(low):
+        os.dup2(descriptor, _ANSWERS + index)
+    os.closerange(_REPORTS + 1, 1 << 16)
+
+    before = address_space_bytes()
+    grace_s = limits.answer_limit_s + _ORPHAN_GRACE_S
+    statm = lock_down(
+        memory_bytes=limits.answer_memory_bytes,
+        cpu_limit_s=int(MAX_ANSWERS * limits.answer_limit_s + grace_s) + 1,
+        read_roots=limits.read_roots,
+        report=_REPORTS,
+    )
+    while True:
+        other = _read_exactly(int.from_bytes(_read_exactly(_LENGTH_BYTES)))
+        content = _read_exactly(int.from_bytes(_read_exactly(_LENGTH_BYTES)))
+        if other:
+            loaded = pickle.loads(other)  # from the parent, which has seen that it is plain
+        signal.setitimer(signal.ITIMER_REAL, grace_s)
+        verdict: dict[str, Any]
+        try:
+            score = verifier.score(loaded, content.decode(errors="surrogatepass"))
+            verdict = _verdict(score)
+            # Memory that stays allocated would starve later, harmless answers.
+            verdict["retire"] = statm() - before > limits.answer_memory_bytes // 2
+        except Exception as error:  # whatever untrusted text provokes is reported, and counted there
+            verdict = {"error": reason(error)}
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        _write_all(_VERDICTS, json.dumps(verdict).encode()[: MAX_VERDICT_BYTES - 1] + b"\n")
+
+
+def _read_exactly(num_bytes: int) -> bytes:
+    """Read; ends the process if the parent has closed its end."""
+    parts = []
+    while num_bytes:
+        part = os.read(_ANSWERS, num_bytes)
+        if not part:
+            os._exit(0)
+        parts.append(part)
+        num_bytes -= len(part)
+    return b"".join(parts)
+
+
+def _write_all(descriptor: int, content: bytes) -> None:
+    view = memoryview(content)
+    while view:
+        view = view[os.write(descriptor, view) :]
 
 
 class _Answers:
@@ -90,17 +306,10 @@ class _Answers:
             self._fork = None
 
 
-def _reply(replies: BinaryIO, reply: dict[str, Any]) -> None:
-    replies.write(json.dumps(reply).encode() + b"\n")
-    replies.flush()
-
-
 def serve() -> None:
     """Answer requests until stdin ends."""
-    # Replies get a private descriptor, so that nothing a library prints can end up among them.
-    replies = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    setup = WorkerSetup(**json.loads(sys.stdin.buffer.readline())["setup"])
+    requests, replies = open_channel()
+    setup = WorkerSetup(**json.loads(requests.readline())["setup"])
     # Before any library can start a thread.
     in_bubblewrap = setup.scratch_folder is None
     layers = enter_isolation(in_bubblewrap=in_bubblewrap)
@@ -114,17 +323,17 @@ def serve() -> None:
     try:
         answers = _Answers(build_verifier(CHOICE_CODEC.validate_python(setup.choice)), limits)
     except ValueError as error:
-        _reply(replies, {"refused": str(error)})
+        write_line(replies, {"refused": str(error)})
         return
     if setup.scratch_folder is not None:
         shutil.rmtree(setup.scratch_folder)
-    _reply(replies, {"ready": layers})
-    for line in sys.stdin.buffer:
+    write_line(replies, {"ready": layers})
+    for line in requests:
         request = json.loads(line)
         if "problem" in request:
-            _reply(replies, answers.load(PROBLEM_CODEC.validate_python(request["problem"])))
+            write_line(replies, answers.load(PROBLEM_CODEC.validate_python(request["problem"])))
         else:
-            _reply(replies, answers.verify(request["answer"]))
+            write_line(replies, answers.verify(request["answer"]))
 
 
 if __name__ == "__main__":

@@ -10,9 +10,10 @@ import pytest
 import forgeasync as fa
 from forgeasync.config import RunConfig, ScorerSection, load_config
 from forgeasync.controller import check_plan, prepare, prepare_evaluation
-from forgeasync.environments import EndpointModel, SandboxUnavailable, find_program
+from forgeasync.environments import EndpointModel
+from forgeasync.isolation import SandboxUnavailable, find_bubblewrap, find_program
 from forgeasync.schema import ConfigError
-from forgeasync.scoring import MathProblem, MathVerifierChoice, VerifierPool, find_bubblewrap
+from forgeasync.scoring import MathProblem, MathVerifierChoice, VerifierPool
 from tests.support.config_samples import MINIMAL
 
 Install = Callable[[str | None, str | None], tuple[str, str]]

@@ -22,11 +22,18 @@ import pytest
 
 from forgeasync.config import ReasoningGymSource, ScorerSection
 from forgeasync.environments import ReasoningGymProblems
+from forgeasync.isolation import (
+    ContainedProcess,
+    FoundBubblewrap,
+    find_bubblewrap,
+    landlock_version,
+    python_command,
+    python_environment,
+)
 from forgeasync.rollouts import Score, VerifierCounts, is_running
 from forgeasync.scoring import (
     MAX_ANSWER_BYTES,
     MAX_ANSWERS,
-    Bubblewrap,
     GymProblem,
     GymVerifierChoice,
     MathProblem,
@@ -34,12 +41,7 @@ from forgeasync.scoring import (
     ProblemDiffers,
     VerifierFailure,
     VerifierPool,
-    bubblewrap_command,
-    environment,
-    find_bubblewrap,
-    landlock_version,
     plain_bytes,
-    python_command,
 )
 from tests.support.hostile_answers import hostile_answers
 
@@ -53,7 +55,7 @@ HALF = {"value": 0.5, "is_correct": False, "has_answer": True}
 NOTHING = {"value": 0.0, "is_correct": False, "has_answer": True}
 FOUR = MathProblem(answer="4")
 WEAKER = ScorerSection(num_workers=1, allow_weaker_isolation=True)
-NO_BUBBLEWRAP = Bubblewrap(path=None, problem="the test wants none")
+NO_BUBBLEWRAP = FoundBubblewrap(path=None, problem="the test wants none")
 
 both_isolations = pytest.mark.parametrize(
     "bubblewrap",
@@ -134,7 +136,7 @@ def test_hostile_answers_to_every_data_set_have_no_effect(tmp_path: Path, listen
 @both_isolations
 @pytest.mark.parametrize("task", ["spiral_matrix", "countdown"])
 def test_a_pool_survives_hostile_answers(
-    tmp_path: Path, listener: socket.socket, task: str, bubblewrap: Bubblewrap
+    tmp_path: Path, listener: socket.socket, task: str, bubblewrap: FoundBubblewrap
 ) -> None:
     folder = tmp_path / "target"
     folder.mkdir()
@@ -361,9 +363,9 @@ def test_only_plain_values_have_bytes(tmp_path: Path) -> None:
 
 FORK_SCRIPT = """
     import json, os, sys
-    from forgeasync.scoring.answer_fork import AnswerFork, ForkLimits
-    from forgeasync.scoring import isolation
-    from forgeasync.scoring.isolation import enter_isolation, read_only_roots
+    from forgeasync.scoring.worker import AnswerFork, ForkLimits
+    from forgeasync.isolation import layers
+    from forgeasync.isolation import enter_isolation, read_only_roots
     from forgeasync.rollouts.score import Score
 
     class Runs:
@@ -376,9 +378,9 @@ FORK_SCRIPT = """
 
     # Which of the layers is to be seen: the kernel's denials and the hook's are hard to tell apart.
     if "no-hook" in sys.argv:
-        isolation._audit_hook = lambda roots, report: lambda event, arguments: None
+        layers._audit_hook = lambda roots, report: lambda event, arguments: None
     if "no-landlock" in sys.argv:
-        isolation.landlock_version = lambda: 0
+        layers.landlock_version = lambda: 0
     enter_isolation(in_bubblewrap=False)
     limits = ForkLimits(
         answer_limit_s=5.0, answer_memory_bytes=2**28, read_roots=read_only_roots(), in_bubblewrap=False
@@ -463,11 +465,10 @@ def test_bubblewrap_alone_shows_no_network_no_files_and_no_processes(
             "repository": os.listdir({str(REPOSITORY)!r}),
         }}))
     """
-    program = find_bubblewrap().path
-    assert program is not None
-    command = [*bubblewrap_command(program), *python_command(["-c", textwrap.dedent(script)])]
-    ran = subprocess.run(command, env=environment(), stdout=subprocess.PIPE, check=True)
-    found = json.loads(ran.stdout)
+    command = python_command(["-c", textwrap.dedent(script)])
+    process = ContainedProcess(command, env=python_environment(), bubblewrap=find_bubblewrap().path)
+    found = process.ask({}, limit_s=300.0)
+    process.stop()
     assert found["read"] == found["passwd"] == errno.ENOENT
     assert found["write"] == [errno.EROFS] * 3
     assert found["connect"] is not None

@@ -16,7 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forgeasync.config import Bubblewrap, SandboxSection, UnsafeSubprocess
-from forgeasync.environments import Sandbox
+from forgeasync.isolation import (
+    ContainedProcess,
+    Sandbox,
+    find_bubblewrap,
+    python_command,
+    python_environment,
+)
 
 ESCAPED = "ESCAPED"
 
@@ -210,7 +216,7 @@ ATTEMPTS = (
 @contextlib.contextmanager
 def host_facts() -> Iterator[dict[str, object]]:
     """Things on the host that a box must not reach, and where they are."""
-    from forgeasync.environments.sandboxes.inside import seccomp
+    from forgeasync.isolation.inside import seccomp
 
     secret = "host-only-" + os.urandom(8).hex()
     marker = "marker-" + os.urandom(8).hex()
@@ -266,10 +272,45 @@ async def try_all(section: SandboxSection, *, harmless_only: bool) -> dict[str, 
     return found
 
 
+_ATTEMPT = """
+import contextlib, io, json, sys
+request = json.loads(sys.stdin.readline())
+sys.argv[1:] = [json.dumps(request["facts"])]
+said = io.StringIO()
+try:
+    with contextlib.redirect_stdout(said):
+        exec(request["code"], {"__name__": "__main__"})
+except BaseException as error:
+    print(f"BROKEN {type(error).__name__}: {error}", file=said)
+print(json.dumps({"said": said.getvalue()}), flush=True)
+"""
+
+
+def try_all_as_verifiers() -> dict[str, str]:
+    """Run the attempts where answers are verified, each in a process of its own, without the inner layers."""
+    found = {}
+    with host_facts() as facts:
+        for attempt in ATTEMPTS:
+            process = ContainedProcess(
+                python_command(["-c", _ATTEMPT]),
+                env=python_environment(),
+                bubblewrap=find_bubblewrap().path,
+            )
+            request = {"code": _COMMON + attempt.code, "facts": facts}
+            found[attempt.name] = process.ask(request, limit_s=300.0)["said"]
+            process.stop()
+        if Path(str(facts["folder"]), "written").exists():
+            found["host_folder"] += ESCAPED
+    return found
+
+
 def sections() -> dict[str, SandboxSection]:
     return {"bubblewrap": Bubblewrap(), "unsafe": UnsafeSubprocess()}
 
 
 if __name__ == "__main__":
     kind = sys.argv[1]
-    print(json.dumps(asyncio.run(try_all(sections()[kind], harmless_only=kind == "unsafe"))))
+    if kind == "verifiers":
+        print(json.dumps(try_all_as_verifiers()))
+    else:
+        print(json.dumps(asyncio.run(try_all(sections()[kind], harmless_only=kind == "unsafe"))))

@@ -14,15 +14,8 @@ from typing import Any
 from reasoning_gym.factory import DATASETS
 
 from forgeasync.config import ReasoningGymSource
-from forgeasync.scoring import (
-    AnswerFork,
-    ForkLimits,
-    GymProblem,
-    GymVerifier,
-    GymVerifierChoice,
-    enter_isolation,
-    read_only_roots,
-)
+from forgeasync.isolation import enter_isolation, read_only_roots
+from forgeasync.scoring import AnswerFork, ForkLimits, GymProblem, GymVerifier, GymVerifierChoice
 
 # Mixes other data sets, which a config names by scalars only: it cannot be asked for.
 EXCLUDED = frozenset({"composite"})

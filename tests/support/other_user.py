@@ -1,4 +1,4 @@
-"""Runs a module of the tests as the user nobody, whose processes have no privileges."""
+"""Runs a module of the tests as nobody, whose processes have no privileges, or as a root that lacks some."""
 
 import os
 import shutil
@@ -30,18 +30,28 @@ def run_as_nobody(module: str, *arguments: str) -> str:
     closed = next((one for one in reversed(prefix.parents) if not one.stat().st_mode & 0o001), None)
     way = _OPEN_HOME.format(home=prefix, closed=closed) if closed is not None else ""
     become = 'exec setpriv --reuid 65534 --regid 65534 --clear-groups --inh-caps=-all "$@"'
-    done = subprocess.run(
+    return _run(
         [
             *("unshare", "-m", "--propagation", "private", "sh", "-ec", f"{way}\n{become}", "sh"),
             *(sys.executable, "-m", module, *arguments),
-        ],
+        ]
+    )
+
+
+def run_as_lesser_root(module: str, *arguments: str) -> str:
+    """Run ``python -m module`` as root without CAP_NET_ADMIN; its standard output."""
+    command = ["setpriv", "--bounding-set", "-net_admin", "--inh-caps", "-net_admin"]
+    return _run([*command, sys.executable, "-m", module, *arguments])
+
+
+def _run(command: list[str]) -> str:
+    done = subprocess.run(
+        command,
         capture_output=True,
         text=True,
         cwd=REPOSITORY,
         env=os.environ | {"PYTHONPATH": str(REPOSITORY), "HOME": "/tmp", "PYTHONDONTWRITEBYTECODE": "1"},
     )
     if done.returncode != 0:
-        raise RuntimeError(
-            f"{module} as nobody ended with exit code {done.returncode}: {done.stderr[-2000:]}"
-        )
+        raise RuntimeError(f"{command} ended with exit code {done.returncode}: {done.stderr[-2000:]}")
     return done.stdout

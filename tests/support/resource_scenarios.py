@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
 
 from forgeasync.config import Bubblewrap
-from forgeasync.environments import KilledBy, Sandbox, SandboxClosed
+from forgeasync.isolation import KilledBy, Sandbox, SandboxClosed
 
 DEADLINE_S = 0.5
 """For what only a deadline ends; nothing else depends on how late it comes."""

@@ -22,8 +22,7 @@ from forgeasync.config import CodingAgent
 from forgeasync.environments.coding.hidden_tests import HiddenTests
 from forgeasync.environments.coding.protected import hides_module, is_protected
 from forgeasync.environments.coding.record import CodingRecord, is_plain_path
-from forgeasync.environments.sandboxes.results import FileTooLarge, SandboxError
-from forgeasync.environments.sandboxes.sandbox import Sandbox
+from forgeasync.isolation import FileTooLarge, Sandbox, SandboxError
 
 TAKE_LIMIT_S = 60.0
 MAX_PATH_BYTES = 4096

@@ -18,10 +18,9 @@ from forgeasync.environments.environment import (
     TooManyTurns,
 )
 from forgeasync.environments.messages import Message
-from forgeasync.environments.sandboxes.results import SandboxUnavailable
-from forgeasync.environments.sandboxes.sandbox import Sandbox
 from forgeasync.environments.tools.forms import TEMPLATE_FORM
 from forgeasync.environments.tools.toolbox import Toolbox
+from forgeasync.isolation import Sandbox, SandboxUnavailable
 from forgeasync.rollouts import Score, Task, ToolStatus
 
 PACKAGES_FOLDER = "/packages"

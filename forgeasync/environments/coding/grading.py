@@ -11,8 +11,7 @@ from forgeasync.config import CodingAgent, SandboxLimits, SandboxSection
 from forgeasync.environments.coding.changes import Changes, run_command
 from forgeasync.environments.coding.hidden_tests import HiddenTests
 from forgeasync.environments.coding.record import CodingRecord, TestRunner
-from forgeasync.environments.sandboxes.results import ExecResult, SandboxError
-from forgeasync.environments.sandboxes.sandbox import Sandbox
+from forgeasync.isolation import ExecResult, Sandbox, SandboxError
 
 PLACE_LIMIT_S = 60.0
 DIFFERENCE_LIMIT_S = 10.0

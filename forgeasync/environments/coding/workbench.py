@@ -1,9 +1,7 @@
 """The tools with which a model works on a repository in its box."""
 
-from forgeasync.environments.sandboxes.backend import Shell
-from forgeasync.environments.sandboxes.results import FileTooLarge, SandboxError, ShellResult
-from forgeasync.environments.sandboxes.sandbox import Sandbox
 from forgeasync.environments.tools.tool import Tool, ToolFailed
+from forgeasync.isolation import FileTooLarge, Sandbox, SandboxError, Shell, ShellResult
 
 MAX_FILE_BYTES = 2**20
 """Largest file that the tools read or write."""

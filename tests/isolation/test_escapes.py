@@ -1,4 +1,7 @@
-"""Nothing gets out of a box, as root or not; and the attempts do find what plain processes can reach."""
+"""Nothing gets out of a box, nor from where answers are verified, as root or not.
+
+The attempts do find what plain processes can reach.
+"""
 
 import asyncio
 import functools
@@ -9,11 +12,12 @@ import platform
 import pytest
 
 from forgeasync.config import Bubblewrap
-from forgeasync.environments import Sandbox
+from forgeasync.isolation import Sandbox
 from tests.support import escape_attempts, other_user
 from tests.support.escape_attempts import ATTEMPTS, ESCAPED
 
-USERS = ("this user", "nobody")
+USERS = ("this user", "nobody", "lesser root")
+BOXES = ("bubblewrap", "verifiers")
 
 pytestmark = pytest.mark.skipif(
     platform.machine() != "x86_64", reason="the attempts make system calls by their numbers on x86_64"
@@ -21,12 +25,15 @@ pytestmark = pytest.mark.skipif(
 
 
 @functools.cache
-def attempts(user: str) -> dict[str, str]:
-    if user == "nobody":
-        if (problem := other_user.why_not()) is not None:
-            pytest.skip(problem)
-        return json.loads(other_user.run_as_nobody(escape_attempts.__name__, "bubblewrap"))
-    return asyncio.run(escape_attempts.try_all(Bubblewrap(), harmless_only=False))
+def attempts(box: str, user: str) -> dict[str, str]:
+    if user == "this user":
+        if box == "verifiers":
+            return escape_attempts.try_all_as_verifiers()
+        return asyncio.run(escape_attempts.try_all(Bubblewrap(), harmless_only=False))
+    if (problem := other_user.why_not()) is not None:
+        pytest.skip(problem)
+    run = other_user.run_as_nobody if user == "nobody" else other_user.run_as_lesser_root
+    return json.loads(run(escape_attempts.__name__, box))
 
 
 @functools.cache
@@ -34,10 +41,11 @@ def unsafe_attempts() -> dict[str, str]:
     return asyncio.run(escape_attempts.try_all(escape_attempts.sections()["unsafe"], harmless_only=True))
 
 
+@pytest.mark.parametrize("box", BOXES)
 @pytest.mark.parametrize("user", USERS)
 @pytest.mark.parametrize("name", [one.name for one in ATTEMPTS])
-def test_nothing_gets_out(name: str, user: str) -> None:
-    said = attempts(user)[name]
+def test_nothing_gets_out(name: str, user: str, box: str) -> None:
+    said = attempts(box, user)[name]
     assert ESCAPED not in said and "BROKEN" not in said, said
 
 

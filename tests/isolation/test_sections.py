@@ -8,7 +8,7 @@ from pydantic import TypeAdapter, ValidationError
 
 import forgeasync as fa
 from forgeasync.config import PythonSandbox, SandboxSection
-from forgeasync.environments import check_sandbox, sandbox_warning
+from forgeasync.isolation import check_sandbox, sandbox_warning
 
 READ = TypeAdapter(SandboxSection)
 
@@ -54,7 +54,7 @@ def test_a_section_that_makes_no_sense_is_refused(given, match) -> None:
 
 def test_a_run_has_bubblewrap_unless_it_says_otherwise(tmp_path: Path) -> None:
     assert fa.RunConfig.model_fields["sandbox"].default == fa.Bubblewrap()
-    here = Path(__file__).resolve().parents[3] / "configs" / "tiny_moe_cpu.yaml"
+    here = Path(__file__).resolve().parents[2] / "configs" / "tiny_moe_cpu.yaml"
     config = fa.load_config(here, ["sandbox.kind=unsafe", "sandbox.memory_mib=64"])
     assert config.sandbox == fa.UnsafeSubprocess(memory_mib=64)
 

@@ -1,22 +1,38 @@
-"""``fa.Sandbox``: a box for code that nobody vouches for."""
+"""``fa.Sandbox``: a box for code that nobody vouches for, and the choice of its backend."""
 
+import asyncio
+import concurrent.futures
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from forgeasync.config import Bubblewrap, SandboxSection
-from forgeasync.environments.sandboxes.backend import PythonSession, SandboxBackend, Shell
-from forgeasync.environments.sandboxes.build import build_backend
-from forgeasync.environments.sandboxes.results import ExecResult, SandboxClosed
-from forgeasync.schema import MAX_SECONDS
+from forgeasync.config import Bubblewrap, Docker, Podman, PythonSandbox, SandboxSection, UnsafeSubprocess
+from forgeasync.isolation.backend import (
+    ExecResult,
+    PythonSession,
+    SandboxBackend,
+    SandboxClosed,
+    SandboxError,
+    SandboxUnavailable,
+    Shell,
+)
+from forgeasync.isolation.bubblewrap import BubblewrapBackend
+from forgeasync.isolation.containers import ContainerBackend
+from forgeasync.isolation.supervised import UnsafeBackend
+from forgeasync.schema import MAX_SECONDS, Problem, load_code
 
 MAX_READ_BYTES = 64 * 2**20
-_DEFAULT = Bubblewrap()
 MAX_COMMAND_BYTES = 100_000
 """The kernel takes 128 KiB for one argument."""
+_DEFAULT = Bubblewrap()
+_TRIAL_LIMIT_S = 30.0
+_TRIAL_TEXT = "ready"
+_OTHERS = (
+    "sandbox.kind: docker and podman use containers instead; unsafe isolates nothing, for code that you trust"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,3 +182,80 @@ def _check_path(path: str) -> str:
     if not path or "\0" in path:
         raise ValueError(f"path = {path!r}: must be the path of a file, without zero bytes")
     return path
+
+
+def build_backend(section: SandboxSection) -> SandboxBackend:
+    """Return the backend of a section, not started.
+
+    Raises:
+        SandboxUnavailable: the user's own class does not exist, cannot be called or is no backend.
+    """
+    match section:
+        case Bubblewrap():
+            return BubblewrapBackend(section)
+        case Docker() | Podman():
+            return ContainerBackend(section)
+        case UnsafeSubprocess():
+            return UnsafeBackend(section)
+        case PythonSandbox():
+            return _build_own(section)
+
+
+def _build_own(section: PythonSandbox) -> SandboxBackend:
+    try:
+        built = load_code(section)(**section.options)
+    except Exception as error:
+        # Whatever the user's class raises while it is built is for the user to see.
+        raise SandboxUnavailable(f"{section.factory}: {error}") from error
+    if not isinstance(built, SandboxBackend):
+        raise SandboxUnavailable(
+            f"{section.factory} made a {type(built).__name__}; must be derived from forgeasync.SandboxBackend"
+        )
+    return built
+
+
+def check_sandbox(section: SandboxSection) -> Iterator[Problem]:
+    """Start a box, run a command in it and end it: at most one problem, with what to do about it.
+
+    Blocks for as long as a box takes to start. Imports and runs the user's code.
+    """
+    # In a thread of its own, since the caller may be in an event loop.
+    with concurrent.futures.ThreadPoolExecutor(max_workers=1) as thread:
+        problem = thread.submit(lambda: asyncio.run(_try(section))).result()
+    if problem is not None:
+        field, value = "sandbox.kind", section.kind
+        if isinstance(section, PythonSandbox):
+            field, value = "sandbox.factory", section.factory
+        yield Problem(field=field, value=value, remedy=problem)
+
+
+async def _try(section: SandboxSection) -> str | None:
+    backend: SandboxBackend | None = None
+    try:
+        backend = build_backend(section)
+        await backend.start(None)
+        result = await backend.exec(["sh", "-c", f"printf {_TRIAL_TEXT}"], timeout_s=_TRIAL_LIMIT_S)
+        if result.stdout != _TRIAL_TEXT:
+            text = (result.stderr or result.stdout).strip()[:300]
+            return f"a box runs no commands here (exit code {result.exit_code}): {text}"
+    except SandboxError as error:
+        return str(error) if isinstance(section, PythonSandbox) else f"no box works here: {error}; {_OTHERS}"
+    except Exception as error:
+        if not isinstance(section, PythonSandbox):
+            raise
+        # Whatever the user's backend raises is for the user to see.
+        return f"raised {type(error).__name__}: {error} in a trial"
+    finally:
+        if backend is not None:
+            await backend.close()
+    return None
+
+
+def sandbox_warning(section: SandboxSection) -> str | None:
+    """Return what a run has to say in red about its sandbox; None if there is nothing to say."""
+    if isinstance(section, UnsafeSubprocess):
+        return (
+            "sandbox.kind: unsafe isolates nothing. What the model writes runs as plain processes of this "
+            "user: it can read, change, delete and send everything that this user can."
+        )
+    return None

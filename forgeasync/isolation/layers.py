@@ -1,16 +1,19 @@
-"""Removes the rights of a process before it reads hostile answers.
+"""What removes the rights of a process before it reads hostile answers.
 
-The layers:
+The layers, from the outside in:
 
-- bubblewrap (``forgeasync.scoring.sandbox``), around the whole process: the kernel shows it no network, no
-  files but Python's own, read-only, and no other processes;
+- bubblewrap (``isolation/bubblewrap.py``), around the whole process: no network, no files but Python's own,
+  read-only, no processes of the host, and a filter of system calls;
 - namespaces, where bubblewrap does not work and the kernel allows them: no network, and no privileges;
-- Landlock, where the kernel has it, for every answer: no files but Python's own, for reading, no TCP;
+- Landlock, where the kernel has it, for every answer: no files but Python's own, for reading, and no TCP.
+  Numbers and layouts are those of linux/landlock.h
+  (https://docs.kernel.org/userspace-api/landlock.html). A kernel knows one version of Landlock; what later
+  versions have added is left out;
 - resource limits of the kernel, for every answer: memory, processor time, no new process or thread (for a
   user without privileges), no byte written to a file;
-- an audit hook of Python, for every answer: only what verifiers need is allowed. This is the weakest. A hook
-  cannot be removed, but it sees only what Python reports, and code that runs in the interpreter can find ways
-  around it. Where it is alone with the limits, a determined answer can reach files and the network.
+- an audit hook of Python, for every answer: it allows only what verifiers need. This is the weakest layer. A
+  hook cannot be removed, but it sees only what Python reports, and code that runs in the interpreter can find
+  ways around it. Where it is alone with the limits, a determined answer can reach files and the network.
 """
 
 import ctypes
@@ -18,10 +21,8 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import StrEnum
-
-from forgeasync.scoring.landlock import landlock_version, restrict_to_reading
 
 _CLONE_NEWNET, _CLONE_NEWIPC, _CLONE_NEWUSER = 0x40000000, 0x08000000, 0x10000000
 _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
@@ -30,6 +31,18 @@ _STATM = "/proc/self/statm"
 _LIBRARIES = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/etc/ld.so.cache")
 """Where the linker finds libraries for modules of Python that are imported late."""
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+
+_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
+_GET_VERSION = 1
+_RULE_PATH_BENEATH = 1
+_READ_FILE, _READ_DIR = 1 << 2, 1 << 3
+_NUM_FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}
+"""Number of rights on files by version; 16 from version 5 on."""
+_ALL_TCP = 0b11
+_TCP_SINCE = 4
+_ALL_SCOPES = 0b11
+"""Abstract sockets, and signals, of processes outside."""
+_SCOPES_SINCE = 6
 
 _ALLOWED_EVENTS = frozenset(
     {
@@ -114,7 +127,7 @@ def lock_down(
         value = value if most == resource.RLIM_INFINITY else min(value, most)
         resource.setrlimit(limit, (value, value))
     if landlock_version():
-        restrict_to_reading((*read_roots, *_LIBRARIES))
+        _restrict_to_reading((*read_roots, *_LIBRARIES))
     sys.addaudithook(_audit_hook(read_roots, report))
     page_bytes = resource.getpagesize()
     return lambda: int(os.pread(statm, 64, 0).split()[0]) * page_bytes
@@ -155,3 +168,66 @@ def _audit_hook(read_roots: tuple[str, ...], report: int) -> Callable[[str, tupl
         raise denied("an answer may not do this")
 
     return hook
+
+
+class _Ruleset(ctypes.Structure):
+    _fields_ = [
+        ("file_rights", ctypes.c_uint64),
+        ("tcp_rights", ctypes.c_uint64),
+        ("scopes", ctypes.c_uint64),
+    ]
+
+
+class _PathBeneath(ctypes.Structure):
+    _pack_ = 1
+    _fields_ = [("allowed", ctypes.c_uint64), ("parent", ctypes.c_int32)]
+
+
+def landlock_version() -> int:
+    """The version that this kernel has; 0 where it has none, or it is switched off."""
+    return max(0, _libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(_GET_VERSION)))
+
+
+def _restrict_to_reading(paths: Iterable[str]) -> None:
+    """From here on this process can read below ``paths``, and no other file; nor write, execute, connect or
+    kill.
+
+    For good, and for its children. ``no_new_privs`` is set, and ``landlock_version`` is not 0. Raises
+    OSError where the kernel refuses.
+    """
+    version = landlock_version()
+    ruleset = _Ruleset(
+        file_rights=(1 << _NUM_FILE_RIGHTS.get(version, 16)) - 1,
+        tcp_rights=_ALL_TCP if version >= _TCP_SINCE else 0,
+        scopes=_ALL_SCOPES if version >= _SCOPES_SINCE else 0,
+    )
+    # Earlier kernels take later fields as long as they are zero.
+    size = ctypes.c_size_t(ctypes.sizeof(ruleset))
+    rules = _checked(_libc.syscall(_CREATE_RULESET, ctypes.byref(ruleset), size, ctypes.c_uint32(0)))
+    try:
+        for path in paths:
+            _allow_reading(rules, path)
+        _checked(_libc.syscall(_RESTRICT_SELF, rules, ctypes.c_uint32(0)))
+    finally:
+        os.close(rules)
+
+
+def _allow_reading(rules: int, path: str) -> None:
+    try:
+        parent = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    try:
+        allowed = _READ_FILE | (_READ_DIR if os.path.isdir(path) else 0)
+        rule = _PathBeneath(allowed=allowed, parent=parent)
+        flags = ctypes.c_uint32(0)
+        _checked(_libc.syscall(_ADD_RULE, rules, _RULE_PATH_BENEATH, ctypes.byref(rule), flags))
+    finally:
+        os.close(parent)
+
+
+def _checked(result: int) -> int:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"Landlock: {os.strerror(number)}")
+    return result

@@ -9,10 +9,11 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 import forgeasync as fa
-from forgeasync.environments import FileTooLarge, SandboxClosed
+from forgeasync.isolation import FileTooLarge, SandboxClosed
 from tests.support.resource_scenarios import processes_with
 
 
@@ -278,11 +279,12 @@ def test_a_call_that_cannot_be_made_is_refused(command, timeout_s, match) -> Non
 
 
 def test_a_killed_launcher_is_replaced() -> None:
-    from forgeasync.environments.sandboxes import program
-
     in_box(lambda box: box.exec("true", timeout_s=300))
-    program._launchers[0]._process.kill()
-    program._launchers[0]._process.wait()
+    (launcher,) = (one for one in psutil.Process().children() if one.name() == "forgeasync-box")
+    launcher.kill()
+    # It stays a zombie until the next box finds it gone.
+    while launcher.status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.001)
     assert in_box(lambda box: box.exec("echo works", timeout_s=300)).stdout == "works\n"
 
 

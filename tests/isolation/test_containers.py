@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import forgeasync as fa
-from forgeasync.environments import check_sandbox, exec_command, kill_command, remove_command, run_command
+from forgeasync.isolation import check_sandbox, exec_command, kill_command, remove_command, run_command
 
 SECTION = fa.Docker(
     image="python:3.11-slim",

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import forgeasync as fa
-from tests.environments.sandboxes.test_sandbox import in_box
+from tests.isolation.test_sandbox import in_box
 from tests.support.resource_scenarios import processes_with
 
 SECTIONS = [fa.Bubblewrap(output_kib=1), fa.UnsafeSubprocess(output_kib=1)]

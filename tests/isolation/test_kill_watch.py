@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from forgeasync.scoring import KillWatch
+from forgeasync.isolation import KillWatch
 
 
 def test_only_what_is_over_its_limit_is_killed_and_in_order() -> None:

@@ -13,9 +13,9 @@ import shutil
 from collections.abc import Sequence
 
 from forgeasync.config import Docker, Podman
-from forgeasync.environments.sandboxes.connection import Connection
-from forgeasync.environments.sandboxes.results import SandboxUnavailable
-from forgeasync.environments.sandboxes.supervised import START_LIMIT_S, SupervisedBackend
+from forgeasync.isolation.backend import SandboxUnavailable
+from forgeasync.isolation.connection import START_LIMIT_S, Connection
+from forgeasync.isolation.supervised import SupervisedBackend
 
 _WORK = "/work"
 _USER = "65534:65534"
@@ -112,7 +112,7 @@ class ContainerBackend(SupervisedBackend):
             await self._run_client(
                 run_command(self._program, self._section, self._name), limit_s=self._section.start_s
             )
-            return await Connection.open(self._settings(), holder=None, limit_s=START_LIMIT_S)
+            return await Connection.open(self._settings(), limit_s=START_LIMIT_S)
         except BaseException:
             # What went wrong first is told, also where the removal fails for the same reason.
             with contextlib.suppress(SandboxUnavailable):

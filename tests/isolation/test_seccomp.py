@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgeasync.environments.sandboxes.inside import seccomp
+from forgeasync.isolation.inside import seccomp
 
 MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
 ALLOW = 0x7FFF0000

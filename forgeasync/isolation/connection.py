@@ -1,7 +1,10 @@
-"""The host's side of a box's supervisor: starting it, calls to it, and its end.
+"""The host's side of a box's supervisor: starting it, calls to it, how a call ends, and the end of the box.
+
+Supervisors are forks of a launcher: a program that is compiled here, sent to a Python without installed
+packages and started once. All boxes of this process share the launcher, which ends with the process.
 
 Whatever blocks (starting a process, waiting for its end) runs in threads, so that the event loop goes on. A
-connection belongs to the loop that has started it.
+connection belongs to the event loop that has started it.
 """
 
 import asyncio
@@ -10,19 +13,23 @@ import functools
 import marshal
 import os
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib import resources
 from typing import ParamSpec, TypeVar
 
-from forgeasync.environments.sandboxes.holder import Holder
-from forgeasync.environments.sandboxes.inside import wire
-from forgeasync.environments.sandboxes.program import launch
-from forgeasync.environments.sandboxes.results import SandboxClosed, SandboxError, SandboxUnavailable
+from forgeasync.isolation.backend import KilledBy, SandboxClosed, SandboxError, SandboxUnavailable
+from forgeasync.isolation.inside import wire
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
+START_LIMIT_S = 30.0
+"""How long a supervisor, or the process of a session, may take to start."""
 END_LIMIT_S = 0.5
 """How long the end of a call may take to be explained, and a supervisor without a holder to end."""
 _ANSWER_LIMIT_S = 0.3
@@ -30,6 +37,101 @@ _ANSWER_LIMIT_S = 0.3
 _FULL_PAUSE_S = 0.005
 _MAX_ERROR_BYTES = 4096
 _NUM_THREADS = 8
+GRACE_S = 0.3
+"""How long after the deadline a result may come. Then all processes of the box are killed: its code has
+stopped the one that watches over the call."""
+
+_MODULES = ("wire", "tree", "seccomp", "setup", "calls", "supervisor")
+"""In the order in which they import one another."""
+
+_BOOT = """
+import marshal, posix, sys
+def read(size):
+    data = b""
+    while len(data) < size:
+        part = posix.read(0, size - len(data))
+        if not part:
+            posix._exit(0)
+        data += part
+    return data
+def module(name, code):
+    made = sys.modules[name] = type(sys)(name)
+    made.__package__ = "inside"
+    exec(code, made.__dict__)
+    return made
+package = module("inside", "__path__ = []")
+for name, code in marshal.loads(read(int.from_bytes(read(4), "little"))):
+    setattr(package, name, module("inside." + name, code))
+package.supervisor.main()
+"""
+_HEADER_BYTES = 4
+_CLOSED = (BrokenPipeError, ConnectionResetError, ConnectionRefusedError)
+
+
+class Launcher:
+    """A running launcher."""
+
+    def __init__(self) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
+        with theirs:
+            self._process = subprocess.Popen(
+                [os.path.realpath(sys.executable), "-I", "-S", "-c", _BOOT],
+                stdin=subprocess.PIPE,
+                stdout=theirs,
+                stderr=subprocess.DEVNULL,
+                env={"PATH": os.defpath, "LANG": "C.UTF-8"} | kept,
+                cwd="/",
+                start_new_session=True,
+            )
+        program = compiled_program()
+        assert self._process.stdin is not None
+        with self._process.stdin as stdin:
+            stdin.write(len(program).to_bytes(_HEADER_BYTES, "little") + program)
+
+    def launch(self, settings: Mapping[str, object], control: socket.socket) -> bool:
+        """Have a supervisor started, which gets ``control``; False if the launcher is gone."""
+        try:
+            socket.send_fds(self._socket, [marshal.dumps(dict(settings))], [control.fileno()])
+        except _CLOSED:
+            self._socket.close()
+            self._process.wait()
+            return False
+        return True
+
+
+_lock = threading.Lock()
+_launchers: list[Launcher] = []
+
+
+def _forget() -> None:
+    # A launcher belongs to the process that has started it.
+    global _lock
+    _lock = threading.Lock()
+    _launchers.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+def launch(settings: Mapping[str, object], control: socket.socket) -> None:
+    """Start a supervisor with ``settings``; blocks, the first time for as long as Python takes to start."""
+    with _lock:
+        if not _launchers:
+            _launchers.append(Launcher())
+        if not _launchers[0].launch(settings, control):
+            # It was killed: the next one serves.
+            _launchers[0] = Launcher()
+            if not _launchers[0].launch(settings, control):
+                raise SandboxUnavailable("the launcher of sandboxes ends as soon as it is started")
+
+
+@functools.cache
+def compiled_program() -> bytes:
+    """The modules of ``inside`` for the same version of Python."""
+    folder = resources.files("forgeasync.isolation.inside")
+    sources = [(name, folder.joinpath(f"{name}.py").read_text(encoding="utf-8")) for name in _MODULES]
+    return marshal.dumps([(name, compile(text, f"<{name}>", "exec")) for name, text in sources])
 
 
 @functools.cache
@@ -117,9 +219,9 @@ class CallChannel:
 class Connection:
     """The supervisor of a box that has been set up."""
 
-    def __init__(self, control: socket.socket, holder: Holder | None) -> None:
+    def __init__(self, control: socket.socket, end_box: Callable[[], None] | None) -> None:
         self._control = control
-        self._holder = holder
+        self._end_box = end_box
         self._lost: dict[int, asyncio.Future[int]] = {}
         self._next_call = 0
         self._one_end = threading.Lock()
@@ -128,16 +230,19 @@ class Connection:
 
     @classmethod
     async def open(
-        cls, settings: Mapping[str, object], *, holder: Holder | None, limit_s: float
+        cls, settings: Mapping[str, object], *, limit_s: float, end_box: Callable[[], None] | None = None
     ) -> "Connection":
-        """Start a supervisor, in the namespaces of ``holder`` if there is one. Owns the holder from here on.
+        """Start a supervisor.
+
+        ``end_box`` ends the box around the supervisor from outside. It is also called if this fails. Without
+        it the supervisor ends what it can find.
 
         Raises:
             SandboxUnavailable: the kernel refused what it needs, or it did not answer within ``limit_s``.
         """
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
-        connection = cls(ours, holder)
+        connection = cls(ours, end_box)
         try:
             with theirs:
                 await in_thread(launch, settings, theirs)
@@ -246,10 +351,10 @@ class Connection:
         with self._one_end:
             with contextlib.suppress(OSError):
                 self._control.shutdown(socket.SHUT_WR)
-            if self._holder is None:
+            if self._end_box is None:
                 _wait_for_end(self._control)
             else:
-                self._holder.close()
+                self._end_box()
             self._control.close()
 
 
@@ -261,3 +366,92 @@ def _wait_for_end(control: socket.socket) -> None:
     with contextlib.suppress(OSError):
         while control.recv(wire.CHUNK_BYTES):
             pass
+
+
+_CAUSES = {
+    wire.LOST_TAMPERED: KilledBy.TAMPERING,
+    wire.LOST_MEMORY: KilledBy.MEMORY,
+    wire.LOST_PROCESSES: KilledBy.PROCESSES,
+    wire.LOST_ASKED: KilledBy.ANOTHER_CALL,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """A call's end."""
+
+    stdout: bytes
+    stderr: bytes
+    exit_code: int
+    timed_out: bool
+    goes_on: bool
+    """Whether the session can be used again."""
+    num_stdout_bytes_cut: int
+    num_stderr_bytes_cut: int
+    duration_s: float
+    killed_by: KilledBy | None
+    report: bytes
+    """What the session's process says of the run; the box's code may have forged it."""
+
+
+async def receive_ending(connection: Connection, channel: CallChannel, *, timeout_s: float) -> Ending:
+    """Collect output until the call ends, and make sure that it does.
+
+    Raises:
+        SandboxClosed: the box was closed meanwhile.
+        SandboxError: the box could not start a process.
+    """
+    loop = asyncio.get_running_loop()
+    started = loop.time()
+    outputs = {wire.STDOUT: bytearray(), wire.STDERR: bytearray()}
+    cause: KilledBy | None = None
+    done: bytes | None = None
+    try:
+        async with asyncio.timeout(timeout_s + GRACE_S):
+            while done is None:
+                kind, payload = await channel.receive()
+                if kind == wire.DONE:
+                    done = payload
+                else:
+                    outputs[kind] += payload
+    except TimeoutError:
+        cause = KilledBy.DEADLINE
+        await connection.end_all()
+    except CallLost as lost:
+        if lost.cause == wire.LOST_CLOSED:
+            raise SandboxClosed("the box was closed during the call") from None
+        if lost.cause == wire.LOST_NO_PROCESS:
+            raise SandboxError("the box has no room for another process (max_processes)") from None
+        cause = KilledBy.DEADLINE if loop.time() - started >= timeout_s else _CAUSES[lost.cause]
+    stdout, stderr = (bytes(outputs[kind]) for kind in (wire.STDOUT, wire.STDERR))
+    if done is None:
+        return Ending(
+            stdout=stdout,
+            stderr=stderr,
+            exit_code=-9,
+            timed_out=cause is KilledBy.DEADLINE,
+            goes_on=False,
+            num_stdout_bytes_cut=0,
+            num_stderr_bytes_cut=0,
+            duration_s=loop.time() - started,
+            killed_by=cause,
+            report=b"",
+        )
+    exit_code, timed_out, goes_on, cut_out, cut_err, seconds = wire.RESULT.unpack_from(done)
+    return Ending(
+        stdout=stdout,
+        stderr=stderr,
+        exit_code=exit_code,
+        timed_out=bool(timed_out),
+        goes_on=bool(goes_on),
+        num_stdout_bytes_cut=cut_out,
+        num_stderr_bytes_cut=cut_err,
+        duration_s=seconds,
+        killed_by=KilledBy.DEADLINE if timed_out else None,
+        report=done[wire.RESULT.size :],
+    )
+
+
+def text(data: bytes) -> str:
+    """Output as text; what is not UTF-8, or was cut in the middle of a character, is replaced."""
+    return data.decode("utf-8", errors="replace")
