@@ -101,7 +101,7 @@ test: environment
 test-all: environment .venv-verifiers/installed .venv-openenv/installed
 	$(PYTEST)
 
-# Packages that cannot live beside ours: the bridges of docs/remote.md run in them, and so does `make test-all`.
+# Packages that cannot live beside ours, for the bridges of docs/remote.md and their tests.
 .PHONY: .venv-verifiers .venv-openenv
 .venv-verifiers: .venv-verifiers/installed
 .venv-openenv: .venv-openenv/installed
