@@ -101,7 +101,7 @@ test: environment
 test-all: environment .venv-verifiers/installed .venv-openenv/installed
 	$(PYTEST)
 
-# Packages that cannot live beside ours, whose servers some tests of `make test-all` start (docs/adapters.md).
+# Packages that cannot live beside ours, for the bridges of docs/remote.md and their tests.
 .PHONY: .venv-verifiers .venv-openenv
 .venv-verifiers: .venv-verifiers/installed
 .venv-openenv: .venv-openenv/installed

@@ -1,10 +1,3 @@
-from .adapters import EpisodeReward as EpisodeReward
-from .adapters import McpActions as McpActions
-from .adapters import OpenEnvServer as OpenEnvServer
-from .adapters import Opening as Opening
-from .adapters import StepTool as StepTool
-from .adapters import TextAction as TextAction
-from .adapters import VerifiersServer as VerifiersServer
 from .agents import AgentSection as AgentSection
 from .algorithm import AlgorithmSection as AlgorithmSection
 from .buffer import AccountingPolicy as AccountingPolicy

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-from forgeasync.config.adapters import OpenEnvServer, TextAction, VerifiersServer
 from forgeasync.config.coding import CodingAgent
 from forgeasync.config.environments import McpEnvironment, PythonTool, RemoteEnvironment
 from forgeasync.config.run import RunConfig
@@ -23,20 +22,17 @@ def check_built_in(config: RunConfig) -> Iterator[Problem]:
             remedy=f"must be left out: the environment {environment.kind!r} talks to one agent",
         )
     # The programs behind a URL decide for themselves whether they offer tools.
-    if isinstance(environment, VerifiersServer | RemoteEnvironment):
+    if isinstance(environment, RemoteEnvironment):
         return
     yield from _check_tools(config, environment)
 
 
 def _check_tools(
-    config: RunConfig, environment: PythonTool | McpEnvironment | CodingAgent | OpenEnvServer
+    config: RunConfig, environment: PythonTool | McpEnvironment | CodingAgent
 ) -> Iterator[Problem]:
     needs_no_template, other = False, ""
     if isinstance(environment, PythonTool):
         needs_no_template, other = environment.plain_calls is not None, ", or give environment.plain_calls"
-    elif isinstance(environment, OpenEnvServer):
-        needs_no_template = isinstance(environment.action, TextAction)
-        other = ", or environment.action.kind must be 'text'"
     if not config.data.chat_template and not needs_no_template:
         yield Problem(
             field="data.chat_template",
@@ -59,15 +55,7 @@ def _check_tools(
             remedy=f"must be less than episodes.setup_s = {episodes.setup_s:g}, the limit for all that "
             "precedes the first turn",
         )
-    # With OpenEnv no turn follows the last round.
-    if isinstance(environment, OpenEnvServer):
-        if environment.max_rounds > episodes.max_turns:
-            yield Problem(
-                field="environment.max_rounds",
-                value=environment.max_rounds,
-                remedy=f"must be at most episodes.max_turns = {episodes.max_turns}",
-            )
-    elif environment.max_rounds >= episodes.max_turns:
+    if environment.max_rounds >= episodes.max_turns:
         yield Problem(
             field="environment.max_rounds",
             value=environment.max_rounds,

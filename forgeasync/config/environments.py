@@ -7,7 +7,6 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from forgeasync.config.adapters import LOOPBACK, FieldName, OpenEnvServer, TaskColumn, VerifiersServer
 from forgeasync.config.coding import CodingAgent
 from forgeasync.config.data import AnswerPart
 from forgeasync.config.mcp import McpServerName, McpServerSection
@@ -15,6 +14,14 @@ from forgeasync.config.serving import ServedEnvironment
 from forgeasync.schema import PythonCode, Seconds, Section
 
 Rounds = Annotated[int, Field(gt=0, le=10_000)]
+
+FieldName = Annotated[str, Field(min_length=1, max_length=100)]
+
+TaskColumn = Annotated[str, Field(pattern=r"^(task_id|prompt|answer|index|record\.[^\s.][^\s]*)$")]
+"""What of a task is sent: ``task_id``, ``prompt``, ``answer``, ``index`` (its place in its source), or
+``record.<column>``, a column of its record."""
+
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class AnswerMatch(StrEnum):
@@ -123,7 +130,7 @@ def _checked_url(url: str) -> str:
         raise PydanticCustomError(
             "url", "is {url}; must read {example}, without a path", {"url": url, "example": example}
         )
-    if parts.hostname not in LOOPBACK:
+    if parts.hostname not in _LOOPBACK:
         raise PydanticCustomError(
             "url_elsewhere",
             "is {url}; must be on the host of the environment workers, such as {example}: sessions listen on "
@@ -159,8 +166,6 @@ EnvironmentSection = Annotated[
     | McpEnvironment
     | CodingAgent
     | ServedEnvironment
-    | VerifiersServer
-    | OpenEnvServer
     | RemoteEnvironment
     | PythonCode,
     Field(discriminator="kind"),

@@ -9,12 +9,10 @@ from forgeasync.config import (
     CodingAgent,
     EnvironmentSection,
     McpEnvironment,
-    OpenEnvServer,
     PythonTool,
     RemoteEnvironment,
     SandboxSection,
     ServedEnvironment,
-    VerifiersServer,
 )
 from forgeasync.environments.environment import Agent, Environment
 from forgeasync.rollouts import Score, Task
@@ -64,14 +62,6 @@ def build_environment(section: EnvironmentSection, sandbox: SandboxSection = _SA
             from forgeasync.environments.served.environment import ServedSessions
 
             return ServedSessions()
-        case VerifiersServer():
-            from forgeasync.environments.verifiers_server.environment import VerifiersEnvironment
-
-            return VerifiersEnvironment(section)
-        case OpenEnvServer():
-            from forgeasync.environments.openenv.environment import OpenEnvEnvironment
-
-            return OpenEnvEnvironment(section)
         case RemoteEnvironment():
             from forgeasync.environments.remote import RemoteAgent
 
@@ -132,14 +122,6 @@ def check_environment(
             from forgeasync.environments.mcp_servers.environment import check_servers
 
             yield from check_servers(section)
-        case VerifiersServer():
-            from forgeasync.environments.verifiers_server.environment import check_server
-
-            yield from check_server(section)
-        case OpenEnvServer():
-            from forgeasync.environments.openenv.environment import check_server as check_openenv_server
-
-            yield from check_openenv_server(section)
         case RemoteEnvironment():
             from forgeasync.environments.remote import check_remote
 

@@ -21,7 +21,6 @@ from forgeasync.environments.environment import (
     ToolError,
     TooManyTurns,
 )
-from forgeasync.environments.task_fields import task_fields
 from forgeasync.rollouts import Score, Task
 from forgeasync.schema import Problem
 
@@ -64,14 +63,11 @@ class RemoteAgent(Environment):
 
     async def rollout(self, task: Task, agent: Agent) -> Score:
         section = self._section
-        fields = section.task_fields
         request = {
             "episode": uuid.uuid4().hex,
-            "task": dict(task.record)
-            if fields is None
-            else task_fields(task, fields, where="environment.task_fields"),
+            "task": _task_fields(task, section),
             "base_url": agent.base_url,
-            "anthropic_base_url": agent.anthropic_base_url,
+            "anthropic_base_url": _anthropic_base_url(agent),
             "api_key": agent.api_key,
             "model": section.model,
         }
@@ -81,6 +77,39 @@ class RemoteAgent(Environment):
         except ServerLost as error:
             raise EpisodeInterrupted(f"the server of the environment is lost: {error}") from error
         return _score(reply, section)
+
+
+def _task_fields(task: Task, section: RemoteEnvironment) -> dict[str, Any]:
+    """Return the fields of a task that the server gets.
+
+    Raises:
+        ValueError: the task's record lacks a column.
+    """
+    if section.task_fields is None:
+        return dict(task.record)
+    values: dict[str, Any] = {
+        "task_id": task.task_id,
+        "prompt": task.prompt,
+        "answer": task.answer,
+        "index": task.source_index,
+    }
+    values |= {f"record.{name}": value for name, value in task.record.items()}
+    for name, column in section.task_fields.items():
+        if column not in values:
+            known = ", ".join(sorted(task.record)) or "none"
+            raise ValueError(
+                f"environment.task_fields.{name} = {column!r}, but the record of task {task.task_id} has no "
+                f"such column; it has {known}"
+            )
+    return {name: values[column] for name, column in section.task_fields.items()}
+
+
+def _anthropic_base_url(agent: Agent) -> str | None:
+    """Return None for an endpoint that is evaluated: it is known to serve Chat Completions alone."""
+    try:
+        return agent.anthropic_base_url
+    except ValueError:
+        return None
 
 
 def _client(section: RemoteEnvironment) -> aiohttp.ClientSession:

@@ -69,8 +69,6 @@ from .run_folder import remove_own_folders as remove_own_folders
 from .run_folder import remove_run_folder as remove_run_folder
 from .run_folder import start_ticks as start_ticks
 from .run_folder import sweep_stale_folders as sweep_stale_folders
-from .score import LARGEST as LARGEST
-from .score import MAX_PARTS as MAX_PARTS
 from .score import MAX_SCORER_CHARS as MAX_SCORER_CHARS
 from .score import NO_ANSWER as NO_ANSWER
 from .score import NO_SCORE as NO_SCORE

@@ -110,8 +110,30 @@ def test_the_server_gets_the_task_and_the_session_and_its_reply_is_the_score() -
     }
     rollout(post, task_fields=None, model="m")
     assert (got[1]["task"], got[1]["model"]) == ({"level": 3}, "m")
-    rollout(post, task_fields={"hard": "record.level", "id": "task_id"})
-    assert got[2]["task"] == {"hard": 3, "id": "7"}
+    rollout(post, task_fields={"hard": "record.level", "id": "task_id", "n": "index"})
+    assert got[2]["task"] == {"hard": 3, "id": "7", "n": 7}
+
+
+def test_a_task_without_the_column_that_the_config_names_is_not_sent() -> None:
+    words = r"environment\.task_fields\.hard = 'record\.levels', but the record of task 7 .* it has level"
+    with pytest.raises(ValueError, match=words):
+        rollout(replies({"score": 1.0}), task_fields={"hard": "record.levels"})
+
+
+def test_an_endpoint_of_others_has_no_anthropic_url(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``apps.evaluate --base-url`` asks one, which is known to serve Chat Completions alone."""
+    got: list[dict[str, Any]] = []
+
+    async def post(request: web.Request) -> web.Response:
+        got.append(await request.json())
+        return web.json_response({"score": 0.5})
+
+    def refuse(agent: Agent) -> str:
+        raise ValueError("it has Chat Completions alone")
+
+    monkeypatch.setattr(UrlAgent, "anthropic_base_url", property(refuse))
+    assert rollout(post).value == 0.5
+    assert (got[0]["base_url"], got[0]["anthropic_base_url"]) == (UrlAgent.base_url, None)
 
 
 @pytest.mark.parametrize(("score", "is_correct"), [(0.9, False), (1.0, True)])
@@ -136,6 +158,12 @@ def test_the_score_decides_what_is_correct_where_the_server_does_not(score: floa
         ({"score": 1.0, "parts": {"a b": 1.0}}, ValueError, "a b"),
         ([1], RuntimeError, "is no episode"),
         ("x" * 2**21, RuntimeError, "more than 1,048,576 bytes"),
+        ({"score": True}, RuntimeError, "is no episode"),
+        ({"score": 1e31}, ValueError, "finite, at most"),
+        ({"score": 1.0, "parts": {"a": -1e31}}, ValueError, "finite, at most"),
+        ({"score": 1.0, "parts": {f"a{number}": 1.0 for number in range(65)}}, ValueError, "at most 64"),
+        ({"score": 1.0, "parts": {"mean": 1.0}}, ValueError, "mean"),
+        ({"ending": None, "score": 1.0}, RuntimeError, "is no episode"),
     ],
 )
 def test_endings_and_unreadable_replies_are_never_a_score(
@@ -143,6 +171,18 @@ def test_endings_and_unreadable_replies_are_never_a_score(
 ) -> None:
     with pytest.raises(error, match=words):
         rollout(replies(reply))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"score": NaN}', '{"score": 1e999}', '{"score": 1.0', "", "[" * 100_000, '{"score": 1.0} {}', "\xff"],
+)
+def test_a_reply_that_is_no_json_is_never_a_score(text: str) -> None:
+    async def post(request: web.Request) -> web.Response:
+        return web.Response(body=text.encode("latin-1"))
+
+    with pytest.raises(RuntimeError, match="is no episode"):
+        rollout(post)
 
 
 @pytest.mark.parametrize(

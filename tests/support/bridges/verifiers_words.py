@@ -1,42 +1,40 @@
 """A Verifiers environment for tests, which runs in the environment of requirements/verifiers.lock.
 
-    PORT=5000 python verifiers_words.py [letters]
-
 The model says words: it is asked ``turns`` times, and the reward is the share of turns that say the answer.
-``behaviour`` of a task says what goes wrong instead. With ``letters`` the reward is the number of different
-characters of all turns, so that a model that says anything has rewards to learn from.
+``behavior`` of a task says what goes wrong instead. With the environment variable LETTERS the reward is the
+number of different characters of all turns, so that a model that says anything has rewards to learn from.
 """
 
 import asyncio
-import logging
 import os
-import sys
 import time
 
 import verifiers.v1 as vf
 from openai import AsyncOpenAI
-from verifiers.v1.runtimes import ProgramResult
-from verifiers.v1.serve import serve_env
-from verifiers.v1.utils.loaders import resolve_env_config
 
 
 class WordData(vf.TaskData):
     answer: str = ""
     turns: int = 2
-    behaviour: str = ""
+    behavior: str = ""
 
 
 class WordTask(vf.Task[WordData]):
     @vf.reward(weight=2.0)
     async def says_it(self, trace: vf.Trace) -> float:
-        if self.data.behaviour == "nan":
+        if self.data.behavior == "nan":
             return float("nan")
-        if self.data.behaviour == "scoring fails":
+        if self.data.behavior == "scoring fails":
             raise KeyError("no such answer")
         said = [message.content or "" for message in trace.assistant_messages]
-        if "letters" in sys.argv:
+        if "LETTERS" in os.environ:
             return float(len(set("".join(said))))
         return sum(one.strip() == self.data.answer for one in said) / (2.0 * len(said))
+
+    @vf.metric
+    async def mean(self, trace: vf.Trace) -> float:
+        """No part of a score can have this name."""
+        return 0.5
 
     @vf.metric
     async def words(self, trace: vf.Trace) -> float:
@@ -60,12 +58,13 @@ class WordHarness(vf.Harness[WordHarnessConfig]):
 
     async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data):
         task = trace.task.data
-        if task.behaviour == "hang":
-            await asyncio.sleep(600.0)
-        if task.behaviour == "block":
+        if task.behavior == "block":
             time.sleep(600.0)
-        if task.behaviour == "die":
-            os._exit(3)
+        if task.behavior == "hang":
+            try:
+                await asyncio.sleep(600.0)
+            finally:
+                print("given up", flush=True)
         messages = [{"role": "user", "content": data.prompt}]
         async with AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0) as client:
             for _ in range(task.turns):
@@ -75,21 +74,9 @@ class WordHarness(vf.Harness[WordHarnessConfig]):
                     {"role": "assistant", "content": message.content},
                     {"role": "user", "content": "again"},
                 ]
-        if task.behaviour == "raise":
+        if task.behavior == "raise":
             raise RuntimeError("the harness has broken")
-        return ProgramResult(exit_code=0, stdout="", stderr="")
+        return vf.ProgramResult(exit_code=0, stdout="", stderr="")
 
 
 __all__ = ["WordHarness", "WordTaskset"]
-
-
-if __name__ == "__main__":
-    logging.basicConfig(level=logging.INFO)
-    config = resolve_env_config(
-        {
-            "taskset": {"id": "verifiers_words"},
-            "agent": {"harness": {"id": "verifiers_words"}, "runtime": {"type": "subprocess"}},
-        }
-    )
-    address = f"tcp://127.0.0.1:{os.environ['PORT']}"
-    serve_env(max_workers=1, address=address, config=config, elastic=False)

@@ -1,14 +1,15 @@
 """OpenEnv environments for tests, which run in the environment of requirements/openenv.lock.
 
-    PORT=8000 python openenv_games.py
+    python openenv_games.py PORT
 
-/words/ws: the model says words, as text; /single/ws: the same with one session; /letters/ws: any word has a
-reward. /sums/ws: it adds numbers, by actions with a schema. /tools/ws: it adds them by an MCP tool. What goes
-wrong depends on what the model does.
+/words: the model says words, as text; /single: the same with one session; /letters: any word has a reward.
+/sums: it adds numbers, by actions with a schema. /tools: it adds them by an MCP tool. What goes wrong depends
+on what the model does.
 """
 
 import os
-import time
+import socket
+import sys
 from typing import Literal
 
 import uvicorn
@@ -52,8 +53,6 @@ class Words(Environment[Say, Said, State]):
                 return Said(echo="x", reward=float("nan"), done=True)
             case "die":
                 os._exit(3)
-            case "hang":
-                time.sleep(600.0)
             case "flood":
                 return Said(echo="x" * 40_000_000)
         self._state.step_count += 1
@@ -172,11 +171,7 @@ if __name__ == "__main__":
     for name, (parts, max_sessions) in GAMES.items():
         app.mount(f"/{name}", create_app(*parts, env_name=name, max_concurrent_envs=max_sessions))
     # It hangs up on clients that do not answer its pings: sooner than by default, so that a test can see it.
-    uvicorn.run(
-        app,
-        host="127.0.0.1",
-        port=int(os.environ["PORT"]),
-        ws_ping_interval=0.5,
-        ws_ping_timeout=0.5,
-        ws_max_size=2**26,
-    )
+    config = uvicorn.Config(app, ws_ping_interval=0.5, ws_ping_timeout=0.5, ws_max_size=2**26)
+    listener = socket.create_server(("127.0.0.1", int(sys.argv[1])))
+    print(f"listening on http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
+    uvicorn.Server(config).run([listener])
