@@ -1,8 +1,12 @@
 """Folders of runs for the viewer, as a run writes them: of any length, and without running anything."""
 
+import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
+
+from aiohttp.test_utils import TestClient, TestServer
 
 from forgeasync.buffer import Dropped, DropReason, Sampled, Scored, Started, Submitted, Trained, Update
 from forgeasync.ledger import (
@@ -17,11 +21,41 @@ from forgeasync.ledger import (
     encode_lines,
 )
 from forgeasync.observability import METRICS
+from forgeasync.plugins.viewer import RunReader, application
+
+T = TypeVar("T")
 
 STEP_S = 2.0
 """Seconds of every step."""
 
 KEYS = tuple(metric.key for metric in METRICS if not metric.is_pattern)
+
+
+def read(folder: Path) -> RunReader:
+    """Read a run's folder to its end."""
+    reader = RunReader(folder)
+    reader.read_all()
+    return reader
+
+
+def with_client(runs: Sequence[RunReader], question: Callable[[TestClient], Awaitable[T]]) -> T:
+    """Return what a question finds out from a server of these runs."""
+
+    async def ask() -> T:
+        async with TestClient(TestServer(application(runs))) as client:
+            return await question(client)
+
+    return asyncio.run(ask())
+
+
+def asked(runs: Sequence[RunReader], path: str, **headers: str) -> tuple[int, Any]:
+    """Return the status and the JSON that a server of these runs answers."""
+
+    async def question(client: TestClient) -> tuple[int, Any]:
+        response = await client.get(path, headers=headers)
+        return response.status, await response.json()
+
+    return with_client(runs, question)
 
 
 def write_run(
