@@ -9,13 +9,12 @@ from hypothesis import strategies as st
 from forgeasync.buffer import DropReason
 from forgeasync.ledger import Book, Opened
 from forgeasync.plugins.viewer import RunReader
+from tests.support.ledgers import ledger_text, opened
 from tests.support.viewer_runs import (
     begun_group,
     eventful_ledger,
     finished_group,
     ledger_of_steps,
-    ledger_text,
-    opened,
     read,
     trained,
 )

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from forgeasync.ledger import Opened
 from forgeasync.plugins.viewer import NoRun, RunReader, status_lines, status_of
-from tests.support.viewer_runs import STEP_S, asked, ledger_text, read, write_run
+from tests.support.ledgers import ledger_text
+from tests.support.viewer_runs import STEP_S, asked, read, write_run
 
 FILES = ("metrics.jsonl", "ledger.jsonl", "rollouts.jsonl", "faults.jsonl")
 

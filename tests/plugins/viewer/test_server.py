@@ -10,15 +10,8 @@ import pytest
 from aiohttp.test_utils import TestClient
 
 from forgeasync.plugins.viewer import RunReader
-from tests.support.viewer_runs import (
-    asked,
-    eventful_ledger,
-    ledger_text,
-    read,
-    rollout_of,
-    with_client,
-    write_run,
-)
+from tests.support.ledgers import ledger_text
+from tests.support.viewer_runs import asked, eventful_ledger, read, rollout_of, with_client, write_run
 
 HOSTILE = '</script><img src=x onerror="alert(1)">\u202e\x1b[2J\u0000\ud800'
 
