@@ -1,18 +1,19 @@
-"""Shows runs in a browser: curves, the life of every group, rollouts, faults, configs.
+"""Shows runs in a browser: groups, rollouts, tokens, processes, faults, configs.
 
     python -m apps.view RUN [RUN ...] [--port N]
     python -m apps.view RUN [RUN ...] --status [--json] [--no-traces]
     python -m apps.view RUN --perfetto FILE
     python -m apps.view --demo
 
-RUN is the folder of a run that goes on, has ended or was killed. Serves a page at http://127.0.0.1:8420/ to
-browsers of this machine, from the folders alone and without writing anything (docs/viewer.md). ``--status``
-prints how the runs are doing instead, with ``--json`` one JSON object a run and line; with ``--no-traces``
-what their processes did is not read, nor looked at for problems. ``--perfetto`` writes a file for
-ui.perfetto.dev or chrome://tracing. ``--demo`` adds a small recorded run.
+RUN is the folder of a run that is in progress, has ended or was killed. Serves a page at
+http://127.0.0.1:8420/ to browsers on this machine; it only reads the folders (docs/viewer.md). ``--status``
+prints how the runs are doing instead, with ``--json`` one JSON object for each run, one per line. With
+``--no-traces`` it does not read the traces of processes, nor check them for problems. ``--perfetto`` writes a
+file for ui.perfetto.dev or chrome://tracing. ``--demo`` adds a small recorded run. For curves, use
+``tensorboard --logdir RUN``.
 
-Exit code: 0; 1 if the file cannot be written; 2 with the reason if a folder is none of a run or the port is
-taken.
+Exit code: 0; 1 if the file cannot be written; 2 with the reason if a folder is not the folder of a run or the
+port is taken.
 """
 
 import argparse
@@ -22,8 +23,7 @@ from pathlib import Path
 
 import msgspec
 
-from forgeasync.schema import EXIT_FAILED, EXIT_REFUSED
-from forgeasync.viewer import (
+from forgeasync.plugins.viewer import (
     DEMO_RUN,
     NoRun,
     PortTaken,
@@ -33,6 +33,7 @@ from forgeasync.viewer import (
     status_of,
     write_trace,
 )
+from forgeasync.schema import EXIT_FAILED, EXIT_REFUSED
 
 DEFAULT_PORT = 8420
 

@@ -5,14 +5,11 @@ from .lines import BadLine as BadLine
 from .lines import Checkpointed as Checkpointed
 from .lines import CheckpointedBuffer as CheckpointedBuffer
 from .lines import Ended as Ended
-from .lines import FORMAT as FORMAT
 from .lines import LedgerPosition as LedgerPosition
 from .lines import Opened as Opened
 from .lines import Resumed as Resumed
 from .lines import ResumedBuffer as ResumedBuffer
-from .lines import START as START
-from .lines import decode_line as decode_line
-from .lines import position_after as position_after
+from .reading import LedgerLines as LedgerLines
 from .reading import LedgerUnreadable as LedgerUnreadable
 from .report import verify as verify
 from .resuming import check_ledger as check_ledger
@@ -27,6 +24,8 @@ from .journal_file import JournalInUse as JournalInUse
 from .journal_file import JournalNotWritten as JournalNotWritten
 from .journaled_buffer import JournaledBuffer as JournaledBuffer
 from .journaled_buffer import RunHasEnded as RunHasEnded
+from .lines import FORMAT as FORMAT
+from .lines import START as START
 from .lines import encode_line as encode_line
 from .lines import encode_lines as encode_lines
 from .reading import LedgerReading as LedgerReading

@@ -19,7 +19,6 @@ from .failures import say_on_stderr as say_on_stderr
 from .logs import configure_controller_logging as configure_controller_logging
 from .logs import redirect_process_output as redirect_process_output
 from .logs import separate_native_output as separate_native_output
-from .metric import Metric as Metric
 from .metric_definitions import TOPICS as TOPICS
 from .metric_definitions import definition_of as definition_of
 from .metrics import JsonLines as JsonLines
@@ -69,6 +68,7 @@ from .console import MAX_COLUMNS as MAX_COLUMNS
 from .console import RemainingTime as RemainingTime
 from .ended_episodes import SESSION_COUNTS as SESSION_COUNTS
 from .logs import last_lines as last_lines
+from .metric import Metric as Metric
 from .metric import Topic as Topic
 from .metric import as_markdown as as_markdown
 from .metric_definitions import METRICS as METRICS

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 
 from forgeasync.checkpoint import checkpoint_name
 from forgeasync.config import dump_config
+from forgeasync.plugins.viewer import RunReader, status_of
 from forgeasync.testing import tiny_config, write_tiny_model
-from forgeasync.viewer import RunReader, status_of
 from tests.support.app_runs import (
     NEVER_ENDING,
     check_ledger,

@@ -11,7 +11,7 @@ import pytest
 from forgeasync.buffer import Restored, Sampled, Trained, attempt_and_prompt
 from forgeasync.checkpoint import list_checkpoints, step_of
 from forgeasync.config import CheckpointSection, dump_config
-from forgeasync.ledger import START, AnyEvent, Resumed, decode_line
+from forgeasync.ledger import AnyEvent, LedgerLines, Resumed
 from forgeasync.rollouts import SUFFIX, KeptGroupTorn, read_kept
 from forgeasync.testing import tiny_config, write_tiny_model
 from tests.support.app_runs import (
@@ -30,11 +30,8 @@ EVERY, NUM_MORE = 6, 3
 
 def events_of(ledger: Path) -> list[AnyEvent]:
     """All whole lines."""
-    events, position = [], START
-    for line in ledger.read_bytes().split(b"\n")[:-1]:
-        event, position = decode_line(line, position)
-        events.append(event)
-    return events
+    lines = LedgerLines(ledger.name)
+    return [lines.read(line) for line in ledger.read_bytes().split(b"\n")[:-1]]
 
 
 def kill_everything(pid: int) -> None:

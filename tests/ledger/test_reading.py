@@ -2,6 +2,7 @@
 
 import random
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,13 +15,12 @@ from forgeasync.ledger import (
     AnyEvent,
     BadLine,
     Contradiction,
+    LedgerLines,
     LedgerReading,
     LedgerUnreadable,
     Opened,
-    decode_line,
     encode_line,
     encode_lines,
-    position_after,
     read_ledger,
 )
 from tests.support.ledger_histories import histories
@@ -43,12 +43,11 @@ def test_what_is_written_is_read(file: Path, events: list[AnyEvent]) -> None:
     text, position = encode_lines(events, START)
     reading = read(file, text)
     assert reading.contradiction is None and reading.num_torn_bytes == 0
-    assert reading.position == position == position_after(text.splitlines()[-1])
+    assert reading.position == position
     assert is_intact(text)
-    after = START
-    for line, event in zip(text.splitlines(), events, strict=True):
-        found, after = decode_line(line, after)
-        assert found == event
+    lines = LedgerLines(file.name)
+    assert [lines.read(line) for line in text.splitlines()] == events
+    assert lines.position == position
     assert read_ledger(file, line=len(events)).checksum_at == position.checksum
     assert read_ledger(file, line=len(events) + 1).checksum_at is None
 
@@ -130,7 +129,7 @@ def test_a_line_with_its_checksum_must_still_say_something_known() -> None:
     ):
         said = line.replace(old, new).rpartition(b',"crc"')[0]
         with pytest.raises(BadLine, match="says nothing that a ledger can say"):
-            decode_line(said + b',"crc":"%08x"}' % zlib.crc32(said), START)
+            LedgerLines("ledger.jsonl").read(said + b',"crc":"%08x"}' % zlib.crc32(said))
 
 
 def test_texts_of_users_stay_in_their_line(file: Path) -> None:
@@ -139,7 +138,30 @@ def test_texts_of_users_stay_in_their_line(file: Path) -> None:
     events = [opened(1), Submitted(prompt=0, source=hostile, task_id=hostile)]
     text = ledger_text(events)
     assert text.count(b"\n") == 2 and read(file, text).contradiction is None
-    assert decode_line(text.splitlines()[1], position_after(text.splitlines()[0]))[0] == events[1]
+    lines = LedgerLines(file.name)
+    assert [lines.read(line) for line in text.splitlines()] == events
+
+
+@pytest.mark.parametrize(
+    ("damaged", "num_lost"),
+    [
+        # Its number and its checksum are still there.
+        (lambda line: line.replace(b'task 1"', b'task 9"'), 1),
+        # Its checksum is gone, and the next line's cannot be checked without it.
+        (lambda line: line[:20], 2),
+    ],
+)
+def test_reading_goes_on_behind_a_bad_line(damaged: Callable[[bytes], bytes], num_lost: int) -> None:
+    events = [opened(1), *(Submitted(prompt=one, source="s", task_id=f"task {one}") for one in range(5))]
+    written = ledger_text(events).splitlines()
+    lines, found = LedgerLines("ledger.jsonl"), []
+    for line in [*written[:2], damaged(written[2]), *written[3:]]:
+        try:
+            found.append(lines.read(line))
+        except BadLine:
+            lines.skip(line)
+    assert found == [*events[:2], *events[2 + num_lost :]]
+    assert lines.position.num_lines == len(events)
 
 
 def test_what_is_no_ledger_is_refused(file: Path, tmp_path: Path) -> None:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from forgeasync.plugins.viewer import RunReader
 from forgeasync.tracing import Lane, State, named_lanes, shares
-from forgeasync.viewer import RunReader, recorded_at
 from tests.support.app_runs import read_lines
 
 IDLE_ENGINE = (State.WAITING_FOR_ROOM, State.FETCHING, State.STARTING)
@@ -29,7 +29,7 @@ def check_traces(run_dir: Path) -> None:
     assert {one["pid"] for one in listed} <= traced
     _, *steps = read_lines(run_dir / "metrics.jsonl")
     (controller,) = lanes["controller"]
-    recorded = recorded_at([controller])
+    recorded = {span.facts["step"]: span.begin_s for span in controller.spans if span.name == "record"}
     for line in steps:
         step, step_s, end_s = line["step"], line["time/step_s"], recorded[line["step"]]
         waited = shares([controller], end_s - step_s, end_s)[State.WAITING_FOR_BATCH]

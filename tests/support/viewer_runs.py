@@ -1,27 +1,52 @@
 """Folders of runs for the viewer, as a run writes them: of any length, and without running anything."""
 
+import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
+
+from aiohttp.test_utils import TestClient, TestServer
 
 from forgeasync.buffer import Dropped, DropReason, Sampled, Scored, Started, Submitted, Trained, Update
-from forgeasync.ledger import (
-    FORMAT,
-    START,
-    AnyEvent,
-    Checkpointed,
-    Ended,
-    LedgerPosition,
-    Opened,
-    Resumed,
-    encode_lines,
-)
+from forgeasync.ledger import AnyEvent, Checkpointed, Ended, Resumed
 from forgeasync.observability import METRICS
+from forgeasync.plugins.viewer import RunReader, application
+from tests.support.ledgers import ledger_text, opened
+
+T = TypeVar("T")
 
 STEP_S = 2.0
 """Seconds of every step."""
 
 KEYS = tuple(metric.key for metric in METRICS if not metric.is_pattern)
+
+
+def read(folder: Path) -> RunReader:
+    """Read a run's folder to its end."""
+    reader = RunReader(folder)
+    reader.read_all()
+    return reader
+
+
+def with_client(runs: Sequence[RunReader], question: Callable[[TestClient], Awaitable[T]]) -> T:
+    """Return what a question finds out from a server of these runs."""
+
+    async def ask() -> T:
+        async with TestClient(TestServer(application(runs))) as client:
+            return await question(client)
+
+    return asyncio.run(ask())
+
+
+def asked(runs: Sequence[RunReader], path: str, **headers: str) -> tuple[int, Any]:
+    """Return the status and the JSON that a server of these runs answers."""
+
+    async def question(client: TestClient) -> tuple[int, Any]:
+        response = await client.get(path, headers=headers)
+        return response.status, await response.json()
+
+    return with_client(runs, question)
 
 
 def write_run(
@@ -40,11 +65,8 @@ def write_run(
     (folder / "config.yaml").write_text(
         f"name: made\nseed: {seed}\nmax_steps: {max_steps}\nrun_dir: {folder}\nmodel:\n  path: models/x\n"
     )
-    with (folder / "ledger.jsonl").open("wb") as file:
-        after = START
-        for events in ledger_of_steps(num_steps, groups_per_step, is_ended=is_ended):
-            lines, after = encode_lines(events, after)
-            file.write(lines)
+    events = [one for step in ledger_of_steps(num_steps, groups_per_step, is_ended=is_ended) for one in step]
+    (folder / "ledger.jsonl").write_bytes(ledger_text(events))
     with (folder / "metrics.jsonl").open("w") as file:
         for step in range(1, num_steps + 1):
             file.write(json.dumps(metrics_of(step, seed)) + "\n")
@@ -142,11 +164,6 @@ def _begun(step: int, groups_per_step: int) -> list[AnyEvent]:
     return [event for one in own for event in begun_group(one)]
 
 
-def opened(groups_per_step: int) -> Opened:
-    """The first line of a new run."""
-    return Opened(format=FORMAT, run="made", seed=0, groups_per_step=groups_per_step)
-
-
 def begun_group(number: int) -> list[AnyEvent]:
     """A prompt that is submitted and started, as the group of its number."""
     submitted = Submitted(prompt=number, source="sums", task_id=f"sums/{number}")
@@ -190,8 +207,3 @@ def eventful_ledger() -> list[AnyEvent]:
         Trained(step=2, prompts=(1,), groups=(2,), update=Update.SKIPPED),
         Sampled(prompt=2, group=3),
     ]
-
-
-def ledger_text(events: list[AnyEvent], after: LedgerPosition = START) -> bytes:
-    """The lines of a ledger."""
-    return encode_lines(events, after)[0]

@@ -1,0 +1,189 @@
+"""Follows files that another process appends lines to. Every reader of this plug-in goes through it."""
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+PIECE_BYTES = 1 << 19
+"""Most bytes that one read returns, unless a single line is longer."""
+
+MAX_LINE_BYTES = 64 << 20
+"""Longer lines are skipped. No line that a run writes comes near."""
+
+_NUM_REMEMBERED_BYTES = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Whole lines of a file with their newlines; skipped lines come before or after them, never between."""
+
+    data: bytes
+    start: int
+    """Offset of the first byte in the file."""
+    is_anew: bool
+    """The file was replaced or cut: discard what was read before. ``data`` may be empty."""
+    num_overlong: int = 0
+    """Lines before ``data`` that were skipped because they are too long."""
+
+    def lines(self) -> list[bytes]:
+        """Return the lines without their newlines."""
+        return self.data.split(b"\n")[:-1]
+
+
+class AppendedLines:
+    """A position in a file. The file need not exist, and may be replaced or cut at any time.
+
+    A last line without a newline is still being written, or a crash cut it. It is returned when it is whole.
+    """
+
+    def __init__(
+        self, path: Path, *, piece_bytes: int = PIECE_BYTES, max_line_bytes: int = MAX_LINE_BYTES
+    ) -> None:
+        self.path = path
+        self._piece_bytes = piece_bytes
+        self._max_line_bytes = max_line_bytes
+        self.problem: str | None = None
+        """Why the last read failed; None if it did not, or if there is no file."""
+        self._position = 0
+        self._file_number: tuple[int, int] | None = None
+        self._remembered = b""
+        """The bytes before the position. If they change, the file is another one."""
+        self._is_in_overlong = False
+
+    @property
+    def position(self) -> int:
+        """Number of bytes read so far."""
+        return self._position
+
+    @property
+    def num_unread_bytes(self) -> int:
+        """Number of bytes after the position: more lines, or an incomplete one."""
+        try:
+            return max(0, self.path.stat().st_size - self._position)
+        except OSError:
+            return 0
+
+    def read(self) -> Piece | None:
+        """Return the next lines, or None if there is nothing new."""
+        self.problem = None
+        try:
+            with self.path.open("rb") as file:
+                return self._read(file.fileno())
+        except FileNotFoundError:
+            return self._begin_anew() if self._position else None
+        except OSError as error:
+            self.problem = f"{self.path.name} cannot be read: {error.strerror}"
+            return None
+
+    def _begin_anew(self) -> Piece:
+        self._position, self._file_number, self._remembered = 0, None, b""
+        self._is_in_overlong = False
+        return Piece(data=b"", start=0, is_anew=True)
+
+    def _read(self, descriptor: int) -> Piece | None:
+        status = os.fstat(descriptor)
+        number = (status.st_dev, status.st_ino)
+        is_anew = self._position > 0 and not self._goes_on(descriptor, number, status.st_size)
+        if is_anew:
+            self._begin_anew()
+        self._file_number = number
+        start, num_overlong = self._position, 0
+        data, end = self._whole_lines(descriptor, start)
+        if not data and end - start >= self._max_line_bytes:
+            self._is_in_overlong = True
+        elif self._is_in_overlong and data:
+            # The end of the line that is too long.
+            cut = data.index(b"\n") + 1
+            data, start, num_overlong = data[cut:], start + cut, 1
+            self._is_in_overlong = False
+        is_further = end > self._position
+        if is_further:
+            self._remember(descriptor, end)
+        if not (is_further or is_anew):
+            return None
+        return Piece(data=data, start=start, is_anew=is_anew, num_overlong=num_overlong)
+
+    def _goes_on(self, descriptor: int, number: tuple[int, int], size: int) -> bool:
+        if number != self._file_number or size < self._position:
+            return False
+        place = self._position - len(self._remembered)
+        return os.pread(descriptor, len(self._remembered), place) == self._remembered
+
+    def _whole_lines(self, descriptor: int, start: int) -> tuple[bytes, int]:
+        """Return lines and where they end. For a line that is too long: nothing, and how far it was read."""
+        data, wanted = b"", self._piece_bytes
+        while True:
+            data += os.pread(descriptor, wanted - len(data), start + len(data))
+            if end := data.rfind(b"\n") + 1:
+                return data[:end], start + end
+            if len(data) < wanted:
+                # The file ends within a line.
+                return b"", start + len(data) if self._is_in_overlong else start
+            if wanted >= self._max_line_bytes:
+                return b"", start + len(data)
+            wanted = min(2 * wanted, self._max_line_bytes)
+
+    def _remember(self, descriptor: int, end: int) -> None:
+        self._position = end
+        place = max(0, end - _NUM_REMEMBERED_BYTES)
+        self._remembered = os.pread(descriptor, end - place, place)
+
+
+class Contents(Protocol):
+    """What the lines of one file say."""
+
+    def add(self, piece: Piece) -> None:
+        """Take the next lines."""
+
+
+C = TypeVar("C", bound=Contents)
+
+
+class Followed(Generic[C]):
+    """A file that is being written, and the contents of its lines so far."""
+
+    def __init__(self, path: Path, new: Callable[[], C]) -> None:
+        """``new`` makes empty contents. It is called again whenever the file was replaced or cut."""
+        self.lines = AppendedLines(path)
+        self.contents = new()
+        self.num_overlong = 0
+        """Lines that were skipped because they are too long."""
+        self._new = new
+
+    def read_some(self) -> bool:
+        """Read a piece; return whether there was one."""
+        piece = self.lines.read()
+        if piece is None:
+            return False
+        if piece.is_anew:
+            self.contents, self.num_overlong = self._new(), 0
+        self.num_overlong += piece.num_overlong
+        self.contents.add(piece)
+        return True
+
+
+class LineGone(ValueError):
+    """A line that cannot be read at its offset; the text says why."""
+
+
+def read_record(file: Path, offset: int) -> dict[str, Any]:
+    """Read the JSON object of the line that begins at an offset.
+
+    Raises:
+        LineGone: the file cannot be read, or no JSON object begins there.
+    """
+    try:
+        with file.open("rb") as lines:
+            lines.seek(offset)
+            # As the run writes it: texts can have lone surrogates, which other decoders refuse.
+            record = json.loads(lines.readline(MAX_LINE_BYTES))
+    except OSError as error:
+        raise LineGone(f"{file.name} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise LineGone(f"{file.name} has changed: a line is no longer at its offset ({error})") from None
+    if not isinstance(record, dict):
+        raise LineGone(f"{file.name} has changed: a line is no longer at its offset")
+    return record

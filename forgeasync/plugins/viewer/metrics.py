@@ -1,0 +1,121 @@
+"""The numbers of metrics.jsonl, and what they mean."""
+
+from array import array
+from dataclasses import dataclass
+from functools import lru_cache
+
+import msgspec
+import numpy as np
+
+from forgeasync.observability import TOPICS, definition_of
+from forgeasync.plugins.viewer.appended_lines import Piece
+
+STEP = "step"
+ELAPSED_S = "time/elapsed_s"
+
+HEADLINES = (
+    "eval/accuracy",
+    "reward/mean",
+    "response/length_mean",
+    "off_policy/age_mean",
+    "mismatch/logprob_abs_mean",
+    "grad_norm",
+    "time/step_s",
+    "time/wait_for_batch_s",
+    "throughput/generated_tokens_per_s",
+)
+"""Counters of a trace file. The overview shows their newest values."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """One metric over the steps. Shape suffix: N lines that have it, in the file's order."""
+
+    steps_N: np.ndarray
+    """int64."""
+    values_N: np.ndarray
+    """float64, finite."""
+
+
+class MetricTable:
+    """All lines so far. Memory: 16 bytes a number."""
+
+    def __init__(self) -> None:
+        self.num_lines = 0
+        self.num_damaged = 0
+        """Lines that are no JSON object with a step."""
+        self._steps: dict[str, array[int]] = {}
+        self._values: dict[str, array[float]] = {}
+
+    def add(self, piece: Piece) -> None:
+        """Take the next lines. Damaged ones are counted and left out."""
+        for line in piece.lines():
+            self._add_line(line)
+
+    def _add_line(self, line: bytes) -> None:
+        try:
+            record = msgspec.json.decode(line)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            record = None
+        step = record.get(STEP) if isinstance(record, dict) else None
+        if not isinstance(record, dict) or not _is_count(step):
+            self.num_damaged += 1
+            return
+        self.num_lines += 1
+        for key, value in record.items():
+            # null stands for a value that was not finite; the run has counted it.
+            if isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool)):
+                if key not in self._steps:
+                    self._steps[key], self._values[key] = array("q"), array("d")
+                self._steps[key].append(step)
+                self._values[key].append(value)
+
+    @property
+    def keys(self) -> list[str]:
+        """The names of all metrics so far, in the order in which they came."""
+        return list(self._steps)
+
+    @property
+    def step(self) -> int:
+        """The step of the last line; 0 before the first step."""
+        newest = self.newest(STEP)
+        return 0 if newest is None else newest[0]
+
+    def column(self, key: str) -> Column:
+        """Return the values of a key; empty if no line has it."""
+        return Column(
+            steps_N=np.array(self._steps.get(key, ()), dtype=np.int64),
+            values_N=np.array(self._values.get(key, ()), dtype=np.float64),
+        )
+
+    def newest(self, key: str) -> tuple[int, float] | None:
+        """Return the step and the value of the last line that has a key."""
+        if key not in self._steps:
+            return None
+        return self._steps[key][-1], self._values[key][-1]
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
+
+
+@lru_cache(maxsize=4096)
+def meaning_of(key: str) -> str | None:
+    """Return what a key of metrics.jsonl means; None if this version of forgeasync does not define it."""
+    definition = definition_of(key)
+    return None if definition is None else definition.meaning
+
+
+def glossary() -> list[dict[str, object]]:
+    """Return all topics with their metrics, as JSON types."""
+    return [
+        {
+            "heading": topic.heading,
+            "note": topic.note,
+            "metrics": [
+                {"key": metric.key, "meaning": metric.meaning, "when": metric.when}
+                for metric in topic.metrics
+            ],
+        }
+        for topic in TOPICS
+    ]

@@ -1,0 +1,276 @@
+"""A run as one file for ui.perfetto.dev and chrome://tracing.
+
+The format is Chrome's JSON ("Trace Event Format"). Times are microseconds since the first process began, or
+on the run's own clock (``time/elapsed_s``) if no process left a trace. Groups have the times of ``RunClock``.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from forgeasync.faults import Role
+from forgeasync.plugins.viewer.groups import Fate, GroupLife, RunClock
+from forgeasync.plugins.viewer.metrics import ELAPSED_S, HEADLINES, STEP
+from forgeasync.plugins.viewer.processes import recorded_at
+from forgeasync.plugins.viewer.run_reader import RunReader
+from forgeasync.tracing import Lane, Span, named_lanes
+
+TRAINER, GROUPS, FAULTS = 1, 2, 3
+"""Process numbers in the file of what is no process: steps, groups, faults."""
+
+FIRST_PROC = 10
+"""Process number in the file of the first real process."""
+
+_STEPS, _VERSIONS, _EVALUATIONS = 1, 2, 3
+
+STEP_S = "time/step_s"
+POLICY_VERSION = "policy_version"
+ACCURACY = "eval/accuracy"
+
+Event = dict[str, object]
+
+
+class FileClock:
+    """Converts times of the run's clock and of the host's clock to seconds in the file.
+
+    Both clocks have the ends of the steps. The file's time begins with the first process.
+    """
+
+    def __init__(self, elapsed_by_step: Mapping[int, float], lanes: Sequence[Lane]) -> None:
+        """Without traces the file has the run's own clock, and times of the host cannot be converted."""
+        self._zero_s = min((lane.begin_s for lane in lanes), default=None)
+        ends = recorded_at(lanes)
+        known = sorted(set(ends) & set(elapsed_by_step))
+        self._elapsed_N = np.maximum.accumulate([elapsed_by_step[step] for step in known]) if known else None
+        self._unix_N = np.array([ends[step] for step in known])
+
+    def of_run(self, elapsed_s: float) -> float:
+        """Convert a time of the run's clock."""
+        if self._zero_s is None or self._elapsed_N is None:
+            return elapsed_s
+        # Before the first and after the last known step both clocks run alike.
+        inside_s = float(np.clip(elapsed_s, self._elapsed_N[0], self._elapsed_N[-1]))
+        unix_s = float(np.interp(inside_s, self._elapsed_N, self._unix_N))
+        return unix_s - self._zero_s + (elapsed_s - inside_s)
+
+    def of_unix(self, unix_s: float) -> float | None:
+        """Convert seconds since 1970; None if no process left a trace."""
+        return None if self._zero_s is None else unix_s - self._zero_s
+
+
+def write_trace(run: RunReader, file: Path) -> int:
+    """Write the trace, replacing a file that exists; return how many events it has.
+
+    Raises:
+        OSError: it cannot be written. An existing file is left as it is.
+    """
+    partial = file.with_name(f".{file.name}.partial")
+    num_events = 0
+    try:
+        with partial.open("wb") as out:
+            out.write(b'{"displayTimeUnit":"ms","traceEvents":[')
+            for event in trace_events(run):
+                out.write((b",\n" if num_events else b"\n") + msgspec.json.encode(event))
+                num_events += 1
+            out.write(b"\n]}\n")
+        partial.replace(file)
+    except OSError:
+        with suppress(OSError):
+            partial.unlink()
+        raise
+    return num_events
+
+
+def trace_events(run: RunReader) -> Iterator[Event]:
+    """Yield all events: names first, then steps, counters, groups, faults and processes."""
+    names = ((TRAINER, f"run {run.name}"), (GROUPS, "groups"), (FAULTS, "faults"))
+    for process, name in names:
+        yield {"ph": "M", "pid": process, "tid": 0, "name": "process_name", "args": {"name": name}}
+    for thread, name in ((_STEPS, "steps"), (_VERSIONS, "weight versions"), (_EVALUATIONS, "evaluations")):
+        yield {"ph": "M", "pid": TRAINER, "tid": thread, "name": "thread_name", "args": {"name": name}}
+    file_clock = FileClock(_by_step(run, ELAPSED_S), run.traces.lanes)
+    times = {step: file_clock.of_run(at_s) for step, at_s in _by_step(run, ELAPSED_S).items()}
+    yield from _steps(run, times)
+    yield from _counters(run, times)
+    clock, lives = RunClock(run.groups, run.metrics), run.groups
+    end_s = max(times.values(), default=0.0)
+    for row in range(len(lives)):
+        yield from _group(row, lives.at(row), clock, file_clock, end_s)
+    yield from _faults(run, times, file_clock)
+    yield from _processes(run.traces.lanes, file_clock)
+
+
+def _by_step(run: RunReader, key: str) -> dict[int, float]:
+    column = run.metrics.column(key)
+    return dict(zip(column.steps_N.tolist(), column.values_N.tolist(), strict=True))
+
+
+def _steps(run: RunReader, times: dict[int, float]) -> Iterator[Event]:
+    took, headlines = _by_step(run, STEP_S), {key: _by_step(run, key) for key in HEADLINES}
+    versions, accuracies = _by_step(run, POLICY_VERSION), _by_step(run, ACCURACY)
+    for step, end_s in times.items():
+        if step in took:
+            yield {
+                "ph": "X",
+                "pid": TRAINER,
+                "tid": _STEPS,
+                "cat": "step",
+                "name": f"step {step}",
+                "ts": _microseconds(end_s - took[step]),
+                "dur": _microseconds(took[step]),
+                "args": {key: values[step] for key, values in headlines.items() if step in values},
+            }
+        if step in versions:
+            yield _instant(_VERSIONS, f"version {versions[step]:.0f}", end_s, {STEP: step})
+        if step in accuracies:
+            yield _instant(_EVALUATIONS, f"accuracy {accuracies[step]:.4g}", end_s, {STEP: step})
+
+
+def _instant(thread: int, name: str, at_s: float, args: dict[str, object]) -> Event:
+    return {
+        "ph": "i",
+        "s": "t",
+        "pid": TRAINER,
+        "tid": thread,
+        "name": name,
+        "ts": _microseconds(at_s),
+        "args": args,
+    }
+
+
+def _counters(run: RunReader, times: dict[int, float]) -> Iterator[Event]:
+    for key in HEADLINES:
+        for step, value in _by_step(run, key).items():
+            if step in times:
+                at = _microseconds(times[step])
+                yield {"ph": "C", "pid": TRAINER, "tid": 0, "name": key, "ts": at, "args": {"value": value}}
+
+
+def _group(
+    row: int, life: GroupLife, clock: RunClock, file_clock: FileClock, end_s: float
+) -> Iterator[Event]:
+    """Yield the phases of a group's life, nested in the whole. An open group ends where the metrics do.
+
+    A group whose start has no time, because no steps surround it, is left out.
+    """
+
+    def placed(line: int | None) -> float | None:
+        about_s = clock.about_s(line)
+        return None if about_s is None else file_clock.of_run(about_s)
+
+    started_s = placed(life.started_line)
+    if started_s is None:
+        return
+    sampled_s, scored_s = placed(life.sampled_line), placed(life.scored_line)
+    # Lines after the last step have no time.
+    stopped_s = placed(life.ended_line or life.undone_line)
+    stopped_s = max(started_s, end_s) if stopped_s is None else stopped_s
+    what = life.fate.word if life.reason is None else f"{life.fate.word}: {life.reason}"
+    args = {"prompt": life.prompt, "attempt": life.attempt, "fate": what, "step": life.step}
+    yield from _part(row, f"group {life.group}", started_s, stopped_s, args)
+    phases = [(Fate.SAMPLING, started_s), (Fate.SCORING, sampled_s), (Fate.WAITING, scored_s)]
+    if life.is_restored:
+        phases = [(Fate.WAITING, started_s)]
+    known = [(phase, begin_s) for phase, begin_s in phases if begin_s is not None]
+    ends = [begin_s for _, begin_s in known[1:]] + [stopped_s]
+    for (phase, begin_s), phase_end_s in zip(known, ends, strict=True):
+        yield from _part(row, phase.word, begin_s, phase_end_s, {})
+
+
+def _part(row: int, name: str, begin_s: float, end_s: float, args: dict[str, object]) -> Iterator[Event]:
+    # The row, because a resumed run can use a group's number again.
+    common: Event = {"cat": "group", "id": row, "pid": GROUPS, "tid": 0, "name": name}
+    yield {"ph": "b", **common, "ts": _microseconds(begin_s), "args": args}
+    yield {"ph": "e", **common, "ts": _microseconds(max(begin_s, end_s))}
+
+
+def _faults(run: RunReader, times: dict[int, float], file_clock: FileClock) -> Iterator[Event]:
+    """Yield each fault when it was detected; without traces, at the end of the first step that counts it."""
+    counts: dict[int, float] = dict.fromkeys(times, 0.0)
+    for role in Role:
+        for step, value in _by_step(run, f"faults/detected_{role}").items():
+            counts[step] = counts.get(step, 0.0) + value
+    steps = sorted(set(counts) & set(times))
+    counts_N = np.array([counts[step] for step in steps])
+    for place, fault in enumerate(run.faults.faults):
+        counted = np.flatnonzero(counts_N > place)
+        at_s = file_clock.of_unix(fault.detected_s)
+        if at_s is None:
+            at_s = times[steps[int(counted[0])]] if len(counted) else max(times.values(), default=0.0)
+        yield {
+            "ph": "X",
+            "pid": FAULTS,
+            "tid": 1,
+            "cat": "fault",
+            "name": f"{fault.who} {fault.what}",
+            "ts": _microseconds(at_s),
+            "dur": _microseconds(fault.took_s or 0.0),
+            "args": {"role": fault.role, "how": fault.how, "detected_unix_s": fault.detected_s},
+        }
+
+
+def _processes(lanes: Sequence[Lane], clock: FileClock) -> Iterator[Event]:
+    """Yield all processes, each with its states in the first row and its spans in rows below."""
+    for place, (name, processes) in enumerate(named_lanes(lanes).items(), FIRST_PROC):
+        yield _name(place, 0, "process_name", name)
+        yield _name(place, 0, "thread_name", "state")
+        yield {"ph": "M", "pid": place, "tid": 0, "name": "process_sort_index", "args": {"sort_index": place}}
+        for process in processes:
+            assert process.opened is not None
+            facts = {"process": process.opened.pid, "host": process.opened.host}
+            for state, begin_s, end_s in process.stretches():
+                yield _bar(place, 0, str(state), begin_s, end_s - begin_s, facts, clock)
+        rows: list[float] = []
+        for span in sorted((one for each in processes for one in each.spans), key=_by_begin):
+            row = _free_row(rows, span)
+            yield _bar(place, row + 1, span.name, span.begin_s, span.took_s, span.facts, clock)
+        for row in range(len(rows)):
+            yield _name(place, row + 1, "thread_name", "spans" if row == 0 else f"spans {row + 1}")
+
+
+def _by_begin(span: Span) -> tuple[float, float]:
+    return span.begin_s, -span.took_s
+
+
+def _free_row(rows: list[float], span: Span) -> int:
+    """Return the first row in which nothing overlaps the span, and occupy it."""
+    for row, end_s in enumerate(rows):
+        if end_s <= span.begin_s:
+            rows[row] = span.begin_s + span.took_s
+            return row
+    rows.append(span.begin_s + span.took_s)
+    return len(rows) - 1
+
+
+def _name(process: int, thread: int, what: str, name: str) -> Event:
+    return {"ph": "M", "pid": process, "tid": thread, "name": what, "args": {"name": name}}
+
+
+def _bar(
+    process: int,
+    thread: int,
+    name: str,
+    begin_s: float,
+    took_s: float,
+    facts: Mapping[str, object],
+    clock: FileClock,
+) -> Event:
+    at_s = clock.of_unix(begin_s)
+    assert at_s is not None, "there are traces"
+    return {
+        "ph": "X",
+        "pid": process,
+        "tid": thread,
+        "cat": "proc",
+        "name": name,
+        "ts": _microseconds(at_s),
+        "dur": _microseconds(took_s),
+        "args": dict(facts),
+    }
+
+
+def _microseconds(seconds: float) -> float:
+    return round(seconds * 1e6, 1)

@@ -1,0 +1,275 @@
+"""The processes of a run: what failed and came back, which ones run, and what each did at every moment."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from forgeasync.plugins.viewer.appended_lines import Followed, Piece
+from forgeasync.tracing import NOT_THERE, ORDER, SUFFIX, Lane, Span, named_lanes, shares, states_between
+
+MAX_SPANS = 400
+"""Most spans of one lane in an answer, the longest ones."""
+
+RECORD = "record"
+"""The controller's span that begins when a step's metrics are made."""
+
+Answer = dict[str, object]
+
+
+class _Detected(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="detected"):
+    time_s: float
+    number: int
+    role: str
+    who: str
+    what: str
+
+
+class _Recovered(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="recovered"):
+    time_s: float
+    number: int
+    role: str
+    who: str
+    how: str
+    took_s: float
+
+
+_FAULT_DECODER: msgspec.json.Decoder[_Detected | _Recovered] = msgspec.json.Decoder(_Detected | _Recovered)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShownFault:
+    """One failure, and its end if it has one."""
+
+    number: int
+    role: str
+    who: str
+    what: str
+    detected_s: float
+    """When it was detected, in seconds since 1970."""
+    how: str | None = None
+    """How the run recovered from it; None if it did not."""
+    took_s: float | None = None
+
+
+class FaultLines:
+    """All faults so far, from faults.jsonl."""
+
+    def __init__(self) -> None:
+        self.num_damaged = 0
+        """Lines that do not belong into such a file, or end a fault that did not begin."""
+        self._faults: dict[int, ShownFault] = {}
+
+    def add(self, piece: Piece) -> None:
+        """Take the next lines. Damaged ones are counted and left out."""
+        for line in piece.lines():
+            self._add_line(line)
+
+    def _add_line(self, line: bytes) -> None:
+        try:
+            event = _FAULT_DECODER.decode(line)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            self.num_damaged += 1
+            return
+        if isinstance(event, _Detected):
+            self._faults[event.number] = ShownFault(
+                number=event.number,
+                role=event.role,
+                who=event.who,
+                what=event.what,
+                detected_s=event.time_s,
+            )
+        elif event.number in self._faults:
+            self._faults[event.number] = replace(
+                self._faults[event.number], how=event.how, took_s=event.took_s
+            )
+        else:
+            self.num_damaged += 1
+
+    @property
+    def faults(self) -> list[ShownFault]:
+        """All faults in the order in which they were detected."""
+        return list(self._faults.values())
+
+    @property
+    def num_open(self) -> int:
+        """Number of faults that the run has not recovered from."""
+        return sum(one.how is None for one in self._faults.values())
+
+
+def faults_answer(faults: FaultLines, procs_file: Path) -> Answer:
+    """Return all faults, and the processes that the run lists in procs.json."""
+    return {
+        "faults": [
+            {
+                "number": one.number,
+                "role": one.role,
+                "who": one.who,
+                "what": one.what,
+                "detected_s": one.detected_s,
+                "how": one.how,
+                "took_s": one.took_s,
+            }
+            for one in faults.faults
+        ],
+        "procs": _procs(procs_file),
+    }
+
+
+def _procs(file: Path) -> list[Answer]:
+    """Return each process with role, rank, pid, host and start; empty if there is no such file."""
+    try:
+        listed = json.loads(file.read_bytes())["procs"]
+        return [{key: one[key] for key in ("role", "rank", "pid", "host", "since_s")} for one in listed]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return []
+
+
+class _TraceLines:
+    """The lines of one process's trace."""
+
+    def __init__(self) -> None:
+        self.lane = Lane()
+
+    def add(self, piece: Piece) -> None:
+        for line in piece.lines():
+            self.lane.add(line)
+
+
+class Traces:
+    """The traces of all processes: ``logs/*.trace.jsonl``, read while they are written."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: dict[Path, Followed[_TraceLines]] = {}
+        self._problem: str | None = None
+        """Why the folder cannot be searched for traces; None if it can, or does not exist."""
+
+    @property
+    def lanes(self) -> list[Lane]:
+        """The processes whose first line was read."""
+        lanes = [file.contents.lane for file in self._files.values()]
+        return [lane for lane in lanes if lane.opened is not None]
+
+    def read_some(self) -> bool:
+        """Read a piece of the first file that has anything new; return whether one had."""
+        self._problem = None
+        try:
+            paths = sorted(self._folder.glob(f"*{SUFFIX}"))
+        except OSError as error:
+            self._problem, paths = f"{self._folder} cannot be read: {error.strerror}", []
+        for path in paths:
+            if path not in self._files:
+                self._files[path] = Followed(path, _TraceLines)
+        return any(file.read_some() for file in self._files.values())
+
+    @property
+    def problems(self) -> list[str]:
+        """What of the traces could not be read or written, in words."""
+        found = [] if self._problem is None else [self._problem]
+        found += [file.lines.problem for file in self._files.values() if file.lines.problem is not None]
+        for path, file in self._files.items():
+            lane = file.contents.lane
+            if lane.num_damaged:
+                found.append(
+                    f"{path.name}: {lane.num_damaged} damaged lines were left out; the first: "
+                    f"{lane.first_damage}"
+                )
+            if lane.num_lost:
+                found.append(f"{path.name}: the process could not write {lane.num_lost} lines")
+        return found
+
+
+def lanes_answer(
+    lanes: Sequence[Lane], *, first_step: int | None, last_step: int | None, width: int
+) -> Answer:
+    """Return the lanes of all processes over some steps, or the whole run, in at most ``width`` bars each.
+
+    Times are seconds since the first process began.
+    """
+    answer: Answer = {"states": [str(state) for state in ORDER], "lanes": [], "steps": []}
+    if not lanes:
+        return answer
+    zero_s = min(lane.begin_s for lane in lanes)
+    steps = step_times(lanes)
+    shown = {step: times for step, times in steps.items() if _is_in(step, first_step, last_step)}
+    begin_s, end_s = zero_s, max(lane.end_s for lane in lanes)
+    if first_step is not None or last_step is not None:
+        if not shown:
+            return answer
+        begin_s = min(begin for begin, _ in shown.values())
+        end_s = max(end for _, end in shown.values())
+    edges = np.linspace(begin_s, max(end_s, begin_s + 1e-3), width + 1)
+    answer["begin_s"], answer["end_s"] = begin_s - zero_s, float(edges[-1]) - zero_s
+    answer["lanes"] = [
+        {
+            "proc": name,
+            "pids": [one.opened.pid for one in processes if one.opened is not None],
+            "bars": _bars(states_between(processes, edges)),
+            "shares": list(shares(processes, begin_s, float(edges[-1])).values()),
+            "spans": _longest([span for one in processes for span in one.spans], begin_s, end_s, zero_s),
+        }
+        for name, processes in named_lanes(lanes).items()
+    ]
+    answer["steps"] = [[step, begin - zero_s, end - zero_s] for step, (begin, end) in shown.items()][-width:]
+    return answer
+
+
+def step_times(lanes: Sequence[Lane]) -> dict[int, tuple[float, float]]:
+    """Return when each step began and ended by the controller's spans, in seconds since 1970.
+
+    If a step was repeated, the newest one counts.
+    """
+    found: dict[int, tuple[float, float]] = {}
+    for lane in named_lanes(lanes).get("controller", ()):
+        of_lane: dict[int, tuple[float, float]] = {}
+        for span in lane.spans:
+            step = span.facts.get("step")
+            if isinstance(step, int):
+                begin_s, end_s = of_lane.get(step, (span.begin_s, span.begin_s))
+                of_lane[step] = (min(begin_s, span.begin_s), max(end_s, span.begin_s + span.took_s))
+        # A later process repeats steps.
+        found |= of_lane
+    return dict(sorted(found.items()))
+
+
+def recorded_at(lanes: Sequence[Lane]) -> dict[int, float]:
+    """Return when the metrics of each step were made (their ``time/elapsed_s``), in seconds since 1970."""
+    return {
+        step: span.begin_s
+        for lane in named_lanes(lanes).get("controller", ())
+        for span in lane.spans
+        if span.name == RECORD and isinstance(step := span.facts.get("step"), int)
+    }
+
+
+def _is_in(step: int, first: int | None, last: int | None) -> bool:
+    return (first is None or step >= first) and (last is None or step <= last)
+
+
+def _bars(states_N: np.ndarray) -> list[list[int]]:
+    """Return [first bin, number of bins, state] of every stretch in which the process was there."""
+    cuts = np.flatnonzero(np.diff(states_N)) + 1
+    begins, ends = np.append(0, cuts), np.append(cuts, len(states_N))
+    return [
+        [int(begin), int(end - begin), int(states_N[begin])]
+        for begin, end in zip(begins, ends, strict=True)
+        if states_N[begin] != NOT_THERE
+    ]
+
+
+def _longest(spans: Sequence[Span], begin_s: float, end_s: float, zero_s: float) -> list[Answer]:
+    inside = [one for one in spans if one.begin_s < end_s and one.begin_s + one.took_s > begin_s]
+    inside = sorted(inside, key=lambda one: one.took_s, reverse=True)[:MAX_SPANS]
+    return [
+        {
+            "name": one.name,
+            "begin_s": one.begin_s - zero_s,
+            "took_s": one.took_s,
+            "facts": dict(one.facts),
+        }
+        for one in sorted(inside, key=lambda one: one.begin_s)
+    ]

@@ -1,0 +1,233 @@
+"""Metrics, faults, rollouts, configs and locks, as they are read for the page."""
+
+import json
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forgeasync.plugins.viewer import RunReader, status_of
+from tests.support.viewer_runs import asked, read, rollout_of
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A run that has written nothing yet."""
+    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "config.yaml").write_text("max_steps: 2\n")
+    return tmp_path
+
+
+def test_metrics_are_kept_by_key_without_null_and_flags(folder: Path) -> None:
+    lines = (
+        '{"step": 0, "eval/accuracy": 0.5}',
+        '{"step": 1, "loss": null, "x": true}',
+        '{"step": 2, "loss": 0.25, "eval/accuracy": 1}',
+    )
+    (folder / "metrics.jsonl").write_text("".join(line + "\n" for line in lines))
+    metrics = read(folder).metrics
+    assert metrics.step == 2
+    assert metrics.column("loss").steps_N.tolist() == [2]
+    assert metrics.column("eval/accuracy").values_N.tolist() == [0.5, 1.0]
+    assert metrics.column("none").steps_N.tolist() == []
+    assert metrics.newest("eval/accuracy") == (2, 1.0)
+    assert "x" not in metrics.keys
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"",
+        b"{",
+        b"[1]",
+        b'{"loss": 1}',
+        b'{"step": -1}',
+        b'{"step": "1"}',
+        b'{"step": 1e3}',
+        b"\xff",
+        b"[" * 5000,
+    ],
+)
+def test_a_line_that_is_no_step_is_counted_and_left_out(folder: Path, line: bytes) -> None:
+    (folder / "metrics.jsonl").write_bytes(line + b"\n")
+    reader = read(folder)
+    assert reader.problems == ["metrics.jsonl: 1 damaged lines were left out"]
+    assert (reader.metrics.num_lines, reader.metrics.keys) == (0, [])
+
+
+def test_faults_have_their_ends_and_damaged_lines_are_counted(folder: Path) -> None:
+    detected = {
+        "time_s": 5.0,
+        "event": "detected",
+        "number": 0,
+        "role": "trainer",
+        "who": "a",
+        "what": "died",
+    }
+    recovered = {"time_s": 9.0, "event": "recovered", "number": 0, "role": "trainer", "who": "a"}
+    recovered |= {"how": "came back", "took_s": 4.0}
+    lines = [json.dumps(one) for one in (detected, detected | {"number": 1}, recovered)]
+    lines += [json.dumps(recovered | {"number": 7}), '{"event": "detected"}']
+    (folder / "faults.jsonl").write_text("".join(line + "\n" for line in lines))
+    reader = read(folder)
+    _, answer = asked([reader], "/api/faults")
+    assert [(one["number"], one["how"], one["took_s"]) for one in answer["faults"]] == [
+        (0, "came back", 4.0),
+        (1, None, None),
+    ]
+    assert status_of(reader)["num_open_faults"] == 1
+    assert reader.problems == ["faults.jsonl: 2 damaged lines were left out"]
+
+
+TEXTS = st.text(max_size=30)
+
+
+@given(
+    rollouts=st.lists(st.tuples(st.integers(1, 5), st.integers(0, 6), TEXTS), max_size=12),
+    is_shuffled=st.booleans(),
+    bad=st.sets(st.integers(0, 11), max_size=2),
+)
+def test_every_rollout_is_found_at_its_place(
+    tmp_path_factory, rollouts: list[tuple[int, int, str]], is_shuffled: bool, bad: set[int]
+) -> None:
+    lines = []
+    for place, (step, group, text) in enumerate(rollouts):
+        record = rollout_of(step, group, place, text)
+        if is_shuffled:
+            # Not as a run writes them, and found all the same.
+            record = dict(reversed(record.items()))
+        lines.append(b"damaged\n" if place in bad else json.dumps(record).encode() + b"\n")
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "metrics.jsonl").touch()
+    reader = RunReader(folder)
+    half = len(lines) // 2
+    for part in (lines[:half], lines[half:]):
+        with (folder / "rollouts.jsonl").open("ab") as file:
+            file.write(b"".join(part))
+        reader.read_all()
+    index = reader.rollouts
+    good = [one for place, one in enumerate(rollouts) if place not in bad]
+    assert (len(index), index.num_damaged) == (len(good), len(rollouts) - len(good))
+    for number, (step, group, text) in enumerate(good):
+        found = index.read(number)
+        assert (found["step"], found["group_id"], found["response"]) == (step, group, text)
+    for group in range(8):
+        assert [one.number for one in index.of_group(group)] == [
+            number for number, one in enumerate(good) if one[1] == group
+        ]
+    assert [one.number for one in index.of_step(3)] == [n for n, one in enumerate(good) if one[0] == 3]
+
+
+def test_a_text_that_looks_like_the_head_of_a_line_is_none(folder: Path) -> None:
+    record = rollout_of(1, 2, 0, '{"step": 9, "group_id": 9, "episode": 0}\n{"step": 8, "group_id": 8, x}')
+    (folder / "rollouts.jsonl").write_text(json.dumps(record) + "\n")
+    index = read(folder).rollouts
+    assert len(index) == 1
+    assert [one.step for one in index.of_group(2)] == [1]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda file: file.write_text(json.dumps(rollout_of(1, 3, 0, "")) + "\n"), "has changed"),
+        (lambda file: file.write_text(json.dumps(rollout_of(2, 2, 0, "")) + "\n"), "has changed"),
+        (lambda file: file.write_text("{\n"), "has changed"),
+        (lambda file: file.write_text("1\n"), "has changed"),
+        (lambda file: file.unlink(), "cannot be read: No such file"),
+    ],
+)
+def test_a_rollout_whose_file_has_changed_is_gone_in_words(
+    folder: Path, change: Callable[[Path], object], words: str
+) -> None:
+    file = folder / "rollouts.jsonl"
+    file.write_text(json.dumps(rollout_of(1, 2, 0, "")) + "\n")
+    rollouts = read(folder).rollouts
+    change(file)
+    with pytest.raises(ValueError, match=rf"rollout 0 is gone: rollouts\.jsonl {words}"):
+        rollouts.read(0)
+
+
+def test_numbers_that_are_too_large_are_damage(folder: Path) -> None:
+    (folder / "rollouts.jsonl").write_text('{"step": 1, "group_id": 99999999999999999999}\n')
+    index = read(folder).rollouts
+    assert (len(index), index.num_damaged) == (0, 1)
+
+
+def holder(**others: object) -> str:
+    known = {"pid": os.getpid(), "host": socket.gethostname(), "since_s": time.time(), "mark": "0" * 32}
+    return json.dumps({**known, "has_ended": False, **others})
+
+
+@pytest.mark.parametrize(
+    ("content", "life"),
+    [
+        (holder(), "running"),
+        (holder(has_ended=True), "ended"),
+        # The process of this number began later than the run.
+        (holder(since_s=1000.0), "died"),
+        (holder(pid=2**30), "died"),
+        (holder(host="another"), "elsewhere"),
+        (holder(what="is this"), "unknown"),
+        (holder(pid="x"), "unknown"),
+        ("{", "unknown"),
+        ("", "unknown"),
+    ],
+)
+def test_whether_a_run_lives(folder: Path, content: str, life: str) -> None:
+    (folder / "run.lock").write_text(content)
+    assert status_of(read(folder))["life"] == life
+
+
+def test_without_a_lock_nobody_knows(folder: Path) -> None:
+    status = status_of(read(folder))
+    assert (status["life"], status["life_words"]) == ("unknown", "has no run.lock")
+
+
+def test_settings_are_flat_and_of_any_version(folder: Path) -> None:
+    (folder / "config.yaml").write_text(
+        "name: x\nnew_section: {a: null, b: true, c: {}, d: [1, 2]}\nlr: 1.0e-4\n"
+    )
+    assert read(folder).settings == {
+        "name": "x",
+        "new_section.a": "null",
+        "new_section.b": "true",
+        "new_section.c": "{}",
+        "new_section.d": "[1, 2]",
+        "lr": "0.0001",
+    }
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"a: [", "is no YAML"),
+        (b"- 1\n", "holds no keys"),
+        (b"\xff\xfe\x00", "is no YAML"),
+        (b"!!python/object/apply:os.system ['true']\n", "is no YAML"),
+        (b"a" * (1 << 21), "is not shown"),
+        (None, "cannot be read: No such file"),
+    ],
+)
+def test_a_config_that_is_none_is_told(folder: Path, content: bytes | None, words: str) -> None:
+    if content is None:
+        (folder / "config.yaml").unlink()
+    else:
+        (folder / "config.yaml").write_bytes(content)
+    reader = read(folder)
+    (problem,) = reader.problems
+    assert words in problem and problem.startswith("config.yaml ")
+    assert reader.settings == {}
+
+
+def test_the_configs_of_runs_are_compared(folder: Path) -> None:
+    others = [Path(shutil.copytree(folder, folder / name)) for name in ("a", "b")]
+    (others[1] / "config.yaml").write_text("max_steps: 3\nlr: 1\n")
+    _, answer = asked([read(one) for one in others], "/api/settings")
+    assert answer["differing"] == {"max_steps": ["2", "3"], "lr": ["(not there)", "1"]}
+    assert answer["all"] == {"max_steps": ["2", "3"], "lr": [None, "1"]}

@@ -1,0 +1,196 @@
+"""The lives of groups, by ledgers whose stories are known."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forgeasync.buffer import DropReason
+from forgeasync.ledger import Book, Opened
+from forgeasync.plugins.viewer import RunReader
+from tests.support.ledgers import ledger_text, opened
+from tests.support.viewer_runs import (
+    begun_group,
+    eventful_ledger,
+    finished_group,
+    ledger_of_steps,
+    read,
+    trained,
+)
+
+FATES = (
+    *("sampling", "scoring", "waiting", "trained", "skipped"),
+    *("unknown", "filtered", "dropped", "undone", "unfinished"),
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("run")
+
+
+def read_ledger(folder: Path, text: bytes) -> RunReader:
+    (folder / "ledger.jsonl").write_bytes(text)
+    (folder / "config.yaml").write_text("max_steps: 2\n")
+    return read(folder)
+
+
+def lives_of(folder: Path, text: bytes):
+    reader = read_ledger(folder, text)
+    assert reader.problems == []
+    return reader.groups
+
+
+def counts_of(lives) -> dict[str, int]:
+    return {fate.word: num for fate, num in lives.num_of_fate().items() if num}
+
+
+def test_the_stories_of_these_tests_can_be_true() -> None:
+    for events in (eventful_ledger(), [one for step in ledger_of_steps(3, 2, is_ended=True) for one in step]):
+        book = Book()
+        for event in events:
+            book.apply(event)
+
+
+def test_a_group_that_was_undone_stays_beside_the_one_that_has_its_number_now(folder: Path) -> None:
+    lives = lives_of(folder, ledger_text(eventful_ledger()))
+    now, before = lives.of_group(2)
+    assert (now.fate.word, now.step, now.started_line, now.ended_line) == ("skipped", 2, 18, 23)
+    assert (now.undone_line, now.prompt, now.attempt) == (None, 1, 1)
+    assert (before.fate.word, before.step, before.ended_line, before.undone_line) == ("undone", 2, 16, 17)
+    assert [life.fate.word for life in lives.of_group(3)] == ["scoring", "undone"]
+    assert lives.num_resumptions == 1
+
+
+def test_what_was_before_the_checkpoint_stands(folder: Path) -> None:
+    lives = lives_of(folder, ledger_text(eventful_ledger()))
+    (first,) = lives.of_group(0)
+    assert (first.fate.word, first.step, first.submitted_line, first.sampled_line) == ("trained", 1, 2, 4)
+    (lost,) = lives.of_group(1)
+    assert (lost.fate.word, lost.reason, lost.comes_again) == ("dropped", DropReason.LOST, True)
+
+
+def test_all_attempts_at_a_prompt_are_found_and_counted(folder: Path) -> None:
+    lives = lives_of(folder, ledger_text(eventful_ledger()))
+    assert [(one.group, one.fate.word) for one in lives.of_prompt(1)] == [
+        (1, "dropped"),
+        (2, "undone"),
+        (2, "skipped"),
+    ]
+    assert counts_of(lives) == {"trained": 1, "dropped": 1, "undone": 2, "skipped": 1, "scoring": 1}
+
+
+def test_steps_made_before_a_line_go_back_with_a_resumption(folder: Path) -> None:
+    lives = lives_of(folder, ledger_text(eventful_ledger()))
+    assert [lives.step_before(line) for line in (1, 7, 8, 15, 16, 17, 22, 23, 24)] == [
+        *(0, 0, 1, 1, 2, 1, 1, 2, 2),
+    ]
+
+
+def test_filters_find_what_a_look_at_every_group_finds(folder: Path) -> None:
+    lives = lives_of(folder, ledger_text(eventful_ledger()))
+    everything = [lives.at(row) for row in range(len(lives))]
+    assert tuple(one.word for one in lives.num_of_fate()) == FATES
+    for fate in lives.num_of_fate():
+        assert [lives.at(row) for row in lives.rows(fate=fate)] == [
+            one for one in everything if one.fate is fate
+        ][::-1]
+    lost = lives.rows(reason=DropReason.LOST)
+    assert [lives.at(row) for row in lost] == [one for one in everything if one.reason is DropReason.LOST]
+    assert [lives.at(row) for row in lives.rows(step=2)] == [one for one in everything if one.step == 2][::-1]
+    assert [lives.at(row) for row in lives.rows()] == everything[::-1]
+
+
+def test_groups_of_a_ledger_that_begins_late_have_their_numbers(folder: Path) -> None:
+    late = Opened(
+        format=1, run="x", seed=0, groups_per_step=1, step=7, next_group=40, num_submitted=30, waiting=()
+    )
+    lives = lives_of(folder, ledger_text([late, *begun_group(40)[1:], *finished_group(40)]))
+    (life,) = lives.of_group(40)
+    assert (life.fate.word, life.submitted_line) == ("waiting", None)
+    assert lives.of_group(0) == [] == lives.of_group(41)
+    assert lives.step_before(3) == 7
+
+
+def test_groups_that_had_not_ended_with_the_run_are_unfinished(folder: Path) -> None:
+    events = [event for events in ledger_of_steps(3, 2, is_ended=False) for event in events]
+    lives = lives_of(folder, ledger_text(events))
+    assert counts_of(lives)["sampling"] == 2
+    ended = [event for events in ledger_of_steps(3, 2, is_ended=True) for event in events]
+    assert counts_of(lives_of(folder, ledger_text([*ended[:-2], ended[-1]])))["unfinished"] == 2
+
+
+TEXT = ledger_text(eventful_ledger())
+
+
+@given(size=st.integers(0, len(TEXT)))
+def test_any_cut_of_a_ledger_is_the_life_of_every_group_so_far(folder: Path, size: int) -> None:
+    lines = TEXT[:size].count(b"\n")
+    lives = lives_of(folder, TEXT[:size])
+    assert lives.num_lines == lines
+    whole = lives_of(folder, TEXT)
+    for group in range(4):
+        starts = [one.started_line for one in lives.of_group(group)]
+        assert starts == [one.started_line for one in whole.of_group(group) if one.started_line <= lines]
+
+
+@given(place=st.integers(0, len(TEXT) - 1), byte=st.integers(0, 255), length=st.integers(1, 40))
+def test_a_damaged_place_costs_lines_and_never_the_others(
+    folder: Path, place: int, byte: int, length: int
+) -> None:
+    damaged = TEXT[:place] + bytes([byte]) * length + TEXT[place + length :]
+    if damaged == TEXT:
+        return
+    lives = read_ledger(folder, damaged).groups
+    untouched = TEXT[:place].count(b"\n")
+    assert lives.num_lines >= untouched
+    if not damaged.endswith(b"\n"):
+        damaged = damaged[: damaged.rfind(b"\n") + 1]
+    if damaged != TEXT[: len(damaged)]:
+        assert "damaged lines were left out; the first: line " in lives.problems[0]
+
+
+def test_behind_a_line_that_is_none_one_more_is_lost_and_the_rest_is_read(folder: Path) -> None:
+    events = [opened(1), *begun_group(0), *finished_group(0), *begun_group(1), trained(1, range(0, 1))]
+    lines = ledger_text(events).splitlines(keepends=True)
+    reader = read_ledger(folder, b"".join([*lines[:3], b"no line\n", *lines[4:]]))
+    assert reader.problems[0].startswith(
+        "ledger.jsonl: 2 damaged lines were left out; the first: line 4 is not a line of a ledger: 'no line'"
+    )
+    (life,) = reader.groups.of_group(0)
+    assert (life.sampled_line, life.scored_line, life.fate.word) == (None, None, "trained")
+    assert reader.groups.of_group(1)[0].fate.word == "sampling"
+
+
+def test_a_ledger_of_another_format_is_refused_in_words(folder: Path) -> None:
+    other = Opened(format=2, run="x", seed=0, groups_per_step=1)
+    reader = read_ledger(folder, ledger_text([other, *begun_group(0)]))
+    assert reader.problems == [
+        "ledger.jsonl has format 2; this version of forgeasync reads 1; groups are not shown"
+    ]
+    assert len(reader.groups) == 0
+
+
+@pytest.mark.parametrize("number", [10**6, 10**15])
+def test_a_number_that_no_ledger_of_this_length_has_takes_no_memory(folder: Path, number: int) -> None:
+    events = [opened(1), *begun_group(number), trained(1, range(number, number + 1))]
+    reader = read_ledger(folder, ledger_text(events))
+    assert "events do not follow from those before" in reader.problems[0]
+    assert len(reader.groups) == 0
+
+
+def test_the_task_of_a_prompt_is_read_from_the_ledger(folder: Path) -> None:
+    lives = lives_of(folder, TEXT)
+    # Prompt 2 was submitted again after the resumption.
+    assert [lives.task_of(prompt) for prompt in range(4)] == [
+        *[("sums", f"sums/{prompt}") for prompt in range(3)],
+        None,
+    ]
+    (folder / "ledger.jsonl").write_text("another file\n")
+    assert lives.task_of(0) is None
+
+
+def test_lines_of_trained_steps_include_undone_ones(folder: Path) -> None:
+    lines_N, steps_N = lives_of(folder, TEXT).trained_lines()
+    assert (lines_N.tolist(), steps_N.tolist()) == ([8, 16, 23], [1, 2, 2])

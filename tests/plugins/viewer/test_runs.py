@@ -1,0 +1,191 @@
+"""Whole folders of runs: what is read, what is said of them, and what is wrong with some."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forgeasync.ledger import Opened
+from forgeasync.plugins.viewer import NoRun, RunReader, status_lines, status_of
+from tests.support.ledgers import ledger_text
+from tests.support.viewer_runs import STEP_S, asked, read, write_run
+
+FILES = ("metrics.jsonl", "ledger.jsonl", "rollouts.jsonl", "faults.jsonl")
+
+FAULTS = b"".join(
+    json.dumps(one).encode() + b"\n"
+    for one in (
+        {"time_s": 5.0, "event": "detected", "number": 0, "role": "trainer", "who": "rank 0", "what": "died"},
+        {"time_s": 6.0, "event": "recovered", "number": 0, "role": "trainer", "who": "rank 0"}
+        | {"how": "came back", "took_s": 1.0},
+        {
+            "time_s": 7.0,
+            "event": "detected",
+            "number": 1,
+            "role": "scorer",
+            "who": "the scorer",
+            "what": "died",
+        },
+    )
+)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    folder = write_run(tmp_path_factory.mktemp("runs") / "made", num_steps=6, is_ended=False)
+    (folder / "faults.jsonl").write_bytes(FAULTS)
+    return folder
+
+
+def facts(reader: RunReader) -> tuple[object, ...]:
+    """Everything that was read, to be compared."""
+    lives = reader.groups
+    return (
+        {key: reader.metrics.column(key).values_N.tolist() for key in reader.metrics.keys},
+        [lives.at(row) for row in range(len(lives))],
+        reader.faults.faults,
+        [(one.number, one.step, one.group) for step in range(9) for one in reader.rollouts.of_step(step)],
+    )
+
+
+def test_a_run_that_goes_on_is_read_to_its_end(run: Path) -> None:
+    reader = read(run)
+    assert reader.problems == []
+    assert reader.metrics.num_lines == 6
+    assert len(reader.rollouts) == 24
+    assert status_of(reader)["groups"]["trained"] == 12
+    assert reader.groups.task_of(3) == ("sums", "sums/3")
+    assert reader.groups.task_of(99) is None
+    assert all(one.num_unread_bytes == 0 for one in reader.progress)
+
+
+@settings(max_examples=30)
+@given(shares=st.lists(st.tuples(*[st.floats(0, 1)] * len(FILES)), min_size=1, max_size=3))
+def test_any_cut_of_the_files_is_a_beginning_that_goes_on(
+    tmp_path_factory, run: Path, shares: list[tuple[float, ...]]
+) -> None:
+    folder = tmp_path_factory.mktemp("cut")
+    shutil.copy(run / "config.yaml", folder)
+    reader = RunReader(folder)
+    contents = [(run / name).read_bytes() for name in FILES]
+    sizes = [
+        [round(share * len(content)) for content, share in zip(contents, one, strict=True)] for one in shares
+    ]
+    growing = [list(map(max, zip(*sizes[: place + 1], strict=True))) for place in range(len(sizes))]
+    for now in growing:
+        for name, content, size in zip(FILES, contents, now, strict=True):
+            with (folder / name).open("ab") as file:
+                file.write(content[file.tell() : size])
+        reader.read_all()
+        assert reader.problems == []
+        assert reader.metrics.num_lines == contents[0][: now[0]].count(b"\n")
+        assert reader.groups.num_lines == contents[1][: now[1]].count(b"\n")
+        assert len(reader.rollouts) == contents[2][: now[2]].count(b"\n")
+        assert facts(reader) == facts(read(folder))
+        assert json.dumps(status_of(reader))
+
+
+def test_files_that_a_resumption_has_cut_are_what_they_are_now(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "made", num_steps=6)
+    reader = read(folder)
+    lines = (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_bytes(b"".join(lines[:2]))
+    reader.read_all()
+    assert reader.metrics.step == 2
+    (folder / "metrics.jsonl").write_bytes(b"".join([*lines[:2], *lines[2:4]]))
+    reader.read_all()
+    assert reader.metrics.column("step").steps_N.tolist() == [1, 2, 3, 4]
+
+
+def test_nothing_in_the_folder_is_touched(run: Path) -> None:
+    def seen() -> list[tuple[str, int, bytes]]:
+        return sorted((one.name, one.stat().st_mtime_ns, one.read_bytes()) for one in run.iterdir())
+
+    before = seen()
+    status_lines(status_of(read(run)))
+    assert seen() == before
+
+
+def test_the_status_says_how_far_it_is_and_how_long_it_takes(run: Path) -> None:
+    status = status_of(read(run))
+    assert (status["step"], status["max_steps"], status["recent_step_s"]) == (6, 12, STEP_S)
+    assert (status["num_faults"], status["num_open_faults"]) == (2, 1)
+    assert status["groups"] == {"sampling": 2, "trained": 12}
+    assert status["metrics"]["policy_version"] == {"value": 6, "step": 6}
+    # A made run has every metric that this version defines.
+    assert list(status["metrics"]) == [
+        *("policy_version", "eval/accuracy", "reward/mean", "off_policy/age_mean", "off_policy/age_max"),
+        *("time/step_s", "time/wait_for_batch_s", "load/trainer_wait_share"),
+        *("throughput/train_tokens_per_s", "throughput/generated_tokens_per_s", "generator/num_healthy"),
+    ]
+    # Nobody knows whether it goes on.
+    assert (status["life"], status["left_s"]) == ("unknown", None)
+
+
+def test_a_run_on_another_machine_is_taken_to_go_on(run: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(run, tmp_path / "copy"))
+    lock = {"pid": 1, "host": "another", "since_s": 1.0, "mark": "0" * 32, "has_ended": False}
+    (folder / "run.lock").write_text(json.dumps(lock))
+    status = status_of(read(folder))
+    assert (status["life"], status["left_s"]) == ("elsewhere", 6 * STEP_S)
+
+
+def test_times_of_lines_are_those_of_the_steps_around_them(run: Path) -> None:
+    reader = read(run)
+
+    def times(group: int) -> dict[str, float | None]:
+        _, answer = asked([reader], f"/api/group?group={group}")
+        return {one["what"]: one["about_s"] for one in answer["lives"][0]["events"]}
+
+    # Two groups are trained by each step.
+    assert [times(group)["trained"] for group in (0, 2, 10)] == [STEP_S, 2 * STEP_S, 6 * STEP_S]
+    assert 3 * STEP_S < times(6)["sampled"] < times(6)["scored"] < 4 * STEP_S
+    # The groups of the next step have started; no step is behind them.
+    assert times(12)["submitted"] < 6 * STEP_S
+
+
+@pytest.mark.parametrize("name", ["none", "file", "empty"])
+def test_a_folder_of_no_run_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(NoRun, match="must be the folder of a run"):
+        RunReader(tmp_path / name)
+
+
+def test_what_another_version_has_written_is_said(run: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(run, tmp_path / "copy"))
+    other = Opened(format=9, run="x", seed=0, groups_per_step=1)
+    (folder / "ledger.jsonl").write_bytes(ledger_text([other]))
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 7, "new/thing": 1}\n')
+    problems = read(folder).problems
+    assert problems == [
+        "ledger.jsonl has format 9; this version of forgeasync reads 1; groups are not shown",
+        "metrics that this version of forgeasync does not define: new/thing",
+    ]
+
+
+def test_damage_is_counted_file_by_file_and_the_rest_is_shown(run: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(run, tmp_path / "copy"))
+    for name in FILES:
+        lines = (folder / name).read_bytes().splitlines(keepends=True)
+        (folder / name).write_bytes(b"".join([*lines[:2], b"{dam\xffaged\n", *lines[2:]]))
+    (folder / "config.yaml").write_text("a: [")
+    reader = read(folder)
+    assert len(reader.problems) == 6
+    assert "config.yaml is no YAML (ParserError)" in reader.problems
+    for name in ("metrics.jsonl", "rollouts.jsonl", "faults.jsonl"):
+        assert f"{name}: 1 damaged lines were left out" in reader.problems
+    assert (reader.metrics.num_lines, len(reader.rollouts), len(reader.faults.faults)) == (6, 24, 2)
+    assert status_of(reader)["groups"]["trained"] == 12
+    assert any("note: metrics.jsonl: 1 damaged" in line for line in status_lines(status_of(reader)))
+
+
+def test_the_words_of_a_run_reach_no_terminal_as_they_are(run: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(run, tmp_path / "copy"))
+    (folder / "run.log").write_text("done\x1b[2J\x1b]52;c;x\x07\n")
+    text = "\n".join(status_lines(status_of(read(folder))))
+    assert "\x1b" not in text and "\\x1b[2J" in text
