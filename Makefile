@@ -120,6 +120,8 @@ mutants: environment
 docs: environment
 	$(BIN)/python -m forgeasync.observability.metric_definitions > docs/metrics.md
 
+# What mypy checks, and how strictly, is in its section of pyproject.toml.
 lint: environment
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(if $(filter cpu,$(LOCK)),$(BIN)/mypy,@echo 'types are not checked: mypy is in requirements/cpu.lock alone')

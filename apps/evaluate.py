@@ -171,7 +171,8 @@ async def started(
         console.end_phase()
         yield GroupEpisodes(
             pool,
-            NoTrajectories(),
+            # It has what is asked of a router where nothing trains.
+            NoTrajectories(),  # type: ignore[arg-type]
             roles=agent_roles(config.agents),
             group_size=config.algorithm.group_size,
             sampling=config.sampling,

@@ -315,10 +315,20 @@ class GrpoRun:
 
     def counters(self) -> dict[str, float]:
         """Return what the loops have counted so far, by metric name."""
-        counted = [self.filtering, self.scorer, self.payloads, self.serving.ledger, self.generators]
-        counted += [self.evaluations, self.faults, self.storage, self.trainer, self.lifecycle, self.stalls]
-        counted += [self.groups] if isinstance(self.groups, GroupEpisodes) else []
-        return {name: value for one in counted for name, value in one.metrics().items()}
+        return {
+            **self.filtering.metrics(),
+            **self.scorer.metrics(),
+            **self.payloads.metrics(),
+            **self.serving.ledger.metrics(),
+            **self.generators.metrics(),
+            **self.evaluations.metrics(),
+            **self.faults.metrics(),
+            **self.storage.metrics(),
+            **self.trainer.metrics(),
+            **self.lifecycle.metrics(),
+            **self.stalls.metrics(),
+            **(self.groups.metrics() if isinstance(self.groups, GroupEpisodes) else {}),
+        }
 
 
 async def train(config: RunConfig, prepared: Prepared) -> None:

@@ -32,7 +32,7 @@ def main() -> int:
         print(f"refused: {error}", file=sys.stderr)
         return EXIT_REFUSED
     # A pipe or a terminal may know less than UTF-8, and texts of models have everything.
-    sys.stdout.reconfigure(errors="backslashreplace")
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # not declared by TextIO
     try:
         print("\n".join(lines), flush=True)
     except BrokenPipeError:

@@ -34,7 +34,7 @@ def main() -> int:
         print(f"refused: {error}", file=sys.stderr)
         return EXIT_REFUSED
     # A terminal may know less than UTF-8, and names of tasks have everything.
-    sys.stdout.reconfigure(errors="backslashreplace")
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # not declared by TextIO
     print(json.dumps(verdict.as_json()) if arguments.json else "\n".join(verdict.lines()))
     return 0 if verdict.contradiction is None else 1
 

@@ -75,7 +75,7 @@ def main(given: Sequence[str] | None = None) -> int:
     if arguments.perfetto is not None:
         return _write_trace(runs[0], arguments.perfetto)
     # A terminal may know less than UTF-8, and names have everything.
-    sys.stdout.reconfigure(errors="backslashreplace")
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # not declared by TextIO
     for run in runs:
         status = status_of(run)
         print(msgspec.json.encode(status).decode() if arguments.json else "\n".join(status_lines(status)))

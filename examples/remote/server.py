@@ -10,9 +10,10 @@ import sys
 import urllib.error
 import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 
-def ask(episode: dict, messages: list[dict]) -> str:
+def ask(episode: dict[str, Any], messages: list[dict[str, str]]) -> str:
     """Sample the model's next turn, as with any endpoint of Chat Completions."""
     request = urllib.request.Request(
         f"{episode['base_url']}/chat/completions",
@@ -23,7 +24,7 @@ def ask(episode: dict, messages: list[dict]) -> str:
         return json.load(response)["choices"][0]["message"]["content"]
 
 
-def run(episode: dict) -> dict:
+def run(episode: dict[str, Any]) -> dict[str, Any]:
     """Run one episode to its end; the result is the reply."""
     messages = [{"role": "user", "content": episode["task"]["prompt"]}]
     first = ask(episode, messages)
@@ -49,7 +50,7 @@ class Handler(BaseHTTPRequestHandler):
         """Cancelled. The episode ends by itself: the session refuses its next turn."""
         self.reply({})
 
-    def reply(self, body: dict) -> None:
+    def reply(self, body: dict[str, Any]) -> None:
         data = json.dumps(body).encode()
         self.send_response(200)
         self.send_header("Content-Type", "application/json")

@@ -152,16 +152,16 @@ class EnvironmentActor(Actor):
         self._renderer = renderer
         environment = build_environment(setup.environment, setup.sandbox)
         self._desk: ServingDesk | None = None
-        if serving is None:
-            # For agents that bring their own loop; it listens on this machine only, until the worker ends.
-            self._sessions = await SessionServer().__aenter__()
-            open_session = self._sessions.open
-        else:
+        if serving is not None:
             assert isinstance(environment, ServedSessions), "checked before the start"
             self._desk = ServingDesk(serving.section)
             environment.attach(self._desk, serving.section)
             open_session = self._desk.open_for
             self._sessions = await serving_server(serving, self._desk).__aenter__()
+        else:
+            # For agents that bring their own loop; it listens on this machine only, until the worker ends.
+            self._sessions = await SessionServer().__aenter__()
+            open_session = self._sessions.open
         self._episodes = Episodes(
             environment,
             renderer,

@@ -70,7 +70,8 @@ async def all_ended(running: "Sequence[asyncio.Future[EndedRun]]", replica: Live
     gathered = asyncio.gather(*(asyncio.shield(one) for one in running))
     gone = asyncio.ensure_future(replica.gone.wait())
     try:
-        await asyncio.wait([gathered, gone], return_when=asyncio.FIRST_COMPLETED)
+        either: list[asyncio.Future[list[EndedRun]] | asyncio.Task[bool]] = [gathered, gone]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if not gathered.done():
             raise ReplicaLost(f"{replica.name} is gone")
         return gathered.result()

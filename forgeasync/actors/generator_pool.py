@@ -7,6 +7,7 @@ becomes healthy by an update of its weights, which is the serving loop's work.
 """
 
 import asyncio
+import functools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -283,7 +284,8 @@ class GeneratorPool:
             if len(drained) < len(working) - num:
                 raise ValueError("generators that would have to go are just being started; try again later")
             for replica in drained:
-                self.table.change(lambda table, number=replica.number: table.drain(number, "not wanted"))
+                drain = functools.partial(ReplicaTable.drain, number=replica.number, why="not wanted")
+                self.table.change(drain)
                 self._in_background(self._starting, self._retire(replica, drain_s=drain_s))
             return f"ending {', '.join(replica.name for replica in drained)}"
         places: list[int] = []

@@ -6,6 +6,7 @@ weights, and the next update is made without it.
 """
 
 import asyncio
+import functools
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import TypeVar
 from forgeasync.actors.generator_pool import GeneratorPool
 from forgeasync.actors.replica import LiveReplica, ReplicaLost
 from forgeasync.config import TimeoutSection
+from forgeasync.faults import ReplicaTable
 from forgeasync.generator import SwapReport
 from forgeasync.waiting import DeadlineExceeded, deadline
 from forgeasync.weights import FetchReport, HostShare, Manifest, of_host
@@ -62,20 +64,18 @@ class HostUpdates:
             return None
         is_new = numbers != self._taking_part
         self._taking_part = numbers
-        shares = [HostShare(index=index, count=len(replicas)) for index in range(len(replicas))]
+        shares = {
+            one.number: HostShare(index=index, count=len(replicas)) for index, one in enumerate(replicas)
+        }
         table.change(lambda state: state.published(manifest.version))
         for replica in replicas:
-            table.change(lambda state, number=replica.number: state.begin_update(number, manifest.version))
+            number, version = replica.number, manifest.version
+            table.change(functools.partial(ReplicaTable.begin_update, number=number, version=version))
         what = f"fetching version {manifest.version}"
         fetched = await self._of_all(
             replicas,
             what,
-            [
-                lambda one=one, share=share: one.actor.begin_update.call_one(
-                    manifest, share if is_new else None
-                )
-                for one, share in zip(replicas, shares, strict=True)
-            ],
+            lambda one: one.actor.begin_update.call_one(manifest, shares[one.number] if is_new else None),
         )
         reports = [report for report in fetched if report is not None]
         if len(reports) < len(replicas) or not all(report.is_complete for report in reports):
@@ -98,14 +98,12 @@ class HostUpdates:
         staged: list[bool | None] = [None]
         if len(replicas) == len(self._taking_part):
             # Each stages a part for all: none may swap before the last has staged.
-            staged = await self._of_all(
-                replicas, what, [lambda one=one: _done(one.actor.stage_update.call_one()) for one in replicas]
-            )
+            staged = await self._of_all(replicas, what, lambda one: _done(one.actor.stage_update.call_one()))
         if None in staged:
             await self._abandon([one for one in replicas if not one.gone.is_set()])
             return []
-        swaps = await self._of_all(
-            replicas, what, [lambda one=one: one.actor.finish_update.call_one() for one in replicas]
+        swaps: list[SwapReport | None] = await self._of_all(
+            replicas, what, lambda one: one.actor.finish_update.call_one()
         )
         return [
             SwappedReplica(number=one.number, report=swap)
@@ -115,11 +113,9 @@ class HostUpdates:
 
     async def _abandon(self, replicas: Sequence[LiveReplica]) -> None:
         for number in self._taking_part:
-            self._pool.table.change(lambda state, number=number: state.abandon_update(number))
+            self._pool.table.change(functools.partial(ReplicaTable.abandon_update, number=number))
         await self._of_all(
-            replicas,
-            "giving up a version",
-            [lambda one=one: _done(one.actor.abandon_update.call_one()) for one in replicas],
+            replicas, "giving up a version", lambda one: _done(one.actor.abandon_update.call_one())
         )
 
     def _count(self, replica: LiveReplica, report: FetchReport) -> None:
@@ -135,7 +131,7 @@ class HostUpdates:
             )
 
     async def _of_all(
-        self, replicas: Sequence[LiveReplica], what: str, calls: Sequence[Callable[[], Awaitable[T]]]
+        self, replicas: Sequence[LiveReplica], what: str, call: Callable[[LiveReplica], Awaitable[T]]
     ) -> list[T | None]:
         """Return the answer of each; None of those that were lost, or took too long and were given up."""
         limit_s = self._timeouts.weights_s + self._timeouts.generate_s
@@ -143,17 +139,17 @@ class HostUpdates:
         if what.startswith("fetching"):
             limit_s, key = self._timeouts.weights_s, "timeouts.weights_s"
 
-        async def one_of_them(replica: LiveReplica, call: Callable[[], Awaitable[T]]) -> T | None:
+        async def one_of_them(replica: LiveReplica) -> T | None:
             try:
                 async with deadline(limit_s, call=f"{replica.title} {replica.rank} {what}", key=key):
-                    return await replica.while_there(call)
+                    return await replica.while_there(lambda: call(replica))
             except ReplicaLost:
                 return None
             except DeadlineExceeded as late:
                 replica.give_up(replica, f"was too late: {late}")
                 return None
 
-        return list(await asyncio.gather(*map(one_of_them, replicas, calls)))
+        return list(await asyncio.gather(*map(one_of_them, replicas)))
 
 
 async def _done(call: Awaitable[None]) -> bool:

@@ -1,6 +1,7 @@
 """The generators that a trainer rank asks for payloads of other hosts, while generators come and go."""
 
 import asyncio
+import functools
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
@@ -41,7 +42,7 @@ class PayloadOwners:
                 changed = self._changed
                 for owner in self._generators.get(ref.host_id, ()):
                     try:
-                        return await _unless(changed, lambda owner=owner: _read(ref, reader, owner))
+                        return await _unless(changed, functools.partial(_read, ref, reader, owner))
                     except (PayloadGone, PayloadTorn):
                         raise
                     except _Changed:

@@ -111,7 +111,7 @@ class GeneratorRouter:
                 and again.
         """
 
-        def call(replica: LiveReplica, continued: None) -> Awaitable[tuple[SampledResponse, ...]]:
+        def call(replica: LiveReplica, continued: bytes | None) -> Awaitable[tuple[SampledResponse, ...]]:
             return replica.actor.respond.call_one(prompt_ids_P, num_samples, sampling, seed)
 
         return await self._retried(f"answering a prompt of {len(prompt_ids_P)} tokens", num_samples, call)
@@ -176,19 +176,17 @@ class GeneratorRouter:
 
     async def _end_late(self, replica: LiveReplica, group_id: int, answer: "asyncio.Future[T]") -> None:
         """Have a generator give up a group that is late, before it is sampled anew."""
-        await self._tolerantly(replica, lambda: replica.actor.cancel_groups.call_one([group_id]))
+        await self._cancel(replica, [group_id])
         await asyncio.wait([answer], timeout=CANCEL_S)
 
     async def cancel_groups(self, group_ids: Sequence[int]) -> None:
         """Give up groups wherever they are sampled."""
         for group_id in self._cancelled.keys() & set(group_ids):
             self._cancelled[group_id] = True
-        await asyncio.gather(
-            *(
-                self._tolerantly(one, lambda one=one: one.actor.cancel_groups.call_one(group_ids))
-                for one in self.pool.replicas
-            )
-        )
+        await asyncio.gather(*(self._cancel(one, group_ids) for one in self.pool.replicas))
+
+    async def _cancel(self, replica: LiveReplica, group_ids: Sequence[int]) -> None:
+        await self._tolerantly(replica, lambda: replica.actor.cancel_groups.call_one(group_ids))
 
     async def free_payloads(self, rollouts: Iterable[StoredRollout]) -> None:
         """Free the arrays of whole groups, all rollouts of each, that nobody will read any more.

@@ -137,7 +137,6 @@ class RunRewards:
             self._of_source[source.name] = (source.rewards, members)
 
     def _member(self, reward: RewardSection, source: NamedSource, seed: int) -> OneReward:
-        sizes = {"num_workers": self._section.num_workers, "limit_s": self._limit_s}
         build: Callable[[], OneReward]
         setup = reward.model_dump_json(exclude={"weight"}).encode()
         if isinstance(reward, JudgeReward):
@@ -152,7 +151,9 @@ class RunRewards:
             choice = verifier_choice(reward, source, seed=seed)
             limits = reward.model_dump_json(exclude={"weight", "name"}).encode()
             setup = CHOICE_CODEC.dump_json(choice) + limits
-            build = functools.partial(_Verified, VerifiedScorer(choice, self._section), **sizes)
+            scorer = VerifiedScorer(choice, self._section)
+            workers = self._section.num_workers
+            build = functools.partial(_Verified, scorer, num_workers=workers, limit_s=self._limit_s)
         if setup not in self._by_setup:
             self._by_setup[setup] = self._limited(build(), reward)
         return self._by_setup[setup]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -174,7 +174,7 @@ class PythonAdvantage(PythonCode, Advantage):
             for advantages_G, rewards_G in zip(own.of_batch(rewards), rewards, strict=True)
         ]
 
-    def _own(self) -> object:
+    def _own(self) -> Callable[..., object]:
         return build_code(self, ("rewards_G",))
 
 

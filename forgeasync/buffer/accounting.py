@@ -13,13 +13,16 @@ Universe", 1952, without having to know p. A stratum of which nothing survives k
 metrics show it.
 """
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from forgeasync.buffer.decisions import AGE_REASONS, Deficit, DropReason
 from forgeasync.config import AccountingPolicy, AccountingSection, Replacement
 from forgeasync.rollouts import Task
+
+K = TypeVar("K")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,7 @@ class AccountingLedger:
             section.policy is AccountingPolicy.EXACT and section.replacement is Replacement.WEIGHT
         )
         self._max_weight = section.max_weight
-        self._deficits: Counter[Stratum] = Counter()
+        self._deficits: defaultdict[Stratum, float] = defaultdict(float)
         self._composition = Composition(section.metric_groups)
         self._num_censored = 0
 
@@ -68,7 +71,7 @@ class AccountingLedger:
         weight = 1.0
         if self._carries_deficits:
             stratum = stratum_of(task, lengths)
-            carried = min(float(self._deficits[stratum]), self._max_weight - 1.0)
+            carried = min(self._deficits[stratum], self._max_weight - 1.0)
             self._deficits[stratum] -= carried
             weight += carried
         self._composition.add(task.source, submitted=submitted, trained=lengths, weight=weight)
@@ -99,13 +102,14 @@ class AccountingLedger:
 
     def restore(self, deficits: Iterable[Deficit], num_censored: int) -> None:
         """Continue with what another ledger had left to make up for."""
-        self._deficits.update({Stratum(one.source, one.length_bucket): one.weight for one in deficits})
+        for one in deficits:
+            self._deficits[Stratum(one.source, one.length_bucket)] += one.weight
         self._num_censored = num_censored
 
     def metrics(self) -> dict[str, float]:
         """Return metrics under their names in metrics.jsonl."""
         return self._composition.metrics() | {
-            "accounting/outstanding_deficit": float(self._deficits.total()),
+            "accounting/outstanding_deficit": float(sum(self._deficits.values())),
             "accounting/num_censored": self._num_censored,
         }
 
@@ -162,7 +166,9 @@ class Composition:
         """Trained share over submitted share, of the buckets with something in them."""
         submitted, trained = self._submitted, self._trained
         return {
-            bucket: (trained.by_bucket[bucket] / trained.num_rollouts) / (number / submitted.num_rollouts)
+            bucket: trained.by_bucket.get(bucket, 0.0)
+            / trained.num_rollouts
+            / (number / submitted.num_rollouts)
             for bucket, number in sorted(submitted.by_bucket.items())
             if number > 0.5
         }
@@ -172,8 +178,8 @@ class _Histograms:
     """Weighted numbers of rollouts by length bucket and by source."""
 
     def __init__(self) -> None:
-        self.by_bucket: Counter[int] = Counter()
-        self.by_source: Counter[str] = Counter()
+        self.by_bucket: defaultdict[int, float] = defaultdict(float)
+        self.by_source: defaultdict[str, float] = defaultdict(float)
         self.num_rollouts = 0.0
         self.num_tokens = 0.0
         self.num_groups = 0.0
@@ -191,7 +197,7 @@ class _Histograms:
         self.num_groups += weight
 
 
-def _distance(one: Mapping[object, float], other: Mapping[object, float]) -> float:
+def _distance(one: Mapping[K, float], other: Mapping[K, float]) -> float:
     total_one, total_other = sum(one.values()), sum(other.values())
     return 0.5 * sum(
         abs(one.get(key, 0.0) / total_one - other.get(key, 0.0) / total_other)

@@ -20,7 +20,10 @@ class AsyncReplayBuffer(Monitor[ReplayBuffer]):
     async def submit(self, tasks: Sequence[Task]) -> None:
         """Hand prompts in."""
         for task in tasks:
-            self.change(lambda buffer, task=task: buffer.submit(task))
+            self._submit(task)
+
+    def _submit(self, task: Task) -> None:
+        self.change(lambda buffer: buffer.submit(task))
 
     async def start(self, most: int) -> tuple[tuple[Start, ...], int]:
         """Wait until a group may start; all that may, at most ``most``, and how many prompts are wanted."""
@@ -32,7 +35,10 @@ class AsyncReplayBuffer(Monitor[ReplayBuffer]):
     async def progressed(self, groups: Sequence[GroupProgress]) -> None:
         """Take in what a generator reports about its running groups at an update."""
         for progress in groups:
-            self.change(lambda buffer, progress=progress: buffer.progressed(progress))
+            self._progressed(progress)
+
+    def _progressed(self, progress: GroupProgress) -> None:
+        self.change(lambda buffer: buffer.progressed(progress))
 
     async def finished(self, group: Group) -> None:
         """A group is sampled."""

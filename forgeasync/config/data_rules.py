@@ -163,10 +163,10 @@ def _check_template(config: RunConfig) -> Iterator[Problem]:
     if config.environment is not None and data.system_prompt is not None:
         remedy = "must be left out with an environment, whose messages are its own: give it a system message"
         yield Problem(field="data.system_prompt", value=data.system_prompt, remedy=remedy)
-    for name, value in (data.template_arguments or {}).items():
+    for name, argument in (data.template_arguments or {}).items():
         if name in OWN_ARGUMENTS:
             remedy = "is set by the run itself, or would change what rendering returns; leave it out"
-            yield Problem(field=f"data.template_arguments.{name}", value=value, remedy=remedy)
+            yield Problem(field=f"data.template_arguments.{name}", value=argument, remedy=remedy)
 
 
 def check_evaluation(config: RunConfig) -> Iterator[Problem]:

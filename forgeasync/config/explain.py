@@ -142,9 +142,15 @@ def _value(location: tuple[str | int, ...], values: object) -> object:
     """Return the file's value at a location; None where there is none."""
     node = values
     for part in location:
-        is_there = (isinstance(node, Mapping) and part in node) or isinstance(node, list)
-        node = node[part] if is_there else None
+        node = _member(node, part)
     return node
+
+
+def _member(node: object, part: str | int) -> object:
+    """Return what a section or a list of the file has at ``part``; None where it has nothing."""
+    if isinstance(node, Mapping):
+        return node.get(part)
+    return node[part] if isinstance(node, list) and isinstance(part, int) else None
 
 
 def _dotted(location: tuple[str | int, ...]) -> str:
@@ -197,8 +203,7 @@ def _candidates(location: tuple[str | int, ...], values: object) -> list[type[Ba
             candidates, is_name = members(annotation), _maps_names(annotation)
         else:
             is_name = False
-        is_there = isinstance(node, Mapping) and part in node
-        node = node[part] if is_there or isinstance(node, list) else None
+        node = _member(node, part)
         kind = node["kind"] if isinstance(node, Mapping) and "kind" in node else None
         if len(candidates) > 1:
             candidates.sort(key=lambda member: kind not in get_args(member.model_fields["kind"].annotation))

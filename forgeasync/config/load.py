@@ -59,7 +59,8 @@ def load_config(paths: str | Path | Sequence[str | Path], overrides: Sequence[st
 
 def dump_config(config: RunConfig) -> str:
     """Write the resolved config as YAML text; ``load_config`` reads it back to an equal object."""
-    return OmegaConf.to_yaml(OmegaConf.create(_escape(config.model_dump(mode="json"))))
+    values = {key: _escape(value) for key, value in config.model_dump(mode="json").items()}
+    return OmegaConf.to_yaml(OmegaConf.create(values))
 
 
 def _read_files(paths: Sequence[str | Path], problems: list[Problem]) -> DictConfig | None:
@@ -79,7 +80,9 @@ def _merge(earlier: DictConfig, later: DictConfig) -> DictConfig:
     """Merge ``later`` over ``earlier``; sections of another kind are replaced."""
     kept = OmegaConf.to_container(earlier, resolve=False)
     _drop_other_kinds(kept, OmegaConf.to_container(later, resolve=False))
-    return OmegaConf.merge(OmegaConf.create(kept), later)
+    merged = OmegaConf.merge(OmegaConf.create(kept), later)
+    assert isinstance(merged, DictConfig), "two mappings make one"
+    return merged
 
 
 def _drop_other_kinds(earlier: object, later: object) -> None:

@@ -6,7 +6,7 @@ Shape suffixes: T tokens, G rollouts of a group.
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -136,7 +136,7 @@ def _rows(
     )
     yield row, leaf_T, "8 made-up tokens"
     columns = {field.name: getattr(row, field.name) for field in dataclasses.fields(row)}
-    empty = {name: None if column is None else column[:0] for name, column in columns.items()}
+    empty: dict[str, Any] = {name: None if column is None else column[:0] for name, column in columns.items()}
     yield RowTokens(**empty), leaf_T, "a row without tokens, which some ranks get"
 
 

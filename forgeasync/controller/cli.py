@@ -124,8 +124,8 @@ def exit_code(run: Callable[[], None]) -> int:
     except BaseException as error:
         _say("".join(traceback.format_exception(root_cause(error))).rstrip())
         _say(_with_closing_words(failure_line(error)))
-        received = received_signal()
-        return EXIT_FAILED if received is None else EXIT_SIGNAL + received
+        stop = received_signal()
+        return EXIT_FAILED if stop is None else EXIT_SIGNAL + stop
     return 0
 
 

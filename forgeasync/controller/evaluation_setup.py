@@ -167,9 +167,9 @@ def _load_sets(
         )
     # An environment makes prompts of its own; what an endpoint has room for, it says itself.
     if config.environment is None and isinstance(model, LocalModel):
-        for one in sets.values():
+        for of_name in sets.values():
             try:
-                check_task_lengths(config, model.prompts, one.tasks, one.sampling)
+                check_task_lengths(config, model.prompts, of_name.tasks, of_name.sampling)
             except ValueError as error:
                 raise ConfigError([Problem(field="data", remedy=str(error))]) from error
     if config.environment is None:

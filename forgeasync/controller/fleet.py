@@ -200,7 +200,7 @@ class Fleet:
         answer = await self._groups.sample(group_id, task, seed=sampling_seed(self.config.seed, group_id))
         if isinstance(answer, RefusedGroup | CancelledGroup):
             problem = answer.problem if isinstance(answer, RefusedGroup) else f"group {group_id}: cancelled"
-            self.problems.append(problem)
+            self.problems.append(problem or f"group {group_id}: nobody has scored it")
             return None
         scores = await self._scores(group_id, task, answer)
         if isinstance(scores, Unscored):
@@ -266,8 +266,9 @@ class Fleet:
         if self._num_steps == self._served_version:
             return self._served_version
         manifest = self._newest = await self.trainer.stage_weights(self._num_steps % NUM_SLOTS)
-        for reader in (self.generators, *self._teaching.moving):
-            reader.published(manifest.version)
+        self.generators.published(manifest.version)
+        for teacher in self._teaching.moving:
+            teacher.published(manifest.version)
         await self.generators.until_all_have(manifest.version)
         for teacher in self._teaching.moving:
             await teacher.until_current(manifest.version)

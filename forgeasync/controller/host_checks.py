@@ -37,7 +37,11 @@ def check_hosts(config: RunConfig, facts: ModelFacts, hosts: Hosts) -> list[str]
     # What fits this machine depends on both roles together, and was checked before the hosts were opened.
     simulated = ProcessLauncher(kind="process")
     needs = role_needs(config, facts, simulated if isinstance(launcher, LocalLauncher) else launcher)
-    num_gpus = torch.cuda.device_count() if is_here else gpus_per_host(launcher)
+    num_gpus = (
+        torch.cuda.device_count()
+        if isinstance(launcher, LocalLauncher | ProcessLauncher)
+        else gpus_per_host(launcher)
+    )
     problems: list[Problem] = []
     warnings: list[str] = []
     for role, of_role in ((HostRole.TRAINER, needs.trainer), (HostRole.GENERATORS, needs.generators)):

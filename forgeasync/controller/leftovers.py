@@ -94,6 +94,7 @@ def end_own_run() -> None:
 
 def _started(mark: str) -> list[psutil.Process]:
     """The processes of a run but Python's own, which removes what this one leaves and ends after it."""
+    # Not public.
     tracker: int | None = resource_tracker._resource_tracker._pid  # type: ignore[attr-defined]
     return [one for one in marked_processes(mark, RUN_MARK) if one.pid not in (os.getpid(), tracker)]
 

@@ -7,7 +7,7 @@ from itertools import chain
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from forgeasync.checkpoint import check_problems, check_room
 from forgeasync.config import (
@@ -198,14 +198,20 @@ def load_prompts(config: RunConfig, folder: Path, facts: ModelFacts) -> PromptEn
     """The encoder of prompts, with the tokenizer in the model's folder.
 
     Raises:
-        ConfigError: the tokenizer cannot be loaded or has too many tokens, or its chat template cannot do
-            what ``data`` or the messages of an environment ask of it.
+        ConfigError: the tokenizer cannot be loaded, is not one of the package tokenizers or has too many
+            tokens, or its chat template cannot do what ``data`` or the messages of an environment ask of it.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except ValueError as error:
         remedy = f"its tokenizer cannot be loaded: {error}"
         raise ConfigError([Problem(field="model.path", value=config.model.path, remedy=remedy)]) from error
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        remedy = (
+            f"its tokenizer is a {type(tokenizer).__name__}, which the package tokenizers does not run; "
+            "its folder must have one that does, as a tokenizer.json"
+        )
+        raise ConfigError([Problem(field="model.path", value=config.model.path, remedy=remedy)])
     raise_if_any(_check_vocabulary(config, max(tokenizer.get_vocab().values()) + 1, facts))
     try:
         prompts = PromptEncoder.of_section(tokenizer, config.data)

@@ -263,7 +263,7 @@ class RunRecorder:
             )
             self.console.message(words)
         metrics |= self._bad_batches.metrics()
-        metrics |= record.buffer.metrics | record.counters | self._weight_metrics()
+        metrics |= {**record.buffer.metrics, **record.counters, **self._weight_metrics()}
         metrics["load/trainer_wait_share"] = times.wait_for_batch_s / times.step_s
         metrics |= self._scored.metrics()
         if self._episodes is not None:

@@ -136,8 +136,9 @@ class WeightServing:
                 # Skipped and owed: generators read both staging buffers.
                 begun.set()
             else:
-                for reader in (self._generators, *self._teachers):
-                    reader.published(manifest.version)
+                self._generators.published(manifest.version)
+                for teacher in self._teachers:
+                    teacher.published(manifest.version)
                 self._recorder.record_publish(time.perf_counter() - start_s)
 
     async def _catch_up(self) -> None:

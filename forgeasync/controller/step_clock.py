@@ -1,7 +1,7 @@
 """What the training loop spends a step on: for the step's metrics, and for the controller's trace."""
 
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from enum import StrEnum
@@ -39,7 +39,7 @@ class StepClock:
     def __init__(self, step: int) -> None:
         self._facts = {"step": step}
         self._start_s = time.perf_counter()
-        self._took_s: Counter[Part] = Counter()
+        self._took_s: defaultdict[Part, float] = defaultdict(float)
 
     @contextmanager
     def part(self, part: Part) -> Iterator[None]:

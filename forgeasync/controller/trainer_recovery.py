@@ -258,7 +258,8 @@ class TrainerRecovery:
         """
         living = asyncio.ensure_future(self._life.until(lambda life: None if life.lost.is_set() else life))
         try:
-            await asyncio.wait([living, self._failure], return_when=asyncio.FIRST_COMPLETED)
+            either: list[asyncio.Task[TrainerIncarnation] | asyncio.Future[None]] = [living, self._failure]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if self._failure.done():
                 self._failure.result()
             return living.result()

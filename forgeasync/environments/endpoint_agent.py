@@ -266,7 +266,10 @@ class EndpointAgent:
         broken: list[BrokenToolCall] = []
         for number, call in enumerate(choice.message.tool_calls or ()):
             read = _read_call(call.model_dump(), f"call_{number}")
-            (calls if isinstance(read, ToolCall) else broken).append(read)  # type: ignore[arg-type]
+            if isinstance(read, ToolCall):
+                calls.append(read)
+            else:
+                broken.append(read)
         self.num_faulty_calls += len(broken)
         stop_text = (choice.model_extra or {}).get("stop_reason")
         more = choice.message.model_extra or {}

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from forgeasync.environments.episode_thread import EpisodeThread, kill
 from forgeasync.environments.participant import AgentRole, Participant, outcome_of
 from forgeasync.environments.rendering.renderer import MessageRenderer
 from forgeasync.environments.tools.tool import num_stuck_calls
-from forgeasync.rollouts import EpisodeId, EpisodeOutcome, SampledTurn, Score, Task
+from forgeasync.rollouts import EpisodeId, EpisodeOutcome, SampledTurn, Task
 
 logger = logging.getLogger(__name__)
 
@@ -248,7 +248,8 @@ class Episodes:
 
     async def _rollout(self, task: Task, agent: Agent | Agents, agents: Sequence[Participant]) -> object:
         try:
-            return await self._environment.rollout(task, agent)
+            # An environment of several agents takes Agents in the place of one.
+            return await self._environment.rollout(task, agent)  # type: ignore[arg-type]
         finally:
             for one in agents:
                 await one.leave()
@@ -260,7 +261,7 @@ class Episodes:
         activity: EpisodeActivity,
         start_s: float,
         where: str,
-    ) -> tuple["Score | Mapping[str, Score] | BaseException | None", str | None]:
+    ) -> tuple[object, str | None]:
         """Run the user's method; return its result or error, and the deadline that has passed, if any."""
         # A turn that failed or was given up ends the episode, whatever the environment does then.
         agent: Agent | Agents = agents[0] if self._has_one_agent else Agents(agents)

@@ -222,7 +222,7 @@ def _frozen(value: object) -> Hashable:
         case None | bool() | int() | float() | str():
             return value
     # No JSON, which an environment may pass nonetheless: left to the comparison that follows.
-    return type(value)
+    return type(value)  # type: ignore[return-value]  # mypy takes a class for unhashable here
 
 
 def _text(where: str, content: object) -> str:

@@ -85,6 +85,7 @@ class PythonProblems:
     def _raw(self, split: str, seed: int) -> Iterator[Any]:
         try:
             records = self._records(split, seed)
+            # The user's function may have returned anything.
             yield from records  # type: ignore[misc]
         except Exception as error:
             # Whatever the user's code raises is for the user to see.

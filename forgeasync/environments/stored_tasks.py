@@ -31,8 +31,6 @@ class StoredTasks(Sequence[Task]):
         # Not what is stored: equal tasks may be stored in different ways.
         return isinstance(other, StoredTasks) and len(self) == len(other) and all(map(eq, self, other))
 
-    __hash__ = None
-
     def __len__(self) -> int:
         return len(self._ends) - 1
 

@@ -50,6 +50,7 @@ def name_shared_memory() -> None:
     if (prefix := own_prefix()) is None:
         return
     process = multiprocessing.process.current_process()
+    # typeshed declares public attributes alone.
     process._config["semprefix"] = f"/{prefix.removesuffix('-')}"  # type: ignore[attr-defined]
     memory = multiprocessing.shared_memory
     memory._SHM_NAME_PREFIX = f"/{prefix}"  # type: ignore[attr-defined]

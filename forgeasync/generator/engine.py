@@ -40,7 +40,7 @@ from forgeasync.generator.turns import EngineEpisode, EngineTurn, check_continue
 from forgeasync.generator.updates import WeightUpdates
 from forgeasync.generator.workarounds.batch_invariance import compute_batch_invariantly
 from forgeasync.generator.workarounds.cpu_latent import expand_latents, rotate_in_torch
-from forgeasync.generator.workarounds.inprocess_client import InProcessAsyncClient, start_llm
+from forgeasync.generator.workarounds.inprocess_client import InProcessAsyncClient, scheduler_of, start_llm
 from forgeasync.generator.workarounds.served_adapters import AdapterSetup, ServedAdapter, install
 from forgeasync.generator.workarounds.vllm_process import adapt_process
 from forgeasync.rollouts import FinishReason, LoggedTurn, Records, Rollout
@@ -386,7 +386,7 @@ class GeneratorEngine:
 
     async def kv_usage(self) -> float:
         """Share of the KV cache that running requests hold, between two steps."""
-        return await self._client.between_steps(lambda core: core.scheduler.kv_cache_manager.usage)
+        return await self._client.between_steps(lambda core: scheduler_of(core).kv_cache_manager.usage)
 
     def shutdown(self) -> None:
         self._llm.shutdown()

@@ -130,8 +130,8 @@ class EngineEpisodes:
                 f"group_id = {group_id}: is open here already; it can be restored elsewhere only"
             )
         numbers: dict[EpisodeId, int] = {}
-        for turn in turns:
-            begun = turn.begun
+        for restored in turns:
+            begun = restored.begun
             number = numbers.get(begun.episode, 0)
             if begun.episode.group_id != group_id or begun.number != number:
                 raise ValueError(

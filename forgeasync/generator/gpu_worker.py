@@ -4,8 +4,9 @@ Written against vLLM 0.32. Staging runs in a thread of its own, so that the engi
 ``staging_done`` is polled.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -24,9 +25,19 @@ from forgeasync.weights import (
     whole_tensors,
 )
 
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
 
 class UpdatableGPUWorker:
     """The methods of ``UpdatableCPUWorker`` for GPUs."""
+
+    # Of the worker that vLLM adds these methods to; an attribute with a value would be refused there.
+    rank: int
+    model_config: "ModelConfig"
+    model_runner: "GPUModelRunner"
+    reload_weights: Callable[..., None]
 
     def trace_weights(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> WorkerTrace:
         """Find where tensors of these names and shapes go in this worker, and if copies are right there."""

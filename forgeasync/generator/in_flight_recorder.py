@@ -41,7 +41,7 @@ TURN_ARGUMENT = "forgeasync_turn"
 PART_ARGUMENT = "forgeasync_part"
 """Says which of the requests of its response or episode it is."""
 
-_FINISHES = {
+_FINISHES: dict[EngineFinishReason | None, int] = {
     EngineFinishReason.STOP: FINISHES.index(FinishReason.STOP),
     EngineFinishReason.LENGTH: FINISHES.index(FinishReason.LENGTH),
 }
@@ -206,7 +206,7 @@ class InFlightRecorder:
             keys_N=np.repeat(np.asarray([request.turn for _, request, _ in found], np.int64), nums),
             ids_N=np.asarray([one for output, _, _ in found for one in output.new_token_ids], np.int32),
             # The first column is that of the sampled token.
-            logprobs_N=np.concatenate([output.new_logprobs.logprobs for output, _, _ in found])[:, 0],
+            logprobs_N=np.concatenate([_logprobs(output) for output, _, _ in found])[:, 0],
             versions_N=np.full(num_tokens, version, np.int32),
             parts_N=np.repeat(np.asarray([request.part for _, request, _ in found], np.int32), nums),
             finishes_N=finishes,
@@ -217,8 +217,8 @@ class InFlightRecorder:
         )
 
     def _kept(self, outputs: list[EngineCoreOutput]) -> KeptTokens:
-        masks = [output.new_sampling_mask for output in outputs]
-        assert all(mask is not None for mask in masks), "every request asks for its kept sets"
+        masks = [mask for output in outputs if (mask := output.new_sampling_mask) is not None]
+        assert len(masks) == len(outputs), "every request asks for its kept sets"
         widths = [[len(mask.token_ids)] if mask.offsets is None else np.diff(mask.offsets) for mask in masks]
         return KeptTokens.from_widths(
             np.concatenate(widths).astype(np.int64),
@@ -247,3 +247,8 @@ class InFlightRecorder:
         if self._log is not None:
             self._log.close()
             self._log = None
+
+
+def _logprobs(output: EngineCoreOutput) -> np.ndarray:
+    assert output.new_logprobs is not None, "every request asks for its log-probabilities"
+    return output.new_logprobs.logprobs

@@ -16,7 +16,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request
 
 from forgeasync.config import Interruption
-from forgeasync.generator.workarounds.inprocess_client import InProcessAsyncClient
+from forgeasync.generator.workarounds.inprocess_client import InProcessAsyncClient, scheduler_of
 from forgeasync.rollouts import GroupProgress
 from forgeasync.tracing import State, doing
 
@@ -87,7 +87,7 @@ class Groups:
         """Requests of cancelled groups and episodes (engine thread)."""
         return tuple(
             request_id
-            for request_id, request in core.scheduler.requests.items()
+            for request_id, request in scheduler_of(core).requests.items()
             if _arguments(request)[EPISODE_ARGUMENT] in self._cancelled_episodes
             or ((group := self._groups.get(_group_id(request))) is not None and group.is_cancelled)
         )
@@ -95,7 +95,7 @@ class Groups:
     def progress(self, core: EngineCore, version: int) -> tuple[GroupProgress, ...]:
         """Return the progress of each named group that has requests in the engine (engine thread)."""
         running: dict[int, list[Request]] = {}
-        for request in core.scheduler.requests.values():
+        for request in scheduler_of(core).requests.values():
             running.setdefault(_group_id(request), []).append(request)
         return tuple(
             GroupProgress(
@@ -112,7 +112,9 @@ class Groups:
 
 
 def _arguments(request: Request) -> dict[str, int]:
-    return request.sampling_params.extra_args
+    params = request.sampling_params
+    assert params is not None and params.extra_args is not None, "every request of the engine has them"
+    return params.extra_args
 
 
 def _group_id(request: Request) -> int:
@@ -205,7 +207,7 @@ class AbortAndResume(InFlight):
     """Every request ends; what it has becomes the prefix of a new one."""
 
     def end_requests(self, core: EngineCore) -> tuple[str, ...]:
-        return tuple(core.scheduler.requests)
+        return tuple(scheduler_of(core).requests)
 
 
 def interruption_policy(mode: Interruption, *, client: InProcessAsyncClient, gate: AdmissionGate) -> InFlight:

@@ -75,7 +75,8 @@ class SequenceReader:
             ids_T=np.asarray(output.token_ids, np.int32),
             logprobs_T=np.asarray(
                 [
-                    candidates[token].logprob
+                    # vLLM declares None too, which a position of a prompt can have.
+                    candidates[token].logprob  # type: ignore[index]
                     for token, candidates in zip(output.token_ids, output.logprobs, strict=True)
                 ],
                 np.float32,
@@ -96,6 +97,7 @@ class SequenceReader:
 
         Returns how the turn ended; None if the request was ended from outside and the turn goes on.
         """
+        assert part.finish_reason is not None, "a request that has ended"
         # vLLM gives the text as the reason where one of ``stop`` has ended the part.
         return self._append(
             trajectory,

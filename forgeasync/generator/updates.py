@@ -10,7 +10,7 @@ from vllm.v1.request import Request, RequestStatus
 from forgeasync.config import KvAfterSwap
 from forgeasync.generator.interruption import Groups, InFlight, Prefetch
 from forgeasync.generator.reports import SwapReport
-from forgeasync.generator.workarounds.inprocess_client import InProcessAsyncClient
+from forgeasync.generator.workarounds.inprocess_client import InProcessAsyncClient, scheduler_of
 from forgeasync.tracing import State, doing, span
 
 
@@ -45,7 +45,7 @@ class WeightUpdates:
         install(core)
         # In the same act: no step lies between the weights and their label.
         core.set_weight_version(str(version))
-        requests = core.scheduler.requests
+        requests = scheduler_of(core).requests
         progress = self._groups.progress(core, version)
         resumed = self._policy.end_requests(core)
         num_resumed = sum(requests[one].num_output_tokens > 0 for one in resumed)
@@ -64,7 +64,7 @@ class WeightUpdates:
 
     def _recompute(self, core: EngineCore) -> int:
         """Running requests lose their KV blocks and wait; vLLM computes them again. What is sampled stays."""
-        num_running = sum(request.num_computed_tokens > 0 for request in core.scheduler.requests.values())
+        num_running = sum(request.num_computed_tokens > 0 for request in scheduler_of(core).requests.values())
         core.reset_prefix_cache(reset_running_requests=True)
         return num_running
 

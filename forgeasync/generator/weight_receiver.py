@@ -187,9 +187,10 @@ class WeightReceiver:
     async def finish(self) -> SwapReport:
         """Wait until the engine samples under the version: all generators of this host have staged it."""
         assert self._update is not None and self._update.task is not None, "no update is under way"
-        update, self._update = self._update, None
+        update, task = self._update, self._update.task
+        self._update = None
         update.all_staged.set_result(None)
-        return await update.task
+        return await task
 
     async def _until(self, reached: asyncio.Future[Any]) -> None:
         """Wait for a point of the update; raises what went wrong before it."""
@@ -206,13 +207,14 @@ class WeightReceiver:
         A share has not arrived whole, or a generator that had to fetch or stage one is gone.
         """
         assert self._update is not None and self._update.task is not None, "no update is under way"
-        update, self._update = self._update, None
+        update, task = self._update, self._update.task
+        self._update = None
         if update.is_whole.done():
             update.all_staged.set_exception(IncompleteFetch("another generator has not staged its share"))
         else:
             update.is_whole.set_result(False)
-        await asyncio.wait([update.task])
-        assert isinstance(update.task.exception(), IncompleteFetch), update.task.exception()
+        await asyncio.wait([task])
+        assert isinstance(task.exception(), IncompleteFetch), task.exception()
 
 
 def _take_whole(weights: EngineWeights) -> MakeReady:

@@ -84,7 +84,8 @@ def gather_gpu_facts(visible: str | None) -> GpuFacts:
     import torch
     import torch.distributed
 
-    driver, driver_cuda, gpus, trouble = None, None, (), None
+    driver, driver_cuda, trouble = None, None, None
+    gpus: tuple[Gpu, ...] = ()
     try:
         table = _ask(f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits")
         driver, found = parse_gpus(table)

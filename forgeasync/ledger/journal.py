@@ -6,6 +6,7 @@ full or fails, they are kept and tried again: whoever waits for them waits longe
 """
 
 import asyncio
+import functools
 import time
 from collections.abc import Sequence
 
@@ -103,10 +104,10 @@ class Journal:
                 self._pending.clear()
                 await self._until_written(data)
                 self._longest_behind_s = max(self._longest_behind_s, time.monotonic() - oldest_s)
-                self._monitor.change(lambda journal, num=num_lines: journal._set_durable(num))
+                self._monitor.change(functools.partial(Journal._set_durable, num_lines=num_lines))
         except Exception as error:
             # Who appends or waits next is told.
-            self._monitor.change(lambda journal, error=error: journal._fail(error))
+            self._monitor.change(functools.partial(Journal._fail, error=error))
         finally:
             self._writing = None
 
@@ -119,7 +120,7 @@ class Journal:
                     raise
                 # The file has kept all of it.
                 data = b""
-                self._refusal = Refusal(path=str(self._file.path), reason=error.strerror)
+                self._refusal = Refusal(path=str(self._file.path), reason=error.strerror or str(error))
                 await asyncio.sleep(RETRY_S)
             else:
                 self._refusal = None

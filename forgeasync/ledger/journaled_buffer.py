@@ -108,7 +108,7 @@ def open_buffer(
     groups_per_step = config.algorithm.groups_per_step
     if resumed is not None and file.exists():
         opened, position = JournalFile.reopen(file)
-        event = Resumed(
+        event: Resumed | Opened = Resumed(
             step=resumed.checkpointed.snapshot.trainer_version,
             line=resumed.checkpointed.ledger.num_lines,
             groups_per_step=groups_per_step,

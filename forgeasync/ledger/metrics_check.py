@@ -28,10 +28,11 @@ class MetricsLine:
     def count(self, key: str) -> int:
         """Return a value that must be a whole number."""
         value = self.values.get(key)
-        is_whole = isinstance(value, float) and value.is_integer()
-        if not is_whole and (not isinstance(value, int) or isinstance(value, bool)):
+        if isinstance(value, float) and value.is_integer():
+            return int(value)
+        if not isinstance(value, int) or isinstance(value, bool):
             raise MetricsContradiction(f"metrics.jsonl line {self.number}: {key} is {value!r}, not a count")
-        return int(value)
+        return value
 
 
 def read_metrics(file: Path) -> list[MetricsLine]:

@@ -147,6 +147,7 @@ class GgufModel:
             if name.endswith("q_proj.weight"):
                 weight = _rotate_halves(weight, self.config.num_attention_heads)
             elif name.endswith("k_proj.weight"):
+                assert self.config.num_key_value_heads is not None, "the header has it"
                 weight = _rotate_halves(weight, self.config.num_key_value_heads)
             yield name, weight
 
@@ -246,7 +247,8 @@ def read_tokenizer(model: GgufModel) -> PreTrainedTokenizerFast:
     split = _check(model)
     tokens = model.texts("tokenizer.ggml.tokens")
     vocabulary = {token: index for index, token in enumerate(tokens)}
-    merges = [tuple(merge.split(" ")) for merge in model.texts("tokenizer.ggml.merges")]
+    pairs = (merge.split(" ") for merge in model.texts("tokenizer.ggml.merges"))
+    merges = [(left, right) for left, right in pairs]
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
     tokenizer.pre_tokenizer = split
     tokenizer.decoder = decoders.ByteLevel()

@@ -135,7 +135,7 @@ class JsonLines:
         except OSError as error:
             if not is_refusal(error):
                 raise
-            return Refusal(path=str(self._path), reason=error.strerror)
+            return Refusal(path=str(self._path), reason=error.strerror or str(error))
         return None
 
     def close(self) -> None:

@@ -83,7 +83,7 @@ def _evaluation_set(
     keep = source == one.source or draft.config.environment is not None
     reward = one.reward if keep else rewards_of(one.reward, one.source)
     if reward is not None and reward != one.reward:
-        names = " + ".join(map(name_of, reward))
+        names = " + ".join(map(name_of, rewards_of(reward, one.source)))
         draft.note(f"{field}.reward", "that of the data set", names, "generated problems have another one")
     return one.model_copy(update={"source": source, "num_problems": num_problems, "reward": reward})
 

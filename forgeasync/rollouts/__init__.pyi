@@ -47,6 +47,7 @@ from .payload_store import PayloadReader as PayloadReader
 from .payload_store import PayloadStoreFull as PayloadStoreFull
 from .payload_store import PayloadWriter as PayloadWriter
 from .prompts import PromptEncoder as PromptEncoder
+from .prompts import text_of_ids as text_of_ids
 from .records import Records as Records
 from .records import check_rollout as check_rollout
 from .rollout import FinishReason as FinishReason

@@ -123,7 +123,7 @@ def joined(batches: Sequence[TokenBatch]) -> TokenBatch:
     columns = [dict(batch._columns()) for batch in batches]
     return TokenBatch(
         **{name: np.concatenate([one[name] for one in columns]) for name in columns[0]},
-        rows_RMK=None if first.rows_RMK is None else _joined_rows([batch.rows_RMK for batch in batches]),
+        rows_RMK=None if first.rows_RMK is None else _joined_rows(batches),
         num_kept_N=None
         if first.num_kept_N is None
         else np.concatenate([batch.num_kept_N for batch in batches]),
@@ -133,8 +133,8 @@ def joined(batches: Sequence[TokenBatch]) -> TokenBatch:
     )
 
 
-def _joined_rows(parts: Sequence[np.ndarray]) -> np.ndarray:
-    some = [rows for rows in parts if len(rows)]
+def _joined_rows(batches: Sequence[TokenBatch]) -> np.ndarray:
+    some = [batch.rows_RMK for batch in batches if batch.rows_RMK is not None and len(batch.rows_RMK)]
     return np.concatenate(some) if some else NO_ROWS
 
 
@@ -164,7 +164,7 @@ _BEGUN = struct.Struct("<8q")
 _BATCH = struct.Struct("<5qBB")
 _ENDED = struct.Struct("<qqBBB")
 _NONE = -1
-_COLUMN_TYPES = {
+_COLUMN_TYPES: dict[str, np.dtype] = {
     "keys_N": np.dtype(np.int64),
     "ids_N": np.dtype(np.int32),
     "logprobs_N": np.dtype(np.float32),

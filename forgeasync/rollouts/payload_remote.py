@@ -93,7 +93,7 @@ class RemotePayloadReader:
                     # Where the file was freed since, Monarch raises a plain Exception; the owner says it.
                     await _expose(ref, expose)
                 raise
-            return read_from(memoryview(destination.numpy()), ref, copy=True)
+            return read_from(destination.numpy().data, ref, copy=True)
 
 
 async def _expose(ref: PayloadRef, expose: Expose) -> RDMABuffer:

@@ -1,16 +1,25 @@
 """Turns a problem's text into the token ids that a generator is prompted with."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jinja2
 import jinja2.ext
 import jinja2.meta
 import numpy as np
 from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from forgeasync.config import DataSection
 from forgeasync.rollouts.task import Task
+
+
+def text_of_ids(
+    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], *, skip_special_tokens: bool = False
+) -> str:
+    """Return the text of one sequence of tokens."""
+    text = tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+    assert isinstance(text, str), "a list of texts is that of several sequences"
+    return text
 
 
 class PromptEncoder:
@@ -73,7 +82,7 @@ class PromptEncoder:
 
     def text_of(self, token_id: int) -> str:
         """Return the text of one token by itself."""
-        return self._tokenizer.decode([token_id])
+        return text_of_ids(self._tokenizer, [token_id])
 
     def check_length(self, task: Task, *, max_context_length: int, max_response_tokens: int) -> None:
         """Raise ValueError naming ``task`` unless it leaves room for a full response (lengths in tokens)."""
@@ -89,12 +98,14 @@ class PromptEncoder:
             )
 
     def _render(self, prompt: str) -> str:
-        rendered: str = self._tokenizer.apply_chat_template(
+        rendered = self._tokenizer.apply_chat_template(
             [*self._system, {"role": "user", "content": prompt}],
             tokenize=False,
             add_generation_prompt=True,
-            **self._arguments,
+            # Variables of the template, which its signature has no types for.
+            **self._arguments,  # type: ignore[arg-type]
         )
+        assert isinstance(rendered, str), "not tokenized"
         return rendered
 
     def _check_arguments(self) -> None:
@@ -128,7 +139,7 @@ class PromptEncoder:
 class _Generation(jinja2.ext.Extension):
     """Reads the block that marks what an assistant says as its content."""
 
-    tags = frozenset({"generation"})
+    tags = {"generation"}  # noqa: RUF012  # as jinja2 declares it
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         next(parser.stream)

@@ -156,7 +156,7 @@ def _number(value: object, what: str) -> float:
     """``value`` as a float: other kinds of numbers are not written to files as such."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise ValueError(f"{what} must be a number, not {value!r}"[:200])
-    if not -LARGEST <= value <= LARGEST:
+    if not value <= LARGEST or value < -LARGEST:
         raise ValueError(f"{what} must be finite, at most {LARGEST:g}, not {str(value)[:40]}")
     return float(value)
 

@@ -139,7 +139,8 @@ class Trajectory:
     @property
     def turns(self) -> tuple["Trajectory", ...]:
         """All turns of the path, the first one first."""
-        path, turn = [], self
+        path: list[Trajectory] = []
+        turn: Trajectory | None = self
         while turn is not None:
             path.append(turn)
             turn = turn._before
@@ -254,7 +255,8 @@ class Branch:
         """Return the branch as the trainer takes it."""
         own = self.turns[self.num_turns_before :]
         prompt_ids = self.prompt_ids
-        is_sampled, logprobs, spans = [], [], []
+        is_sampled, logprobs = [], []
+        spans: list[VersionSpan] = []
         kept: list[KeptTokens] | None = []
         for number, turn in enumerate(own):
             if number:
@@ -268,8 +270,8 @@ class Branch:
                 _add_span(spans, span.version, start + span.start, start + span.end)
             is_sampled.append(np.ones(turn.num_sampled, bool))
             logprobs += [part.logprobs_T for part in turn._parts]
-            of_parts = [part.kept_tokens for part in turn._parts]
-            kept = None if kept is None or None in of_parts else [*kept, *of_parts]
+            of_parts = [part.kept_tokens for part in turn._parts if part.kept_tokens is not None]
+            kept = None if kept is None or len(of_parts) < len(turn._parts) else [*kept, *of_parts]
         is_sampled_T = np.concatenate(is_sampled)
         return Rollout(
             prompt_ids_P=np.asarray(prompt_ids, np.int32),

@@ -13,7 +13,7 @@ import functools
 import importlib
 import inspect
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 import cloudpickle
@@ -143,7 +143,7 @@ def _build(section_json: str, parameters: tuple[str, ...]) -> Callable[..., obje
 
 
 def _option_problem(
-    signature: inspect.Signature, parameters: tuple[str, ...], options: dict[str, object]
+    signature: inspect.Signature, parameters: tuple[str, ...], options: Mapping[str, object]
 ) -> str | None:
     """Say which option is missing or unknown, if that is all that is wrong."""
     named = [
@@ -161,7 +161,7 @@ def _option_problem(
     return None
 
 
-def _fits(signature: inspect.Signature, parameters: tuple[str, ...], options: dict[str, object]) -> bool:
+def _fits(signature: inspect.Signature, parameters: tuple[str, ...], options: Mapping[str, object]) -> bool:
     try:
         signature.bind(*parameters, **options)
     except TypeError:

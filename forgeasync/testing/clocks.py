@@ -48,7 +48,7 @@ class VirtualTime:
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         loop = asyncio.SelectorEventLoop(self._selector)
-        loop.time = self.now_s  # type: ignore[method-assign]
+        loop.time = self.now_s  # type: ignore[method-assign]  # put in place of the loop's own clock
         try:
             return loop.run_until_complete(coroutine)
         finally:
@@ -80,6 +80,6 @@ class HandTime(HandClock):
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         loop = asyncio.SelectorEventLoop(_WaitsForEvents())
-        loop.time = self  # type: ignore[method-assign]
+        loop.time = self  # type: ignore[method-assign]  # put in place of the loop's own clock
         with asyncio.Runner(loop_factory=lambda: loop) as runner:
             return runner.run(coroutine)

@@ -52,7 +52,8 @@ def write_tiny_model(
         top_k: Experts that each token takes.
     """
     tokenizer = build_tokenizer(_TEXTS)
-    config = Qwen3MoeConfig(
+    # transformers does not declare head_dim, which every model of this class has.
+    config = Qwen3MoeConfig(  # type: ignore[call-arg]
         architectures=["Qwen3MoeForCausalLM"],
         vocab_size=len(tokenizer),
         hidden_size=64,

@@ -110,17 +110,19 @@ class RowForward:
         found = self._model.lm_head(hidden_TD, targets, self._temperature, with_entropies)
         if not torch.is_grad_enabled():
             self._reshard()
-        if self._context_group is None:
+        group = self._context_group
+        if group is None:
             return found
         # Objectives look at whole sequences: every rank of the row goes on with all of its targets.
         around = (first, row.num_targets - first - len(positions_T))
+
+        def of_row(part: torch.Tensor) -> torch.Tensor:
+            return SumRanks.apply(F.pad(part, (0, 0) * (part.ndim - 1) + around), group)
+
         return Predictions(
-            *(
-                None
-                if part is None
-                else SumRanks.apply(F.pad(part, (0, 0) * (part.ndim - 1) + around), self._context_group)
-                for part in found
-            )
+            of_row(found.logprobs_T),
+            None if found.entropies_T is None else of_row(found.entropies_T),
+            None if found.asked_TK is None else of_row(found.asked_TK),
         )
 
     def _reshard(self) -> None:

@@ -124,6 +124,7 @@ class HeadWeight:
 
 class _Context(FunctionCtx):
     saved_tensors: tuple[torch.Tensor, ...]
+    needs_input_grad: tuple[bool, ...]
     sums: RowSums
 
 

@@ -1,15 +1,10 @@
 """Copies of a rank's tensors in host memory, made beside the computation."""
 
 from collections.abc import Mapping
-from typing import Protocol
 
 import torch
 
 from forgeasync.models import DEVICE_TYPE
-
-
-class Event(Protocol):
-    """A point in the work that a device was given."""
 
 
 class HostCopies:
@@ -23,14 +18,14 @@ class HostCopies:
         self._buffers: dict[str, torch.Tensor] = {}
         self._stream: torch.Stream | None = None
 
-    def now(self) -> Event | None:
+    def now(self) -> torch.Event | None:
         """Return the point that a copy has to wait for; to be called by the thread that trains."""
         if DEVICE_TYPE == "cpu":
             return None
         return torch.get_device_module(DEVICE_TYPE).current_stream().record_event()
 
     @torch.no_grad()
-    def copy(self, tensors: Mapping[str, torch.Tensor], after: Event | None) -> dict[str, torch.Tensor]:
+    def copy(self, tensors: Mapping[str, torch.Tensor], after: torch.Event | None) -> dict[str, torch.Tensor]:
         """Return copies of the tensors as they are at ``after``; shards stay shards.
 
         Blocks until all of it is there. The tensors must not change meanwhile; what was returned before is

@@ -118,7 +118,8 @@ def without_adapters(model: torch.nn.Module) -> Iterator[None]:
     adapted = [module for module in model.modules() if "_lora_scaling" in vars(module)]
     scalings = [module._lora_scaling for module in adapted]
     for module in adapted:
-        module._lora_scaling = 0.0
+        # torch types every other attribute of a module as a tensor or a module.
+        module._lora_scaling = 0.0  # type: ignore[assignment]
     try:
         yield
     finally:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import FunctionCtx
 from torch.distributed.tensor import DTensor, Shard
 
 
@@ -61,18 +62,20 @@ class SumRanks(torch.autograd.Function):
         return gradient, None
 
 
+class _Context(FunctionCtx):
+    group: dist.ProcessGroup
+
+
 class _ShareWithSlices(torch.autograd.Function):
     """Identity forward, all-reduce backward: the counterpart of ``SumRanks``."""
 
     @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, whole: torch.Tensor, group: dist.ProcessGroup):
+    def forward(ctx: _Context, whole: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
         return whole.view_as(whole)
 
     @staticmethod
-    def backward(
-        ctx: torch.autograd.function.FunctionCtx, gradient: torch.Tensor
-    ) -> tuple[torch.Tensor, None]:
+    def backward(ctx: _Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         total = gradient.contiguous().clone()
         dist.all_reduce(total, group=ctx.group)
         return total, None

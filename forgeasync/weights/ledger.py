@@ -103,7 +103,11 @@ class WeightLedger:
         """
         readable = [slot.manifest for slot in self._slots if slot.state is SlotState.COMMITTED]
         manifest = next(
-            (one for one in readable if one is not None and one.version == preferred > newer_than),
+            (
+                one
+                for one in readable
+                if one is not None and one.version == preferred and one.version > newer_than
+            ),
             self.newest,
         )
         if manifest is None or manifest.version <= newer_than:

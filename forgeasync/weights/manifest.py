@@ -40,7 +40,8 @@ class Manifest:
 
 def checksum(block: memoryview | np.ndarray) -> int:
     """Compute the xxh3 checksum (64 bits) of a block: at most ``BLOCK_BYTES``, faster than a copy."""
-    return xxhash.xxh3_64_intdigest(block)
+    # numpy declares the buffer protocol from Python 3.12 on.
+    return xxhash.xxh3_64_intdigest(block)  # type: ignore[arg-type]
 
 
 def block_range(block: int, num_bytes: int) -> slice:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from forgeasync.weights.layout import NamedWeight, assign_boxes, lay_out, shard_box
+from forgeasync.weights.layout import Box, NamedWeight, assign_boxes, lay_out, shard_box
 from forgeasync.weights.ledger import NUM_SLOTS
 from forgeasync.weights.manifest import StagedShard
 from forgeasync.weights.staging import SlotWrite, StagingBuffers, staging_file
@@ -72,7 +72,7 @@ class WeightPublisher:
     def __init__(self, weights: Sequence[NamedWeight], dtype: torch.dtype, *, host_id: str) -> None:
         """Lay out what this rank publishes; collective: every rank has the same weights in order."""
         boxes = [shard_box(weight.tensor) for weight in weights]
-        boxes_by_rank: list[list[object]] = [[] for _ in range(dist.get_world_size())]
+        boxes_by_rank: list[list[Box]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(boxes_by_rank, boxes)
         rank = dist.get_rank()
         self._host_id = host_id

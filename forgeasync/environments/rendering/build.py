@@ -15,6 +15,7 @@ from forgeasync.environments.rendering.plain import PlainRenderer
 from forgeasync.environments.rendering.probes import fixed_dialogues
 from forgeasync.environments.rendering.renderer import MessageRenderer
 from forgeasync.environments.rendering.template import TemplateRenderer
+from forgeasync.rollouts import text_of_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -136,7 +137,7 @@ def first_difference(
             return number, f"does not render {dialogue.name}, as the template does: {error}"
         if found == expected:
             continue
-        ours, theirs = (tokenizer.decode(ids, skip_special_tokens=False) for ids in (found, expected))
+        ours, theirs = (text_of_ids(tokenizer, ids) for ids in (found, expected))
         has_answers = any(message["role"] == ASSISTANT for message in dialogue.messages)
         if has_answers and _NO_REASONING.sub("", ours) == _NO_REASONING.sub("", theirs):
             continue

@@ -33,7 +33,7 @@ from forgeasync.environments.rendering.walks import (
     sampled,
     walk,
 )
-from forgeasync.rollouts import FinishReason
+from forgeasync.rollouts import FinishReason, text_of_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -315,7 +315,7 @@ class _Checker:
         return self._renderer.added_ids(first.conversation, messages, dialogue.tools)
 
     def _decoded(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+        return text_of_ids(self._tokenizer, ids)
 
     def _renders(self, messages: tuple[Message, ...]) -> bool:
         try:
@@ -342,7 +342,7 @@ class _Checker:
             ids = self._renderer.answer_ids(messages, answer, tools)
         except ValueError:
             return False
-        return word in self._decoded(ids)
+        return word in self._decoded(ids.tolist())
 
     def _contradiction(
         self, what: str, dialogue: Dialogue, ids: Sequence[int], others: Sequence[int]

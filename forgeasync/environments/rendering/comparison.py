@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from forgeasync.environments.messages import Message
 from forgeasync.environments.rendering.walks import Walk
+from forgeasync.rollouts import text_of_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -97,12 +98,12 @@ def _without_reasoning(
     """How many tokens of ``rest`` are the turn without its reasoning; None if they are something else."""
     reasoning = message.get("reasoning_content", "").strip()
     for num_empty in range(min(_MAX_OPENING, len(rest))):
-        written = tokenizer.decode(rest[:num_empty], skip_special_tokens=False)
+        written = text_of_ids(tokenizer, rest[:num_empty])
         for num_dropped in range(len(turn)):
             kept = turn[num_dropped:]
             if rest[num_empty : num_empty + len(kept)] != kept:
                 continue
-            dropped = tokenizer.decode([*opening, *turn[:num_dropped]], skip_special_tokens=False)
+            dropped = text_of_ids(tokenizer, [*opening, *turn[:num_dropped]])
             others = written + dropped.replace(reasoning, "", 1)
             if "think>" in others and not others.replace("<think>", "").replace("</think>", "").strip():
                 return num_empty + len(kept)

@@ -20,7 +20,7 @@ from forgeasync.environments.rendering.forms import message_forms, tool_forms
 from forgeasync.environments.rendering.renderer import BridgeRefused, Conversation, ParsedTurn
 from forgeasync.environments.rendering.reserved import reserved_texts
 from forgeasync.environments.rendering.turns import TurnReader
-from forgeasync.rollouts import SampledTurn
+from forgeasync.rollouts import SampledTurn, text_of_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -202,8 +202,8 @@ def _after_prompt(
     if whole[: len(prompt)] == prompt:
         return whole[len(prompt) :]
     # Where the prompt ends within a token of the whole, the answer's text is what a model would sample.
-    before = tokenizer.decode(prompt, skip_special_tokens=False)
-    text = tokenizer.decode(whole, skip_special_tokens=False)
+    before = text_of_ids(tokenizer, prompt)
+    text = text_of_ids(tokenizer, whole)
     if not text.startswith(before):
         return None
     return tokenizer(text[len(before) :], add_special_tokens=False)["input_ids"]

@@ -25,7 +25,7 @@ from forgeasync.environments.rendering.forms import message_forms, tool_forms
 from forgeasync.environments.rendering.renderer import Conversation, ParsedTurn
 from forgeasync.environments.rendering.reserved import reserved_texts
 from forgeasync.environments.rendering.turns import TurnReader
-from forgeasync.rollouts import FinishReason, SampledTurn
+from forgeasync.rollouts import FinishReason, SampledTurn, text_of_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -147,7 +147,7 @@ class TemplateRenderer:
         for position, token in enumerate(ids):
             if token == last_turn.last_id:
                 return ids[position + 1 :]
-            if self._tokenizer.decode([token]).strip():
+            if text_of_ids(self._tokenizer, [token]).strip():
                 break
         return ids
 

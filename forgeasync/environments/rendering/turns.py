@@ -15,7 +15,7 @@ from renderers.base import ParsedResponse, ParsedToolCall, Renderer, ToolCallPar
 
 from forgeasync.environments.messages import BrokenToolCall, ToolCall, ToolSpec
 from forgeasync.environments.rendering.renderer import ParsedTurn
-from forgeasync.rollouts import FinishReason, SampledTurn
+from forgeasync.rollouts import FinishReason, SampledTurn, text_of_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -70,7 +70,7 @@ class TurnReader:
         try:
             parsed = self._library.parse_response(
                 turn.ids_T.tolist(),
-                tools=[tool.message_form for tool in tools] or None,  # type: ignore[misc]
+                tools=[tool.message_form for tool in tools] or None,
                 prompt_ids=list(before_ids),
             )
         except Exception as error:
@@ -93,7 +93,7 @@ class TurnReader:
         return _num_steps(self._raw(turn)) <= MAX_STEPS
 
     def _raw(self, turn: SampledTurn) -> str:
-        return self._tokenizer.decode(turn.ids_T.tolist(), skip_special_tokens=False)
+        return text_of_ids(self._tokenizer, turn.ids_T.tolist())
 
     def _unread(self, turn: SampledTurn, raw: str, problem: str) -> ParsedTurn:
         broken = BrokenToolCall(text=raw[:MAX_BROKEN_TEXT], problem=problem)
@@ -127,7 +127,7 @@ class TurnReader:
 
     def _stop_text(self, turn: SampledTurn) -> str:
         """What was sampled after the turn's text: one of the texts that end a turn, if it ended the turn."""
-        whole = self._tokenizer.decode(turn.ids_T.tolist(), skip_special_tokens=True)
+        whole = text_of_ids(self._tokenizer, turn.ids_T.tolist(), skip_special_tokens=True)
         return whole[len(turn.text) :] if whole.startswith(turn.text) else ""
 
     def _without_markers(self, text: str) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 from forgeasync.environments.messages import ASSISTANT, Message, ToolSpec
 from forgeasync.environments.rendering.probes import Dialogue
 from forgeasync.environments.rendering.renderer import Conversation, MessageRenderer, ParsedTurn
-from forgeasync.rollouts import FinishReason, SampledTurn
+from forgeasync.rollouts import FinishReason, SampledTurn, text_of_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -81,7 +81,7 @@ def sampled(
     finish_reason: FinishReason = FinishReason.STOP,
 ) -> SampledTurn:
     """A turn as a generator reports it."""
-    text = tokenizer.decode(ids.tolist(), skip_special_tokens=True)
+    text = text_of_ids(tokenizer, ids.tolist(), skip_special_tokens=True)
     return SampledTurn(
         turn=number, ids_T=ids, text=text, finish_reason=finish_reason, first_version=0, version=0
     )

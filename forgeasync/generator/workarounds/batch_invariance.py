@@ -27,7 +27,7 @@ def compute_batch_invariantly() -> None:
 
 
 def _linear_by_blocks(
-    layer: torch.nn.Module, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    layer: torch.nn.Module, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Stands in for ``cpu_unquantized_gemm``, whose other arguments say what ``layer`` knows."""
     rows = x.reshape(-1, x.shape[-1])

@@ -18,9 +18,10 @@ from vllm.model_executor.layers.fused_moe.routed_experts_capturer import (
     RoutedExpertsCapturer,
     bind_routed_experts_capturer,
 )
+from vllm.sequence import IntermediateTensors
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.outputs import ModelRunnerOutput, SamplingMaskLists
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput, SamplingMaskLists
 
 from forgeasync.generator.workarounds.cpu_given_ids import ScoringCPUModelRunner
 from forgeasync.rollouts import NO_DISTRIBUTION
@@ -66,7 +67,7 @@ class RecordingCPUModelRunner(ScoringCPUModelRunner):
         self,
         kv_cache_config: KVCacheConfig,
         is_profiling: bool = False,
-        kv_cache_allocation_context: AbstractContextManager | None = None,
+        kv_cache_allocation_context: AbstractContextManager[None] | None = None,
     ) -> None:
         super().initialize_kv_cache(kv_cache_config, is_profiling, kv_cache_allocation_context)
         if self._capturer is not None and not is_profiling:
@@ -76,19 +77,23 @@ class RecordingCPUModelRunner(ScoringCPUModelRunner):
             bind_routed_experts_capturer(self.model, self._capturer)
 
     def execute_model(
-        self, scheduler_output: SchedulerOutput, intermediate_tensors: object = None
-    ) -> ModelRunnerOutput | None:
+        self, scheduler_output: SchedulerOutput, intermediate_tensors: IntermediateTensors | None = None
+    ) -> ModelRunnerOutput | AsyncModelRunnerOutput | IntermediateTensors | None:
         if self._connector is not None:
             self._connector.begin_step(scheduler_output.aux_output_connector_metadata)
         return super().execute_model(scheduler_output, intermediate_tensors)
 
-    def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput:
+    # torch types the method that this one replaces, which @inference_mode decorates, as an object.
+    def sample_tokens(  # type: ignore[override]
+        self, grammar_output: GrammarOutput | None
+    ) -> ModelRunnerOutput:
         has_run = self.execute_model_state is not None
         pending = None
         if self._connector is not None and has_run:
             num_requests = self.input_batch.num_reqs
             pending = self._connector.prepare_output(
-                _Batch(
+                # It reads no more of a batch than this.
+                _Batch(  # type: ignore[arg-type]
                     req_ids=list(self.input_batch.req_ids),
                     query_start_loc_np=self.query_start_loc.np[: num_requests + 1].copy(),
                     num_computed_tokens_np=self.input_batch.num_computed_tokens_cpu[:num_requests].copy(),

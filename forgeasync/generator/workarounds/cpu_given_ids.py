@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 from vllm.config import VllmConfig
+from vllm.v1.core.sched.output import GrammarOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.outputs import LogprobsTensors, ModelRunnerOutput
 
@@ -52,9 +53,14 @@ class ScoringCPUModelRunner(SeededCPUModelRunner):
                 self._score(request_id, params.prompt_logprob_token_ids, hidden_states, num_tokens)
         return super()._get_prompt_logprobs_dict(hidden_states, num_scheduled_tokens)
 
-    def sample_tokens(self, grammar_output: Any) -> ModelRunnerOutput:
+    # torch types the method that this one replaces, which @inference_mode decorates, as an object.
+    def sample_tokens(  # type: ignore[override]
+        self, grammar_output: GrammarOutput | None
+    ) -> ModelRunnerOutput:
         has_run = self.execute_model_state is not None
-        output = super().sample_tokens(grammar_output)
+        output: ModelRunnerOutput = super().sample_tokens(  # type: ignore[type-var, assignment]
+            grammar_output
+        )
         if has_run:
             output.prompt_token_id_logprobs_dict = self._whole
         return output
@@ -77,7 +83,10 @@ class ScoringCPUModelRunner(SeededCPUModelRunner):
         low, high = max(first, begin), min(end, num_prompt - 1)
         if low < high:
             start = int(self.query_start_loc.np[self.input_batch.req_id_to_index[request_id]]) - begin
-            logits_TV = self.model.compute_logits(hidden_states[start + low : start + high])
+            # torch types every other attribute of a module as a tensor or a module.
+            logits_TV = self.model.compute_logits(  # type: ignore[operator]
+                hidden_states[start + low : start + high]
+            )
             ids_TK = torch.tensor(ids[low - first : high - first], dtype=torch.int64)
             logprobs_TK = self.sampler.compute_logprobs(logits_TV).gather(-1, ids_TK.clamp(min=0))
             scores[request_id][low - first : high - first] = logprobs_TK.masked_fill(

@@ -6,28 +6,43 @@ use offset", and the engine is dead. Here the generator's state is put back inst
 does so.
 """
 
+from typing import Any
+
 import numpy as np
 import torch
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import SamplerOutput
+from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 
 class SeededCPUModelRunner(CPUModelRunner):
     """A CPU model runner in which a discarded draw leaves no trace."""
 
-    def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: object) -> SamplerOutput:
+    def _sample(
+        self, logits: torch.Tensor | None, spec_decode_metadata: SpecDecodeMetadata | None
+    ) -> SamplerOutput:
         states = {index: generator.get_state() for index, generator in self._discarded().items()}
         output = super()._sample(logits, spec_decode_metadata)
         for index, state in states.items():
             self.input_batch.generators[index].set_state(state)
         return output
 
-    def _bookkeeping_sync(self, *arguments: object) -> object:
+    def _bookkeeping_sync(
+        self,
+        scheduler_output: SchedulerOutput,
+        sampler_output: SamplerOutput,
+        logits: torch.Tensor | None,
+        hidden_states: torch.Tensor,
+        num_scheduled_tokens: int,
+    ) -> tuple[Any, ...]:
         hidden = self._discarded()
         for index in hidden:
             del self.input_batch.generators[index]
         try:
-            return super()._bookkeeping_sync(*arguments)
+            return super()._bookkeeping_sync(
+                scheduler_output, sampler_output, logits, hidden_states, num_scheduled_tokens
+            )
         finally:
             self.input_batch.generators.update(hidden)
 

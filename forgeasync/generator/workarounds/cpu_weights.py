@@ -40,7 +40,8 @@ class CpuWeights:
         self._model = model
         self._parameters = dict(model.named_parameters())
         self._isa_of = {
-            f"{name}.{key}": module.quant_method.experts_cls.isa
+            # Of the methods without quantization, which the CPU build takes.
+            f"{name}.{key}": module.quant_method.experts_cls.isa  # type: ignore[attr-defined]
             for name, module in model.named_modules()
             if isinstance(module, RoutedExperts)
             for key in PACKED

@@ -21,7 +21,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
 
 from vllm.config import VllmConfig
 from vllm.v1.engine import (
@@ -39,7 +39,15 @@ from vllm.v1.request import RequestStatus
 
 from forgeasync.generator.step_times import StepTimes
 
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
 R = TypeVar("R")
+
+
+def scheduler_of(core: EngineCore) -> "Scheduler":
+    """Return an engine's scheduler, which vLLM declares as an interface without requests."""
+    return cast("Scheduler", core.scheduler)
 
 
 @dataclass(slots=True)
@@ -159,7 +167,7 @@ class InProcessAsyncClient(EngineCoreClient):
         start_s = time.perf_counter()
         outputs, model_executed = self._core.step_fn()
         step_s = time.perf_counter() - start_s
-        self.step_times.stepped(outputs.get(0) if outputs else None, self._core.scheduler.running, step_s)
+        self.step_times.stepped(outputs.get(0) if outputs else None, scheduler_of(self._core).running, step_s)
         self._core.post_step(model_executed=model_executed)
         if outputs and 0 in outputs:
             if self._observer is not None:
@@ -216,7 +224,7 @@ class InProcessAsyncClient(EngineCoreClient):
         """
         if not self._salt_with_version:
             return
-        for request in core.scheduler.requests.values():
+        for request in scheduler_of(core).requests.values():
             is_waiting = request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
             if is_waiting and (recomputed or not request.num_output_tokens):
                 assert request.num_computed_tokens == 0
@@ -292,10 +300,11 @@ async def start_llm(
     def build() -> AsyncLLM:
         with _building:
             original = EngineCoreClient.make_async_mp_client
-            EngineCoreClient.make_async_mp_client = staticmethod(make)
+            # Put in place of vLLM's for one call.
+            EngineCoreClient.make_async_mp_client = staticmethod(make)  # type: ignore[method-assign]
             try:
                 return AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=True)
             finally:
-                EngineCoreClient.make_async_mp_client = original
+                EngineCoreClient.make_async_mp_client = original  # type: ignore[method-assign]  # as above
 
     return await asyncio.to_thread(build)

@@ -106,7 +106,8 @@ def trace_load(
 
         try:
             with recorder:
-                model.load_weights(tensors())
+                # torch types every other attribute of a module as a tensor or a module.
+                model.load_weights(tensors())  # type: ignore[operator]
         except Exception as error:
             # The loader stopped at this one: the others are still to be seen.
             untraceable.append(f"{last} {shapes[last]}: {type(error).__name__}: {error}")
@@ -166,6 +167,6 @@ def _region(
         name=name,
         box=Box(start=tuple(start), size=tuple(size)),
         parameter=parameter,
-        target_offset=target.storage_offset(),
+        target_offset=int(target.storage_offset()),
         target_strides=tuple(target_strides),
     )

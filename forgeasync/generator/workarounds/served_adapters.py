@@ -22,7 +22,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 import torch
 from safetensors import safe_open
@@ -36,6 +36,9 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.worker.worker_base import WorkerBase
 
 from forgeasync.config import EXPERT_TARGETS, LoraSection
+
+if TYPE_CHECKING:
+    from vllm.lora.model_manager import LoRAModelManager
 
 ATTENTION_TARGETS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
 
@@ -61,21 +64,21 @@ def can_serve(lora: LoraSection) -> bool:
     return not current_platform.is_cpu() or ATTENTION_TARGETS.issuperset(lora.targets)
 
 
-def engine_rank(rank: int) -> int:
+def engine_rank(rank: int) -> MaxLoRARanks:
     """The rank that the engine allocates: vLLM knows a few."""
     return min(choice for choice in get_args(MaxLoRARanks) if choice >= rank)
 
 
 def allow_dense_adapters_of_moe() -> None:
     """Call before the model is built: its experts then choose their kernel as without adapters."""
-    config = moe_layer.FusedMoEConfig
 
-    class WithoutAdapters(config):  # type: ignore[misc, valid-type]
+    class WithoutAdapters(moe_layer.FusedMoEConfig):
         def __post_init__(self) -> None:
             self.is_lora_enabled = False
             super().__post_init__()
 
-    moe_layer.FusedMoEConfig = WithoutAdapters
+    # Put in place of vLLM's own class.
+    moe_layer.FusedMoEConfig = WithoutAdapters  # type: ignore[misc]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,11 +191,15 @@ def not_applied(worker: WorkerBase, folder: str) -> list[str]:
     A module is applied if the layer that takes it, itself or fused with others, is wrapped, is in the loaded
     adapter, and the adapter is in the slot that requests use.
     """
-    manager = worker.model_runner.lora_manager._adapter_manager
+    # vLLM declares the model runner as a module, or None.
+    runner = worker.model_runner
+    manager: LoRAModelManager = runner.lora_manager._adapter_manager  # type: ignore[union-attr, assignment]
     with safe_open(Path(folder) / "adapter_model.safetensors", framework="pt") as tensors:
         written = {parse_fine_tuned_lora_name(name)[0] for name in tensors.keys()}
     if _ADAPTER_ID not in manager.lora_index_to_id:
         return sorted(written)
     layer_of = {part: layer for layer, parts in manager.packed_modules.items() for part in parts}
-    applied = manager.modules.keys() & manager.get_adapter(_ADAPTER_ID).loras.keys()
+    adapter = manager.get_adapter(_ADAPTER_ID)
+    assert adapter is not None, "it is in a slot"
+    applied = manager.modules.keys() & adapter.loras.keys()
     return sorted(module for module in written if layer_of.get(module, module) not in applied)

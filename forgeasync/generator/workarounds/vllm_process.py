@@ -30,12 +30,15 @@ def adapt_process() -> None:
     """Change vLLM for all engines that this process builds from now on."""
     for module in (multiproc_executor, uniproc_executor):
         assert hasattr(module, "get_file_store_init_method"), "written against vLLM 0.32"
-        module.get_file_store_init_method = _init_method
+    multiproc_executor.get_file_store_init_method = _init_method
+    uniproc_executor.get_file_store_init_method = _init_method
     if current_platform.is_cpu():
         assert hasattr(dispatcher, "sys"), "written against vLLM 0.32"
-        dispatcher.sys = _OwnModules()
+        # It is asked for its modules alone.
+        dispatcher.sys = _OwnModules()  # type: ignore[assignment]
         assert hasattr(sampler, "batched_count_greater_than"), "written against vLLM 0.32"
-        sampler.batched_count_greater_than = count_at_least
+        # vLLM calls it by place, so that the names of its parameters do not matter.
+        sampler.batched_count_greater_than = count_at_least  # type: ignore[assignment]
 
 
 def _init_method() -> str:

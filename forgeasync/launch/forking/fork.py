@@ -137,7 +137,8 @@ def _end_as(ending: int | signal.Signals) -> NoReturn:
     with the server and its other forks: at the end of a run its processes would take more memory than ever
     before. ``multiprocessing`` ends its forks without that too.
     """
-    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
+    # Not public: it waits for threads that are no daemons.
+    threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
@@ -161,7 +162,7 @@ def _place(descriptors: Mapping[int, int]) -> None:
         os.dup2(descriptor, number)
         os.close(descriptor)
     # As Python begins where its output is a terminal.
-    sys.stdout.reconfigure(line_buffering=os.isatty(1))  # type: ignore[union-attr]
+    sys.stdout.reconfigure(line_buffering=os.isatty(1))  # type: ignore[union-attr]  # not declared by TextIO
 
 
 def _seed_anew() -> None:

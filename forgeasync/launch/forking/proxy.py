@@ -76,7 +76,7 @@ def ask(link: socket.socket, lives: list[int], kept: list[int], arguments: list[
         raise NoFork("it has ended")
     if "refused" in answer:
         raise NoFork(answer["refused"])
-    return answer["pid"]
+    return int(answer["pid"])
 
 
 def receive(link: socket.socket) -> "dict[str, int | str] | None":
@@ -164,11 +164,11 @@ def stand_for(address: str, *, lives: list[int], kept: list[int], arguments: lis
         except NoFork:
             for number, handler in before.items():
                 signal.signal(number, handler)
-            for number in early:
-                os.kill(os.getpid(), number)
+            for one in early:
+                os.kill(os.getpid(), one)
             raise
-        for number in early:
-            pass_on(number, None)
+        for one in early:
+            pass_on(one, None)
         return wait(link, fork[0])
 
 

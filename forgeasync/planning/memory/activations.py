@@ -215,7 +215,7 @@ class _Count:
             selective += tokens * facts.top_k * 2 * hidden * element
         # Gradients of the output, scaled and not, and of the scores. After these, the gate's activation
         # again, and the gradients of the product and of the gate.
-        passing = facts.top_k * hidden * (element + 2 * FLOAT32_BYTES)
+        passing: float = facts.top_k * hidden * (element + 2 * FLOAT32_BYTES)
         if not self._keeps_products:
             passing = max(passing, facts.top_k * 3 * inner * element)
         if self._expert > 1:

@@ -124,7 +124,7 @@ class _Context(FunctionCtx):
 
 
 def _save(
-    ctx: _Context, inputs: tuple[torch.Tensor | float, ...], output: tuple[torch.Tensor, torch.Tensor]
+    ctx: _Context, inputs: tuple[*tuple[torch.Tensor, ...], float], output: tuple[torch.Tensor, torch.Tensor]
 ) -> None:
     *tensors, ctx.scale = inputs
     ctx.save_for_backward(*tensors[:3], *output, *tensors[3:])

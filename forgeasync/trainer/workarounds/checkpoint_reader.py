@@ -65,9 +65,9 @@ class SafeFileSystemReader(FileSystemReader):
                 raise ValueError(f"{self._file} is damaged: {error!r}") from error
         if not isinstance(metadata, Metadata):
             raise ValueError(f"{self._file} holds a {type(metadata).__name__}, no checkpoint's metadata")
-        if getattr(metadata, "storage_meta", None) is None:
-            metadata.storage_meta = StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
+        storage = getattr(metadata, "storage_meta", None) or StorageMeta()
+        storage.load_id = self.load_id
+        metadata.storage_meta = storage
         return metadata
 
 

@@ -85,7 +85,8 @@ class ContextAttention(FlexAttention):
         is_second = current_flash_attention_impl() in (None, "FA2") and torch.version.hip is None
 
         def attend(v: torch.Tensor) -> torch.Tensor:
-            return varlen_attn(
+            # A tuple only where auxiliary outputs are asked for.
+            return varlen_attn(  # type: ignore[return-value]
                 q_BLNH.flatten(0, 1),
                 k_KNH,
                 v,

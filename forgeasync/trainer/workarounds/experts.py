@@ -40,6 +40,7 @@ def _(a: torch.Tensor, b: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor
 
 class _Context(FunctionCtx):
     saved_tensors: tuple[torch.Tensor, ...]
+    needs_input_grad: tuple[bool, ...]
 
 
 def _save(ctx: _Context, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:

@@ -35,7 +35,8 @@ def _init_with_one_thread(
 
 def _default_options(timeout: timedelta) -> Any:
     """What torch makes of a timeout, which it does not do by a public name."""
-    options = ProcessGroupGloo._Options()
+    # torch's stub has it by another name.
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
     interfaces = os.environ.get("GLOO_SOCKET_IFNAME")
     options._devices = (
@@ -46,4 +47,5 @@ def _default_options(timeout: timedelta) -> Any:
     return options
 
 
-ProcessGroupGloo.__init__ = _init_with_one_thread
+# Put in place of torch's own.
+ProcessGroupGloo.__init__ = _init_with_one_thread  # type: ignore[method-assign, assignment]

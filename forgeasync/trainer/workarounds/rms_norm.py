@@ -21,6 +21,7 @@ from forgeasync.trainer.workarounds.low_precision_sums import as_config
 
 class _Context(FunctionCtx):
     saved_tensors: tuple[torch.Tensor, ...]
+    needs_input_grad: tuple[bool, ...]
 
 
 class _Normalized(torch.autograd.Function):
