@@ -162,12 +162,7 @@ class RemoteEnvironment(Section):
 
 
 EnvironmentSection = Annotated[
-    PythonTool
-    | McpEnvironment
-    | CodingAgent
-    | ServedEnvironment
-    | RemoteEnvironment
-    | PythonCode,
+    PythonTool | McpEnvironment | CodingAgent | ServedEnvironment | RemoteEnvironment | PythonCode,
     Field(discriminator="kind"),
 ]
 
