@@ -18,8 +18,6 @@ from .report import dry_run_report as dry_run_report
 from .request_warnings import request_warnings as request_warnings
 from .split_table import print_plan as print_plan
 from .splits import ProfileOf as ProfileOf
-from .splits import Split as Split
-from .splits import SplitPlan as SplitPlan
 from .splits import plan_splits as plan_splits
 from .stated_profile import stated_profile as stated_profile
 
@@ -43,6 +41,7 @@ from .memory.teachers import all_teacher_bytes as all_teacher_bytes
 from .memory.trainer import TrainerMemory as TrainerMemory
 from .request_warnings import kubernetes_quantity as kubernetes_quantity
 from .request_warnings import slurm_bytes as slurm_bytes
+from .splits import SplitPlan as SplitPlan
 from .splits import choose as choose
 from .weight_times import TimeTerm as TimeTerm
 from .weight_times import weight_times as weight_times

@@ -40,7 +40,6 @@ from .payload_format import EVERY_HOST as EVERY_HOST
 from .payload_format import PayloadGone as PayloadGone
 from .payload_format import PayloadRef as PayloadRef
 from .payload_format import PayloadTorn as PayloadTorn
-from .payload_format import measure as measure
 from .payload_remote import PayloadServer as PayloadServer
 from .payload_remote import RemotePayloadReader as RemotePayloadReader
 from .payload_store import PayloadReader as PayloadReader
@@ -122,6 +121,7 @@ from .kept_tokens import check_kept_tokens as check_kept_tokens
 from .payload_budget import fits as fits
 from .payload_format import ALIGNMENT as ALIGNMENT
 from .payload_format import group_num_bytes as group_num_bytes
+from .payload_format import measure as measure
 from .payload_format import read_from as read_from
 from .payload_format import write_into as write_into
 from .routing import RoutedExperts as RoutedExperts

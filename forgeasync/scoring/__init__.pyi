@@ -8,7 +8,6 @@ from .limited import OneReward as OneReward
 from .limited import all_of as all_of
 from .limited import is_limited as is_limited
 from .process_reward_pool import ProcessRewardPool as ProcessRewardPool
-from .reward_pool import CALLS_SIDE_BY_SIDE as CALLS_SIDE_BY_SIDE
 from .reward_pool import RewardPool as RewardPool
 from .reward_trial import check_verifiers as check_verifiers
 from .reward_trial import try_rewards as try_rewards

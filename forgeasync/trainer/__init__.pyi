@@ -15,8 +15,6 @@ from .logprobs import kept_logprobs as kept_logprobs
 from .lora_checkpoint import write_folder as write_folder
 from .optimizer import build_optimizer as build_optimizer
 from .packing import PackedRow as PackedRow
-from .packing import PlacedSource as PlacedSource
-from .packing import Source as Source
 from .packing import TrainingSequence as TrainingSequence
 from .packing import pack_row as pack_row
 from .packing import pack_rows as pack_rows
@@ -67,6 +65,7 @@ from .model import share_rotary_caches as share_rotary_caches
 from .model import titan_config as titan_config
 from .optimizer import scheduled_learning_rate as scheduled_learning_rate
 from .packing import NO_SEQUENCE as NO_SEQUENCE
+from .packing import Source as Source
 from .replay_router import checkpoint_weights as checkpoint_weights
 from .replay_router import replay as replay
 from .snapshot_format import HEADER_BYTES as HEADER_BYTES
