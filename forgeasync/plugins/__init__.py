@@ -1,5 +1,6 @@
-"""Plug-ins: what you can remove without changing a run.
+"""Plug-ins: parts of forgeasync that a run does not need.
 
-Each folder is a plug-in with a front of its own. It imports the fronts of rooms, and no other plug-in. Its
-app in ``apps/``, or an entry point, finds it; the core never imports it.
+A plug-in is a folder here. It imports the rooms of forgeasync through their fronts alone, has a front of its
+own, and its tests are in ``tests/plugins/<name>``. Apps, benchmarks and examples import plug-ins; the core
+never does, so that you can remove one without touching anything else.
 """

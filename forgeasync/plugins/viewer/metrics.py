@@ -3,6 +3,7 @@
 from array import array
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TypeGuard
 
 import msgspec
 import numpy as np
@@ -95,7 +96,7 @@ class MetricTable:
         return self._steps[key][-1], self._values[key][-1]
 
 
-def _is_count(value: object) -> bool:
+def _is_count(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
 
 

@@ -348,7 +348,7 @@ def worst_answer(rollouts: RolloutIndex, tokens: TokenIndex, step: int) -> Answe
     except TokensGone as error:
         return {"problem": str(error), "worst": []}
     wanted = {one.get("group_id") for one in worst}
-    numbers = {
+    numbers: dict[tuple[object, object, object], int] = {
         (place.group, record.get("episode", 0), record.get("agent", 0)): place.number
         for place in rollouts.of_step(step)
         if place.group in wanted

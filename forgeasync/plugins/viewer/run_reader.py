@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -70,10 +71,11 @@ class RunReader:
         self._rollouts = Followed(run_dir.rollouts, partial(RolloutIndex, run_dir.rollouts))
         self._tokens = Followed(run_dir.tokens, partial(TokenIndex, run_dir.tokens))
         rollouts, tokens = ([self._rollouts], [self._tokens]) if with_rollouts else ([], [])
-        self._files = [self._metrics, self._faults, self._groups, *rollouts, *tokens]
+        early: list[Followed[Any]] = [self._metrics, self._faults, self._groups, *rollouts]
+        self._files: list[Followed[Any]] = [*early, *tokens]
         traces = [self.traces] if with_traces else []
         # The page can show each of these before the next one was read.
-        self._in_order = [self._metrics, self._faults, self._groups, *rollouts, *traces, *tokens]
+        self._in_order: list[Followed[Any] | Traces] = [*early, *traces, *tokens]
         self._settings: dict[str, str] = {}
         self._settings_problem: str | None = None
         self._settings_time: float | None = None
@@ -149,7 +151,8 @@ class RunReader:
         if self._settings_problem is not None:
             found.append(self._settings_problem)
         found += self.groups.problems
-        for file in (self._metrics, self._faults, self._rollouts, self._tokens):
+        damaged: list[Followed[Any]] = [self._metrics, self._faults, self._rollouts, self._tokens]
+        for file in damaged:
             if num := file.contents.num_damaged:
                 found.append(f"{file.lines.path.name}: {num} damaged lines were left out")
         for file in self._files:
