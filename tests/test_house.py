@@ -24,7 +24,7 @@ MAX_NAMES_FOR_TESTS = 598
 other rooms can see."""
 
 _ROW = re.compile(
-    r"^\| `(?P<room>apps|forgeasync/[\w.]+)/?` \| [^|]+ \| (?P<imports>[^|]*) \|$", re.MULTILINE
+    r"^\| `(?P<room>apps|forgeasync/[\w./]+?)/?` \| [^|]+ \| (?P<imports>[^|]*) \|$", re.MULTILINE
 )
 
 
@@ -32,8 +32,8 @@ def drawn() -> dict[str, set[str]]:
     """What each room imports, by the table."""
     text = (REPOSITORY / "docs" / "architecture.md").read_text(encoding="utf-8")
     return {
-        row["room"].removeprefix("forgeasync/").removesuffix(".py"): set(
-            re.findall(r"\w+", row["imports"].replace(".py", ""))
+        row["room"].removeprefix("forgeasync/").removesuffix(".py").replace("/", "."): set(
+            re.findall(r"[\w.]+", row["imports"].replace(".py", ""))
         )
         - {"nothing"}
         for row in _ROW.finditer(text)
@@ -59,8 +59,11 @@ def sources() -> Iterator[Path]:
 
 
 def room_of(parts: tuple[str, ...]) -> str:
+    """The dotted name of a module's room; every plug-in is one: plugins.<name>."""
     if parts[0] == "apps":
         return "apps"
+    if parts[1:2] == ("plugins",) and len(parts) > 2:
+        return f"plugins.{parts[2]}" if parts[2] != "__init__" else "forgeasync"
     # Files beside the rooms, such as forgeasync/training.py, are rooms of their own.
     return parts[1] if len(parts) > 1 and parts[1] != "__init__" else "forgeasync"
 
@@ -90,6 +93,13 @@ def test_rooms_import_what_the_table_says() -> None:
     assert drawn() == found
 
 
+def test_the_core_imports_no_plugin() -> None:
+    """Only apps, tests, benchmarks and examples do: a plug-in can be removed."""
+    for room, names in real().items():
+        if room != "apps" and not room.startswith("plugins."):
+            assert not {name for name in names if name.partition(".")[0] == "plugins"}, room
+
+
 def test_no_room_leads_back_to_itself() -> None:
     rooms = real()
     # forgeasync.training runs the app as a process, by its name.
@@ -105,8 +115,20 @@ def test_no_file_is_too_long_for_one_sitting() -> None:
 
 
 def rooms() -> set[str]:
-    """Folders of forgeasync/ that have a front."""
-    return {file.parent.name for file in (REPOSITORY / "forgeasync").glob("*/__init__.pyi")}
+    """Dotted names of the folders of forgeasync/ that have a front."""
+    package = REPOSITORY / "forgeasync"
+    fronts = (*package.glob("*/__init__.pyi"), *package.glob("plugins/*/__init__.pyi"))
+    return {".".join(file.parent.relative_to(package).parts) for file in fronts}
+
+
+def folder_of(room: str) -> Path:
+    return REPOSITORY.joinpath("forgeasync", *room.split("."))
+
+
+def room_and_module(name: str) -> tuple[str, str]:
+    """The room of a module of forgeasync, and the module's name behind the front or ""."""
+    room = room_of(tuple(name.split(".")))
+    return room, name.removeprefix(f"forgeasync.{room}").removeprefix(".")
 
 
 def imports_of_rooms(file: Path) -> Iterator[tuple[str, str, str]]:
@@ -115,14 +137,13 @@ def imports_of_rooms(file: Path) -> Iterator[tuple[str, str, str]]:
     own = room_of(parts) if parts[0] == "forgeasync" else ""
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module is not None and node.level == 0:
-            package, _, rest = node.module.partition(".")
-            room, _, module = rest.partition(".")
-            if package == "forgeasync" and room in rooms() and room != own:
+            room, module = room_and_module(node.module)
+            if node.module.startswith("forgeasync.") and room in rooms() and room != own:
                 yield from ((room, module, one.name) for one in node.names)
         elif isinstance(node, ast.Import):
             for one in node.names:
-                package, room, module = [*one.name.split(".", 2), "", ""][:3]
-                if package == "forgeasync" and module and room != own:
+                room, module = room_and_module(one.name)
+                if one.name.startswith("forgeasync.") and module and room != own:
                     yield room, module, ""
 
 
@@ -140,7 +161,7 @@ _BY_ROOMS, _BY_TESTS = "by rooms", "by tests"
 @functools.cache
 def front(room: str) -> dict[str, tuple[str, str]]:
     """Each name of a front, with its module, and who imports it."""
-    text = (REPOSITORY / "forgeasync" / room / "__init__.pyi").read_text(encoding="utf-8")
+    text = (folder_of(room) / "__init__.pyi").read_text(encoding="utf-8")
     first, _, second = text.partition("# Only tests import these.")
     names = {}
     for block, users in ((first, _BY_ROOMS), (second, _BY_TESTS)):
@@ -185,11 +206,11 @@ def test_fronts_list_what_others_import() -> None:
 def test_names_of_fronts_are_defined_where_they_say() -> None:
     for room in rooms():
         for name, (module, _) in front(room).items():
-            path = REPOSITORY.joinpath("forgeasync", room, *module.split("."))
+            path = folder_of(room).joinpath(*module.split("."))
             file = path.with_suffix(".py") if path.with_suffix(".py").exists() else path / "__init__.py"
             assert name in defined(ast.parse(file.read_text(encoding="utf-8"))), f"{room}: {name}"
             # A module of the same name would take its place once it is imported.
-            same = REPOSITORY / "forgeasync" / room / name
+            same = folder_of(room) / name
             assert not same.is_dir() and (module == name or not same.with_suffix(".py").exists()), name
 
 
