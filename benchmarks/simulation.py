@@ -12,7 +12,7 @@ import time
 from common import RESULTS, machine_facts, write_json
 
 from forgeasync.config import AccountingSection, BufferSection, ScorerSection, WeightsSection
-from forgeasync.profile import (
+from forgeasync.plugins.simulator import (
     Cores,
     DecodePoint,
     Distribution,
@@ -22,10 +22,11 @@ from forgeasync.profile import (
     Origin,
     Profile,
     Setup,
+    SimulatedRun,
     TrainPoint,
     WeightTimes,
+    simulate,
 )
-from forgeasync.simulation import SimulatedRun, simulate
 
 QUANTILES = (100.0, 2e3, 4e3, 6e3, 9e3, 12e3, 16e3, 20e3, 25e3, 30e3)
 
@@ -80,8 +81,6 @@ PROFILE = Profile(
         )
     },
     start_s=Estimate.stated(600.0),
-    generator_start_s=Estimate.stated(300.0),
-    trainer_start_s=Estimate.stated(300.0),
 )
 
 

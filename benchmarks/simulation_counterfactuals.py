@@ -26,9 +26,8 @@ from simulation_validation import QUIET, Figures, measured, start_app
 
 from forgeasync.config import load_config, resolve
 from forgeasync.models import read_model_facts
-from forgeasync.profile import Distribution, Profile, read_profile
+from forgeasync.plugins.simulator import Distribution, Profile, SimulatedRun, of_config, read_profile, what_if
 from forgeasync.scoring import CALLS_SIDE_BY_SIDE
-from forgeasync.simulation import SimulatedRun, of_config, what_if
 
 CONFIG = REPOSITORY / "configs" / "tiny_moe_cpu.yaml"
 

@@ -21,9 +21,8 @@ from simulation_validation import QUIET, measured, start_app
 
 from forgeasync.config import load_config, resolve
 from forgeasync.models import read_model_facts
-from forgeasync.planning import GPU_GIB, Split, SplitPlan, plan_splits
-from forgeasync.profile import Profile, read_profile
-from forgeasync.simulation import of_config
+from forgeasync.planning import GPU_GIB
+from forgeasync.plugins.simulator import Profile, Split, SplitPlan, of_config, plan_splits, read_profile
 
 
 def plan(config: Path, settings: list[str], profile: Profile, *, num_procs: int, num_steps: int) -> SplitPlan:

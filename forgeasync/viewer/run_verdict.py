@@ -8,9 +8,9 @@ from forgeasync.observability import (
     WINDOW_STEPS,
     MeasuredSteps,
     MeasuredWindow,
+    num_steps_ahead,
     verdict_lines,
 )
-from forgeasync.profile import num_steps_ahead
 from forgeasync.viewer.run_reader import RunReader
 
 
