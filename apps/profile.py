@@ -23,8 +23,8 @@ from pathlib import Path
 
 from forgeasync.config import ModelFacts, RunConfig, load_config, longest_response, resolve
 from forgeasync.models import read_model_facts
-from forgeasync.planning import GPU_GIB, ProfileOf, plan_splits, print_plan, stated_profile
-from forgeasync.profile import read_profile
+from forgeasync.planning import GPU_GIB
+from forgeasync.plugins.simulator import ProfileOf, plan_splits, print_plan, read_profile, stated_profile
 from forgeasync.schema import EXIT_REFUSED, ConfigError, Problem
 
 NUM_STEPS = 30
@@ -73,7 +73,7 @@ def _measure(arguments: argparse.Namespace) -> int:
     # They import torch and Monarch, which a plan can do without.
     from apps.grpo import GrpoRun
     from forgeasync.controller import exit_code
-    from forgeasync.profiling import profile_config
+    from forgeasync.plugins.simulator import profile_config
 
     return exit_code(
         lambda: profile_config(load_config(arguments.config, arguments.overrides), arguments.out, GrpoRun)

@@ -21,7 +21,7 @@ import numpy as np
 import psutil
 from rich.table import Table
 
-from forgeasync.profiling import processor_name
+from forgeasync.plugins.simulator import processor_name
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"

@@ -36,8 +36,7 @@ from rich.table import Table
 from forgeasync.config import load_config, resolve
 from forgeasync.models import read_model_facts
 from forgeasync.observability import MeasuredWindow
-from forgeasync.profile import Profile, read_profile
-from forgeasync.simulation import SimulatedRun, of_config, simulate_seeds
+from forgeasync.plugins.simulator import Profile, SimulatedRun, of_config, read_profile, simulate_seeds
 
 CASES: dict[str, tuple[str, ...]] = {
     "synchronous": ("max_off_policy_steps=0",),

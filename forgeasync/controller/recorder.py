@@ -27,10 +27,10 @@ from forgeasync.observability import (
     StepMetrics,
     TokenLines,
     WandbLog,
+    num_steps_ahead,
     verdict_lines,
 )
 from forgeasync.process_memory import MemoryWatch, largest
-from forgeasync.profile import num_steps_ahead
 from forgeasync.rollouts import EpisodeOutcome, Group, PromptEncoder, RolloutKey, Score, TokenPieces
 from forgeasync.trainer import StepResult
 from forgeasync.weights import FetchReport

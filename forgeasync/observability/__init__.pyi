@@ -55,6 +55,8 @@ from .verdict import MeasuredSteps as MeasuredSteps
 from .verdict import MeasuredWindow as MeasuredWindow
 from .verdict import OTHER_KEYS as OTHER_KEYS
 from .verdict import WINDOW_STEPS as WINDOW_STEPS
+from .verdict import num_steps_ahead as num_steps_ahead
+from .verdict import steady_steps as steady_steps
 from .verdict import verdict_lines as verdict_lines
 from .wandb_log import WandbLog as WandbLog
 from .wandb_log import check_wandb as check_wandb

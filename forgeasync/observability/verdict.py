@@ -1,10 +1,9 @@
 """What bounds a run, by means over its newest steps: for the last lines of a run and for ``apps.view``."""
 
+import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-
-from forgeasync.profile import steady_steps
 
 WINDOW_STEPS = 50
 """Newest steps that are measured."""
@@ -75,6 +74,31 @@ class _Step:
 def num_first_steps(max_steps: int) -> int:
     """Return how many steps at the start of a run are left out: its first third, at most 10."""
     return min(max_steps // 3, 10)
+
+
+def num_steps_ahead(*, max_off_policy_steps: int, max_groups: int | None, groups_per_step: int) -> int:
+    """Return for how many steps a run may have groups in flight besides those of the step that is trained.
+
+    ``max_groups`` is the buffer's depth bound. As many steps at the end of a run have less and less to
+    sample, and are faster than the others.
+    """
+    if max_groups is None:
+        return max_off_policy_steps
+    return min(max_off_policy_steps, math.ceil(max_groups / groups_per_step))
+
+
+def steady_steps(num_steps: int, *, num_first: int, num_ahead: int) -> range:
+    """Return the steps of a run that means are over, counted from 0: neither its first nor its last ones.
+
+    At least ``num_first`` steps are left out at the start, and ``num_ahead`` at the end, but at most half of
+    what is left: a short run has some steps too. Groups that begin together may end together, and a run then
+    goes in waves of ``num_ahead`` + 1 steps, of which one waits for most of the time. Where there is a whole
+    wave, there are only whole ones.
+    """
+    assert 0 <= num_first < max(1, num_steps)
+    end = num_steps - min(num_ahead, (num_steps - num_first) // 2)
+    num_beyond = (end - num_first) % (num_ahead + 1)
+    return range(num_first + num_beyond if end - num_first > num_ahead else num_first, end)
 
 
 class MeasuredWindow:

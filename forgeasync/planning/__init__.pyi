@@ -2,6 +2,8 @@ from .host_requests import HostNeeds as HostNeeds
 from .host_requests import role_needs as role_needs
 from .host_requests import with_host_requests as with_host_requests
 from .layouts import GPU_GIB as GPU_GIB
+from .layouts import fit_trainer as fit_trainer
+from .layouts import generator_fits as generator_fits
 from .memory.generator import generator_memory as generator_memory
 from .memory.host import available_host_bytes as available_host_bytes
 from .memory.host import check_generator_memory as check_generator_memory
@@ -10,23 +12,24 @@ from .memory.host import snapshot_memory_bytes as snapshot_memory_bytes
 from .memory.items import Machine as Machine
 from .memory.items import least_bytes as least_bytes
 from .memory.items import total_bytes as total_bytes
+from .memory.parameters import ParameterCounts as ParameterCounts
 from .memory.parameters import count_parameters as count_parameters
+from .memory.parameters import generator_parameters_per_rank as generator_parameters_per_rank
+from .memory.parameters import trainer_parameters_per_rank as trainer_parameters_per_rank
+from .memory.plan import planned_machine as planned_machine
 from .memory.teachers import teacher_facts as teacher_facts
 from .memory.teachers import teacher_memory as teacher_memory
 from .memory.trainer import trainer_memory as trainer_memory
 from .report import dry_run_report as dry_run_report
 from .request_warnings import request_warnings as request_warnings
-from .split_table import print_plan as print_plan
-from .splits import ProfileOf as ProfileOf
-from .splits import plan_splits as plan_splits
-from .stated_profile import stated_profile as stated_profile
+from .weight_times import DEVICE_BYTES_PER_S as DEVICE_BYTES_PER_S
+from .weight_times import weight_seconds as weight_seconds
 
 # Only tests import these.
 from .host_requests import host_needs as host_needs
 from .layouts import Layout as Layout
 from .layouts import USABLE_SHARE as USABLE_SHARE
 from .layouts import fit_rows as fit_rows
-from .layouts import fit_trainer as fit_trainer
 from .memory.__main__ import memory_table as memory_table
 from .memory.host import group_payload_bytes as group_payload_bytes
 from .memory.host import groups_outstanding as groups_outstanding
@@ -34,14 +37,10 @@ from .memory.host import host_memory as host_memory
 from .memory.items import FLOAT32_BYTES as FLOAT32_BYTES
 from .memory.moments import Moment as Moment
 from .memory.moments import step_moments as step_moments
-from .memory.parameters import generator_parameters_per_rank as generator_parameters_per_rank
-from .memory.parameters import trainer_parameters_per_rank as trainer_parameters_per_rank
 from .memory.plan import memory_plan as memory_plan
 from .memory.teachers import all_teacher_bytes as all_teacher_bytes
 from .memory.trainer import TrainerMemory as TrainerMemory
 from .request_warnings import kubernetes_quantity as kubernetes_quantity
 from .request_warnings import slurm_bytes as slurm_bytes
-from .splits import SplitPlan as SplitPlan
-from .splits import choose as choose
 from .weight_times import TimeTerm as TimeTerm
 from .weight_times import weight_times as weight_times

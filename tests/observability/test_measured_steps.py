@@ -4,8 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgeasync.observability import KEYS, NUM_GENERATORS, WINDOW_STEPS, MeasuredWindow, num_first_steps
-from forgeasync.profile import num_steps_ahead, steady_steps
+from forgeasync.observability import (
+    KEYS,
+    NUM_GENERATORS,
+    WINDOW_STEPS,
+    MeasuredWindow,
+    num_first_steps,
+    num_steps_ahead,
+    steady_steps,
+)
 
 
 def line(step: int, elapsed_s: float, **values: float) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """Profiles of machines that do not exist, for tests."""
 
-from forgeasync.profile import (
+from forgeasync.plugins.simulator import (
     Cores,
     DecodePoint,
     Distribution,
@@ -94,6 +94,4 @@ def simple_profile(
         },
         filtered_share=filtered_share,
         start_s=Estimate.stated(1.0),
-        generator_start_s=Estimate.stated(1.0),
-        trainer_start_s=Estimate.stated(1.0),
     )

@@ -3,7 +3,7 @@
 from typing import Any
 
 from forgeasync.config import AccountingSection, BufferSection, ScorerSection, WeightsSection
-from forgeasync.simulation import SimulatedRun
+from forgeasync.plugins.simulator import SimulatedRun
 
 
 def small_run(**changes: Any) -> SimulatedRun:

@@ -20,12 +20,12 @@ from forgeasync.observability import (
     Holder,
     MeasuredSteps,
     MeasuredWindow,
+    num_steps_ahead,
     verdict_lines,
     visible_line,
 )
 from forgeasync.plugins.viewer.metrics import ELAPSED_S
 from forgeasync.plugins.viewer.run_reader import RunReader
-from forgeasync.profile import num_steps_ahead
 
 NUM_RECENT_STEPS = 20
 """The newest steps, whose mean time estimates the time left."""

@@ -1,0 +1,11 @@
+"""Predicts how fast a run is: service times of its parts, a run in simulated time, and a planner.
+
+``profile`` has the service times and their file. ``measure`` times the parts of a run on this machine.
+``run.simulate`` plays a run in simulated time around the real rules of buffer, routing, scoring, payloads and
+weights. ``what_if`` and ``planner`` simulate changes. docs/simulation.md and docs/profiling.md describe them.
+"""
+
+import lazy_loader
+
+# __init__.pyi lists the names; each one is imported from its module when it is first used.
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,291 @@
+"""Generators of a simulated run, and new versions of the weights on their way to them.
+
+The real table of replicas chooses a generator for every group. The order of an update is that of
+``forgeasync.controller``: one version is staged at a time, each host fetches the newest one whenever it is
+behind, and its generators swap together. The real ledger decides who may write and read which staging
+buffer.
+"""
+
+from collections import deque
+from collections.abc import Callable
+
+from forgeasync.config import Interruption, KvAfterSwap, WeightsSection
+from forgeasync.faults import ReplicaTable
+from forgeasync.plugins.simulator.clock import Clock
+from forgeasync.plugins.simulator.engine import Engine, EngineCost
+from forgeasync.plugins.simulator.groups import Draws, Sequence, SimulatedGroup
+from forgeasync.plugins.simulator.profile import Cores, Distribution, WeightTimes
+from forgeasync.plugins.simulator.shape import SimulatedRun
+from forgeasync.rollouts import GroupProgress
+from forgeasync.weights import Manifest, WeightLedger
+
+OnResponse = Callable[[SimulatedGroup, int], None]
+"""Called when a response has ended, with its group and its index in the group."""
+
+
+class Generators:
+    """Engines by number, and the groups on them."""
+
+    def __init__(
+        self,
+        run: SimulatedRun,
+        cost: EngineCost,
+        clock: Clock,
+        draws: Draws,
+        *,
+        call_s: Distribution,
+        on_response: OnResponse,
+    ) -> None:
+        self._run = run
+        self._clock = clock
+        self._draws = draws
+        self._call_s = call_s
+        self._on_response = on_response
+        self.table = ReplicaTable()
+        self.engines: dict[int, Engine] = {}
+        self._groups: dict[int, dict[int, SimulatedGroup]] = {}
+        """By generator and group."""
+        self._unassigned: deque[SimulatedGroup] = deque()
+        per_host = run.num_replicas // run.num_generator_hosts
+        for rank in range(run.num_replicas):
+            number = self.table.start(rank, str(rank // per_host))
+            self.engines[number] = Engine(number, cost, clock, self._turn_ended, version=0)
+            self._groups[number] = {}
+            self.table.ready(number)
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which a generator had a sequence, added up over generators."""
+        return sum(engine.total_busy_s for engine in self.engines.values())
+
+    @property
+    def num_preempted(self) -> int:
+        """Sequences that generators had to compute again."""
+        return sum(engine.num_preempted for engine in self.engines.values())
+
+    def sample(self, group: SimulatedGroup) -> None:
+        """Sample a group as soon as a generator can take it."""
+        self._unassigned.append(group)
+        self.assign()
+
+    def assign(self) -> None:
+        """Give waiting groups to generators, in their order."""
+        while self._unassigned:
+            number = self.table.assign(self._run.group_size)
+            if number is None:
+                return
+            group = self._unassigned.popleft()
+            if group.is_ended:
+                self.table.ended(number, self._run.group_size)
+                continue
+            group.engine = number
+            self._groups[number][group.group_id] = group
+            delay_s = self._draws.time_s(self._call_s)
+            self._clock.wall.after(delay_s, lambda group=group, number=number: self._begin(group, number))
+
+    def cancel(self, group: SimulatedGroup) -> None:
+        """Give up a group that is sampled."""
+        group.is_ended = True
+        if group.engine is not None:
+            self.engines[group.engine].remove(group.sequences)
+            self._release(group)
+
+    def swap(self, number: int, version: int, stall_s: float, *, recompute: bool) -> list[GroupProgress]:
+        """Have a generator sample under a new version; return what it reports of its groups."""
+        running = self.engines[number].swap(version, stall_s, recompute=recompute)
+        progress = []
+        for group_id, group in self._groups[number].items():
+            _, num_tokens = running.get(group_id, (0, 0))
+            progress.append(
+                GroupProgress(
+                    group_id=group_id,
+                    version=version,
+                    num_running=self._run.group_size - group.num_finished,
+                    num_tokens=num_tokens + sum(one.num_sampled for one in group.sequences),
+                )
+            )
+        return progress
+
+    # ---- inside
+
+    def _begin(self, group: SimulatedGroup, number: int) -> None:
+        if not group.is_ended:
+            self.engines[number].add(group.sequences)
+
+    def _turn_ended(self, sequence: Sequence) -> None:
+        turn, latencies_s = sequence.turn, sequence.rollout.latencies_s
+        sequence.turn += 1
+        if latencies_s:
+            self._clock.wall.after(latencies_s[turn], lambda: self._came_back(sequence))
+        else:
+            self._finish(sequence)
+
+    def _came_back(self, sequence: Sequence) -> None:
+        group = sequence.group
+        if group.is_ended:
+            return
+        if sequence.turn == len(sequence.rollout.turns):
+            self._finish(sequence)
+            return
+        assert group.engine is not None, "a group keeps its generator until all of its sequences have ended"
+        self.engines[group.engine].add([sequence])
+
+    def _finish(self, sequence: Sequence) -> None:
+        group = sequence.group
+        group.num_finished += 1
+        if group.num_finished == self._run.group_size and group.engine is not None:
+            self._release(group)
+        self._on_response(group, sequence.index)
+
+    def _release(self, group: SimulatedGroup) -> None:
+        number = group.engine
+        assert number is not None
+        del self._groups[number][group.group_id]
+        self.table.ended(number, self._run.group_size)
+        group.engine = None
+
+
+class Serving:
+    """Publishes versions and has generators take them.
+
+    At a swap, ``on_progress`` gets the groups that cross it, and then ``on_served`` the version that all
+    generators have.
+    """
+
+    def __init__(
+        self,
+        section: WeightsSection,
+        times: WeightTimes,
+        generators: Generators,
+        clock: Clock,
+        draws: Draws,
+        *,
+        num_hosts: int,
+        cores: Cores,
+        on_progress: Callable[[list[GroupProgress]], None],
+        on_served: Callable[[int], None],
+    ) -> None:
+        """One thread of the trainer stages, and one of each generator fetches. Each keeps one core busy,
+        unless its process computes on a GPU by ``cores``."""
+        self._section = section
+        self._times = times
+        self._generators = generators
+        self._clock = clock
+        self._draws = draws
+        self._staging_cores = min(1.0, cores.trainer)
+        self._fetching_cores = min(1.0, cores.generator)
+        self._on_progress = on_progress
+        self._on_served = on_served
+        self.ledger = WeightLedger(lease_timeout_s=section.lease_timeout_s)
+        self._is_busy = [False] * num_hosts
+        self._wanted: list[Callable[[], None]] = []
+        self._is_publishing = False
+        self._version = 0
+        self._told = 0
+        self._num_swapping = [0] * num_hosts
+        """By host, the generators that have fetched a version and do not sample under it yet."""
+
+    def publish(self, version: int, begun: Callable[[], None]) -> None:
+        """Stage the trainer's weights, which have this version; call ``begun`` when training may go on."""
+        self._version = version
+        self._wanted.append(begun)
+        self._publish_next()
+
+    def _publish_next(self) -> None:
+        if self._is_publishing or not self._wanted:
+            return
+        begun = self._wanted.pop(0)
+        slot = self.ledger.begin(self._clock.now_s)
+        if slot is None:
+            # Skipped and owed: generators read both staging buffers.
+            begun()
+            self._publish_next()
+            return
+        self._is_publishing = True
+        version = self._version
+
+        def wait_ended() -> None:
+            # Planned before ``begun``, which may publish again.
+            publish_s = self._draws.time_s(self._times.publish_s)
+            self._clock.compute(publish_s, self._staging_cores, lambda: self._staged(version, slot))
+            begun()
+
+        self._clock.compute(self._draws.time_s(self._times.wait_s), self._staging_cores, wait_ended)
+
+    def _staged(self, version: int, slot: int) -> None:
+        manifest = Manifest(
+            version=version, slot=slot, layout_digest="", checksums=(), waited_s=0.0, staging_s=0.0
+        )
+        self.ledger.commit(manifest)
+        self._generators.table.published(version)
+        self._is_publishing = False
+        self._publish_next()
+        for host in range(len(self._is_busy)):
+            self._look_at(host)
+        self._tell()
+        self._catch_up()
+
+    def _look_at(self, host: int) -> None:
+        """Have a host that is behind fetch the newest version."""
+        table = self._generators.table
+        if self._is_busy[host] or not table.is_behind(str(host)):
+            return
+        older = table.lowest_version(str(host))
+        manifest = self.ledger.acquire(host, newer_than=older, now_s=self._clock.now_s)
+        if manifest is not None:
+            self._fetch(host, manifest.version)
+
+    def _catch_up(self) -> None:
+        """Publish what had to be skipped."""
+        if self.ledger.is_owing and not self._is_publishing and self.ledger.can_begin(self._clock.now_s):
+            self.publish(self._version, lambda: None)
+
+    def _fetch(self, host: int, version: int) -> None:
+        table = self._generators.table
+        numbers = table.behind(str(host), version)
+        for number in numbers:
+            table.begin_update(number, version)
+            if self._section.interruption is Interruption.BLOCKING:
+                self._generators.engines[number].pause()
+        self._is_busy[host] = True
+        fetch_s = self._draws.time_s(self._times.fetch_s)
+        cores = len(numbers) * self._fetching_cores
+        self._clock.compute(fetch_s, cores, lambda: self._fetched(host, numbers, version))
+
+    def _fetched(self, host: int, numbers: tuple[int, ...], version: int) -> None:
+        self.ledger.release(host)
+        engines = self._generators.engines
+        self._num_swapping[host] = len(numbers)
+        for number in numbers:
+            if self._section.interruption is Interruption.BLOCKING:
+                engines[number].resume()
+            if self._section.interruption is Interruption.DRAIN:
+                engines[number].drain(lambda number=number: self._swap(host, number, version))
+            else:
+                self._swap(host, number, version)
+        self._catch_up()
+
+    def _swap(self, host: int, number: int, version: int) -> None:
+        stall_s = self._draws.time_s(self._times.swap_s)
+        recompute = (
+            self._section.kv_cache is KvAfterSwap.RECOMPUTE
+            or self._section.interruption is Interruption.ABORT_AND_RESUME
+        )
+        progress = self._generators.swap(number, version, stall_s, recompute=recompute)
+        self._clock.wall.after(stall_s, lambda: self._swapped(host, number, progress))
+
+    def _swapped(self, host: int, number: int, progress: list[GroupProgress]) -> None:
+        # Progress comes first: with it, groups that run on become younger than their start says.
+        self._on_progress(progress)
+        self._generators.table.updated(number)
+        self._num_swapping[host] -= 1
+        if not self._num_swapping[host]:
+            self._is_busy[host] = False
+            self._look_at(host)
+        self._generators.assign()
+        self._tell()
+
+    def _tell(self) -> None:
+        if self._generators.table.served > self._told:
+            self._told = self._generators.table.served
+            self._on_served(self._told)

@@ -1,0 +1,230 @@
+"""Groups of a simulated run: what is drawn at random for each, and its sequences while they are decoded.
+
+A draw depends on the seed and on what it is for, and on nothing else. Two runs that differ in one number of
+their config have the same prompts, the same lengths and the same latencies, so a difference between their
+predictions comes from that number and not from chance.
+"""
+
+import math
+import random
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from statistics import NormalDist
+
+from forgeasync.buffer import Start
+from forgeasync.environments import sampling_seed, weighted_order
+from forgeasync.plugins.simulator.profile import Distribution, Profile
+from forgeasync.plugins.simulator.shape import SimulatedRun
+from forgeasync.rollouts import (
+    FinishReason,
+    Group,
+    PayloadRef,
+    StoredBranch,
+    StoredRollout,
+    Task,
+    VersionSpan,
+)
+
+_PROMPTS_KEY = 1_000_003
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrawnRollout:
+    """One rollout, as it was drawn."""
+
+    num_prompt_tokens: int
+    turns: tuple[int, ...]
+    """Tokens of each turn of the model."""
+    latencies_s: tuple[float, ...]
+    """Latency of the environment after each turn; empty without an environment."""
+    score_s: float
+
+
+class Draws:
+    """Draws the tasks in the order of the data, the rollouts of their groups, and service times."""
+
+    def __init__(self, run: SimulatedRun, profile: Profile) -> None:
+        self._run = run
+        self._profile = profile
+        per_source = max(1, run.num_prompts // len(run.source_weights))
+        tasks = [
+            Task(task_id=str(index), prompt="", answer="", source_index=index, source=name)
+            for name in run.source_weights
+            for index in range(per_source)
+        ]
+        self._places = {name: place for place, name in enumerate(run.source_weights)}
+        self.order = weighted_order(tasks, run.source_weights, seed=run.seed)
+        self._times = random.Random(run.seed)
+
+    def group(self, task: Task, draw_id: int) -> tuple[DrawnRollout, ...]:
+        """Return the rollouts of a group.
+
+        Lengths have the distribution of their source; within a group they are correlated by a Gaussian copula
+        (Nelsen, "An Introduction to Copulas", 2006, section 2.3) with ``prompt_share``.
+        """
+        lengths = self._profile.lengths[task.source]
+        prompt_draws = random.Random(
+            (self._run.seed * _PROMPTS_KEY + self._places[task.source]) * _PROMPTS_KEY + task.source_index
+        )
+        of_prompt = math.sqrt(lengths.prompt_share) * prompt_draws.gauss(0.0, 1.0)
+        num_prompt = max(1, round(lengths.prompt.at(prompt_draws.random())))
+        spread = math.sqrt(1.0 - lengths.prompt_share)
+        draws = random.Random(sampling_seed(self._run.seed, draw_id))
+        rollouts = []
+        for _ in range(self._run.group_size):
+            share = _normal_share(of_prompt + spread * draws.gauss(0.0, 1.0))
+            num_tokens = min(max(1, round(lengths.response.at(share))), self._run.max_response_tokens)
+            rollouts.append(self._rollout(num_prompt, num_tokens, draws))
+        return tuple(rollouts)
+
+    def is_filtered(self, draw_id: int) -> bool:
+        """Return whether the filters leave nothing of a group."""
+        share = self._profile.filtered_share
+        return share > 0.0 and random.Random(sampling_seed(self._run.seed, draw_id) + 1).random() < share
+
+    def time_s(self, distribution: Distribution) -> float:
+        """Draw a service time. The draws depend on the order of the calls."""
+        return distribution.at(self._times.random())
+
+    def _rollout(self, num_prompt: int, num_tokens: int, draws: random.Random) -> DrawnRollout:
+        score_s = self._profile.score_s.at(draws.random())
+        environment = self._profile.environment
+        if environment is None or not self._run.has_environment:
+            return DrawnRollout(
+                num_prompt_tokens=num_prompt, turns=(num_tokens,), latencies_s=(), score_s=score_s
+            )
+        num_turns = min(max(1, round(environment.num_turns.at(draws.random()))), num_tokens)
+        each, more = divmod(num_tokens, num_turns)
+        return DrawnRollout(
+            num_prompt_tokens=num_prompt,
+            turns=tuple(each + (turn < more) for turn in range(num_turns)),
+            latencies_s=tuple(environment.latency_s.at(draws.random()) for _ in range(num_turns)),
+            score_s=score_s,
+        )
+
+
+_normal_share = NormalDist().cdf
+
+
+NOWHERE = PayloadRef(host_id="", file="", payload_id="", offset=0, num_bytes=0, checksum=0)
+"""A simulated rollout has no arrays."""
+
+
+class Sequence:
+    """One rollout while it is sampled; ``spans`` has the number of tokens of each version, oldest first."""
+
+    __slots__ = (
+        "at",
+        "first_swap",
+        "group",
+        "index",
+        "num_sampled",
+        "rollout",
+        "spans",
+        "start",
+        "turn",
+    )
+
+    def __init__(self, group: "SimulatedGroup", index: int, rollout: DrawnRollout) -> None:
+        self.group = group
+        self.index = index
+        self.rollout = rollout
+        self.turn = 0
+        self.num_sampled = 0
+        """Its tokens in ``spans``."""
+        self.spans: list[tuple[int, int]] = []
+        self.start = 0.0
+        """The engine's counter of steps when it began to run."""
+        self.first_swap = 0
+        self.at: tuple[int, int] | None = None
+        """Engine and version that hold its keys and values."""
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that its turn still lacks, by ``num_sampled``."""
+        turns = self.rollout.turns
+        if len(turns) == 1:
+            return turns[0] - self.num_sampled
+        return sum(turns[: self.turn + 1]) - self.num_sampled
+
+    def sampled(self, version: int, num_tokens: int) -> None:
+        """Add tokens to ``spans``."""
+        if num_tokens <= 0:
+            return
+        self.num_sampled += num_tokens
+        if self.spans and self.spans[-1][0] == version:
+            self.spans[-1] = (version, self.spans[-1][1] + num_tokens)
+        else:
+            self.spans.append((version, num_tokens))
+
+    def stored(self, generator_rank: int) -> StoredRollout:
+        """Return the finished rollout."""
+        spans, start = [], 0
+        for version, num_tokens in self.spans:
+            spans.append(VersionSpan(version=version, start=start, end=start + num_tokens))
+            start += num_tokens
+        branch = StoredBranch(
+            prompt=NOWHERE,
+            response=NOWHERE,
+            num_prompt_tokens=self.rollout.num_prompt_tokens,
+            num_response_tokens=start,
+            version_spans=tuple(spans),
+            text="",
+        )
+        return StoredRollout(
+            generator_rank=generator_rank,
+            branches=(branch,),
+            finish_reason=FinishReason.STOP,
+            episode=self.index,
+        )
+
+
+class SimulatedGroup:
+    """A group from its start to the end of its scoring."""
+
+    __slots__ = (
+        "engine",
+        "is_ended",
+        "items",
+        "num_finished",
+        "num_scored",
+        "prompt_at",
+        "sequences",
+        "start",
+        "started_s",
+        "unsubmitted",
+    )
+
+    def __init__(self, start: Start, rollouts: SequenceOf[DrawnRollout], started_s: float) -> None:
+        self.start = start
+        self.started_s = started_s
+        self.sequences = [Sequence(self, index, rollout) for index, rollout in enumerate(rollouts)]
+        self.engine: int | None = None
+        """Number of the generator that samples it."""
+        self.prompt_at: tuple[int, int] | None = None
+        """Engine and version that hold its prompt's keys and values."""
+        self.num_finished = 0
+        self.num_scored = 0
+        self.items: list[int] = []
+        """Its responses that the dispatcher of scorers knows, by their items."""
+        self.unsubmitted: list[int] = []
+        """Responses for which the scorers' queue had no room."""
+        self.is_ended = False
+
+    @property
+    def group_id(self) -> int:
+        return self.start.group_id
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and response tokens of all rollouts."""
+        return sum(one.rollout.num_prompt_tokens + sum(one.rollout.turns) for one in self.sequences)
+
+    def stored(self, generator_rank: int) -> Group:
+        """Return the group that the buffer gets."""
+        return Group(
+            group_id=self.start.group_id,
+            draw_id=self.start.draw_id,
+            task=self.start.task,
+            rollouts=tuple(one.stored(generator_rank) for one in self.sequences),
+        )

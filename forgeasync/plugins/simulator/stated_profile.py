@@ -1,0 +1,236 @@
+"""A profile of hardware that is not here, computed from the model's shape and the maker's data sheet.
+
+Nothing in it was measured. The time of a decode step is a roofline (Williams, Waterman, Patterson, "Roofline:
+an insightful visual performance model", 2009): the longer of reading and of computing, each at a share of the
+speed in the data sheet.
+"""
+
+import math
+from dataclasses import dataclass
+from statistics import NormalDist
+
+from forgeasync.config import ActivationCheckpointing, ModelFacts, RunConfig, longest_response, named_sources
+from forgeasync.models import BYTES_PER_ELEMENT, kv_bytes_per_token
+from forgeasync.planning import (
+    DEVICE_BYTES_PER_S,
+    ParameterCounts,
+    count_parameters,
+    generator_parameters_per_rank,
+    trainer_parameters_per_rank,
+    weight_seconds,
+)
+from forgeasync.plugins.simulator.profile import (
+    NUM_QUANTILES,
+    Cores,
+    DecodePoint,
+    Distribution,
+    Estimate,
+    Hardware,
+    Lengths,
+    Origin,
+    Profile,
+    Setup,
+    TrainPoint,
+    WeightTimes,
+)
+
+CONTEXTS = (0, 1_024, 4_096, 16_384, 65_536)
+
+OPTIMIZER_BYTES = 40
+"""For each parameter: reads float32 parameter, gradient and two moments, writes three of them, casts a
+copy."""
+
+SCORE_S, CALL_S, BETWEEN_S, START_S = 0.05, 0.005, 0.5, 600.0
+"""Assumptions, since no data sheet has them: scoring a response, a call, the time between two steps, a
+start."""
+
+KV_BLOCK_TOKENS = 16
+"""vLLM's default on GPUs (``CacheConfig.DEFAULT_BLOCK_SIZE`` of 0.32)."""
+
+CONTROLLER_S = 0.003
+"""The controller's time for a response, measured on an AMD EPYC core with responses of 15 tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatedGpu:
+    """The speed of a GPU by its data sheet, and the shares of it that are usually reached."""
+
+    name: str
+    flops_per_s: float
+    """Dense, in the compute dtype."""
+    bytes_per_s: float
+    decode_efficiency: float
+    """Share of the bandwidth in a decode step."""
+    prefill_efficiency: float
+    """Share of the FLOP/s."""
+    train_efficiency: float
+    """Share of the FLOP/s, communication included: model FLOPs utilization (Chowdhery et al., "PaLM", 2022,
+    appendix B), with recomputed activations counted as work."""
+    step_overhead_s: float
+    """Seconds of a decode step besides reading and computing."""
+    source: str
+
+
+H100 = StatedGpu(
+    name="H100 SXM 80 GB",
+    flops_per_s=989e12,
+    bytes_per_s=DEVICE_BYTES_PER_S,
+    decode_efficiency=0.7,
+    prefill_efficiency=0.4,
+    train_efficiency=0.25,
+    step_overhead_s=0.003,
+    source="NVIDIA H100 data sheet: 989 TFLOP/s in bfloat16 without sparsity, 3.35 TB/s; efficiencies "
+    "(decode 70 % of the bandwidth, prefill 40 % and training 25 % of the FLOP/s) and 3 ms a decode step "
+    "are assumed",
+)
+
+
+def stated_profile(
+    config: RunConfig, facts: ModelFacts, *, mean_response_tokens: float, gpu: StatedGpu = H100
+) -> Profile:
+    """Return the profile of a checked config on GPUs that were not measured.
+
+    Lengths of responses are lognormal with this mean, cut at the longest response that the config allows.
+
+    Raises:
+        ValueError: the mean is less than 1 or more than the longest response.
+    """
+    if not 1.0 <= mean_response_tokens <= longest_response(config):
+        raise ValueError(
+            f"mean_response_tokens = {mean_response_tokens:g} must be from 1 to {longest_response(config)}, "
+            "the longest response of the config"
+        )
+    counts, parallel = count_parameters(facts), config.trainer.parallel
+    seconds = weight_seconds(config, facts)
+    active = _active(facts, counts)
+    prefill = config.generator.tensor_parallel * gpu.flops_per_s * gpu.prefill_efficiency / (2 * active)
+    lengths = _lengths(mean_response_tokens, longest_response(config))
+    prompt = Distribution.point(
+        float(max(1, min(256, config.model.max_context_length - longest_response(config))))
+    )
+    return Profile(
+        origin=Origin.STATED,
+        sources=(gpu.source, "bandwidths of weights: forgeasync/planning/weight_times.py"),
+        hardware=Hardware(host="stated", num_cores=64, cpu="not stated", gpus=(gpu.name,), packages={}),
+        setup=Setup(
+            model=config.model.path,
+            num_trainer_procs=parallel.num_procs,
+            num_data_ranks=parallel.data_shard * parallel.data_replicate,
+            trainer_dtype=config.trainer.dtype,
+            num_replicas=config.generator.num_replicas,
+            kv_block_tokens=KV_BLOCK_TOKENS,
+            tensor_parallel=config.generator.tensor_parallel,
+            generator_dtype=config.generator.dtype,
+        ),
+        cores=Cores(trainer=0.0, generator=0.0, scorer=0.0),
+        decode=_decode(config, facts, counts, gpu),
+        prefill_tokens_per_s=Estimate.stated(prefill),
+        train=_train(config, facts, gpu, num_tokens=prompt.mean.mean + lengths.mean.mean),
+        between_steps_s=Distribution.point(BETWEEN_S),
+        call_s=Distribution.point(CALL_S),
+        weights=WeightTimes(
+            wait_s=Distribution.point(0.0),
+            publish_s=Distribution.point(seconds.publish_s),
+            fetch_s=Distribution.point(seconds.fetch_s),
+            swap_s=Distribution.point(seconds.pause_s),
+        ),
+        score_s=Distribution.point(SCORE_S),
+        score_places=config.scorer.num_workers,
+        controller_s=Estimate.stated(CONTROLLER_S),
+        loops_s=Estimate.stated(0.0),
+        step_rest_s=Estimate.stated(0.0),
+        response_s=Estimate.stated(0.0),
+        lengths={
+            source.name: Lengths(prompt=prompt, response=lengths, prompt_share=0.5)
+            for source in named_sources(config.data)
+        },
+        start_s=Estimate.stated(START_S),
+    )
+
+
+def _active(facts: ModelFacts, counts: ParameterCounts) -> float:
+    """Return the number of parameters that a token uses."""
+    if not facts.num_experts:
+        return counts.total
+    return counts.split + counts.replicated + counts.experts * facts.top_k / facts.num_experts
+
+
+def _decode(
+    config: RunConfig, facts: ModelFacts, counts: ParameterCounts, gpu: StatedGpu
+) -> tuple[DecodePoint, ...]:
+    generator = config.generator
+    per_rank = generator_parameters_per_rank(config, facts, counts)
+    element, tensor = BYTES_PER_ELEMENT[generator.dtype], generator.tensor_parallel
+    of_experts = per_rank * counts.experts / counts.total
+    num = 1
+    numbers = []
+    while num < generator.max_num_seqs:
+        numbers.append(num)
+        num *= 2
+    points = []
+    for running in (*numbers, generator.max_num_seqs):
+        # The share of experts that at least one token is routed to, if the router prefers none.
+        touched = 1.0
+        if facts.num_experts:
+            touched = 1.0 - (1.0 - facts.top_k / facts.num_experts) ** running
+        weights = (per_rank - of_experts * (1.0 - touched)) * element
+        compute_s = 2 * _active(facts, counts) * running / tensor
+        compute_s /= gpu.flops_per_s * gpu.prefill_efficiency
+        for context in CONTEXTS:
+            read = weights + running * context * kv_bytes_per_token(config, facts)
+            read_s = read / (gpu.bytes_per_s * gpu.decode_efficiency)
+            points.append(
+                DecodePoint(
+                    num_running=running,
+                    num_context_tokens=context,
+                    step_s=Estimate.stated(gpu.step_overhead_s + max(read_s, compute_s)),
+                )
+            )
+    return tuple(points)
+
+
+def _train(
+    config: RunConfig, facts: ModelFacts, gpu: StatedGpu, *, num_tokens: float
+) -> tuple[TrainPoint, ...]:
+    """Return optimizer steps with sequences of ``num_tokens``.
+
+    The forward pass takes 2 FLOPs for each parameter and token, and 4 for each layer, dimension of the heads
+    and attended token, on average half of the sequence (Kaplan et al., 2020, section 2.1). The backward pass
+    takes twice as many, and recomputing activations takes another forward pass. The processes of a data rank
+    share its rows.
+    """
+    trainer, counts = config.trainer, count_parameters(facts)
+    attention = 4 * facts.num_layers * facts.num_heads * facts.head_dim * num_tokens / 2
+    passes = 4 if trainer.activation_checkpointing is ActivationCheckpointing.FULL else 3
+    procs_per_rank = trainer.parallel.tensor * trainer.parallel.context
+    token_s = passes * (2 * _active(facts, counts) + attention)
+    token_s /= procs_per_rank * gpu.flops_per_s * gpu.train_efficiency
+    optimizer_s = OPTIMIZER_BYTES * trainer_parameters_per_rank(config, counts) / gpu.bytes_per_s
+    return tuple(
+        TrainPoint(
+            num_rows=num_rows,
+            num_tokens=num_rows * trainer.tokens_per_row,
+            step_s=Estimate.stated(optimizer_s + num_rows * trainer.tokens_per_row * token_s),
+        )
+        for num_rows in (1, 2, 8)
+    )
+
+
+def _lengths(mean: float, longest: int) -> Distribution:
+    """Return a lognormal distribution with sigma 0.8 that has this mean after the cut at ``longest``.
+
+    A mean close to ``longest`` is not reached; the distribution then comes as close as it can.
+    """
+    normal = [NormalDist().inv_cdf((index + 0.5) / NUM_QUANTILES) for index in range(NUM_QUANTILES)]
+
+    def cut(median: float) -> list[float]:
+        return [min(float(longest), max(1.0, median * math.exp(0.8 * z))) for z in normal]
+
+    low, high = 1.0, float(longest) * 100.0
+    for _ in range(60):
+        median = math.sqrt(low * high)
+        low, high = (median, high) if sum(cut(median)) / NUM_QUANTILES < mean else (low, median)
+    quantiles = cut(high)
+    return Distribution(
+        mean=Estimate.stated(min(quantiles[-1], sum(quantiles) / NUM_QUANTILES)), quantiles=tuple(quantiles)
+    )

@@ -1,0 +1,397 @@
+"""Times of the trainer alone, and of a few steps of the run's own loops."""
+
+import asyncio
+import itertools
+import math
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from forgeasync.actors import GeneratorRouter, Procs
+from forgeasync.config import RunConfig
+from forgeasync.controller import (
+    Prepared,
+    Roles,
+    RunFiles,
+    RunRecorder,
+    StepRecord,
+    StepTimes,
+    TrainerRecovery,
+)
+from forgeasync.observability import StepConsole
+from forgeasync.plugins.simulator.engine_times import (
+    ProcessorTime,
+)
+from forgeasync.plugins.simulator.profile import Distribution, Estimate, TrainPoint, WeightTimes
+from forgeasync.plugins.simulator.sampled_groups import NotProfiled
+from forgeasync.rollouts import Group, Score, padded_length
+from forgeasync.trainer import TrainingItem, assign_rows, training_items
+from forgeasync.weights import NUM_SLOTS
+
+SHARES = (0.25, 0.5, 1.0)
+"""Parts of a batch that steps are timed on."""
+
+NUM_OWN = 3
+"""Times in a round that the whole batch is timed in the run's own rows."""
+
+MORE_ROWS = 4
+"""Each part is also packed into rows that are shorter by this factor, if its longest sequence fits in
+them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerTimes:
+    """Times of the trainer."""
+
+    points: tuple[TrainPoint, ...]
+    weights: WeightTimes
+    cores: float
+    """Cores that all of its processes together keep busy while they train."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """A step that is timed: its size and how it is packed."""
+
+    num_groups: int
+    tokens_per_row: int
+    num_timed: int
+    """Times in a round that it is timed."""
+
+
+class _Measured:
+    """Samples of the times of new weights, in seconds."""
+
+    def __init__(self) -> None:
+        self.wait: list[float] = []
+        self.publish: list[float] = []
+        self.fetch: list[float] = []
+        self.swap: list[float] = []
+
+    def times(self) -> WeightTimes:
+        return WeightTimes(
+            wait_s=Distribution.of(self.wait),
+            publish_s=Distribution.of(self.publish),
+            fetch_s=Distribution.of(self.fetch),
+            swap_s=Distribution.of(self.swap),
+        )
+
+
+class StepTimer:
+    """Makes steps on parts of the groups, publishes each, and has the generators take it, in rounds.
+
+    Other work on the machine makes steps longer for a while, and never shorter. So rounds are made at
+    different moments of a profile, and medians count.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        trainer: TrainerRecovery,
+        generators: GeneratorRouter,
+        groups: Sequence[Group],
+        processors: ProcessorTime,
+        *,
+        numbers: Iterator[int],
+    ) -> None:
+        """``numbers`` are those of the steps to make, after the ones that were made before."""
+        self._config = config
+        self._trainer = trainer
+        self._generators = generators
+        self._groups = groups
+        self._processors = processors
+        self._numbers = numbers
+        self._cases = step_cases(config, groups)
+        self._samples: dict[tuple[int, int], list[float]] = defaultdict(list)
+        self._cores: list[float] = []
+        self._weights = _Measured()
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of a round."""
+        return num_steps_of(self._cases)
+
+    async def round(self, on_step: Callable[[], None]) -> None:
+        """Make each step once more than it is timed.
+
+        The first step of a size takes longer: it finds memory that was shaped by steps of other sizes, unlike
+        in a run, whose steps are all alike.
+
+        Raises:
+            NotProfiled: a version did not arrive.
+        """
+        for case, is_timed in _round(self._cases):
+            step = next(self._numbers)
+            part = self._groups[: case.num_groups]
+            rows = _rows(self._config, self._trainer, part, tokens_per_row=case.tokens_per_row)
+            self._processors.passed_s()
+            start_s = time.perf_counter()
+            await self._trainer.train_items([rows], step=step)
+            step_s = time.perf_counter() - start_s
+            busy_s = self._processors.passed_s()
+            await _serve(self._trainer, self._generators, step, self._weights)
+            on_step()
+            if is_timed:
+                self._samples[size_of(rows)].append(step_s)
+                self._cores.append(busy_s / step_s)
+
+    def times(self) -> TrainerTimes:
+        """Return the times, after at least one round."""
+        points = tuple(
+            TrainPoint(num_rows=num_rows, num_tokens=num_tokens, step_s=Estimate.median_of(found))
+            for (num_rows, num_tokens), found in self._samples.items()
+        )
+        return TrainerTimes(
+            points=points, weights=self._weights.times(), cores=statistics.median(self._cores)
+        )
+
+
+def _rows(
+    config: RunConfig, trainer: TrainerRecovery, groups: Sequence[Group], *, tokens_per_row: int
+) -> list[list[list[TrainingItem]]]:
+    items = training_items(groups, [1.0] * len(groups), config.algorithm)
+    return assign_rows(items, tokens_per_row=tokens_per_row, num_ranks=trainer.num_data_ranks)
+
+
+def step_cases(config: RunConfig, groups: Sequence[Group]) -> list[_Case]:
+    """Return the steps of a round: parts of the groups, in the run's own rows and in shorter ones."""
+    longest = max(branch.num_tokens for one in groups for roll in one.rollouts for branch in roll.branches)
+    whole = config.trainer.tokens_per_row
+    cases = []
+    for share in SHARES:
+        num_groups = max(1, round(share * len(groups)))
+        cases.append(_Case(num_groups, whole, NUM_OWN if num_groups == len(groups) else 1))
+        num_tokens = sum(roll.num_tokens for one in groups[:num_groups] for roll in one.rollouts)
+        shorter = max(longest, math.ceil(num_tokens / (MORE_ROWS * config.trainer.parallel.num_procs)))
+        if shorter < min(whole, num_tokens):
+            cases.append(_Case(num_groups, shorter, 1))
+    return list(dict.fromkeys(cases))
+
+
+def num_steps_of(cases: Sequence[_Case]) -> int:
+    """Return how many steps a round has."""
+    return sum(1 for _ in _round(cases))
+
+
+def _round(cases: Sequence[_Case]) -> Iterator[tuple[_Case, bool]]:
+    """Yield the steps of a round, each with whether it is timed."""
+    for case in cases:
+        yield case, False
+        for _ in range(case.num_timed):
+            yield case, True
+
+
+def size_of(rows: Sequence[Sequence[Sequence[TrainingItem]]]) -> tuple[int, int]:
+    """Return the number of microbatches of a step, and the tokens of the longest row of each, added up.
+
+    ``rows`` has items by data rank and microbatch. Rows are filled up to ``ROW_ALIGNMENT`` tokens.
+    """
+    lengths = [[padded_length(sum(item.num_tokens for item in row)) for row in of_rank] for of_rank in rows]
+    return len(rows[0]), sum(max(of_batch) for of_batch in zip(*lengths, strict=True))
+
+
+async def _serve(
+    trainer: TrainerRecovery, generators: GeneratorRouter, step: int, measured: _Measured
+) -> None:
+    """Publish the weights of a step and have all generators take them, as a run does."""
+    begun_s: list[float] = []
+    start_s = time.perf_counter()
+    manifest = await trainer.stage_weights(
+        step % NUM_SLOTS, when_begun=lambda: begun_s.append(time.perf_counter())
+    )
+    published_s = time.perf_counter()
+    measured.wait.append(begun_s[0] - start_s)
+    measured.publish.append(published_s - begun_s[0])
+    generators.published(manifest.version)
+    for host in range(generators.num_hosts):
+        fetch_start_s = time.perf_counter()
+        fetched = await generators.begin_update(host, manifest)
+        if fetched is None or not fetched.is_complete:
+            raise NotProfiled(f"version {manifest.version} did not arrive at the generators of host {host}")
+        swapped = await generators.finish_update(host, manifest.version)
+        pauses = [one.report.pause_s for one in swapped]
+        measured.fetch.append(time.perf_counter() - fetch_start_s - max(pauses))
+        measured.swap += pauses
+        for one in swapped:
+            generators.taken(one.number)
+
+
+NUM_WARMUP_STEPS = 3
+NUM_LOOP_STEPS = 15
+"""Steps in all, the warm-up included."""
+
+LEARNING_RATE = 1e-9
+"""So small that the policy stays as it is, and with it the lengths of its responses."""
+
+IDLE_S = 0.2
+"""Engines that were not busy for this long have nothing left to do."""
+
+
+class Loops(Protocol):
+    """The loops of a run, such as ``apps.grpo.GrpoRun``."""
+
+    async def run(self, fleet: Procs) -> None:
+        """Make all steps of the config."""
+        ...
+
+
+class MakeLoops(Protocol):
+    """Makes the loops for processes that have done nothing yet."""
+
+    def __call__(
+        self,
+        config: RunConfig,
+        prepared: Prepared,
+        roles: Roles,
+        *,
+        recorder: RunRecorder,
+        files: RunFiles,
+    ) -> Loops: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopTimes:
+    """What the steps of the loops took."""
+
+    response_s: float
+    """Processor seconds of controller and buffer for each response."""
+    score_s: float
+    """Processor seconds of all scorers for each response."""
+    engines_s: float
+    """Processor seconds of all engines for each response, without ``handing_over_s``."""
+    handing_over_s: float
+    """Processor seconds for each response of the engines' threads that take requests and hand over
+    responses."""
+    run_s: float
+    """Seconds that all steps after the first ``NUM_WARMUP_STEPS`` took together, without evaluations."""
+    between_s: Distribution
+    """Seconds of a step in which training neither waited nor trained nor published."""
+    batches: tuple[tuple[Group, ...], ...]
+    """The groups that these steps trained on."""
+
+    def rest_s(self, *, controller_s: float) -> float:
+        """Processor seconds for each response besides ``controller_s``."""
+        return max(0.0, self.response_s - controller_s)
+
+
+def short_run_of(config: RunConfig) -> RunConfig:
+    """Return the config with ``NUM_LOOP_STEPS`` steps that learn nothing, write no checkpoint and evaluate
+    one problem."""
+    optimizer = config.trainer.optimizer.model_copy(update={"learning_rate": LEARNING_RATE})
+    return config.model_copy(
+        update={
+            "max_steps": NUM_LOOP_STEPS,
+            "trainer": config.trainer.model_copy(update={"optimizer": optimizer}),
+            "checkpoint": config.checkpoint.model_copy(update={"every_steps": None, "folder": None}),
+            "evaluation": config.evaluation.model_copy(
+                update={"every_steps": NUM_LOOP_STEPS + 1, "num_problems": 1, "sets": ()}
+            ),
+        }
+    )
+
+
+async def time_loops(
+    prepared: Prepared,
+    roles: Roles,
+    fleet: Procs,
+    files: RunFiles,
+    console: StepConsole,
+    make_loops: MakeLoops,
+) -> LoopTimes:
+    """Make the steps of the prepared short run, and wait until its engines are idle."""
+    pids: dict[str, list[int]] = defaultdict(list)
+    for entry in fleet.listing.entries:
+        pids[entry.role].append(entry.pid)
+    with _TimedRecorder(prepared, files, console, pids) as recorder:
+        loops = make_loops(prepared.config, prepared, roles, recorder=recorder, files=files)
+        await loops.run(fleet)
+    await _until_idle(roles.generators)
+    return loop_times(recorder.marks[NUM_WARMUP_STEPS - 1 :])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """The clocks and counts when a step was recorded."""
+
+    at_s: float
+    processor_s: float
+    """Processor seconds of controller and buffer."""
+    scorers_s: float
+    """Processor seconds of all scorers."""
+    engines_s: float
+    """Processor seconds of all engines' processes."""
+    handing_over_s: float
+    """Processor seconds of the engines' threads that hand over responses."""
+    num_responses: int
+    """Responses that were scored."""
+    times: StepTimes
+    groups: tuple[Group, ...]
+    """The groups that the step trained on."""
+
+
+def loop_times(marks: Sequence[Mark]) -> LoopTimes:
+    """Return the times between the first of the marks and the last."""
+    first, last = marks[0], marks[-1]
+    between_s = []
+    for before, after in itertools.pairwise(marks):
+        times = after.times
+        known_s = times.wait_for_batch_s + times.train_s + times.publish_weights_s + times.eval_s
+        between_s.append(max(0.0, after.at_s - before.at_s - known_s))
+    num_responses = max(1, last.num_responses - first.num_responses)
+    handing_over_s = last.handing_over_s - first.handing_over_s
+    return LoopTimes(
+        response_s=(last.processor_s - first.processor_s) / num_responses,
+        score_s=(last.scorers_s - first.scorers_s) / num_responses,
+        engines_s=max(0.0, last.engines_s - first.engines_s - handing_over_s) / num_responses,
+        handing_over_s=handing_over_s / num_responses,
+        run_s=last.at_s - first.at_s - sum(mark.times.eval_s for mark in marks[1:]),
+        between_s=Distribution.of(between_s),
+        batches=tuple(mark.groups for mark in marks[1:]),
+    )
+
+
+class _TimedRecorder(RunRecorder):
+    """The run's recorder, which also reads the clocks at every step."""
+
+    def __init__(
+        self, prepared: Prepared, files: RunFiles, console: StepConsole, pids: Mapping[str, Iterable[int]]
+    ) -> None:
+        """``pids`` are the processes of each role."""
+        super().__init__(prepared.config, files.run_dir, console, None, prompts=prepared.prompts)
+        self.marks: list[Mark] = []
+        self._processors = {role: ProcessorTime(pids[role]) for role in ("buffer", "scorer", "generator")}
+        self._passed_s = dict.fromkeys(self._processors, 0.0)
+        self._num_responses = 0
+
+    def record_scored(self, scores: Sequence[Score], lengths: Sequence[int]) -> None:
+        self._num_responses += len(scores)
+        super().record_scored(scores, lengths)
+
+    def record(self, record: StepRecord) -> None:
+        super().record(record)
+        for role, processors in self._processors.items():
+            self._passed_s[role] += processors.passed_s()
+        self.marks.append(
+            Mark(
+                at_s=time.perf_counter(),
+                # Without its children, which are all the other processes.
+                processor_s=time.process_time() + self._passed_s["buffer"],
+                scorers_s=self._passed_s["scorer"],
+                engines_s=self._passed_s["generator"],
+                handing_over_s=sum(engine.handing_over_s for engine in record.engines),
+                num_responses=self._num_responses,
+                times=record.times,
+                groups=record.batch.groups,
+            )
+        )
+
+
+async def _until_idle(generators: GeneratorRouter) -> None:
+    """Wait until the engines have finished what the loops have left in flight."""
+    before_s = -1.0
+    while before_s != (busy_s := sum(one.busy_s for one in await generators.stats())):
+        before_s = busy_s
+        await asyncio.sleep(IDLE_S)

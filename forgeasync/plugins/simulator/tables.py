@@ -1,0 +1,136 @@
+"""Profiles, gains of changes and splits of GPUs as tables for people."""
+
+from collections.abc import Iterator
+
+from rich.console import Console, Group
+from rich.table import Table
+
+from forgeasync.plugins.simulator.planner import Split, SplitPlan
+from forgeasync.plugins.simulator.profile import Distribution, Estimate, Profile
+from forgeasync.plugins.simulator.what_if import WhatIf
+
+
+def profile_table(profile: Profile) -> Group:
+    """Return the times of a profile, in milliseconds with the half width of their 95 % intervals."""
+    hardware = profile.hardware
+    decode = Table(
+        title=f"decode steps on {hardware.num_cores} cores of {', '.join(hardware.gpus) or hardware.cpu}"
+    )
+    for column in ("sequences", "tokens of context", "ms", "tokens/s"):
+        decode.add_column(column, justify="right")
+    for point in profile.decode:
+        rate = point.num_running / point.step_s.mean
+        decode.add_row(
+            str(point.num_running), str(point.num_context_tokens), _ms(point.step_s), f"{rate:,.0f}"
+        )
+    train = Table(title="optimizer steps")
+    for column in ("rows of a rank", "tokens of a rank", "ms", "tokens/s of a rank"):
+        train.add_column(column, justify="right")
+    for point in profile.train:
+        rate = point.num_tokens / point.step_s.mean
+        train.add_row(str(point.num_rows), str(point.num_tokens), _ms(point.step_s), f"{rate:,.0f}")
+    others = Table(title="other times")
+    for column in ("part", "ms", "p5", "p95"):
+        others.add_column(column, justify="left" if column == "part" else "right")
+    for name, times in _distributions(profile):
+        others.add_row(name, _ms(times.mean), _number(times.at(0.05)), _number(times.at(0.95)))
+    return Group(decode, train, others, *_facts(profile))
+
+
+def what_if_table(found: WhatIf) -> Group:
+    """Return the prediction of the run, and what single changes would bring."""
+    base = found.base
+    words = (
+        f"predicted: {base.step_s:.3g} s a step, {base.trained_tokens_per_s:,.0f} tokens/s trained, "
+        f"trainer waits {base.trainer_idle_share:.0%}, generators {base.generators_idle_share:.0%}, "
+        f"mean age {base.mean_age:.1f}"
+    )
+    table = Table()
+    for column in ("with", "s a step", "saves"):
+        table.add_column(column, justify="left" if column == "with" else "right")
+    for gain in found.gains:
+        table.add_row(gain.change.name, f"{gain.after_s:.3g}", f"{gain.share:.0%}")
+    return Group(words, table)
+
+
+def _distributions(profile: Profile) -> Iterator[tuple[str, Distribution]]:
+    yield "training waits to publish", profile.weights.wait_s
+    yield "publish", profile.weights.publish_s
+    yield "fetch and stage", profile.weights.fetch_s
+    yield "swap", profile.weights.swap_s
+    yield "score a response", profile.score_s
+    yield "between two steps", profile.between_steps_s
+    yield "until a group begins", profile.call_s
+    if profile.environment is not None:
+        yield "environment, a turn", profile.environment.latency_s
+
+
+def _facts(profile: Profile) -> Iterator[str]:
+    prefill, cores = profile.prefill_tokens_per_s, profile.cores
+    yield f"prompts: {prefill.mean:,.0f} tokens/s ({prefill.low:,.0f} to {prefill.high:,.0f})"
+    yield (
+        f"cores kept busy: trainer {cores.trainer:.2f}, generator {cores.generator:.2f}, "
+        f"scorer {cores.scorer:.2f}"
+    )
+    yield (
+        f"an engine's process besides steps and prompts: {1e3 * profile.step_rest_s.mean:.2f} ms a step, "
+        f"{1e3 * profile.response_s.mean:.2f} ms a response"
+    )
+    yield f"a scorer scores {profile.score_places} responses at once"
+    yield f"controller: {1e3 * profile.controller_s.mean:.2f} ms of its processor time a response"
+    yield f"controller and buffer besides: {1e3 * profile.loops_s.mean:.2f} ms a response"
+    for source, lengths in profile.lengths.items():
+        response = lengths.response
+        yield (
+            f"{source}: prompts of {lengths.prompt.mean.mean:.0f} tokens, responses of "
+            f"{response.mean.mean:.0f} (p95 {response.at(0.95):.0f}), alike within a group by "
+            f"{lengths.prompt_share:.2f}"
+        )
+    yield f"starting: {profile.start_s.mean:.0f} s from the command until all processes are connected"
+
+
+def _ms(estimate: Estimate) -> str:
+    return f"{_number(estimate.mean)} ± {_number((estimate.high - estimate.low) / 2)}"
+
+
+def _number(seconds: float) -> str:
+    return f"{1000 * seconds:.3g}"
+
+
+def print_plan(plan: SplitPlan, *, is_stated: bool) -> None:
+    """Print the splits that no other one beats, the recommended one, and the reason."""
+    console = Console()
+    origin = "stated hardware, nothing of it measured" if is_stated else "measured profile"
+    counted = f"{len(plan.splits)} simulated, {plan.num_refused} refused"
+    table = Table(
+        title=f"splits that no other one beats ({origin}; {counted})",
+        caption="GPUs that train, replicas x GPUs that generate, max_off_policy_steps; seconds a step, "
+        "tokens trained a second, mean age in versions; shares of time that trainer and generators wait",
+        title_justify="left",
+        caption_justify="left",
+    )
+    for name in ("", "train", "generate", "bound", "step", "tokens/s", "age", "wait", "idle"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for split in plan.front:
+        table.add_row("*" if split is plan.chosen else "", *_cells(split))
+    if plan.chosen not in plan.front:
+        table.add_row("*", *_cells(plan.chosen))
+    console.print(table)
+    console.print(f"recommended: {plan.chosen.overrides()}", soft_wrap=True, highlight=False)
+    console.print(f"because {plan.reason}", soft_wrap=True, highlight=False)
+    for note in plan.chosen.prediction.notes():
+        console.print(f"note: {note}", soft_wrap=True, highlight=False)
+
+
+def _cells(split: Split) -> tuple[str, ...]:
+    prediction = split.prediction
+    return (
+        str(split.num_trainer),
+        f"{split.config.generator.num_replicas} x {split.config.generator.tensor_parallel}",
+        str(split.config.max_off_policy_steps),
+        f"{prediction.step_s:.3g}",
+        f"{prediction.trained_tokens_per_s:,.0f}",
+        f"{prediction.mean_age:.1f}",
+        f"{prediction.trainer_idle_share:.0%}",
+        f"{prediction.generators_idle_share:.0%}",
+    )

@@ -1,0 +1,428 @@
+"""Measuring a profile: what is timed, in which sizes, and what is made of samples."""
+
+import asyncio
+import dataclasses
+import itertools
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forgeasync.actors import GeneratorActor, GeneratorRouter, GroupScoring
+from forgeasync.config import SamplingSection, load_config
+from forgeasync.controller import StepTimes
+from forgeasync.environments import weighted_order
+from forgeasync.generator import DecodeTiming
+from forgeasync.plugins.simulator import (
+    FIRST_EXTRA,
+    NUM_SEEDS,
+    NUM_STEPS,
+    DecodePoint,
+    DecodeTable,
+    DecodeTimer,
+    Distribution,
+    EngineCost,
+    EngineLimits,
+    Estimate,
+    Mark,
+    OtherLoad,
+    ProcessGone,
+    ProcessorTime,
+    Sampled,
+    batches_of,
+    count_places,
+    decode_grid,
+    environment_times,
+    fit_lengths,
+    lengths_are_known,
+    lengths_by_source,
+    loop_times,
+    num_steps_of,
+    sample_until_known,
+    sampled_groups,
+    short_run_of,
+    simulate,
+    simulated_s,
+    size_of,
+    step_cases,
+    step_rest_s,
+)
+from forgeasync.rollouts import Group
+from forgeasync.testing import VirtualTime, tiny_config
+from forgeasync.trainer import assign_rows, training_items
+from tests.support.buffer_world import make_task
+from tests.support.profiles import simple_profile
+from tests.support.rollouts import make_stored_rollout
+from tests.support.simulated import small_run
+
+
+def make_group(*lengths: int, number: int = 0, num_prompt_tokens: int = 6, source: str = "x") -> Group:
+    rollouts = tuple(
+        make_stored_rollout((0, 0, length), num_prompt_tokens=num_prompt_tokens) for length in lengths
+    )
+    return Group(
+        group_id=number,
+        draw_id=number,
+        task=dataclasses.replace(make_task(number), source=source),
+        rollouts=rollouts,
+        rewards=tuple(float(index) for index in range(len(lengths))),
+    )
+
+
+@given(
+    max_num_seqs=st.integers(1, 300),
+    max_context_length=st.integers(64, 4096),
+    spare=st.floats(0.2, 4.0),
+)
+def test_the_grid_is_whole_and_fits_the_cache(
+    max_num_seqs: int, max_context_length: int, spare: float
+) -> None:
+    max_kv_tokens = max(64 * max_num_seqs, int(spare * max_num_seqs * max_context_length))
+    limits = EngineLimits(
+        max_num_seqs=max_num_seqs,
+        max_context_length=max_context_length,
+        max_kv_tokens=max_kv_tokens,
+        max_num_batched_tokens=512,
+    )
+    grid = decode_grid(limits, (1, 2, 3))
+    numbers = sorted({one.num_running for one in grid})
+    lengths = {one.num_prompt_tokens for one in grid}
+    assert numbers[0] == 1 and numbers[-1] == max_num_seqs and len(grid) == len(numbers) * len(lengths)
+    assert len(set(grid)) == len(grid)
+    for one in grid:
+        assert one.num_prompt_tokens + NUM_STEPS < max_context_length
+        assert one.num_running * (one.num_prompt_tokens + NUM_STEPS) <= max_kv_tokens
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.8])
+def test_alikeness_finds_what_lengths_were_drawn_with(share: float) -> None:
+    """Against draws whose correlation within a group is known, through a monotone map that ranks undo."""
+    rng = random.Random(3)
+    groups = []
+    for _ in range(3000):
+        of_prompt = share**0.5 * rng.gauss(0.0, 1.0)
+        groups.append([2.0 ** (of_prompt + (1 - share) ** 0.5 * rng.gauss(0.0, 1.0)) for _ in range(4)])
+    assert fit_lengths([1.0], groups).prompt_share == pytest.approx(share, abs=0.03)
+
+
+def test_the_longest_response_of_a_batch_is_as_long_as_among_the_samples() -> None:
+    rng = random.Random(0)
+    samples = [1.0 + float(round(rng.expovariate(1 / 17))) for _ in range(4_800)]
+    fitted = fit_lengths([5.0], [samples[at : at + 8] for at in range(0, 4_800, 8)]).response
+    drawn = [[fitted.at(rng.random()) for _ in range(192)] for _ in range(400)]
+    real = [rng.choices(samples, k=192) for _ in range(400)]
+    longest = statistics.fmean(max(batch) for batch in drawn)
+    assert longest == pytest.approx(statistics.fmean(max(batch) for batch in real), rel=0.03)
+    mean = statistics.fmean(itertools.chain.from_iterable(drawn))
+    assert mean == pytest.approx(statistics.fmean(samples), rel=0.01)
+
+
+def test_alikeness_without_anything_to_compare() -> None:
+    def alikeness(*groups: list[float]) -> float:
+        return fit_lengths([1.0], groups).prompt_share
+
+    assert alikeness([1.0, 2.0]) == alikeness([3.0], [4.0]) == 0.0
+    assert alikeness([5.0, 5.0], [5.0, 5.0]) == 0.0
+    assert alikeness([1.0, 1.0], [9.0, 9.0]) == 1.0
+    assert alikeness([1.0, 9.0], [1.0, 9.0], [1.0, 9.0]) == 0.0
+
+
+def test_lengths_are_kept_apart_by_source() -> None:
+    groups = [make_group(3, 5, source="a"), make_group(30, number=1, source="b", num_prompt_tokens=9)]
+    sampled = [Sampled(group=one, scores=(), turn_latencies_s=(), num_turns=()) for one in groups]
+    found = lengths_by_source(sampled)
+    assert {name: one.response.mean.mean for name, one in found.items()} == {"a": 4.0, "b": 30.0}
+    assert {name: one.prompt.mean.mean for name, one in found.items()} == {"a": 6.0, "b": 9.0}
+    assert environment_times(sampled) is None
+    episodes = [dataclasses.replace(sampled[0], turn_latencies_s=(0.5, 1.5), num_turns=(2, 4))]
+    times = environment_times(episodes)
+    assert times is not None
+    assert times.num_turns == Distribution.of([2.0, 4.0]) and times.latency_s == Distribution.of([0.5, 1.5])
+
+
+def plain(*groups: Group) -> list[Sampled]:
+    return [Sampled(group=one, scores=(), turn_latencies_s=(), num_turns=()) for one in groups]
+
+
+def test_the_interval_of_a_mean_length_is_that_of_groups() -> None:
+    """Eight equal responses of each prompt say no more than one of each."""
+    alike = [[float(length)] * 8 for length in (10, 20, 30)]
+    mean = fit_lengths([5.0], alike).response.mean
+    assert mean.mean == 20.0 and mean.num_samples == 3
+    assert mean.high - mean.mean == pytest.approx(1.959964 * 10.0 / 3**0.5)
+    # Of groups of unlike sizes the mean is still that of all values.
+    assert fit_lengths([5.0], [[1.0, 1.0, 1.0], [5.0]]).response.mean.mean == 2.0
+
+
+def test_lengths_are_known_once_every_source_has_a_narrow_interval() -> None:
+    even = [make_group(20, 22, number=number) for number in range(2)]
+    wild = [make_group(4, 4, number=0, source="y"), make_group(40, 40, number=1, source="y")]
+    assert lengths_are_known(plain(*even))
+    assert not lengths_are_known(plain(*even, *wild))
+    assert not lengths_are_known(plain(even[0])), "one group has no interval"
+
+
+@pytest.mark.parametrize("limit_s", [1e9, 0.0])
+def test_batches_are_sampled_until_lengths_are_known(limit_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampled_groups, "SAMPLING_LIMIT_S", limit_s)
+    rng, num_sampled, freed = random.Random(0), 0, list[Sampled]()
+
+    async def sample() -> list[Sampled]:
+        nonlocal num_sampled
+        num_sampled += 1
+        return plain(*(make_group(rng.randrange(10, 30), number=number) for number in range(8)))
+
+    async def free(sampled: list[Sampled]) -> None:
+        freed.extend(sampled)
+
+    batches = asyncio.run(sample_until_known(sample, free))
+    assert len(batches) == num_sampled and freed == [one for batch in batches[1:] for one in batch]
+    if not limit_s:
+        assert num_sampled == 1
+        return
+    # Standard deviation 5.8 of 20: (1.96 * 5.8 / 1.0) ** 2 = 129 groups.
+    assert 10 < num_sampled < 24
+    everything = [one for batch in batches for one in batch]
+    assert lengths_are_known(everything) and not lengths_are_known(everything[:-8])
+
+
+def test_a_profile_samples_the_first_groups_of_the_run_with_their_seeds() -> None:
+    tasks = [make_task(number) for number in range(40)]
+    order = weighted_order(tasks, {tasks[0].source: 1.0}, seed=7)
+    batches = batches_of(tasks, groups_per_step=6, seed=7)
+    found = list(itertools.chain.from_iterable(itertools.islice(batches, 10)))
+    assert [one.draw_id for one in found] == list(range(60))
+    assert [one.task for one in found] == [order.next() for _ in range(60)]
+
+
+def test_two_problems_of_every_source_are_sampled_that_a_batch_leaves_out() -> None:
+    tasks = [dataclasses.replace(make_task(number), source=f"of {number % 3}") for number in range(30)]
+    for batch in itertools.islice(batches_of(tasks, groups_per_step=1, seed=7), 10):
+        first, *others = batch
+        assert Counter(one.task.source for one in others) == {
+            f"of {number}": 2 for number in range(3) if f"of {number}" != first.task.source
+        }
+        assert first.draw_id < 10 and all(one.draw_id >= FIRST_EXTRA for one in others)
+
+
+def test_of_rounds_of_decode_steps_the_first_one_does_not_count_and_medians_do() -> None:
+    limits = EngineLimits(
+        max_num_seqs=2, max_context_length=64, max_kv_tokens=4096, max_num_batched_tokens=512
+    )
+    grid = decode_grid(limits, (1, 2, 3))
+    # The same of every point: the round that warms up, then three.
+    took_s = iter([step_s for step_s in (0.9, 0.1, 0.5, 0.2) for _ in grid])
+
+    async def call_one(timing: DecodeTiming, sampling: SamplingSection, seed: int) -> float:
+        return next(took_s)
+
+    engine = cast(GeneratorActor, SimpleNamespace(time_engine=SimpleNamespace(call_one=call_one)))
+    timer, done = DecodeTimer(engine, grid, SamplingSection(max_response_tokens=4)), list[None]()
+    for _ in range(4):
+        asyncio.run(timer.round(lambda: done.append(None)))
+    assert len(done) == 4 * timer.num_points
+    assert [one.step_s.mean for one in timer.points()] == [0.2] * len(grid)
+    assert {one.num_running for one in timer.points()} == {1, 2}
+
+
+@pytest.mark.parametrize("rest_s", [0.0, 0.02])
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_what_an_engine_computes_in_a_run_besides_its_steps_is_spread_over_them(
+    rest_s: float, num_replicas: int
+) -> None:
+    """6 prompt tokens for each response, then as many steps as the longest has, but for its first token."""
+    cost = EngineCost(
+        decode=DecodeTable([DecodePoint(num_running=1, num_context_tokens=0, step_s=Estimate.stated(0.01))]),
+        prefill_s_per_token=0.001,
+        kv_block_tokens=128,
+        # What is looked for is not part of what is known.
+        step_rest_s=7.0,
+        response_s=9.0,
+        response_stall_s=9.0,
+        max_num_seqs=64,
+        max_kv_tokens=10**6,
+        cores=0.5,
+        shares_prefixes=False,
+    )
+    batches = [[make_group(3, 5), make_group(4, 9, number=1)], [make_group(21)]]
+    # On two engines every group is decoded alone.
+    num_steps = 8 + 20 if num_replicas == 1 else 4 + 8 + 20
+    computed_s = 0.5 * (5 * 0.006 + num_steps * 0.01) + num_steps * rest_s
+
+    def found_s(of_all_s: float) -> float:
+        return step_rest_s(batches, cost, num_replicas=num_replicas, response_s=of_all_s / 5)
+
+    assert found_s(computed_s) == pytest.approx(rest_s, abs=1e-9)
+    assert found_s(0.9 * computed_s if not rest_s else 0.0) == 0.0, "never negative"
+
+
+def test_steps_are_timed_on_parts_of_a_batch_and_in_more_rows(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path)
+    groups = [make_group(10, 20, 30, 40, number=number) for number in range(4)]
+    cases = step_cases(config, groups)
+    assert [(one.num_groups, one.tokens_per_row) for one in cases] == [
+        *((1, 256), (1, 46)),  # the longest sequence has 46 tokens
+        *((2, 256), (2, 46)),
+        *((4, 256), (4, 62)),
+    ]
+    assert [one.num_timed for one in cases] == [1, 1, 1, 1, 3, 1], "most often what the run has"
+    assert num_steps_of(cases) == 6 + 8, "each once more than it is timed"
+    sizes = set()
+    for case in cases:
+        part = groups[: case.num_groups]
+        items = training_items(part, [1.0] * len(part), config.algorithm)
+        sizes.add(size_of(assign_rows(items, tokens_per_row=case.tokens_per_row, num_ranks=2)))
+    # Two ranks; 124 tokens a group, filled up to 64 in each row.
+    assert (1, 64) in sizes and (1, 256) in sizes
+    assert len({num_rows for num_rows, _ in sizes}) > 1, "the time of a row can be told from that of a token"
+
+
+def test_processor_time_is_that_of_a_process_and_its_children() -> None:
+    program = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'while True: pass'])"
+    child = subprocess.Popen([sys.executable, "-c", program], start_new_session=True)
+    try:
+        processors = ProcessorTime([child.pid])
+        total_s = 0.0
+        while total_s < 0.3:
+            time.sleep(0.05)
+            total_s += processors.passed_s()
+        assert 0.0 <= OtherLoad().share() <= 1.0
+    finally:
+        subprocess.run(["pkill", "-9", "-s", str(child.pid)], check=False)
+        child.wait()
+    # What it has computed is not known any more: to go on would count that as nothing.
+    with pytest.raises(ProcessGone, match=f"process {child.pid} has ended"):
+        processors.passed_s()
+
+
+@pytest.mark.parametrize("num_places", [1, 5, 40])
+def test_places_are_counted_by_how_long_many_take_together(
+    num_places: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scorer in which so many responses wait at once, 10 ms each."""
+    groups = [make_group(*[5] * 8, number=number) for number in range(20)]
+    sampled = [Sampled(group=group, scores=(), turn_latencies_s=(), num_turns=()) for group in groups]
+
+    class Waiting:
+        async def score(self, name: str, task: object, responses: list[object]) -> None:
+            async with places:
+                await asyncio.sleep(0.01)
+
+    async def count() -> int:
+        return await count_places(cast(GroupScoring, Waiting()), sampled, alone_s=0.01)
+
+    places = asyncio.Semaphore(num_places)
+    clock = VirtualTime()
+    monkeypatch.setattr(sampled_groups.time, "perf_counter", clock.now_s)
+    assert clock.run(count()) == num_places
+
+
+def test_what_a_profile_would_leave_out_is_refused(tmp_path: Path) -> None:
+    from forgeasync.plugins.simulator import check_profiled
+    from forgeasync.schema import ConfigError
+
+    check_profiled(tiny_config(tmp_path))
+    with pytest.raises(ConfigError, match=r"launcher\.kind = 'process': must be local") as refused:
+        config = load_config(["configs/distill_cpu.yaml"], ["launcher={kind: process}"])
+        check_profiled(config)
+    assert "teachers = " in str(refused.value)
+    with pytest.raises(ConfigError, match=r"data\.source\.kind = 'served': .*no clients"):
+        check_profiled(load_config(["configs/serve_cpu.yaml"], []))
+
+
+MODULE = import_module("forgeasync.plugins.simulator.step_times")
+CONFIG = Path(__file__).resolve().parents[3] / "configs" / "tiny_moe_cpu.yaml"
+
+
+def mark(at_s: float, *, processor_s: float, num_responses: int, eval_s: float = 0.0) -> Mark:
+    times = StepTimes(
+        step_s=2.0 + eval_s, wait_for_batch_s=0.5, train_s=1.0, publish_weights_s=0.25, eval_s=eval_s
+    )
+    return Mark(
+        at_s=at_s,
+        processor_s=processor_s,
+        scorers_s=3.0 * processor_s,
+        engines_s=5.0 * processor_s,
+        handing_over_s=2.0 * processor_s,
+        num_responses=num_responses,
+        times=times,
+        groups=(make_group(max(1, num_responses)),),
+    )
+
+
+def test_processor_time_by_response_and_what_is_left_of_a_step() -> None:
+    found = loop_times(
+        [
+            mark(10.0, processor_s=5.0, num_responses=100),
+            mark(12.0, processor_s=5.2, num_responses=110),
+            # Training waited for an evaluation.
+            mark(17.0, processor_s=6.0, num_responses=120, eval_s=3.0),
+        ]
+    )
+    assert (found.response_s, found.score_s) == pytest.approx((1.0 / 20, 3.0 / 20))
+    assert (found.engines_s, found.handing_over_s) == pytest.approx((3.0 / 20, 2.0 / 20))
+    lengths = [[one.rollouts[0].num_response_tokens for one in batch] for batch in found.batches]
+    assert lengths == [[110], [120]], "not those before the first mark"
+    assert found.run_s == pytest.approx(4.0), "7 s without the evaluation"
+    # 2 s and 5 s of which 1.75 s and 4.75 s are known.
+    assert found.between_s.mean.mean == pytest.approx(0.25)
+
+
+def test_a_window_without_responses_has_times() -> None:
+    found = loop_times(
+        [mark(0.0, processor_s=1.0, num_responses=8), mark(1.0, processor_s=1.5, num_responses=8)]
+    )
+    assert found.response_s == pytest.approx(0.5) and found.between_s.mean.mean == 0.0
+
+
+def test_the_short_run_is_the_run_but_for_what_it_leaves_behind() -> None:
+    config = load_config([str(CONFIG)], ["checkpoint.folder=elsewhere"])
+    short = short_run_of(config)
+    assert short.max_steps == MODULE.NUM_LOOP_STEPS > MODULE.NUM_WARMUP_STEPS
+    assert (short.checkpoint.every_steps, short.checkpoint.folder) == (None, None)
+    assert (short.evaluation.num_problems, short.evaluation.sets) == (1, ())
+    assert short.evaluation.every_steps > short.max_steps
+    assert short.trainer.optimizer.learning_rate < 1e-6
+    kept = config.model_dump(exclude={"max_steps", "checkpoint", "evaluation", "trainer"})
+    assert short.model_dump(exclude={"max_steps", "checkpoint", "evaluation", "trainer"}) == kept
+    without = {"optimizer": {"learning_rate"}}
+    assert short.trainer.model_dump(exclude=without) == config.trainer.model_dump(exclude=without)
+
+
+def test_engines_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MODULE, "IDLE_S", 0.0)
+    busy_s = iter([1.0, 1.5, 1.5, 1.6, 9.9])
+
+    async def stats() -> list[SimpleNamespace]:
+        now_s = next(busy_s)
+        return [SimpleNamespace(busy_s=now_s), SimpleNamespace(busy_s=0.0)]
+
+    asyncio.run(MODULE._until_idle(cast(GeneratorRouter, SimpleNamespace(stats=stats))))
+    assert next(busy_s) == 1.6, "idle as soon as nothing was added"
+
+
+def test_the_controllers_part_of_a_response_is_not_counted_twice() -> None:
+    found = loop_times(
+        [mark(0.0, processor_s=1.0, num_responses=0), mark(1.0, processor_s=2.0, num_responses=100)]
+    )
+    assert found.rest_s(controller_s=0.003) == pytest.approx(0.007)
+    assert found.rest_s(controller_s=0.011) == 0.0
+
+
+def test_it_is_the_mean_over_seeds_of_what_the_later_steps_take() -> None:
+    run, profile = small_run(groups_per_step=8), simple_profile()
+    seeds = range(NUM_SEEDS * run.seed, NUM_SEEDS * (run.seed + 1))
+    of_seeds = [simulate(replace(run, seed=seed), profile).steps for seed in seeds]
+    expected = statistics.fmean(sum(one.step_s for one in steps[3:]) for steps in of_seeds)
+    assert simulated_s(run, profile, num_left_out=3) == pytest.approx(expected)

@@ -1,0 +1,204 @@
+"""The profile of a machine: what is refused of its file, and what lies between its points."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forgeasync.plugins.simulator import (
+    DecodePoint,
+    DecodeTable,
+    Distribution,
+    Estimate,
+    TrainPoint,
+    TrainTable,
+    read_profile,
+    write_profile,
+)
+from forgeasync.schema import ConfigError
+from tests.support.profiles import simple_profile
+
+
+def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
+    profile = simple_profile(score_s=0.1, swap_s=1 / 3)
+    write_profile(profile, tmp_path / "p.json")
+    assert read_profile(tmp_path / "p.json") == profile
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        (("format_version",), 2, ["format_version = 2", "must be 9"]),
+        (("format_version",), 8, ["format_version = 8", "must be 9: measure again"]),
+        (("format_version",), True, ["format_version = True", "must be 9"]),
+        (
+            ("decode", 0, "step_s", "mean"),
+            -1.0,
+            ["decode[0].step_s.mean = -1.0", "greater than or equal to 0"],
+        ),
+        (("decode", 0, "step_s", "mean"), 99.0, ["decode[0].step_s", "mean = 99", "ascend"]),
+        (("decode", 1, "num_running"), 1, ["decode: 2 points", "every pair"]),
+        (("train", 0, "num_tokens"), 0, ["train[0].num_tokens = 0", "greater than 0"]),
+        (("train", 0, "num_tokens"), "7", ["train[0].num_tokens = '7'", "integer"]),
+        (("prefill_tokens_per_s",), {"mean": 0, "low": 0, "high": 0, "num_samples": 0}, ["more than 0"]),
+        (("score_s", "quantiles"), [1.0, 0.5], ["score_s", "quantiles[0] = 1", "ascend"]),
+        (("score_s", "mean", "mean"), float("nan"), ["score_s.mean.mean", "finite"]),
+        (("hardware", "num_cores"), 0, ["hardware.num_cores = 0", "greater than 0"]),
+        (("hardware", "clock"), 1, ["hardware.clock = 1", "not permitted"]),
+        (("cores", "trainer_lag"), 1.0, ["cores.trainer_lag = 1.0", "not permitted"]),
+        (("origin",), "guessed", ["origin = 'guessed'", "measured"]),
+        (("sources",), [], ["sources: must say"]),
+        (("lengths", "chain_sum", "response", "quantiles"), [0.0, 99.0], ["lengths.chain_sum", "at least 1"]),
+        (("lengths",), {}, ["lengths", "at least 1 item"]),
+    ],
+)
+def test_an_impossible_number_is_refused_by_its_field(
+    tmp_path: Path, path: tuple[str | int, ...], value: object, words: list[str]
+) -> None:
+    values = json.loads(simple_profile().model_dump_json())
+    node = values
+    for part in path[:-1]:
+        node = node[part]
+    node[path[-1]] = value
+    file = tmp_path / "p.json"
+    file.write_text(json.dumps(values))
+    with pytest.raises(ConfigError) as refused:
+        read_profile(file)
+    for word in (str(file), *words):
+        assert word in str(refused.value)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", "3", '{"a": 1}', "[" * 10_000])
+def test_what_is_no_profile_is_refused(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "p.json"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=r"p\.json"):
+        read_profile(file)
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.json.*No such file"):
+        read_profile(tmp_path / "none.json")
+
+
+@pytest.mark.parametrize("of", [Estimate.of, Estimate.median_of])
+def test_the_interval_covers_the_true_mean_as_often_as_it_says(
+    of: Callable[[list[float]], Estimate],
+) -> None:
+    rng = np.random.default_rng(0)
+    covered = 0
+    for _ in range(1_000):
+        estimate = of((10.0 + rng.standard_normal(40)).tolist())
+        covered += estimate.low <= 10.0 <= estimate.high
+    assert 920 <= covered <= 975
+
+
+def test_a_median_leaves_out_what_was_slow_once() -> None:
+    assert Estimate.median_of([0.5, 0.5, 0.9]).mean == 0.5
+    assert Estimate.median_of([0.5, 0.7]).mean == pytest.approx(0.6)
+    assert Estimate.median_of([0.5]) == Estimate.of([0.5])
+    with pytest.raises(ValueError, match="at least one"):
+        Estimate.median_of([])
+
+
+@given(st.lists(st.floats(min_value=0.0, max_value=1e6), min_size=1, max_size=50))
+def test_a_distribution_has_the_quantiles_of_its_samples(samples: list[float]) -> None:
+    distribution = Distribution.of(samples)
+    for probability in (0.0, 0.25, 0.5, 1.0):
+        assert math.isclose(
+            distribution.at(probability), np.quantile(samples, probability), rel_tol=1e-9, abs_tol=1e-9
+        )
+
+
+@given(st.lists(st.floats(min_value=0.0, max_value=1e6), min_size=2, max_size=50, unique=True))
+def test_share_below_is_the_inverse_of_at(samples: list[float]) -> None:
+    distribution = Distribution.of(samples, num_quantiles=11)
+    for probability in (0.1, 0.35, 0.5, 0.99):
+        value = distribution.at(probability)
+        assert math.isclose(
+            distribution.at(distribution.share_below(value)), value, rel_tol=1e-9, abs_tol=1e-9
+        )
+
+
+def _decode(values: dict[tuple[int, int], float]) -> DecodeTable:
+    return DecodeTable(
+        [
+            DecodePoint(num_running=running, num_context_tokens=context, step_s=Estimate.stated(step_s))
+            for (running, context), step_s in values.items()
+        ]
+    )
+
+
+def test_decode_steps_are_linear_between_points_in_both_directions() -> None:
+    """A plane is what bilinear interpolation has exactly."""
+    table = _decode(
+        {
+            (running, context): 1.0 + running + context / 100
+            for running in (1, 4, 16)
+            for context in (0, 100, 500)
+        }
+    )
+    for running in (1, 2, 4, 10, 16):
+        for context in (0, 50, 100, 300, 500):
+            assert table.step_s(running, context) == pytest.approx(1.0 + running + context / 100)
+    assert table.num_beyond == 0
+
+
+def test_beyond_the_points_a_step_goes_on_as_a_line_and_is_counted() -> None:
+    table = _decode({(1, 0): 1.0, (4, 0): 4.0})
+    assert table.step_s(8, 0) == pytest.approx(8.0)
+    assert table.num_beyond == 1
+    falling = _decode({(1, 0): 4.0, (4, 0): 1.0})
+    assert falling.step_s(100, 0) == 1.0
+
+
+def test_a_train_step_is_fitted_by_what_it_costs() -> None:
+    points = [
+        TrainPoint(
+            num_rows=rows, num_tokens=tokens, step_s=Estimate.stated(0.5 + 0.045 * rows + 1e-4 * tokens)
+        )
+        for rows, tokens in ((1, 500), (2, 900), (4, 4_000), (3, 1_000))
+    ]
+    table = TrainTable(points)
+    assert (table.fixed_s, table.row_s, table.token_s) == pytest.approx((0.5, 0.045, 1e-4))
+    assert table.largest_error < 1e-9
+
+
+def test_what_was_measured_often_counts_for_more() -> None:
+    """The mean of nine samples counts nine times as much as that of one sample."""
+    points = [
+        TrainPoint(
+            num_rows=1, num_tokens=1_000, step_s=Estimate(mean=mean, low=mean, high=mean, num_samples=num)
+        )
+        for mean, num in ((1.0, 9), (1.1, 1))
+    ]
+    # The least squares of 1 - x / 1.0, nine times, and of 1 - x / 1.1.
+    expected_s = (9.0 + 1.0 / 1.1) / (9.0 + 1.0 / 1.1**2)
+    assert TrainTable(points).step_s(1, 1_000) == pytest.approx(expected_s)
+
+
+def test_no_part_of_a_train_step_is_negative() -> None:
+    """With noise the unconstrained fit has negative terms, and predicts negative times for long steps."""
+    rng = np.random.default_rng(1)
+    for _ in range(50):
+        points = [
+            TrainPoint(
+                num_rows=int(rng.integers(1, 5)),
+                num_tokens=int(rng.integers(100, 5_000)),
+                step_s=Estimate.stated(float(rng.uniform(0.5, 1.5))),
+            )
+            for _ in range(4)
+        ]
+        table = TrainTable(points)
+        assert min(table.fixed_s, table.row_s, table.token_s) >= 0.0
+        assert table.step_s(1, 100) > 0.0
+
+
+def test_one_point_of_a_train_step_is_scaled_by_its_tokens() -> None:
+    table = TrainTable([TrainPoint(num_rows=2, num_tokens=1_000, step_s=Estimate.stated(3.0))])
+    assert table.step_s(4, 2_000) == pytest.approx(6.0)

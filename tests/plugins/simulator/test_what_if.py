@@ -1,0 +1,84 @@
+"""The right cause with its number: what a change is said to bring is what the changed run takes."""
+
+import pytest
+
+from forgeasync.config import BufferSection, ScorerSection
+from forgeasync.plugins.simulator import Distribution, EnvironmentTimes, simulate, what_if
+from tests.support.profiles import simple_profile
+from tests.support.simulated import small_run
+
+FIXED = (50.0, 50.0)
+
+SCENARIOS = {
+    "generators": (
+        small_run(num_steps=20, max_num_seqs=8),
+        simple_profile(lengths=FIXED, token_s=1e-6),
+        "one more replica",
+        0.5,
+    ),
+    "trainer": (
+        small_run(num_steps=20),
+        simple_profile(lengths=FIXED, token_s=1e-2),
+        "a trainer twice as fast",
+        0.5,
+    ),
+    "scorers": (
+        small_run(num_steps=20, scorer=ScorerSection(num_workers=2)),
+        simple_profile(lengths=FIXED, token_s=1e-6, score_s=1.0),
+        "one more scorer",
+        0.5,
+    ),
+    "buffer": (
+        small_run(num_steps=20, buffer=BufferSection(max_in_flight=2, adapt_load=False), max_num_seqs=64),
+        simple_profile(lengths=FIXED, token_s=1e-6),
+        "a buffer twice as large",
+        0.5,
+    ),
+    "weights": (
+        small_run(num_steps=20, max_off_policy_steps=0),
+        simple_profile(lengths=FIXED, token_s=1e-6, swap_s=4.0),
+        "weights twice as fast",
+        0.3,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_the_change_that_helps_is_found(name: str) -> None:
+    run, profile, change, least = SCENARIOS[name]
+    found = what_if(run, profile)
+    assert found.best is not None
+    assert found.best.change.name == change, [gain.words for gain in found.gains]
+    assert found.best.share >= least - 0.05
+    # Counterfactual: the run that has the change.
+    changed = simulate(*found.best.change.apply(run, profile))
+    assert found.best.after_s == changed.step_s
+    assert found.verdict == (
+        f"{found.best.change.bound}; {change}: {found.base.step_s:.3g} -> {changed.step_s:.3g} s a step"
+    )
+
+
+def test_a_synchronous_run_gains_most_from_a_bound() -> None:
+    """Half of a step trains and half of it generates: one version ahead does both at once."""
+    run = small_run(num_steps=20, max_off_policy_steps=0, buffer=BufferSection(adapt_load=False))
+    found = what_if(run, simple_profile(lengths=FIXED, token_s=5e-4))
+    assert found.best is not None and found.best.change.name == "max_off_policy_steps 1"
+    assert found.best.share == pytest.approx(0.5, abs=0.06)
+
+
+def test_an_environment_that_is_slow_is_named() -> None:
+    environment = EnvironmentTimes(num_turns=Distribution.point(4.0), latency_s=Distribution.point(1.0))
+    profile = simple_profile(lengths=FIXED, token_s=1e-6).model_copy(update={"environment": environment})
+    run = small_run(
+        num_steps=20, has_environment=True, max_off_policy_steps=32, buffer=BufferSection(max_groups=4)
+    )
+    found = what_if(run, profile)
+    names = [gain.change.name for gain in found.gains[:2]]
+    assert set(names) == {"an environment twice as fast", "a buffer twice as large"}
+
+
+def test_where_nothing_helps_it_says_so() -> None:
+    run = small_run(num_steps=10)
+    found = what_if(run, simple_profile(lengths=FIXED, token_s=1e-6, between_s=100.0))
+    assert found.best is None
+    assert found.verdict.startswith("nothing that was tried brings 2%")
