@@ -26,6 +26,9 @@ END_S = 20.0
 """Time for what a run has started to be gone once it has ended."""
 
 SHARED_MEMORY = Path("/dev/shm")
+
+PREFIXES = ("forgeasync", "psm_", "sem.", "torch_", "vllm")
+"""Beginnings of the names that we, Python, torch and vLLM give to files there. Other programs have files there too."""
 SEMAPHORE = re.compile(r"sem\.forgeasync-([0-9a-f]+)-")
 """Names of semaphores, with the mark of their run."""
 
@@ -134,7 +137,7 @@ class Watched:
         return processes + sorted(
             str(file)
             for file in files - _open_files()
-            if file.exists() and not is_of_another_run(file, self._marks)
+            if file.name.startswith(PREFIXES) and file.exists() and not is_of_another_run(file, self._marks)
         )
 
 
