@@ -28,7 +28,7 @@ END_S = 20.0
 SHARED_MEMORY = Path("/dev/shm")
 
 PREFIXES = ("forgeasync", "psm_", "sem.", "torch_", "vllm")
-"""Beginnings of the names that we, Python, torch and vLLM give to files there. Other programs have files there too."""
+"""Beginnings of names that we, Python, torch and vLLM give to files there. Others have files there, too."""
 SEMAPHORE = re.compile(r"sem\.forgeasync-([0-9a-f]+)-")
 """Names of semaphores, with the mark of their run."""
 
