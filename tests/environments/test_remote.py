@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from forgeasync.config import RemoteEnvironment, load_config
+from forgeasync.config import RemoteEnvironment, check_without_model, load_config
 from forgeasync.environments import (
     Agent,
     ContextFull,
@@ -26,7 +26,7 @@ from forgeasync.rollouts import Score, Task
 from forgeasync.schema import ConfigError
 from forgeasync.testing import ScriptedAgent
 from tests.support.app_runs import REPOSITORY, finish, read_lines, start
-from tests.support.config_samples import CONFIGS
+from tests.support.config_samples import CONFIGS, MINIMAL
 from tests.support.runs import write_episodes_run
 
 TASK = Task(task_id="7", prompt="1 + 3 =", answer="4", source_index=7, source="sums", record={"level": 3})
@@ -261,6 +261,19 @@ def test_an_episode_that_is_cancelled_is_cancelled_on_the_server() -> None:
 def test_a_url_that_cannot_work_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match=r"environment\.url = .*http://127\.0\.0\.1:9000"):
         load_config(CONFIGS / "tiny_moe_cpu.yaml", [f"environment={{kind: remote, url: '{url}'}}"])
+
+
+def test_what_else_of_a_config_cannot_work_is_refused(tmp_path: Path) -> None:
+    url = "url: 'http://127.0.0.1:9000'"
+    with pytest.raises(ConfigError, match=r"environment\.task_fields\.a = 'text'.*record"):
+        load_config(
+            CONFIGS / "tiny_moe_cpu.yaml", [f"environment={{kind: remote, {url}, task_fields: {{a: text}}}}"]
+        )
+    path = tmp_path / "config.yaml"
+    path.write_text(MINIMAL)
+    config = load_config(path, [f"environment={{kind: remote, {url}}}", "agents={a: {}, b: {}}"])
+    (problem,) = check_without_model(config)
+    assert problem.field == "agents" and "'remote' talks to one agent" in problem.remedy
 
 
 @pytest.mark.exhaustive
