@@ -33,8 +33,6 @@ from .restart_policy import RestartPolicy as RestartPolicy
 from .restart_policy import StartAgain as StartAgain
 from .restart_policy import is_death as is_death
 
-MONARCH_LIMITS: dict[str, str]
-
 # Only tests import these.
 from .agent import HostAgent as HostAgent
 from .bootstrap_main import visible_devices as visible_devices
