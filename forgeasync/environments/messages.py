@@ -222,7 +222,8 @@ def _frozen(value: object) -> Hashable:
         case None | bool() | int() | float() | str():
             return value
     # No JSON, which an environment may pass nonetheless: left to the comparison that follows.
-    return type(value)  # type: ignore[return-value]  # mypy takes a class for unhashable here
+    # mypy looks at the __hash__ of instances, which is not that of the class.
+    return type(value)  # type: ignore[return-value]
 
 
 def _text(where: str, content: object) -> str:

@@ -12,7 +12,7 @@ from monarch.actor import ProcMesh, this_host
 from monarch.config import configure
 
 from forgeasync.faults import read_stacks
-from forgeasync.launch import MONARCH_LIMITS
+from forgeasync.launch import MONARCH_LIMITS  # type: ignore[attr-defined]  # the stub lists other rooms' names
 from forgeasync.launch.forking.import_sets import ImportSet
 from forgeasync.launch.gpu_facts import GpuFacts, gather_gpu_facts
 from forgeasync.launch.host_limits import HostLimits, gather_host_limits

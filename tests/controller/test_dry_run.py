@@ -6,10 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
-import sentencepiece
 from rich.console import Console
 from rich.table import Table
-from transformers import BertGenerationTokenizer
 
 from forgeasync.config import ModelFacts, RunConfig, load_config
 from forgeasync.controller import check_plan
@@ -351,17 +349,3 @@ def test_the_template_of_a_model_that_is_there_is_checked(tmp_path: Path, overri
     with pytest.raises(ConfigError) as refused:
         check_plan(load_config(tmp_path / "run.yaml", [*overrides, override]))
     assert words in str(refused.value)
-
-
-def test_a_tokenizer_that_the_package_tokenizers_does_not_run_is_refused(tmp_path: Path) -> None:
-    written = io.BytesIO()
-    sentences = iter(["1 + 2 = 3", "abc def ghi"])
-    train = sentencepiece.SentencePieceTrainer.train
-    train(sentence_iterator=sentences, model_writer=written, vocab_size=32, hard_vocab_limit=False)
-    (tmp_path / "one.model").write_bytes(written.getvalue())
-    BertGenerationTokenizer(str(tmp_path / "one.model")).save_pretrained(tmp_path / "model")
-    (tmp_path / "model" / "config.json").write_text(json.dumps(HF_CONFIG | {"vocab_size": 128}))
-    (tmp_path / "run.yaml").write_text(MINIMAL.replace(", ratio: 0.5, flag: true, text: a", ""))
-    overrides = [f"model.path={tmp_path / 'model'}", f"run_dir={tmp_path / 'run'}"]
-    with pytest.raises(ConfigError, match=r"model\.path.*BertGenerationTokenizer.*tokenizer\.json"):
-        check_plan(load_config(tmp_path / "run.yaml", overrides))

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from forgeasync.actors import SampledGroup, TeacherFailure, Teaching
+from forgeasync.actors import RefusedGroup, SampledGroup, TeacherFailure, Teaching
 from forgeasync.algorithms import Loss
 from forgeasync.controller import Fleet
 from forgeasync.rollouts import Score, Step, StoredRollout, Task
@@ -77,6 +77,17 @@ def test_steps_that_cannot_train_cost_their_group(tmp_path: Path) -> None:
     fleet = make_fleet(tmp_path, behind, freed)
     assert asyncio.run(fleet.sample([make_problem(0)])) == []
     assert len(fleet.problems) == 1 and len(freed) == 4
+
+
+def test_a_group_that_nobody_scored_is_a_problem_in_words(tmp_path: Path) -> None:
+    class Unscored:
+        async def sample(self, group_id: int, task: Task, *, seed: int | None) -> RefusedGroup:
+            return RefusedGroup(problem=None)
+
+    prepared = make_prepared(make_config(tmp_path))
+    fleet = Fleet(prepared, None, None, None, Unscored(), Teaching())  # type: ignore[arg-type]
+    assert asyncio.run(fleet.sample([make_problem(0)])) == []
+    assert fleet.problems == ["group 0: nobody has scored it"]
 
 
 def test_teachers_see_every_group_with_its_scores(tmp_path: Path) -> None:

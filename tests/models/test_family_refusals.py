@@ -1,13 +1,16 @@
 """What is refused of a model before any weight is read: field, value found, and what would be right."""
 
 import dataclasses
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import sentencepiece
 from omegaconf import OmegaConf
 from safetensors.numpy import load_file, save_file
+from transformers import BertGenerationTokenizer
 
 from forgeasync.config import ModelFacts, RoutingReplay, RunConfig, resolve
 from forgeasync.controller import prepare
@@ -221,3 +224,28 @@ def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path: Path) -> Non
     message = only(list(caught.value.problems))
     assert f"model.path = {str(folder)!r}" in message
     assert "24 token ids" in message and "vocab_size = 23" in message
+
+
+def test_a_tokenizer_that_the_package_tokenizers_does_not_run_is_refused(tmp_path: Path) -> None:
+    folder = write_family(tmp_path / "model", "llama")
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    pieces = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["1 + 2 = 3", "4 - 5"]),
+        model_writer=pieces,
+        vocab_size=20,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    (tmp_path / "pieces").write_bytes(pieces.getvalue())
+    BertGenerationTokenizer(str(tmp_path / "pieces")).save_pretrained(folder)
+    with pytest.raises(ConfigError) as caught:
+        prepare(
+            run_config(
+                model={"path": str(folder), "max_context_length": 150}, trainer={"tokens_per_row": 192}
+            )
+        )
+    message = only(list(caught.value.problems))
+    assert f"model.path = {str(folder)!r}" in message
+    assert "BertGenerationTokenizer" in message and "tokenizer.json" in message

@@ -58,6 +58,7 @@ class ScoringCPUModelRunner(SeededCPUModelRunner):
         self, grammar_output: GrammarOutput | None
     ) -> ModelRunnerOutput:
         has_run = self.execute_model_state is not None
+        # As above.
         output: ModelRunnerOutput = super().sample_tokens(  # type: ignore[type-var, assignment]
             grammar_output
         )

@@ -191,8 +191,8 @@ def not_applied(worker: WorkerBase, folder: str) -> list[str]:
     A module is applied if the layer that takes it, itself or fused with others, is wrapped, is in the loaded
     adapter, and the adapter is in the slot that requests use.
     """
-    # vLLM declares the model runner as a module, or None.
     runner = worker.model_runner
+    # vLLM declares the model runner as a module, or None.
     manager: LoRAModelManager = runner.lora_manager._adapter_manager  # type: ignore[union-attr, assignment]
     with safe_open(Path(folder) / "adapter_model.safetensors", framework="pt") as tensors:
         written = {parse_fine_tuned_lora_name(name)[0] for name in tensors.keys()}
