@@ -92,8 +92,8 @@ class Bubblewrap(SandboxLimits):
 
 class _Container(SandboxLimits):
     image: Annotated[str, AfterValidator(_check_image)]
-    """Image of the box, which is there already or can be pulled; it needs ``sh``, ``cat``, ``mkdir`` and
-    ``tar``, and ``python3`` for Python sessions."""
+    """Image of the box, which is there already or can be pulled. It needs ``sh``, ``cat``, ``chmod``,
+    ``mkdir``, ``sleep`` and ``tar``, and ``python3`` for Python sessions."""
     program: str | None = None
     """Path of the command-line client; null: the one in PATH."""
     start_s: float = Field(default=120.0, ge=0.1, le=86400.0)

@@ -33,6 +33,7 @@ from .backend import SandboxClosed as SandboxClosed
 from .bubblewrap import find_program as find_program
 from .containers import exec_command as exec_command
 from .containers import kill_command as kill_command
+from .containers import open_command as open_command
 from .containers import remove_command as remove_command
 from .containers import run_command as run_command
 from .layers import landlock_version as landlock_version

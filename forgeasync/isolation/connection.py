@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import resources
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from forgeasync.isolation.backend import KilledBy, SandboxClosed, SandboxError, SandboxUnavailable
 from forgeasync.isolation.inside import wire
@@ -393,6 +393,18 @@ class Ending:
     report: bytes
     """What the session's process says of the run; the box's code may have forged it."""
 
+    def outcome(self) -> dict[str, Any]:
+        """The fields that the results of commands and of sessions share."""
+        return {
+            "stdout": text(self.stdout),
+            "stderr": text(self.stderr),
+            "timed_out": self.timed_out,
+            "num_stdout_bytes_cut": self.num_stdout_bytes_cut,
+            "num_stderr_bytes_cut": self.num_stderr_bytes_cut,
+            "duration_s": self.duration_s,
+            "killed_by": self.killed_by,
+        }
+
 
 async def receive_ending(connection: Connection, channel: CallChannel, *, timeout_s: float) -> Ending:
     """Collect output until the call ends, and make sure that it does.
@@ -425,19 +437,18 @@ async def receive_ending(connection: Connection, channel: CallChannel, *, timeou
         cause = KilledBy.DEADLINE if loop.time() - started >= timeout_s else _CAUSES[lost.cause]
     stdout, stderr = (bytes(outputs[kind]) for kind in (wire.STDOUT, wire.STDERR))
     if done is None:
-        return Ending(
-            stdout=stdout,
-            stderr=stderr,
-            exit_code=-9,
-            timed_out=cause is KilledBy.DEADLINE,
-            goes_on=False,
-            num_stdout_bytes_cut=0,
-            num_stderr_bytes_cut=0,
-            duration_s=loop.time() - started,
-            killed_by=cause,
-            report=b"",
+        is_late = cause is KilledBy.DEADLINE
+        exit_code, timed_out, goes_on, cut_out, cut_err, seconds = (
+            -9,
+            is_late,
+            False,
+            0,
+            0,
+            loop.time() - started,
         )
-    exit_code, timed_out, goes_on, cut_out, cut_err, seconds = wire.RESULT.unpack_from(done)
+    else:
+        exit_code, timed_out, goes_on, cut_out, cut_err, seconds = wire.RESULT.unpack_from(done)
+        cause = KilledBy.DEADLINE if timed_out else None
     return Ending(
         stdout=stdout,
         stderr=stderr,
@@ -447,8 +458,8 @@ async def receive_ending(connection: Connection, channel: CallChannel, *, timeou
         num_stdout_bytes_cut=cut_out,
         num_stderr_bytes_cut=cut_err,
         duration_s=seconds,
-        killed_by=KilledBy.DEADLINE if timed_out else None,
-        report=done[wire.RESULT.size :],
+        killed_by=cause,
+        report=b"" if done is None else done[wire.RESULT.size :],
     )
 
 

@@ -10,16 +10,18 @@ import contextlib
 import os
 import secrets
 import shutil
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 
 from forgeasync.config import Docker, Podman
-from forgeasync.isolation.backend import SandboxUnavailable
-from forgeasync.isolation.connection import START_LIMIT_S, Connection
+from forgeasync.isolation.backend import SandboxClosed, SandboxUnavailable
+from forgeasync.isolation.connection import START_LIMIT_S, Connection, Ending
 from forgeasync.isolation.supervised import SupervisedBackend
 
 _WORK = "/work"
-_USER = "65534:65534"
-_KILL_LIMIT_S = 10.0
+_USER, _KEEPER, _OWNER = "65534:65534", "65533:65533", "0:0"
+"""Users and groups of commands; of the processes that keep the container, which commands cannot kill; of its
+folders. None of them has a capability."""
+_KILL_LIMIT_S = 30.0
 _SHM_SHARE = 8
 """/dev/shm gets disk_mib divided by this."""
 
@@ -32,7 +34,7 @@ def run_command(program: str, section: Docker | Podman, name: str) -> list[str]:
         # Podman's command line has no such option.
         options += f",nr_inodes={section.max_files}"
     command = [program, "run", "--detach", "--rm", "--init", "--name", name, "--hostname", "box"]
-    command += ["--network", "none", "--ipc", "private", "--read-only", "--user", _USER]
+    command += ["--network", "none", "--ipc", "private", "--read-only", "--user", _KEEPER]
     command += ["--cap-drop", "ALL", "--security-opt", "no-new-privileges"]
     command += ["--tmpfs", f"{_WORK}:{options}", "--tmpfs", f"/tmp:{options}"]
     command += ["--shm-size", f"{max(1, section.disk_mib // _SHM_SHARE)}m"]
@@ -48,18 +50,25 @@ def run_command(program: str, section: Docker | Podman, name: str) -> list[str]:
         command += ["--mount", f"type=bind,source={source},target={target},readonly"]
     for variable, value in ({"HOME": "/tmp", "LANG": "C.UTF-8"} | section.env).items():
         command += ["--env", f"{variable}={value}"]
-    command += ["--workdir", _WORK, "--entrypoint", "sleep", section.image, "infinity"]
-    return command
+    return [*command, "--workdir", _WORK, "--entrypoint", "sleep", section.image, "infinity"]
 
 
 def exec_command(program: str, name: str, command: Sequence[str]) -> list[str]:
     """The client's command that runs a command in the container."""
-    return [program, "exec", "--interactive", name, *command]
+    return [program, "exec", "--interactive", "--user", _USER, name, *command]
+
+
+def open_command(program: str, name: str) -> list[str]:
+    """The client's command that lets everybody write to the folders of a box.
+
+    Engines give a new file system the mode of the image's folder below it, whatever mode was asked for.
+    """
+    return [program, "exec", "--user", _OWNER, name, "chmod", "1777", _WORK, "/tmp"]
 
 
 def kill_command(program: str, name: str) -> list[str]:
-    """The client's command that kills all processes of the container but its first."""
-    return [program, "exec", name, "sh", "-c", "kill -9 -1"]
+    """The client's command that kills all processes of calls: every process of their user."""
+    return [program, "exec", "--user", _USER, name, "sh", "-c", "kill -9 -1"]
 
 
 def remove_command(program: str, name: str) -> list[str]:
@@ -112,6 +121,7 @@ class ContainerBackend(SupervisedBackend):
             await self._run_client(
                 run_command(self._program, self._section, self._name), limit_s=self._section.start_s
             )
+            await self._run_client(open_command(self._program, self._name), limit_s=self._section.start_s)
             return await Connection.open(self._settings(), limit_s=START_LIMIT_S)
         except BaseException:
             # What went wrong first is told, also where the removal fails for the same reason.
@@ -119,12 +129,34 @@ class ContainerBackend(SupervisedBackend):
                 await self._remove()
             raise
 
+    async def _call(
+        self,
+        command: Sequence[str],
+        *,
+        timeout_s: float,
+        output_bytes: int,
+        stdin: AsyncIterator[bytes] | None = None,
+    ) -> Ending:
+        ending = await super()._call(command, timeout_s=timeout_s, output_bytes=output_bytes, stdin=stdin)
+        # Where there is no container, the client fails as a command would.
+        if ending.exit_code != 0 and ending.stderr.startswith(b"Error"):
+            try:
+                await self._run_client(
+                    exec_command(self._program, self._name, ["true"]), limit_s=self._section.start_s
+                )
+            except SandboxUnavailable as error:
+                raise SandboxClosed(f"the container has ended: {error}") from error
+        return ending
+
     async def _after_kill(self) -> None:
-        # The shell that kills is killed too: its exit code says nothing.
-        with contextlib.suppress(SandboxUnavailable):
+        try:
             await asyncio.shield(
                 self._run_client(kill_command(self._program, self._name), limit_s=_KILL_LIMIT_S)
             )
+        except SandboxUnavailable:
+            # The container has ended, or something in it cannot be killed.
+            with contextlib.suppress(SandboxUnavailable):
+                await self.close()
 
     async def close(self) -> None:
         """End the container and the clients."""
@@ -139,7 +171,7 @@ class ContainerBackend(SupervisedBackend):
             )
 
     async def _run_client(self, command: Sequence[str], *, limit_s: float) -> None:
-        """Run the client for its effect; raises SandboxUnavailable with its last line if it fails."""
+        """Run the client for its effect; raises SandboxUnavailable with what it says if it fails."""
         try:
             process = await asyncio.create_subprocess_exec(
                 *command,
@@ -160,7 +192,7 @@ class ContainerBackend(SupervisedBackend):
                 process.kill()
                 await process.wait()
         if process.returncode != 0:
-            lines = errors.decode(errors="replace").strip().splitlines() or ["no message"]
+            text = " ".join(errors.decode(errors="replace").split()) or "no message"
             raise SandboxUnavailable(
-                f"{' '.join(command[:2])} failed with exit code {process.returncode}: {lines[0][:300]}"
+                f"{' '.join(command[:2])} failed with exit code {process.returncode}: {text[:300]}"
             )

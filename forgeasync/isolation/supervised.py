@@ -124,16 +124,7 @@ class SupervisedBackend(SandboxBackend):
 
     async def exec(self, command: list[str], *, timeout_s: float) -> ExecResult:
         ending = await self._call(command, timeout_s=timeout_s, output_bytes=self._output_bytes)
-        return ExecResult(
-            exit_code=ending.exit_code,
-            stdout=text(ending.stdout),
-            stderr=text(ending.stderr),
-            timed_out=ending.timed_out,
-            num_stdout_bytes_cut=ending.num_stdout_bytes_cut,
-            num_stderr_bytes_cut=ending.num_stderr_bytes_cut,
-            duration_s=ending.duration_s,
-            killed_by=ending.killed_by,
-        )
+        return ExecResult(exit_code=ending.exit_code, **ending.outcome())
 
     async def read(self, path: str, *, max_bytes: int) -> bytes:
         ending = await self._call(
@@ -396,14 +387,8 @@ class ShellSession(Session):
         ending = await self._run(nonce.encode(), (prepare + piece).encode(), timeout_s=timeout_s)
         return ShellResult(
             exit_code=_exit_code(ending.report) if ending.goes_on else ending.exit_code,
-            stdout=text(ending.stdout),
-            stderr=text(ending.stderr),
-            timed_out=ending.timed_out,
-            num_stdout_bytes_cut=ending.num_stdout_bytes_cut,
-            num_stderr_bytes_cut=ending.num_stderr_bytes_cut,
-            duration_s=ending.duration_s,
-            killed_by=ending.killed_by,
             session_ended=not ending.goes_on,
+            **ending.outcome(),
         )
 
 
@@ -432,18 +417,12 @@ class InterpreterSession(Session):
         ending = await self._run(nonce, header + body, timeout_s=timeout_s)
         value, traceback, num_cut = _read_report(ending.report)
         return PythonResult(
-            stdout=text(ending.stdout),
-            stderr=text(ending.stderr),
             value=value,
             traceback=traceback,
-            timed_out=ending.timed_out,
-            num_stdout_bytes_cut=ending.num_stdout_bytes_cut,
-            num_stderr_bytes_cut=ending.num_stderr_bytes_cut,
             num_report_bytes_cut=num_cut,
-            duration_s=ending.duration_s,
-            killed_by=ending.killed_by,
             session_ended=not ending.goes_on,
             exit_code=None if ending.goes_on else ending.exit_code,
+            **ending.outcome(),
         )
 
 

@@ -315,7 +315,7 @@ def math_reward(response: str, answer: str, *, allow_weaker_isolation: bool = Fa
 
     Works from any thread. ``response`` is hostile input, so it is verified in a process that bubblewrap
     isolates. Where bubblewrap does not work, ``allow_weaker_isolation`` has it verified behind the layers
-    that do (``forgeasync.scoring.isolation``).
+    that do (``forgeasync.isolation.layers``).
 
     Raises:
         ValueError: bubblewrap does not work here, and weaker layers are not allowed.

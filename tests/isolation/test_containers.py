@@ -1,80 +1,108 @@
-"""Boxes of Docker and Podman: the client's command lines, and what happens where no engine answers.
+"""Boxes of Docker and Podman: with an engine where one answers, and by what was recorded of one.
 
-There is no engine here. ``client`` stands for the client's program: it notes its arguments and runs what
-``exec`` is given as a plain process, so that all that is ours is used as it is.
+recorded_docker.json has, for each command of a box's life, what Docker's client has asked of the engine by
+its API, and what it has said itself (``tests/support/record_docker.py``). A command line that is not recorded
+is not known to work: record anew when you change one.
 """
 
 import asyncio
+import functools
 import json
 import os
+import shutil
 import stat
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import forgeasync as fa
-from forgeasync.isolation import check_sandbox, exec_command, kill_command, remove_command, run_command
+from forgeasync.isolation import SandboxClosed, check_sandbox, run_command
+from tests.support.record_docker import NAME, SECTION, commands
 
-SECTION = fa.Docker(
-    image="python:3.11-slim",
-    memory_mib=100,
-    disk_mib=16,
-    max_files=77,
-    max_processes=9,
-    max_open_files=33,
-    cpu_s=5,
-    mounts={"/host/data": "/data"},
-    env={"A": "b c"},
-)
+RECORDED = json.loads((Path(__file__).parent / "recorded_docker.json").read_text())["commands"]
+IMAGE = os.environ.get("FORGEASYNC_TEST_IMAGE", SECTION.image)
 
-CLIENT = """#!{python}
-import json, os, subprocess, sys
+CLIENT = """#!/usr/bin/env python3
+import json, os, sys
 with open({log!r}, "a") as log:
     log.write(json.dumps(sys.argv[1:]) + "\\n")
-if sys.argv[1] == "exec" and "--interactive" in sys.argv:
-    command = sys.argv[4:]
+for kind, exit_code, text in {failures!r}:
+    if sys.argv[1] == kind:
+        sys.stderr.write(text)
+        sys.exit(exit_code)
+if "--interactive" in sys.argv:
+    command = sys.argv[6:]
     os.chdir({folder!r})
     os.execvp(command[0], command)
 """
 
 
+class Client:
+    """A program in the place of Docker's: notes its arguments, runs what it is given as a plain process."""
+
+    def __init__(self, folder: Path) -> None:
+        self.program = folder / "client"
+        self._log = folder / "log"
+        (folder / "work").mkdir()
+        self.fail_as()
+
+    def fail_as(self, *names: str) -> None:
+        """Fail from here on as the recorded commands of these names did."""
+        failures = [
+            (RECORDED[name]["command"][1], RECORDED[name]["exit_code"], "\n".join(RECORDED[name]["stderr"]))
+            for name in names
+        ]
+        folder = self.program.parent / "work"
+        self.program.write_text(CLIENT.format(log=str(self._log), folder=str(folder), failures=failures))
+        self.program.chmod(self.program.stat().st_mode | stat.S_IXUSR)
+
+    @property
+    def section(self) -> fa.Docker:
+        return SECTION.model_copy(update={"program": str(self.program)})
+
+    @property
+    def calls(self) -> list[list[str]]:
+        return [json.loads(line) for line in self._log.read_text().splitlines()]
+
+
 @pytest.fixture
-def client(tmp_path: Path) -> Path:
-    program = tmp_path / "client"
-    (tmp_path / "work").mkdir()
-    program.write_text(
-        CLIENT.format(python="/usr/bin/env python3", log=str(tmp_path / "log"), folder=str(tmp_path / "work"))
+def client(tmp_path: Path) -> Client:
+    return Client(tmp_path)
+
+
+@pytest.mark.parametrize("name", list(commands(SECTION)))
+def test_every_command_line_is_one_that_an_engine_has_seen(name: str) -> None:
+    assert commands(SECTION)[name] == RECORDED[name]["command"]
+
+
+def told(name: str, asked: str) -> dict[str, Any]:
+    """What the engine was told in a recorded request."""
+    return next(one["body"] for one in RECORDED[name]["requests"] if one["asked"].startswith(asked))
+
+
+def test_the_engine_was_told_to_close_the_box_and_to_limit_it() -> None:
+    container = told("run", "POST /containers/create")
+    host = container["HostConfig"]
+    assert host["NetworkMode"] == "none" and host["IpcMode"] == "private"
+    assert (
+        host["ReadonlyRootfs"] and host["CapDrop"] == ["ALL"] and host["SecurityOpt"] == ["no-new-privileges"]
     )
-    program.chmod(program.stat().st_mode | stat.S_IXUSR)
-    return program
+    assert {"Privileged", "CapAdd", "Binds", "PidMode", "Devices"} & host.keys() == set()
+    assert host["Mounts"] == [{"Type": "bind", "Source": "/usr", "Target": "/data", "ReadOnly": True}]
+    assert host["Memory"] == host["MemorySwap"] == 100 * 2**20
+    assert host["PidsLimit"] == 9
+    limits = {one["Name"]: (one["Soft"], one["Hard"]) for one in host["Ulimits"]}
+    assert limits == {"core": (0, 0), "cpu": (5, 5), "nofile": (33, 33), "fsize": (16 * 2**20, 16 * 2**20)}
+    for folder in ("/work", "/tmp"):
+        assert {"size=16m", "nr_inodes=77", "nosuid", "nodev"} <= set(host["Tmpfs"][folder].split(","))
+    assert container["Env"] == ["HOME=/tmp", "LANG=C.UTF-8", "A=b c"]
 
 
-def calls(client: Path) -> list[list[str]]:
-    return [json.loads(line) for line in (client.parent / "log").read_text().splitlines()]
-
-
-def test_a_docker_box_is_closed_and_limited() -> None:
-    expected = (
-        "docker run --detach --rm --init --name n --hostname box --network none --ipc private --read-only "
-        "--user 65534:65534 --cap-drop ALL --security-opt no-new-privileges "
-        "--tmpfs /work:rw,exec,nosuid,nodev,size=16m,mode=1777,nr_inodes=77 "
-        "--tmpfs /tmp:rw,exec,nosuid,nodev,size=16m,mode=1777,nr_inodes=77 "
-        "--shm-size 2m --memory 100m --memory-swap 100m --pids-limit 9 "
-        "--ulimit core=0:0 --ulimit cpu=5:5 --ulimit nofile=33:33 --ulimit fsize=16777216:16777216 "
-        "--mount type=bind,source=/host/data,target=/data,readonly "
-        "--env HOME=/tmp --env LANG=C.UTF-8"
-    ).split(" ")
-    expected += [
-        "--env",
-        "A=b c",
-        "--workdir",
-        "/work",
-        "--entrypoint",
-        "sleep",
-        "python:3.11-slim",
-        "infinity",
-    ]
-    assert run_command("docker", SECTION, "n") == expected
+def test_commands_have_a_user_that_can_kill_all_of_them_and_nothing_else() -> None:
+    users = {name: told(name, f"POST /containers/{NAME}/exec")["User"] for name in ("exec", "kill")}
+    assert users["exec"] == users["kill"] not in (told("run", "POST /containers/create")["User"], "0:0")
 
 
 def test_a_podman_box_is_the_same_but_for_the_number_of_files() -> None:
@@ -83,18 +111,9 @@ def test_a_podman_box_is_the_same_but_for_the_number_of_files() -> None:
     assert run_command("podman", podman, "n") == expected
 
 
-def test_commands_go_through_the_client_as_they_are() -> None:
-    assert exec_command("docker", "n", ["sh", "-c", "a; b"]) == [
-        *("docker", "exec", "--interactive", "n"),
-        *("sh", "-c", "a; b"),
-    ]
-    assert kill_command("docker", "n") == ["docker", "exec", "n", "sh", "-c", "kill -9 -1"]
-    assert remove_command("docker", "n") == ["docker", "rm", "--force", "--volumes", "n"]
-
-
-def test_a_box_is_started_used_and_removed_by_the_client(client: Path) -> None:
+def test_a_box_is_started_used_and_removed_by_the_client(client: Client) -> None:
     async def run() -> None:
-        async with fa.Sandbox(SECTION.model_copy(update={"program": str(client)})) as box:
+        async with fa.Sandbox(client.section) as box:
             assert (await box.exec("echo out; exit 4", timeout_s=300)).exit_code == 4
             await box.write("a/b", b"data")
             assert await box.read("a/b") == b"data"
@@ -102,19 +121,50 @@ def test_a_box_is_started_used_and_removed_by_the_client(client: Path) -> None:
             assert (await box.exec("sleep 600", timeout_s=0.1)).timed_out
 
     asyncio.run(run())
-    found = calls(client)
+    found = client.calls
     name = found[0][found[0].index("--name") + 1]
-    assert found[0] == run_command("x", SECTION, name)[1:]
-    assert found[1] == ["exec", "--interactive", name, "sh", "-c", "echo out; exit 4"]
-    # A client that is killed leaves its command running: all processes of the container are killed.
-    assert found[-2] == kill_command("x", name)[1:] and found[-1] == remove_command("x", name)[1:]
+    expected = {
+        kind: [one.replace(NAME, name) for one in command[1:]]
+        for kind, command in commands(client.section).items()
+    }
+    assert found[:3] == [expected[kind] for kind in ("run", "open", "exec")]
+    # A client that is killed leaves its command running: all processes of calls are killed.
+    assert found[-2:] == [expected[kind] for kind in ("kill", "remove")]
 
 
-def test_a_container_that_does_not_start_is_removed(client: Path) -> None:
-    client.write_text(client.read_text() + "if sys.argv[1] == 'run': sys.exit('no such image')\n")
-    (problem,) = check_sandbox(SECTION.model_copy(update={"program": str(client)}))
-    assert "no such image" in str(problem)
-    assert [one[0] for one in calls(client)] == ["run", "rm"]
+def test_a_container_that_does_not_start_is_removed_and_says_why(client: Client) -> None:
+    client.fail_as("run without mount")
+    (problem,) = check_sandbox(client.section)
+    assert "run failed with exit code 125" in str(problem) and "/no/such/folder" in str(problem)
+    assert [one[0] for one in client.calls] == ["run", "rm"]
+
+
+def test_a_container_that_has_ended_is_no_result_of_a_command(client: Client) -> None:
+    async def run() -> None:
+        async with fa.Sandbox(client.section) as box:
+            # A command may say so too.
+            assert (await box.exec("echo Error: none >&2; exit 1", timeout_s=300)).exit_code == 1
+            client.fail_as("exec without container")
+            with pytest.raises(SandboxClosed, match="No such container"):
+                await box.exec("true", timeout_s=300)
+
+    asyncio.run(run())
+
+
+def test_a_box_whose_processes_cannot_be_killed_ends(client: Client) -> None:
+    async def run() -> None:
+        async with fa.Sandbox(client.section) as box:
+            running = asyncio.create_task(box.exec("touch begun; sleep 600", timeout_s=600))
+            while not (client.program.parent / "work" / "begun").exists():
+                await asyncio.sleep(0.01)
+            client.fail_as("exec without container")
+            running.cancel()
+            await asyncio.wait([running])
+            with pytest.raises(SandboxClosed):
+                await box.exec("true", timeout_s=300)
+
+    asyncio.run(run())
+    assert client.calls[-1][0] == "rm"
 
 
 @pytest.mark.parametrize("kind", [fa.Docker, fa.Podman])
@@ -127,11 +177,75 @@ def test_without_a_client_the_section_is_refused(kind, monkeypatch) -> None:
     )
 
 
-def test_without_an_engine_the_section_is_refused(monkeypatch) -> None:
-    from shutil import which
+@functools.cache
+def why_no_engine(kind: str) -> str | None:
+    """Why there is no box of this kind here; None if there can be one."""
+    if shutil.which(kind) is None:
+        return f"there is no client {kind} in PATH"
+    for command, problem in (
+        ([kind, "version"], f"no engine of {kind} answers"),
+        (
+            [kind, "image", "inspect", IMAGE],
+            f"{kind} has no image {IMAGE}: pull it, or set FORGEASYNC_TEST_IMAGE",
+        ),
+    ):
+        ran = subprocess.run(command, capture_output=True, text=True, check=False)
+        if ran.returncode != 0:
+            return f"{problem} ({ran.stderr.strip()[-200:]})"
+    return None
 
-    if which("docker") is None:
-        pytest.skip("there is no docker client here")
-    monkeypatch.setenv("DOCKER_HOST", "unix:///no/such/socket")
-    (problem,) = check_sandbox(SECTION)
-    assert "docker run failed" in str(problem) and os.path.exists("/no/such/socket") is False
+
+@pytest.fixture(params=[fa.Docker, fa.Podman], ids=lambda one: one.model_fields["kind"].default)
+def real(request: pytest.FixtureRequest) -> fa.Docker | fa.Podman:
+    """A section for an engine that answers here."""
+    section = request.param(image=IMAGE, memory_mib=128, disk_mib=16, max_processes=40, output_kib=16)
+    if (problem := why_no_engine(section.kind)) is not None:
+        pytest.skip(problem)
+    return section
+
+
+def test_an_engine_runs_a_box(real: fa.Docker | fa.Podman, tmp_path: Path) -> None:
+    (tmp_path / "prepared").write_text("hello")
+
+    async def run() -> None:
+        async with fa.Sandbox(real, workspace=tmp_path) as box:
+            done = await box.exec("cat prepared; id -u; pwd; echo err >&2; exit 4", timeout_s=300)
+            assert (done.exit_code, done.stdout, done.stderr) == (4, "hello65534\n/work\n", "err\n")
+            await box.write("a/b", b"data")
+            assert await box.read("a/b") == b"data"
+            with pytest.raises(FileNotFoundError):
+                await box.read("none")
+            assert (await (await box.python()).run("x = 6\nx * 7", timeout_s=300)).value == "42"
+            shell = await box.shell()
+            await shell.run("cd /tmp; export A=1", timeout_s=300)
+            assert (await shell.run("pwd; echo $A", timeout_s=300)).stdout == "/tmp\n1\n"
+            closed = "import socket; socket.create_connection(('1.1.1.1', 53), 5)"
+            assert (await box.exec(["python3", "-c", closed], timeout_s=300)).exit_code == 1
+            for path in ("/written", "/usr/written", "/etc/written"):
+                assert (await box.exec(["touch", path], timeout_s=300)).exit_code == 1
+
+    asyncio.run(run())
+
+
+FORKS = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
+
+
+def test_what_takes_all_in_a_container_ends_and_the_box_goes_on(real: fa.Docker | fa.Podman) -> None:
+    async def run() -> None:
+        async with fa.Sandbox(real) as box:
+            await box.write("kept", b"data")
+            for code in ("import time; time.sleep(600)", FORKS):
+                done = await box.exec(["python3", "-c", code], timeout_s=2)
+                assert done.killed_by is fa.KilledBy.DEADLINE
+                left = "for one in /proc/[0-9]*; do cat $one/cmdline; done"
+                assert "python3" not in (await box.exec(left, timeout_s=300)).stdout
+                assert await box.read("kept") == b"data"
+            done = await box.exec(["python3", "-c", "bytearray(300 * 2**20)"], timeout_s=300)
+            assert done.exit_code == 137, "killed by the kernel"
+            full = await box.exec(
+                ["python3", "-c", "open('big', 'wb').write(bytes(40 * 2**20))"], timeout_s=300
+            )
+            assert full.exit_code == 1 and "No space left on device" in full.stderr
+            assert (await box.exec("echo works", timeout_s=300)).stdout == "works\n"
+
+    asyncio.run(run())

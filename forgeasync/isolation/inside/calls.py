@@ -34,8 +34,8 @@ _MOST_PENDING_BYTES = 4 * wire.CHUNK_BYTES
 _MOST_READS_OF_A_PIPE = 32
 """The kernel lets ordinary users make a pipe of up to 1 MiB."""
 
-_MARKED, _TIMED_OUT, _PROCESS_ENDED, _FORGED = 1, 2, 3, 4
-"""How the run of a session ends."""
+_MARKED, _TIMED_OUT, _PROCESS_ENDED, _BROKEN = 1, 2, 3, 4
+"""How a run ends; broken: the host has closed the call, or a mark is followed by no valid report."""
 
 
 def serve(sock: Any, settings: dict[str, Any]) -> None:
@@ -54,10 +54,11 @@ def serve(sock: Any, settings: dict[str, Any]) -> None:
         outbox.send_all()
         reader.discard()
         return
+    call = Call(command, reader, outbox)
     if request["session"]:
-        Session(command, reader, outbox).run(frames[1:])
+        call.run_session(frames[1:])
     else:
-        _run(command, reader, outbox, frames[1:], request)
+        call.run_command(request, frames[1:])
 
 
 class Command:
@@ -119,59 +120,90 @@ def _execute(argv: list[str], env: dict[str, str]) -> None:
     raise found
 
 
-def _run(
-    command: Command,
-    reader: Reader,
-    outbox: Outbox,
-    frames: list[tuple[int, bytes]],
-    request: dict[str, Any],
-) -> None:
-    """Run a command to its end or its deadline; what it leaves running ends with it."""
-    deadline = command.started + request["timeout_s"]
-    for output in command.outputs:
-        output.start(request["output_bytes"])
-    stdin = [payload for _, payload in frames]
-    timed_out = False
-    sock_fd = reader.fileno()
-    while True:
-        left_s = deadline - time.monotonic()
-        if left_s <= 0:
-            timed_out = True
-            break
-        poll = select.poll()
-        poll.register(command.ended_fd, select.POLLIN)
-        # A host that has gone is seen even while it is not read from.
-        poll.register(sock_fd, (0 if stdin else select.POLLIN) | (0 if outbox.is_empty else select.POLLOUT))
-        if stdin:
-            poll.register(command.stdin, select.POLLOUT)
-        if not outbox.is_full:
-            for output in command.outputs:
-                if not output.ended:
-                    poll.register(output.fd, select.POLLIN)
-        ready = dict(poll.poll(left_s * 1000 + 1))
-        if command.ended_fd in ready:
-            break
-        for output in command.outputs:
-            if output.fd in ready:
-                output.pass_on(output.pump())
-        if command.stdin in ready:
-            _feed(command, stdin)
-        if sock_fd in ready:
-            outbox.send()
-            if ready[sock_fd] & (select.POLLIN | select.POLLHUP):
-                stdin += [payload for _, payload in reader.receive()]
-                if reader.ended:
-                    command.end()
+class Call:
+    """The runs of one process: one to its own end, or one after the other in a session."""
+
+    def __init__(self, command: Command, reader: Reader, outbox: Outbox) -> None:
+        self._command = command
+        self._reader = reader
+        self._outbox = outbox
+        self._streams = tuple(_MarkedStream(output) for output in command.outputs)
+
+    def run_command(self, request: dict[str, Any], frames: list[tuple[int, bytes]]) -> None:
+        """Run the process to its end or its deadline. Frames are its standard input."""
+        self._run(request, [payload for _, payload in frames], self._command.started)
+        self._reader.discard()
+
+    def run_session(self, frames: list[tuple[int, bytes]]) -> None:
+        """Serve runs until the process ends, a deadline passes or the host closes the call."""
+        while True:
+            for _, payload in frames:
+                request = marshal.loads(payload)
+                if not self._run(request, [request["input"]], time.monotonic()):
+                    self._reader.discard()
                     return
-    exit_code = -tree.KILL if timed_out else command.exit_code()
-    command.end()
-    for output in command.outputs:
-        output.drain()
-    seconds = time.monotonic() - command.started
-    cut = [output.num_cut for output in command.outputs]
-    outbox.put(wire.DONE, wire.RESULT.pack(exit_code, timed_out, False, *cut, seconds))
-    outbox.send_all()
-    reader.discard()
+            frames = self._reader.wait()
+            if not frames:
+                self._command.end()
+                return
+
+    def _run(self, request: dict[str, Any], stdin: list[bytes], started: float) -> bool:
+        """Serve one run; whether the session goes on."""
+        nonce = request.get("nonce", b"")
+        for stream, has_report in zip(self._streams, (True, False), strict=True):
+            stream.start(nonce, request["output_bytes"], has_report=has_report)
+        ending = self._pump(stdin, started + request["timeout_s"], is_session=bool(nonce))
+        exit_code, report, goes_on = 0, b"", ending == _MARKED
+        if goes_on:
+            report = self._streams[0].report
+        else:
+            exit_code = self._command.exit_code() if ending == _PROCESS_ENDED else -tree.KILL
+            # Before the host hears of the end, all that the process has started is gone.
+            self._command.end()
+            for stream in self._streams:
+                stream.drain()
+        seconds = time.monotonic() - started
+        cut = [stream.output.num_cut for stream in self._streams]
+        result = wire.RESULT.pack(exit_code, ending == _TIMED_OUT, goes_on, *cut, seconds)
+        self._outbox.put(wire.DONE, result + report)
+        self._outbox.send_all()
+        return goes_on
+
+    def _pump(self, stdin: list[bytes], deadline: float, *, is_session: bool) -> int:
+        """Pass input and output on until the run ends; how it has ended."""
+        while not all(stream.is_marked for stream in self._streams):
+            if (left_s := deadline - time.monotonic()) <= 0:
+                return _TIMED_OUT
+            ready = self._poll(left_s, wants_input=bool(stdin))
+            has_output = [stream for stream in self._streams if stream.output.fd in ready]
+            if not all(stream.feed() for stream in has_output):
+                return _BROKEN
+            if stdin and self._command.stdin in ready:
+                _feed(self._command, stdin)
+            if self._reader.fileno() in ready:
+                self._outbox.send()
+                if ready[self._reader.fileno()] & (select.POLLIN | select.POLLHUP):
+                    stdin += [payload for _, payload in self._reader.receive()]
+                    if self._reader.ended:
+                        return _BROKEN
+            # In a session output comes first: a run may have marked its end before the process has ended.
+            if self._command.ended_fd in ready and not (is_session and has_output):
+                return _PROCESS_ENDED
+        return _MARKED
+
+    def _poll(self, left_s: float, *, wants_input: bool) -> dict[int, int]:
+        poll = select.poll()
+        poll.register(self._command.ended_fd, select.POLLIN)
+        # A host that has gone is seen even while it is not read from.
+        events = (0 if wants_input else select.POLLIN) | (0 if self._outbox.is_empty else select.POLLOUT)
+        poll.register(self._reader.fileno(), events)
+        if wants_input:
+            poll.register(self._command.stdin, select.POLLOUT)
+        if not self._outbox.is_full:
+            for stream in self._streams:
+                if not stream.is_marked and not stream.output.ended:
+                    poll.register(stream.output.fd, select.POLLIN)
+        return dict(poll.poll(left_s * 1000 + 1))
 
 
 def _feed(command: Command, stdin: list[bytes]) -> None:
@@ -191,94 +223,8 @@ def _feed(command: Command, stdin: list[bytes]) -> None:
         del stdin[0]
 
 
-class Session:
-    """The runs of one process."""
-
-    def __init__(self, command: Command, reader: Reader, outbox: Outbox) -> None:
-        self._command = command
-        self._reader = reader
-        self._outbox = outbox
-        self._streams = tuple(_MarkedStream(output) for output in command.outputs)
-
-    def run(self, frames: list[tuple[int, bytes]]) -> None:
-        """Serve runs until the process ends, a deadline passes or the host closes the call."""
-        while True:
-            for _, payload in frames:
-                if not self._run(marshal.loads(payload)):
-                    self._reader.discard()
-                    return
-            frames = self._reader.wait()
-            if not frames:
-                self._command.end()
-                return
-
-    def _run(self, request: dict[str, Any]) -> bool:
-        """Serve one run; whether the session goes on."""
-        started = time.monotonic()
-        for stream, has_report in zip(self._streams, (True, False), strict=True):
-            stream.start(request["nonce"], request["output_bytes"], has_report=has_report)
-        ending = self._pump_until_marked(request["input"], started + request["timeout_s"])
-        exit_code, report, goes_on = 0, b"", ending == _MARKED
-        if goes_on:
-            report = self._streams[0].report
-        else:
-            exit_code = self._command.exit_code() if ending == _PROCESS_ENDED else -tree.KILL
-            # Before the host hears that the deadline has passed, all that the session has started is gone.
-            self._command.end()
-            for stream in self._streams:
-                stream.drain()
-        seconds = time.monotonic() - started
-        cut = [stream.output.num_cut for stream in self._streams]
-        result = wire.RESULT.pack(exit_code, ending == _TIMED_OUT, goes_on, *cut, seconds)
-        self._outbox.put(wire.DONE, result + report)
-        self._outbox.send_all()
-        return goes_on
-
-    def _pump_until_marked(self, left: bytes, deadline: float) -> int:
-        while not all(stream.is_marked for stream in self._streams):
-            if (left_s := deadline - time.monotonic()) <= 0:
-                return _TIMED_OUT
-            ready = self._poll(left_s, wants_input=bool(left))
-            for stream in self._streams:
-                if stream.output.fd in ready and not stream.feed():
-                    return _FORGED
-            if left and self._command.stdin in ready:
-                left = self._write(left)
-            if self._reader.fileno() in ready:
-                self._outbox.send()
-                if ready[self._reader.fileno()] & (select.POLLIN | select.POLLHUP):
-                    self._reader.receive()
-                    if self._reader.ended:
-                        return _FORGED
-            # Output first: a process that ends has marked nothing, but may have written.
-            if self._command.ended_fd in ready and not any(one.output.fd in ready for one in self._streams):
-                return _PROCESS_ENDED
-        return _MARKED
-
-    def _poll(self, left_s: float, *, wants_input: bool) -> dict[int, int]:
-        poll = select.poll()
-        poll.register(self._command.ended_fd, select.POLLIN)
-        events = select.POLLIN | (0 if self._outbox.is_empty else select.POLLOUT)
-        poll.register(self._reader.fileno(), events)
-        if wants_input:
-            poll.register(self._command.stdin, select.POLLOUT)
-        if not self._outbox.is_full:
-            for stream in self._streams:
-                if not stream.is_marked and not stream.output.ended:
-                    poll.register(stream.output.fd, select.POLLIN)
-        return dict(poll.poll(left_s * 1000 + 1))
-
-    def _write(self, left: bytes) -> bytes:
-        try:
-            return left[os.write(self._command.stdin, left) :]
-        except BlockingIOError:
-            return left
-        except BrokenPipeError:
-            return b""  # It does not read: it ends, or its deadline passes.
-
-
 class _MarkedStream:
-    """An output stream in which runs are told apart by marks."""
+    """An output stream in which the runs of a session are told apart by marks."""
 
     def __init__(self, output: Output) -> None:
         self.output = output
@@ -297,6 +243,9 @@ class _MarkedStream:
 
     def feed(self) -> bool:
         """Read once; False if a mark is followed by no valid report."""
+        if not self._nonce:
+            self.output.pass_on(self.output.pump())
+            return True
         self._data += self.output.pump()
         if not self._found:
             begin = self._data.find(self._nonce)
