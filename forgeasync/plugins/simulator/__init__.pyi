@@ -1,3 +1,4 @@
+from .from_run import profile_run as profile_run
 from .measure import profile_config as profile_config
 from .planner import ProfileOf as ProfileOf
 from .planner import Split as Split
@@ -16,12 +17,14 @@ from .profile import TrainPoint as TrainPoint
 from .profile import WeightTimes as WeightTimes
 from .profile import processor_name as processor_name
 from .profile import read_profile as read_profile
+from .profile import write_profile as write_profile
 from .run import simulate as simulate
 from .run import simulate_seeds as simulate_seeds
 from .shape import SimulatedRun as SimulatedRun
 from .shape import of_config as of_config
 from .stated_profile import stated_profile as stated_profile
 from .tables import print_plan as print_plan
+from .tables import print_profiled_run as print_profiled_run
 from .what_if import what_if as what_if
 
 # Only tests import these.
@@ -37,6 +40,7 @@ from .engine_times import ProcessGone as ProcessGone
 from .engine_times import ProcessorTime as ProcessorTime
 from .engine_times import decode_grid as decode_grid
 from .engine_times import step_rest_s as step_rest_s
+from .from_run import ProfiledRun as ProfiledRun
 from .groups import DrawnRollout as DrawnRollout
 from .groups import Sequence as Sequence
 from .groups import SimulatedGroup as SimulatedGroup
@@ -48,7 +52,6 @@ from .planner import choose as choose
 from .profile import DecodeTable as DecodeTable
 from .profile import EnvironmentTimes as EnvironmentTimes
 from .profile import TrainTable as TrainTable
-from .profile import write_profile as write_profile
 from .run import RunSimulation as RunSimulation
 from .run import Scorers as Scorers
 from .sampled_groups import FIRST_EXTRA as FIRST_EXTRA
