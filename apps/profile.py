@@ -1,18 +1,19 @@
-"""Measures how long the parts of a run take here, and plans how many GPUs should train and how many generate.
+"""Measures how long the parts of a run take, and plans how many GPUs should train and how many generate.
 
     python -m apps.profile --config FILE [--config FILE ...] [key.path=value ...] [--out FILE]
+    python -m apps.profile --run RUN_DIR --out FILE
     python -m apps.profile --plan --gpus N (--profile FILE | --response-tokens MEAN)
         --config FILE [--config FILE ...] [key.path=value ...]
 
-The first form starts the run's own procs, has the loops of apps/grpo.py make a few steps, then times each
-part while the others have nothing to do, and writes a profile (docs/profiling.md). The second one starts
-nothing: it simulates the run (docs/simulation.md), prints the splits that no other beats in throughput, age
-of the data and GPUs at once, and recommends one. ``--profile`` is the file of a measured profile.
-``--response-tokens`` plans for H100s that are not here, by arithmetic on what their maker states, for
-responses of that mean length.
+The first form starts the run's own processes, has the loops of apps/grpo.py make a few steps, then times each
+part while the others are idle, and writes a profile (docs/profiling.md). The second form starts nothing: it
+reads the times of a run from its folder. Both print what single changes would bring. The third form simulates
+the run (docs/simulation.md), prints the splits that no other beats in throughput, age of the data and GPUs at
+once, and recommends one. ``--profile`` is the file of a profile. ``--response-tokens`` plans for H100s that
+are not here, by arithmetic on their data sheet, for responses of that mean length.
 
-Exit code: 0; 2 with the reason if the config, the profile or the number of GPUs is refused; 1 if a part could
-not be measured.
+Exit code: 0; 2 with the reason if the config, the run, the profile or the number of GPUs is refused; 1 if a
+part could not be measured.
 """
 
 import argparse
@@ -24,7 +25,16 @@ from pathlib import Path
 from forgeasync.config import ModelFacts, RunConfig, load_config, longest_response, resolve
 from forgeasync.models import read_model_facts
 from forgeasync.planning import GPU_GIB
-from forgeasync.plugins.simulator import ProfileOf, plan_splits, print_plan, read_profile, stated_profile
+from forgeasync.plugins.simulator import (
+    ProfileOf,
+    plan_splits,
+    print_plan,
+    print_profiled_run,
+    profile_run,
+    read_profile,
+    stated_profile,
+    write_profile,
+)
 from forgeasync.schema import EXIT_REFUSED, ConfigError, Problem
 
 NUM_STEPS = 30
@@ -32,8 +42,10 @@ NUM_STEPS = 30
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line; return the exit code."""
     arguments = _arguments(given)
+    if arguments.run is not None:
+        return _read(arguments.run, arguments.out)
     return _plan(arguments) if arguments.plan else _measure(arguments)
 
 
@@ -41,18 +53,26 @@ def _arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m apps.profile", description="Measures a profile, or plans the split of GPUs."
     )
-    parser.add_argument("--config", action="append", required=True, metavar="FILE")
+    parser.add_argument("--config", action="append", metavar="FILE")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value")
     parser.add_argument("--out", type=Path, metavar="FILE", help="of the profile; default: in runs/")
+    parser.add_argument("--run", type=Path, metavar="RUN_DIR", help="read the times from the folder of a run")
     parser.add_argument("--plan", action="store_true", help="print splits and recommend one")
     parser.add_argument("--gpus", type=_positive, help="GPUs of the run; on CPUs its procs")
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("--profile", type=Path, metavar="FILE", help="a measured profile")
+    source.add_argument("--profile", type=Path, metavar="FILE", help="the file of a profile")
     source.add_argument(
         "--response-tokens", type=float, metavar="MEAN", help="plan for stated H100s and responses like these"
     )
     arguments = parser.parse_intermixed_args(given)
     has_source = arguments.profile is not None or arguments.response_tokens is not None
+    if arguments.run is not None:
+        if arguments.out is None:
+            parser.error("--run: needs --out")
+        if arguments.plan or arguments.config or arguments.overrides:
+            parser.error("--run: takes the config of the run; leave --plan, --config and overrides away")
+    elif not arguments.config:
+        parser.error("the following arguments are required: --config")
     if arguments.plan and (arguments.gpus is None or not has_source):
         parser.error("--plan: needs --gpus, and --profile or --response-tokens")
     if arguments.plan and arguments.out is not None:
@@ -78,6 +98,18 @@ def _measure(arguments: argparse.Namespace) -> int:
     return exit_code(
         lambda: profile_config(load_config(arguments.config, arguments.overrides), arguments.out, GrpoRun)
     )
+
+
+def _read(run_dir: Path, out: Path) -> int:
+    try:
+        found = profile_run(run_dir)
+        write_profile(found.profile, out)
+    except (ConfigError, OSError) as error:
+        print(f"refused:\n{error}", file=sys.stderr)
+        return EXIT_REFUSED
+    print_profiled_run(found)
+    print(f"wrote {out}")
+    return 0
 
 
 def _plan(arguments: argparse.Namespace) -> int:

@@ -156,8 +156,9 @@ class GeneratorActor(Actor):
             assert finished is not None
             finished.send(FinishedResponse(index=index, response=response_of(rollout)))
 
+        facts: dict[str, int | str] = {"group": group_id, "prompt_tokens": len(prompt_ids_P)}
         try:
-            with span("sample group", {"group": group_id}):
+            with span("sample group", facts):
                 rollouts = await self._engine.generate(
                     prompt_ids_P=prompt_ids_P,
                     num_samples=num_samples,
@@ -167,6 +168,8 @@ class GeneratorActor(Actor):
                     continued=() if continued is None else group_turns(continued),
                     on_finished=None if finished is None else tell,
                 )
+                # With the tokens, readers of the trace can tell how long a decode step takes.
+                facts["response_tokens"] = " ".join(str(one.num_response_tokens) for one in rollouts)
         except GroupCancelled:
             return CancelledGroup()
         self._forget_later(group_id)

@@ -1,14 +1,19 @@
+from .from_run import profile_run as profile_run
 from .measure import profile_config as profile_config
 from .planner import ProfileOf as ProfileOf
 from .planner import plan_splits as plan_splits
 from .profile import Profile as Profile
 from .profile import processor_name as processor_name
 from .profile import read_profile as read_profile
+from .profile import write_profile as write_profile
+from .run import simulate as simulate
 from .run import simulate_seeds as simulate_seeds
 from .shape import SimulatedRun as SimulatedRun
 from .shape import of_config as of_config
 from .stated_profile import stated_profile as stated_profile
 from .tables import print_plan as print_plan
+from .tables import print_profiled_run as print_profiled_run
+from .what_if import what_if as what_if
 
 # Only tests import these.
 from .clock import Clock as Clock
@@ -23,6 +28,7 @@ from .engine_times import ProcessGone as ProcessGone
 from .engine_times import ProcessorTime as ProcessorTime
 from .engine_times import decode_grid as decode_grid
 from .engine_times import step_rest_s as step_rest_s
+from .from_run import ProfiledRun as ProfiledRun
 from .groups import DrawnRollout as DrawnRollout
 from .groups import Sequence as Sequence
 from .groups import SimulatedGroup as SimulatedGroup
@@ -44,8 +50,6 @@ from .profile import Origin as Origin
 from .profile import Setup as Setup
 from .profile import TrainPoint as TrainPoint
 from .profile import TrainTable as TrainTable
-from .profile import WeightTimes as WeightTimes
-from .profile import write_profile as write_profile
 from .run import RunSimulation as RunSimulation
 from .run import Scorers as Scorers
 from .run import simulate as simulate

@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from rich.console import Console, Group
 from rich.table import Table
 
+from forgeasync.plugins.simulator.from_run import ProfiledRun
 from forgeasync.plugins.simulator.planner import Split, SplitPlan
 from forgeasync.plugins.simulator.profile import Distribution, Estimate, Profile
-from forgeasync.plugins.simulator.what_if import WhatIf
+from forgeasync.plugins.simulator.what_if import WhatIf, what_if
 
 
 def profile_table(profile: Profile) -> Group:
@@ -51,6 +52,19 @@ def what_if_table(found: WhatIf) -> Group:
     for gain in found.gains:
         table.add_row(gain.change.name, f"{gain.after_s:.3g}", f"{gain.share:.0%}")
     return Group(words, table)
+
+
+def print_profiled_run(found: ProfiledRun) -> None:
+    """Print the times of a run, its steps in a simulation, and what single changes would bring."""
+    console = Console()
+    console.print(profile_table(found.profile))
+    console.print(
+        f"steps of the run took {found.measured_s:.3g} s each; simulated with this profile "
+        f"{found.simulated_s:.3g} s"
+    )
+    gains = what_if(found.run, found.profile)
+    console.print(what_if_table(gains))
+    console.print(gains.verdict, soft_wrap=True, highlight=False)
 
 
 def _distributions(profile: Profile) -> Iterator[tuple[str, Distribution]]:

@@ -1,0 +1,604 @@
+"""A profile from the files of an ordinary run: its metrics, its ledger and the traces of its processes.
+
+All times are as they were in the run. What processes that shared cores cost each other is part of them, so
+``Profile.cores`` is 0 throughout. A run on many hosts can be profiled in this way, and nothing is started.
+
+How long a decode step takes is not recorded. It is fitted: the traces have when each group was sampled and
+how long its responses are, so replaying a generator's groups says how many steps, sequences and prompt tokens
+lie between the begin and the end of each.
+"""
+
+import heapq
+import itertools
+import json
+import math
+import os
+import statistics
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from forgeasync.buffer import Dropped, DropReason, Scored, Started, Submitted, Trained
+from forgeasync.config import RunConfig, ServedSource, load_config, resolve
+from forgeasync.ledger import START, BadLine, decode_line
+from forgeasync.models import read_model_facts
+from forgeasync.observability import KEYS, MeasuredWindow, RunDir, num_steps_ahead
+from forgeasync.plugins.simulator.lengths import fit_lengths
+from forgeasync.plugins.simulator.profile import (
+    Cores,
+    DecodePoint,
+    Distribution,
+    Estimate,
+    Hardware,
+    Lengths,
+    Origin,
+    Profile,
+    Setup,
+    TrainPoint,
+    WeightTimes,
+    fit_not_negative,
+)
+from forgeasync.plugins.simulator.run import simulate_seeds
+from forgeasync.plugins.simulator.shape import SimulatedRun, of_config
+from forgeasync.plugins.simulator.stated_profile import KV_BLOCK_TOKENS
+from forgeasync.rollouts import padded_length, plan_rows
+from forgeasync.schema import Problem, raise_if_any
+from forgeasync.tracing import SUFFIX, Lane, Span
+
+MAX_STEPS = 200
+"""Newest steps that count."""
+
+MAX_GROUPS = 3_000
+"""Newest groups that decode steps are fitted to."""
+
+NUM_REPLAYS = 5
+"""Replays of the groups, each with the decode steps that the one before has found."""
+
+NUM_SEEDS = 4
+"""Simulated runs that the run is compared with."""
+
+FAST_PREFILL = 1e9
+"""Prompt tokens per second if the times of groups do not depend on their prompts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfiledRun:
+    """What the files of a run say."""
+
+    profile: Profile
+    run: SimulatedRun
+    measured_s: float
+    """Seconds per step, without evaluations."""
+    simulated_s: float
+    """The same in a simulation with the profile."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledGroup:
+    """A group on one generator, by its trace."""
+
+    begin_s: float
+    took_s: float
+    num_prompt_tokens: int
+    lengths: tuple[int, ...]
+    """Tokens of each response."""
+
+
+def profile_run(folder: Path) -> ProfiledRun:
+    """Return the profile of the run in a folder, which may still go on.
+
+    Raises:
+        ConfigError: the run has parts that a profile does not have, or its files do not have the times.
+    """
+    run_dir = RunDir(path=folder)
+    config = load_config(run_dir.config)
+    _check(config, folder)
+    facts = read_model_facts(config.model.path)
+    config = resolve(config, facts)
+    lines = _metrics(run_dir.metrics)
+    num_ahead = num_steps_ahead(
+        max_off_policy_steps=config.max_off_policy_steps,
+        max_groups=config.buffer.max_groups,
+        groups_per_step=config.algorithm.groups_per_step,
+    )
+    window = MeasuredWindow.of_run(config.max_steps, num_steps_ahead=num_ahead)
+    for line in lines:
+        window.add(line)
+    measured = window.measured()
+    later = lines[max(1, window.num_left_out) :]
+    counted = [line for line in later if line["step"] <= window.last_step][-MAX_STEPS:]
+    if measured is None or not counted:
+        raise_if_any([Problem(field=str(run_dir.metrics), remedy="must have the lines of more steps")])
+    assert measured is not None
+    lanes = _lanes(run_dir.logs)
+    begins_s = _step_begins(lanes)
+    since_s = begins_s.get(int(counted[0]["step"]), 0.0)
+    groups = _groups(lanes)
+    if not groups:
+        remedy = "must have traces with the tokens of sampled groups"
+        raise_if_any([Problem(field=str(run_dir.logs), remedy=remedy)])
+    prompts = _prompts(run_dir.ledger)
+    profile = _profile(config, lanes, groups, prompts, lines, counted, since_s=since_s)
+    run = of_config(config, facts, profile, num_steps=min(config.max_steps, MAX_STEPS))
+    found = simulate_seeds(run, profile, num_seeds=NUM_SEEDS)
+    return ProfiledRun(
+        profile=profile,
+        run=run,
+        measured_s=measured.step_s,
+        simulated_s=statistics.fmean(one.step_s for one in found),
+    )
+
+
+def _check(config: RunConfig, folder: Path) -> None:
+    problems = []
+    for field, is_there in (
+        ("environment", config.environment is not None),
+        ("teachers", bool(config.teachers)),
+        ("data.source.kind", isinstance(config.data.source, ServedSource)),
+    ):
+        if is_there:
+            remedy = f"the run {folder} must not have it: its times are not in a run's files"
+            problems.append(Problem(field=field, remedy=remedy))
+    raise_if_any(problems)
+
+
+def _profile(
+    config: RunConfig,
+    lanes: Sequence[Lane],
+    groups: Mapping[int, tuple[int, SampledGroup]],
+    prompts: "_Prompts",
+    lines: Sequence[Mapping[str, float]],
+    counted: Sequence[Mapping[str, float]],
+    *,
+    since_s: float,
+) -> Profile:
+    parallel = config.trainer.parallel
+    since = {number: pair for number, pair in groups.items() if pair[1].begin_s >= since_s} or groups
+    decode, prefill = fit_decode(
+        _by_generator(since),
+        _pauses(lanes),
+        max_num_seqs=config.generator.max_num_seqs,
+        max_context=config.model.max_context_length,
+    )
+    scores = [one for lane in _of_role(lanes, "scorer") for one in lane.spans if one.name == "score"]
+    scores = [one for one in scores if one.begin_s >= since_s] or scores
+    swaps = [one.took_s for lane in _of_role(lanes, "generator") for one in lane.spans if one.name == "swap"]
+    (controller,) = _of_role(lanes, "controller")[-1:]
+    waits = [line["time/publish_weights_s"] for line in counted]
+    publishes = [
+        max(0.0, line["weights/max_publish_s"] - line["time/publish_weights_s"])
+        for line in counted
+        if line.get("weights/max_publish_s")
+    ]
+    return Profile(
+        origin=Origin.MEASURED,
+        measured_at=datetime.fromtimestamp(since_s, UTC).isoformat(timespec="seconds"),
+        hardware=Hardware(
+            host=controller.opened.host if controller.opened is not None else "",
+            # Nothing is said to take cores.
+            num_cores=os.cpu_count() or 1,
+            cpu="not recorded",
+            packages={},
+        ),
+        setup=Setup(
+            model=config.model.path,
+            num_trainer_procs=parallel.num_procs,
+            num_data_ranks=parallel.data_shard * parallel.data_replicate,
+            trainer_dtype=config.trainer.dtype,
+            num_replicas=config.generator.num_replicas,
+            tensor_parallel=config.generator.tensor_parallel,
+            generator_dtype=config.generator.dtype,
+            kv_block_tokens=KV_BLOCK_TOKENS,
+        ),
+        cores=Cores(trainer=0.0, generator=0.0, scorer=0.0),
+        decode=decode,
+        prefill_tokens_per_s=prefill,
+        train=_train(config, groups, prompts, counted),
+        between_steps_s=_between(lines, counted),
+        call_s=Distribution.point(0.0),
+        weights=WeightTimes(
+            wait_s=Distribution.of(waits),
+            publish_s=Distribution.of(publishes or [0.0]),
+            fetch_s=Distribution.of(_fetches(lanes) or [0.0]),
+            swap_s=Distribution.of(swaps or [0.0]),
+        ),
+        score_s=Distribution.of([one.took_s for one in scores] or [0.0]),
+        score_places=max(config.scorer.num_workers, _overlap(scores) // config.scorer.num_replicas),
+        controller_s=Estimate.stated(0.0),
+        loops_s=Estimate.stated(0.0),
+        step_rest_s=Estimate.stated(0.0),
+        response_s=Estimate.stated(0.0),
+        lengths=_lengths(groups, prompts),
+        filtered_share=prompts.filtered_share,
+        start_s=Estimate.of([max(0.0, controller.spans[0].begin_s - controller.begin_s)]),
+    )
+
+
+# ---- what the files have
+
+
+def _metrics(file: Path) -> list[dict[str, float]]:
+    """Return the lines of all steps since the command was started last."""
+    lines: list[dict[str, float]] = []
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise_if_any([Problem(field=str(file), remedy=f"cannot be read: {error.strerror}")])
+        raise AssertionError from error
+    for one in text.splitlines(keepends=True):
+        if not one.endswith("\n"):
+            # The run is writing it.
+            break
+        line: dict[str, Any] = json.loads(one)
+        if not line.keys() >= set(KEYS) or any(line[key] is None for key in KEYS):
+            continue
+        is_new_start = bool(lines) and line["generator/busy_s"] < lines[-1]["generator/busy_s"]
+        if is_new_start:
+            lines.clear()
+        lines.append({key: value for key, value in line.items() if isinstance(value, int | float)})
+    return lines
+
+
+def _lanes(logs: Path) -> list[Lane]:
+    lanes = []
+    for file in sorted(logs.glob(f"*{SUFFIX}")):
+        lane = Lane()
+        for line in file.read_bytes().splitlines(keepends=True):
+            if line.endswith(b"\n"):
+                lane.add(line.removesuffix(b"\n"))
+        if lane.opened is not None:
+            lanes.append(lane)
+    return sorted(lanes, key=lambda one: one.begin_s)
+
+
+def _of_role(lanes: Iterable[Lane], role: str) -> list[Lane]:
+    return [lane for lane in lanes if lane.opened is not None and lane.opened.proc.startswith(role)]
+
+
+def _step_begins(lanes: Sequence[Lane]) -> dict[int, float]:
+    """Return when the training loop came for the batch of each step."""
+    spans = (span for lane in _of_role(lanes, "controller") for span in lane.spans)
+    return {int(one.facts["step"]): one.begin_s for one in spans if one.name == "wait for a batch"}
+
+
+def _groups(lanes: Sequence[Lane]) -> dict[int, tuple[int, SampledGroup]]:
+    """Return the groups that were sampled to their end, by number, each with the index of its lane."""
+    found = {}
+    for index, lane in enumerate(lanes):
+        for span in lane.spans:
+            lengths = span.facts.get("response_tokens") if span.name == "sample group" else None
+            if lengths is None:
+                continue
+            found[int(span.facts["group"])] = (
+                index,
+                SampledGroup(
+                    begin_s=span.begin_s,
+                    took_s=span.took_s,
+                    num_prompt_tokens=int(span.facts["prompt_tokens"]),
+                    lengths=tuple(map(int, str(lengths).split())),
+                ),
+            )
+    return found
+
+
+def _by_generator(groups: Mapping[int, tuple[int, SampledGroup]]) -> list[tuple[int, list[SampledGroup]]]:
+    """Return the newest groups of each generator, in the order of their begin."""
+    newest = sorted(groups.values(), key=lambda pair: pair[1].begin_s)[-MAX_GROUPS:]
+    found: dict[int, list[SampledGroup]] = defaultdict(list)
+    for index, group in newest:
+        found[index].append(group)
+    return list(found.items())
+
+
+def _pauses(lanes: Sequence[Lane]) -> dict[int, list[Span]]:
+    """Return by lane the swaps of its generator."""
+    return {
+        index: [one for one in lane.spans if one.name == "swap"]
+        for index, lane in enumerate(lanes)
+        if lane.opened is not None and lane.opened.proc.startswith("generator")
+    }
+
+
+def _fetches(lanes: Sequence[Lane]) -> list[float]:
+    """Return how long each host's generators took to fetch each version and make it ready."""
+    ends: dict[tuple[str, object], list[tuple[float, float]]] = defaultdict(list)
+    for lane in _of_role(lanes, "generator"):
+        assert lane.opened is not None
+        for one in lane.spans:
+            if one.name in ("fetch", "make ready"):
+                ends[lane.opened.host, one.facts["version"]].append((one.begin_s, one.begin_s + one.took_s))
+    return [max(end for _, end in pairs) - min(begin for begin, _ in pairs) for pairs in ends.values()]
+
+
+def _overlap(spans: Sequence[Span]) -> int:
+    """Return how many of the spans go on at once, on average over the time in which any does."""
+    changes = sorted(
+        itertools.chain.from_iterable(((one.begin_s, 1), (one.begin_s + one.took_s, -1)) for one in spans)
+    )
+    num, busy_s = 0, 0.0
+    for (at_s, change), (next_s, _) in itertools.pairwise(changes):
+        num += change
+        busy_s += next_s - at_s if num else 0.0
+    return round(sum(one.took_s for one in spans) / busy_s) if busy_s else 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Prompts:
+    """What the ledger says of groups."""
+
+    sources: Mapping[int, str]
+    """By group."""
+    batches: Mapping[int, tuple[int, ...]]
+    """The groups of each step."""
+    filtered_share: float
+
+
+def _prompts(file: Path) -> _Prompts:
+    by_prompt: dict[int, str] = {}
+    sources: dict[int, str] = {}
+    batches: dict[int, tuple[int, ...]] = {}
+    counts: Counter[str] = Counter()
+    try:
+        lines = file.read_bytes().splitlines(keepends=True)
+        position = START
+        for line in lines:
+            if not line.endswith(b"\n"):
+                break
+            event, position = decode_line(line.removesuffix(b"\n"), position)
+            match event:
+                case Submitted():
+                    by_prompt[event.prompt] = event.source
+                case Started():
+                    sources[event.group] = by_prompt[event.prompt]
+                case Scored():
+                    counts["scored"] += 1
+                case Dropped(reason=DropReason.FILTERED):
+                    counts["filtered"] += 1
+                case Trained():
+                    batches[event.step] = event.groups
+                case _:
+                    continue
+    except OSError as error:
+        raise_if_any([Problem(field=str(file), remedy=f"cannot be read: {error.strerror}")])
+    except BadLine as error:
+        raise_if_any([Problem(field=str(file), remedy=f"a line {error}")])
+    share = counts["filtered"] / max(1, counts.total())
+    return _Prompts(sources=sources, batches=batches, filtered_share=min(share, 0.99))
+
+
+# ---- figures
+
+
+def _lengths(groups: Mapping[int, tuple[int, SampledGroup]], prompts: _Prompts) -> dict[str, Lengths]:
+    by_source: dict[str, list[SampledGroup]] = defaultdict(list)
+    for number, (_, group) in groups.items():
+        if number in prompts.sources:
+            by_source[prompts.sources[number]].append(group)
+    return {
+        source: fit_lengths(
+            [float(one.num_prompt_tokens) for one in found],
+            [[float(max(1, length)) for length in one.lengths] for one in found],
+        )
+        for source, found in by_source.items()
+    }
+
+
+def _train(
+    config: RunConfig,
+    groups: Mapping[int, tuple[int, SampledGroup]],
+    prompts: _Prompts,
+    counted: Sequence[Mapping[str, float]],
+) -> tuple[TrainPoint, ...]:
+    """Return the mean of the optimizer steps of each step of the run."""
+    trainer, points = config.trainer, []
+    num_ranks = trainer.parallel.data_shard * trainer.parallel.data_replicate
+    for line in counted:
+        batch = prompts.batches.get(int(line["step"]), ())
+        if not batch or any(number not in groups for number in batch):
+            continue
+        num_rows = num_tokens = 0
+        size = len(batch) // trainer.steps_per_batch
+        for start in range(0, len(batch), size):
+            lengths = [
+                groups[number][1].num_prompt_tokens + length
+                for number in batch[start : start + size]
+                for length in groups[number][1].lengths
+            ]
+            plan = plan_rows(lengths, tokens_per_row=trainer.tokens_per_row, num_ranks=num_ranks)
+            num_rows += len(plan)
+            num_tokens += sum(
+                max(padded_length(sum(lengths[one] for one in row)) for row in rows) for rows in plan
+            )
+        points.append(
+            TrainPoint(
+                num_rows=max(1, round(num_rows / trainer.steps_per_batch)),
+                num_tokens=max(1, round(num_tokens / trainer.steps_per_batch)),
+                step_s=Estimate.of([line["time/train_s"] / trainer.steps_per_batch]),
+            )
+        )
+    if not points:
+        remedy = "must have the tokens of all groups of a step"
+        raise_if_any([Problem(field="traces and ledger", remedy=remedy)])
+    return tuple(points)
+
+
+def _between(lines: Sequence[Mapping[str, float]], counted: Sequence[Mapping[str, float]]) -> Distribution:
+    """Return the seconds of a step besides waiting, training, publishing and evaluating."""
+    steps = {line["step"] for line in counted}
+    found = []
+    for before, line in itertools.pairwise(lines):
+        if line["step"] in steps:
+            known_s = sum(
+                line[f"time/{part}_s"] for part in ("wait_for_batch", "train", "publish_weights", "eval")
+            )
+            found.append(max(0.0, line["time/elapsed_s"] - before["time/elapsed_s"] - known_s))
+    return Distribution.of(found or [0.0])
+
+
+# ---- decode steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _DecodeFit:
+    """Seconds of a decode step, and of a prompt token."""
+
+    step_s: float
+    sequence_s: float
+    context_s: float
+    """For each token of context of each sequence."""
+    prompt_s: float
+
+
+def fit_decode(
+    by_generator: Sequence[tuple[int, Sequence[SampledGroup]]],
+    pauses: Mapping[int, Sequence[Span]],
+    *,
+    max_num_seqs: int,
+    max_context: int,
+) -> tuple[tuple[DecodePoint, ...], Estimate]:
+    """Return decode steps and prompt tokens per second by how long groups took on their generators.
+
+    ``by_generator`` has the groups of each generator in the order of their begin; in ``pauses`` it stood
+    still. A step takes a fixed time, a time for each sequence and a time for each token of context, none of
+    them negative. They are those with the least squares of relative errors of the groups' times. Which steps
+    lie between the begin and the end of a group follows from the times, so both are found in turn.
+    """
+    times_s = np.array(
+        [
+            max(1e-9, group.took_s - _paused_s(group, pauses.get(index, ())))
+            for index, groups in by_generator
+            for group in groups
+        ]
+    )
+    longest = np.array([max(group.lengths) for _, groups in by_generator for group in groups])
+    fit = _DecodeFit(step_s=float(np.median(times_s / longest)), sequence_s=0.0, context_s=0.0, prompt_s=0.0)
+    for _ in range(NUM_REPLAYS):
+        terms = np.concatenate(
+            [
+                _replay(groups, pauses.get(index, ()), fit, max_num_seqs=max_num_seqs)
+                for index, groups in by_generator
+            ]
+        )
+        found = fit_not_negative(terms / times_s[:, None], np.ones(len(times_s)))
+        fit = _DecodeFit(context_s=found[0], prompt_s=found[1], sequence_s=found[2], step_s=found[3])
+    numbers = sorted({min(max_num_seqs, 2**power) for power in range(max_num_seqs.bit_length() + 1)})
+    contexts = (0, max_context) if fit.context_s else (0,)
+    points = tuple(
+        DecodePoint(
+            num_running=num,
+            num_context_tokens=context,
+            step_s=Estimate.stated(max(1e-9, fit.step_s + num * (fit.sequence_s + context * fit.context_s))),
+        )
+        for num in numbers
+        for context in contexts
+    )
+    return points, Estimate.stated(1.0 / fit.prompt_s if fit.prompt_s else FAST_PREFILL)
+
+
+def _paused_s(group: SampledGroup, pauses: Sequence[Span]) -> float:
+    end_s = group.begin_s + group.took_s
+    return sum(
+        max(0.0, min(end_s, one.begin_s + one.took_s) - max(group.begin_s, one.begin_s)) for one in pauses
+    )
+
+
+def _replay(
+    groups: Sequence[SampledGroup], pauses: Sequence[Span], fit: _DecodeFit, *, max_num_seqs: int
+) -> np.ndarray:
+    """Return, for each group, the context tokens, prompt tokens, sequences and steps from its begin to its
+    end.
+
+    The groups come when they did, and sequences are decoded with the times of ``fit``.
+    """
+    replay = _Replay(fit, max_num_seqs)
+    numbered: list[tuple[int, SampledGroup | Span]] = [*enumerate(groups), *((-1, one) for one in pauses)]
+    for index, event in sorted(numbered, key=lambda one: one[1].begin_s):
+        replay.until(event.begin_s)
+        if isinstance(event, Span):
+            replay.now_s += event.took_s
+        else:
+            replay.add(index, event)
+    replay.until(math.inf)
+    return np.array([replay.passed[index] for index in range(len(groups))])
+
+
+class _Replay:
+    """One engine with continuous batching."""
+
+    def __init__(self, fit: _DecodeFit, max_num_seqs: int) -> None:
+        self.now_s = 0.0
+        self.passed: dict[int, np.ndarray] = {}
+        """By group, what has passed from its begin to its end."""
+        self._fit = fit
+        self._max_num_seqs = max_num_seqs
+        self._counts = np.zeros(4)
+        """Context tokens, prompt tokens, sequences and steps so far."""
+        self._begin: dict[int, np.ndarray] = {}
+        self._num_left: Counter[int] = Counter()
+        self._running: list[tuple[float, int, int]] = []
+        """The counter of steps at which each sequence ends, its group, and its context then."""
+        self._context = 0.0
+        """Tokens of all running sequences."""
+        self._prompt_tokens = 0.0
+        """Tokens of prompts to compute, which stops decoding."""
+        self._waiting: deque[tuple[int, int, int]] = deque()
+        """Group, prompt tokens and length of sequences that have no place yet."""
+
+    def add(self, index: int, group: SampledGroup) -> None:
+        """Take in a group."""
+        self._begin[index] = self._counts.copy()
+        self._num_left[index] = len(group.lengths)
+        self._prompt_tokens += group.num_prompt_tokens
+        self._waiting.extend((index, group.num_prompt_tokens, max(1, one)) for one in group.lengths)
+        self._refill()
+
+    def until(self, at_s: float) -> None:
+        """Decode until a time, or until there is nothing more to decode."""
+        fit = self._fit
+        while self._running and self.now_s < at_s:
+            if self._prompt_tokens:
+                num_tokens = self._prompt_tokens
+                if fit.prompt_s:
+                    num_tokens = min(num_tokens, (at_s - self.now_s) / fit.prompt_s)
+                self._counts[1] += num_tokens
+                self._prompt_tokens -= num_tokens
+                self.now_s += num_tokens * fit.prompt_s
+                continue
+            num = len(self._running)
+            num_steps = self._running[0][0] - self._counts[3]
+            # Contexts grow by one token a step.
+            context = self._context + num * num_steps / 2
+            step_s = max(1e-9, fit.step_s + num * fit.sequence_s + context * fit.context_s)
+            num_steps = min(num_steps, (at_s - self.now_s) / step_s)
+            self._counts += num_steps * np.array([context, 0.0, num, 1.0])
+            self._context += num * num_steps
+            self.now_s += num_steps * step_s
+            self._end()
+            if self.now_s + 1e-9 >= at_s:
+                break
+        if math.isfinite(at_s):
+            self.now_s = max(self.now_s, at_s)
+
+    def _end(self) -> None:
+        while self._running and self._running[0][0] <= self._counts[3] + 1e-6:
+            _, index, context = heapq.heappop(self._running)
+            self._context -= context
+            self._num_left[index] -= 1
+            if not self._num_left[index]:
+                self.passed[index] = self._counts - self._begin.pop(index)
+        self._refill()
+
+    def _refill(self) -> None:
+        while self._waiting and len(self._running) < self._max_num_seqs:
+            index, num_prompt_tokens, length = self._waiting.popleft()
+            # Computing the prompt samples the first token.
+            end = self._counts[3] + length - 1
+            heapq.heappush(self._running, (end, index, num_prompt_tokens + length))
+            self._context += num_prompt_tokens + 1
+        if self._running and self._running[0][0] <= self._counts[3] + 1e-6:
+            self._end()

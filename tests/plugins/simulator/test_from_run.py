@@ -1,0 +1,249 @@
+"""A profile from the files of a run: made-up files of a synchronous run whose times are known."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from apps.profile import main
+from forgeasync.buffer import Dropped, DropReason, Sampled, Scored, Start, Started, Submitted, Trained, Update
+from forgeasync.config import RunConfig, dump_config, load_config
+from forgeasync.plugins.simulator import (
+    Clock,
+    DecodePoint,
+    DecodeTable,
+    DrawnRollout,
+    Engine,
+    EngineCost,
+    Estimate,
+    Origin,
+    ProfiledRun,
+    SimulatedGroup,
+    profile_run,
+    read_profile,
+)
+from forgeasync.rollouts import Task, padded_length, plan_rows
+from forgeasync.schema import ConfigError
+from forgeasync.testing import tiny_config, write_tiny_model
+from forgeasync.tracing import Ended, Line, Opened, State, encode
+from tests.support.ledgers import ledger_text, opened
+
+NUM_STEPS, NUM_GROUPS, GROUP_SIZE = 30, 6, 4
+STEP_S, SEQUENCE_S, PROMPT_S = 0.004, 0.0004, 1e-4
+ROW_S, TOKEN_S = 0.05, 2e-4
+SCORE_S, WAIT_S, PUBLISH_S, FETCH_S, READY_S, SWAP_S, BETWEEN_S = 0.1, 0.01, 0.02, 0.03, 0.01, 0.005, 0.004
+BEGIN_S = 1.8e9
+
+COST = EngineCost(
+    decode=DecodeTable(
+        [
+            DecodePoint(
+                num_running=num, num_context_tokens=0, step_s=Estimate.stated(STEP_S + num * SEQUENCE_S)
+            )
+            for num in (1, 64)
+        ]
+    ),
+    prefill_s_per_token=PROMPT_S,
+    kv_block_tokens=1,
+    step_rest_s=0.0,
+    response_s=0.0,
+    response_stall_s=0.0,
+    max_num_seqs=32,
+    max_kv_tokens=10**6,
+    cores=0.0,
+    shares_prefixes=False,
+)
+
+
+def sampled_s(groups: dict[int, tuple[int, list[int]]]) -> dict[int, float]:
+    """How long one engine takes for groups that come at once: tokens of the prompt and of each response."""
+    clock, ends = Clock(1), dict[int, float]()
+    engine = Engine(0, COST, clock, lambda one: ends.__setitem__(one.group.group_id, clock.now_s), version=0)
+    for number, (num_prompt_tokens, lengths) in groups.items():
+        task = Task(task_id=str(number), prompt="", answer="", source_index=0, source="s")
+        rollouts = [
+            DrawnRollout(num_prompt_tokens=num_prompt_tokens, turns=(one,), latencies_s=(), score_s=0.0)
+            for one in lengths
+        ]
+        start = Start(group_id=number, draw_id=number, task=task)
+        engine.add(SimulatedGroup(start, rollouts, 0.0).sequences)
+    while clock.step():
+        pass
+    return ends
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    folder = tmp_path_factory.mktemp("model")
+    file = folder / "run.yaml"
+    file.write_text(dump_config(tiny_config(write_tiny_model(folder / "model"))))
+    overrides = [
+        *(f"max_steps={NUM_STEPS}", "max_off_policy_steps=0", "generator.num_replicas=2"),
+        *(f"algorithm.groups_per_step={NUM_GROUPS}", f"algorithm.group_size={GROUP_SIZE}"),
+        *("sampling.max_response_tokens=100", "scorer.num_workers=64", "payload.capacity_gib=1"),
+    ]
+    return load_config(file, overrides)
+
+
+def write_run(folder: Path, config: RunConfig, *, has_lengths: bool = True, num_filtered: int = 0) -> Path:
+    """Write the files of a run whose steps sample, score, train and publish, one after the other."""
+    rng, now_s = random.Random(7), BEGIN_S + 20.0
+    traces: dict[str, list[Line]] = {
+        name: [Opened(at_s=BEGIN_S, proc=name, pid=1, host="here", state=State.STARTING)]
+        for name in ("controller", "generator-0", "generator-1", "scorer-0")
+    }
+
+    def span(name: str, at_s: float, took_s: float, what: str, **facts: int | str) -> None:
+        traces[name].append(Ended(at_s=at_s, took_s=took_s, name=what, facts=facts))
+
+    events, metrics = [opened(NUM_GROUPS)], list[dict[str, float]]()
+    sampling_s, busy_s = now_s, 0.0
+    for step in range(1, NUM_STEPS + 1):
+        first = (step - 1) * NUM_GROUPS
+        batch = {
+            number: (rng.randrange(20, 40), [rng.randrange(5, 90) for _ in range(GROUP_SIZE)])
+            for number in range(first, first + NUM_GROUPS)
+        }
+        ends_s = [0.0]
+        for rank in (0, 1):
+            for number, took_s in sampled_s({one: batch[one] for one in batch if one % 2 == rank}).items():
+                lengths = {"response_tokens": " ".join(map(str, batch[number][1]))} if has_lengths else {}
+                facts: dict[str, int | str] = {"group": number, "prompt_tokens": batch[number][0], **lengths}
+                span(f"generator-{rank}", sampling_s, took_s, "sample group", **facts)
+                ends_s.append(took_s)
+        for number in batch:
+            events += [
+                Submitted(prompt=number, source="chain_sum", task_id=str(number)),
+                Started(prompt=number, attempt=0, group=number),
+                Sampled(prompt=number, group=number),
+                Scored(prompt=number, group=number),
+            ]
+        events.append(Trained(step=step, prompts=tuple(batch), groups=tuple(batch), update=Update.MADE))
+        sampled_at_s = sampling_s + max(ends_s)
+        for index in range(NUM_GROUPS * GROUP_SIZE):
+            span("scorer-0", sampled_at_s, SCORE_S, "score", task=str(index), first=index)
+        lengths = [prompt + length for prompt, found in batch.values() for length in found]
+        plan = plan_rows(lengths, tokens_per_row=config.trainer.tokens_per_row, num_ranks=2)
+        num_tokens = sum(
+            max(padded_length(sum(lengths[one] for one in row)) for row in rows) for rows in plan
+        )
+        train_s = ROW_S * len(plan) + TOKEN_S * num_tokens
+        wait_s = sampled_at_s + SCORE_S - now_s
+        span("controller", now_s, wait_s, "wait for a batch", step=step)
+        published_s = now_s + wait_s + train_s + WAIT_S
+        for rank in (0, 1):
+            fetch_s = published_s + PUBLISH_S
+            span(f"generator-{rank}", fetch_s, FETCH_S, "fetch", version=step)
+            span(f"generator-{rank}", fetch_s + FETCH_S, READY_S, "make ready", version=step)
+            span(f"generator-{rank}", fetch_s + FETCH_S + READY_S, SWAP_S, "swap", version=step)
+        busy_s += 2 * max(ends_s)
+        num_trained = sum(map(sum, (found for _, found in batch.values())))
+        step_s = wait_s + train_s + WAIT_S
+        now_s = published_s + BETWEEN_S
+        sampling_s = published_s + PUBLISH_S + FETCH_S + READY_S + SWAP_S
+        metrics.append(
+            {
+                "step": step,
+                "time/elapsed_s": now_s - BEGIN_S - 20.0,
+                "time/step_s": step_s,
+                "time/eval_s": 0.0,
+                "time/wait_for_batch_s": wait_s,
+                "time/train_s": train_s,
+                "time/publish_weights_s": WAIT_S,
+                "throughput/train_tokens_per_s": num_trained / step_s,
+                "generator/busy_s": busy_s,
+                "generator/num_healthy": 2,
+                "weights/max_publish_s": WAIT_S + PUBLISH_S,
+            }
+        )
+    num = NUM_STEPS * NUM_GROUPS
+    for prompt in range(num, num + num_filtered):
+        events += [
+            Submitted(prompt=prompt, source="chain_sum", task_id=str(prompt)),
+            Started(prompt=prompt, attempt=0, group=prompt),
+            Dropped(prompt=prompt, group=prompt, reason=DropReason.FILTERED, again=False),
+        ]
+    (folder / "logs").mkdir(parents=True)
+    (folder / "config.yaml").write_text(dump_config(config))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
+    (folder / "ledger.jsonl").write_bytes(ledger_text(events))
+    for name, lines in traces.items():
+        (folder / "logs" / f"{name}-1.trace.jsonl").write_bytes(b"".join(map(encode, lines)))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(config: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> ProfiledRun:
+    return profile_run(write_run(tmp_path_factory.mktemp("runs") / "run", config))
+
+
+def test_decode_steps_and_prompts_are_told_from_how_long_groups_took(found: ProfiledRun) -> None:
+    table = DecodeTable(found.profile.decode)
+    for num in (1, 4, 12, 32):
+        assert table.step_s(num, 50) == pytest.approx(STEP_S + num * SEQUENCE_S, rel=0.1)
+    assert 1.0 / found.profile.prefill_tokens_per_s.mean == pytest.approx(PROMPT_S, rel=0.3)
+
+
+def test_other_times_are_those_of_the_files(found: ProfiledRun) -> None:
+    profile = found.profile
+    assert len(profile.train) == NUM_STEPS - 10, "the first third of the run warms up"
+    for point in profile.train:
+        expected_s = ROW_S * point.num_rows + TOKEN_S * point.num_tokens
+        assert point.step_s.mean == pytest.approx(expected_s)
+    weights = profile.weights
+    means_s = [one.mean.mean for one in (weights.wait_s, weights.publish_s, weights.fetch_s, weights.swap_s)]
+    assert means_s == pytest.approx([WAIT_S, PUBLISH_S, FETCH_S + READY_S, SWAP_S], abs=1e-5)
+    assert profile.between_steps_s.mean.mean == pytest.approx(BETWEEN_S, abs=1e-5)
+    assert profile.score_s.mean.mean == pytest.approx(SCORE_S)
+    assert profile.start_s.mean == pytest.approx(20.0)
+    (lengths,) = profile.lengths.values()
+    assert list(profile.lengths) == ["chain_sum"] and lengths.prompt_share < 0.2
+    assert 5 <= lengths.response.quantiles[0] and lengths.response.quantiles[-1] < 90
+    assert profile.filtered_share == 0.0
+    assert profile.cores.trainer == profile.cores.generator == profile.cores.scorer == 0.0
+
+
+def test_a_simulation_of_the_same_run_takes_as_long(found: ProfiledRun) -> None:
+    assert found.run.num_replicas == 2 and found.run.num_steps == NUM_STEPS
+    assert found.simulated_s == pytest.approx(found.measured_s, rel=0.15)
+
+
+def test_filtered_groups_are_told_from_the_ledger(config: RunConfig, tmp_path: Path) -> None:
+    filtered = profile_run(write_run(tmp_path / "filtered", config, num_filtered=20)).profile
+    assert filtered.filtered_share == pytest.approx(20 / (20 + NUM_STEPS * NUM_GROUPS))
+
+
+def test_the_app_writes_the_profile_and_refuses_what_is_no_run(
+    config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "profile.json"
+    assert main(["--run", str(write_run(tmp_path / "run", config)), "--out", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert "steps of the run took" in said and "simulated with this profile" in said
+    assert "saves" in said and said.endswith(f"wrote {out}\n")
+    assert read_profile(out).origin is Origin.MEASURED
+    assert main(["--run", str(tmp_path / "none"), "--out", str(out)]) == 2
+    assert "none/config.yaml" in capsys.readouterr().err
+    assert main(["--run", str(tmp_path / "run"), "--out", str(tmp_path / "none" / "profile.json")]) == 2
+    assert "No such file" in capsys.readouterr().err
+    for arguments in (["--run", "run"], ["--run", "run", "--out", "p", "--config", "c"], ["--out", "p"]):
+        with pytest.raises(SystemExit):
+            main(arguments)
+
+
+def test_a_run_that_lacks_what_a_profile_needs_is_refused(config: RunConfig, tmp_path: Path) -> None:
+    without = write_run(tmp_path / "without", config, has_lengths=False)
+    with pytest.raises(
+        ConfigError, match=r"without/logs: must have traces with the tokens of sampled groups"
+    ):
+        profile_run(without)
+    metrics = without / "metrics.jsonl"
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:1]))
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl: must have the lines of more steps"):
+        profile_run(without)
+    metrics.unlink()
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl: cannot be read: No such file"):
+        profile_run(without)
+    with pytest.raises(ConfigError, match=r"none/config\.yaml"):
+        profile_run(tmp_path / "none")
