@@ -6,14 +6,12 @@ from .profile import Profile as Profile
 from .profile import processor_name as processor_name
 from .profile import read_profile as read_profile
 from .profile import write_profile as write_profile
-from .run import simulate as simulate
 from .run import simulate_seeds as simulate_seeds
 from .shape import SimulatedRun as SimulatedRun
 from .shape import of_config as of_config
 from .stated_profile import stated_profile as stated_profile
 from .tables import print_plan as print_plan
 from .tables import print_profiled_run as print_profiled_run
-from .what_if import what_if as what_if
 
 # Only tests import these.
 from .clock import Clock as Clock
