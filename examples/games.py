@@ -14,7 +14,7 @@ import random
 import re
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -263,7 +263,7 @@ class Maze(Game):
         return steps[goal]
 
 
-GAMES: dict[str, type[Game]] = {"guess_number": GuessNumber, "tic_tac_toe": TicTacToe, "maze": Maze}
+GAMES: dict[str, Callable[..., Game]] = {"guess_number": GuessNumber, "tic_tac_toe": TicTacToe, "maze": Maze}
 
 
 def begin(name: str, seed: int, **options: Any) -> Game:

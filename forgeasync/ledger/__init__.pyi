@@ -9,7 +9,6 @@ from .lines import LedgerPosition as LedgerPosition
 from .lines import Opened as Opened
 from .lines import Resumed as Resumed
 from .lines import ResumedBuffer as ResumedBuffer
-from .lines import START as START
 from .reading import LedgerLines as LedgerLines
 from .reading import LedgerUnreadable as LedgerUnreadable
 from .report import verify as verify
@@ -26,6 +25,7 @@ from .journal_file import JournalNotWritten as JournalNotWritten
 from .journaled_buffer import JournaledBuffer as JournaledBuffer
 from .journaled_buffer import RunHasEnded as RunHasEnded
 from .lines import FORMAT as FORMAT
+from .lines import START as START
 from .lines import encode_line as encode_line
 from .lines import encode_lines as encode_lines
 from .reading import LedgerReading as LedgerReading

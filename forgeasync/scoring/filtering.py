@@ -70,9 +70,10 @@ class GroupFiltering:
 
     def metrics(self) -> dict[str, float]:
         """Counts since the run began, under their names in metrics.jsonl."""
-        return {f"filtered/num_groups_{reason}": count for reason, count in self._num_groups.items()} | {
-            "filtered/num_rollouts": self._num_rollouts
+        counts: dict[str, float] = {
+            f"filtered/num_groups_{reason}": count for reason, count in self._num_groups.items()
         }
+        return counts | {"filtered/num_rollouts": self._num_rollouts}
 
 
 class FilterWatch:

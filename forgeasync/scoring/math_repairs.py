@@ -129,9 +129,10 @@ def _close(first: sympy.Expr, second: sympy.Expr) -> bool | None:
     for one in (first, second):
         if not one.is_number or one.has(AppliedUndef, _Huge):
             return None
-    values = [_digits(one) for one in (first, second)]
-    if values[0] is None or values[1] is None:
+    digits = _digits(first), _digits(second)
+    if digits[0] is None or digits[1] is None:
         return None
+    values = digits[0], digits[1]
     if not all(one.is_finite for one in values):
         return False
     is_rounded = _is_decimal(first) != _is_decimal(second) and first.is_Rational != second.is_Rational

@@ -22,7 +22,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, BinaryIO
 
 from forgeasync.config import PythonReward, ScoredUnit
@@ -63,7 +63,7 @@ def as_score(verdict: object) -> Score:
     if isinstance(verdict, Score):
         return verdict
     try:
-        score = Score(verdict, False)
+        score = Score(verdict, False)  # type: ignore[arg-type]  # Score refuses what is no number
     except ValueError as error:
         raise ValueError(f"must return a float or a Score: {error}") from None
     return dataclasses.replace(score, is_correct=score.value >= CORRECT_FROM)
@@ -71,7 +71,7 @@ def as_score(verdict: object) -> Score:
 
 def as_scores(verdicts: object, num_responses: int) -> list[Score]:
     """Turn a reward's result for a group into scores; raises ValueError that names the response."""
-    if isinstance(verdicts, str | bytes | Score) or not hasattr(verdicts, "__len__"):
+    if isinstance(verdicts, str | bytes | Score) or not isinstance(verdicts, Collection):
         raise ValueError(f"must return a list of {num_responses} floats or Scores, not {verdicts!r}"[:200])
     found = list(verdicts)
     if len(found) != num_responses:

@@ -42,8 +42,8 @@ def hidden_tests(record: CodingRecord) -> HiddenTests:
         patch.write_bytes(record.test_patch.encode())
         tree = Path(folder, "tree")
         tree.mkdir()
-        listed = _git(["--numstat", "-z", str(patch)], tree).split("\0")
-        names = {one.split("\t", 2)[2] for one in listed if one.count("\t") >= 2}
+        rows = _git(["--numstat", "-z", str(patch)], tree).split("\0")
+        names = {one.split("\t", 2)[2] for one in rows if one.count("\t") >= 2}
         names |= set(_RENAMED.findall(record.test_patch))
         if not names:
             raise ValueError("test_patch changes no file; must be a unified diff with the hidden tests")

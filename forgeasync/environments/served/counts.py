@@ -58,7 +58,7 @@ class ServingCounts:
             *(f"num_untrained_{reason}" for reason in Untrained),
             *(f"num_scored_by_{source}" for source in ScoreSource),
         )
-        self._counts: Counter[str] = Counter(dict.fromkeys(names, 0))
+        self._counts: dict[str, float] = dict.fromkeys(names, 0)
         self._turns_s: deque[float] = deque(maxlen=NUM_LATENCIES)
 
     def add(self, name: str, number: float = 1) -> None:

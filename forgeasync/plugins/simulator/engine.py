@@ -14,6 +14,7 @@ runs one of them at a time, except while a thread waits for a kernel, so decodin
 the time that handing over takes.
 """
 
+import functools
 import heapq
 import itertools
 import math
@@ -233,7 +234,7 @@ class Engine:
         for _, sequence in sorted(ended, key=lambda one: one[0]):
             self._ended[sequence] = None
             work_s = self._cost.response_s - stall_s
-            self._handing_over.do(work_s, lambda sequence=sequence: self._hand_over(sequence))
+            self._handing_over.do(work_s, functools.partial(self._hand_over, sequence))
         if self._when_empty is not None and not self._running:
             then, self._when_empty = self._when_empty, None
             then()

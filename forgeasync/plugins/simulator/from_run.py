@@ -25,7 +25,7 @@ import numpy as np
 
 from forgeasync.buffer import Dropped, DropReason, Scored, Started, Submitted, Trained
 from forgeasync.config import RunConfig, ServedSource, load_config, resolve
-from forgeasync.ledger import START, BadLine, decode_line
+from forgeasync.ledger import BadLine, LedgerLines
 from forgeasync.models import read_model_facts
 from forgeasync.observability import KEYS, MeasuredWindow, RunDir, num_steps_ahead
 from forgeasync.plugins.simulator.lengths import fit_lengths
@@ -344,13 +344,11 @@ def _prompts(file: Path) -> _Prompts:
     batches: dict[int, tuple[int, ...]] = {}
     counts: Counter[str] = Counter()
     try:
-        lines = file.read_bytes().splitlines(keepends=True)
-        position = START
-        for line in lines:
+        ledger = LedgerLines(file.name)
+        for line in file.read_bytes().splitlines(keepends=True):
             if not line.endswith(b"\n"):
                 break
-            event, position = decode_line(line.removesuffix(b"\n"), position)
-            match event:
+            match ledger.read(line.removesuffix(b"\n")):
                 case Submitted():
                     by_prompt[event.prompt] = event.source
                 case Started():

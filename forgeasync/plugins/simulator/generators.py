@@ -6,6 +6,7 @@ behind, and its generators swap together. The real ledger decides who may write 
 buffer.
 """
 
+import functools
 from collections import deque
 from collections.abc import Callable
 
@@ -81,7 +82,7 @@ class Generators:
             group.engine = number
             self._groups[number][group.group_id] = group
             delay_s = self._draws.time_s(self._call_s)
-            self._clock.wall.after(delay_s, lambda group=group, number=number: self._begin(group, number))
+            self._clock.wall.after(delay_s, functools.partial(self._begin, group, number))
 
     def cancel(self, group: SimulatedGroup) -> None:
         """Give up a group that is sampled."""
@@ -260,7 +261,7 @@ class Serving:
             if self._section.interruption is Interruption.BLOCKING:
                 engines[number].resume()
             if self._section.interruption is Interruption.DRAIN:
-                engines[number].drain(lambda number=number: self._swap(host, number, version))
+                engines[number].drain(functools.partial(self._swap, host, number, version))
             else:
                 self._swap(host, number, version)
         self._catch_up()

@@ -16,7 +16,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Final, Literal, Self
 
 import numpy as np
 from pydantic import Field, ValidationError, model_validator
@@ -144,7 +144,7 @@ def _between(ordered: Sequence[float], probability: float) -> float:
     return min(low + (high - low) * (place - index), high)
 
 
-FORMAT_VERSION = 9
+FORMAT_VERSION: Final = 9
 
 Text = Annotated[str, Field(max_length=1000)]
 

@@ -6,6 +6,7 @@ rows. Simulated are the times between their events, by a profile. docs/simulatio
 modelled.
 """
 
+import functools
 import gc
 from collections import Counter, deque
 from collections.abc import Callable
@@ -366,7 +367,7 @@ class Scorers:
             assignment = self._queues[replica].popleft()
             _, score_s = self._responses[assignment.item]
             self._free[replica] -= 1
-            self._score(score_s, lambda given=assignment: self._scored(given))
+            self._score(score_s, functools.partial(self._scored, assignment))
 
     def _score(self, score_s: float, then: Callable[[], None]) -> None:
         """Wait first, as for a server, and then compute, which takes longer when cores are short."""

@@ -27,9 +27,9 @@ def profile_table(profile: Profile) -> Group:
     train = Table(title="optimizer steps")
     for column in ("rows of a rank", "tokens of a rank", "ms", "tokens/s of a rank"):
         train.add_column(column, justify="right")
-    for point in profile.train:
-        rate = point.num_tokens / point.step_s.mean
-        train.add_row(str(point.num_rows), str(point.num_tokens), _ms(point.step_s), f"{rate:,.0f}")
+    for step in profile.train:
+        rate = step.num_tokens / step.step_s.mean
+        train.add_row(str(step.num_rows), str(step.num_tokens), _ms(step.step_s), f"{rate:,.0f}")
     others = Table(title="other times")
     for column in ("part", "ms", "p5", "p95"):
         others.add_column(column, justify="left" if column == "part" else "right")
