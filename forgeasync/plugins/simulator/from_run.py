@@ -348,7 +348,7 @@ def _prompts(file: Path) -> _Prompts:
         for line in file.read_bytes().splitlines(keepends=True):
             if not line.endswith(b"\n"):
                 break
-            match ledger.read(line.removesuffix(b"\n")):
+            match event := ledger.read(line.removesuffix(b"\n")):
                 case Submitted():
                     by_prompt[event.prompt] = event.source
                 case Started():
