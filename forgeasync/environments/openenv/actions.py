@@ -1,5 +1,6 @@
 """How a turn of the model becomes actions of an OpenEnv environment, and an observation a message."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -9,8 +10,7 @@ from forgeasync.environments.environment import Turn
 from forgeasync.environments.messages import TOOL, ToolCall, ToolSpec, show
 from forgeasync.environments.openenv.connection import Connection, ServerLost
 from forgeasync.environments.openenv.wire import Observation, WireError, text_of
-from forgeasync.environments.sessions.fields import make_tool
-from forgeasync.environments.sessions.problems import RequestError
+from forgeasync.environments.sessions.dialect import check_size
 from forgeasync.environments.tools.forms import TEMPLATE_FORM
 from forgeasync.rollouts import ToolStatus
 
@@ -204,10 +204,19 @@ def _attempts(turn: Turn, known: set[str], action: Callable[[ToolCall], Mapping[
 
 
 def _tool(name: object, description: str, parameters: object) -> ToolSpec:
+    if not isinstance(name, str) or not name:
+        raise WireError(f"tool {show(name)}.name is {show(name)}; must be a string that is not empty")
+    if parameters is None:
+        parameters = {"type": "object", "properties": {}}
+    where = f"tool {show(name)}.parameters"
+    if not isinstance(parameters, dict):
+        raise WireError(f"{where} is {show(parameters)}; must be a JSON schema of type object")
     try:
-        return make_tool(f"tool {show(name)}", name, description, parameters)
-    except RequestError as error:
-        raise WireError(str(error)) from error
+        check_size(parameters)
+        json.dumps((name, parameters), ensure_ascii=False).encode()
+    except ValueError as error:
+        raise WireError(f"{where}: {error}") from error
+    return ToolSpec(name=name, description=description, parameters=parameters)
 
 
 def _listed_tool(one: object) -> ToolSpec:

@@ -7,9 +7,7 @@ from collections.abc import Callable, Sequence
 from forgeasync.config import ServingSection
 from forgeasync.environments.environment import Turn
 from forgeasync.environments.messages import Message, ToolSpec
-from forgeasync.environments.sessions.feedback import Feedback
-from forgeasync.environments.sessions.session import RespondingAgent, Session
-from forgeasync.environments.sessions.session_end import SessionEnd
+from forgeasync.environments.sessions.session import Feedback, RespondingAgent, Session, SessionEnd
 
 
 class WatchedAgent:

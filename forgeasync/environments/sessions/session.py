@@ -4,28 +4,123 @@ import asyncio
 import concurrent.futures
 import dataclasses
 import logging
+import math
 import secrets
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from enum import StrEnum
+from typing import Annotated, Any, Protocol
 
-from forgeasync.environments.environment import Turn
+import msgspec
+
+from forgeasync.environments.agent import EpisodeOver
+from forgeasync.environments.environment import ContextFull, TooManyTurns, Turn
 from forgeasync.environments.messages import Message, ToolSpec
-from forgeasync.environments.sessions.feedback import Feedback
-from forgeasync.environments.sessions.inference import InferenceRequest, InferenceResult
-from forgeasync.environments.sessions.limits import SessionLimits
-from forgeasync.environments.sessions.problems import RequestError, as_request_error, closed
-from forgeasync.environments.sessions.samplings import Attempt, KeyReused, Sampling, Samplings
-from forgeasync.environments.sessions.session_end import SessionEnd
+from forgeasync.environments.sessions.dialect import (
+    Fields,
+    InferenceRequest,
+    InferenceResult,
+    RequestError,
+    read_own_body,
+)
+from forgeasync.environments.sessions.retries import Attempt, KeyReused, Sampling, Samplings
 from forgeasync.environments.sessions.shown_turns import History, ShownTurns, shown
 
 _LOGGER = logging.getLogger(__name__)
 
 MAX_FEEDBACK = 64
 """Most verdicts that a session takes."""
+
+MAX_COMMENT_CHARS = 10_000
+
+MAX_SCORE = 1e6
+
+
+class SessionEnd(StrEnum):
+    """How a session ended."""
+
+    FEEDBACK = "feedback"
+    """Feedback ended it."""
+    CLOSED = "closed"
+    """Its client closed it, or its episode ended."""
+    IDLE = "idle"
+    """It had no turn for ``serving.idle_session_s``."""
+    TIME = "time"
+    """It was open for ``serving.session_s``."""
+    RUN_OVER = "run_over"
+    """The run has ended."""
+
+    @property
+    def words(self) -> str:
+        """What a client is told that asks for another turn."""
+        why = {
+            SessionEnd.FEEDBACK: "feedback has ended it",
+            SessionEnd.CLOSED: "it was closed",
+            SessionEnd.IDLE: "it had no turn for too long (serving.idle_session_s)",
+            SessionEnd.TIME: "it was open for too long (serving.session_s)",
+            SessionEnd.RUN_OVER: "the run that served it has ended",
+        }[self]
+        return f"this session is closed: no further turn is sampled in it, because {why}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Feedback:
+    """A verdict of a person or a judge on a session."""
+
+    score: float
+    comment: str | None = None
+
+
+class _FeedbackBody(Fields):
+    score: Annotated[float, msgspec.Meta(ge=-MAX_SCORE, le=MAX_SCORE)]
+    comment: Annotated[str, msgspec.Meta(max_length=MAX_COMMENT_CHARS)] | None = None
+    finished: bool | None = None
+
+
+def read_feedback(body: Mapping[str, Any]) -> tuple[Feedback, bool]:
+    """Return a request's feedback, and whether it ends the session, which is so unless ``finished`` is false.
+
+    Raises:
+        RequestError: a field is malformed or unknown; names it.
+    """
+    read = read_own_body(body, _FeedbackBody)
+    return Feedback(score=read.score, comment=read.comment), read.finished is not False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionLimits:
+    """Bounds of one session; raises ValueError, naming the field, if one is not positive and finite."""
+
+    max_body_bytes: int = 8 * 2**20
+    """Of a request, after decompression. A larger one gets 413."""
+    max_turns_at_once: int = 64
+    """Turns that are being sampled. A request beyond gets 429 and may try again."""
+    max_open_requests: int = 256
+    """Requests that are being answered, those that wait for a sampling of another one included."""
+    idle_s: float = 120.0
+    """For the first headers of a connection to arrive, and between two requests of one."""
+    body_s: float = 30.0
+    """For a request's body to arrive."""
+    turn_s: float = 1800.0
+    """For a request's turns to be sampled. After that they are given up, and the request gets 504."""
+    write_s: float = 60.0
+    """For a client to take in an answer, or a piece of one that is streamed."""
+    keep_alive_s: float = 10.0
+    """Between two signs of life in a stream. The first of them sends the headers."""
+    keep_reply_s: float = 300.0
+    """For which the answer to a request is kept for a retry."""
+    max_kept_replies: int = 256
+    max_shown_turns: int = 4096
+    """Turns and responses that the session recognises when they come back."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if not (value > 0 and math.isfinite(value)):
+                raise ValueError(f"SessionLimits.{field.name} = {value}; must be positive and finite")
 
 
 class RespondingAgent(Protocol):
@@ -332,3 +427,30 @@ class Session:
         for gone in self._samplings.clear():
             gone.work.reply.cancel()
             self._count_abandoned(gone)
+
+
+def closed(end: SessionEnd) -> RequestError:
+    """The session has ended."""
+    return RequestError(
+        end.words,
+        status=410,
+        code="session_closed",
+        may_retry=False,
+    )
+
+
+def as_request_error(error: BaseException) -> RequestError:
+    """Return what to tell a client of an exception that answering it has raised; logs what is ours alone."""
+    match error:
+        case RequestError():
+            return error
+        case ContextFull():
+            return RequestError(str(error), param="messages", code="context_length_exceeded")
+        case TooManyTurns():
+            return RequestError(str(error), status=410, code="too_many_turns", may_retry=False)
+        case EpisodeOver():
+            return closed(SessionEnd.CLOSED)
+        case ValueError():
+            return RequestError(str(error), param="messages", code="invalid_messages")
+    _LOGGER.error("a request to a session failed", exc_info=error)
+    return RequestError("the server failed to answer; its log says why", status=500, code="server_error")

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 
 from forgeasync.environments.environment import Turn
 from forgeasync.environments.messages import ASSISTANT, Message, ToolCall, checked_message, is_same_message
-from forgeasync.environments.sessions.fields import check_size, checked_text
-from forgeasync.environments.sessions.problems import RequestError
+from forgeasync.environments.sessions.dialect import check_size, parse_json
 
 MAX_READINGS = 1024
 """So many ways to read a history are followed where a client has dropped what sets turns apart."""
@@ -197,9 +196,9 @@ def _can_come_back(call: ToolCall) -> bool:
     request may have.
     """
     try:
-        checked_text("name", call.name)
-        check_size("arguments", dict(call.arguments))
-        json.dumps(call.arguments, allow_nan=False)
-    except (RequestError, ValueError):
+        check_size(call.arguments)
+        # In UTF-8, which has no half of a surrogate pair.
+        parse_json(json.dumps([call.name, call.arguments], ensure_ascii=False, allow_nan=False).encode())
+    except ValueError:
         return False
     return True

@@ -221,7 +221,8 @@ def test_what_is_not_honoured_is_named() -> None:
                 tools=[{**TOOL, "strict": True}],
             )
         assert raw.headers["x-forgeasync-ignored"] == (
-            "temperature, thinking, top_k, top_p, tools.strict, output_config.effort, tool_result.is_error"
+            "messages[].content[].is_error, output_config.effort, temperature, thinking, tools[].strict, "
+            "top_k, top_p"
         )
         assert session.counts.num_not_honoured == 1
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from forgeasync.environments import (
     AnthropicMessages,
-    Api,
     BrokenToolCall,
     ChatCompletions,
+    Dialect,
     InferenceRequest,
     Responses,
     ShownTurns,
@@ -21,7 +21,7 @@ from forgeasync.environments import (
     Turn,
     shown,
 )
-from forgeasync.environments.sessions.inference import InferenceResult
+from forgeasync.environments.sessions.dialect import InferenceResult
 from forgeasync.rollouts import FinishReason
 from tests.support.sessions import say
 
@@ -51,7 +51,7 @@ TURNS = st.builds(
 USER = {"role": "user", "content": "hi"}
 
 
-def handed_back(api: Api, body: dict[str, Any], kept: bool) -> dict[str, Any]:
+def handed_back(api: Dialect, body: dict[str, Any], kept: bool) -> dict[str, Any]:
     """The next request of a client that keeps its messages, with or without thoughts and ids."""
     body = copy.deepcopy(body)
     match api:
@@ -73,7 +73,7 @@ def handed_back(api: Api, body: dict[str, Any], kept: bool) -> dict[str, Any]:
 
 @settings(max_examples=120, deadline=None)
 @given(TURNS, st.booleans(), st.sampled_from([ChatCompletions(), Responses(), AnthropicMessages()]))
-def test_every_turn_comes_back_through_every_api(turn: Turn, kept: bool, api: Api) -> None:
+def test_every_turn_comes_back_through_every_api(turn: Turn, kept: bool, api: Dialect) -> None:
     turns = ShownTurns(max_turns=10)
     turns.remember(turns.history([USER]), turn)
     asked = InferenceRequest(messages=(USER,), body={})

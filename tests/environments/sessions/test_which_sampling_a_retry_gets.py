@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forgeasync.environments import KeyReused, Sampling, Samplings
-from forgeasync.environments.sessions.samplings import Attempt
+from forgeasync.environments.sessions.retries import Attempt
 
 
 def attempt(body: str = "a", num_retries: int = 0, key: str | None = None) -> Attempt:
