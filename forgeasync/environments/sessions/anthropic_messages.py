@@ -28,11 +28,11 @@ from forgeasync.environments.sessions.dialect import (
     pieces,
     read_body,
     refusals,
+    shown,
     sse,
     stop_texts,
     tool_spec,
 )
-from forgeasync.environments.sessions.shown_turns import shown
 from forgeasync.rollouts import FinishReason
 
 SIGNATURE = "unsigned"

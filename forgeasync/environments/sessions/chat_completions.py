@@ -31,12 +31,12 @@ from forgeasync.environments.sessions.dialect import (
     pieces,
     read_body,
     refusals,
+    shown,
     sse,
     stop_texts,
     tool_spec,
     wrong,
 )
-from forgeasync.environments.sessions.shown_turns import shown
 from forgeasync.rollouts import FinishReason
 
 

@@ -23,7 +23,15 @@ import msgspec
 from msgspec import inspect
 
 from forgeasync.environments.environment import Turn
-from forgeasync.environments.messages import Message, NestedTooDeeply, ToolSpec, levels, show
+from forgeasync.environments.messages import (
+    ASSISTANT,
+    Message,
+    NestedTooDeeply,
+    ToolCall,
+    ToolSpec,
+    levels,
+    show,
+)
 
 Json = dict[str, Any]
 
@@ -460,6 +468,61 @@ def stop_texts(stop: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 # ---- writing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """What a client is shown of a turn, in the parts that every API has.
+
+    No API has a place for a tool call that cannot be read, nor for one that JSON or a request cannot hold.
+    Such calls are shown as text.
+    """
+
+    text: str
+    """With the calls that are shown as text, each on a line of its own."""
+    reasoning: str | None
+    tool_calls: tuple[ToolCall, ...]
+    num_as_text: int
+    """Number of calls in ``text``."""
+
+    @property
+    def message(self) -> Message:
+        """As an assistant's message."""
+        return {
+            "role": ASSISTANT,
+            "content": self.text,
+            "reasoning_content": self.reasoning,
+            "tool_calls": [call.message_form for call in self.tool_calls],
+        }
+
+
+def shown(turn: Turn) -> Shown:
+    """Return what a client is shown of a turn."""
+    calls = [call for call in turn.tool_calls if _can_come_back(call)]
+    as_text = [broken.text for broken in turn.broken_tool_calls]
+    as_text += [
+        # In ASCII, so that every client can send it back.
+        json.dumps({"name": call.name, "arguments": call.arguments})
+        for call in turn.tool_calls
+        if call not in calls
+    ]
+    return Shown(
+        text="\n".join([turn.text] * bool(turn.text) + as_text),
+        reasoning=turn.reasoning,
+        tool_calls=tuple(calls),
+        num_as_text=len(as_text),
+    )
+
+
+def _can_come_back(call: ToolCall) -> bool:
+    """Whether a client can be given the call as JSON, and can hand it back."""
+    try:
+        check_size(call.arguments)
+        # In UTF-8, which has no half of a surrogate pair.
+        parse_json(json.dumps([call.name, call.arguments], ensure_ascii=False, allow_nan=False).encode())
+    except ValueError:
+        return False
+    return True
 
 
 def dumps(data: Json) -> str:

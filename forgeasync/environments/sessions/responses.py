@@ -27,10 +27,10 @@ from forgeasync.environments.sessions.dialect import (
     pieces,
     read_body,
     refusals,
+    shown,
     sse,
     tool_spec,
 )
-from forgeasync.environments.sessions.shown_turns import shown
 from forgeasync.rollouts import FinishReason
 
 _NOT_ASYNC = {"async": (False, "a turn waits for its calls")}

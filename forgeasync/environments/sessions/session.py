@@ -16,18 +16,18 @@ from typing import Annotated, Any, Protocol
 
 import msgspec
 
-from forgeasync.environments.agent import EpisodeOver
-from forgeasync.environments.environment import ContextFull, TooManyTurns, Turn
-from forgeasync.environments.messages import Message, ToolSpec
+from forgeasync.environments.conversation import ConversationTree
+from forgeasync.environments.environment import ContextFull, EpisodeOver, TooManyTurns, Turn
+from forgeasync.environments.messages import ASSISTANT, Message, ToolSpec, checked_message
 from forgeasync.environments.sessions.dialect import (
     Fields,
     InferenceRequest,
     InferenceResult,
     RequestError,
     read_own_body,
+    shown,
 )
 from forgeasync.environments.sessions.retries import Attempt, KeyReused, Sampling, Samplings
-from forgeasync.environments.sessions.shown_turns import History, ShownTurns, shown
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -174,6 +174,16 @@ class Work:
     reply: asyncio.Task[InferenceResult]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _History:
+    """The messages before a turn, with our own in their places."""
+
+    messages: tuple[Message, ...]
+    """As the agent gets them: a turn of ours is its ``Turn.message``."""
+    checked: tuple[Message, ...]
+    """The same in the form of ``checked_message``."""
+
+
 class Session:
     """Made by ``SessionServer.open``. Its methods may be called from any thread unless they say otherwise."""
 
@@ -211,7 +221,8 @@ class Session:
         self._samplings: Samplings[Work] = Samplings(
             keep_s=limits.keep_reply_s, max_kept=limits.max_kept_replies
         )
-        self._shown = ShownTurns(max_turns=limits.max_shown_turns)
+        self._tree: ConversationTree[Message] = ConversationTree()
+        """The turns that the client was shown, each with its own message."""
         self._responses: OrderedDict[str, tuple[Message, ...]] = OrderedDict()
         """Conversations up to the responses that can be gone on from, without their instructions."""
         self._lock = threading.Lock()
@@ -331,9 +342,7 @@ class Session:
     async def _sample(self, asked: InferenceRequest) -> InferenceResult:
         """Raises RequestError, and nothing else."""
         try:
-            history = self._shown.history(self._conversation(asked))
-            self.counts.num_ours += history.num_ours
-            self.counts.num_rewritten += history.num_rewritten
+            history = self._history(asked)
             reply = await self._reply(asked, history)
         except Exception as error:
             raise as_request_error(error) from error
@@ -344,7 +353,7 @@ class Session:
                 self._responses.popitem(last=False)
         return reply
 
-    async def _reply(self, asked: InferenceRequest, history: History) -> InferenceResult:
+    async def _reply(self, asked: InferenceRequest, history: _History) -> InferenceResult:
         responses = [
             self._loop.create_task(
                 self._agent.respond(
@@ -379,11 +388,36 @@ class Session:
             self.counts.num_abandoned += len(turns)
             raise failures[0]
         for turn in turns:
-            self._shown.remember(history, turn)
-            self.counts.num_shown_as_text += shown(turn).num_as_text
+            self._remember(history, turn)
         return InferenceResult(
             id=secrets.token_hex(16), created_s=int(time.time()), model=self.name, turns=turns
         )
+
+    def _history(self, asked: InferenceRequest) -> _History:
+        """Put our own messages where the client hands them back."""
+        messages = self._conversation(asked)
+        checked = tuple(checked_message(f"messages[{i}]", one) for i, one in enumerate(messages))
+        ours = self._tree.turns_handed_back(checked)
+        self.counts.num_ours += len(ours)
+        self.counts.num_rewritten += sum(one["role"] == ASSISTANT for one in messages) - len(ours)
+        return _History(
+            messages=tuple(ours[i].kept if i in ours else one for i, one in enumerate(messages)),
+            checked=tuple(ours[i].messages[-1] if i in ours else one for i, one in enumerate(checked)),
+        )
+
+    def _remember(self, history: _History, turn: Turn) -> None:
+        """Recognize a turn when it comes back."""
+        seen = shown(turn)
+        self.counts.num_shown_as_text += seen.num_as_text
+        self._tree.add(
+            (*history.checked, checked_message("a turn", turn.message)),
+            (),
+            turn.message,
+            after=None,
+            shown=checked_message("a turn", seen.message),
+        )
+        if self._tree.num_turns > self._limits.max_shown_turns:
+            self._tree.forget_oldest()
 
     def _conversation(self, asked: InferenceRequest) -> tuple[Message, ...]:
         first: tuple[Message, ...] = ()
