@@ -134,13 +134,14 @@ class ConversationTree(Generic[KeptT]):
         )
 
     def turns_handed_back(
-        self, messages: Sequence[Message], *, counts: bool = True
+        self, messages: Sequence[Message], *, is_continued: bool = True
     ) -> dict[int, AnsweredMessages[KeptT]]:
         """Return the turns that stand in checked ``messages`` behind what they answered, by their indices.
 
         A message can be any of several turns where a client drops what sets them apart. Then what follows
         decides, and after that which of them has been continued least: parallel sub-agents that were told
-        the same each get their own. ``counts`` says whether this continues the last of the turns.
+        the same each get their own. ``is_continued`` says whether a turn
+        will follow the last of them.
         """
         places = last = [self._root]
         for message in messages:
@@ -148,7 +149,7 @@ class ConversationTree(Generic[KeptT]):
             last = [one for one in places if one.num_turns] or last
         place: _Place[KeptT] | None = min(last, key=lambda one: one.num_continued)
         assert place is not None
-        place.num_continued += counts
+        place.num_continued += is_continued
         path: list[_Place[KeptT]] = []
         while place is not None and place.above is not None:
             path.append(place)

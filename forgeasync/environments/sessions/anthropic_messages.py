@@ -22,6 +22,7 @@ from forgeasync.environments.sessions.dialect import (
     StopTexts,
     ToolName,
     call_message_form,
+    chosen_tools,
     dumps,
     joined_text,
     names,
@@ -107,7 +108,8 @@ class _Tool(Fields):
 
 
 class _ToolChoice(Fields):
-    type: Literal["auto", "none"]
+    type: Literal["auto", "none", "any", "tool"]
+    name: str | None = None
 
     only: ClassVar = {"disable_parallel_tool_use": (False, "a turn may have several calls")}
 
@@ -117,16 +119,15 @@ class _OutputConfig(Fields):
     refused = refusals("format", "must be absent: an answer is plain text")
 
 
-class _Body(Fields):
+class _Prompt(Fields, kw_only=True):
+    """What ``count_tokens`` reads."""
+
     model: str
-    max_tokens: Count
     messages: list[_System | _User | _Assistant]
     system: str | list[_Text] | None = None
     tools: list[_Tool] | None = None
     tool_choice: _ToolChoice | None = None
     output_config: _OutputConfig | None = None
-    stop_sequences: StopTexts | None = None
-    stream: bool | None = None
 
     not_honoured = names("temperature thinking top_k top_p")
     without_effect = names(
@@ -136,22 +137,20 @@ class _Body(Fields):
     refused = refusals("compaction container context_management fallbacks mcp_servers output_format thread")
 
 
+class _Body(_Prompt):
+    max_tokens: Count
+    stop_sequences: StopTexts | None = None
+    stream: bool | None = None
+
+
 class AnthropicMessages:
     """The ``Dialect`` of Anthropic's Messages."""
 
     def read(self, body: Mapping[str, Any]) -> InferenceRequest:
         """See ``Dialect``."""
         read, ignored, unknown = read_body(body, _Body)
-        messages: list[Message] = []
-        if read.system is not None:
-            messages.append({"role": "system", "content": joined_text(read.system)})
-        for message in read.messages:
-            messages += _messages(message)
-        tools = tuple(tool_spec(one.name, one.description, one.input_schema) for one in read.tools or ())
-        may_call = read.tool_choice is None or read.tool_choice.type != "none"
         return InferenceRequest(
-            messages=tuple(messages),
-            tools=tools if may_call else (),
+            **_prompt(read),
             max_tokens=read.max_tokens,
             stop=stop_texts(read.stop_sequences),
             is_streamed=bool(read.stream),
@@ -159,6 +158,15 @@ class AnthropicMessages:
             unknown=unknown,
             body=body,
         )
+
+    def read_prompt(self, body: Mapping[str, Any]) -> InferenceRequest:
+        """Return a request for the number of tokens before a turn.
+
+        Raises:
+            RequestError: see ``read``.
+        """
+        read, ignored, unknown = read_body(body, _Prompt)
+        return InferenceRequest(**_prompt(read), ignored=ignored, unknown=unknown, body=body)
 
     def whole(self, asked: InferenceRequest, reply: InferenceResult) -> Json:
         """See ``Dialect``."""
@@ -198,6 +206,22 @@ class AnthropicMessages:
     def error_event(self, problem: RequestError) -> bytes:
         """See ``Dialect``."""
         return sse(self.error(problem), "error")
+
+
+def _prompt(read: _Prompt) -> dict[str, Any]:
+    """What a request says that both of its kinds have."""
+    messages: list[Message] = []
+    if read.system is not None:
+        messages.append({"role": "system", "content": joined_text(read.system)})
+    for message in read.messages:
+        messages += _messages(message)
+    tools = tuple(tool_spec(one.name, one.description, one.input_schema) for one in read.tools or ())
+    choice = read.tool_choice or _ToolChoice(type="auto")
+    if choice.type == "tool" and choice.name is None:
+        raise RequestError("tool_choice.name is missing", param="tool_choice.name", code="missing_field")
+    name = choice.name if choice.type == "tool" else None
+    tools, must_call = chosen_tools(tools, choice.type, name)
+    return {"messages": tuple(messages), "tools": tools, "must_call": must_call}
 
 
 def _messages(read: _System | _User | _Assistant) -> list[Message]:

@@ -25,6 +25,7 @@ from forgeasync.environments.sessions.dialect import (
     StopTexts,
     ToolName,
     call_message_form,
+    chosen_tools,
     joined_text,
     names,
     openai_error,
@@ -116,10 +117,19 @@ class _FunctionTool(Fields):
     only = ONLY_THE_MODEL_CALLS
 
 
+class _NamedFunction(Fields):
+    name: str
+
+
+class _NamedTool(Fields):
+    type: Literal["function"]
+    function: _NamedFunction
+
+
 class _Body(OpenAIBody):
     messages: list[_System | _Developer | _User | _Assistant | _Tool]
     tools: list[_FunctionTool] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
+    tool_choice: Literal["auto", "none", "required"] | _NamedTool | None = None
     n: Annotated[int, msgspec.Meta(ge=1, le=128)] | None = None
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
@@ -156,9 +166,15 @@ class ChatCompletions:
             tool_spec(one.function.name, one.function.description, one.function.parameters)
             for one in read.tools or ()
         )
+        choice = read.tool_choice
+        if isinstance(choice, _NamedTool):
+            tools, must_call = chosen_tools(tools, choice.type, choice.function.name)
+        else:
+            tools, must_call = chosen_tools(tools, choice)
         return InferenceRequest(
             messages=tuple(_message(one) for one in read.messages),
-            tools=() if read.tool_choice == "none" else tools,
+            tools=tools,
+            must_call=must_call,
             max_tokens=_max_tokens(read),
             stop=stop_texts(read.stop),
             num_turns=read.n or 1,

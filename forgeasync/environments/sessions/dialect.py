@@ -94,6 +94,8 @@ class InferenceRequest:
     previous_id: str | None = None
     """The response whose conversation ``messages`` continue."""
     tools: tuple[ToolSpec, ...] = ()
+    must_call: tuple[ToolSpec, ...] = ()
+    """The turn must begin with a call of one of these."""
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     num_turns: int = 1
@@ -158,7 +160,7 @@ class Arguments(JsonObject):
     """The arguments of a tool call, which may also be given as the text of a JSON object."""
 
 
-class Fields(msgspec.Struct, kw_only=True, frozen=True):
+class Fields(msgspec.Struct, kw_only=True):
     """An object of a request. Null counts as absent, as it does for the SDKs."""
 
     not_honoured: ClassVar[frozenset[str]] = frozenset()
@@ -454,6 +456,27 @@ def tool_spec(name: str, description: str | None, parameters: Mapping[str, Any] 
         description=description or "",
         parameters={"type": "object", "properties": {}} if parameters is None else parameters,
     )
+
+
+def chosen_tools(
+    tools: tuple[ToolSpec, ...], choice: str | None, name: str | None = None
+) -> tuple[tuple[ToolSpec, ...], tuple[ToolSpec, ...]]:
+    """Return the tools that the model is told of, and those of which it must call one at once.
+
+    ``choice`` is ``none``, ``auto`` (also None), or anything else where a call is asked for: of the tool of
+    this ``name``, or of any.
+
+    Raises:
+        RequestError: there is no such tool.
+    """
+    if choice == "none":
+        return (), ()
+    if choice in (None, "auto"):
+        return tools, ()
+    must_call = tuple(tool for tool in tools if name is None or tool.name == name)
+    if not must_call:
+        raise wrong("tool_choice", name or choice, "must leave a tool to call, and tools has none such")
+    return tools, must_call
 
 
 def call_message_form(name: str, arguments: Mapping[str, Any] | None, *, call_id: str | None) -> Json:

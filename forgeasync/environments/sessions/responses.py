@@ -21,6 +21,7 @@ from forgeasync.environments.sessions.dialect import (
     RequestError,
     ToolName,
     call_message_form,
+    chosen_tools,
     joined_text,
     names,
     openai_error,
@@ -100,6 +101,11 @@ class _Tool(Fields):
     refused = refusals("output_schema", "the model is not shown it; say it in the description")
 
 
+class _NamedTool(Fields):
+    type: Literal["function"]
+    name: str
+
+
 class _AnswerText(Fields):
     not_honoured = names("verbosity")
     only: ClassVar = {"format": ({"type": "text"}, "an answer is plain text")}
@@ -113,7 +119,7 @@ class _Body(OpenAIBody):
     instructions: str | None = None
     previous_response_id: str | None = None
     tools: list[_Tool] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
+    tool_choice: Literal["auto", "none", "required"] | _NamedTool | None = None
     max_output_tokens: Count | None = None
     text: _AnswerText | None = None
     # Reasoning is in its item as it is, so that nothing encrypted is missed.
@@ -138,11 +144,17 @@ class Responses:
         """See ``Dialect``."""
         read, ignored, unknown = read_body(_with_kinds(body), _Body)
         tools = tuple(tool_spec(one.name, one.description, one.parameters) for one in read.tools or ())
+        choice = read.tool_choice
+        if isinstance(choice, _NamedTool):
+            tools, must_call = chosen_tools(tools, choice.type, choice.name)
+        else:
+            tools, must_call = chosen_tools(tools, choice)
         return InferenceRequest(
             messages=_messages(read.input),
             instructions=read.instructions,
             previous_id=read.previous_response_id,
-            tools=() if read.tool_choice == "none" else tools,
+            tools=tools,
+            must_call=must_call,
             max_tokens=read.max_output_tokens,
             is_streamed=bool(read.stream),
             keeps_response=read.store is not False,
@@ -286,14 +298,14 @@ def _items(reply: InferenceResult) -> list[Json]:
         part = {"type": "reasoning_text", "text": seen.reasoning}
         items.append({"type": "reasoning", "id": f"rs_{reply.id}", "summary": [], "content": [part]})
     if seen.text or not seen.tool_calls:
-        part = {"type": "output_text", "text": seen.text, "annotations": []}
+        said: Json = {"type": "output_text", "text": seen.text, "annotations": []}
         items.append(
             {
                 "type": "message",
                 "id": f"msg_{reply.id}",
                 "role": ASSISTANT,
                 "status": status,
-                "content": [part],
+                "content": [said],
             }
         )
     return items + [_call_item(f"fc_{reply.id}_{index}", call) for index, call in enumerate(seen.tool_calls)]
@@ -338,7 +350,7 @@ def _argument_events(place: Json, arguments: str) -> Iterator[tuple[str, Json]]:
 def _part_events(place: Json, part: Json) -> Iterator[tuple[str, Json]]:
     # The last part of the type is what the events are called: response.output_text.delta.
     kind = f"response.{part['type']}"
-    extra = {"logprobs": []} if part["type"] == "output_text" else {}
+    extra: Json = {"logprobs": []} if part["type"] == "output_text" else {}
     yield "response.content_part.added", {**place, "part": {**part, "text": ""}}
     for piece in pieces(part["text"]):
         yield f"{kind}.delta", {**place, "delta": piece, **extra}

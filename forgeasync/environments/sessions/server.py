@@ -67,10 +67,12 @@ OPENING_PATH = "/sessions"
 IGNORED_HEADER = "x-forgeasync-ignored"
 """Names the fields of a request that are not honoured, and those that no endpoint knows."""
 
+_ANTHROPIC = AnthropicMessages()
+
 _DIALECTS: Mapping[str, Dialect] = {
     "/v1/chat/completions": ChatCompletions(),
     "/v1/responses": Responses(),
-    "/v1/messages": AnthropicMessages(),
+    "/v1/messages": _ANTHROPIC,
 }
 
 
@@ -375,6 +377,10 @@ class _Handler:
         match request.method, path:
             case "POST", "/v1/chat/completions" | "/v1/responses" | "/v1/messages":
                 return await self._answer(request, session, path)
+            case "POST", "/v1/messages/count_tokens":
+                asked = _ANTHROPIC.read_prompt(_parsed(await self._read(request)))
+                num_tokens = session.num_prompt_tokens(asked)
+                return _json_response({"input_tokens": num_tokens}, headers=_ignored_header(asked))
             case "POST", "/feedback":
                 feedback, is_last = read_feedback(_parsed(await self._read(request)))
                 session.add_feedback(feedback, is_last=is_last)
@@ -387,8 +393,8 @@ class _Handler:
                     _models(session, path, of_anthropic="anthropic-version" in request.headers)
                 )
         raise RequestError(
-            f"{request.method} {path[:80]} is not served; there are POST of {', '.join(_DIALECTS)} and "
-            "/feedback, and GET of /v1/models"
+            f"{request.method} {path[:80]} is not served; there are POST of {', '.join(_DIALECTS)}, "
+            "/v1/messages/count_tokens and /feedback, and GET of /v1/models"
             + ("" if self._desk is None else ", and DELETE of the session itself"),
             status=404,
             code="not_found",
@@ -577,14 +583,14 @@ def _models(session: Session, path: str, *, of_anthropic: bool) -> Json:
         )
     if of_anthropic:
         created = datetime.fromtimestamp(session.created_s, UTC).isoformat()
-        model = {
+        model: Json = {
             "type": "model",
             "id": session.name,
             "display_name": session.name,
             "created_at": created,
             "lifecycle": "active",
         }
-        listed = {"has_more": False, "first_id": session.name, "last_id": session.name}
+        listed: Json = {"has_more": False, "first_id": session.name, "last_id": session.name}
     else:
         model = {
             "id": session.name,

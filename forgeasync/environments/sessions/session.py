@@ -12,13 +12,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, Protocol, runtime_checkable
 
 import msgspec
 
 from forgeasync.environments.conversation import ConversationTree
 from forgeasync.environments.environment import ContextFull, EpisodeOver, TooManyTurns, Turn
 from forgeasync.environments.messages import ASSISTANT, Message, ToolSpec, checked_message
+from forgeasync.environments.rendering.renderer import NoCallOpening
 from forgeasync.environments.sessions.dialect import (
     Fields,
     InferenceRequest,
@@ -135,6 +136,33 @@ class RespondingAgent(Protocol):
         stop: Sequence[str] = (),
     ) -> Turn:
         """See ``Agent``."""
+        ...
+
+
+@runtime_checkable
+class TokenAgent(RespondingAgent, Protocol):
+    """An agent that makes the tokens of its prompts: it can count them, and begin a call with them."""
+
+    async def respond(
+        self,
+        messages: str | Sequence[Message],
+        tools: Sequence[ToolSpec] | None = None,
+        *,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        must_call: Sequence[ToolSpec] = (),
+    ) -> Turn:
+        """See ``EpisodeAgent``."""
+        ...
+
+    def num_prompt_tokens(
+        self,
+        messages: str | Sequence[Message],
+        tools: Sequence[ToolSpec] | None = None,
+        *,
+        must_call: Sequence[ToolSpec] = (),
+    ) -> int:
+        """See ``EpisodeAgent``."""
         ...
 
 
@@ -303,6 +331,28 @@ class Session:
         sampling.num_waiting += 1
         return sampling
 
+    def num_prompt_tokens(self, asked: InferenceRequest) -> int:
+        """Return how many tokens a turn would have before it; call on the server's loop.
+
+        Raises:
+            RequestError: the session is closed, its agent has no tokens, or the messages cannot be rendered.
+        """
+        if self.end is not None:
+            raise closed(self.end)
+        if not isinstance(self._agent, TokenAgent):
+            raise RequestError(
+                "tokens cannot be counted here: this session's agent has no tokenizer",
+                status=404,
+                code="not_found",
+            )
+        try:
+            history = self._history(asked, is_continued=False)
+            return self._agent.num_prompt_tokens(
+                history.messages, asked.tools or None, must_call=asked.must_call
+            )
+        except Exception as error:
+            raise as_request_error(error) from error
+
     def leave(self, sampling: Sampling[Work], *, is_delivered: bool) -> None:
         """A request waits no longer; ``is_delivered`` if its answer was written out in full."""
         sampling.num_waiting -= 1
@@ -342,7 +392,7 @@ class Session:
     async def _sample(self, asked: InferenceRequest) -> InferenceResult:
         """Raises RequestError, and nothing else."""
         try:
-            history = self._history(asked)
+            history = self._history(asked, is_continued=True)
             reply = await self._reply(asked, history)
         except Exception as error:
             raise as_request_error(error) from error
@@ -354,14 +404,7 @@ class Session:
         return reply
 
     async def _reply(self, asked: InferenceRequest, history: _History) -> InferenceResult:
-        responses = [
-            self._loop.create_task(
-                self._agent.respond(
-                    history.messages, asked.tools or None, max_tokens=asked.max_tokens, stop=asked.stop
-                )
-            )
-            for _ in range(asked.num_turns)
-        ]
+        responses = [self._loop.create_task(self._turn(asked, history)) for _ in range(asked.num_turns)]
         try:
             # Unlike wait_for, this holds no answer up until an agent that is cancelled has ended.
             _, late = await asyncio.wait(responses, timeout=self._limits.turn_s)
@@ -393,13 +436,28 @@ class Session:
             id=secrets.token_hex(16), created_s=int(time.time()), model=self.name, turns=turns
         )
 
-    def _history(self, asked: InferenceRequest) -> _History:
-        """Put our own messages where the client hands them back."""
+    async def _turn(self, asked: InferenceRequest, history: _History) -> Turn:
+        agent, tools = self._agent, asked.tools or None
+        if not asked.must_call:
+            return await agent.respond(history.messages, tools, max_tokens=asked.max_tokens, stop=asked.stop)
+        if not isinstance(agent, TokenAgent):
+            raise NoCallOpening("a call cannot be forced here: this session's agent has no tokenizer")
+        return await agent.respond(
+            history.messages,
+            tools,
+            max_tokens=asked.max_tokens,
+            stop=asked.stop,
+            must_call=asked.must_call,
+        )
+
+    def _history(self, asked: InferenceRequest, *, is_continued: bool) -> _History:
+        """Put our own messages where the client hands them back; ``is_continued`` if a turn follows."""
         messages = self._conversation(asked)
         checked = tuple(checked_message(f"messages[{i}]", one) for i, one in enumerate(messages))
-        ours = self._tree.turns_handed_back(checked)
-        self.counts.num_ours += len(ours)
-        self.counts.num_rewritten += sum(one["role"] == ASSISTANT for one in messages) - len(ours)
+        ours = self._tree.turns_handed_back(checked, is_continued=is_continued)
+        if is_continued:
+            self.counts.num_ours += len(ours)
+            self.counts.num_rewritten += sum(one["role"] == ASSISTANT for one in messages) - len(ours)
         return _History(
             messages=tuple(ours[i].kept if i in ours else one for i, one in enumerate(messages)),
             checked=tuple(ours[i].messages[-1] if i in ours else one for i, one in enumerate(checked)),
@@ -478,6 +536,9 @@ def as_request_error(error: BaseException) -> RequestError:
     match error:
         case RequestError():
             return error
+        case NoCallOpening():
+            remedy = "leave the choice of tools to the model ('auto')"
+            return RequestError(f"{error}; {remedy}", param="tool_choice", code="unsupported_value")
         case ContextFull():
             return RequestError(str(error), param="messages", code="context_length_exceeded")
         case TooManyTurns():

@@ -425,7 +425,7 @@ def test_models() -> None:
     asyncio.run(test())
 
 
-@pytest.mark.parametrize("choice", ["", 0, False, {}, "required"])
+@pytest.mark.parametrize("choice", ["", 0, False, {}, "any"])
 @pytest.mark.parametrize("api", [ChatCompletions(), Responses()])
 def test_only_an_absent_choice_of_tools_is_the_default(api: Dialect, choice: object) -> None:
     """Both APIs of OpenAI read it by the same code."""
@@ -434,5 +434,5 @@ def test_only_an_absent_choice_of_tools_is_the_default(api: Dialect, choice: obj
     tool = {"type": "function", "function": {"name": "f"}} if isinstance(api, ChatCompletions) else tool
     choices = [{}, {"tool_choice": None}, {"tool_choice": "auto"}, {"tool_choice": "none"}]
     assert [len(api.read({**given, "tools": [tool], **one}).tools) for one in choices] == [1, 1, 1, 0]
-    with pytest.raises(RequestError, match=r"tool_choice is .*; must be 'auto' or 'none'"):
+    with pytest.raises(RequestError, match=r"^tool_choice(\.type)? is "):
         api.read({**given, "tools": [tool], "tool_choice": choice})
