@@ -12,10 +12,9 @@ A field that is in none of these is unknown: it is ignored and named, so that a 
 than this code goes on working.
 """
 
-import functools
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Protocol, TypeVar
 
@@ -362,7 +361,8 @@ def _refusal(body: Any, kind: type[Fields], error: str) -> RequestError:
     if any(isinstance(one, inspect.CustomType) for one in types):
         remedy = problem
     else:
-        remedy = "must be " + " or ".join(dict.fromkeys(map(_words, types)))
+        known = [_words(one) for one in types if not isinstance(one, inspect.NoneType)]
+        remedy = "must be " + " or ".join(dict.fromkeys(known))
     is_word = any(isinstance(one, inspect.LiteralType) for one in types)
     code = "unsupported_value" if is_word and isinstance(value, str) else "invalid_value"
     refusal = wrong(path or "the body", value, remedy, code=code)
@@ -372,65 +372,50 @@ def _refusal(body: Any, kind: type[Fields], error: str) -> RequestError:
 
 def _at(body: Any, kind: type[Fields], path: str) -> tuple[Any, list[inspect.Type]]:
     """The value at a path, and the types that it may have."""
-    value, types = body, [_type_of(kind)]
+    value, types = body, [inspect.type_info(kind)]
     for name, index in re.findall(r"([^.\[\]]+)(?=\.|\[|$)|\[(\d+)\]", path):
         if index:
             value = value[int(index)]
             types = [one.item_type for one in types if isinstance(one, inspect.ListType)]
         else:
-            types = list(_types_of_field(name, value, types))
-            value = value.get(name)
-        types = [inner for one in types for inner in _alternatives(one)]
+            structs = [
+                one
+                for one in types
+                if isinstance(one, inspect.StructType)
+                and (one.tag_field in (None, name) or value.get(one.tag_field, one.tag) == one.tag)
+            ]
+            tags = [inspect.LiteralType((str(one.tag),)) for one in structs if one.tag_field == name]
+            fields = [field for one in structs for field in one.fields if field.encode_name == name]
+            value, types = value.get(name), [*tags, *(field.type for field in fields)]
+        types = [inner for one in types for inner in getattr(one, "types", [one])]
     return value, types
 
 
-@functools.cache
-def _type_of(kind: type[Fields]) -> inspect.Type:
-    return inspect.type_info(kind)
-
-
-def _types_of_field(
-    name: str, given: Mapping[str, Any], types: Sequence[inspect.Type]
-) -> Iterator[inspect.Type]:
-    for struct in types:
-        if not isinstance(struct, inspect.StructType):
-            continue
-        if name == struct.tag_field:
-            yield inspect.LiteralType((struct.tag,))  # type: ignore[arg-type]
-        elif struct.tag_field is None or given.get(struct.tag_field, struct.tag) == struct.tag:
-            yield from (one.type for one in struct.fields if one.encode_name == name)
-
-
-def _alternatives(kind: inspect.Type) -> Iterable[inspect.Type]:
-    if isinstance(kind, inspect.UnionType):
-        return [one for one in kind.types if not isinstance(one, inspect.NoneType)]
-    return [kind]
+_WORDS = {
+    inspect.StrType: "a string",
+    inspect.IntType: "an integer",
+    inspect.FloatType: "a number",
+    inspect.BoolType: "true or false",
+    inspect.ListType: "a list",
+}
 
 
 def _words(kind: inspect.Type) -> str:
     """How an error calls a type."""
-    match kind:
-        case inspect.LiteralType():
-            return " or ".join(repr(one) for one in kind.values)
-        case inspect.StrType():
-            return "a string" + _bounds(" of {} characters", kind.min_length, kind.max_length)
-        case inspect.IntType():
-            return "an integer" + _bounds(" from {}", kind.ge, kind.le)
-        case inspect.FloatType():
-            return "a number" + _bounds(" from {}", kind.ge, kind.le)
-        case inspect.ListType():
-            return "a list" + _bounds(" of {} values", kind.min_length, kind.max_length)
-        case inspect.BoolType():
-            return "true or false"
-    return "an object"
+    if isinstance(kind, inspect.LiteralType):
+        return " or ".join(map(repr, kind.values))
+    words = _WORDS.get(type(kind), "an object")
+    if isinstance(kind, inspect.IntType | inspect.FloatType):
+        words += _bounds(" of", kind.ge, kind.le)
+    elif isinstance(kind, inspect.StrType | inspect.ListType):
+        words += _bounds(" of length", kind.min_length, kind.max_length)
+    return words
 
 
-def _bounds(form: str, least: float | None, most: float | None) -> str:
-    if least is None and most is None:
-        return ""
-    if most is None:
-        return form.format(f"{least:g} or more")
-    return form.format(f"{least or 0:g} to {most:g}")
+def _bounds(what: str, least: float | None, most: float | None) -> str:
+    pairs = (("at least", least), ("at most", most))
+    bounds = [f"{word} {bound:g}" for word, bound in pairs if bound is not None]
+    return f"{what} {' and '.join(bounds)}" if bounds else ""
 
 
 # ---- messages and tools
@@ -567,7 +552,7 @@ def pieces(text: str) -> Iterator[str]:
 
 
 def openai_error(problem: RequestError) -> Json:
-    """Return an error in the form of OpenAI's APIs."""
+    """Return the body of an error in the form of OpenAI's APIs."""
     kind = {401: "authentication_error", 429: "rate_limit_error"}.get(
         problem.status, "server_error" if problem.status >= 500 else "invalid_request_error"
     )

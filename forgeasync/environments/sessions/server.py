@@ -16,7 +16,7 @@ import hmac
 import secrets
 import threading
 from collections import OrderedDict
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from types import TracebackType
@@ -152,7 +152,8 @@ class SessionServer:
         Raises:
             OSError: the address is in use, or is none of this machine's.
         """
-        app = _Handler(self._sessions, self._limits, self._desk, self._token).application()
+        app = web.Application(client_max_size=self._limits.max_body_bytes)
+        app.router.add_route("*", "/{path:.*}", self._handle)
         # With handler_cancellation a request whose client is gone ends at once; its sampling goes on.
         runner = web.AppRunner(
             app,
@@ -224,94 +225,6 @@ class SessionServer:
         )
         self._sessions.add(session)
         return session
-
-
-class _Registry:
-    """Open sessions by their ids, and the ids of those that were closed. May be used from any thread."""
-
-    def __init__(self, secret: bytes) -> None:
-        """Keys are derived from ``secret``."""
-        self._secret = secret
-        self._lock = threading.Lock()
-        self._open: dict[str, Session] = {}
-        self._closed: OrderedDict[str, SessionEnd] = OrderedDict()
-
-    def key_of(self, session_id: str) -> str:
-        """Return the key that belongs to a session's id."""
-        return hmac.digest(self._secret, session_id.encode(), "sha256").hex()
-
-    def add(self, session: Session) -> None:
-        """Add an open session."""
-        with self._lock:
-            self._open[session.id] = session
-
-    def remove(self, session: Session) -> None:
-        """Keep nothing of a session but its id and how it ended."""
-        assert session.end is not None, "it is closed"
-        with self._lock:
-            del self._open[session.id]
-            self._closed[session.id] = session.end
-            while len(self._closed) > MAX_CLOSED:
-                self._closed.popitem(last=False)
-
-    def all(self) -> list[Session]:
-        """Return the open sessions."""
-        with self._lock:
-            return list(self._open.values())
-
-    def find(self, session_id: str, keys: Sequence[str]) -> Session:
-        """Return the open session of this id, which may be asked with one of these keys.
-
-        Raises:
-            RequestError: there is no such session, the key is another one's, or the session is closed.
-        """
-        with self._lock:
-            session = self._open.get(session_id)
-            end = self._closed.get(session_id)
-        if session is None and end is None:
-            raise RequestError(
-                "there is no such session; paths begin with /sessions/<id>",
-                status=404,
-                code="session_not_found",
-            )
-        if not _is_among(keys, self.key_of(session_id)):
-            raise RequestError(
-                "the key does not belong to this session; give its api_key as a bearer token or in x-api-key",
-                status=401,
-                code="invalid_api_key",
-            )
-        if session is not None and session.end is None:
-            return session
-        end = end if session is None else session.end
-        assert end is not None
-        raise closed(end)
-
-
-def _is_among(keys: Sequence[str], secret: str) -> bool:
-    """Compare keys from headers with a secret, in a time that tells nothing of it."""
-    # Bytes, because compare_digest refuses strings beyond ASCII; headers may hold any bytes.
-    wanted = secret.encode()
-    matches = [hmac.compare_digest(key.encode(errors="surrogateescape"), wanted) for key in keys]
-    return any(matches)
-
-
-class _Handler:
-    """Finds the session of a request and answers it."""
-
-    def __init__(
-        self, sessions: _Registry, limits: SessionLimits, desk: FrontDesk | None, token: str | None
-    ) -> None:
-        """Clients open sessions at ``desk`` with ``token``; without a desk they cannot."""
-        self._sessions = sessions
-        self._limits = limits
-        self._desk = desk
-        self._token = token
-
-    def application(self) -> web.Application:
-        """Return the application to serve."""
-        app = web.Application(client_max_size=self._limits.max_body_bytes)
-        app.router.add_route("*", "/{path:.*}", self._handle)
-        return app
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         path = _path_in_session(request)
@@ -409,74 +322,45 @@ class _Handler:
         is_delivered = False
         try:
             if asked.is_streamed:
-                is_delivered, response = await self._stream(request, session, dialect, sampling)
+                # Until the first sign of life is due an error still gets its own status.
+                done, _ = await asyncio.wait([sampling.work.reply], timeout=self._limits.keep_alive_s)
+                if done:
+                    await _outcome(sampling, session)
+                headers = {"content-type": "text/event-stream", "cache-control": "no-cache"}
+                response = web.StreamResponse(headers={**headers, **_ignored_header(asked)})
+                pieces = self._stream(session, dialect, sampling)
             else:
                 reply = await _outcome(sampling, session)
                 response = _json_response(dialect.whole(asked, reply), headers=_ignored_header(asked))
-                is_delivered = await self._write(request, response)
+                pieces = _nothing()
+            # A client that is gone or takes nothing in is no error of ours.
+            with contextlib.suppress(ConnectionError, TimeoutError):
+                await self._within(response.prepare(request))
+                async for piece in pieces:
+                    await self._within(response.write(piece))
+                await self._within(response.write_eof())
+                is_delivered = True
         finally:
             session.leave(sampling, is_delivered=is_delivered)
         return response
 
     async def _stream(
-        self, request: web.Request, session: Session, dialect: Dialect, sampling: Sampling[Work]
-    ) -> tuple[bool, web.StreamResponse]:
-        """Return whether all was written, and the response.
-
-        Until the first sign of life is due an error still gets its own status.
-        """
-        asked, task = sampling.work.asked, sampling.work.reply
-        response = web.StreamResponse(
-            headers={
-                "content-type": "text/event-stream",
-                "cache-control": "no-cache",
-                **_ignored_header(asked),
-            }
-        )
-        done, _ = await asyncio.wait([task], timeout=self._limits.keep_alive_s)
-        if done:
-            await _outcome(sampling, session)
-        return await self._deliver(
-            self._written_stream(request, response, session, dialect, sampling)
-        ), response
-
-    async def _written_stream(
-        self,
-        request: web.Request,
-        response: web.StreamResponse,
-        session: Session,
-        dialect: Dialect,
-        sampling: Sampling[Work],
-    ) -> None:
+        self, session: Session, dialect: Dialect, sampling: Sampling[Work]
+    ) -> AsyncIterator[bytes]:
+        """Yield signs of life until the turns are there, and then their events."""
         task = sampling.work.reply
-        await self._within(response.prepare(request))
         while not task.done():
-            await self._within(response.write(b": the turn is being sampled\n\n"))
+            yield b": the turn is being sampled\n\n"
             await asyncio.wait([task], timeout=self._limits.keep_alive_s)
         try:
             reply = await _outcome(sampling, session)
         except RequestError as problem:
             # The headers have left: only an event can tell.
             _count(session, problem)
-            await self._within(response.write(dialect.error_event(problem)))
-        else:
-            for event in dialect.events(sampling.work.asked, reply):
-                await self._within(response.write(event))
-        await self._within(response.write_eof())
-
-    async def _write(self, request: web.Request, response: web.Response) -> bool:
-        async def written() -> None:
-            await self._within(response.prepare(request))
-            await self._within(response.write_eof())
-
-        return await self._deliver(written())
-
-    async def _deliver(self, writing: Awaitable[None]) -> bool:
-        """Whether all was written; a client that is gone or takes nothing in is no error of ours."""
-        with contextlib.suppress(ConnectionError, TimeoutError):
-            await writing
-            return True
-        return False
+            yield dialect.error_event(problem)
+            return
+        for event in dialect.events(sampling.work.asked, reply):
+            yield event
 
     async def _within(self, writing: Awaitable[object]) -> None:
         async with asyncio.timeout(self._limits.write_s):
@@ -498,6 +382,80 @@ class _Handler:
             ) from error
         except (web.RequestPayloadError, ConnectionError) as error:
             raise RequestError("the body cannot be read", code="invalid_body") from error
+
+
+class _Registry:
+    """Open sessions by their ids, and the ids of those that were closed. May be used from any thread."""
+
+    def __init__(self, secret: bytes) -> None:
+        """Keys are derived from ``secret``."""
+        self._secret = secret
+        self._lock = threading.Lock()
+        self._open: dict[str, Session] = {}
+        self._closed: OrderedDict[str, SessionEnd] = OrderedDict()
+
+    def key_of(self, session_id: str) -> str:
+        """Return the key that belongs to a session's id."""
+        return hmac.digest(self._secret, session_id.encode(), "sha256").hex()
+
+    def add(self, session: Session) -> None:
+        """Add an open session."""
+        with self._lock:
+            self._open[session.id] = session
+
+    def remove(self, session: Session) -> None:
+        """Keep nothing of a session but its id and how it ended."""
+        assert session.end is not None, "it is closed"
+        with self._lock:
+            del self._open[session.id]
+            self._closed[session.id] = session.end
+            while len(self._closed) > MAX_CLOSED:
+                self._closed.popitem(last=False)
+
+    def all(self) -> list[Session]:
+        """Return the open sessions."""
+        with self._lock:
+            return list(self._open.values())
+
+    def find(self, session_id: str, keys: Sequence[str]) -> Session:
+        """Return the open session of this id, which may be asked with one of these keys.
+
+        Raises:
+            RequestError: there is no such session, the key is another one's, or the session is closed.
+        """
+        with self._lock:
+            session = self._open.get(session_id)
+            end = self._closed.get(session_id)
+        if session is None and end is None:
+            raise RequestError(
+                "there is no such session; paths begin with /sessions/<id>",
+                status=404,
+                code="session_not_found",
+            )
+        if not _is_among(keys, self.key_of(session_id)):
+            raise RequestError(
+                "the key does not belong to this session; give its api_key as a bearer token or in x-api-key",
+                status=401,
+                code="invalid_api_key",
+            )
+        if session is not None and session.end is None:
+            return session
+        end = end if session is None else session.end
+        assert end is not None
+        raise closed(end)
+
+
+def _is_among(keys: Sequence[str], secret: str) -> bool:
+    """Compare keys from headers with a secret, in a time that tells nothing of it."""
+    # Bytes, because compare_digest refuses strings beyond ASCII; headers may hold any bytes.
+    wanted = secret.encode()
+    matches = [hmac.compare_digest(key.encode(errors="surrogateescape"), wanted) for key in keys]
+    return any(matches)
+
+
+async def _nothing() -> AsyncIterator[bytes]:
+    return
+    yield b""
 
 
 async def _outcome(sampling: Sampling[Work], session: Session) -> InferenceResult:

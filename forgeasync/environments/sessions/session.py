@@ -3,6 +3,7 @@
 import asyncio
 import concurrent.futures
 import dataclasses
+import functools
 import logging
 import math
 import secrets
@@ -255,7 +256,8 @@ class Session:
         """Conversations up to the responses that can be gone on from, without their instructions."""
         self._lock = threading.Lock()
         self._num_sampling = 0
-        self._has_warned = self._has_warned_of_unknown = False
+        self._told: set[str] = set()
+        """What was logged of its clients."""
         self._finished: concurrent.futures.Future[None] = concurrent.futures.Future()
 
     @property
@@ -335,7 +337,8 @@ class Session:
         """Return how many tokens a turn would have before it; call on the server's loop.
 
         Raises:
-            RequestError: the session is closed, its agent has no tokens, or the messages cannot be rendered.
+            RequestError: the session is closed, or its agent has no tokens.
+            ValueError: the messages cannot be rendered.
         """
         if self.end is not None:
             raise closed(self.end)
@@ -345,13 +348,8 @@ class Session:
                 status=404,
                 code="not_found",
             )
-        try:
-            history = self._history(asked, is_continued=False)
-            return self._agent.num_prompt_tokens(
-                history.messages, asked.tools or None, must_call=asked.must_call
-            )
-        except Exception as error:
-            raise as_request_error(error) from error
+        messages = self._history(asked, is_continued=False).messages
+        return self._agent.num_prompt_tokens(messages, asked.tools or None, must_call=asked.must_call)
 
     def leave(self, sampling: Sampling[Work], *, is_delivered: bool) -> None:
         """A request waits no longer; ``is_delivered`` if its answer was written out in full."""
@@ -374,20 +372,13 @@ class Session:
     def _note(self, asked: InferenceRequest) -> None:
         self.counts.num_not_honoured += bool(asked.ignored)
         self.counts.num_with_unknown_fields += bool(asked.unknown)
-        if asked.ignored and not self._has_warned:
-            self._has_warned = True
-            _LOGGER.warning(
-                "session %r: a client asks for %s; the run's own sampling is used (said once per session)",
-                self.name,
-                ", ".join(asked.ignored),
-            )
-        if asked.unknown and not self._has_warned_of_unknown:
-            self._has_warned_of_unknown = True
-            _LOGGER.warning(
-                "session %r: a client sends %s, which no endpoint knows; ignored (said once per session)",
-                self.name,
-                ", ".join(asked.unknown),
-            )
+        asks = "asks for %s; the run's own sampling is used"
+        sends = "sends %s, which no endpoint knows; ignored"
+        for names, what in ((asked.ignored, asks), (asked.unknown, sends)):
+            if names and what not in self._told:
+                self._told.add(what)
+                line = f"session %r: a client {what} (said once per session)"
+                _LOGGER.warning(line, self.name, ", ".join(names))
 
     async def _sample(self, asked: InferenceRequest) -> InferenceResult:
         """Raises RequestError, and nothing else."""
@@ -437,17 +428,13 @@ class Session:
         )
 
     async def _turn(self, asked: InferenceRequest, history: _History) -> Turn:
-        agent, tools = self._agent, asked.tools or None
-        if not asked.must_call:
-            return await agent.respond(history.messages, tools, max_tokens=asked.max_tokens, stop=asked.stop)
-        if not isinstance(agent, TokenAgent):
-            raise NoCallOpening("a call cannot be forced here: this session's agent has no tokenizer")
-        return await agent.respond(
-            history.messages,
-            tools,
-            max_tokens=asked.max_tokens,
-            stop=asked.stop,
-            must_call=asked.must_call,
+        respond = self._agent.respond
+        if asked.must_call:
+            if not isinstance(self._agent, TokenAgent):
+                raise NoCallOpening("a call cannot be forced here: this session's agent has no tokenizer")
+            respond = functools.partial(self._agent.respond, must_call=asked.must_call)
+        return await respond(
+            history.messages, asked.tools or None, max_tokens=asked.max_tokens, stop=asked.stop
         )
 
     def _history(self, asked: InferenceRequest, *, is_continued: bool) -> _History:
