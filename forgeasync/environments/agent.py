@@ -1,5 +1,6 @@
 """The agent of one episode: finds the turn that messages continue, and has a generator sample the next."""
 
+import dataclasses
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -22,7 +23,12 @@ from forgeasync.environments.messages import (
     checked_tools,
 )
 from forgeasync.environments.rendering.anew import rendered_anew
-from forgeasync.environments.rendering.renderer import BridgeRefused, Conversation, MessageRenderer
+from forgeasync.environments.rendering.renderer import (
+    BridgeRefused,
+    Conversation,
+    MessageRenderer,
+    call_opening,
+)
 from forgeasync.environments.rendering.reserved import without_reserved
 from forgeasync.rollouts import SampledTurn, ToolStatus, VersionRange, spanned
 
@@ -81,10 +87,39 @@ class SampledPath:
     """A turn as its generator has it, and the tokens of the conversation up to and including it."""
 
     turn: SampledTurn
+    """As it was sampled: without the tokens that were given to begin a call."""
     conversation: Conversation
+    """Its last turn has all tokens of the message."""
+
+    @property
+    def said(self) -> SampledTurn:
+        """The turn with all tokens of its message."""
+        return self.conversation.turns[len(self.conversation.messages) - 1]
 
 
 _NO_PATH = Conversation(turns={})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Prompt:
+    """All that stands before a turn: the path of the turn that it follows, and what is appended to it."""
+
+    after: AnsweredMessages[SampledPath] | None
+    added_ids: np.ndarray
+    """int32."""
+    opening_ids: np.ndarray
+    """The beginning of a call, which the turn is given; int32."""
+    num_reserved: int
+    num_rewritten: int = 0
+    num_from_text: int = 0
+
+    @property
+    def before(self) -> Conversation:
+        return _NO_PATH if self.after is None else self.after.kept.conversation
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.before.token_ids) + len(self.added_ids) + len(self.opening_ids)
 
 
 class EpisodeAgent:
@@ -216,20 +251,27 @@ class EpisodeAgent:
         *,
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
+        must_call: Sequence[ToolSpec] = (),
     ) -> Turn:
         """See ``Agent``.
+
+        With ``must_call`` the turn begins with a call of one of these tools: the tokens that such calls begin
+        with are part of the prompt, and the model samples what follows them.
 
         Raises:
             EpisodeOver: the episode has ended.
             TooManyTurns: the agent has taken as many turns as it may.
+            NoCallOpening: the model's format does not let a turn begin with such a call.
         """
         if self._is_closed:
             raise EpisodeOver("respond was called after the episode had ended; call it within rollout only")
         specs = checked_tools(tools)
         checked = checked_messages(messages)
-        after, given_ids = self._continued(checked, specs)
-        before = _NO_PATH if after is None else after.kept.conversation
-        num_before = len(before.token_ids) + len(given_ids)
+        prompt = self._prompt(checked, specs, must_call)
+        self.num_reserved += prompt.num_reserved
+        self.num_rewritten += prompt.num_rewritten
+        self.num_from_text += prompt.num_from_text
+        num_before = prompt.num_tokens
         if not num_before:
             raise ValueError(f"messages[{len(checked) - 1}] has no tokens; a prompt must have at least one")
         limits = self._limits
@@ -249,15 +291,22 @@ class EpisodeAgent:
             bounds.append(max_tokens)
         self._num_begun += 1
         request = TurnRequest(
-            after=None if after is None else after.kept.turn.turn,
-            given_ids=given_ids,
+            after=None if prompt.after is None else prompt.after.kept.turn.turn,
+            given_ids=np.concatenate([prompt.added_ids, prompt.opening_ids]),
             max_tokens=min(bounds),
             stop=tuple(stop),
             waiting=self._waiting,
         )
         turn = await self._sampled(request)
-        path_ids = [*before.token_ids, *given_ids.tolist()]
-        parsed = self._renderer.parse(path_ids, turn, specs)
+        said = turn
+        if len(prompt.opening_ids):
+            said = dataclasses.replace(
+                turn,
+                ids_T=np.concatenate([prompt.opening_ids, turn.ids_T]),
+                text=self._renderer.text_of(prompt.opening_ids.tolist()) + turn.text,
+            )
+        path_ids = [*prompt.before.token_ids, *prompt.added_ids.tolist()]
+        parsed = self._renderer.parse(path_ids, said, specs)
         answer = Turn(
             text=parsed.text,
             num_prompt_tokens=num_before,
@@ -270,40 +319,66 @@ class EpisodeAgent:
         )
         conversation = Conversation(
             messages=(*checked, checked_message("turn", answer.message)),
-            turns={**before.turns, len(checked): turn},
-            token_ids=[*path_ids, *turn.ids_T.tolist()],
+            turns={**prompt.before.turns, len(checked): said},
+            token_ids=[*path_ids, *said.ids_T.tolist()],
         )
         self.num_faulty_calls += len(parsed.broken_tool_calls)
         kept = SampledPath(turn=turn, conversation=conversation)
-        self._tree.add(conversation.messages, specs, kept, after=after)
+        self._tree.add(conversation.messages, specs, kept, after=prompt.after)
         return answer
 
-    def _continued(
-        self, messages: tuple[Message, ...], tools: tuple[ToolSpec, ...]
-    ) -> tuple[AnsweredMessages[SampledPath] | None, np.ndarray]:
-        """Return the turn that messages continue, and the tokens to append to its path."""
+    def num_prompt_tokens(
+        self,
+        messages: str | Sequence[Message],
+        tools: Sequence[ToolSpec] | None = None,
+        *,
+        must_call: Sequence[ToolSpec] = (),
+    ) -> int:
+        """Return how many tokens ``respond`` would have before its turn; nothing is sampled.
+
+        Raises:
+            EpisodeOver: the episode has ended.
+            NoCallOpening: see ``respond``.
+        """
+        if self._is_closed:
+            raise EpisodeOver("tokens were counted after the episode had ended")
+        return self._prompt(checked_messages(messages), checked_tools(tools), must_call).num_tokens
+
+    def _prompt(
+        self, messages: tuple[Message, ...], tools: tuple[ToolSpec, ...], must_call: Sequence[ToolSpec]
+    ) -> _Prompt:
+        opening_ids = call_opening(self._renderer, must_call) if must_call else np.zeros(0, np.int32)
         found = self._tree.find(messages, tools)
         reserved = self._renderer.reserved
         # Texts in earlier messages were counted when they came.
         earlier, _ = without_reserved(messages[: found.num_known], reserved)
         new, num_reserved = without_reserved(messages[found.num_known :], reserved)
-        self.num_reserved += num_reserved
         messages = earlier + new
         before = _NO_PATH if found.after is None else found.after.kept.conversation
         if not found.is_rewritten:
             try:
-                return found.after, self._renderer.added_ids(before, messages, tools)
+                added_ids = self._renderer.added_ids(before, messages, tools)
+                return _Prompt(
+                    after=found.after,
+                    added_ids=added_ids,
+                    opening_ids=opening_ids,
+                    num_reserved=num_reserved,
+                )
             except BridgeRefused as error:
                 logger.info("a conversation is rendered anew: %s", error)
-        self.num_rewritten += 1
-        own_turns = {index: kept.turn for index, kept in self._tree.own_turns(messages).items()}
+        own_turns = {index: kept.said for index, kept in self._tree.own_turns(messages).items()}
         anew = rendered_anew(self._renderer, messages, own_turns, tools)
-        self.num_from_text += anew.num_from_text
         path = np.asarray(before.token_ids, np.int32)
-        if len(path) and np.array_equal(anew.ids_S[: len(path)], path):
-            # Token by token what was sampled: the turns before the change are shared.
-            return found.after, anew.ids_S[len(path) :]
-        return None, anew.ids_S
+        # Token by token what was sampled: the turns before the change are shared.
+        is_shared = len(path) > 0 and np.array_equal(anew.ids_S[: len(path)], path)
+        return _Prompt(
+            after=found.after if is_shared else None,
+            added_ids=anew.ids_S[len(path) :] if is_shared else anew.ids_S,
+            opening_ids=opening_ids,
+            num_reserved=num_reserved,
+            num_rewritten=1,
+            num_from_text=anew.num_from_text,
+        )
 
     async def _sampled(self, request: TurnRequest) -> SampledTurn:
         try:

@@ -1,4 +1,4 @@
-"""The tree of conversations that one agent has in an episode: which turn do messages continue?
+"""The tree of conversations with a model: which turns do messages hand back, and which one do they continue?
 
 Messages come as whole conversations, from an environment or from a client that keeps its own history. They
 continue the turn with the most messages that they begin with. Where they continue no turn, or not the last
@@ -11,7 +11,8 @@ turn of theirs, they begin another branch:
 The tree knows messages only. What an agent keeps of its turns (tokens, or facts for people) is a parameter.
 
 Messages are found in a trie with an edge for every message. A client that drops the reasoning of its turns
-can be at several places of the trie at once, so that a search follows all of them.
+can be at several places of the trie at once, so that a search follows all of them. It visits no place twice,
+so that no history makes more work than the tree is large.
 """
 
 from collections.abc import Hashable, Sequence
@@ -57,12 +58,27 @@ class Continuation(Generic[KeptT]):
 class _Place(Generic[KeptT]):
     """A node of the trie: the message that leads to it, and what comes after it."""
 
-    message: Message | None = None
+    above: "_Place[KeptT] | None" = None
     """None at the root."""
+    forms: list[Message] = field(default_factory=list)
+    """The message, and then the other forms in which clients were shown it."""
     following: "dict[Hashable, list[_Place[KeptT]]]" = field(default_factory=dict)
-    """By ``lookup_key`` of their messages; those in one list differ in what clients may drop."""
+    """By the ``lookup_key`` of each form; those in one list differ in what clients may drop."""
     first_turns: dict[Hashable, AnsweredMessages[KeptT]] = field(default_factory=dict)
     """The earliest turn that ends here, for each set of tools."""
+    num_turns: int = 0
+    """Number of turns that end here."""
+    num_continued: int = 0
+    """How often messages have continued a turn that ends here."""
+
+    def show_as(self, form: Message) -> None:
+        """Recognize the message in this form too."""
+        if form not in self.forms:
+            self.forms.append(form)
+            assert self.above is not None, "the root has no message"
+            alike = self.above.following.setdefault(lookup_key(form), [])
+            if self not in alike:
+                alike.append(self)
 
 
 @dataclass(slots=True)
@@ -102,13 +118,7 @@ class ConversationTree(Generic[KeptT]):
         knows_beginning = False
         places = [self._root]
         for index, message in enumerate(messages):
-            key = lookup_key(message)
-            places = [
-                one
-                for place in places
-                for one in place.following.get(key, ())
-                if one.message is not None and is_same_message(one.message, message)
-            ]
+            places = _after(places, message)
             if not places:
                 break
             # Also with other tools. Examples at the beginning of a conversation are no turns of it.
@@ -122,6 +132,33 @@ class ConversationTree(Generic[KeptT]):
             is_rewritten=knows_beginning
             and any(message["role"] == ASSISTANT for message in messages[num_known:]),
         )
+
+    def turns_handed_back(
+        self, messages: Sequence[Message], *, is_continued: bool = True
+    ) -> dict[int, AnsweredMessages[KeptT]]:
+        """Return the turns that stand in checked ``messages`` behind what they answered, by their indices.
+
+        A message can be any of several turns where a client drops what sets them apart. Then what follows
+        decides, and after that which of them has been continued least: parallel sub-agents that were told
+        the same each get their own. ``is_continued`` says whether a turn
+        will follow the last of them.
+        """
+        places = last = [self._root]
+        for message in messages:
+            places = _after(places, message)
+            last = [one for one in places if one.num_turns] or last
+        place: _Place[KeptT] | None = min(last, key=lambda one: one.num_continued)
+        assert place is not None
+        place.num_continued += is_continued
+        path: list[_Place[KeptT]] = []
+        while place is not None and place.above is not None:
+            path.append(place)
+            place = place.above
+        return {
+            index: next(iter(one.first_turns.values()))
+            for index, one in enumerate(reversed(path))
+            if one.num_turns
+        }
 
     def own_turns(self, messages: Sequence[Message]) -> dict[int, KeptT]:
         """Return what is kept of the turns that stand unchanged among ``messages``, by their indices.
@@ -150,22 +187,59 @@ class ConversationTree(Generic[KeptT]):
         kept: KeptT,
         *,
         after: AnsweredMessages[KeptT] | None,
+        shown: Message | None = None,
     ) -> None:
-        """Add a turn that has ended, given the messages up to and including its own."""
-        turn = AnsweredMessages(
-            messages=messages, tools=tools, after=after, kept=kept, number=len(self._turns)
-        )
+        """Add a turn that has ended, given the checked messages up to and including its own.
+
+        ``shown`` is its message in another form that a client was given.
+        """
+        number = self._turns[-1].number + 1 if self._turns else 0
+        turn = AnsweredMessages(messages=messages, tools=tools, after=after, kept=kept, number=number)
         self._turns.append(turn)
+        place = self._place_of(messages)
+        place.first_turns.setdefault(_toolset(tools), turn)
+        place.num_turns += 1
+        if shown is not None:
+            place.show_as(shown)
+        self._by_answer.setdefault(lookup_key(messages[-1]), []).append(turn)
+
+    def forget_oldest(self) -> None:
+        """Forget the turn that ended first, and all messages that are in no other turn's conversation."""
+        turn = self._turns.pop(0)
+        self._by_answer[lookup_key(turn.messages[-1])].remove(turn)
+        place = self._place_of(turn.messages)
+        place.num_turns -= 1
+        if not place.num_turns:
+            place.first_turns.clear()
+        while place.above is not None and not place.num_turns and not place.following:
+            for key in set(map(lookup_key, place.forms)):
+                place.above.following[key].remove(place)
+                if not place.above.following[key]:
+                    del place.above.following[key]
+            place = place.above
+
+    def _place_of(self, messages: Sequence[Message]) -> _Place[KeptT]:
+        """The place to which exactly these messages lead; new ones are added."""
         place = self._root
         for message in messages:
-            alike = place.following.setdefault(lookup_key(message), [])
-            known = next((one for one in alike if one.message == message), None)
+            alike = place.following.get(lookup_key(message), ())
+            known = next((one for one in alike if one.forms[0] == message), None)
             if known is None:
-                known = _Place(message=message)
-                alike.append(known)
+                known = _Place(above=place)
+                known.show_as(message)
             place = known
-        place.first_turns.setdefault(_toolset(tools), turn)
-        self._by_answer.setdefault(lookup_key(messages[-1]), []).append(turn)
+        return place
+
+
+def _after(places: Sequence[_Place[KeptT]], message: Message) -> list[_Place[KeptT]]:
+    """The places after these to which a message leads."""
+    key = lookup_key(message)
+    return [
+        one
+        for place in places
+        for one in place.following.get(key, ())
+        if any(is_same_message(form, message) for form in one.forms)
+    ]
 
 
 def _toolset(tools: Sequence[ToolSpec]) -> Hashable:

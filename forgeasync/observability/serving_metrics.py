@@ -25,7 +25,7 @@ SERVING = Topic(
         Metric(
             key="serving/num_ended_<how>",
             meaning="Sessions so far that ended so (`SessionEnd` in "
-            "forgeasync/environments/sessions/session_end.py).",
+            "forgeasync/environments/sessions/session.py).",
             when=f"{_SERVED}, for each way",
         ),
         Metric(

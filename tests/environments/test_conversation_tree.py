@@ -197,6 +197,56 @@ def test_messages_of_long_episodes_are_compared_once_or_twice(
     assert CountingMessage.num_compared <= 10 * len(messages)
 
 
+def test_a_history_makes_no_more_work_than_the_tree_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """500 turns that look alike without their thoughts, and a client that sends 1,000 messages after one."""
+    num_compared = 0
+
+    def counting(ours: Message, theirs: Message) -> bool:
+        nonlocal num_compared
+        num_compared += 1
+        return is_same_message(ours, theirs)
+
+    user = {"role": "user", "content": "hi"}
+    tree: ConversationTree[int] = ConversationTree()
+    for number in range(500):
+        answer = {"role": ASSISTANT, "content": "yes", "reasoning_content": str(number)}
+        tree.add((user, answer), (), number, after=None)
+    monkeypatch.setattr(conversation, "is_same_message", counting)
+    bare = {"role": ASSISTANT, "content": "yes"}
+    for number in range(3):
+        found = tree.turns_handed_back((user, bare, *[user] * 1000))
+        # Each time another one, which has been continued less.
+        assert {index: one.kept for index, one in found.items()} == {1: number}
+    assert num_compared < 3 * 2 * 500
+
+
+def test_a_turn_comes_back_in_the_form_in_which_it_was_shown() -> None:
+    tree: ConversationTree[int] = ConversationTree()
+    question = checked_messages("?")
+    answer = {"role": ASSISTANT, "content": "a", "reasoning_content": "r"}
+    tree.add((*question, answer), (), 0, after=None, shown={**answer, "content": "a and more"})
+    for content, num_found in (("a", 1), ("a and more", 1), ("more", 0)):
+        history = (*question, {"role": ASSISTANT, "content": content}, *question)
+        assert len(tree.turns_handed_back(history)) == num_found
+
+
+def test_what_is_forgotten_leaves_the_rest() -> None:
+    tree: ConversationTree[int] = ConversationTree()
+    user, answer = {"role": "user", "content": "hi"}, {"role": ASSISTANT, "content": "yes"}
+    first = (user, answer)
+    second = (*first, user, {**answer, "content": "no"})
+    other = ({**user, "content": "ho"}, answer)
+    for number, path in enumerate((first, second, other)):
+        tree.add(path, (), number, after=None, shown={**path[-1], "content": "shown"})
+    kept = []
+    for _ in range(3):
+        tree.forget_oldest()
+        histories = [(*path, user) for path in (first, second, other)]
+        kept.append([[one.kept for one in tree.turns_handed_back(path).values()] for path in histories])
+    assert kept == [[[], [1], [2]], [[], [], [2]], [[], [], []]]
+    assert tree.num_turns == 0 and tree.own_turns(second) == {}
+
+
 def test_examples_without_ids_of_calls_come_back() -> None:
     """A call in an example at the beginning has no id where whoever wrote it gave none."""
     example = {

@@ -124,6 +124,10 @@ class FamilyRenderer:
         ids = [*ids, self._end_of(messages, answer, tools)] if last is None else ids[: last + 1]
         return np.asarray(ids, np.int32)
 
+    def text_of(self, ids: Sequence[int]) -> str:
+        """See ``MessageRenderer``."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
     def parse(
         self, before_ids: Sequence[int], turn: SampledTurn, tools: Sequence[ToolSpec] = ()
     ) -> ParsedTurn:

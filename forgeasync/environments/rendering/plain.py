@@ -47,6 +47,9 @@ class PlainRenderer:
         end = self._tokenizer.eos_token_id
         return np.asarray(ids if end is None else [*ids, end], np.int32)
 
+    def text_of(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
     def parse(
         self, before_ids: Sequence[int], turn: SampledTurn, tools: Sequence[ToolSpec] = ()
     ) -> ParsedTurn:

@@ -1,17 +1,29 @@
 """The seam between messages and tokens."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
-from forgeasync.environments.messages import BrokenToolCall, Message, ToolCall, ToolSpec
+from forgeasync.environments.messages import (
+    ASSISTANT,
+    BrokenToolCall,
+    Message,
+    ToolCall,
+    ToolSpec,
+    checked_message,
+)
 from forgeasync.rollouts import SampledTurn
 
 
 class BridgeRefused(ValueError):
     """Messages cannot be appended to a path; render the conversation anew instead (``rendered_anew``)."""
+
+
+class NoCallOpening(ValueError):
+    """A turn cannot be made to begin with a call of a tool."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,8 +88,47 @@ class MessageRenderer(Protocol):
         """
         ...
 
+    def text_of(self, ids: Sequence[int]) -> str:
+        """Return the text of tokens without special ones, as ``SampledTurn.text`` has it."""
+        ...
+
     def parse(
         self, before_ids: Sequence[int], turn: SampledTurn, tools: Sequence[ToolSpec] = ()
     ) -> ParsedTurn:
         """Parse a turn that was sampled after ``before_ids``; never raises for what a model wrote."""
         ...
+
+
+def call_opening(renderer: MessageRenderer, tools: Sequence[ToolSpec]) -> np.ndarray:
+    """Return the tokens, int32, with which a turn begins that calls one of ``tools`` at once.
+
+    They are what all such calls have in common as the renderer writes them: up to the name of the tool, or up
+    to its arguments where there is one tool.
+
+    Raises:
+        NoCallOpening: the format has no tool calls, or what they begin with does not make a call of it.
+    """
+
+    def answer(name: str | None, **arguments: int) -> list[int]:
+        message: dict[str, object] = {"role": ASSISTANT, "content": "x"}
+        if name is not None:
+            call = ToolCall(id="call_0", name=name, arguments=arguments)
+            message |= {"content": "", "tool_calls": [call.message_form]}
+        return renderer.answer_ids(question, checked_message("a call", message), tools).tolist()
+
+    question = ({"role": "user", "content": "x"},)
+    try:
+        calls = [answer(tool.name, **more) for tool in tools for more in ({}, {"x": 1})]
+        # One tool is determined by its name, which must be in the opening.
+        others = [answer(None)] + [answer("x" + tools[0].name)] * (len(tools) == 1)
+    except ValueError as error:
+        raise NoCallOpening(
+            f"the model's format has no tool calls that a turn can begin with: {error}"
+        ) from error
+    alike = itertools.takewhile(lambda ids: len(set(ids)) == 1, zip(*calls, strict=False))
+    opening = [ids[0] for ids in alike]
+    if any(other[: len(opening)] == opening for other in others):
+        raise NoCallOpening(
+            "a turn cannot be made to call a tool: the model's format writes its name too late"
+        )
+    return np.asarray(opening, np.int32)

@@ -92,6 +92,9 @@ class TemplateRenderer:
             ids.append(end)
         return np.asarray(ids, np.int32)
 
+    def text_of(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
     def parse(
         self, before_ids: Sequence[int], turn: SampledTurn, tools: Sequence[ToolSpec] = ()
     ) -> ParsedTurn:

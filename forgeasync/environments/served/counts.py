@@ -9,7 +9,7 @@ from enum import StrEnum
 import numpy as np
 
 from forgeasync.config import ScoreSource
-from forgeasync.environments.sessions.session_end import SessionEnd
+from forgeasync.environments.sessions.session import SessionEnd
 
 NUM_LATENCIES = 1024
 """So many of the last turns tell how long turns take."""

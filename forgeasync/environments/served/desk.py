@@ -17,11 +17,9 @@ from forgeasync.environments.agent import EpisodeAgent
 from forgeasync.environments.environment import EpisodeOver
 from forgeasync.environments.served.counts import ServingCounts, ServingReport, Untrained
 from forgeasync.environments.served.served_session import ServedSession, WatchedAgent
-from forgeasync.environments.sessions.front_desk import OpenedSession
-from forgeasync.environments.sessions.problems import RequestError
-from forgeasync.environments.sessions.server import SessionServer
-from forgeasync.environments.sessions.session import Session
-from forgeasync.environments.sessions.session_end import SessionEnd
+from forgeasync.environments.sessions.dialect import RequestError
+from forgeasync.environments.sessions.server import OpenedSession, SessionServer
+from forgeasync.environments.sessions.session import Session, SessionEnd
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -12,8 +12,7 @@ from forgeasync.environments.environment import Agent, Agents, Environment, NoSc
 from forgeasync.environments.served.counts import Untrained
 from forgeasync.environments.served.desk import ServingDesk
 from forgeasync.environments.served.judge import judge_session
-from forgeasync.environments.sessions.feedback import Feedback
-from forgeasync.environments.sessions.session_end import SessionEnd
+from forgeasync.environments.sessions.session import Feedback, SessionEnd
 from forgeasync.rollouts import Score, Task
 
 

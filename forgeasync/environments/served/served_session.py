@@ -7,9 +7,7 @@ from collections.abc import Callable, Sequence
 from forgeasync.config import ServingSection
 from forgeasync.environments.environment import Turn
 from forgeasync.environments.messages import Message, ToolSpec
-from forgeasync.environments.sessions.feedback import Feedback
-from forgeasync.environments.sessions.session import RespondingAgent, Session
-from forgeasync.environments.sessions.session_end import SessionEnd
+from forgeasync.environments.sessions.session import Feedback, Session, SessionEnd, TokenAgent
 
 
 class WatchedAgent:
@@ -20,7 +18,7 @@ class WatchedAgent:
     """
 
     def __init__(
-        self, agent: RespondingAgent, took: Callable[[float], None], *, now_s: Callable[[], float]
+        self, agent: TokenAgent, took: Callable[[float], None], *, now_s: Callable[[], float]
     ) -> None:
         """``took`` is called with the seconds of every turn that was sampled, by the clock ``now_s``."""
         self._now_s = now_s
@@ -42,10 +40,11 @@ class WatchedAgent:
         *,
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
+        must_call: Sequence[ToolSpec] = (),
     ) -> Turn:
-        """See ``Agent``."""
+        """See ``EpisodeAgent``."""
         begun_s = self._now_s()
-        turn = asyncio.create_task(self._respond(messages, tools, max_tokens, stop))
+        turn = asyncio.create_task(self._respond(messages, tools, max_tokens, stop, must_call))
         self._turns.add(turn)
 
         def ended(turn: "asyncio.Task[Turn]") -> None:
@@ -64,8 +63,21 @@ class WatchedAgent:
         tools: Sequence[ToolSpec] | None,
         max_tokens: int | None,
         stop: Sequence[str],
+        must_call: Sequence[ToolSpec],
     ) -> Turn:
-        return await self._agent.respond(messages, tools, max_tokens=max_tokens, stop=stop)
+        return await self._agent.respond(
+            messages, tools, max_tokens=max_tokens, stop=stop, must_call=must_call
+        )
+
+    def num_prompt_tokens(
+        self,
+        messages: str | Sequence[Message],
+        tools: Sequence[ToolSpec] | None = None,
+        *,
+        must_call: Sequence[ToolSpec] = (),
+    ) -> int:
+        """See ``EpisodeAgent``."""
+        return self._agent.num_prompt_tokens(messages, tools, must_call=must_call)
 
     async def until_quiet(self) -> None:
         """Wait until no turn is under way."""

@@ -2,8 +2,8 @@
 
 from forgeasync.environments.served.address import ServingSetup
 from forgeasync.environments.served.desk import ServingDesk
-from forgeasync.environments.sessions.limits import SessionLimits
 from forgeasync.environments.sessions.server import SessionServer
+from forgeasync.environments.sessions.session import SessionLimits
 
 
 def serving_server(setup: ServingSetup, desk: ServingDesk) -> SessionServer:

@@ -5,53 +5,40 @@ text between and after them.
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 from forgeasync.environments.environment import Turn
-from forgeasync.environments.messages import ASSISTANT, TOOL, Message, ToolSpec
-from forgeasync.environments.sessions.fields import (
+from forgeasync.environments.messages import ASSISTANT, TOOL, Message
+from forgeasync.environments.sessions.dialect import (
+    ONLY_THE_MODEL_CALLS,
+    Arguments,
+    Count,
     Fields,
+    InferenceRequest,
+    InferenceResult,
     Json,
-    checked_text,
-    make_tool,
-    may_call_tools,
-    read_call,
-    read_stops,
-    read_tools,
-    refuse_other_callers,
-    wrong,
+    JsonObject,
+    RequestError,
+    StopTexts,
+    ToolName,
+    call_message_form,
+    chosen_tools,
+    dumps,
+    joined_text,
+    names,
+    pieces,
+    read_body,
+    refusals,
+    shown,
+    sse,
+    stop_texts,
+    tool_spec,
 )
-from forgeasync.environments.sessions.inference import InferenceRequest, InferenceResult, dumps, pieces, sse
-from forgeasync.environments.sessions.problems import RequestError
-from forgeasync.environments.sessions.shown_turns import shown
 from forgeasync.rollouts import FinishReason
 
 SIGNATURE = "unsigned"
 """Stands where the API signs what the model thought. What comes back is compared with what was shown."""
 
-_NOT_HONOURED = ("temperature", "thinking", "top_k", "top_p")
-_WITHOUT_EFFECT = (
-    "billing_policy",
-    "cache_control",
-    "diagnostics",
-    "fallback_credit_token",
-    "inference_geo",
-    "metadata",
-    "service_tier",
-    "speed",
-    "user_profile_id",
-    "workspace_id",
-)
-_REFUSED = (
-    "compaction",
-    "container",
-    "context_management",
-    "fallbacks",
-    "mcp_servers",
-    "output_format",
-    "thread",
-)
-"""What would change the prompt, or what the answer is and contains."""
 _ERRORS = {
     401: "authentication_error",
     404: "not_found_error",
@@ -62,46 +49,127 @@ _ERRORS = {
 }
 
 
+class _Block(Fields, tag_field="type"):
+    without_effect = names("cache_control")
+
+
+class _Text(_Block, tag="text"):
+    text: str
+
+    without_effect = _Block.without_effect | {"citations"}
+
+
+class _Thinking(_Block, tag="thinking"):
+    thinking: str
+
+    without_effect = names("signature")
+
+
+class _ToolUse(_Block, tag="tool_use"):
+    id: str
+    name: str
+    input: Arguments
+
+    without_effect = _Block.without_effect | {"caller"}
+    refused = refusals("namespace toolset_name", "tools have one name here")
+
+
+class _ToolResult(_Block, tag="tool_result"):
+    tool_use_id: str
+    content: str | list[_Text] | None = None
+    is_error: bool | None = None
+
+    not_honoured = names("is_error")
+    without_effect = _Block.without_effect | {"toolset_name"}
+
+
+class _System(Fields, tag_field="role", tag="system"):
+    content: str | list[_Text]
+
+
+class _User(Fields, tag_field="role", tag="user"):
+    content: str | list[_Text | _ToolResult]
+
+
+class _Assistant(Fields, tag_field="role", tag="assistant"):
+    content: str | list[_Text | _Thinking | _ToolUse]
+
+
+class _Tool(Fields):
+    name: ToolName
+    input_schema: JsonObject
+    description: str | None = None
+    type: Literal["custom"] | None = None
+
+    not_honoured = names("strict")
+    without_effect = names("cache_control eager_input_streaming")
+    only = ONLY_THE_MODEL_CALLS
+    refused = refusals("input_examples", "the model is not shown them; put them into the description")
+
+
+class _ToolChoice(Fields):
+    type: Literal["auto", "none", "any", "tool"]
+    name: str | None = None
+
+    only: ClassVar = {"disable_parallel_tool_use": (False, "a turn may have several calls")}
+
+
+class _OutputConfig(Fields):
+    not_honoured = names("effort")
+    refused = refusals("format", "must be absent: an answer is plain text")
+
+
+class _Prompt(Fields, kw_only=True):
+    """What ``count_tokens`` reads."""
+
+    model: str
+    messages: list[_System | _User | _Assistant]
+    system: str | list[_Text] | None = None
+    tools: list[_Tool] | None = None
+    tool_choice: _ToolChoice | None = None
+    output_config: _OutputConfig | None = None
+
+    not_honoured = names("temperature thinking top_k top_p")
+    without_effect = names(
+        "billing_policy cache_control diagnostics fallback_credit_token inference_geo metadata service_tier "
+        "speed user_profile_id workspace_id"
+    )
+    refused = refusals("compaction container context_management fallbacks mcp_servers output_format thread")
+
+
+class _Body(_Prompt):
+    max_tokens: Count
+    stop_sequences: StopTexts | None = None
+    stream: bool | None = None
+
+
 class AnthropicMessages:
-    """The ``Api`` of Anthropic's Messages."""
+    """The ``Dialect`` of Anthropic's Messages."""
 
     def read(self, body: Mapping[str, Any]) -> InferenceRequest:
-        """See ``Api``."""
-        fields = Fields(body)
-        checked_text("model", fields.required("model"))
-        messages = fields.required_items("messages")
-        tools, strict = read_tools(fields, _read_tool)
-        may_call = _read_tool_choice(fields)
-        max_tokens = fields.count("max_tokens")
-        if max_tokens is None:
-            raise RequestError("max_tokens is missing", param="max_tokens")
-        system = fields.take("system")
-        read: list[Message] = []
-        if system is not None:
-            read.append({"role": "system", "content": _read_text(fields, "system", system)})
-        ignored = fields.given(_NOT_HONOURED) + strict + _read_output_config(fields)
-        num_errors = 0
-        for index, message in enumerate(messages):
-            more, has_error = _read_message(fields.inner(f"messages[{index}]", message))
-            read += more
-            num_errors += has_error
-        stop, is_streamed = read_stops(fields, "stop_sequences"), fields.flag("stream")
-        fields.refuse(_REFUSED, why="a session cannot do what it asks for; leave it out")
-        fields.given(_WITHOUT_EFFECT)
-        fields.ignore_rest()
+        """See ``Dialect``."""
+        read, ignored, unknown = read_body(body, _Body)
         return InferenceRequest(
-            messages=tuple(read),
-            tools=tools if may_call else (),
-            max_tokens=max_tokens,
-            stop=stop,
-            is_streamed=is_streamed,
-            ignored=ignored + ("tool_result.is_error",) * bool(num_errors),
-            unknown=fields.unknown,
+            **_prompt(read),
+            max_tokens=read.max_tokens,
+            stop=stop_texts(read.stop_sequences),
+            is_streamed=bool(read.stream),
+            ignored=ignored,
+            unknown=unknown,
             body=body,
         )
 
+    def read_prompt(self, body: Mapping[str, Any]) -> InferenceRequest:
+        """Return a request for the number of tokens before a turn.
+
+        Raises:
+            RequestError: see ``read``.
+        """
+        read, ignored, unknown = read_body(body, _Prompt)
+        return InferenceRequest(**_prompt(read), ignored=ignored, unknown=unknown, body=body)
+
     def whole(self, asked: InferenceRequest, reply: InferenceResult) -> Json:
-        """See ``Api``."""
+        """See ``Dialect``."""
         turn = reply.turns[0]
         return {
             **_frame(reply),
@@ -111,7 +179,7 @@ class AnthropicMessages:
         }
 
     def events(self, asked: InferenceRequest, reply: InferenceResult) -> Iterator[bytes]:
-        """See ``Api``."""
+        """See ``Dialect``."""
         turn = reply.turns[0]
         usage = {"input_tokens": turn.num_prompt_tokens, "output_tokens": 0}
         yield _event("message_start", message={**_frame(reply), "usage": usage})
@@ -128,7 +196,7 @@ class AnthropicMessages:
         yield _event("message_stop")
 
     def error(self, problem: RequestError) -> Json:
-        """See ``Api``."""
+        """See ``Dialect``."""
         kind = _ERRORS.get(problem.status, "api_error" if problem.status >= 500 else "invalid_request_error")
         message = str(problem)
         if problem.code == "context_length_exceeded":
@@ -136,130 +204,64 @@ class AnthropicMessages:
         return {"type": "error", "error": {"type": kind, "message": message}}
 
     def error_event(self, problem: RequestError) -> bytes:
-        """See ``Api``."""
+        """See ``Dialect``."""
         return sse(self.error(problem), "error")
 
 
-def _read_tool_choice(fields: Fields) -> bool:
-    """Whether the model may call tools."""
-    value = fields.take("tool_choice")
-    if value is None:
-        return True
-    choice = fields.inner("tool_choice", value)
-    may_call = may_call_tools(choice.path("type"), choice.take("type"))
-    choice.only("disable_parallel_tool_use", False, why="must be false: a turn may have several calls")
-    choice.ignore_rest()
-    return may_call
-
-
-def _read_output_config(fields: Fields) -> tuple[str, ...]:
-    value = fields.take("output_config")
-    if value is None:
-        return ()
-    config = fields.inner("output_config", value)
-    ignored = config.given(["effort"])
-    config.refuse(["format"], why="must be absent: an answer is plain text")
-    config.ignore_rest()
-    return ignored
-
-
-def _read_tool(fields: Fields) -> tuple[ToolSpec, bool]:
-    """The tool, and whether it asks for arguments that are sure to follow the schema."""
-    fields.only("type", "custom", why="must be 'custom': there are no built-in tools")
-    made = make_tool(
-        fields.where, fields.required("name"), fields.text("description"), fields.required("input_schema")
-    )
-    fields.given(["cache_control", "eager_input_streaming"])
-    is_strict = fields.flag("strict")
-    refuse_other_callers(fields)
-    fields.refuse(["input_examples"], why="the model is not shown them; put them into the description")
-    fields.ignore_rest()
-    return made, is_strict
-
-
-def _read_text(fields: Fields, name: str, value: object) -> str:
-    """The text of a content: a string, or a list of blocks of text."""
-    if not isinstance(value, list):
-        return checked_text(fields.path(name), value)
-    blocks = [fields.inner(f"{name}[{index}]", block) for index, block in enumerate(value)]
-    return "".join(_read_text_block(block, block.take("type")) for block in blocks)
-
-
-def _read_text_block(fields: Fields, kind: object) -> str:
-    if kind != "text":
-        remedy = "must be 'text': this model reads text only"
-        raise wrong(fields.path("type"), kind, remedy, code="unsupported_value")
-    text = checked_text(fields.path("text"), fields.required("text"))
-    fields.given(["cache_control", "citations"])
-    fields.ignore_rest()
-    return text
-
-
-def _read_message(fields: Fields) -> tuple[list[Message], bool]:
-    """The messages that it becomes, and whether a tool's result is marked as an error."""
-    role, content = fields.required("role"), fields.required("content")
-    fields.ignore_rest()
-    if not isinstance(content, str | list):
-        raise wrong(fields.path("content"), content, "must be a string or a list of blocks")
-    if role == "system":
-        return [{"role": "system", "content": _read_text(fields, "content", content)}], False
-    if isinstance(content, str):
-        content = [{"type": "text", "text": content}]
-    blocks = [fields.inner(f"content[{index}]", block) for index, block in enumerate(content)]
-    match role:
-        case "assistant":
-            return [_read_turn(blocks)], False
-        case "user":
-            return _read_user(blocks)
-        case _:
-            raise wrong(fields.path("role"), role, "must be 'user', 'assistant' or 'system'")
-
-
-def _read_turn(blocks: list[Fields]) -> Message:
-    text, thoughts, calls = "", [], []
-    for block in blocks:
-        match block.take("type"):
-            case "text":
-                text += _read_text_block(block, "text")
-            case "thinking":
-                thoughts.append(checked_text(block.path("thinking"), block.required("thinking")))
-                block.take("signature")
-                block.ignore_rest()
-            case "tool_use":
-                calls.append(read_call(block, id_name="id", arguments_name="input"))
-                block.given(["cache_control", "caller"])
-                block.ignore_rest()
-            case kind:
-                remedy = "must be 'text', 'thinking' or 'tool_use'"
-                raise wrong(block.path("type"), kind, remedy, code="unsupported_value")
-    message: Json = {"role": ASSISTANT, "content": text}
-    if thoughts:
-        message["reasoning_content"] = "".join(thoughts)
-    return {**message, "tool_calls": calls} if calls else message
-
-
-def _read_user(blocks: list[Fields]) -> tuple[list[Message], bool]:
+def _prompt(read: _Prompt) -> dict[str, Any]:
+    """What a request says that both of its kinds have."""
     messages: list[Message] = []
-    has_error = False
+    if read.system is not None:
+        messages.append({"role": "system", "content": joined_text(read.system)})
+    for message in read.messages:
+        messages += _messages(message)
+    tools = tuple(tool_spec(one.name, one.description, one.input_schema) for one in read.tools or ())
+    choice = read.tool_choice or _ToolChoice(type="auto")
+    if choice.type == "tool" and choice.name is None:
+        raise RequestError("tool_choice.name is missing", param="tool_choice.name", code="missing_field")
+    name = choice.name if choice.type == "tool" else None
+    tools, must_call = chosen_tools(tools, choice.type, name)
+    return {"messages": tuple(messages), "tools": tools, "must_call": must_call}
+
+
+def _messages(read: _System | _User | _Assistant) -> list[Message]:
+    """The messages that one message becomes."""
+    match read:
+        case _System():
+            return [{"role": "system", "content": joined_text(read.content)}]
+        case _User():
+            return _user_messages(read)
+    return [_turn(read)]
+
+
+def _turn(read: _Assistant) -> Message:
+    blocks = [_Text(text=read.content)] if isinstance(read.content, str) else read.content
+    message: Json = {
+        "role": ASSISTANT,
+        "content": "".join(block.text for block in blocks if isinstance(block, _Text)),
+    }
+    if thoughts := [block.thinking for block in blocks if isinstance(block, _Thinking)]:
+        message["reasoning_content"] = "".join(thoughts)
+    if uses := [block for block in blocks if isinstance(block, _ToolUse)]:
+        message["tool_calls"] = [call_message_form(use.name, use.input, call_id=use.id) for use in uses]
+    return message
+
+
+def _user_messages(read: _User) -> list[Message]:
+    messages: list[Message] = []
     texts: list[str] = []
-    for block in blocks:
-        kind = block.take("type")
-        if kind != "tool_result":
-            texts.append(_read_text_block(block, kind))
+    for block in [_Text(text=read.content)] if isinstance(read.content, str) else read.content:
+        if isinstance(block, _Text):
+            texts.append(block.text)
             continue
         if texts:
             messages.append({"role": "user", "content": "".join(texts)})
             texts = []
-        content = block.take("content")
-        result = "" if content is None else _read_text(block, "content", content)
-        call_id = checked_text(block.path("tool_use_id"), block.required("tool_use_id"))
-        has_error |= block.flag("is_error")
-        block.given(["cache_control", "toolset_name"])
-        block.ignore_rest()
-        messages.append({"role": TOOL, "tool_call_id": call_id, "content": result})
+        content = joined_text(block.content)
+        messages.append({"role": TOOL, "tool_call_id": block.tool_use_id, "content": content})
     if texts or not messages:
         messages.append({"role": "user", "content": "".join(texts)})
-    return messages, has_error
+    return messages
 
 
 def _frame(reply: InferenceResult) -> Json:

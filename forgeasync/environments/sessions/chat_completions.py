@@ -1,136 +1,191 @@
 """Chat Completions: ``POST /v1/chat/completions`` as openai 3.52 speaks it.
 
-Reasoning stands in ``reasoning_content``, where other servers of open models have it: the API has no field
-for it.
+Reasoning stands in ``reasoning_content``, as in other servers of open models: the API has no field for it.
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
 
 from forgeasync.environments.environment import Turn
-from forgeasync.environments.messages import ASSISTANT, TOOL, Message, ToolSpec
-from forgeasync.environments.sessions.fields import (
+from forgeasync.environments.messages import ASSISTANT, TOOL, Message
+from forgeasync.environments.sessions.dialect import (
+    ONLY_THE_MODEL_CALLS,
+    Arguments,
+    Count,
     Fields,
-    Json,
-    checked_arguments,
-    checked_text,
-    joined_text,
-    make_tool,
-    read_stops,
-    read_tools,
-    refuse_other_callers,
-    wrong,
-)
-from forgeasync.environments.sessions.inference import (
     InferenceRequest,
     InferenceResult,
+    Json,
+    JsonObject,
+    OpenAIBody,
+    RequestError,
+    StopText,
+    StopTexts,
+    ToolName,
+    call_message_form,
+    chosen_tools,
+    joined_text,
+    names,
     openai_error,
     pieces,
+    read_body,
+    refusals,
+    shown,
     sse,
+    stop_texts,
+    tool_spec,
+    wrong,
 )
-from forgeasync.environments.sessions.openai_fields import (
-    check_common_fields,
-    read_stream_options,
-    read_tool_choice,
-)
-from forgeasync.environments.sessions.problems import RequestError
-from forgeasync.environments.sessions.shown_turns import shown
 from forgeasync.rollouts import FinishReason
 
-MAX_TURNS = 128
-"""Most turns of one request, ``n``; the API has the same bound."""
 
-_NOT_HONOURED = (
-    "frequency_penalty",
-    "length_penalty",
-    "logit_bias",
-    "min_p",
-    "presence_penalty",
-    "reasoning_effort",
-    "repetition_penalty",
-    "seed",
-    "temperature",
-    "top_k",
-    "top_p",
-    "verbosity",
-)
-_REFUSED = (
-    "audio",
-    "function_call",
-    "functions",
-    "moderation",
-    "prediction",
-    "web_search_options",
-    # Of other servers of open models.
-    "add_generation_prompt",
-    "allowed_token_ids",
-    "bad_words",
-    "best_of",
-    "chat_template",
-    "chat_template_kwargs",
-    "continue_final_message",
-    "documents",
-    "echo",
-    "guided_choice",
-    "guided_grammar",
-    "guided_json",
-    "guided_regex",
-    "ignore_eos",
-    "min_tokens",
-    "prompt_logprobs",
-    "stop_token_ids",
-    "structured_outputs",
-    "use_beam_search",
-)
-"""What would change the prompt, or what the answer is and contains."""
-_OF_MESSAGES = (
-    "audio",
-    "function_call",
-    "reasoning_content",
-    "refusal",
-    "tool_call_id",
-    "tool_calls",
-)
-"""What the model would be shown of a message of the right role."""
+class _Text(Fields):
+    type: Literal["text"]
+    text: str
+
+    # The SDK's ``parse`` adds ``parsed`` to what it returns.
+    without_effect = names("parsed prompt_cache_breakpoint")
+
+
+class _Called(Fields):
+    name: str
+    arguments: Arguments | None = None
+
+    without_effect = names("parsed_arguments")
+
+
+class _Call(Fields):
+    function: _Called
+    id: str | None = None
+    type: Literal["function"] | None = None
+
+    # Loops that put a stream together by hand leave ``index`` there.
+    without_effect = names("index")
+
+
+class _Message(Fields, kw_only=True, tag_field="role"):
+    name: str | None = None
+
+    refused = refusals(
+        "audio function_call reasoning_content refusal tool_call_id tool_calls",
+        "a message of this role cannot have it here",
+    )
+
+
+class _System(_Message, tag="system"):
+    content: str | list[_Text]
+
+
+class _Developer(_Message, tag="developer"):
+    content: str | list[_Text]
+
+
+class _User(_Message, tag="user"):
+    content: str | list[_Text]
+
+
+class _Tool(_Message, tag="tool"):
+    content: str | list[_Text]
+    tool_call_id: str | None = None
+
+
+class _Assistant(_Message, tag="assistant"):
+    content: str | list[_Text] | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[_Call] | None = None
+
+    # The SDK's ``parse`` and ``stream`` add ``parsed`` to what they return.
+    without_effect = names("parsed")
+    only: ClassVar = {"annotations": ([], "this model writes none")}
+
+
+class _Function(Fields):
+    name: ToolName
+    description: str | None = None
+    parameters: JsonObject | None = None
+
+    not_honoured = names("strict")
+    only = ONLY_THE_MODEL_CALLS
+
+
+class _FunctionTool(Fields):
+    type: Literal["function"]
+    function: _Function
+
+    only = ONLY_THE_MODEL_CALLS
+
+
+class _NamedFunction(Fields):
+    name: str
+
+
+class _NamedTool(Fields):
+    type: Literal["function"]
+    function: _NamedFunction
+
+
+class _Body(OpenAIBody):
+    messages: list[_System | _Developer | _User | _Assistant | _Tool]
+    tools: list[_FunctionTool] | None = None
+    tool_choice: Literal["auto", "none", "required"] | _NamedTool | None = None
+    n: Annotated[int, msgspec.Meta(ge=1, le=128)] | None = None
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    stop: StopText | StopTexts | None = None
+
+    not_honoured = names(
+        "frequency_penalty length_penalty logit_bias min_p presence_penalty reasoning_effort "
+        "repetition_penalty seed temperature top_k top_p verbosity"
+    )
+    without_effect = OpenAIBody.without_effect | {"metadata"}
+    only: ClassVar = {
+        **OpenAIBody.only,
+        "response_format": ({"type": "text"}, "an answer is plain text"),
+        "logprobs": (False, "log-probabilities are not given out"),
+        "store": (False, "a session stores nothing for later reading"),
+        "modalities": (["text"], "this model writes text only"),
+    }
+    refused = refusals(
+        "audio function_call functions moderation prediction web_search_options "
+        # Of other servers of open models.
+        "add_generation_prompt allowed_token_ids bad_words best_of chat_template chat_template_kwargs "
+        "continue_final_message documents echo guided_choice guided_grammar guided_json guided_regex "
+        "ignore_eos min_tokens prompt_logprobs stop_token_ids structured_outputs use_beam_search"
+    )
 
 
 class ChatCompletions:
-    """The ``Api`` of Chat Completions."""
+    """The ``Dialect`` of Chat Completions."""
 
     def read(self, body: Mapping[str, Any]) -> InferenceRequest:
-        """See ``Api``."""
-        fields = Fields(body)
-        checked_text("model", fields.required("model"))
-        messages = fields.required_items("messages")
-        tools, strict = read_tools(fields, _read_tool)
-        may_call = read_tool_choice(fields)
-        read = tuple(_read_message(fields.inner(f"messages[{i}]", one)) for i, one in enumerate(messages))
-        max_tokens, stop = _read_max_tokens(fields), read_stops(fields, "stop")
-        num_turns, is_streamed = fields.count("n", most=MAX_TURNS) or 1, fields.flag("stream")
-        ignored = fields.given(_NOT_HONOURED) + strict
-        read_stream_options(fields, "include_usage", "include_obfuscation")
-        check_common_fields(fields)
-        fields.only("response_format", {"type": "text"}, why="must be {'type': 'text'}")
-        fields.only("logprobs", False, why="must be false: log-probabilities are not given out")
-        fields.only("store", False, why="must be false: a session stores nothing for later reading")
-        fields.only("modalities", ["text"], why="must be ['text']")
-        fields.refuse(_REFUSED, why="a session cannot do what it asks for; leave it out")
-        fields.given(["metadata"])
-        fields.ignore_rest()
+        """See ``Dialect``."""
+        read, ignored, unknown = read_body(body, _Body)
+        tools = tuple(
+            tool_spec(one.function.name, one.function.description, one.function.parameters)
+            for one in read.tools or ()
+        )
+        choice = read.tool_choice
+        if isinstance(choice, _NamedTool):
+            tools, must_call = chosen_tools(tools, choice.type, choice.function.name)
+        else:
+            tools, must_call = chosen_tools(tools, choice)
         return InferenceRequest(
-            messages=read,
-            tools=tools if may_call else (),
-            max_tokens=max_tokens,
-            stop=stop,
-            num_turns=num_turns,
-            is_streamed=is_streamed,
+            messages=tuple(_message(one) for one in read.messages),
+            tools=tools,
+            must_call=must_call,
+            max_tokens=_max_tokens(read),
+            stop=stop_texts(read.stop),
+            num_turns=read.n or 1,
+            is_streamed=bool(read.stream),
             ignored=ignored,
-            unknown=fields.unknown,
+            unknown=unknown,
             body=body,
         )
 
     def whole(self, asked: InferenceRequest, reply: InferenceResult) -> Json:
-        """See ``Api``."""
+        """See ``Dialect``."""
         return {
             **_head(reply, "chat.completion"),
             "choices": [_choice(index, turn) for index, turn in enumerate(reply.turns)],
@@ -138,7 +193,7 @@ class ChatCompletions:
         }
 
     def events(self, asked: InferenceRequest, reply: InferenceResult) -> Iterator[bytes]:
-        """See ``Api``."""
+        """See ``Dialect``."""
         has_usage = bool((asked.body.get("stream_options") or {}).get("include_usage"))
         head = {**_head(reply, "chat.completion.chunk"), **({"usage": None} if has_usage else {})}
         for index, turn in enumerate(reply.turns):
@@ -152,87 +207,39 @@ class ChatCompletions:
         yield b"data: [DONE]\n\n"
 
     def error(self, problem: RequestError) -> Json:
-        """See ``Api``."""
+        """See ``Dialect``."""
         return openai_error(problem)
 
     def error_event(self, problem: RequestError) -> bytes:
-        """See ``Api``."""
+        """See ``Dialect``."""
         return sse(openai_error(problem))
 
 
-def _read_max_tokens(fields: Fields) -> int | None:
-    old, new = fields.count("max_tokens"), fields.count("max_completion_tokens")
+def _message(read: _System | _Developer | _User | _Assistant | _Tool) -> Message:
+    message: Json = {"content": joined_text(read.content)}
+    match read:
+        case _System() | _Developer():
+            # A model's template knows no developer: the API calls the newer name of the same thing so.
+            message["role"] = "system"
+        case _User():
+            message["role"] = "user"
+        case _Tool():
+            message |= {"role": TOOL, "tool_call_id": read.tool_call_id}
+        case _Assistant():
+            message |= {"role": ASSISTANT, "reasoning_content": read.reasoning_content}
+            if read.tool_calls:
+                message["tool_calls"] = [
+                    call_message_form(call.function.name, call.function.arguments, call_id=call.id)
+                    for call in read.tool_calls
+                ]
+    return {key: value for key, value in {**message, "name": read.name}.items() if value is not None}
+
+
+def _max_tokens(body: _Body) -> int | None:
+    old, new = body.max_tokens, body.max_completion_tokens
     if old is not None and new is not None and old != new:
         raise wrong("max_tokens", old, f"differs from max_completion_tokens = {new}; give one of them")
     return old if new is None else new
-
-
-def _read_tool(fields: Fields) -> tuple[ToolSpec, bool]:
-    """The tool, and whether it asks for arguments that are sure to follow the schema."""
-    kind = fields.take("type")
-    if kind != "function":
-        raise wrong(fields.path("type"), kind, "must be 'function'", code="unsupported_value")
-    function = fields.inner("function", fields.required("function"))
-    made = make_tool(
-        function.where, function.required("name"), function.text("description"), function.take("parameters")
-    )
-    is_strict = function.flag("strict")
-    for one in (function, fields):
-        refuse_other_callers(one)
-        one.ignore_rest()
-    return made, is_strict
-
-
-def _read_message(fields: Fields) -> Message:
-    role = fields.required("role")
-    content = fields.take("content")
-    message: Json = {"role": role}
-    match role:
-        case "assistant":
-            message["content"] = "" if content is None else joined_text(fields, "content", content, ["text"])
-            if (reasoning := fields.text("reasoning_content")) is not None:
-                message["reasoning_content"] = reasoning
-            calls = fields.items("tool_calls")
-            if calls:
-                message["tool_calls"] = [
-                    _read_call(fields.inner(f"tool_calls[{index}]", call)) for index, call in enumerate(calls)
-                ]
-            fields.only("annotations", [], why="must be empty")
-            fields.take("parsed")  # The SDK's ``parse`` and ``stream`` add it to what they return.
-        case "user" | "system" | "developer" | "tool":
-            if content is None:
-                raise RequestError(f"{fields.path('content')} is missing", param=fields.path("content"))
-            # The model's template knows no developer; the API calls the newer name of the same thing so.
-            message["role"] = "system" if role == "developer" else role
-            message["content"] = joined_text(fields, "content", content, ["text"])
-            if role == TOOL and (call_id := fields.text("tool_call_id")) is not None:
-                message["tool_call_id"] = call_id
-        case _:
-            remedy = "must be 'system', 'developer', 'user', 'assistant' or 'tool'"
-            raise wrong(fields.path("role"), role, remedy)
-    if (name := fields.text("name")) is not None:
-        message["name"] = name
-    fields.refuse(_OF_MESSAGES, why=f"a message of role {role!r} cannot have it here")
-    fields.ignore_rest()
-    return message
-
-
-def _read_call(fields: Fields) -> Json:
-    call: Json = {"type": fields.take("type") or "function"}
-    if call["type"] != "function":
-        raise wrong(fields.path("type"), call["type"], "must be 'function'")
-    if (call_id := fields.text("id")) is not None:
-        call["id"] = call_id
-    fields.take("index")  # Loops that put a stream together by hand leave it there.
-    function = fields.inner("function", fields.required("function"))
-    call["function"] = {
-        "name": checked_text(function.path("name"), function.required("name")),
-        "arguments": checked_arguments(function.path("arguments"), function.take("arguments") or "{}"),
-    }
-    function.take("parsed_arguments")
-    function.ignore_rest()
-    fields.ignore_rest()
-    return call
 
 
 def _head(reply: InferenceResult, kind: str) -> Json:

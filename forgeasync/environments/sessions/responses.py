@@ -5,81 +5,166 @@ in a row become one assistant's message again.
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar, Literal
 
-from forgeasync.environments.messages import ASSISTANT, TOOL, Message, ToolCall, ToolSpec
-from forgeasync.environments.sessions.fields import (
+from forgeasync.environments.messages import ASSISTANT, TOOL, Message, ToolCall
+from forgeasync.environments.sessions.dialect import (
+    ONLY_THE_MODEL_CALLS,
+    Arguments,
+    Count,
     Fields,
+    InferenceRequest,
+    InferenceResult,
     Json,
-    check_size,
-    checked_text,
+    JsonObject,
+    OpenAIBody,
+    RequestError,
+    ToolName,
+    call_message_form,
+    chosen_tools,
     joined_text,
-    make_tool,
-    read_call,
-    read_tools,
-    refuse_other_callers,
-    wrong,
+    names,
+    openai_error,
+    pieces,
+    read_body,
+    refusals,
+    shown,
+    sse,
+    tool_spec,
 )
-from forgeasync.environments.sessions.inference import InferenceRequest, InferenceResult, openai_error, sse
-from forgeasync.environments.sessions.openai_fields import (
-    check_common_fields,
-    read_stream_options,
-    read_tool_choice,
-)
-from forgeasync.environments.sessions.problems import RequestError
-from forgeasync.environments.sessions.response_events import item_events
-from forgeasync.environments.sessions.shown_turns import shown
 from forgeasync.rollouts import FinishReason
 
-_NOT_HONOURED = ("reasoning", "temperature", "top_p")
-_WITHOUT_EFFECT = ("access_programs", "image")
-_REFUSED = ("context_management", "conversation", "max_tool_calls", "moderation", "prompt")
-"""What would change the prompt, or what the answer is and contains."""
-_TEXT_PARTS = ("input_text", "output_text", "text")
+_NOT_ASYNC = {"async": (False, "a turn waits for its calls")}
+_ONE_NAME = refusals("namespace toolset_name", "tools have one name here")
+
+
+class _Text(Fields):
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+
+    # The SDK's ``parse`` adds ``parsed`` to what it returns.
+    without_effect = names("parsed prompt_cache_breakpoint")
+    only: ClassVar = {
+        "annotations": ([], "this model writes none"),
+        "logprobs": ([], "log-probabilities are not given out"),
+    }
+
+
+class _Thought(Fields):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class _Item(Fields, tag_field="type"):
+    without_effect = names("id status")
+
+
+class _MessageItem(_Item, tag="message"):
+    role: Literal["user", "system", "developer", "assistant"]
+    content: str | list[_Text]
+
+    without_effect = _Item.without_effect | {"phase"}
+
+
+class _Reasoning(_Item, tag="reasoning"):
+    content: list[_Thought] | None = None
+
+    without_effect = _Item.without_effect | {"summary", "encrypted_content"}
+
+
+class _FunctionCall(_Item, tag="function_call"):
+    call_id: str
+    name: str
+    arguments: Arguments
+
+    # The SDK's ``parse`` and ``stream`` add ``parsed_arguments`` to what they return.
+    without_effect = _Item.without_effect | {"caller", "parsed_arguments"}
+    only = _NOT_ASYNC
+    refused = _ONE_NAME
+
+
+class _FunctionCallOutput(_Item, tag="function_call_output"):
+    call_id: str
+    output: str | list[_Text]
+
+    without_effect = _Item.without_effect | {"caller", "name", "namespace"}
+
+
+class _Tool(Fields):
+    type: Literal["function"]
+    name: ToolName
+    description: str | None = None
+    parameters: JsonObject | None = None
+
+    not_honoured = names("strict")
+    only: ClassVar = {**ONLY_THE_MODEL_CALLS, **_NOT_ASYNC}
+    refused = refusals("output_schema", "the model is not shown it; say it in the description")
+
+
+class _NamedTool(Fields):
+    type: Literal["function"]
+    name: str
+
+
+class _AnswerText(Fields):
+    not_honoured = names("verbosity")
+    only: ClassVar = {"format": ({"type": "text"}, "an answer is plain text")}
+
+
+_Items = list[_MessageItem | _Reasoning | _FunctionCall | _FunctionCallOutput]
+
+
+class _Body(OpenAIBody):
+    input: str | _Items
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    tools: list[_Tool] | None = None
+    tool_choice: Literal["auto", "none", "required"] | _NamedTool | None = None
+    max_output_tokens: Count | None = None
+    text: _AnswerText | None = None
+    # Reasoning is in its item as it is, so that nothing encrypted is missed.
+    include: list[Literal["reasoning.encrypted_content"]] | None = None
+    metadata: JsonObject | None = None
+    store: bool | None = None
+
+    not_honoured = names("include reasoning temperature top_p")
+    without_effect = OpenAIBody.without_effect | {"access_programs", "image"}
+    only: ClassVar = {
+        **OpenAIBody.only,
+        "background": (False, "a response is answered or streamed"),
+        "truncation": ("disabled", "nothing is removed from a history"),
+    }
+    refused = refusals("context_management conversation max_tool_calls moderation prompt")
 
 
 class Responses:
-    """The ``Api`` of Responses."""
+    """The ``Dialect`` of Responses."""
 
     def read(self, body: Mapping[str, Any]) -> InferenceRequest:
-        """See ``Api``."""
-        fields = Fields(body)
-        checked_text("model", fields.required("model"))
-        tools, strict = read_tools(fields, _read_tool)
-        may_call = read_tool_choice(fields)
-        ignored = fields.given(_NOT_HONOURED) + strict
-        ignored += _read_text(fields) + _read_include(fields.items("include"))
-        if (metadata := fields.take("metadata")) is not None:
-            Fields(metadata, "metadata")
-            check_size("metadata", metadata)
-        store = fields.take("store")
-        if store is not None and not isinstance(store, bool):
-            raise wrong("store", store, "must be true or false")
-        messages = _read_input(fields, fields.required("input"))
-        instructions, previous_id = fields.text("instructions"), fields.text("previous_response_id")
-        max_tokens, is_streamed = fields.count("max_output_tokens"), fields.flag("stream")
-        read_stream_options(fields, "include_obfuscation")
-        check_common_fields(fields)
-        fields.only("background", False, why="must be false: a response is answered or streamed")
-        fields.only("truncation", "disabled", why="must be 'disabled': nothing is removed from a history")
-        fields.refuse(_REFUSED, why="a session cannot do what it asks for; leave it out")
-        fields.given(_WITHOUT_EFFECT)
-        fields.ignore_rest()
+        """See ``Dialect``."""
+        read, ignored, unknown = read_body(_with_kinds(body), _Body)
+        tools = tuple(tool_spec(one.name, one.description, one.parameters) for one in read.tools or ())
+        choice = read.tool_choice
+        if isinstance(choice, _NamedTool):
+            tools, must_call = chosen_tools(tools, choice.type, choice.name)
+        else:
+            tools, must_call = chosen_tools(tools, choice)
         return InferenceRequest(
-            messages=messages,
-            instructions=instructions,
-            previous_id=previous_id,
-            tools=tools if may_call else (),
-            max_tokens=max_tokens,
-            is_streamed=is_streamed,
-            keeps_response=store is not False,
+            messages=_messages(read.input),
+            instructions=read.instructions,
+            previous_id=read.previous_response_id,
+            tools=tools,
+            must_call=must_call,
+            max_tokens=read.max_output_tokens,
+            is_streamed=bool(read.stream),
+            keeps_response=read.store is not False,
             ignored=ignored,
-            unknown=fields.unknown,
+            unknown=unknown,
             body=body,
         )
 
     def whole(self, asked: InferenceRequest, reply: InferenceResult) -> Json:
-        """See ``Api``."""
+        """See ``Dialect``."""
         turn = reply.turns[0]
         is_cut = turn.finish_reason is FinishReason.LENGTH
         return {
@@ -98,7 +183,7 @@ class Responses:
         }
 
     def events(self, asked: InferenceRequest, reply: InferenceResult) -> Iterator[bytes]:
-        """See ``Api``."""
+        """See ``Dialect``."""
         number = 0
         begun = {**_frame(asked, reply), "status": "in_progress", "output": []}
         whole = self.whole(asked, reply)
@@ -107,69 +192,38 @@ class Responses:
             ("response.in_progress", {"response": begun}),
         ]
         for index, item in enumerate(whole["output"]):
-            all_events += item_events(index, item)
+            all_events += _item_events(index, item)
         all_events.append((f"response.{whole['status']}", {"response": whole}))
         for number, (kind, data) in enumerate(all_events):
             yield sse({"type": kind, "sequence_number": number, **data}, kind)
 
     def error(self, problem: RequestError) -> Json:
-        """See ``Api``."""
+        """See ``Dialect``."""
         return openai_error(problem)
 
     def error_event(self, problem: RequestError) -> bytes:
-        """See ``Api``."""
+        """See ``Dialect``."""
         data = {"code": problem.code, "message": str(problem), "param": problem.param}
         return sse({"type": "error", "sequence_number": 0, **data}, "error")
 
 
-def _read_text(fields: Fields) -> tuple[str, ...]:
-    value = fields.take("text")
-    if value is None:
-        return ()
-    text = fields.inner("text", value)
-    text.only("format", {"type": "text"}, why="must be {'type': 'text'}")
-    ignored = text.given(["verbosity"])
-    text.ignore_rest()
-    return ignored
+def _with_kinds(body: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The body with the type of items that leave it out, which the API takes for messages."""
+    items = body.get("input")
+    if not isinstance(items, list):
+        return body
+    typed = [{**one, "type": one.get("type") or "message"} if isinstance(one, dict) else one for one in items]
+    return {**body, "input": typed}
 
 
-def _read_include(include: list[Any]) -> tuple[str, ...]:
-    for index, one in enumerate(include):
-        # Reasoning is in its item as it is, so that nothing encrypted is missed.
-        if one != "reasoning.encrypted_content":
-            raise wrong(
-                f"include[{index}]", one, "must be 'reasoning.encrypted_content'", code="unsupported_value"
-            )
-    return ("include",) * bool(include)
-
-
-def _read_tool(fields: Fields) -> tuple[ToolSpec, bool]:
-    """The tool, and whether it asks for arguments that are sure to follow the schema."""
-    kind = fields.take("type")
-    if kind != "function":
-        remedy = "must be 'function': there are no built-in tools"
-        raise wrong(fields.path("type"), kind, remedy, code="unsupported_value")
-    made = make_tool(
-        fields.where, fields.required("name"), fields.text("description"), fields.take("parameters")
-    )
-    is_strict = fields.flag("strict")
-    refuse_other_callers(fields)
-    fields.only("async", False, why="must be false: a turn waits for its calls")
-    fields.refuse(["output_schema"], why="the model is not shown it; say it in the description")
-    fields.ignore_rest()
-    return made, is_strict
-
-
-def _read_input(fields: Fields, value: object) -> tuple[Message, ...]:
-    if isinstance(value, str):
-        return ({"role": "user", "content": checked_text("input", value)},)
-    if not isinstance(value, list):
-        raise wrong("input", value, "must be a string or a list of items")
+def _messages(given: str | _Items) -> tuple[Message, ...]:
+    if isinstance(given, str):
+        return ({"role": "user", "content": given},)
     messages: list[Json] = []
     turn: Json | None = None
     """The assistant's message that is being put together."""
-    for index, item in enumerate(value):
-        part = _read_item(fields.inner(f"input[{index}]", item))
+    for item in given:
+        part = _part(item)
         if part["role"] != ASSISTANT:
             turn = None
             messages.append(part)
@@ -186,48 +240,21 @@ def _read_input(fields: Fields, value: object) -> tuple[Message, ...]:
     return tuple({"content": "", **message} for message in messages)
 
 
-def _read_item(fields: Fields) -> Json:
-    """One item as a message, or as the part of an assistant's message that it is."""
-    kind = fields.take("type") or "message"
-    fields.given(["id", "status"])
-    match kind:
-        case "message":
-            part = _read_message(fields)
-        case "reasoning":
-            thoughts = fields.items("content")
-            fields.given(["summary", "encrypted_content"])
-            part = {"role": ASSISTANT}
-            if thoughts:
-                part["reasoning_content"] = joined_text(fields, "content", thoughts, ["reasoning_text"])
-        case "function_call":
-            call = read_call(fields, id_name="call_id", arguments_name="arguments")
-            fields.only("async", False, why="must be false: a turn waits for its calls")
-            # The SDK's ``parse`` and ``stream`` add ``parsed_arguments`` to what they return.
-            fields.given(["caller", "parsed_arguments"])
-            part = {"role": ASSISTANT, "tool_calls": [call]}
-        case "function_call_output":
-            call_id = checked_text(fields.path("call_id"), fields.required("call_id"))
-            output = joined_text(fields, "output", fields.required("output"), _TEXT_PARTS)
-            fields.given(["caller", "name", "namespace"])
-            part = {"role": TOOL, "tool_call_id": call_id, "content": output}
-        case _:
-            raise wrong(
-                fields.path("type"),
-                kind,
-                "must be 'message', 'reasoning', 'function_call' or 'function_call_output'",
-                code="unsupported_value",
-            )
-    fields.ignore_rest()
-    return part
-
-
-def _read_message(fields: Fields) -> Json:
-    role, content = fields.required("role"), fields.required("content")
-    if role not in ("user", "system", "developer", "assistant"):
-        raise wrong(fields.path("role"), role, "must be 'user', 'system', 'developer' or 'assistant'")
-    fields.take("phase")
-    text = joined_text(fields, "content", content, _TEXT_PARTS)
-    return {"role": "system" if role == "developer" else role, "content": text}
+def _part(item: _Item) -> Json:
+    """An item as a message, or as the part of an assistant's message that it is."""
+    match item:
+        case _MessageItem():
+            role = "system" if item.role == "developer" else item.role
+            return {"role": role, "content": joined_text(item.content)}
+        case _Reasoning():
+            thoughts = {"reasoning_content": joined_text(item.content)} if item.content else {}
+            return {"role": ASSISTANT, **thoughts}
+        case _FunctionCall():
+            call = call_message_form(item.name, item.arguments, call_id=item.call_id)
+            return {"role": ASSISTANT, "tool_calls": [call]}
+        case _FunctionCallOutput():
+            return {"role": TOOL, "tool_call_id": item.call_id, "content": joined_text(item.output)}
+    raise AssertionError(item)
 
 
 def _frame(asked: InferenceRequest, reply: InferenceResult) -> Json:
@@ -271,14 +298,14 @@ def _items(reply: InferenceResult) -> list[Json]:
         part = {"type": "reasoning_text", "text": seen.reasoning}
         items.append({"type": "reasoning", "id": f"rs_{reply.id}", "summary": [], "content": [part]})
     if seen.text or not seen.tool_calls:
-        part = {"type": "output_text", "text": seen.text, "annotations": []}
+        said: Json = {"type": "output_text", "text": seen.text, "annotations": []}
         items.append(
             {
                 "type": "message",
                 "id": f"msg_{reply.id}",
                 "role": ASSISTANT,
                 "status": status,
-                "content": [part],
+                "content": [said],
             }
         )
     return items + [_call_item(f"fc_{reply.id}_{index}", call) for index, call in enumerate(seen.tool_calls)]
@@ -293,3 +320,39 @@ def _call_item(item_id: str, call: ToolCall) -> Json:
         "arguments": call.message_form["function"]["arguments"],
         "status": "completed",
     }
+
+
+def _item_events(index: int, item: Json) -> Iterator[tuple[str, Json]]:
+    """Yield type and data of the events that build the item at this index of the output."""
+    place = {"output_index": index}
+    kind = item["type"]
+    if kind == "function_call":
+        bare = {**item, "arguments": "", "status": "in_progress"}
+    elif kind == "message":
+        bare = {**item, "content": [], "status": "in_progress"}
+    else:
+        bare = {**item, "content": []}
+    yield "response.output_item.added", {**place, "item": bare}
+    if kind == "function_call":
+        yield from _argument_events({**place, "item_id": item["id"]}, item["arguments"])
+    else:
+        for number, part in enumerate(item["content"]):
+            yield from _part_events({**place, "item_id": item["id"], "content_index": number}, part)
+    yield "response.output_item.done", {**place, "item": item}
+
+
+def _argument_events(place: Json, arguments: str) -> Iterator[tuple[str, Json]]:
+    for piece in pieces(arguments):
+        yield "response.function_call_arguments.delta", {**place, "delta": piece}
+    yield "response.function_call_arguments.done", {**place, "arguments": arguments}
+
+
+def _part_events(place: Json, part: Json) -> Iterator[tuple[str, Json]]:
+    # The last part of the type is what the events are called: response.output_text.delta.
+    kind = f"response.{part['type']}"
+    extra: Json = {"logprobs": []} if part["type"] == "output_text" else {}
+    yield "response.content_part.added", {**place, "part": {**part, "text": ""}}
+    for piece in pieces(part["text"]):
+        yield f"{kind}.delta", {**place, "delta": piece, **extra}
+    yield f"{kind}.done", {**place, "text": part["text"], **extra}
+    yield "response.content_part.done", {**place, "part": part}

@@ -10,21 +10,91 @@ docs/sessions.md says what is served, what is not honoured, and what is refused.
 """
 
 import asyncio
+import contextlib
+import hashlib
+import hmac
 import secrets
+import threading
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from types import TracebackType
-from typing import Self
+from typing import Any, Protocol, Self
 
 from aiohttp import web
 
 from forgeasync.config import WILDCARDS, is_loopback
-from forgeasync.environments.sessions.front_desk import FrontDesk
-from forgeasync.environments.sessions.limits import SessionLimits
-from forgeasync.environments.sessions.registry import Registry
-from forgeasync.environments.sessions.session import RespondingAgent, Session
-from forgeasync.environments.sessions.session_end import SessionEnd
-from forgeasync.environments.sessions.session_handler import SessionHandler
+from forgeasync.environments.sessions.anthropic_messages import AnthropicMessages
+from forgeasync.environments.sessions.chat_completions import ChatCompletions
+from forgeasync.environments.sessions.dialect import (
+    Dialect,
+    Fields,
+    InferenceRequest,
+    InferenceResult,
+    Json,
+    RequestError,
+    dumps,
+    openai_error,
+    parse_json,
+    read_own_body,
+    wrong,
+)
+from forgeasync.environments.sessions.responses import Responses
+from forgeasync.environments.sessions.retries import Attempt, Sampling
+from forgeasync.environments.sessions.session import (
+    RespondingAgent,
+    Session,
+    SessionEnd,
+    SessionLimits,
+    Work,
+    as_request_error,
+    closed,
+    read_feedback,
+)
 
 MIN_TOKEN_CHARS = 16
+
+MAX_CLOSED = 4096
+"""The ids of so many closed sessions are kept: their clients get 410, and those of older ones 404."""
+
+MAX_KEY_CHARS = 255
+"""Most characters of an idempotency key."""
+
+OPENING_PATH = "/sessions"
+"""Where clients open sessions, if the server lets them."""
+
+IGNORED_HEADER = "x-forgeasync-ignored"
+"""Names the fields of a request that are not honoured, and those that no endpoint knows."""
+
+_ANTHROPIC = AnthropicMessages()
+
+_DIALECTS: Mapping[str, Dialect] = {
+    "/v1/chat/completions": ChatCompletions(),
+    "/v1/responses": Responses(),
+    "/v1/messages": _ANTHROPIC,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedSession:
+    """A session that a client has opened."""
+
+    session: Session
+    trains: bool
+    """Whether it becomes a trajectory if somebody says how good it was."""
+
+
+class FrontDesk(Protocol):
+    """Opens sessions for clients that have the server's token."""
+
+    def open(self) -> OpenedSession:
+        """Return a new session; called on the server's loop.
+
+        Raises:
+            RequestError: no further session may be opened.
+        """
+        ...
 
 
 class SessionServer:
@@ -71,7 +141,7 @@ class SessionServer:
         self._limits = limits or SessionLimits()
         self._desk = desk
         self._token = token
-        self._sessions = Registry((token or secrets.token_hex(32)).encode())
+        self._sessions = _Registry((token or secrets.token_hex(32)).encode())
         self._runner: web.AppRunner | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._origin = ""
@@ -82,7 +152,8 @@ class SessionServer:
         Raises:
             OSError: the address is in use, or is none of this machine's.
         """
-        app = SessionHandler(self._sessions, self._limits, self._desk, self._token).application()
+        app = web.Application(client_max_size=self._limits.max_body_bytes)
+        app.router.add_route("*", "/{path:.*}", self._handle)
         # With handler_cancellation a request whose client is gone ends at once; its sampling goes on.
         runner = web.AppRunner(
             app,
@@ -154,3 +225,336 @@ class SessionServer:
         )
         self._sessions.add(session)
         return session
+
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
+        path = _path_in_session(request)
+        session = None
+        try:
+            if self._desk is not None and request.path == OPENING_PATH:
+                return await self._open(request, self._desk)
+            session = self._checked_session(request)
+            if session.num_open_requests >= self._limits.max_open_requests:
+                raise RequestError(
+                    f"{session.num_open_requests} requests of this session are open; no more may be",
+                    status=429,
+                    code="too_many_requests",
+                    retry_after_s=1,
+                )
+            session.num_open_requests += 1
+            try:
+                return await self._route(request, session, path)
+            finally:
+                session.num_open_requests -= 1
+        except Exception as error:
+            problem = as_request_error(error)
+        if session is not None:
+            _count(session, problem)
+        return _error_response(path, problem)
+
+    async def _open(self, request: web.Request, desk: FrontDesk) -> web.StreamResponse:
+        if request.method != "POST":
+            raise RequestError(
+                f"{request.method} {OPENING_PATH} is not served; POST opens a session",
+                status=405,
+                code="method_not_allowed",
+            )
+        assert self._token is not None, "a server with a desk has a token"
+        if not _is_among(_given_keys(request), self._token):
+            raise RequestError(
+                "the token is missing or wrong; give the server's token as a bearer token",
+                status=401,
+                code="invalid_token",
+            )
+        if raw := await self._read(request):
+            # It has no fields yet: what a client asks for is not ignored.
+            read_own_body(_parsed(raw), Fields)
+        opened = desk.open()
+        session = opened.session
+        return _json_response(
+            {
+                "id": session.id,
+                "base_url": session.base_url,
+                "anthropic_base_url": session.anthropic_base_url,
+                "api_key": session.api_key,
+                "trains": opened.trains,
+            },
+            status=201,
+        )
+
+    def _checked_session(self, request: web.Request) -> Session:
+        parts = request.path.split("/")
+        session_id = parts[2] if len(parts) > 2 and parts[1] == "sessions" else ""
+        return self._sessions.find(session_id, _given_keys(request))
+
+    async def _route(self, request: web.Request, session: Session, path: str) -> web.StreamResponse:
+        match request.method, path:
+            case "POST", "/v1/chat/completions" | "/v1/responses" | "/v1/messages":
+                return await self._answer(request, session, path)
+            case "POST", "/v1/messages/count_tokens":
+                asked = _ANTHROPIC.read_prompt(_parsed(await self._read(request)))
+                num_tokens = session.num_prompt_tokens(asked)
+                return _json_response({"input_tokens": num_tokens}, headers=_ignored_header(asked))
+            case "POST", "/feedback":
+                feedback, is_last = read_feedback(_parsed(await self._read(request)))
+                session.add_feedback(feedback, is_last=is_last)
+                return _json_response({"num_feedback": len(session.feedback), "finished": session.is_closed})
+            case "DELETE", "/" if self._desk is not None:
+                session.close(SessionEnd.CLOSED)
+                return _json_response({"id": session.id, "end": SessionEnd.CLOSED.value})
+            case "GET", _ if path == "/v1/models" or path.startswith("/v1/models/"):
+                return _json_response(
+                    _models(session, path, of_anthropic="anthropic-version" in request.headers)
+                )
+        raise RequestError(
+            f"{request.method} {path[:80]} is not served; there are POST of {', '.join(_DIALECTS)}, "
+            "/v1/messages/count_tokens and /feedback, and GET of /v1/models"
+            + ("" if self._desk is None else ", and DELETE of the session itself"),
+            status=404,
+            code="not_found",
+        )
+
+    async def _answer(self, request: web.Request, session: Session, path: str) -> web.StreamResponse:
+        session.counts.num_requests += 1
+        raw = await self._read(request)
+        dialect = _DIALECTS[path]
+        asked = dialect.read(_parsed(raw))
+        sampling = session.begin(asked, _attempt(request, path, raw))
+        is_delivered = False
+        try:
+            if asked.is_streamed:
+                # Until the first sign of life is due an error still gets its own status.
+                done, _ = await asyncio.wait([sampling.work.reply], timeout=self._limits.keep_alive_s)
+                if done:
+                    await _outcome(sampling, session)
+                headers = {"content-type": "text/event-stream", "cache-control": "no-cache"}
+                response = web.StreamResponse(headers={**headers, **_ignored_header(asked)})
+                pieces = self._stream(session, dialect, sampling)
+            else:
+                reply = await _outcome(sampling, session)
+                response = _json_response(dialect.whole(asked, reply), headers=_ignored_header(asked))
+                pieces = _nothing()
+            # A client that is gone or takes nothing in is no error of ours.
+            with contextlib.suppress(ConnectionError, TimeoutError):
+                await self._within(response.prepare(request))
+                async for piece in pieces:
+                    await self._within(response.write(piece))
+                await self._within(response.write_eof())
+                is_delivered = True
+        finally:
+            session.leave(sampling, is_delivered=is_delivered)
+        return response
+
+    async def _stream(
+        self, session: Session, dialect: Dialect, sampling: Sampling[Work]
+    ) -> AsyncIterator[bytes]:
+        """Yield signs of life until the turns are there, and then their events."""
+        task = sampling.work.reply
+        while not task.done():
+            yield b": the turn is being sampled\n\n"
+            await asyncio.wait([task], timeout=self._limits.keep_alive_s)
+        try:
+            reply = await _outcome(sampling, session)
+        except RequestError as problem:
+            # The headers have left: only an event can tell.
+            _count(session, problem)
+            yield dialect.error_event(problem)
+            return
+        for event in dialect.events(sampling.work.asked, reply):
+            yield event
+
+    async def _within(self, writing: Awaitable[object]) -> None:
+        async with asyncio.timeout(self._limits.write_s):
+            await writing
+
+    async def _read(self, request: web.Request) -> bytes:
+        try:
+            async with asyncio.timeout(self._limits.body_s):
+                return await request.read()
+        except TimeoutError as error:
+            raise RequestError(
+                f"the body did not arrive within {self._limits.body_s:g} s", status=408, code="body_timeout"
+            ) from error
+        except web.HTTPRequestEntityTooLarge as error:
+            raise RequestError(
+                f"the body is larger than {self._limits.max_body_bytes} bytes",
+                status=413,
+                code="body_too_large",
+            ) from error
+        except (web.RequestPayloadError, ConnectionError) as error:
+            raise RequestError("the body cannot be read", code="invalid_body") from error
+
+
+class _Registry:
+    """Open sessions by their ids, and the ids of those that were closed. May be used from any thread."""
+
+    def __init__(self, secret: bytes) -> None:
+        """Keys are derived from ``secret``."""
+        self._secret = secret
+        self._lock = threading.Lock()
+        self._open: dict[str, Session] = {}
+        self._closed: OrderedDict[str, SessionEnd] = OrderedDict()
+
+    def key_of(self, session_id: str) -> str:
+        """Return the key that belongs to a session's id."""
+        return hmac.digest(self._secret, session_id.encode(), "sha256").hex()
+
+    def add(self, session: Session) -> None:
+        """Add an open session."""
+        with self._lock:
+            self._open[session.id] = session
+
+    def remove(self, session: Session) -> None:
+        """Keep nothing of a session but its id and how it ended."""
+        assert session.end is not None, "it is closed"
+        with self._lock:
+            del self._open[session.id]
+            self._closed[session.id] = session.end
+            while len(self._closed) > MAX_CLOSED:
+                self._closed.popitem(last=False)
+
+    def all(self) -> list[Session]:
+        """Return the open sessions."""
+        with self._lock:
+            return list(self._open.values())
+
+    def find(self, session_id: str, keys: Sequence[str]) -> Session:
+        """Return the open session of this id, which may be asked with one of these keys.
+
+        Raises:
+            RequestError: there is no such session, the key is another one's, or the session is closed.
+        """
+        with self._lock:
+            session = self._open.get(session_id)
+            end = self._closed.get(session_id)
+        if session is None and end is None:
+            raise RequestError(
+                "there is no such session; paths begin with /sessions/<id>",
+                status=404,
+                code="session_not_found",
+            )
+        if not _is_among(keys, self.key_of(session_id)):
+            raise RequestError(
+                "the key does not belong to this session; give its api_key as a bearer token or in x-api-key",
+                status=401,
+                code="invalid_api_key",
+            )
+        if session is not None and session.end is None:
+            return session
+        end = end if session is None else session.end
+        assert end is not None
+        raise closed(end)
+
+
+def _is_among(keys: Sequence[str], secret: str) -> bool:
+    """Compare keys from headers with a secret, in a time that tells nothing of it."""
+    # Bytes, because compare_digest refuses strings beyond ASCII; headers may hold any bytes.
+    wanted = secret.encode()
+    matches = [hmac.compare_digest(key.encode(errors="surrogateescape"), wanted) for key in keys]
+    return any(matches)
+
+
+async def _nothing() -> AsyncIterator[bytes]:
+    return
+    yield b""
+
+
+async def _outcome(sampling: Sampling[Work], session: Session) -> InferenceResult:
+    """Wait for a sampling without ending it where the wait is ended."""
+    task = sampling.work.reply
+    await asyncio.wait([task])
+    if task.cancelled():
+        raise closed(session.end or SessionEnd.CLOSED)
+    return task.result()
+
+
+def _given_keys(request: web.Request) -> tuple[str, str]:
+    """Both keys of a request: some programs fill one of the headers with a word of their own."""
+    bearer = request.headers.get("Authorization", "")
+    return request.headers.get("x-api-key", ""), bearer.removeprefix("Bearer ")
+
+
+def _attempt(request: web.Request, path: str, raw: bytes) -> Attempt:
+    key = request.headers.get("Idempotency-Key")
+    if key is not None and not 0 < len(key) <= MAX_KEY_CHARS:
+        raise RequestError(
+            f"Idempotency-Key has {len(key)} characters; must have 1 to {MAX_KEY_CHARS}",
+            param="Idempotency-Key",
+        )
+    count = request.headers.get("x-stainless-retry-count", "0")
+    if not (count.isascii() and count.isdigit() and len(count) <= 4):
+        raise RequestError(
+            f"x-stainless-retry-count is {count[:20]!r}; must be a number below 10000",
+            param="x-stainless-retry-count",
+        )
+    digest = hashlib.blake2b(path.encode() + b"\n" + raw).digest()
+    return Attempt(digest=digest, num_retries=int(count), idempotency_key=key)
+
+
+def _parsed(raw: bytes) -> Mapping[str, Any]:
+    try:
+        body = parse_json(raw)
+    except ValueError as error:
+        raise RequestError(f"the body is no JSON: {error}", code="invalid_json") from error
+    if not isinstance(body, dict):
+        raise wrong("the body", body, "must be a JSON object")
+    return body
+
+
+def _path_in_session(request: web.Request) -> str:
+    return "/" + "/".join(request.path.split("/")[3:])
+
+
+def _count(session: Session, problem: RequestError) -> None:
+    if problem.status >= 500:
+        session.counts.num_failed += 1
+    else:
+        session.counts.num_refused += 1
+
+
+def _ignored_header(asked: InferenceRequest) -> dict[str, str]:
+    names = (*asked.ignored, *asked.unknown)
+    return {IGNORED_HEADER: ", ".join(names)} if names else {}
+
+
+def _json_response(
+    body: Json, *, status: int = 200, headers: Mapping[str, str] | None = None
+) -> web.Response:
+    return web.Response(text=dumps(body), status=status, content_type="application/json", headers=headers)
+
+
+def _error_response(path: str, problem: RequestError) -> web.Response:
+    dialect = _DIALECTS["/v1/messages"] if path.startswith("/v1/messages") else None
+    body = openai_error(problem) if dialect is None else dialect.error(problem)
+    return _json_response(body, status=problem.status, headers=problem.headers)
+
+
+def _models(session: Session, path: str, *, of_anthropic: bool) -> Json:
+    """Return what ``GET /v1/models`` or ``GET /v1/models/<name>`` says, in OpenAI's form or in Anthropic's.
+
+    Raises:
+        RequestError: there is no model of this name.
+    """
+    name = path.removeprefix("/v1/models").removeprefix("/")
+    if name not in ("", session.name):
+        raise RequestError(
+            f"there is no model {name[:80]!r}; must be {session.name!r}", status=404, code="model_not_found"
+        )
+    if of_anthropic:
+        created = datetime.fromtimestamp(session.created_s, UTC).isoformat()
+        model: Json = {
+            "type": "model",
+            "id": session.name,
+            "display_name": session.name,
+            "created_at": created,
+            "lifecycle": "active",
+        }
+        listed: Json = {"has_more": False, "first_id": session.name, "last_id": session.name}
+    else:
+        model = {
+            "id": session.name,
+            "object": "model",
+            "created": session.created_s,
+            "owned_by": "forgeasync",
+        }
+        listed = {"object": "list"}
+    return model if name else {**listed, "data": [model]}

@@ -3,29 +3,126 @@
 import asyncio
 import concurrent.futures
 import dataclasses
+import functools
 import logging
+import math
 import secrets
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from enum import StrEnum
+from typing import Annotated, Any, Protocol, runtime_checkable
 
-from forgeasync.environments.environment import Turn
-from forgeasync.environments.messages import Message, ToolSpec
-from forgeasync.environments.sessions.feedback import Feedback
-from forgeasync.environments.sessions.inference import InferenceRequest, InferenceResult
-from forgeasync.environments.sessions.limits import SessionLimits
-from forgeasync.environments.sessions.problems import RequestError, as_request_error, closed
-from forgeasync.environments.sessions.samplings import Attempt, KeyReused, Sampling, Samplings
-from forgeasync.environments.sessions.session_end import SessionEnd
-from forgeasync.environments.sessions.shown_turns import History, ShownTurns, shown
+import msgspec
+
+from forgeasync.environments.conversation import ConversationTree
+from forgeasync.environments.environment import ContextFull, EpisodeOver, TooManyTurns, Turn
+from forgeasync.environments.messages import ASSISTANT, Message, ToolSpec, checked_message
+from forgeasync.environments.rendering.renderer import NoCallOpening
+from forgeasync.environments.sessions.dialect import (
+    Fields,
+    InferenceRequest,
+    InferenceResult,
+    RequestError,
+    read_own_body,
+    shown,
+)
+from forgeasync.environments.sessions.retries import Attempt, KeyReused, Sampling, Samplings
 
 _LOGGER = logging.getLogger(__name__)
 
 MAX_FEEDBACK = 64
 """Most verdicts that a session takes."""
+
+MAX_COMMENT_CHARS = 10_000
+
+MAX_SCORE = 1e6
+
+
+class SessionEnd(StrEnum):
+    """How a session ended."""
+
+    FEEDBACK = "feedback"
+    """Feedback ended it."""
+    CLOSED = "closed"
+    """Its client closed it, or its episode ended."""
+    IDLE = "idle"
+    """It had no turn for ``serving.idle_session_s``."""
+    TIME = "time"
+    """It was open for ``serving.session_s``."""
+    RUN_OVER = "run_over"
+    """The run has ended."""
+
+    @property
+    def words(self) -> str:
+        """What a client is told that asks for another turn."""
+        why = {
+            SessionEnd.FEEDBACK: "feedback has ended it",
+            SessionEnd.CLOSED: "it was closed",
+            SessionEnd.IDLE: "it had no turn for too long (serving.idle_session_s)",
+            SessionEnd.TIME: "it was open for too long (serving.session_s)",
+            SessionEnd.RUN_OVER: "the run that served it has ended",
+        }[self]
+        return f"this session is closed: no further turn is sampled in it, because {why}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Feedback:
+    """A verdict of a person or a judge on a session."""
+
+    score: float
+    comment: str | None = None
+
+
+class _FeedbackBody(Fields):
+    score: Annotated[float, msgspec.Meta(ge=-MAX_SCORE, le=MAX_SCORE)]
+    comment: Annotated[str, msgspec.Meta(max_length=MAX_COMMENT_CHARS)] | None = None
+    finished: bool | None = None
+
+
+def read_feedback(body: Mapping[str, Any]) -> tuple[Feedback, bool]:
+    """Return a request's feedback, and whether it ends the session, which is so unless ``finished`` is false.
+
+    Raises:
+        RequestError: a field is malformed or unknown; names it.
+    """
+    read = read_own_body(body, _FeedbackBody)
+    return Feedback(score=read.score, comment=read.comment), read.finished is not False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionLimits:
+    """Bounds of one session; raises ValueError, naming the field, if one is not positive and finite."""
+
+    max_body_bytes: int = 8 * 2**20
+    """Of a request, after decompression. A larger one gets 413."""
+    max_turns_at_once: int = 64
+    """Turns that are being sampled. A request beyond gets 429 and may try again."""
+    max_open_requests: int = 256
+    """Requests that are being answered, those that wait for a sampling of another one included."""
+    idle_s: float = 120.0
+    """For the first headers of a connection to arrive, and between two requests of one."""
+    body_s: float = 30.0
+    """For a request's body to arrive."""
+    turn_s: float = 1800.0
+    """For a request's turns to be sampled. After that they are given up, and the request gets 504."""
+    write_s: float = 60.0
+    """For a client to take in an answer, or a piece of one that is streamed."""
+    keep_alive_s: float = 10.0
+    """Between two signs of life in a stream. The first of them sends the headers."""
+    keep_reply_s: float = 300.0
+    """For which the answer to a request is kept for a retry."""
+    max_kept_replies: int = 256
+    max_shown_turns: int = 4096
+    """Turns and responses that the session recognises when they come back."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if not (value > 0 and math.isfinite(value)):
+                raise ValueError(f"SessionLimits.{field.name} = {value}; must be positive and finite")
 
 
 class RespondingAgent(Protocol):
@@ -40,6 +137,33 @@ class RespondingAgent(Protocol):
         stop: Sequence[str] = (),
     ) -> Turn:
         """See ``Agent``."""
+        ...
+
+
+@runtime_checkable
+class TokenAgent(RespondingAgent, Protocol):
+    """An agent that makes the tokens of its prompts: it can count them, and begin a call with them."""
+
+    async def respond(
+        self,
+        messages: str | Sequence[Message],
+        tools: Sequence[ToolSpec] | None = None,
+        *,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        must_call: Sequence[ToolSpec] = (),
+    ) -> Turn:
+        """See ``EpisodeAgent``."""
+        ...
+
+    def num_prompt_tokens(
+        self,
+        messages: str | Sequence[Message],
+        tools: Sequence[ToolSpec] | None = None,
+        *,
+        must_call: Sequence[ToolSpec] = (),
+    ) -> int:
+        """See ``EpisodeAgent``."""
         ...
 
 
@@ -79,6 +203,16 @@ class Work:
     reply: asyncio.Task[InferenceResult]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _History:
+    """The messages before a turn, with our own in their places."""
+
+    messages: tuple[Message, ...]
+    """As the agent gets them: a turn of ours is its ``Turn.message``."""
+    checked: tuple[Message, ...]
+    """The same in the form of ``checked_message``."""
+
+
 class Session:
     """Made by ``SessionServer.open``. Its methods may be called from any thread unless they say otherwise."""
 
@@ -116,12 +250,14 @@ class Session:
         self._samplings: Samplings[Work] = Samplings(
             keep_s=limits.keep_reply_s, max_kept=limits.max_kept_replies
         )
-        self._shown = ShownTurns(max_turns=limits.max_shown_turns)
+        self._tree: ConversationTree[Message] = ConversationTree()
+        """The turns that the client was shown, each with its own message."""
         self._responses: OrderedDict[str, tuple[Message, ...]] = OrderedDict()
         """Conversations up to the responses that can be gone on from, without their instructions."""
         self._lock = threading.Lock()
         self._num_sampling = 0
-        self._has_warned = self._has_warned_of_unknown = False
+        self._told: set[str] = set()
+        """What was logged of its clients."""
         self._finished: concurrent.futures.Future[None] = concurrent.futures.Future()
 
     @property
@@ -197,6 +333,24 @@ class Session:
         sampling.num_waiting += 1
         return sampling
 
+    def num_prompt_tokens(self, asked: InferenceRequest) -> int:
+        """Return how many tokens a turn would have before it; call on the server's loop.
+
+        Raises:
+            RequestError: the session is closed, or its agent has no tokens.
+            ValueError: the messages cannot be rendered.
+        """
+        if self.end is not None:
+            raise closed(self.end)
+        if not isinstance(self._agent, TokenAgent):
+            raise RequestError(
+                "tokens cannot be counted here: this session's agent has no tokenizer",
+                status=404,
+                code="not_found",
+            )
+        messages = self._history(asked, is_continued=False).messages
+        return self._agent.num_prompt_tokens(messages, asked.tools or None, must_call=asked.must_call)
+
     def leave(self, sampling: Sampling[Work], *, is_delivered: bool) -> None:
         """A request waits no longer; ``is_delivered`` if its answer was written out in full."""
         sampling.num_waiting -= 1
@@ -218,27 +372,18 @@ class Session:
     def _note(self, asked: InferenceRequest) -> None:
         self.counts.num_not_honoured += bool(asked.ignored)
         self.counts.num_with_unknown_fields += bool(asked.unknown)
-        if asked.ignored and not self._has_warned:
-            self._has_warned = True
-            _LOGGER.warning(
-                "session %r: a client asks for %s; the run's own sampling is used (said once per session)",
-                self.name,
-                ", ".join(asked.ignored),
-            )
-        if asked.unknown and not self._has_warned_of_unknown:
-            self._has_warned_of_unknown = True
-            _LOGGER.warning(
-                "session %r: a client sends %s, which no endpoint knows; ignored (said once per session)",
-                self.name,
-                ", ".join(asked.unknown),
-            )
+        asks = "asks for %s; the run's own sampling is used"
+        sends = "sends %s, which no endpoint knows; ignored"
+        for names, what in ((asked.ignored, asks), (asked.unknown, sends)):
+            if names and what not in self._told:
+                self._told.add(what)
+                line = f"session %r: a client {what} (said once per session)"
+                _LOGGER.warning(line, self.name, ", ".join(names))
 
     async def _sample(self, asked: InferenceRequest) -> InferenceResult:
         """Raises RequestError, and nothing else."""
         try:
-            history = self._shown.history(self._conversation(asked))
-            self.counts.num_ours += history.num_ours
-            self.counts.num_rewritten += history.num_rewritten
+            history = self._history(asked, is_continued=True)
             reply = await self._reply(asked, history)
         except Exception as error:
             raise as_request_error(error) from error
@@ -249,15 +394,8 @@ class Session:
                 self._responses.popitem(last=False)
         return reply
 
-    async def _reply(self, asked: InferenceRequest, history: History) -> InferenceResult:
-        responses = [
-            self._loop.create_task(
-                self._agent.respond(
-                    history.messages, asked.tools or None, max_tokens=asked.max_tokens, stop=asked.stop
-                )
-            )
-            for _ in range(asked.num_turns)
-        ]
+    async def _reply(self, asked: InferenceRequest, history: _History) -> InferenceResult:
+        responses = [self._loop.create_task(self._turn(asked, history)) for _ in range(asked.num_turns)]
         try:
             # Unlike wait_for, this holds no answer up until an agent that is cancelled has ended.
             _, late = await asyncio.wait(responses, timeout=self._limits.turn_s)
@@ -284,11 +422,47 @@ class Session:
             self.counts.num_abandoned += len(turns)
             raise failures[0]
         for turn in turns:
-            self._shown.remember(history, turn)
-            self.counts.num_shown_as_text += shown(turn).num_as_text
+            self._remember(history, turn)
         return InferenceResult(
             id=secrets.token_hex(16), created_s=int(time.time()), model=self.name, turns=turns
         )
+
+    async def _turn(self, asked: InferenceRequest, history: _History) -> Turn:
+        respond = self._agent.respond
+        if asked.must_call:
+            if not isinstance(self._agent, TokenAgent):
+                raise NoCallOpening("a call cannot be forced here: this session's agent has no tokenizer")
+            respond = functools.partial(self._agent.respond, must_call=asked.must_call)
+        return await respond(
+            history.messages, asked.tools or None, max_tokens=asked.max_tokens, stop=asked.stop
+        )
+
+    def _history(self, asked: InferenceRequest, *, is_continued: bool) -> _History:
+        """Put our own messages where the client hands them back; ``is_continued`` if a turn follows."""
+        messages = self._conversation(asked)
+        checked = tuple(checked_message(f"messages[{i}]", one) for i, one in enumerate(messages))
+        ours = self._tree.turns_handed_back(checked, is_continued=is_continued)
+        if is_continued:
+            self.counts.num_ours += len(ours)
+            self.counts.num_rewritten += sum(one["role"] == ASSISTANT for one in messages) - len(ours)
+        return _History(
+            messages=tuple(ours[i].kept if i in ours else one for i, one in enumerate(messages)),
+            checked=tuple(ours[i].messages[-1] if i in ours else one for i, one in enumerate(checked)),
+        )
+
+    def _remember(self, history: _History, turn: Turn) -> None:
+        """Recognize a turn when it comes back."""
+        seen = shown(turn)
+        self.counts.num_shown_as_text += seen.num_as_text
+        self._tree.add(
+            (*history.checked, checked_message("a turn", turn.message)),
+            (),
+            turn.message,
+            after=None,
+            shown=checked_message("a turn", seen.message),
+        )
+        if self._tree.num_turns > self._limits.max_shown_turns:
+            self._tree.forget_oldest()
 
     def _conversation(self, asked: InferenceRequest) -> tuple[Message, ...]:
         first: tuple[Message, ...] = ()
@@ -332,3 +506,33 @@ class Session:
         for gone in self._samplings.clear():
             gone.work.reply.cancel()
             self._count_abandoned(gone)
+
+
+def closed(end: SessionEnd) -> RequestError:
+    """The session has ended."""
+    return RequestError(
+        end.words,
+        status=410,
+        code="session_closed",
+        may_retry=False,
+    )
+
+
+def as_request_error(error: BaseException) -> RequestError:
+    """Return what to tell a client of an exception that answering it has raised; logs what is ours alone."""
+    match error:
+        case RequestError():
+            return error
+        case NoCallOpening():
+            remedy = "leave the choice of tools to the model ('auto')"
+            return RequestError(f"{error}; {remedy}", param="tool_choice", code="unsupported_value")
+        case ContextFull():
+            return RequestError(str(error), param="messages", code="context_length_exceeded")
+        case TooManyTurns():
+            return RequestError(str(error), status=410, code="too_many_turns", may_retry=False)
+        case EpisodeOver():
+            return closed(SessionEnd.CLOSED)
+        case ValueError():
+            return RequestError(str(error), param="messages", code="invalid_messages")
+    _LOGGER.error("a request to a session failed", exc_info=error)
+    return RequestError("the server failed to answer; its log says why", status=500, code="server_error")

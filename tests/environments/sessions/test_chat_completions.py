@@ -9,9 +9,9 @@ import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from forgeasync.environments import (
-    Api,
     ChatCompletions,
     ContextFull,
+    Dialect,
     EpisodeOver,
     RequestError,
     Responses,
@@ -311,12 +311,11 @@ def test_a_field_that_cannot_be_served_is_refused_by_its_name(name: str) -> None
     [
         (
             {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
-            "messages[1].content[0]",
+            "messages[1].content[0].type",
         ),
         ({"role": "user"}, "messages[1].content"),
         ({"role": "critic", "content": "x"}, "messages[1].role"),
         ({"role": "user", "content": 5}, "messages[1].content"),
-        ({"role": "user", "content": "\ud800"}, "messages[1].content"),
         ({"role": "assistant", "content": "x", "refusal": "no"}, "messages[1].refusal"),
         ({"role": "user", "content": "x", "reasoning_content": "y"}, "messages[1].reasoning_content"),
         ({"role": "user", "content": "x", "tool_calls": [{"id": "a"}]}, "messages[1].tool_calls"),
@@ -341,7 +340,6 @@ def test_a_message_that_cannot_be_read_is_named(message: Any, where: str) -> Non
         agent = ScriptedAgent([say("ok")])
         async with serving(agent) as (_, session), openai_client(session) as client:
             with pytest.raises(openai.BadRequestError) as caught:
-                # As JSON of our own: the SDK refuses to send half a surrogate pair.
                 await client.post(
                     "/chat/completions",
                     content=json.dumps({"model": "m", "messages": [USER, message]}).encode(),
@@ -427,14 +425,14 @@ def test_models() -> None:
     asyncio.run(test())
 
 
-@pytest.mark.parametrize("choice", ["", 0, False, {}, "required"])
+@pytest.mark.parametrize("choice", ["", 0, False, {}, "any"])
 @pytest.mark.parametrize("api", [ChatCompletions(), Responses()])
-def test_only_an_absent_choice_of_tools_is_the_default(api: Api, choice: object) -> None:
+def test_only_an_absent_choice_of_tools_is_the_default(api: Dialect, choice: object) -> None:
     """Both APIs of OpenAI read it by the same code."""
     given = {"model": "m", "messages" if isinstance(api, ChatCompletions) else "input": [USER]}
     tool = {"type": "function", "name": "f"}
     tool = {"type": "function", "function": {"name": "f"}} if isinstance(api, ChatCompletions) else tool
     choices = [{}, {"tool_choice": None}, {"tool_choice": "auto"}, {"tool_choice": "none"}]
     assert [len(api.read({**given, "tools": [tool], **one}).tools) for one in choices] == [1, 1, 1, 0]
-    with pytest.raises(RequestError, match=r"tool_choice is .*; must be 'auto' or 'none'"):
+    with pytest.raises(RequestError, match=r"^tool_choice(\.type)? is "):
         api.read({**given, "tools": [tool], "tool_choice": choice})

@@ -6,7 +6,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from forgeasync.environments import MAX_COMMENT_CHARS, MAX_FEEDBACK, Feedback, Session
+from forgeasync.environments import MAX_COMMENT_CHARS, Feedback, Session
 from tests.support.sessions import ScriptedAgent, say, serving
 
 BODY = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -101,9 +101,10 @@ def test_bodies_that_cannot_be_read(raw: bytes) -> None:
 def test_verdicts_are_bounded() -> None:
     async def test() -> None:
         async with serving(ScriptedAgent()) as (_, session):
-            for _ in range(MAX_FEEDBACK):
+            for _ in range(64):
                 session.add_feedback(Feedback(score=1.0), is_last=False)
             status, answer = await post(session, "/feedback", {"score": 1})
             assert (status, answer["error"]["param"]) == (400, "score")
+            assert len(session.feedback) == 64
 
     asyncio.run(test())

@@ -221,7 +221,7 @@ def test_what_is_not_honoured_and_what_is_repeated() -> None:
                 user="someone",
             )
             assert raw.headers["x-forgeasync-ignored"] == (
-                "reasoning, temperature, top_p, tools.strict, text.verbosity, include"
+                "include, reasoning, temperature, text.verbosity, tools[].strict, top_p"
             )
             response = raw.parse()
         assert (response.metadata, response.tool_choice, response.tools) == ({"a": "b"}, "none", [])
@@ -229,6 +229,10 @@ def test_what_is_not_honoured_and_what_is_repeated() -> None:
 
     asyncio.run(test())
 
+
+DEEP: Any = []
+for _ in range(70):
+    DEEP = [DEEP]
 
 REFUSED: dict[str, Any] = {
     "background": True,
@@ -244,7 +248,7 @@ REFUSED: dict[str, Any] = {
     "tools": [{"type": "web_search"}],
     "max_output_tokens": 0,
     "store": "yes",
-    "metadata": {"a": "\ud800"},
+    "metadata": {"a": DEEP},
     "input": [{"type": "item_reference", "id": "msg_1"}],
     "moderation": {"model": "m"},
     "context_management": [{"type": "compaction"}],
@@ -269,7 +273,10 @@ def test_a_field_that_cannot_be_served_is_refused_by_its_name(name: str) -> None
 @pytest.mark.parametrize(
     ("item", "where"),
     [
-        ({"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}, "input[0].content[0]"),
+        (
+            {"role": "user", "content": [{"type": "input_image", "image_url": "x"}]},
+            "input[0].content[0].type",
+        ),
         ({"role": "tool", "content": "x"}, "input[0].role"),
         ({"type": "function_call", "name": "f", "arguments": "{}"}, "input[0].call_id"),
         ({"type": "function_call", "call_id": "c", "name": "f", "arguments": "["}, "input[0].arguments"),

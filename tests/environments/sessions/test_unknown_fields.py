@@ -24,8 +24,8 @@ from forgeasync.environments import (
     MAX_UNKNOWN_CHARS,
     MAX_UNKNOWN_NAMES,
     AnthropicMessages,
-    Api,
     ChatCompletions,
+    Dialect,
     RequestError,
     Responses,
     Session,
@@ -121,7 +121,7 @@ def test_the_count_is_a_metric() -> None:
 
 
 FUNCTION = {"name": "weather", "description": "Says how the weather is.", "parameters": WEATHER}
-BODIES: dict[str, tuple[Api, dict[str, Any]]] = {
+BODIES: dict[str, tuple[Dialect, dict[str, Any]]] = {
     "chat": (
         ChatCompletions(),
         {
@@ -305,7 +305,7 @@ def test_every_field_of_the_sdk_is_known(
 HOSTILE = {
     "line breaks": ({"a\r\nset-cookie: x": 1}, "a??set-cookie??x"),
     "separators": ({"a, b; c": 1}, "a??b??c"),
-    "not ASCII": ({"é\x00\u2028\ud800": 1}, "????"),
+    "not ASCII": ({"é\x00\u2028": 1}, "???"),
     "empty": ({"": 1}, "?"),
     "long": ({"a" * 100_000: 1}, "a" * (MAX_UNKNOWN_CHARS - 3) + "..."),
     "nearly long": ({"a" * MAX_UNKNOWN_CHARS: 1}, "a" * MAX_UNKNOWN_CHARS),

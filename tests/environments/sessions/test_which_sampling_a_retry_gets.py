@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forgeasync.environments import KeyReused, Sampling, Samplings
-from forgeasync.environments.sessions.samplings import Attempt
+from forgeasync.environments import Attempt, KeyReused, Sampling, Samplings
 
 
 def attempt(body: str = "a", num_retries: int = 0, key: str | None = None) -> Attempt:

@@ -1,0 +1,561 @@
+"""What the three APIs share: how a request is read, what it asks for, what it gets, and how it is refused.
+
+A dialect declares the objects of its API as ``Fields``. Their fields are those that a session reads; class
+variables name the other fields that the API knows, and say what becomes of them:
+
+    not_honoured    ignored, and named to the client: the run's own sampling is used
+    without_effect  ignored: they change nothing about an answer
+    only            one value is served, every other one is refused
+    refused         every value would change the prompt, or what an answer is and contains
+
+A field that is in none of these is unknown: it is ignored and named, so that a client library that is newer
+than this code goes on working.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Protocol, TypeVar
+
+import msgspec
+from msgspec import inspect
+
+from forgeasync.environments.environment import Turn
+from forgeasync.environments.messages import (
+    ASSISTANT,
+    Message,
+    NestedTooDeeply,
+    ToolCall,
+    ToolSpec,
+    levels,
+    show,
+)
+
+Json = dict[str, Any]
+
+MAX_DEPTH = 64
+"""How deep objects and lists may be nested in a tool's parameters and in the arguments of a call."""
+
+MAX_NODES = 100_000
+"""How many values those may have."""
+
+MAX_UNKNOWN_NAMES = 16
+"""How many unknown fields are named; ``...`` stands for the rest of them."""
+
+MAX_UNKNOWN_CHARS = 80
+"""Most characters of such a name, with the path to it."""
+
+MAX_PIECES = 64
+"""A text is streamed in at most this many pieces."""
+
+MIN_PIECE_CHARS = 16
+
+
+class RequestError(Exception):
+    """A request that is answered with an error."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int | None = None,
+        may_retry: bool = True,
+    ) -> None:
+        """``param`` is the field that is wrong. The SDKs retry statuses 408, 409, 429 and from 500 on by
+        themselves, unless ``may_retry`` is false."""
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+        self.retry_after_s = retry_after_s
+        self.may_retry = may_retry
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of the answer, beside those of its content."""
+        headers = {} if self.retry_after_s is None else {"retry-after": str(self.retry_after_s)}
+        # openai 3.52 and anthropic 2.11, _base_client.py, _should_retry: the server's word counts first.
+        return headers if self.may_retry else {**headers, "x-should-retry": "false"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InferenceRequest:
+    """One request for turns of the model."""
+
+    messages: tuple[Message, ...]
+    """As the client has them, in the format of Chat Completions."""
+    instructions: str | None = None
+    """A system message that stands before everything, also before ``previous_id``."""
+    previous_id: str | None = None
+    """The response whose conversation ``messages`` continue."""
+    tools: tuple[ToolSpec, ...] = ()
+    must_call: tuple[ToolSpec, ...] = ()
+    """The turn must begin with a call of one of these."""
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    num_turns: int = 1
+    is_streamed: bool = False
+    keeps_response: bool = False
+    """Whether a later request may name the response as its previous one."""
+    ignored: tuple[str, ...] = ()
+    """The fields that were given and are not honoured."""
+    unknown: tuple[str, ...] = ()
+    """The fields that were given and that the API does not know. See ``read_body``."""
+    body: Mapping[str, Any]
+    """The request itself, for what a response repeats of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InferenceResult:
+    """The turns that answer a request, one for each that was asked for."""
+
+    id: str
+    created_s: int
+    """Seconds since 1970."""
+    model: str
+    turns: tuple[Turn, ...]
+
+
+class Dialect(Protocol):
+    """One API: reads its requests and writes its answers."""
+
+    def read(self, body: Mapping[str, Any]) -> InferenceRequest:
+        """Return what a request asks for.
+
+        Raises:
+            RequestError: a field is malformed, or asks for something that is not served; names it.
+        """
+        ...
+
+    def whole(self, asked: InferenceRequest, reply: InferenceResult) -> Json:
+        """Return the body of the answer."""
+        ...
+
+    def events(self, asked: InferenceRequest, reply: InferenceResult) -> Iterator[bytes]:
+        """Yield the answer as server-sent events."""
+        ...
+
+    def error(self, problem: RequestError) -> Json:
+        """Return the body of an error."""
+        ...
+
+    def error_event(self, problem: RequestError) -> bytes:
+        """Return the event that reports an error after the headers have left."""
+        ...
+
+
+# ---- reading
+
+
+class JsonObject(dict[str, Any]):
+    """An object whose keys the API does not know, within ``MAX_DEPTH`` and ``MAX_NODES``."""
+
+
+class Arguments(JsonObject):
+    """The arguments of a tool call, which may also be given as the text of a JSON object."""
+
+
+class Fields(msgspec.Struct, kw_only=True):
+    """An object of a request. Null counts as absent, as it does for the SDKs."""
+
+    not_honoured: ClassVar[frozenset[str]] = frozenset()
+    without_effect: ClassVar[frozenset[str]] = frozenset()
+    only: ClassVar[Mapping[str, tuple[object, str]]] = {}
+    """The value that is served, and why no other one is."""
+    refused: ClassVar[Mapping[str, str]] = {}
+    """What to do instead."""
+
+
+def names(text: str) -> frozenset[str]:
+    """Return the names of fields in a text, between blanks."""
+    return frozenset(text.split())
+
+
+def refusals(text: str, why: str = "a session cannot do what it asks for; leave it out") -> dict[str, str]:
+    """Return the names of fields in a text, each with ``why``."""
+    return dict.fromkeys(text.split(), why)
+
+
+ToolName = Annotated[str, msgspec.Meta(min_length=1)]
+Count = Annotated[int, msgspec.Meta(ge=1)]
+StopText = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+StopTexts = Annotated[list[StopText], msgspec.Meta(max_length=16)]
+
+ONLY_THE_MODEL_CALLS: Mapping[str, tuple[object, str]] = {
+    "allowed_callers": (["direct"], "only the model calls tools"),
+    "defer_loading": (False, "there is no search for tools"),
+}
+"""Of a tool: ``Fields.only``."""
+
+
+class StreamOptions(Fields):
+    """How an answer of OpenAI's APIs is streamed."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class OpenAIBody(Fields, kw_only=True):
+    """What Chat Completions and Responses call by the same names."""
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    without_effect = names(
+        "prompt_cache_key prompt_cache_options prompt_cache_retention safety_identifier service_tier user"
+    )
+    only: ClassVar = {
+        "parallel_tool_calls": (True, "a turn may have several calls"),
+        "top_logprobs": (0, "log-probabilities are not given out"),
+    }
+
+
+FieldsT = TypeVar("FieldsT", bound=Fields)
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """The names of fields that were given in vain, each once."""
+
+    ignored: set[str] = field(default_factory=set)
+    unknown: dict[str, None] = field(default_factory=dict)
+
+
+def read_body(
+    body: Mapping[str, Any], kind: type[FieldsT]
+) -> tuple[FieldsT, tuple[str, ...], tuple[str, ...]]:
+    """Return what a body says, the names of its fields that are not honoured, and the names of its unknown
+    fields.
+
+    At most ``MAX_UNKNOWN_NAMES`` unknown fields are named. Names are safe in a header and in a log: ``?``
+    stands for whatever is no letter, no digit and none of ``_-.[]``. Indices of lists are left out.
+
+    Raises:
+        RequestError: a field is malformed, or asks for something that is not served; names it.
+    """
+    try:
+        read = msgspec.convert(body, kind, dec_hook=_json_object)
+    except msgspec.ValidationError as error:
+        raise _refusal(body, kind, str(error)) from None
+    found = _Names()
+    _compare(body, read, "", found)
+    unknown = tuple(found.unknown)
+    if len(unknown) > MAX_UNKNOWN_NAMES:
+        unknown = (*unknown[:MAX_UNKNOWN_NAMES], "...")
+    return read, tuple(sorted(found.ignored)), unknown
+
+
+def read_own_body(body: Mapping[str, Any], kind: type[FieldsT]) -> FieldsT:
+    """Return what a body of our own API says: it has no other client libraries, and a misspelled word in it
+    must not pass.
+
+    Raises:
+        RequestError: a field is malformed or unknown; names it.
+    """
+    read, _, unknown = read_body(body, kind)
+    if unknown:
+        value = body.get(unknown[0])
+        raise wrong(unknown[0], value, "this endpoint has no such field", code="unsupported_field")
+    return read
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Parse JSON.
+
+    Raises:
+        ValueError: it is none, it has a number that is not finite or has thousands of digits, half a
+            surrogate pair, or it is nested too deeply.
+    """
+    try:
+        return msgspec.json.decode(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def check_size(value: object) -> None:
+    """Check that a JSON value is small enough to be worked on safely.
+
+    Raises:
+        ValueError: it is nested too deeply, or has too many values.
+    """
+    num_nodes = 0
+    try:
+        for level in levels(value, max_depth=MAX_DEPTH):
+            num_nodes += len(level)
+            if num_nodes > MAX_NODES:
+                raise ValueError(f"must have at most {MAX_NODES} values")
+    except NestedTooDeeply:
+        raise ValueError(f"must not be nested deeper than {MAX_DEPTH}") from None
+
+
+def wrong(where: str, value: object, remedy: str, *, code: str = "invalid_value") -> RequestError:
+    """Return the error for a field, with its value and what would be right."""
+    return RequestError(f"{where} is {show(value)}; {remedy}", param=where, code=code)
+
+
+def _json_object(kind: type, value: object) -> object:
+    """Read a ``JsonObject``; msgspec adds the path to its ValueError."""
+    assert issubclass(kind, JsonObject), kind
+    if kind is Arguments and isinstance(value, str):
+        try:
+            value = parse_json(value or "{}")
+        except ValueError:
+            raise ValueError("must be JSON") from None
+    if not isinstance(value, dict):
+        raise ValueError("must be an object")
+    check_size(value)
+    return kind(value)
+
+
+def _compare(given: Any, read: object, where: str, found: _Names) -> None:
+    """Find what was given and not read, in all objects of a body; raises RequestError for what is refused."""
+    if isinstance(read, list):
+        for index, one in enumerate(read):
+            _compare(given[index], one, f"{where}[{index}]", found)
+    if not isinstance(read, Fields):
+        return
+    kind = type(read)
+    attributes = dict(zip(kind.__struct_encode_fields__, kind.__struct_fields__, strict=True))
+    above = re.sub(r"\[\d+\]", "[]", where)
+    for name, value in given.items():
+        if value is None or name == kind.__struct_config__.tag_field:
+            continue
+        path = f"{where}.{name}" if where else name
+        if name in kind.not_honoured:
+            # What is switched off asks for nothing.
+            if value is not False and value != []:
+                found.ignored.add(f"{above}.{name}" if above else name)
+        elif name in kind.only:
+            served, why = kind.only[name]
+            if value != served or type(value) is not type(served):
+                remedy = f"must be {json.dumps(served)}: {why}"
+                raise wrong(path, value, remedy, code="unsupported_value")
+        elif name in kind.refused and name not in attributes:
+            raise wrong(path, value, kind.refused[name], code="unsupported_field")
+        elif name not in attributes and name not in kind.without_effect:
+            if len(found.unknown) <= MAX_UNKNOWN_NAMES:
+                found.unknown[_header_safe(f"{above}.{name}" if above else name)] = None
+        if name in attributes:
+            _compare(value, getattr(read, attributes[name]), path, found)
+
+
+def _header_safe(name: str) -> str:
+    shown = re.sub(r"[^A-Za-z0-9_.\[\]-]", "?", name[: MAX_UNKNOWN_CHARS + 1]) or "?"
+    return shown if len(shown) <= MAX_UNKNOWN_CHARS else f"{shown[: MAX_UNKNOWN_CHARS - 3]}..."
+
+
+def _refusal(body: Any, kind: type[Fields], error: str) -> RequestError:
+    """Say what msgspec says, with the field in the API's own notation, its value, and what would be right."""
+    match = re.fullmatch(r"(.*?)(?: - at `\$(.*)`)?", error, re.DOTALL)
+    assert match is not None
+    problem, path = match[1], (match[2] or "").removeprefix(".")
+    if missing := re.fullmatch(r"Object missing required field `(.*)`", problem):
+        where = f"{path}.{missing[1]}" if path else missing[1]
+        return RequestError(f"{where} is missing", param=where, code="missing_field")
+    value, types = _at(body, kind, path)
+    if any(isinstance(one, inspect.CustomType) for one in types):
+        remedy = problem
+    else:
+        known = [_words(one) for one in types if not isinstance(one, inspect.NoneType)]
+        remedy = "must be " + " or ".join(dict.fromkeys(known))
+    is_word = any(isinstance(one, inspect.LiteralType) for one in types)
+    code = "unsupported_value" if is_word and isinstance(value, str) else "invalid_value"
+    refusal = wrong(path or "the body", value, remedy, code=code)
+    refusal.param = path or None
+    return refusal
+
+
+def _at(body: Any, kind: type[Fields], path: str) -> tuple[Any, list[inspect.Type]]:
+    """The value at a path, and the types that it may have."""
+    value, types = body, [inspect.type_info(kind)]
+    for name, index in re.findall(r"([^.\[\]]+)(?=\.|\[|$)|\[(\d+)\]", path):
+        if index:
+            value = value[int(index)]
+            types = [one.item_type for one in types if isinstance(one, inspect.ListType)]
+        else:
+            structs = [
+                one
+                for one in types
+                if isinstance(one, inspect.StructType)
+                and (one.tag_field in (None, name) or value.get(one.tag_field, one.tag) == one.tag)
+            ]
+            tags = [inspect.LiteralType((str(one.tag),)) for one in structs if one.tag_field == name]
+            fields = [field for one in structs for field in one.fields if field.encode_name == name]
+            value, types = value.get(name), [*tags, *(field.type for field in fields)]
+        types = [inner for one in types for inner in getattr(one, "types", [one])]
+    return value, types
+
+
+_WORDS = {
+    inspect.StrType: "a string",
+    inspect.IntType: "an integer",
+    inspect.FloatType: "a number",
+    inspect.BoolType: "true or false",
+    inspect.ListType: "a list",
+}
+
+
+def _words(kind: inspect.Type) -> str:
+    """How an error calls a type."""
+    if isinstance(kind, inspect.LiteralType):
+        return " or ".join(map(repr, kind.values))
+    words = _WORDS.get(type(kind), "an object")
+    if isinstance(kind, inspect.IntType | inspect.FloatType):
+        words += _bounds(" of", kind.ge, kind.le)
+    elif isinstance(kind, inspect.StrType | inspect.ListType):
+        words += _bounds(" of length", kind.min_length, kind.max_length)
+    return words
+
+
+def _bounds(what: str, least: float | None, most: float | None) -> str:
+    pairs = (("at least", least), ("at most", most))
+    bounds = [f"{word} {bound:g}" for word, bound in pairs if bound is not None]
+    return f"{what} {' and '.join(bounds)}" if bounds else ""
+
+
+# ---- messages and tools
+
+
+class TextPart(Protocol):
+    """A part of a message's content."""
+
+    text: str
+
+
+def joined_text(content: str | Sequence[TextPart] | None) -> str:
+    """Return the text of a content: a string, or a list of parts."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join(part.text for part in content)
+
+
+def tool_spec(name: str, description: str | None, parameters: Mapping[str, Any] | None) -> ToolSpec:
+    """Return a tool; without ``parameters`` it takes none."""
+    return ToolSpec(
+        name=name,
+        description=description or "",
+        parameters={"type": "object", "properties": {}} if parameters is None else parameters,
+    )
+
+
+def chosen_tools(
+    tools: tuple[ToolSpec, ...], choice: str | None, name: str | None = None
+) -> tuple[tuple[ToolSpec, ...], tuple[ToolSpec, ...]]:
+    """Return the tools that the model is told of, and those of which it must call one at once.
+
+    ``choice`` is ``none``, ``auto`` (also None), or anything else where a call is asked for: of the tool of
+    this ``name``, or of any.
+
+    Raises:
+        RequestError: there is no such tool.
+    """
+    if choice == "none":
+        return (), ()
+    if choice in (None, "auto"):
+        return tools, ()
+    must_call = tuple(tool for tool in tools if name is None or tool.name == name)
+    if not must_call:
+        raise wrong("tool_choice", name or choice, "must leave a tool to call, and tools has none such")
+    return tools, must_call
+
+
+def call_message_form(name: str, arguments: Mapping[str, Any] | None, *, call_id: str | None) -> Json:
+    """Return a tool call as it stands in an assistant's message."""
+    identity = {} if call_id is None else {"id": call_id}
+    return {**identity, "type": "function", "function": {"name": name, "arguments": arguments or {}}}
+
+
+def stop_texts(stop: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Return the texts that end a turn, given as one string or as a list of them."""
+    return (stop,) if isinstance(stop, str) else tuple(stop or ())
+
+
+# ---- writing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """What a client is shown of a turn, in the parts that every API has.
+
+    No API has a place for a tool call that cannot be read, nor for one that JSON or a request cannot hold.
+    Such calls are shown as text.
+    """
+
+    text: str
+    """With the calls that are shown as text, each on a line of its own."""
+    reasoning: str | None
+    tool_calls: tuple[ToolCall, ...]
+    num_as_text: int
+    """Number of calls in ``text``."""
+
+    @property
+    def message(self) -> Message:
+        """As an assistant's message."""
+        return {
+            "role": ASSISTANT,
+            "content": self.text,
+            "reasoning_content": self.reasoning,
+            "tool_calls": [call.message_form for call in self.tool_calls],
+        }
+
+
+def shown(turn: Turn) -> Shown:
+    """Return what a client is shown of a turn."""
+    calls = [call for call in turn.tool_calls if _can_come_back(call)]
+    as_text = [broken.text for broken in turn.broken_tool_calls]
+    as_text += [
+        # In ASCII, so that every client can send it back.
+        json.dumps({"name": call.name, "arguments": call.arguments})
+        for call in turn.tool_calls
+        if call not in calls
+    ]
+    return Shown(
+        text="\n".join([turn.text] * bool(turn.text) + as_text),
+        reasoning=turn.reasoning,
+        tool_calls=tuple(calls),
+        num_as_text=len(as_text),
+    )
+
+
+def _can_come_back(call: ToolCall) -> bool:
+    """Whether a client can be given the call as JSON, and can hand it back."""
+    try:
+        check_size(call.arguments)
+        # In UTF-8, which has no half of a surrogate pair.
+        parse_json(json.dumps([call.name, call.arguments], ensure_ascii=False, allow_nan=False).encode())
+    except ValueError:
+        return False
+    return True
+
+
+def dumps(data: Json) -> str:
+    """Return JSON that every parser reads: ASCII, without NaN."""
+    return json.dumps(data, allow_nan=False, separators=(",", ":"))
+
+
+def sse(data: Json, event: str | None = None) -> bytes:
+    """Return one server-sent event."""
+    line = f"data: {dumps(data)}\n\n"
+    return (f"event: {event}\n{line}" if event else line).encode()
+
+
+def pieces(text: str) -> Iterator[str]:
+    """Cut a text for streaming."""
+    length = max(MIN_PIECE_CHARS, -(-len(text) // MAX_PIECES))
+    for start in range(0, len(text), length):
+        yield text[start : start + length]
+
+
+def openai_error(problem: RequestError) -> Json:
+    """Return the body of an error in the form of OpenAI's APIs."""
+    kind = {401: "authentication_error", 429: "rate_limit_error"}.get(
+        problem.status, "server_error" if problem.status >= 500 else "invalid_request_error"
+    )
+    return {
+        "error": {"message": str(problem), "type": kind, "param": problem.param, "code": problem.code},
+    }
