@@ -132,14 +132,11 @@ from .served.judge import exchanges as exchanges
 from .served.judge import judge_session as judge_session
 from .sessions.anthropic_messages import AnthropicMessages as AnthropicMessages
 from .sessions.chat_completions import ChatCompletions as ChatCompletions
-from .sessions.session import Feedback as Feedback
-from .sessions.session import MAX_COMMENT_CHARS as MAX_COMMENT_CHARS
-from .sessions.dialect import MAX_UNKNOWN_CHARS as MAX_UNKNOWN_CHARS
-from .sessions.dialect import MAX_UNKNOWN_NAMES as MAX_UNKNOWN_NAMES
 from .sessions.dialect import Dialect as Dialect
 from .sessions.dialect import InferenceRequest as InferenceRequest
 from .sessions.dialect import InferenceResult as InferenceResult
-from .sessions.session import SessionLimits as SessionLimits
+from .sessions.dialect import MAX_UNKNOWN_CHARS as MAX_UNKNOWN_CHARS
+from .sessions.dialect import MAX_UNKNOWN_NAMES as MAX_UNKNOWN_NAMES
 from .sessions.dialect import RequestError as RequestError
 from .sessions.dialect import shown as shown
 from .sessions.responses import Responses as Responses
@@ -147,7 +144,10 @@ from .sessions.retries import Attempt as Attempt
 from .sessions.retries import KeyReused as KeyReused
 from .sessions.retries import Sampling as Sampling
 from .sessions.retries import Samplings as Samplings
+from .sessions.session import Feedback as Feedback
+from .sessions.session import MAX_COMMENT_CHARS as MAX_COMMENT_CHARS
 from .sessions.session import Session as Session
+from .sessions.session import SessionLimits as SessionLimits
 from .stored_tasks import StoredTasks as StoredTasks
 from .tools.forms import PlainForm as PlainForm
 from .tools.signature import BadArguments as BadArguments
