@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 MAX_REPLY_BYTES = 1 << 16
 """Longest reply that ``ContainedProcess.ask`` reads."""
-_END_LIMIT_S = 1.0
+_END_LIMIT_S = 10.0
 """How long a process may live after its output has ended."""
 
 

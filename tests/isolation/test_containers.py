@@ -160,11 +160,11 @@ def test_a_box_whose_processes_cannot_be_killed_ends(client: Client) -> None:
             client.fail_as("exec without container")
             running.cancel()
             await asyncio.wait([running])
+            assert client.calls[-1][0] == "rm"
             with pytest.raises(SandboxClosed):
                 await box.exec("true", timeout_s=300)
 
     asyncio.run(run())
-    assert client.calls[-1][0] == "rm"
 
 
 @pytest.mark.parametrize("kind", [fa.Docker, fa.Podman])

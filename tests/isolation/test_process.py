@@ -1,12 +1,79 @@
-"""What takes longer than its limit is killed, and nothing else, by one thread."""
+"""Processes that answer requests: what ends them, and that only what is over its limit is killed."""
 
+import gc
+import os
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
-from forgeasync.isolation import KillWatch
+from forgeasync.isolation import ContainedProcess, KillWatch, ProcessGone
+from forgeasync.rollouts import is_running
+
+
+def started(code: str, scratch: Path | None = None) -> ContainedProcess:
+    """A Python that runs code, to which ``replies`` and ``requests`` are its channel."""
+    channel = (
+        "import os, subprocess, time\n"
+        "from forgeasync.isolation import open_channel, write_line\n"
+        "requests, replies = open_channel()\n"
+    )
+    return ContainedProcess(
+        [sys.executable, "-c", channel + code],
+        env=os.environ,
+        scratch=None if scratch is None else str(scratch),
+    )
+
+
+def test_a_process_answers_and_what_it_prints_is_no_reply() -> None:
+    process = started(
+        "for line in requests:\n    print('noise')\n    write_line(replies, {'got': line.decode()})"
+    )
+    for number in range(2):
+        assert process.ask({"number": number}, limit_s=300.0) == {"got": f'{{"number": {number}}}\n'}
+    process.stop()
+    assert not is_running(process.pid)
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_code"),
+    [
+        ("replies.close(); time.sleep(0.2); os._exit(3)", 3),
+        ("replies.write(b'{'); replies.flush(); os._exit(4)", 4),
+        ("replies.write(b'x' * 100_000); replies.flush(); requests.read()", -9),
+    ],
+    ids=["ends", "ends within its reply", "says too much"],
+)
+def test_a_process_without_a_reply_is_gone_with_its_exit_code(code: str, exit_code: int) -> None:
+    process = started(code)
+    with pytest.raises(ProcessGone) as gone:
+        process.ask({}, limit_s=300.0)
+    assert gone.value.exit_code == exit_code and not gone.value.is_late
+    assert not is_running(process.pid)
+
+
+def test_a_process_over_its_limit_is_killed_with_all_that_it_has_started() -> None:
+    code = "write_line(replies, {'pid': subprocess.Popen(['sleep', '600']).pid})\nrequests.read()"
+    process = started(code)
+    child = process.ask({}, limit_s=300.0)["pid"]
+    with pytest.raises(ProcessGone) as gone:
+        process.ask({}, limit_s=0.01)
+    assert gone.value.is_late and gone.value.exit_code == -9
+    while is_running(child):
+        time.sleep(0.01)
+
+
+def test_a_process_that_nobody_holds_is_stopped_and_its_folder_removed(tmp_path: Path) -> None:
+    (scratch := tmp_path / "scratch").mkdir()
+    process = started("write_line(replies, {})\nrequests.read()", scratch)
+    process.ask({}, limit_s=300.0)
+    pid = process.pid
+    del process
+    gc.collect()
+    assert not is_running(pid) and not scratch.exists()
 
 
 def test_only_what_is_over_its_limit_is_killed_and_in_order() -> None:
