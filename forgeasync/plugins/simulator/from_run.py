@@ -56,6 +56,12 @@ MAX_STEPS = 200
 MAX_GROUPS = 3_000
 """Newest groups that decode steps are fitted to."""
 
+MAX_TRAIN_POINTS = 4
+"""Sizes of optimizer steps that are told from each other."""
+
+STEPS_PER_POINT = 20
+"""Fewest steps whose mean is a point, but for short runs: steps of one size may take very different times."""
+
 NUM_REPLAYS = 5
 """Replays of the groups, each with the decode steps that the one before has found."""
 
@@ -163,7 +169,6 @@ def _profile(
         _by_generator(since),
         _pauses(lanes),
         max_num_seqs=config.generator.max_num_seqs,
-        max_context=config.model.max_context_length,
     )
     scores = [one for lane in _of_role(lanes, "scorer") for one in lane.spans if one.name == "score"]
     scores = [one for one in scores if one.begin_s >= since_s] or scores
@@ -392,8 +397,8 @@ def _train(
     prompts: _Prompts,
     counted: Sequence[Mapping[str, float]],
 ) -> tuple[TrainPoint, ...]:
-    """Return the mean of the optimizer steps of each step of the run."""
-    trainer, points = config.trainer, []
+    """Return the means of steps with about as many tokens."""
+    trainer, sizes = config.trainer, list[tuple[int, int, float]]()
     num_ranks = trainer.parallel.data_shard * trainer.parallel.data_replicate
     for line in counted:
         batch = prompts.batches.get(int(line["step"]), ())
@@ -412,16 +417,25 @@ def _train(
             num_tokens += sum(
                 max(padded_length(sum(lengths[one] for one in row)) for row in rows) for rows in plan
             )
-        points.append(
-            TrainPoint(
-                num_rows=max(1, round(num_rows / trainer.steps_per_batch)),
-                num_tokens=max(1, round(num_tokens / trainer.steps_per_batch)),
-                step_s=Estimate.of([line["time/train_s"] / trainer.steps_per_batch]),
-            )
-        )
-    if not points:
+        sizes.append((num_tokens, num_rows, line["time/train_s"]))
+    if not sizes:
         remedy = "must have the tokens of all groups of a step"
         raise_if_any([Problem(field="traces and ledger", remedy=remedy)])
+    sizes.sort(key=lambda size: size[:2])
+    num_points = max(1, min(MAX_TRAIN_POINTS, len(sizes) // STEPS_PER_POINT))
+    bounds = [number * len(sizes) // num_points for number in range(num_points + 1)]
+    # Times are of a whole batch, whose optimizer steps are alike.
+    share = 1.0 / trainer.steps_per_batch
+    points = []
+    for begin, end in itertools.pairwise(bounds):
+        part = sizes[begin:end]
+        points.append(
+            TrainPoint(
+                num_rows=max(1, round(share * statistics.fmean(rows for _, rows, _ in part))),
+                num_tokens=max(1, round(share * statistics.fmean(tokens for tokens, _, _ in part))),
+                step_s=Estimate.of([share * took_s for _, _, took_s in part]),
+            )
+        )
     return tuple(points)
 
 
@@ -443,12 +457,10 @@ def _between(lines: Sequence[Mapping[str, float]], counted: Sequence[Mapping[str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _DecodeFit:
-    """Seconds of a decode step, and of a prompt token."""
+    """Seconds of a decode step, of each sequence in it, and of a prompt token."""
 
     step_s: float
     sequence_s: float
-    context_s: float
-    """For each token of context of each sequence."""
     prompt_s: float
 
 
@@ -457,14 +469,14 @@ def fit_decode(
     pauses: Mapping[int, Sequence[Span]],
     *,
     max_num_seqs: int,
-    max_context: int,
 ) -> tuple[tuple[DecodePoint, ...], Estimate]:
     """Return decode steps and prompt tokens per second by how long groups took on their generators.
 
-    ``by_generator`` has the groups of each generator in the order of their begin; in ``pauses`` it stood
-    still. A step takes a fixed time, a time for each sequence and a time for each token of context, none of
-    them negative. They are those with the least squares of relative errors of the groups' times. Which steps
-    lie between the begin and the end of a group follows from the times, so both are found in turn.
+    ``by_generator`` has the groups of each generator in the order of their begin, which stood still during
+    its ``pauses``. A step takes a fixed time and a time for each sequence, neither negative. They are those
+    with the least squares of the errors of the groups' times, relative to what the fit before predicts:
+    relative to the times themselves, long ones would count for too little. Which steps lie between the begin
+    and the end of a group follows from the times of steps, so both are found in turn.
     """
     times_s = np.array(
         [
@@ -474,7 +486,7 @@ def fit_decode(
         ]
     )
     longest = np.array([max(group.lengths) for _, groups in by_generator for group in groups])
-    fit = _DecodeFit(step_s=float(np.median(times_s / longest)), sequence_s=0.0, context_s=0.0, prompt_s=0.0)
+    fit = _DecodeFit(step_s=float(times_s.sum() / longest.sum()), sequence_s=0.0, prompt_s=0.0)
     for _ in range(NUM_REPLAYS):
         terms = np.concatenate(
             [
@@ -482,18 +494,17 @@ def fit_decode(
                 for index, groups in by_generator
             ]
         )
-        found = fit_not_negative(terms / times_s[:, None], np.ones(len(times_s)))
-        fit = _DecodeFit(context_s=found[0], prompt_s=found[1], sequence_s=found[2], step_s=found[3])
+        before_s = np.maximum(1e-9, terms @ np.array([fit.prompt_s, fit.sequence_s, fit.step_s]))
+        prompt_s, sequence_s, step_s = fit_not_negative(terms / before_s[:, None], times_s / before_s)
+        fit = _DecodeFit(step_s=step_s, sequence_s=sequence_s, prompt_s=prompt_s)
     numbers = sorted({min(max_num_seqs, 2**power) for power in range(max_num_seqs.bit_length() + 1)})
-    contexts = (0, max_context) if fit.context_s else (0,)
     points = tuple(
         DecodePoint(
             num_running=num,
-            num_context_tokens=context,
-            step_s=Estimate.stated(max(1e-9, fit.step_s + num * (fit.sequence_s + context * fit.context_s))),
+            num_context_tokens=0,
+            step_s=Estimate.stated(max(1e-9, fit.step_s + num * fit.sequence_s)),
         )
         for num in numbers
-        for context in contexts
     )
     return points, Estimate.stated(1.0 / fit.prompt_s if fit.prompt_s else FAST_PREFILL)
 
@@ -508,8 +519,7 @@ def _paused_s(group: SampledGroup, pauses: Sequence[Span]) -> float:
 def _replay(
     groups: Sequence[SampledGroup], pauses: Sequence[Span], fit: _DecodeFit, *, max_num_seqs: int
 ) -> np.ndarray:
-    """Return, for each group, the context tokens, prompt tokens, sequences and steps from its begin to its
-    end.
+    """Return, for each group, the prompt tokens, sequences of steps, and steps from its begin to its end.
 
     The groups come when they did, and sequences are decoded with the times of ``fit``.
     """
@@ -534,25 +544,23 @@ class _Replay:
         """By group, what has passed from its begin to its end."""
         self._fit = fit
         self._max_num_seqs = max_num_seqs
-        self._counts = np.zeros(4)
-        """Context tokens, prompt tokens, sequences and steps so far."""
+        self._counts = np.zeros(3)
+        """Prompt tokens, sequences of steps, and steps so far."""
         self._begin: dict[int, np.ndarray] = {}
         self._num_left: Counter[int] = Counter()
-        self._running: list[tuple[float, int, int]] = []
-        """The counter of steps at which each sequence ends, its group, and its context then."""
-        self._context = 0.0
-        """Tokens of all running sequences."""
+        self._running: list[tuple[float, int]] = []
+        """The counter of steps at which each sequence ends, and its group."""
         self._prompt_tokens = 0.0
         """Tokens of prompts to compute, which stops decoding."""
-        self._waiting: deque[tuple[int, int, int]] = deque()
-        """Group, prompt tokens and length of sequences that have no place yet."""
+        self._waiting: deque[tuple[int, int]] = deque()
+        """Group and length of sequences that have no place yet."""
 
     def add(self, index: int, group: SampledGroup) -> None:
         """Take in a group."""
         self._begin[index] = self._counts.copy()
         self._num_left[index] = len(group.lengths)
         self._prompt_tokens += group.num_prompt_tokens
-        self._waiting.extend((index, group.num_prompt_tokens, max(1, one)) for one in group.lengths)
+        self._waiting.extend((index, max(1, one)) for one in group.lengths)
         self._refill()
 
     def until(self, at_s: float) -> None:
@@ -563,18 +571,14 @@ class _Replay:
                 num_tokens = self._prompt_tokens
                 if fit.prompt_s:
                     num_tokens = min(num_tokens, (at_s - self.now_s) / fit.prompt_s)
-                self._counts[1] += num_tokens
+                self._counts[0] += num_tokens
                 self._prompt_tokens -= num_tokens
                 self.now_s += num_tokens * fit.prompt_s
                 continue
             num = len(self._running)
-            num_steps = self._running[0][0] - self._counts[3]
-            # Contexts grow by one token a step.
-            context = self._context + num * num_steps / 2
-            step_s = max(1e-9, fit.step_s + num * fit.sequence_s + context * fit.context_s)
-            num_steps = min(num_steps, (at_s - self.now_s) / step_s)
-            self._counts += num_steps * np.array([context, 0.0, num, 1.0])
-            self._context += num * num_steps
+            step_s = max(1e-9, fit.step_s + num * fit.sequence_s)
+            num_steps = min(self._running[0][0] - self._counts[2], (at_s - self.now_s) / step_s)
+            self._counts += num_steps * np.array([0.0, num, 1.0])
             self.now_s += num_steps * step_s
             self._end()
             if self.now_s + 1e-9 >= at_s:
@@ -583,9 +587,8 @@ class _Replay:
             self.now_s = max(self.now_s, at_s)
 
     def _end(self) -> None:
-        while self._running and self._running[0][0] <= self._counts[3] + 1e-6:
-            _, index, context = heapq.heappop(self._running)
-            self._context -= context
+        while self._running and self._running[0][0] <= self._counts[2] + 1e-6:
+            _, index = heapq.heappop(self._running)
             self._num_left[index] -= 1
             if not self._num_left[index]:
                 self.passed[index] = self._counts - self._begin.pop(index)
@@ -593,10 +596,8 @@ class _Replay:
 
     def _refill(self) -> None:
         while self._waiting and len(self._running) < self._max_num_seqs:
-            index, num_prompt_tokens, length = self._waiting.popleft()
+            index, length = self._waiting.popleft()
             # Computing the prompt samples the first token.
-            end = self._counts[3] + length - 1
-            heapq.heappush(self._running, (end, index, num_prompt_tokens + length))
-            self._context += num_prompt_tokens + 1
-        if self._running and self._running[0][0] <= self._counts[3] + 1e-6:
+            heapq.heappush(self._running, (self._counts[2] + length - 1, index))
+        if self._running and self._running[0][0] <= self._counts[2] + 1e-6 and not self._prompt_tokens:
             self._end()

@@ -29,7 +29,7 @@ from forgeasync.testing import tiny_config, write_tiny_model
 from forgeasync.tracing import Ended, Line, Opened, State, encode
 from tests.support.ledgers import ledger_text, opened
 
-NUM_STEPS, NUM_GROUPS, GROUP_SIZE = 30, 6, 4
+NUM_STEPS, NUM_GROUPS, GROUP_SIZE = 60, 6, 4
 STEP_S, SEQUENCE_S, PROMPT_S = 0.004, 0.0004, 1e-4
 ROW_S, TOKEN_S = 0.05, 2e-4
 SCORE_S, WAIT_S, PUBLISH_S, FETCH_S, READY_S, SWAP_S, BETWEEN_S = 0.1, 0.01, 0.02, 0.03, 0.01, 0.005, 0.004
@@ -187,10 +187,12 @@ def test_decode_steps_and_prompts_are_told_from_how_long_groups_took(found: Prof
 
 def test_other_times_are_those_of_the_files(found: ProfiledRun) -> None:
     profile = found.profile
-    assert len(profile.train) == NUM_STEPS - 10, "the first third of the run warms up"
+    assert [one.step_s.num_samples for one in profile.train] == [25, 25], "the run warms up in 10 steps"
+    assert profile.train[0].num_tokens < profile.train[1].num_tokens
     for point in profile.train:
         expected_s = ROW_S * point.num_rows + TOKEN_S * point.num_tokens
-        assert point.step_s.mean == pytest.approx(expected_s)
+        # Rows are whole.
+        assert point.step_s.mean == pytest.approx(expected_s, abs=ROW_S / 2)
     weights = profile.weights
     means_s = [one.mean.mean for one in (weights.wait_s, weights.publish_s, weights.fetch_s, weights.swap_s)]
     assert means_s == pytest.approx([WAIT_S, PUBLISH_S, FETCH_S + READY_S, SWAP_S], abs=1e-5)
@@ -206,7 +208,7 @@ def test_other_times_are_those_of_the_files(found: ProfiledRun) -> None:
 
 def test_a_simulation_of_the_same_run_takes_as_long(found: ProfiledRun) -> None:
     assert found.run.num_replicas == 2 and found.run.num_steps == NUM_STEPS
-    assert found.simulated_s == pytest.approx(found.measured_s, rel=0.15)
+    assert found.simulated_s == pytest.approx(found.measured_s, rel=0.1)
 
 
 def test_filtered_groups_are_told_from_the_ledger(config: RunConfig, tmp_path: Path) -> None:
