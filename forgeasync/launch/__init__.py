@@ -15,10 +15,6 @@ MONARCH_LIMITS = {
     # Monarch 0.7 ends the procs of a host whose controller has been silent for a minute, but not the host. An
     # agent ends both (forgeasync.launch.agent), by default later than that: it must still be there to do so.
     "mesh_orphan_timeout": "24h",
-    # Monarch 0.7 gives up a proc that is not up within 30 s. On busy cores its imports take longer than that.
-    # timeouts.setup_s limits every start.
-    "mesh_proc_spawn_max_idle": "1h",
-    "host_spawn_ready_timeout": "1h",
 }
 """Limits of Monarch that would decide before a run does. Every proc inherits them by its environment; a
 process that has imported Monarch before is told by ``forgeasync.launch.hosts``."""
