@@ -11,11 +11,6 @@ any other objective policy gradient and distillation add up.
 
 import sys
 
-from forgeasync.launch import fork_app
-
-if __name__ == "__main__":
-    fork_app(sys.orig_argv)  # before this process imports its own libraries
-
 from apps.grpo import start
 from forgeasync.config import RunConfig, load_config
 from forgeasync.controller import exit_code, parse_arguments, show_plan

@@ -24,11 +24,6 @@ import time
 from collections.abc import Awaitable, Sequence
 from typing import TypeVar
 
-from forgeasync.launch import fork_app
-
-if __name__ == "__main__":
-    fork_app(sys.orig_argv)  # before this process imports its own libraries
-
 from forgeasync.actors import CancelledGroup, GroupEpisodes, Procs, RefusedGroup, SampledGroup
 from forgeasync.buffer import Batch, DropReason, Start, Update
 from forgeasync.checkpoint import FINAL

@@ -18,11 +18,6 @@ docs/serving.md says what clients do, and what becomes of their sessions.
 
 import sys
 
-from forgeasync.launch import fork_app
-
-if __name__ == "__main__":
-    fork_app(sys.orig_argv)  # before this process imports its own libraries
-
 from apps.grpo import start
 from forgeasync.config import RunConfig, is_served, load_config
 from forgeasync.controller import exit_code, parse_arguments, show_plan

@@ -3,12 +3,15 @@
 import os
 import sys
 from collections.abc import Generator, Iterator
+from typing import Any
 
 import pytest
 from hypothesis import settings
 
 from forgeasync.faults import RUN_MARK
 from tests.support import tiers
+from tests.support.warm_python import session_folder, wait_until_imported, warm_python
+from tests.support.warm_python.executable import kind_of_role
 
 # On a busy machine any example may take long: tests judge behaviour, not time.
 settings.register_profile("no_deadline", deadline=None)
@@ -26,13 +29,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path not in starting)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Workers of xdist share one server of warm processes: it belongs to the process that starts them."""
+    if getattr(config.option, "numprocesses", None):
+        session_folder()
+
+
 def pytest_collection_finish() -> None:
     """Monarch's procs are started by the product itself, not by a helper of the tests."""
     if "monarch.actor" in sys.modules:
         from monarch.actor import HostMesh
 
-        if not hasattr(HostMesh.spawn_procs, "starts"):
-            HostMesh.spawn_procs = tiers.starts(tiers.Starts.PROCS)(HostMesh.spawn_procs)
+        if not hasattr(spawn := HostMesh.spawn_procs, "starts"):
+
+            @tiers.starts(tiers.Starts.PROCS)
+            def spawn_warm(hosts: HostMesh, *arguments: Any, name: str | None = None, **named: Any) -> object:
+                wait_until_imported(kind_of_role(name or ""))
+                return spawn(hosts, *arguments, name=name, **named)
+
+            HostMesh.spawn_procs = spawn_warm
 
 
 @pytest.fixture(autouse=True)
@@ -48,5 +63,12 @@ def mark_of_a_run_ends_with_its_test() -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    with tiers.running(item):
-        return (yield)
+    python = sys.executable
+    if item.get_closest_marker(tiers.Starts.PROCS) is not None:
+        # What starts with this process's Python has imported its libraries.
+        sys.executable = warm_python()
+    try:
+        with tiers.running(item):
+            return (yield)
+    finally:
+        sys.executable = python

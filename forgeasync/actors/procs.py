@@ -27,7 +27,7 @@ from forgeasync.actors.environment_pool import EnvironmentPool
 from forgeasync.actors.generator_pool import GeneratorPool
 from forgeasync.actors.watched_scorer import WatchedScorers
 from forgeasync.faults import Fault, FaultLog, Role
-from forgeasync.launch import HostLost, Hosts, ImportSet, LocalHosts, spawn_role, stop
+from forgeasync.launch import HostLost, Hosts, LocalHosts, spawn_role, stop
 from forgeasync.observability import ProcsFile, real_errors
 
 logger = logging.getLogger(__name__)
@@ -216,7 +216,7 @@ class Procs:
 
     def spawn_here(self, name: str) -> ProcMesh:
         """Start one proc on the controller's own machine, without a GPU."""
-        mesh = spawn_role(this_host(), name, num_procs=1, import_set=ImportSet.COMMON)
+        mesh = spawn_role(this_host(), name, num_procs=1)
         self._own_meshes.append(mesh)
         return mesh
 

@@ -10,7 +10,7 @@ from forgeasync.actors.environment_pool import EnvironmentPool, SpawnedWorker
 from forgeasync.actors.procs import ENVIRONMENT_WORKER, Procs
 from forgeasync.config import RunConfig, is_served
 from forgeasync.environments import EndpointModel, ServingAddress
-from forgeasync.launch import ImportSet, spawn_role, stop, until_imported
+from forgeasync.launch import spawn_role, stop
 from forgeasync.waiting import deadline
 
 
@@ -53,8 +53,7 @@ async def start_environment(
         address = ServingAddress(config.serving, serving_file, tell)
 
     async def spawn(number: int) -> SpawnedWorker:
-        await until_imported((ImportSet.EPISODES,))
-        mesh = spawn_role(this_host(), "environment", num_procs=1, import_set=ImportSet.EPISODES)
+        mesh = spawn_role(this_host(), "environment", num_procs=1)
         actor = mesh.spawn(f"{ENVIRONMENT_WORKER}-{number}", EnvironmentActor, procs.log_dir, number)
         call = f"setting up environment worker {number}"
         try:

@@ -19,7 +19,7 @@ from forgeasync.config import (
     named_sets,
     named_sources,
 )
-from forgeasync.launch import ImportSet, spawn_role, stop
+from forgeasync.launch import spawn_role, stop
 from forgeasync.scoring import Judge, is_limited
 from forgeasync.waiting import deadline
 
@@ -31,7 +31,7 @@ async def start_scorer(procs: Procs, config: RunConfig) -> GroupScoring:
 
     async def spawn(rank: int, number: int) -> SpawnedScorer:
         # A mesh of its own, which can be given back alone.
-        mesh = spawn_role(this_host(), "scorer", num_procs=1, import_set=ImportSet.COMMON)
+        mesh = spawn_role(this_host(), "scorer", num_procs=1)
         actor = mesh.spawn(f"{SCORER}-{rank}-{number}", ScorerActor, procs.log_dir, rank)
         try:
             async with deadline(config.timeouts.setup_s, call="setting up a scorer", key="timeouts.setup_s"):

@@ -34,18 +34,12 @@ from forgeasync.controller.resume import LATEST, begin_anew, has_ended, newest_s
 from forgeasync.controller.supervisor_beat import PIPE, Pulse
 from forgeasync.faults import RETRY_S, FaultLog, Role, is_refusal, read_stacks
 from forgeasync.launch import (
-    ADDRESS,
-    AHEAD,
     STOP_SIGNALS,
     End,
     Ending,
-    ImportSet,
     RestartPolicy,
     StartAgain,
-    fork_server,
-    has_gpus,
     is_death,
-    server_processes,
 )
 from forgeasync.observability import RunDir, RunInUse, RunLock, default_run_dir
 from forgeasync.schema import EXIT_FAILED, EXIT_REFUSED, EXIT_SIGNAL, ConfigError
@@ -80,15 +74,11 @@ class Supervisor:
         *,
         resume: str | None,
         controller_s: float,
-        import_sets: Sequence[ImportSet] = (),
     ) -> None:
         """``command`` starts the run, from the beginning; with ``--resume latest`` behind it, from the newest
         one of ``checkpoints``. ``resume`` is what the first start is to be resumed from. A run that gives no
-        sign of life for ``controller_s`` is killed. With ``import_sets`` the run is a fork of a server, which
-        has imported these for its procs too and outlives it; ``command`` is then Python with its
-        arguments."""
+        sign of life for ``controller_s`` is killed."""
         self._command = list(command)
-        self._import_sets = tuple(import_sets)
         self._run_dir = run_dir
         self._checkpoints = checkpoints
         self._resume = resume
@@ -150,16 +140,10 @@ class Supervisor:
         """Start the run, and return its exit code; collects orphans of the run that end meanwhile."""
         self._num_faults_before = num_detected(self._run_dir.faults)
         pulse = Pulse(limit_s=self._controller_s)
-        command, variables = self._command, {PIPE: str(pulse.writer)}
-        if self._import_sets:
-            server = fork_server(self._import_sets)
-            python, *arguments = self._command
-            command = [python, *server.arguments(ImportSet.CONTROLLER, kept=[pulse.writer]), *arguments]
-            variables[ADDRESS] = server.address
         process = subprocess.Popen(
-            [*command, *([] if resume is None else ["--resume", resume])],
+            [*self._command, *([] if resume is None else ["--resume", resume])],
             pass_fds=[pulse.writer],
-            env=os.environ | variables,
+            env=os.environ | {PIPE: str(pulse.writer)},
         )
         pulse.close_writer()
         self._silence = self._evidence = None
@@ -171,7 +155,6 @@ class Supervisor:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == process.pid:
                 self._child = None
-                self._last_child = pulse.pid or pid
                 process.returncode = os.waitstatus_to_exitcode(status)
                 pulse.close()
                 return process.returncode
@@ -179,7 +162,7 @@ class Supervisor:
                 self._silence = (
                     f"has given no sign of life for timeouts.controller_s = {self._controller_s:g} s"
                 )
-                self._evidence = read_stacks(pulse.pid or process.pid)
+                self._evidence = read_stacks(process.pid)
                 _say(f"the run {self._silence}: killing it; {self._evidence}")
                 process.kill()
 
@@ -274,15 +257,13 @@ def _adopt_orphans() -> None:
 
 
 def _descendants() -> Iterable[psutil.Process]:
-    """Return what runs below this process but the servers that the next start is forked from; collects what
-    has ended."""
+    """Return what runs below this process; collects what has ended."""
     try:
         while os.waitpid(-1, os.WNOHANG) != (0, 0):
             pass
     except ChildProcessError:
         return []
-    servers = server_processes()
-    return [one for one in psutil.Process().children(recursive=True) if one.pid not in servers]
+    return psutil.Process().children(recursive=True)
 
 
 def num_detected(faults: Path) -> int:
@@ -346,7 +327,6 @@ def main() -> int:
         planned_folder(config),
         resume=arguments.resume,
         controller_s=config.timeouts.controller_s,
-        import_sets=() if has_gpus() else AHEAD,
     ).run()
 
 

@@ -1,5 +1,4 @@
-"""How a supervisor notices that the run's controller stands still: a pipe with its process id, then a byte
-every second.
+"""How a supervisor notices that the run's controller stands still: a pipe with a byte every second.
 
 A thread writes it, which a busy event loop does not hold up, only what stops the whole process, such as
 SIGSTOP. Before the first byte, while the program is loaded, nothing counts. If the supervisor ends, the run
@@ -31,7 +30,7 @@ def start_beating() -> None:
     os.set_inheritable(int(descriptor), False)
     os.set_blocking(int(descriptor), False)
     # The first at once: what stops this process before the thread runs is to be noticed too.
-    _write(int(descriptor), b"%d\n" % os.getpid())
+    _write(int(descriptor), b".")
     threading.Thread(target=_beat, args=(int(descriptor),), name="supervisor-beat", daemon=True).start()
 
 
@@ -63,18 +62,11 @@ class Pulse:
         self._is_open = True
         self._last_s: float | None = None
         """When the last byte came; None: none has."""
-        self._first_line = b""
         self._looked_s = time.monotonic()
 
     def close_writer(self) -> None:
         """The run has it."""
         os.close(self.writer)
-
-    @property
-    def pid(self) -> int | None:
-        """The run's process, which is another one than the supervisor has started if it is a fork of a
-        server; None before its first sign of life."""
-        return int(self._first_line) if self._first_line.endswith(b"\n") else None
 
     def look(self) -> bool:
         """Wait a moment for a byte; returns whether none has come for ``limit_s``.
@@ -87,11 +79,8 @@ class Pulse:
             if now_s - self._looked_s > STALL_S and self._last_s is not None:
                 self._last_s = now_s
             self._looked_s = now_s
-            if ready and (signs := os.read(self._reader, 4096)):
+            if ready and os.read(self._reader, 4096):
                 self._last_s = now_s
-                if self.pid is None:
-                    line, end, _ = (self._first_line + signs).partition(b"\n")
-                    self._first_line = line + end
             elif ready:
                 self._is_open = False
             return self._last_s is not None and now_s - self._last_s > self._limit_s

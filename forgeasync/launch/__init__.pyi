@@ -1,11 +1,4 @@
 from .bootstrap_main import STOP_SIGNALS as STOP_SIGNALS
-from .forking.client import ADDRESS as ADDRESS
-from .forking.client import AHEAD as AHEAD
-from .forking.client import fork_app as fork_app
-from .forking.client import fork_server as fork_server
-from .forking.client import has_gpus as has_gpus
-from .forking.client import server_processes as server_processes
-from .forking.import_sets import ImportSet as ImportSet
 from .gpu_checks import HostGpus as HostGpus
 from .gpu_checks import RolePlan as RolePlan
 from .gpu_checks import check_hosts_gpus as check_hosts_gpus
@@ -24,7 +17,6 @@ from .job_hosts import build_hosts as build_hosts
 from .jobs import HostRole as HostRole
 from .kill_tree import kill_with_children as kill_with_children
 from .placement import spawn_role as spawn_role
-from .placement import until_imported as until_imported
 from .prerequisites import check_prerequisites as check_prerequisites
 from .render import render_launch as render_launch
 from .restart_policy import End as End
@@ -36,13 +28,6 @@ from .restart_policy import is_death as is_death
 # Only tests import these.
 from .agent import HostAgent as HostAgent
 from .bootstrap_main import visible_devices as visible_devices
-from .forking.client import ForkServer as ForkServer
-from .forking.client import own_life as own_life
-from .forking.fork import NO_PARENT as NO_PARENT
-from .forking.fork import starter_pid as starter_pid
-from .forking.import_sets import MODULES as MODULES
-from .forking.server import MAX_LOST as MAX_LOST
-from .forking.server import SERVER_NAME as SERVER_NAME
 from .gpu_facts import FLASH_ATTENTION_PACKAGES as FLASH_ATTENTION_PACKAGES
 from .gpu_facts import Gpu as Gpu
 from .gpu_facts import GpuFacts as GpuFacts

@@ -17,7 +17,6 @@ from monarch.actor import Actor, concurrent_endpoint
 
 from forgeasync.faults import read_stacks
 from forgeasync.launch.bootstrap_main import HOST_DEVICES_VARIABLE
-from forgeasync.launch.forking.fork import starter_pid
 from forgeasync.launch.gpu_facts import GpuFacts, gather_gpu_facts
 from forgeasync.launch.host_limits import HostLimits, gather_host_limits
 from forgeasync.launch.hosts import remove_from
@@ -55,7 +54,7 @@ class HostAgent(Actor):
     async def beat(self) -> int:
         """The controller is there; the id of the process that is this host's worker."""
         self._heard_s = time.monotonic()
-        return starter_pid()
+        return os.getppid()
 
     @concurrent_endpoint
     async def limits(self) -> HostLimits:
@@ -146,7 +145,7 @@ class HostAgent(Actor):
 
 def _end_host() -> None:
     # The procs of a host end with the process that started them.
-    worker = starter_pid()
+    worker = os.getppid()
     # In a pod the worker is process 1, which the kernel lets nobody in the pod kill. SIGINT ends it: Python
     # handles that one, and Monarch's loop looks for it.
     os.kill(worker, signal.SIGINT if worker == 1 else signal.SIGKILL)

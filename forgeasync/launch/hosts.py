@@ -13,12 +13,11 @@ from monarch.config import configure
 
 from forgeasync.faults import read_stacks
 from forgeasync.launch import MONARCH_LIMITS  # type: ignore[attr-defined]  # the stub lists other rooms' names
-from forgeasync.launch.forking.import_sets import ImportSet
 from forgeasync.launch.gpu_facts import GpuFacts, gather_gpu_facts
 from forgeasync.launch.host_limits import HostLimits, gather_host_limits
 from forgeasync.launch.jobs import HostRole
 from forgeasync.launch.kill_tree import kill_tree
-from forgeasync.launch.placement import GpuAllocator, spawn_role, until_imported
+from forgeasync.launch.placement import GpuAllocator, spawn_role
 from forgeasync.rollouts import (
     InFlightRead,
     create_run_folder,
@@ -31,13 +30,6 @@ from forgeasync.rollouts import (
 )
 
 LOCAL_HOST_ID = "host-0"
-
-IMPORT_SETS = {
-    HostRole.TRAINER: ImportSet.TRAINER,
-    HostRole.GENERATORS: ImportSet.GENERATOR,
-    HostRole.TEACHERS: ImportSet.GENERATOR,
-}
-"""What the procs of each role are forked with on this machine."""
 
 configure(**MONARCH_LIMITS)
 
@@ -227,15 +219,14 @@ class LocalHosts:
         """GPUs of each proc of the roles that were spawned."""
 
     async def open(self, tell: Callable[[str], None]) -> None:
-        """See ``Hosts``; waits for what all runs import."""
-        await until_imported(set(IMPORT_SETS.values()))
+        """See ``Hosts``; this machine is there."""
 
     def spawn(self, role: HostRole, name: str, num_procs: int, *, gpus_per_proc: int) -> ProcMesh:
         """See ``Hosts``."""
         if role not in self._gpus_of:
             self.allot(role, num_procs, gpus_per_proc=gpus_per_proc)
         assert len(self._gpus_of[role]) == num_procs, "as many procs as before"
-        return self._spawn(role, name, self._gpus_of[role])
+        return self._spawn(name, self._gpus_of[role])
 
     def allot(self, role: HostRole, num_procs: int, *, gpus_per_proc: int) -> None:
         """See ``Hosts``."""
@@ -248,7 +239,7 @@ class LocalHosts:
 
     def spawn_one(self, role: HostRole, name: str, rank: int) -> ProcMesh:
         """See ``Hosts``."""
-        return self._spawn(role, name, [self._gpus_of[role][rank]])
+        return self._spawn(name, [self._gpus_of[role][rank]])
 
     async def stop_one(self, mesh: ProcMesh) -> None:
         """See ``Hosts``."""
@@ -256,10 +247,8 @@ class LocalHosts:
             self._meshes.remove(mesh)
         await stop(mesh)
 
-    def _spawn(self, role: HostRole, name: str, gpus: list[list[int]]) -> ProcMesh:
-        mesh = spawn_role(
-            this_host(), name, num_procs=len(gpus), gpus_per_proc=gpus, import_set=IMPORT_SETS[role]
-        )
+    def _spawn(self, name: str, gpus: list[list[int]]) -> ProcMesh:
+        mesh = spawn_role(this_host(), name, num_procs=len(gpus), gpus_per_proc=gpus)
         self._meshes.append(mesh)
         return mesh
 

@@ -25,12 +25,11 @@ from forgeasync.config import (
     reward_gpus,
 )
 from forgeasync.launch.agent import HostAgent
-from forgeasync.launch.forking.import_sets import ImportSet
 from forgeasync.launch.gpu_facts import GpuFacts
 from forgeasync.launch.host_limits import HostLimits
-from forgeasync.launch.hosts import IMPORT_SETS, Host, HostLost, Hosts, LocalHosts, stop
+from forgeasync.launch.hosts import Host, HostLost, Hosts, LocalHosts, stop
 from forgeasync.launch.jobs import JOB_ROLES, HostRole, build_job, mesh_name
-from forgeasync.launch.placement import GpuAllocator, spawn_role, until_imported
+from forgeasync.launch.placement import GpuAllocator, spawn_role
 from forgeasync.launch.submission import LaunchFailed, Submission
 from forgeasync.rollouts import InFlightRead, sweep_stale_folders
 from forgeasync.waiting import DeadlineExceeded, deadline, forget
@@ -164,8 +163,6 @@ class JobHosts:
             LaunchFailed: the job was refused or has ended, or waits too long.
             DeadlineExceeded: a host has no agent within ``timeouts.setup_s``.
         """
-        if isinstance(self._launcher, ProcessLauncher):
-            await until_imported(set(IMPORT_SETS.values()))
         state = await self._submission.start(tell)
         call = "waiting for the agents of all hosts"
         async with deadline(self._timeouts.setup_s, call=call, key="timeouts.setup_s"):
@@ -197,7 +194,7 @@ class JobHosts:
         hosts = []
         for index, host_id in enumerate(ids):
             host = mesh.slice(hosts=index)
-            procs = self._spawn(host, f"agent-{role}-{index}", import_set=ImportSet.COMMON)
+            procs = self._spawn(host, f"agent-{role}-{index}")
             log_file = self._log_dir / f"host-{host_id}.log"
             agent = procs.spawn("agent", HostAgent, log_file, SILENCE_FACTOR * self._timeouts.host_s)
             hosts.append(JobHost(id=host_id, role=role, agent=agent, log_file=log_file))
@@ -234,7 +231,7 @@ class JobHosts:
             self.allot(role, num_procs, gpus_per_proc=gpus_per_proc)
         gpus = self._gpus_of[role]
         assert len(gpus) == per_host, "as many procs as before"
-        return self._spawn(self._meshes[role], name, gpus, import_set=IMPORT_SETS[role])
+        return self._spawn(self._meshes[role], name, gpus)
 
     def allot(self, role: HostRole, num_procs: int, *, gpus_per_proc: int) -> None:
         """See ``Hosts``."""
@@ -256,22 +253,11 @@ class JobHosts:
         """See ``Hosts``."""
         host, place = divmod(rank, len(self._gpus_of[role]))
         mesh = self._meshes[role].slice(hosts=host)
-        return self._spawn(mesh, name, [self._gpus_of[role][place]], import_set=IMPORT_SETS[role])
+        return self._spawn(mesh, name, [self._gpus_of[role][place]])
 
-    def _spawn(
-        self, mesh: HostMesh, name: str, gpus: Sequence[list[int]] = ([],), *, import_set: ImportSet
-    ) -> ProcMesh:
+    def _spawn(self, mesh: HostMesh, name: str, gpus: Sequence[list[int]] = ([],)) -> ProcMesh:
         """Spawn one proc for each element of ``gpus`` on every host of a mesh."""
-        is_here = isinstance(self._launcher, ProcessLauncher)
-        return spawn_role(
-            mesh,
-            name,
-            num_procs=len(gpus),
-            gpus_per_proc=list(gpus),
-            python=self._python,
-            import_set=import_set if is_here else None,
-            by_worker=True,
-        )
+        return spawn_role(mesh, name, num_procs=len(gpus), gpus_per_proc=list(gpus), python=self._python)
 
     def _per_host(self, role: HostRole, num_procs: int) -> int:
         num_hosts = len(self._hosts[role])

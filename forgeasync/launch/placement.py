@@ -1,6 +1,5 @@
 """Chooses where the procs of a role run, and in what environment."""
 
-import asyncio
 import itertools
 from collections.abc import Collection, Iterator
 
@@ -8,8 +7,10 @@ from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
 from monarch.actor import HostMesh, ProcMesh, default_bootstrap_cmd
 
 from forgeasync.launch.bootstrap_main import GPUS_VARIABLE
-from forgeasync.launch.forking.client import OF_A_PROC, fork_server, has_gpus, own_life
-from forgeasync.launch.forking.import_sets import ImportSet
+
+OF_A_PROC = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+"""Variables of procs without GPUs: with two threads in each of several procs on few cores, every proc is
+several times slower than with one."""
 
 
 class GpuAllocator:
@@ -45,29 +46,14 @@ def preimport() -> None:
     import torch as torch
 
 
-async def until_imported(import_sets: Collection[ImportSet]) -> None:
-    """Wait until what procs of this machine are forked from has imported these sets: Monarch 0.7 waits no
-    longer than 30 s for a proc that it starts."""
-    if has_gpus():
-        return
-    server = fork_server(tuple(import_sets))
-    await asyncio.gather(*(asyncio.to_thread(server.wait, one) for one in import_sets))
-
-
-def _bootstrap(python: str | None, import_set: ImportSet | None, *, by_worker: bool) -> BootstrapCommand:
-    """How a proc is started: with the Python at hand, or with another one of its own host's; as a fork of a
-    server that has imported a set, if there is one. A worker of this machine, if one starts it, has no pipe
-    of this process to hand on, and the proc ends with the worker.
+def _bootstrap(python: str | None) -> BootstrapCommand:
+    """How a proc is started: with the Python at hand, or with another one of its own host's.
 
     Monarch 0.7.0 has a public way to ask for another Python, and one to set a proc's environment, but none
     for both, nor for what a proc runs first; this can go when it has.
     """
     own = default_bootstrap_cmd()
-    arguments = ["-m", "forgeasync.launch.bootstrap_main"]
-    if import_set is not None:
-        lives = None if by_worker else [own_life()]
-        arguments = [*fork_server().arguments(import_set, lives=lives), *arguments]
-    return BootstrapCommand(python or own.program, None, arguments, own.env)
+    return BootstrapCommand(python or own.program, None, ["-m", "forgeasync.launch.bootstrap_main"], own.env)
 
 
 def spawn_role(
@@ -77,22 +63,14 @@ def spawn_role(
     num_procs: int,
     gpus_per_proc: list[list[int]] | None = None,
     python: str | None = None,
-    import_set: ImportSet | None = None,
-    by_worker: bool = False,
 ) -> ProcMesh:
     """Spawn ``num_procs`` of a role's procs on each host; proc i of a host sees only ``gpus_per_proc[i]``.
 
-    These count among the GPUs that the host itself lets its procs see. With an import set procs that see none
-    are forks, on this machine only; ``by_worker`` says that hosts of a job start them. Where there are GPUs
-    all are programs, since importing may ask for them.
+    These count among the GPUs that the host itself lets its procs see. ``python`` is the interpreter of the
+    hosts; None: the one that runs this.
     """
-    if has_gpus() or (gpus_per_proc and any(gpus_per_proc)):
-        import_set = None
     gpus: Iterator[list[int]] = iter(gpus_per_proc or []) if gpus_per_proc else itertools.repeat([])
-    commands = [
-        _bootstrap(python, import_set, by_worker=by_worker).with_env(_environment(next(gpus)))
-        for _ in range(num_procs)
-    ]
+    commands = [_bootstrap(python).with_env(_environment(next(gpus))) for _ in range(num_procs)]
     return hosts.spawn_procs(
         per_host={"procs": num_procs},
         name=role,

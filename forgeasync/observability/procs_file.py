@@ -14,7 +14,6 @@ from pathlib import Path
 
 import psutil
 
-from forgeasync.faults import RUN_MARK
 from forgeasync.rollouts import start_ticks
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -111,15 +110,7 @@ def _boot() -> str:
 
 
 def _is_own(pid: int) -> bool:
-    """Whether it is a process of this run on this machine; ids of other machines say nothing.
-
-    Then this process has started it, directly or not, or, where a server that others have started too has
-    forked it, it carries the run's mark.
-    """
+    """Whether this process has started it, directly or not; an id of another machine says nothing here."""
     with contextlib.suppress(psutil.Error):
-        process = psutil.Process(pid)
-        if any(one.pid == os.getpid() for one in process.parents()):
-            return True
-        mark = os.environ.get(RUN_MARK)
-        return mark is not None and process.environ().get(RUN_MARK) == mark
+        return any(one.pid == os.getpid() for one in psutil.Process(pid).parents())
     return False

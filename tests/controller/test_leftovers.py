@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -86,12 +86,11 @@ def released(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def kill_at_once(process: subprocess.Popen[str]) -> None:
-    """With what would remove its semaphores when it is gone."""
-    with ExitStack() as killing:
-        for child in psutil.Process(process.pid).children():
-            if "resource_tracker" in " ".join(child.cmdline()):
-                killing.callback(child.kill)
-        process.kill()
+    """After what would remove its semaphores when it is gone."""
+    for child in psutil.Process(process.pid).children():
+        if "resource_tracker" in " ".join(child.cmdline()):
+            child.kill()
+    process.kill()
     process.wait()
 
 

@@ -218,6 +218,6 @@ def test_what_cannot_work_is_said_before_anything_starts(
     config_file: Path, tmp_path: Path, override: str, said: str
 ) -> None:
     run_dir = tmp_path / "run"
-    code, _, err = run_here(tmp_path, "--config", str(config_file), f"run_dir={run_dir}", override)
+    code, _, err = run_here("--config", str(config_file), f"run_dir={run_dir}", override)
     assert code == 2 and said in err, err
     assert not run_dir.exists()

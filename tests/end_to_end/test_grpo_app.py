@@ -86,8 +86,6 @@ def test_a_run_writes_what_it_promises(config_file: Path, tmp_path: Path, steps_
     assert check_ledger(run_dir)["ends"]["trained"] == 4 * tiny_config(Path("x")).algorithm.groups_per_step
     assert (run_dir / "checkpoints" / "final" / "model.safetensors.index.json").exists()
     assert list((run_dir / "tensorboard").iterdir()) and list((run_dir / "logs").iterdir())
-    logs = [file.read_text(errors="replace") for file in (run_dir / "logs").glob("*.log")]
-    assert not [text for text in logs if "no fork of" in text], "every proc was forked"
     check_traces(run_dir)
 
 
@@ -310,7 +308,7 @@ def test_bad_input_is_refused_before_anything_starts(
     config_file: Path, tmp_path: Path, override: str, expected: list[str]
 ) -> None:
     run_dir = tmp_path / "run"
-    code, out, err = run_here(tmp_path, "--config", str(config_file), f"run_dir={run_dir}", override)
+    code, out, err = run_here("--config", str(config_file), f"run_dir={run_dir}", override)
     assert code == 2
     assert all(part in err for part in expected), err
     assert not run_dir.exists() and "Traceback" not in err and not out

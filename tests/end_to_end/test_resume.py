@@ -157,8 +157,7 @@ def test_a_run_that_was_killed_after_its_last_step_is_brought_to_its_end(
     run_dir = tmp_path / "run"
     shutil.copytree(whole_run, run_dir)
     arguments = (f"run_dir={run_dir}", "--resume", "latest")
-    (tmp_path / "done").mkdir()
-    code, out, _ = run_here(tmp_path / "done", "--config", str(config_file), *arguments)
+    code, out, _ = run_here("--config", str(config_file), *arguments)
     assert code == 0 and f"the run is done: it has made {NUM_STEPS} steps" in out
     shutil.rmtree(run_dir / "checkpoints" / "final")
     code, _, err = finish(start(config_file, *arguments))
@@ -244,7 +243,7 @@ def test_other_problems_under_the_same_names_are_refused(
     now, state["problems"] = state["problems"], "64 problems, of another day"
     file.write_text(json.dumps(state))
     arguments = ["--config", str(config_file), f"run_dir={interrupted}", "--resume", "latest"]
-    code, _, err = run_here(tmp_path, *arguments)
+    code, _, err = run_here(*arguments)
     assert code == 2 and now.startswith("64 problems, ")
     assert f"data = {now!r}: has become other data: the source must have 64 problems, of another day" in err
 
@@ -264,7 +263,7 @@ def test_what_cannot_be_resumed_is_refused_before_anything_starts(
 ) -> None:
     before = (interrupted / "metrics.jsonl").read_text()
     arguments = ["--config", str(config_file), f"run_dir={interrupted}", *overrides, "--resume", "latest"]
-    code, out, err = run_here(tmp_path, *arguments)
+    code, out, err = run_here(*arguments)
     assert code == 2, err
     assert all(part in err for part in expected), err
     assert not own_lines(out) and (interrupted / "metrics.jsonl").read_text() == before

@@ -33,10 +33,9 @@ from forgeasync.rollouts import (
 )
 from tests.generator.test_engine_episodes import assert_recomputed
 from tests.support.engines import RECORDS, let_decode, start_engine, update
-from tests.support.fork_server import ProcessFailed
 from tests.support.in_flight import assert_begins_with
 from tests.support.models import load_versions, write_versions
-from tests.support.processes import run_alone
+from tests.support.processes import ProcessFailed, run_alone
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutputs

@@ -27,10 +27,9 @@ from tests.support.engines import (
     expected,
     nothing_to_fetch,
 )
-from tests.support.fork_server import ProcessFailed
 from tests.support.gpu_runner import run_on_gpu_runner
 from tests.support.peft_adapters import random_adapter, write_merged
-from tests.support.processes import run_alone
+from tests.support.processes import ProcessFailed, run_alone
 
 SAMPLING = SamplingSection(temperature=0.8, top_k=20, top_p=0.9, max_response_tokens=6)
 ATTENTION = ("q_proj", "v_proj", "o_proj")

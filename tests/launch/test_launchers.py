@@ -162,7 +162,7 @@ def test_a_dry_run_shows_hosts_and_script_and_starts_nothing(tmp_path: Path) -> 
     arguments = [argument for file in files for argument in ("--config", str(file))]
     run_dir = tmp_path / "run"
     overrides = [f"run_dir={run_dir}", "launcher.cpus_per_task=8"]
-    code, out, err = run_here(tmp_path, *arguments, "--dry-run", *overrides)
+    code, out, err = run_here(*arguments, "--dry-run", *overrides)
     assert code == 0, err
     assert "\nwarning: launcher.cpus_per_task = 8: a host needs 34 by the plan" in out
     rows = {cells[1].strip(): cells[2:4] for line in out.splitlines() if len(cells := line.split("│")) > 4}

@@ -62,12 +62,10 @@ class Run:
         return host
 
     def look(self) -> None:
-        processes = self.processes()
-        proxies = {fork: process.pid for process in processes for fork in _forks(process)}
-        for process in processes:
+        for process in self.processes():
             try:
                 maps = Path(f"/proc/{process.pid}/maps").read_text()
-                session = psutil.Process(os.getsid(proxies.get(process.pid, process.pid)))
+                session = psutil.Process(os.getsid(process.pid))
                 name = _host(session)
             except (OSError, psutil.NoSuchProcess):
                 continue
@@ -88,15 +86,6 @@ class Run:
         assert not left, f"left behind: {[orphan.pid for orphan in left]}"
         assert not [folder for folder in self.users if Path(folder).exists()]
         return self.process.returncode, err
-
-
-def _forks(process: psutil.Process) -> list[int]:
-    """The fork whose end a process waits for; it is in the session of the server that it is a fork of."""
-    try:
-        texts = [file.read_text() for file in Path(f"/proc/{process.pid}/fdinfo").iterdir()]
-    except OSError:
-        return []
-    return [int(pid) for text in texts for pid in re.findall(r"^Pid:\t(\d+)$", text, re.MULTILINE)]
 
 
 def _host(session: psutil.Process) -> str:
@@ -133,7 +122,8 @@ def _start(config_file: Path, *overrides: str) -> Run:
     mark = uuid.uuid4().hex
     process = subprocess.Popen(
         [
-            sys.executable,
+            # Not the warm one: what it starts would not be in its host's session.
+            str(Path(sys.prefix, "bin", "python")),
             "-m",
             "apps.grpo",
             "--config",

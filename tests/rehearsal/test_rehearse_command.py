@@ -62,7 +62,7 @@ def test_apps_that_cannot_be_rehearsed_do_not_know_the_option(
 def test_a_config_with_problems_is_refused_before_anything_is_made(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     code, out, err = run_here(
-        tmp_path, "--config", str(LARGE), "--rehearse", "trainer.parallel.expert=3", f"run_dir={run_dir}"
+        "--config", str(LARGE), "--rehearse", "trainer.parallel.expert=3", f"run_dir={run_dir}"
     )
     assert code == 2 and "trainer.parallel.expert = 3" in err
     assert out == "" and not list(tmp_path.glob("run*"))

@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -12,8 +11,8 @@ import psutil
 from forgeasync.ledger import verify
 from forgeasync.observability import RunDir
 from tests.support.metrics import check_keys
-from tests.support.processes import run_apart
 from tests.support.tiers import Starts, starts
+from tests.support.warm_python import sessions_below, wait_until_imported, warm_python
 
 REPOSITORY = Path(__file__).parents[2]
 NEVER_ENDING = "max_steps=100000"
@@ -28,8 +27,9 @@ def start(
 ) -> subprocess.Popen[str]:
     """``search_path`` has modules of the user's own."""
     more = {} if search_path is None else {"PYTHONPATH": str(search_path)}
+    wait_until_imported("torchtitan", "vllm")
     return subprocess.Popen(
-        [sys.executable, "-m", app, "--config", str(config_file), *overrides],
+        [warm_python(), "-m", app, "--config", str(config_file), *overrides],
         cwd=REPOSITORY,
         env=os.environ | {"OMP_NUM_THREADS": "1"} | more,
         stdout=subprocess.PIPE,
@@ -56,30 +56,22 @@ def finish(process: subprocess.Popen[str], *, deadline_s: float = DEADLINE_S) ->
     return process.returncode, out, err
 
 
-def run_here(folder: Path, *arguments: str) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of the command where it starts nothing: the imports it needs are there.
-
-    ``folder`` takes what it writes.
-    """
-    out, err = folder / "stdout", folder / "stderr"
-    code = run_apart(_run_main, arguments, out, err)
-    return code, out.read_text(), err.read_text()
+@starts(Starts.PROCS)
+def run_here(*arguments: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of the command where it starts nothing and ends at once."""
+    done = subprocess.run(
+        [warm_python(), "-m", "apps.grpo", *arguments],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.returncode, done.stdout, done.stderr
 
 
 def own_lines(out: str) -> list[str]:
     """What a run wrote but for its word that it removed files of dead runs, which tests beside it leave."""
     return [line for line in out.splitlines() if not line.endswith("of dead runs in /dev/shm were removed")]
-
-
-def _run_main(arguments: tuple[str, ...], out: Path, err: Path) -> int:
-    for stream, file in ((sys.stdout, out), (sys.stderr, err)):
-        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), stream.fileno())
-    sys.argv = ["apps/grpo.py", *arguments]
-    from apps.grpo import main
-
-    code = main()
-    sys.stdout.flush()
-    return code
 
 
 def _words(process: psutil.Process) -> str:
@@ -91,15 +83,16 @@ def _words(process: psutil.Process) -> str:
 
 
 def controller_of(run_dir: Path) -> int:
-    """Process id of a run's controller, which is a fork and not the process that was started."""
+    """Process id of a run's controller: a warm one is not the process that was started."""
     return json.loads((run_dir / "procs.json").read_text())["controller"]
 
 
 def session_processes(session: int) -> list[psutil.Process]:
-    found = []
+    """The processes of a run that has led a session, and of the sessions of its forks."""
+    found, sessions = [], sessions_below(session)
     for process in psutil.process_iter():
         try:
-            if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
+            if os.getsid(process.pid) in sessions and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
         except (ProcessLookupError, psutil.NoSuchProcess):
             continue

@@ -12,19 +12,10 @@ from typing import TypeVar
 
 import torch
 
-from tests.support.fork_server import ForkServer
+from tests.support.processes import call_in_processes
 from tests.support.tiers import Starts, starts
 
 R = TypeVar("R")
-
-_ENGINES = ForkServer(
-    "tests.support.interpreted_triton",
-    "vllm.model_executor.models.qwen3_moe",
-    "vllm.v1.worker.cpu_worker",
-    "vllm.v1.worker.cpu.model_runner",
-    "forgeasync.generator.engine",
-    "pytest",
-)
 
 
 @starts(Starts.ENGINE)
@@ -33,7 +24,8 @@ def run_on_gpu_runner(function: Callable[..., R], *arguments: object) -> R:
 
     The function may start ``GeneratorEngine`` as ever, one or several after another.
     """
-    return _ENGINES.run(_as_on_a_gpu, (function, arguments), environments=[dict(os.environ)])[0]
+    call = (function, arguments)
+    return call_in_processes("vllm_of_gpus", _as_on_a_gpu, call, environments=[dict(os.environ)])[0]
 
 
 def _as_on_a_gpu(function: Callable[..., R], arguments: tuple[object, ...]) -> R:

@@ -1,34 +1,94 @@
 """Runs a function in processes of its own: on several gloo ranks, or alone."""
 
 import os
+import pickle
+import select
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from tests.support.fork_server import ForkServer
 from tests.support.tiers import Starts, starts
+from tests.support.warm_python import warm_python
+from tests.support.warm_python.executable import CALL
 
 R = TypeVar("R")
 
-_TRAINERS = ForkServer(
-    "forgeasync.trainer.policy_trainer",
-    # What TorchTitan and transformers import with their first model.
-    "torchtitan.trainer",
-    "transformers.models.qwen3_moe.modeling_qwen3_moe",
-    "pytest",
-)
-_ENGINES = ForkServer(
-    "vllm.model_executor.models.qwen3_moe",
-    "vllm.v1.worker.cpu_worker",
-    "forgeasync.generator.engine",
-    "pytest",
-)
-"""A server of their own: vLLM changes torch for whoever imports it."""
+MAX_LAST_CHARS = 6000
+"""Characters of a process's stderr that its failure repeats: one that dies of a signal says there why."""
+
+
+class ProcessFailed(RuntimeError):
+    """A process has raised or died; says which one, and how."""
+
+
+def call_in_processes(
+    kind: str,
+    function: Callable[..., R],
+    arguments: Sequence[object],
+    *,
+    environments: Sequence[dict[str, str]],
+) -> list[R]:
+    """The results of ``function(*arguments)``, called in as many processes as there are environments.
+
+    They have imported what ``warm_python.MODULES`` says of their ``kind``. Each is as fresh as a
+    program of its own, so that no test finds what another one has left: no process group, no cache, no seed.
+
+    Raises:
+        ProcessFailed: one of them has raised or died; the others are ended.
+    """
+    with tempfile.TemporaryDirectory() as out, ExitStack() as ending:
+        folder = Path(out)
+        (folder / "call").write_bytes(pickle.dumps(sys.path) + pickle.dumps((function, arguments)))
+        processes = []
+        for index, environment in enumerate(environments):
+            with (folder / f"{index}.stderr").open("w") as errors:
+                process = subprocess.Popen(
+                    [warm_python(), "-m", CALL, kind, out, str(index)],
+                    stdin=subprocess.DEVNULL,
+                    stderr=errors,
+                    env=environment,
+                )
+            processes.append(process)
+            ending.callback(_end, process, folder / f"{index}.stderr")
+        if (failed := _first_failed(processes)) is not None:
+            code = processes[failed].returncode
+            how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+            # Another one may have been the reason and have ended a moment later.
+            words = [file.read_text() for file in sorted(folder.glob("*.error"))]
+            if not words:
+                words = [(folder / f"{failed}.stderr").read_text(errors="replace")[-MAX_LAST_CHARS:]]
+            raise ProcessFailed("\n".join([f"process {failed} of {len(processes)} {how}", *words]))
+        return [pickle.loads((folder / str(index)).read_bytes()) for index in range(len(processes))]
+
+
+def _first_failed(processes: Sequence[subprocess.Popen[bytes]]) -> int | None:
+    """Wait for all processes, or for the first that fails, and return its place."""
+    running = {os.pidfd_open(process.pid): index for index, process in enumerate(processes)}
+    try:
+        while running:
+            for ended in select.select(list(running), [], [])[0]:
+                index = running.pop(ended)
+                os.close(ended)
+                if processes[index].wait() != 0:
+                    return index
+        return None
+    finally:
+        for left in running:
+            os.close(left)
+
+
+def _end(process: "subprocess.Popen[bytes]", errors: Path) -> None:
+    process.kill()
+    process.wait()
+    sys.stderr.write(errors.read_text(errors="replace"))
 
 
 def _free_port() -> int:
@@ -58,19 +118,19 @@ def run_ranks(world_size: int, function: Callable[..., R], *arguments: object) -
         "WORLD_SIZE": str(world_size),
     }
     environments = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world_size)]
-    return _TRAINERS.run(_run_rank, (function, arguments), environments=environments)
+    return call_in_processes("torchtitan", _run_rank, (function, arguments), environments=environments)
 
 
 @starts(Starts.ENGINE)
 def run_alone(function: Callable[..., R], *arguments: object) -> R:
     """The result of ``function(*arguments)`` in a process that has imported vLLM, without a process group."""
-    return _ENGINES.run(function, arguments, environments=[dict(os.environ)])[0]
+    return call_in_processes("vllm", function, arguments, environments=[dict(os.environ)])[0]
 
 
 @starts(Starts.PROCS)
 def run_apart(function: Callable[..., R], *arguments: object) -> R:
     """The same in a process that has imported TorchTitan."""
-    return _TRAINERS.run(function, arguments, environments=[dict(os.environ)])[0]
+    return call_in_processes("torchtitan", function, arguments, environments=[dict(os.environ)])[0]
 
 
 @contextmanager

@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroupGloo
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.support.fork_server import ProcessFailed
-from tests.support.processes import run_apart, run_ranks
+from tests.support.processes import ProcessFailed, run_apart, run_ranks
 
 
 def run_loops() -> int:

@@ -19,9 +19,8 @@ from forgeasync.models import read_model_facts
 from forgeasync.rollouts import NUM_WORST, TokenValues, merged_reports
 from forgeasync.testing import write_tiny_model
 from tests.support.families import write_family
-from tests.support.fork_server import ProcessFailed
 from tests.support.layouts import LEARNING_RATE, Case, Inputs, Outcome, take_steps
-from tests.support.processes import run_ranks
+from tests.support.processes import ProcessFailed, run_ranks
 from tests.support.trainers import make_sequences
 
 # The first test of a launch waits for all of its cases.

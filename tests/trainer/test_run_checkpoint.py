@@ -40,8 +40,7 @@ from forgeasync.trainer import (
     pack_row,
     pack_rows,
 )
-from tests.support.fork_server import ProcessFailed
-from tests.support.processes import run_ranks
+from tests.support.processes import ProcessFailed, run_ranks
 from tests.support.trainers import make_sequences
 
 TOKENS_PER_ROW = 128

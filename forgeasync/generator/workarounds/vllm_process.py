@@ -4,21 +4,15 @@
   never removes it, and gives the same name to the shared memory of its collectives on CPUs
   (``/dev/shm/vllm_dist_...``), which stays when the workers are killed. With the run's mark in the name the
   end of the run, or a later start, removes both.
-- Where the CPU build looks for the Triton kernels that it replaces. vLLM looks at every attribute of every
-  module that is imported. Looking counts a reference, which writes to the object: a fork, as generators are
-  one of a server that has imported everything, then has 100 MiB for itself that it would have shared.
 - How the CPU build counts the tokens that are at least as likely as a sampled one. vLLM compiles this one
   comparison with inductor, which takes an engine 60 MiB and its first steps a second.
 """
 
-import sys
 import tempfile
-from types import ModuleType
 from uuid import uuid4
 
 import torch
 from vllm.platforms import current_platform
-from vllm.triton_utils import dispatcher
 from vllm.utils.network_utils import get_file_store_init_method
 from vllm.v1.executor import multiproc_executor, uniproc_executor
 from vllm.v1.sample import sampler
@@ -33,9 +27,6 @@ def adapt_process() -> None:
     multiproc_executor.get_file_store_init_method = _init_method
     uniproc_executor.get_file_store_init_method = _init_method
     if current_platform.is_cpu():
-        assert hasattr(dispatcher, "sys"), "written against vLLM 0.32"
-        # It is asked for its modules alone.
-        dispatcher.sys = _OwnModules()  # type: ignore[assignment]
         assert hasattr(sampler, "batched_count_greater_than"), "written against vLLM 0.32"
         # vLLM calls it by place, so that the names of its parameters do not matter.
         sampler.batched_count_greater_than = count_at_least  # type: ignore[assignment]
@@ -46,16 +37,6 @@ def _init_method() -> str:
     if prefix is None:
         return str(get_file_store_init_method())
     return f"file://{tempfile.gettempdir()}/{prefix}{uuid4().hex}"
-
-
-class _OwnModules:
-    """Stands in for ``sys`` where vLLM looks for its kernels: only its own modules have any."""
-
-    @property
-    def modules(self) -> dict[str, ModuleType]:
-        """vLLM's modules that are imported, by name."""
-        own = [name for name in sys.modules if name == "vllm" or name.startswith("vllm.")]
-        return {name: sys.modules[name] for name in own}
 
 
 def count_at_least(logprobs_BV: torch.Tensor, bounds_B1: torch.Tensor) -> torch.Tensor:

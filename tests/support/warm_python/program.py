@@ -1,17 +1,15 @@
-"""A program that says what it is, as JSON, and then ends as it is told: ``python -m
-tests.support.forked_program``."""
+"""A program that says what it is, as JSON, and then ends as it is told."""
 
 import atexit
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
 
 import numpy as np
-
-from forgeasync.launch import NO_PARENT, starter_pid
 
 
 class Collected:
@@ -23,18 +21,12 @@ class Collected:
 
 def main() -> None:
     how, *rest = sys.argv[1:]
-    if how == "terminal":
-        print(f"is one: {sys.stdout.isatty()}")
-        time.sleep(600)
     facts = {
         "pid": os.getpid(),
-        "group": os.getpgrp(),
-        "starter": starter_pid(),
+        "parent": os.getppid(),
         "arguments": rest,
         "folder": os.getcwd(),
         "variable": os.environ.get("FORGEASYNC_TEST"),
-        # Only Monarch's procs are told to go on without their parent.
-        "without_parent": [os.environ.get(name) for name in NO_PARENT],
         "has_torch": "torch" in sys.modules,
         "search_path": sys.path[0],
         "original": sys.orig_argv[1:],
@@ -61,6 +53,9 @@ def main() -> None:
             os.kill(os.getpid(), int(rest[0]))
         case "write":
             os.write(int(rest[0]), b"kept")
+        case "starts":
+            print(subprocess.Popen(["sleep", "600"]).pid, flush=True)
+            time.sleep(600)
         case "wait":
             signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(17))
             print("waits", flush=True)

@@ -1,31 +1,26 @@
-"""Forks of a server: fresh every time, and none is left behind."""
+"""Functions in processes of their own: fresh every time, and none is left behind."""
 
 import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from forgeasync.rollouts import is_running
-from tests.support.fork_server import ForkServer, ProcessFailed
+from tests.support.processes import ProcessFailed, call_in_processes
+
+pytestmark = pytest.mark.procs
 
 CALLS: list[str] = []
 """What a process has been asked so far."""
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    """One that imports nothing to speak of."""
-    server = ForkServer("json")
-    yield server
-    server._end()
-
-
-def environments(num: int) -> list[dict[str, str]]:
-    return [os.environ | {"INDEX": str(index)} for index in range(num)]
+def call(num: int, function: Any, *arguments: object) -> list[Any]:
+    environments = [os.environ | {"INDEX": str(index)} for index in range(num)]
+    return call_in_processes("torchtitan", function, arguments, environments=environments)
 
 
 def remember(text: str) -> tuple[list[str], str, str]:
@@ -53,21 +48,21 @@ def fail_or_wait(folder: Path, how: str) -> None:
     time.sleep(600)
 
 
-def assert_gone(file: Path) -> None:
-    pid = int(file.read_text())
-    assert not is_running(pid)
+def wait_until_gone(file: Path) -> None:
+    while is_running(int(file.read_text())):
+        time.sleep(0.01)
 
 
-def test_forks_know_their_index_and_nothing_of_earlier_ones(
-    server: ForkServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_processes_know_their_index_and_nothing_of_earlier_ones(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for text in ("first", "second"):
         folder = tmp_path / text
         folder.mkdir()
         monkeypatch.chdir(folder)
-        found = server.run(remember, [text], environments=environments(2))
+        found = call(2, remember, text)
         assert found == [([text], "0", str(folder)), ([text], "1", str(folder))]
-    assert server.run(left, [""], environments=environments(1)) == [None]
+    assert call(1, left, "") == [None]
 
 
 @pytest.mark.parametrize(
@@ -78,22 +73,17 @@ def test_forks_know_their_index_and_nothing_of_earlier_ones(
         ("aborts", "killed by signal 6(?s:.*)a library's last words(?s:.*)Aborted(?s:.*)fail_or_wait"),
     ],
 )
-def test_one_that_fails_is_told_and_ends_the_others(
-    server: ForkServer, tmp_path: Path, how: str, says: str
-) -> None:
+def test_one_that_fails_is_told_and_ends_the_others(tmp_path: Path, how: str, says: str) -> None:
     with pytest.raises(ProcessFailed, match=f"process 1 of 2(?s:.*){says}"):
-        server.run(fail_or_wait, [tmp_path, how], environments=environments(2))
-    assert_gone(tmp_path / "0")
-    assert server.run(left, [""], environments=environments(1)) == [None], "it goes on"
+        call(2, fail_or_wait, tmp_path, how)
+    wait_until_gone(tmp_path / "0")
 
 
 class CutOff(Exception):
     """What a test's time limit raises in the midst of a call."""
 
 
-def test_a_call_that_is_cut_off_leaves_nothing_and_the_next_one_starts_afresh(
-    server: ForkServer, tmp_path: Path
-) -> None:
+def test_a_call_that_is_cut_off_leaves_nothing(tmp_path: Path) -> None:
     def cut_off(number: int, frame: object) -> None:
         raise CutOff
 
@@ -107,10 +97,8 @@ def test_a_call_that_is_cut_off_leaves_nothing_and_the_next_one_starts_afresh(
     try:
         waiting.start()
         with pytest.raises(CutOff):
-            server.run(fail_or_wait, [tmp_path, ""], environments=environments(1))
+            call(1, fail_or_wait, tmp_path, "")
     finally:
         waiting.join()
         signal.signal(signal.SIGUSR1, before)
-    while is_running(int((tmp_path / "0").read_text())):
-        time.sleep(0.01)
-    assert server.run(left, [""], environments=environments(1)) == [None]
+    wait_until_gone(tmp_path / "0")
