@@ -78,7 +78,7 @@ class Launcher:
             self._process = subprocess.Popen(
                 [os.path.realpath(sys.executable), "-I", "-S", "-c", _BOOT],
                 stdin=subprocess.PIPE,
-                stdout=theirs,
+                stdout=theirs.fileno(),
                 stderr=subprocess.DEVNULL,
                 env={"PATH": os.defpath, "LANG": "C.UTF-8"} | kept,
                 cwd="/",

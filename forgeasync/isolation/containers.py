@@ -48,8 +48,8 @@ def run_command(program: str, section: Docker | Podman, name: str) -> list[str]:
         command += ["--ulimit", f"{limit}={value}:{value}"]
     for source, target in section.mounts.items():
         command += ["--mount", f"type=bind,source={source},target={target},readonly"]
-    for variable, value in ({"HOME": "/tmp", "LANG": "C.UTF-8"} | section.env).items():
-        command += ["--env", f"{variable}={value}"]
+    for variable, setting in ({"HOME": "/tmp", "LANG": "C.UTF-8"} | section.env).items():
+        command += ["--env", f"{variable}={setting}"]
     return [*command, "--workdir", _WORK, "--entrypoint", "sleep", section.image, "infinity"]
 
 

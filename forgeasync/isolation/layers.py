@@ -147,9 +147,9 @@ def _audit_hook(read_roots: tuple[str, ...], report: int) -> Callable[[str, tupl
 
     def is_readable(path: object) -> bool:
         if is_a(path, buffer):
-            path = decode(path)
+            path = decode(path)  # type: ignore[arg-type]  # mypy does not see that is_a is isinstance
         # A path of Python's own has no "..", and the folders themselves may be listed.
-        return is_a(path, text) and "/../" not in path and f"{path}/".startswith(read_roots)
+        return is_a(path, text) and "/../" not in path and f"{path}/".startswith(read_roots)  # type: ignore[operator]
 
     def hook(event: str, arguments: tuple[object, ...]) -> None:
         if event in runs_code:
@@ -161,7 +161,7 @@ def _audit_hook(read_roots: tuple[str, ...], report: int) -> Callable[[str, tupl
             return
         if event == "open":
             path, _, flags = arguments
-            if is_a(flags, number) and not flags & writing and is_readable(path):
+            if is_a(flags, number) and not flags & writing and is_readable(path):  # type: ignore[operator]
                 return
         elif event in path_events and is_readable(arguments[0]):
             return

@@ -18,7 +18,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 from forgeasync.isolation.bubblewrap import program_command, start_filtered
 
@@ -70,7 +70,7 @@ class ContainedProcess:
         )
         assert process.stdin is not None and process.stdout is not None
         self._stdin = process.stdin
-        self.replies: BinaryIO = process.stdout
+        self.replies: IO[bytes] = process.stdout
         """Its standard output; whoever reads it must not use ``ask`` as well."""
         # Runs at exit too, and when this object is garbage.
         self.stop = weakref.finalize(self, _stop, process, scratch)
@@ -124,7 +124,7 @@ class ContainedProcess:
         return json.loads(line)
 
 
-def open_channel() -> tuple[BinaryIO, BinaryIO]:
+def open_channel() -> tuple[IO[bytes], IO[bytes]]:
     """In a contained process: return the streams of requests and of replies.
 
     Replies get a descriptor of their own, so that nothing that a library prints can end up among them.
@@ -134,7 +134,7 @@ def open_channel() -> tuple[BinaryIO, BinaryIO]:
     return sys.stdin.buffer, replies
 
 
-def write_line(stream: BinaryIO, message: Mapping[str, Any]) -> None:
+def write_line(stream: IO[bytes], message: Mapping[str, Any]) -> None:
     """Write a message as one line of JSON, at once."""
     stream.write(json.dumps(message).encode() + b"\n")
     stream.flush()

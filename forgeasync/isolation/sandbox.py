@@ -223,10 +223,10 @@ def check_sandbox(section: SandboxSection) -> Iterator[Problem]:
     with concurrent.futures.ThreadPoolExecutor(max_workers=1) as thread:
         problem = thread.submit(lambda: asyncio.run(_try(section))).result()
     if problem is not None:
-        field, value = "sandbox.kind", section.kind
         if isinstance(section, PythonSandbox):
-            field, value = "sandbox.factory", section.factory
-        yield Problem(field=field, value=value, remedy=problem)
+            yield Problem(field="sandbox.factory", value=section.factory, remedy=problem)
+        else:
+            yield Problem(field="sandbox.kind", value=section.kind, remedy=problem)
 
 
 async def _try(section: SandboxSection) -> str | None:

@@ -17,7 +17,7 @@ from abc import abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO
 
 from forgeasync.config import SandboxLimits, UnsafeSubprocess
 from forgeasync.isolation.backend import (
@@ -113,7 +113,7 @@ class SupervisedBackend(SandboxBackend):
             await self.close()
             raise
 
-    async def _unpack(self, archive: BinaryIO) -> None:
+    async def _unpack(self, archive: IO[bytes]) -> None:
         ending = await self._call(
             ["sh", "-c", _UNPACK],
             timeout_s=FILE_LIMIT_S,
@@ -257,7 +257,7 @@ async def _parts_of(data: bytes) -> AsyncIterator[bytes]:
         yield data[begin : begin + wire.CHUNK_BYTES]
 
 
-async def _chunks_of(file: BinaryIO) -> AsyncIterator[bytes]:
+async def _chunks_of(file: IO[bytes]) -> AsyncIterator[bytes]:
     while part := await in_thread(file.read, wire.CHUNK_BYTES):
         yield part
 
@@ -270,7 +270,7 @@ def _raise_if_failed(ending: Ending, what: str) -> None:
         raise SandboxError(f"{what}: {lines[-1][:300]}")
 
 
-def pack_workspace(folder: Path, limits: SandboxLimits) -> BinaryIO:
+def pack_workspace(folder: Path, limits: SandboxLimits) -> IO[bytes]:
     """Pack a folder. Symbolic links are packed as links: nothing outside of the folder is read.
 
     Raises:

@@ -19,7 +19,7 @@ import queue
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 from forgeasync.config import ProcessRewardModel
 from forgeasync.environments import Response
@@ -107,14 +107,14 @@ def model_version(section: ProcessRewardModel) -> str:
     return digest.hexdigest()[:12]
 
 
-def _read_into(requests: BinaryIO, waiting: "queue.SimpleQueue[dict[str, Any]]") -> None:
+def _read_into(requests: IO[bytes], waiting: "queue.SimpleQueue[dict[str, Any]]") -> None:
     for line in requests:
         waiting.put(json.loads(line))
     # Nobody waits for what is still computed.
     os._exit(0)
 
 
-def _begin(scoring: StepScoring, request: dict[str, Any], replies: BinaryIO) -> None:
+def _begin(scoring: StepScoring, request: dict[str, Any], replies: IO[bytes]) -> None:
     call = request["call"]
     (one,) = request["responses"]
     response = Response(one["text"], one["num_tokens"], FinishReason(one["finish_reason"]))
@@ -127,7 +127,7 @@ def _begin(scoring: StepScoring, request: dict[str, Any], replies: BinaryIO) -> 
         write_line(replies, {"call": call, "scores": [encode_score(score)]})
 
 
-def _answer(scoring: StepScoring, waiting: "queue.SimpleQueue[dict[str, Any]]", replies: BinaryIO) -> None:
+def _answer(scoring: StepScoring, waiting: "queue.SimpleQueue[dict[str, Any]]", replies: IO[bytes]) -> None:
     """Answer requests until stdin ends, which ends the process."""
     while True:
         while not waiting.empty() or not scoring.has_work:

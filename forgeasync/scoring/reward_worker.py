@@ -23,7 +23,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 from forgeasync.config import PythonReward, ScoredUnit
 from forgeasync.environments import Response
@@ -98,7 +98,7 @@ class _Calls:
     """Runs the calls of one reward on an event loop and writes their replies."""
 
     def __init__(
-        self, section: PythonReward, reward: Callable[..., Any], requests: BinaryIO, replies: BinaryIO
+        self, section: PythonReward, reward: Callable[..., Any], requests: IO[bytes], replies: IO[bytes]
     ) -> None:
         self._section = section
         self._reward = reward

@@ -13,7 +13,7 @@ the value of Python).
 
 from __future__ import annotations
 
-import _signal
+import _signal  # type: ignore[import-not-found]  # typeshed has no _signal
 import marshal
 import os
 import select

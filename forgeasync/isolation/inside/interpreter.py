@@ -33,16 +33,19 @@ def main() -> None:
         write(results[0], nonce + report(has_value, value, traceback_text, int(cap)))
 
 
-def run(code: str, names: dict) -> tuple[bool, str, str]:
+def run(code: str, names: dict[str, object]) -> tuple[bool, str, str]:
     """Run code as an interactive interpreter does: has the last line a value, its text, what was raised."""
     try:
         tree = ast.parse(code, "<session>")
-        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+        last = None
+        if tree.body and isinstance(end := tree.body[-1], ast.Expr):
+            last = end.value
+            tree.body.pop()
         remember(code)
         exec(compile(tree, "<session>", "exec"), names)
         if last is None:
             return False, "", ""
-        value = eval(compile(ast.Expression(last.value), "<session>", "eval"), names)
+        value = eval(compile(ast.Expression(last), "<session>", "eval"), names)
         if value is None:
             return False, "", ""
         names["_"] = value

@@ -11,7 +11,7 @@ it: then the host ends the box, whose first process is out of its reach.
 
 from __future__ import annotations
 
-import _signal
+import _signal  # type: ignore[import-not-found]  # typeshed has no _signal
 import _socket
 import marshal
 import os
