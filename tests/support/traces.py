@@ -54,3 +54,16 @@ def check_traces(run_dir: Path) -> None:
     for name, processes in lanes.items():
         whole = shares(processes, processes[0].begin_s, processes[-1].end_s)
         assert sum(whole.values()) == pytest.approx(1.0), name
+    sampled = {
+        span.facts["group"]: span.facts
+        for name, processes in lanes.items()
+        if name.startswith("generator-")
+        for lane in processes
+        for span in lane.spans
+        if span.name == "sample group" and "response_tokens" in span.facts
+    }
+    for rollout in read_lines(run_dir / "rollouts.jsonl"):
+        facts = sampled[rollout["group_id"]]
+        assert facts["prompt_tokens"] == rollout["prompt_tokens"]
+        lengths = str(facts["response_tokens"]).split()
+        assert int(lengths[rollout["episode"]]) == rollout["response_tokens"]

@@ -47,7 +47,7 @@ from forgeasync.plugins.simulator.run import simulate_seeds
 from forgeasync.plugins.simulator.shape import SimulatedRun, of_config
 from forgeasync.plugins.simulator.stated_profile import KV_BLOCK_TOKENS
 from forgeasync.rollouts import padded_length, plan_rows
-from forgeasync.schema import Problem, raise_if_any
+from forgeasync.schema import ConfigError, Problem, raise_if_any
 from forgeasync.tracing import SUFFIX, Lane, Span
 
 MAX_STEPS = 200
@@ -60,7 +60,8 @@ MAX_TRAIN_POINTS = 4
 """Sizes of optimizer steps that are told from each other."""
 
 STEPS_PER_POINT = 20
-"""Fewest steps whose mean is a point, but for short runs: steps of one size may take very different times."""
+"""Fewest steps whose mean is a point, except in short runs. Steps of one size may take very different
+times."""
 
 NUM_REPLAYS = 5
 """Replays of the groups, each with the decode steps that the one before has found."""
@@ -119,15 +120,14 @@ def profile_run(folder: Path) -> ProfiledRun:
     later = lines[max(1, window.num_left_out) :]
     counted = [line for line in later if line["step"] <= window.last_step][-MAX_STEPS:]
     if measured is None or not counted:
-        raise_if_any([Problem(field=str(run_dir.metrics), remedy="must have the lines of more steps")])
-    assert measured is not None
+        raise _refusal(run_dir.metrics, "must have the lines of more steps")
     lanes = _lanes(run_dir.logs)
-    begins_s = _step_begins(lanes)
-    since_s = begins_s.get(int(counted[0]["step"]), 0.0)
+    since_s = _step_begins(lanes).get(int(counted[0]["step"]))
+    if since_s is None:
+        raise _refusal(run_dir.logs, "must have the controller's trace")
     groups = _groups(lanes)
     if not groups:
-        remedy = "must have traces with the tokens of sampled groups"
-        raise_if_any([Problem(field=str(run_dir.logs), remedy=remedy)])
+        raise _refusal(run_dir.logs, "must have traces with the tokens of sampled groups")
     prompts = _prompts(run_dir.ledger)
     profile = _profile(config, lanes, groups, prompts, lines, counted, since_s=since_s)
     run = of_config(config, facts, profile, num_steps=min(config.max_steps, MAX_STEPS))
@@ -138,6 +138,10 @@ def profile_run(folder: Path) -> ProfiledRun:
         measured_s=measured.step_s,
         simulated_s=statistics.fmean(one.step_s for one in found),
     )
+
+
+def _refusal(file: Path, remedy: str) -> ConfigError:
+    return ConfigError([Problem(field=str(file), remedy=remedy)])
 
 
 def _check(config: RunConfig, folder: Path) -> None:
@@ -185,7 +189,7 @@ def _profile(
         measured_at=datetime.fromtimestamp(since_s, UTC).isoformat(timespec="seconds"),
         hardware=Hardware(
             host=controller.opened.host if controller.opened is not None else "",
-            # Nothing is said to take cores.
+            # Without effect, as nothing takes cores.
             num_cores=os.cpu_count() or 1,
             cpu="not recorded",
             packages={},
@@ -233,13 +237,15 @@ def _metrics(file: Path) -> list[dict[str, float]]:
     try:
         text = file.read_text(encoding="utf-8")
     except OSError as error:
-        raise_if_any([Problem(field=str(file), remedy=f"cannot be read: {error.strerror}")])
-        raise AssertionError from error
+        raise _refusal(file, f"cannot be read: {error.strerror}") from error
     for one in text.splitlines(keepends=True):
         if not one.endswith("\n"):
             # The run is writing it.
             break
-        line: dict[str, Any] = json.loads(one)
+        try:
+            line: dict[str, Any] = json.loads(one)
+        except ValueError as error:
+            raise _refusal(file, f"must have an object on every line: {error}") from error
         if not line.keys() >= set(KEYS) or any(line[key] is None for key in KEYS):
             continue
         is_new_start = bool(lines) and line["generator/busy_s"] < lines[-1]["generator/busy_s"]
@@ -266,7 +272,7 @@ def _of_role(lanes: Iterable[Lane], role: str) -> list[Lane]:
 
 
 def _step_begins(lanes: Sequence[Lane]) -> dict[int, float]:
-    """Return when the training loop came for the batch of each step."""
+    """Return when the training loop asked for the batch of each step."""
     spans = (span for lane in _of_role(lanes, "controller") for span in lane.spans)
     return {int(one.facts["step"]): one.begin_s for one in spans if one.name == "wait for a batch"}
 
@@ -356,7 +362,8 @@ def _prompts(file: Path) -> _Prompts:
             match event := ledger.read(line.removesuffix(b"\n")):
                 case Submitted():
                     by_prompt[event.prompt] = event.source
-                case Started():
+                # A ledger may begin after some prompts were submitted.
+                case Started() if event.prompt in by_prompt:
                     sources[event.group] = by_prompt[event.prompt]
                 case Scored():
                     counts["scored"] += 1
@@ -367,9 +374,9 @@ def _prompts(file: Path) -> _Prompts:
                 case _:
                     continue
     except OSError as error:
-        raise_if_any([Problem(field=str(file), remedy=f"cannot be read: {error.strerror}")])
+        raise _refusal(file, f"cannot be read: {error.strerror}") from error
     except BadLine as error:
-        raise_if_any([Problem(field=str(file), remedy=f"a line {error}")])
+        raise _refusal(file, f"must be a whole ledger: a line {error}") from error
     share = counts["filtered"] / max(1, counts.total())
     return _Prompts(sources=sources, batches=batches, filtered_share=min(share, 0.99))
 
@@ -419,8 +426,8 @@ def _train(
             )
         sizes.append((num_tokens, num_rows, line["time/train_s"]))
     if not sizes:
-        remedy = "must have the tokens of all groups of a step"
-        raise_if_any([Problem(field="traces and ledger", remedy=remedy)])
+        remedy = "must have the tokens of all groups of a step, which its ledger names"
+        raise ConfigError([Problem(field="traces", remedy=remedy)])
     sizes.sort(key=lambda size: size[:2])
     num_points = max(1, min(MAX_TRAIN_POINTS, len(sizes) // STEPS_PER_POINT))
     bounds = [number * len(sizes) // num_points for number in range(num_points + 1)]

@@ -240,6 +240,10 @@ def test_a_run_that_lacks_what_a_profile_needs_is_refused(config: RunConfig, tmp
         ConfigError, match=r"without/logs: must have traces with the tokens of sampled groups"
     ):
         profile_run(without)
+    for trace in (without / "logs").glob("controller*"):
+        trace.unlink()
+    with pytest.raises(ConfigError, match=r"without/logs: must have the controller's trace"):
+        profile_run(without)
     metrics = without / "metrics.jsonl"
     metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:1]))
     with pytest.raises(ConfigError, match=r"metrics\.jsonl: must have the lines of more steps"):
