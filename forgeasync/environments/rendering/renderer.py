@@ -102,8 +102,8 @@ class MessageRenderer(Protocol):
 def call_opening(renderer: MessageRenderer, tools: Sequence[ToolSpec]) -> np.ndarray:
     """Return the tokens, int32, with which a turn begins that calls one of ``tools`` at once.
 
-    They are what all such calls have in common as the renderer writes them: up to the name of the tool, or up
-    to its arguments where there is one tool.
+    They are what such calls have in common as the renderer writes them: up to the name of the tool, or up to
+    its arguments where there is one tool.
 
     Raises:
         NoCallOpening: the format has no tool calls, or what they begin with does not make a call of it.
@@ -114,13 +114,15 @@ def call_opening(renderer: MessageRenderer, tools: Sequence[ToolSpec]) -> np.nda
         if name is not None:
             call = ToolCall(id="call_0", name=name, arguments=arguments)
             message |= {"content": "", "tool_calls": [call.message_form]}
-        return renderer.answer_ids(question, checked_message("a call", message), tools).tolist()
+        told = ToolSpec(name=name or "x", description="", parameters={"type": "object", "properties": {}})
+        return renderer.answer_ids(question, checked_message("a call", message), (told,)).tolist()
 
     question = ({"role": "user", "content": "x"},)
+    # Of several tools no name is given, so that calls with any two names show what comes before it.
+    names = [tools[0].name] if len(tools) == 1 else ["a", "b"]
     try:
-        calls = [answer(tool.name, **more) for tool in tools for more in ({}, {"x": 1})]
-        # One tool is determined by its name, which must be in the opening.
-        others = [answer(None)] + [answer("x" + tools[0].name)] * (len(tools) == 1)
+        calls = [answer(name, **more) for name in names for more in ({}, {"x": 1})]
+        others = [answer(None)] + [answer("x" + name) for name in names if len(tools) == 1]
     except ValueError as error:
         raise NoCallOpening(
             f"the model's format has no tool calls that a turn can begin with: {error}"

@@ -20,7 +20,7 @@ from forgeasync.environments.sessions.dialect import (
     Json,
     JsonObject,
     OpenAIBody,
-    RequestError,
+    OpenAIErrors,
     StopText,
     StopTexts,
     ToolName,
@@ -28,7 +28,6 @@ from forgeasync.environments.sessions.dialect import (
     chosen_tools,
     joined_text,
     names,
-    openai_error,
     pieces,
     read_body,
     refusals,
@@ -156,7 +155,7 @@ class _Body(OpenAIBody):
     )
 
 
-class ChatCompletions:
+class ChatCompletions(OpenAIErrors):
     """The ``Dialect`` of Chat Completions."""
 
     def read(self, body: Mapping[str, Any]) -> InferenceRequest:
@@ -205,14 +204,6 @@ class ChatCompletions:
         if has_usage:
             yield sse({**head, "choices": [], "usage": _usage(reply)})
         yield b"data: [DONE]\n\n"
-
-    def error(self, problem: RequestError) -> Json:
-        """See ``Dialect``."""
-        return openai_error(problem)
-
-    def error_event(self, problem: RequestError) -> bytes:
-        """See ``Dialect``."""
-        return sse(openai_error(problem))
 
 
 def _message(read: _System | _Developer | _User | _Assistant | _Tool) -> Message:

@@ -551,11 +551,18 @@ def pieces(text: str) -> Iterator[str]:
         yield text[start : start + length]
 
 
-def openai_error(problem: RequestError) -> Json:
-    """Return the body of an error in the form of OpenAI's APIs."""
-    kind = {401: "authentication_error", 429: "rate_limit_error"}.get(
-        problem.status, "server_error" if problem.status >= 500 else "invalid_request_error"
-    )
-    return {
-        "error": {"message": str(problem), "type": kind, "param": problem.param, "code": problem.code},
-    }
+class OpenAIErrors:
+    """How OpenAI's APIs write errors (``Dialect``)."""
+
+    def error(self, problem: RequestError) -> Json:
+        """See ``Dialect``."""
+        kind = {401: "authentication_error", 429: "rate_limit_error"}.get(
+            problem.status, "server_error" if problem.status >= 500 else "invalid_request_error"
+        )
+        return {
+            "error": {"message": str(problem), "type": kind, "param": problem.param, "code": problem.code},
+        }
+
+    def error_event(self, problem: RequestError) -> bytes:
+        """See ``Dialect``."""
+        return sse(self.error(problem))

@@ -18,13 +18,13 @@ from forgeasync.environments.sessions.dialect import (
     Json,
     JsonObject,
     OpenAIBody,
+    OpenAIErrors,
     RequestError,
     ToolName,
     call_message_form,
     chosen_tools,
     joined_text,
     names,
-    openai_error,
     pieces,
     read_body,
     refusals,
@@ -137,7 +137,7 @@ class _Body(OpenAIBody):
     refused = refusals("context_management conversation max_tool_calls moderation prompt")
 
 
-class Responses:
+class Responses(OpenAIErrors):
     """The ``Dialect`` of Responses."""
 
     def read(self, body: Mapping[str, Any]) -> InferenceRequest:
@@ -196,10 +196,6 @@ class Responses:
         all_events.append((f"response.{whole['status']}", {"response": whole}))
         for number, (kind, data) in enumerate(all_events):
             yield sse({"type": kind, "sequence_number": number, **data}, kind)
-
-    def error(self, problem: RequestError) -> Json:
-        """See ``Dialect``."""
-        return openai_error(problem)
 
     def error_event(self, problem: RequestError) -> bytes:
         """See ``Dialect``."""

@@ -35,7 +35,6 @@ from forgeasync.environments.sessions.dialect import (
     Json,
     RequestError,
     dumps,
-    openai_error,
     parse_json,
     read_own_body,
     wrong,
@@ -523,9 +522,8 @@ def _json_response(
 
 
 def _error_response(path: str, problem: RequestError) -> web.Response:
-    dialect = _DIALECTS["/v1/messages"] if path.startswith("/v1/messages") else None
-    body = openai_error(problem) if dialect is None else dialect.error(problem)
-    return _json_response(body, status=problem.status, headers=problem.headers)
+    dialect = _ANTHROPIC if path.startswith("/v1/messages") else _DIALECTS["/v1/chat/completions"]
+    return _json_response(dialect.error(problem), status=problem.status, headers=problem.headers)
 
 
 def _models(session: Session, path: str, *, of_anthropic: bool) -> Json:
