@@ -120,6 +120,7 @@ def test_a_box_is_started_used_and_removed_by_the_client(client: Client) -> None
             assert await box.read("a/b") == b"data"
             assert (await (await box.python()).run("6 * 7", timeout_s=300)).value == "42"
             assert (await box.exec("sleep 600", timeout_s=0.1)).timed_out
+            assert (await (await box.shell()).run("sleep 600", timeout_s=0.1)).timed_out
 
     asyncio.run(run())
     found = client.calls
@@ -130,6 +131,7 @@ def test_a_box_is_started_used_and_removed_by_the_client(client: Client) -> None
     }
     assert found[:3] == [expected[kind] for kind in ("run", "open", "exec")]
     # A client that is killed leaves its command running: all processes of calls are killed.
+    assert found.count(expected["kill"]) == 2
     assert found[-2:] == [expected[kind] for kind in ("kill", "remove")]
 
 
@@ -237,6 +239,9 @@ def test_what_takes_too_much_in_a_container_ends(real: fa.Docker | fa.Podman) ->
             await box.write("kept", b"data")
             done = await box.exec(["python3", "-c", "import time; time.sleep(600)"], timeout_s=1)
             assert done.killed_by is fa.KilledBy.DEADLINE
+            assert await left_by_calls(box) == []
+            session = await box.python()
+            assert (await session.run("while True: pass", timeout_s=1)).killed_by is fa.KilledBy.DEADLINE
             assert await left_by_calls(box) == []
             assert await box.read("kept") == b"data"
             done = await box.exec(["python3", "-c", "bytearray(300 * 2**20)"], timeout_s=300)
