@@ -154,7 +154,7 @@ class ContainerBackend(SupervisedBackend):
                 self._run_client(kill_command(self._program, self._name), limit_s=_KILL_LIMIT_S)
             )
         except SandboxUnavailable:
-            # The container has ended, or something in it cannot be killed.
+            # The container has ended, or has no room for the process that kills.
             with contextlib.suppress(SandboxUnavailable):
                 await self.close()
 
@@ -176,15 +176,16 @@ class ContainerBackend(SupervisedBackend):
             process = await asyncio.create_subprocess_exec(
                 *command,
                 stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.DEVNULL,
-                stderr=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                # Some errors are written to the one, some to the other.
+                stderr=asyncio.subprocess.STDOUT,
                 start_new_session=True,
             )
         except OSError as error:
             raise SandboxUnavailable(f"{command[0]} could not be started: {error}") from error
         try:
             async with asyncio.timeout(limit_s):
-                _, errors = await process.communicate()
+                said, _ = await process.communicate()
         except TimeoutError:
             raise SandboxUnavailable(f"{' '.join(command[:2])} took longer than {limit_s} s") from None
         finally:
@@ -192,7 +193,7 @@ class ContainerBackend(SupervisedBackend):
                 process.kill()
                 await process.wait()
         if process.returncode != 0:
-            text = " ".join(errors.decode(errors="replace").split()) or "no message"
+            text = " ".join(said.decode(errors="replace").split()) or "no message"
             raise SandboxUnavailable(
                 f"{' '.join(command[:2])} failed with exit code {process.returncode}: {text[:300]}"
             )

@@ -14,10 +14,10 @@ import sys
 import tarfile
 import tempfile
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeVar
 
 from forgeasync.config import SandboxLimits, UnsafeSubprocess
 from forgeasync.isolation.backend import (
@@ -52,6 +52,7 @@ _WRITE = 'mkdir -p -- "$(dirname -- "$1")" && exec cat > "$1"'
 _UNPACK = "exec tar -xf - --no-same-owner"
 
 MIB, KIB = 2**20, 2**10
+AnySession = TypeVar("AnySession", bound="Session")
 _IN_MEMORY_BYTES = 2**24
 
 
@@ -149,21 +150,20 @@ class SupervisedBackend(SandboxBackend):
         _raise_if_failed(ending, f"{path} could not be written")
 
     async def shell(self) -> Shell:
-        session = ShellSession(*await self._open_session([self._shell]), output_bytes=self._output_bytes)
+        session = await self._open_session(ShellSession, [self._shell])
         await session.start()
         return session
 
     async def python(self) -> PythonSession:
-        command = ["python3", "-u", "-c", python_program()]
-        session = InterpreterSession(*await self._open_session(command), output_bytes=self._output_bytes)
+        session = await self._open_session(InterpreterSession, ["python3", "-u", "-c", python_program()])
         await session.start()
         return session
 
-    async def _open_session(self, command: Sequence[str]) -> tuple[Connection, CallChannel]:
+    async def _open_session(self, kind: type[AnySession], command: Sequence[str]) -> AnySession:
         connection = self._require_connection()
         channel = await connection.call()
         await channel.send_object(self._request(command) | {"session": True})
-        return connection, channel
+        return kind(connection, channel, output_bytes=self._output_bytes, after_kill=self._after_kill)
 
     async def close(self) -> None:
         if self._connection is not None:
@@ -322,10 +322,19 @@ def python_program() -> str:
 class Session:
     """What both kinds of sessions share: one run at a time, and an end that is remembered."""
 
-    def __init__(self, connection: Connection, channel: CallChannel, *, output_bytes: int) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        channel: CallChannel,
+        *,
+        output_bytes: int,
+        after_kill: Callable[[], Awaitable[None]],
+    ) -> None:
+        """``after_kill`` ends what remains when a run was killed."""
         self._connection = connection
         self._channel = channel
         self._output_bytes = output_bytes
+        self._after_kill = after_kill
         self._one_run = asyncio.Lock()
         self._why_ended: str | None = None
 
@@ -336,30 +345,30 @@ class Session:
             # Until the end is known: a run that is cancelled half way leaves nothing that can be used.
             self._why_ended = "a run was cancelled"
             request = {"input": piece, "nonce": nonce, "timeout_s": timeout_s}
+            ending: Ending | None = None
             try:
                 await self._channel.send_object(request | {"output_bytes": self._output_bytes})
                 ending = await receive_ending(self._connection, self._channel, timeout_s=timeout_s)
-            except BaseException:
-                self._channel.close()
-                raise
-            if ending.goes_on:
-                self._why_ended = None
-            else:
-                self._end(ending)
-            return ending
-
-    def _end(self, ending: Ending) -> None:
-        if ending.killed_by is None:
-            self._why_ended = f"its process has ended with exit code {ending.exit_code}"
-        else:
-            self._why_ended = f"its process was killed ({ending.killed_by})"
-        self._channel.close()
+                self._why_ended = _why_ended(ending)
+                return ending
+            finally:
+                if self._why_ended is not None:
+                    self._channel.close()
+                if ending is None or ending.killed_by is not None:
+                    await self._after_kill()
 
     async def close(self) -> None:
         """Kill the session's process and all that it has started."""
         if self._why_ended is None:
             self._why_ended = "it was closed"
         self._channel.close()
+
+
+def _why_ended(ending: Ending) -> str | None:
+    """Why a session cannot be used after a run; None if it can."""
+    if ending.killed_by is not None:
+        return f"its process was killed ({ending.killed_by})"
+    return None if ending.goes_on else f"its process has ended with exit code {ending.exit_code}"
 
 
 class ShellSession(Session):
