@@ -29,7 +29,7 @@ from forgeasync.actors import (
     GroupSampler,
     HeldOutRollout,
     NoTrajectories,
-    Procs,
+    ProcessManager,
     agent_roles,
     start_environment,
     start_generators,
@@ -82,7 +82,7 @@ async def evaluate(prepared: PreparedEvaluation, concurrency: int | None) -> Non
         if prepared.config.environment is not None:
             if (alarm := sandbox_warning(prepared.config.sandbox)) is not None:
                 console.alarm(alarm)
-        procs = Procs(folder.logs.resolve())
+        procs = ProcessManager(folder.logs.resolve())
         try:
             async with procs.naming_deaths(), started(prepared, procs, folder, console) as groups:
                 async with asyncio.TaskGroup() as watching:
@@ -148,7 +148,7 @@ async def evaluate_set(
 
 @asynccontextmanager
 async def started(
-    prepared: PreparedEvaluation, procs: Procs, folder: EvaluationFolder, console: StepConsole
+    prepared: PreparedEvaluation, procs: ProcessManager, folder: EvaluationFolder, console: StepConsole
 ) -> AsyncIterator[GroupSampler]:
     """Start what the evaluation needs: generators for our own model, workers for an environment, a scorer."""
     config, model = prepared.config, prepared.model

@@ -24,7 +24,7 @@ import time
 from collections.abc import Awaitable, Sequence
 from typing import TypeVar
 
-from forgeasync.actors import CancelledGroup, GroupEpisodes, Procs, RefusedGroup, SampledGroup
+from forgeasync.actors import CancelledGroup, GroupEpisodes, ProcessManager, RefusedGroup, SampledGroup
 from forgeasync.buffer import Batch, DropReason, Start, Update
 from forgeasync.checkpoint import FINAL
 from forgeasync.config import LocalLauncher, RunConfig, load_config, named_sources
@@ -146,12 +146,12 @@ class GrpoRun:
             prepared, self.groups, recorder.console, until_served=self.serving.until_served
         )
 
-    async def run(self, fleet: Procs, control: ControlDesk | None = None) -> None:
+    async def run(self, manager: ProcessManager, control: ControlDesk | None = None) -> None:
         """Train for ``max_steps`` steps; the first failure of any loop or proc ends the run and is raised."""
         async with asyncio.TaskGroup() as loops:
             serving = self.serving.loops()
             others = (
-                *(fleet.watch(), self.stalls.loop(fleet), self.trainer.watch()),
+                *(manager.watch(), self.stalls.loop(manager), self.trainer.watch()),
                 *(*serving, self.evaluations.loop()),
                 *(self.collect(), self.score(), self.free_trained(), self.lifecycle.spiller.loop()),
                 *(() if control is None else (control.loop(),)),
@@ -345,19 +345,19 @@ async def train(config: RunConfig, prepared: Prepared) -> None:
             console.message(message)
         if config.environment is not None and (alarm := sandbox_warning(config.sandbox)) is not None:
             console.alarm(alarm)
-        fleet = open_procs(config, run_dir, console)
+        manager = open_procs(config, run_dir, console)
         run: GrpoRun | None = None
         try:
-            async with fleet.naming_deaths():
+            async with manager.naming_deaths():
                 if not isinstance(config.launcher, LocalLauncher):
                     console.phase(f"waiting for the hosts of launcher {config.launcher.kind}")
-                await open_hosts(config, prepared.facts, fleet, tell=console.message)
-                roles = await start_roles(config, prepared, fleet, console, run_dir)
+                await open_hosts(config, prepared.facts, manager, tell=console.message)
+                roles = await start_roles(config, prepared, manager, console, run_dir)
                 console.message(roles.scorer.isolation)
                 run = GrpoRun(config, prepared, roles, recorder=recorder, files=files)
-                desk = control_desk(run_dir.control.resolve(), fleet, roles.generators.pool, config)
+                desk = control_desk(run_dir.control.resolve(), manager, roles.generators.pool, config)
                 started()
-                await run.run(fleet, desk)
+                await run.run(manager, desk)
                 final = run_dir.checkpoints.resolve() / FINAL
                 console.phase(f"writing {final}")
                 await export(run.trainer, final, prepared, run.storage)
@@ -373,7 +373,7 @@ async def train(config: RunConfig, prepared: Prepared) -> None:
             raise
         finally:
             console.phase("ending all procs")
-            await fleet.close()
+            await manager.close()
             close_trace()
         for line in (*recorder.verdict(), *closing_lines(run_dir)):
             console.message(line)

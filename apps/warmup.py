@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig
 
-from forgeasync.actors import Procs, start_trainer
+from forgeasync.actors import ProcessManager, start_trainer
 from forgeasync.algorithms import Loss, Supervised
 from forgeasync.config import (
     BadStepsSection,
@@ -153,7 +153,7 @@ async def warm_up(config: RunConfig, warmup: WarmupSection) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         source = Path(scratch) / "initial"
         facts = write_initial_folder(source, warmup, tokenizer, config.model.max_context_length)
-        fleet = Procs(Path(scratch) / "logs")
+        manager = ProcessManager(Path(scratch) / "logs")
         try:
             setup = TrainerSetup(
                 section=section,
@@ -163,7 +163,7 @@ async def warm_up(config: RunConfig, warmup: WarmupSection) -> None:
                 seed=warmup.seed,
                 checkpoint=None,
             )
-            trainer = await start_trainer(fleet, setup, config.timeouts)
+            trainer = await start_trainer(manager, setup, config.timeouts)
             rng = random.Random(warmup.seed)
             order = TaskOrder(tasks, seed=warmup.seed)
             for step in range(1, warmup.num_steps + 1):
@@ -182,7 +182,7 @@ async def warm_up(config: RunConfig, warmup: WarmupSection) -> None:
             trained = Path(scratch) / "trained"
             await trainer.save_hf(trained, source=source)
         finally:
-            await fleet.close()
+            await manager.close()
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.move(trained, target)
     print(f"wrote {target}")

@@ -25,7 +25,7 @@ from common import REPOSITORY, RESULTS, machine_facts, write_json
 from rich.console import Console
 from rich.table import Table
 
-from forgeasync.actors import BufferActor, Procs, start_buffer
+from forgeasync.actors import BufferActor, ProcessManager, start_buffer
 from forgeasync.buffer import ReplayBuffer
 from forgeasync.config import (
     AccountingPolicy,
@@ -247,13 +247,13 @@ async def measure_actor() -> float:
         ],
     )
     with tempfile.TemporaryDirectory() as folder:
-        fleet = Procs(Path(folder))
+        manager = ProcessManager(Path(folder))
         try:
             return await _through_actor(
-                await start_buffer(fleet, config, Path(folder) / "ledger.jsonl"), ACTOR_GROUPS
+                await start_buffer(manager, config, Path(folder) / "ledger.jsonl"), ACTOR_GROUPS
             )
         finally:
-            await fleet.close()
+            await manager.close()
 
 
 def simulate(num_steps: int) -> dict[str, list[Sequence[str]]]:

@@ -51,7 +51,7 @@ from forgeasync.config import (
     WeightsSection,
 )
 from forgeasync.models import read_model_facts
-from forgeasync.rollouts import Records, Rollout, all_kept, check_rollout
+from forgeasync.rollouts import CaptureSpec, Rollout, all_kept, check_rollout
 from forgeasync.trainer import PackedRow, PolicyTrainer, TrainerSetup, TrainingSequence, pack_rows
 
 SAMPLING = SamplingSection(temperature=0.8, top_k=20, top_p=0.9, max_response_tokens=96)
@@ -116,7 +116,7 @@ def sample(folder: Path, num_groups: int, sampling: SamplingSection = SAMPLING) 
 async def _sample(folder: Path, num_groups: int, sampling: SamplingSection) -> list[Rollout]:
     from forgeasync.generator import GeneratorEngine
 
-    records = Records(routing=True, kept_tokens=True)
+    records = CaptureSpec(routing=True, kept_tokens=True)
     engine = await GeneratorEngine.start(
         model_path=folder,
         generator=GeneratorSection(max_num_seqs=64, kv_cache_gib=0.25),

@@ -18,7 +18,7 @@ from common import write_json
 from weight_models import MAX_CONTEXT, SIZES, ModelSize, sync_config, write_model
 from weight_probe import Change, ProbedGenerator, ProbedTrainer, Update
 
-from forgeasync.actors import Procs, TrainerMesh, start_generators, start_trainer
+from forgeasync.actors import ProcessManager, TrainerMesh, start_generators, start_trainer
 from forgeasync.algorithms import Loss
 from forgeasync.config import Dtype, Interruption, RunConfig
 from forgeasync.launch import HostRole
@@ -52,7 +52,7 @@ class Bench:
     def __init__(self, config: RunConfig, size: ModelSize, logs: Path) -> None:
         self._config = config
         self._size = size
-        self._fleet = Procs(logs)
+        self._manager = ProcessManager(logs)
         self._slot = 0
 
     async def start(self, folder: Path) -> None:
@@ -60,8 +60,8 @@ class Bench:
         # The fleet is to spawn actors that time themselves.
         import_module("forgeasync.actors.start_trainer").TrainerActor = ProbedTrainer
         import_module("forgeasync.actors.start_generators").GeneratorActor = ProbedGenerator
-        config, facts, fleet = self._config, read_model_facts(str(folder)), self._fleet
-        generators = await start_generators(fleet, config, facts, folder)
+        config, facts, manager = self._config, read_model_facts(str(folder)), self._manager
+        generators = await start_generators(manager, config, facts, folder)
         self._generator = generators.pool.replicas[0].actor
         setup = TrainerSetup(
             section=config.trainer,
@@ -71,12 +71,12 @@ class Bench:
             seed=0,
             checkpoint=folder,
         )
-        self._trainer: TrainerMesh = await start_trainer(fleet, setup, config.timeouts)
+        self._trainer: TrainerMesh = await start_trainer(manager, setup, config.timeouts)
         for choice in TRANSPORTS:
-            await build_transport(choice).start(fleet.spawn_here)
+            await build_transport(choice).start(manager.spawn_here)
         layout = await self._trainer.lay_out_weights(config.generator.dtype)
         self.num_bytes = layout.num_bytes
-        (host,) = fleet.hosts.of_procs(HostRole.GENERATORS, 1)
+        (host,) = manager.hosts.of_procs(HostRole.GENERATORS, 1)
         folder = await host.make_folder((NUM_SLOTS + 1) * layout.num_bytes)
         sources = [one for _, one in await self._trainer._actors.open_all.call(folder, TRANSPORTS)]
         await self._generator.connect_transports.call_one(layout, sources, folder, TRANSPORTS)
@@ -196,7 +196,7 @@ class Bench:
         return await self._generator.median_gap_s.call_one()
 
     async def close(self) -> None:
-        await self._fleet.close()
+        await self._manager.close()
 
 
 def _training_row() -> PackedRow:

@@ -16,7 +16,7 @@ from .group_scoring import GroupScoring as GroupScoring
 from .hang_diagnosis import stacks_of as stacks_of
 from .moving_teacher import ITS_HOST as ITS_HOST
 from .moving_teacher import MovingTeacher as MovingTeacher
-from .procs import Procs as Procs
+from .process_manager import ProcessManager as ProcessManager
 from .replica import LiveReplica as LiveReplica
 from .router import GeneratorRouter as GeneratorRouter
 from .scorer_pool import Unscored as Unscored

@@ -17,7 +17,7 @@ from forgeasync.config import RunConfig
 from forgeasync.faults import Refusal
 from forgeasync.ledger import CheckpointedBuffer, ResumedBuffer, open_buffer
 from forgeasync.observability import redirect_process_output
-from forgeasync.rollouts import Group, GroupProgress, KeptGroup, Score, Task
+from forgeasync.rollouts import Group, GroupProgress, Score, SpilledGroup, Task
 from forgeasync.tracing import State, doing, open_trace, span, started
 
 
@@ -98,7 +98,7 @@ class BufferActor(Actor):
         return await self._buffer.scored(group_id, rewards, kept, scores)
 
     @concurrent_endpoint
-    async def restored(self, kept: KeptGroup) -> Group:
+    async def restored(self, kept: SpilledGroup) -> Group:
         """Take in a finished group from before the run was resumed; returned with its new number."""
         return await self._buffer.restored(kept)
 

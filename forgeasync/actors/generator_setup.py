@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forgeasync.config import GeneratorSection, LoraSection, ModelFacts, WeightsSection
-from forgeasync.rollouts import Records
+from forgeasync.rollouts import CaptureSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,7 +16,7 @@ class GeneratorSetup:
     section: GeneratorSection
     max_context_length: int
     seed: int
-    records: Records
+    records: CaptureSpec
     weights: WeightsSection
     lora: LoraSection | None
     payload_capacity_bytes: int

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from forgeasync.actors.buffer import BufferActor
 from forgeasync.actors.buffer_watch import BufferWatch
-from forgeasync.actors.procs import Procs
+from forgeasync.actors.process_manager import ProcessManager
 from forgeasync.config import RunConfig
 from forgeasync.launch import LOCAL_HOST_ID
 from forgeasync.ledger import ResumedBuffer
@@ -12,7 +12,7 @@ from forgeasync.waiting import deadline
 
 
 async def start_buffer(
-    procs: Procs, config: RunConfig, ledger: Path, resumed: ResumedBuffer | None = None
+    procs: ProcessManager, config: RunConfig, ledger: Path, resumed: ResumedBuffer | None = None
 ) -> BufferActor:
     """Start the replay buffer, empty or restored; its endpoints are called with ``call_one``.
 

@@ -7,7 +7,7 @@ from monarch.actor import this_host
 
 from forgeasync.actors.environment import EnvironmentActor, EnvironmentSetup, WorkerReady, agent_roles
 from forgeasync.actors.environment_pool import EnvironmentPool, SpawnedWorker
-from forgeasync.actors.procs import ENVIRONMENT_WORKER, Procs
+from forgeasync.actors.process_manager import ENVIRONMENT_WORKER, ProcessManager
 from forgeasync.config import RunConfig, is_served
 from forgeasync.environments import EndpointModel, ServingAddress
 from forgeasync.launch import spawn_role, stop
@@ -15,7 +15,7 @@ from forgeasync.waiting import deadline
 
 
 async def start_environment(
-    procs: Procs,
+    procs: ProcessManager,
     config: RunConfig,
     model_path: Path,
     tell: Callable[[str], None],

@@ -9,7 +9,7 @@ from forgeasync.actors.generator import GeneratorActor
 from forgeasync.actors.generator_pool import GeneratorPool
 from forgeasync.actors.generator_setup import GeneratorSetup
 from forgeasync.actors.moving_teacher import MovingTeacher
-from forgeasync.actors.procs import GENERATOR, Procs
+from forgeasync.actors.process_manager import GENERATOR, ProcessManager
 from forgeasync.actors.replica import ReplicaLost, SpawnedReplica
 from forgeasync.actors.replica_health import LOOK_S
 from forgeasync.actors.router import GeneratorRouter
@@ -17,7 +17,7 @@ from forgeasync.actors.trainer_mesh import TrainerMesh
 from forgeasync.config import Dtype, ModelFacts, RoutingReplay, RunConfig
 from forgeasync.launch import Host, HostRole
 from forgeasync.planning import Machine, count_parameters, generator_memory, least_bytes, total_bytes
-from forgeasync.rollouts import Records
+from forgeasync.rollouts import CaptureSpec
 from forgeasync.waiting import deadline, forget
 from forgeasync.weights import NUM_SLOTS, WeightSet, build_transport, require_reach
 
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 async def start_generators(
-    procs: Procs, config: RunConfig, facts: ModelFacts, model_path: Path
+    procs: ProcessManager, config: RunConfig, facts: ModelFacts, model_path: Path
 ) -> GeneratorRouter:
     """Start the generators, with their engines loaded, behind a router that replaces those that are lost."""
     section = config.generator
@@ -42,7 +42,7 @@ async def start_generators(
         section=section,
         max_context_length=config.model.max_context_length,
         seed=config.seed,
-        records=Records(
+        records=CaptureSpec(
             routing=config.trainer.routing_replay is not RoutingReplay.OFF,
             kept_tokens=config.trainer.keep_sampling_mask and config.sampling.cuts_vocabulary,
             num_dense_layers=facts.num_dense_layers,
@@ -109,7 +109,7 @@ async def while_running(host: Host, pid: int, call: Awaitable[T]) -> T:
 
 
 async def connect_weights(
-    procs: Procs,
+    procs: ProcessManager,
     config: RunConfig,
     trainer: TrainerMesh,
     generators: GeneratorRouter,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from monarch.actor import this_host
 
 from forgeasync.actors.group_scoring import GroupScoring
-from forgeasync.actors.procs import SCORER, Procs
+from forgeasync.actors.process_manager import SCORER, ProcessManager
 from forgeasync.actors.scorer import ScorerActor, ScorerReady
 from forgeasync.actors.scorer_pool import ScorerPool
 from forgeasync.actors.watched_scorer import SpawnedScorer, WatchedScorer, WatchedScorers
@@ -24,7 +24,7 @@ from forgeasync.scoring import Judge, is_limited
 from forgeasync.waiting import deadline
 
 
-async def start_scorer(procs: Procs, config: RunConfig) -> GroupScoring:
+async def start_scorer(procs: ProcessManager, config: RunConfig) -> GroupScoring:
     """Start the scorers with their processes, and what has groups scored by them."""
     section = config.scorer
     sources = (*named_sources(config.data), *named_sets(config.evaluation))

@@ -5,7 +5,7 @@ import asyncio
 from forgeasync.actors.generator_pool import GeneratorPool
 from forgeasync.actors.generator_setup import GeneratorSetup
 from forgeasync.actors.moving_teacher import MovingTeacher
-from forgeasync.actors.procs import TEACHER, Procs
+from forgeasync.actors.process_manager import TEACHER, ProcessManager
 from forgeasync.actors.replica import SpawnedReplica
 from forgeasync.actors.router import GeneratorRouter
 from forgeasync.actors.start_generators import while_running
@@ -17,12 +17,12 @@ from forgeasync.faults import Role
 from forgeasync.launch import Host, HostRole
 from forgeasync.models import model_folder, read_model_facts
 from forgeasync.planning import Machine, least_bytes, teacher_memory, total_bytes
-from forgeasync.rollouts import PromptEncoder, Records, TeacherPrompts
+from forgeasync.rollouts import CaptureSpec, PromptEncoder, TeacherPrompts
 from forgeasync.waiting import deadline
 
 
 async def start_teachers(
-    procs: Procs, config: RunConfig, facts: ModelFacts, prompts: PromptEncoder
+    procs: ProcessManager, config: RunConfig, facts: ModelFacts, prompts: PromptEncoder
 ) -> Teaching:
     """Start the engines of all teachers, after the generators: they share their folders of payloads.
 
@@ -67,7 +67,7 @@ def _moving(config: RunConfig, teacher: Teacher) -> MovingTeacher:
 
 
 async def _start_teacher(
-    procs: Procs,
+    procs: ProcessManager,
     config: RunConfig,
     facts: ModelFacts,
     prompts: PromptEncoder,
@@ -106,7 +106,7 @@ async def _start_teacher(
 
 
 async def _start_pool(
-    procs: Procs, config: RunConfig, groups: TaughtGroups, host: Host, first_place: int
+    procs: ProcessManager, config: RunConfig, groups: TaughtGroups, host: Host, first_place: int
 ) -> GeneratorPool:
     name = groups.teacher
     section = config.teachers[name]
@@ -118,7 +118,7 @@ async def _start_pool(
         section=engine,
         max_context_length=_max_context_length(config, name),
         seed=config.seed,
-        records=Records(routing=False, kept_tokens=False, num_dense_layers=0),
+        records=CaptureSpec(routing=False, kept_tokens=False, num_dense_layers=0),
         weights=weights_of_teacher(config.weights),
         lora=config.lora if section.moves else None,
         payload_capacity_bytes=groups.capacity_bytes,

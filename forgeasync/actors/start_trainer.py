@@ -7,7 +7,7 @@ from monarch.spmd import setup_torch_elastic_env_async
 from monarch.tools.network import AddrType
 
 from forgeasync.actors.deaths import Proc
-from forgeasync.actors.procs import Procs
+from forgeasync.actors.process_manager import ProcessManager
 from forgeasync.actors.trainer import TrainerActor
 from forgeasync.actors.trainer_mesh import TrainerMesh
 from forgeasync.config import TimeoutSection
@@ -18,7 +18,7 @@ OWN_ACTORS = ("trainer", "_SPMDActor")
 """Begin the names of the actors in the trainer's procs; the second is Monarch's, by which ranks meet."""
 
 
-async def start_trainer(procs: Procs, setup: TrainerSetup, timeouts: TimeoutSection) -> TrainerMesh:
+async def start_trainer(procs: ProcessManager, setup: TrainerSetup, timeouts: TimeoutSection) -> TrainerMesh:
     """Start the trainer mesh, with its process group and its model; the run ends when a rank does."""
     trainer = await spawn_trainer(procs, setup.section.parallel.num_procs, timeouts)
     procs.peers = list(trainer.members)
@@ -27,7 +27,7 @@ async def start_trainer(procs: Procs, setup: TrainerSetup, timeouts: TimeoutSect
 
 
 async def spawn_trainer(
-    procs: Procs, num_procs: int, timeouts: TimeoutSection, *, number: int = 0
+    procs: ProcessManager, num_procs: int, timeouts: TimeoutSection, *, number: int = 0
 ) -> TrainerMesh:
     """Spawn the procs of the trainer, on the hosts and GPUs of the one before; ``number`` counts them.
 

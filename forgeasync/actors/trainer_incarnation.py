@@ -13,7 +13,7 @@ from monarch.actor import ActorError
 
 from forgeasync.actors.deaths import END_S, ActorDied, Proc, first_ended
 from forgeasync.actors.hang_diagnosis import diagnose_hang
-from forgeasync.actors.procs import Procs
+from forgeasync.actors.process_manager import ProcessManager
 from forgeasync.actors.trainer_mesh import TrainerMesh
 from forgeasync.faults import Fault, Role
 from forgeasync.waiting import DeadlineExceeded, forget
@@ -31,7 +31,7 @@ COLLECTIVE_ERRORS = ("gloo", "NCCL", "ProcessGroup", "c10d")
 class TrainerIncarnation:
     """A trainer mesh, and what has become of it."""
 
-    def __init__(self, mesh: TrainerMesh, procs: Procs, *, heartbeat_s: float) -> None:
+    def __init__(self, mesh: TrainerMesh, procs: ProcessManager, *, heartbeat_s: float) -> None:
         """Faults are reported to those of ``procs``; a silence of ``heartbeat_s`` is one."""
         self.mesh = mesh
         self.lost = asyncio.Event()

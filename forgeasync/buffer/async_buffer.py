@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from forgeasync.buffer.decisions import Batch, BufferSnapshot, Committed, DropReason, Start
 from forgeasync.buffer.events import Update
 from forgeasync.buffer.replay_buffer import ReplayBuffer
-from forgeasync.rollouts import Group, GroupProgress, KeptGroup, Score, Task
+from forgeasync.rollouts import Group, GroupProgress, Score, SpilledGroup, Task
 from forgeasync.waiting import Monitor
 
 
@@ -54,7 +54,7 @@ class AsyncReplayBuffer(Monitor[ReplayBuffer]):
         """A group is complete; returned if it is too old by now."""
         return self.change(lambda buffer: buffer.scored(group_id, rewards, kept, scores))
 
-    async def restored(self, kept: KeptGroup) -> Group:
+    async def restored(self, kept: SpilledGroup) -> Group:
         """Take in a finished group from before the run was resumed; returned with its new number."""
         return self.change(lambda buffer: buffer.restored(kept))
 

@@ -33,7 +33,7 @@ from forgeasync.buffer.load import LoadController, StepLoad
 from forgeasync.buffer.ready_groups import BatchLine
 from forgeasync.buffer.submissions import Entry, Submission, Submissions
 from forgeasync.config import AccountingPolicy, AccountingSection, AgeOf, BufferSection, StaleGroups
-from forgeasync.rollouts import Group, GroupProgress, KeptGroup, Score, Task
+from forgeasync.rollouts import Group, GroupProgress, Score, SpilledGroup, Task
 
 
 class ReplayBuffer:
@@ -258,7 +258,7 @@ class ReplayBuffer:
         self.num_restarted = snapshot.num_restarted + len(started)
         self._again.plan(batches, num_groups=num_groups)
 
-    def restored(self, kept: KeptGroup) -> Group:
+    def restored(self, kept: SpilledGroup) -> Group:
         """Take in a finished group from before the run was resumed, whose prompt was submitted."""
         submission = self._submissions.claim(kept.group.draw_id, kept.group.task)
         reference = reference_version(kept.group.rollouts, self._section.age_of)

@@ -61,9 +61,6 @@ from .host_gpus import check_gpus_of_hosts as check_gpus_of_hosts
 from .host_gpus import check_local_gpus as check_local_gpus
 from .host_gpus import generator_plan as generator_plan
 from .host_gpus import places_of_rewards as places_of_rewards
-from .kept_groups import FoundGroups as FoundGroups
-from .kept_groups import find_groups as find_groups
-from .kept_groups import remove_others as remove_others
 from .leftovers import NotEnded as NotEnded
 from .leftovers import end_all as end_all
 from .leftovers import end_own_run as end_own_run
@@ -77,6 +74,9 @@ from .resume import find_checkpoint as find_checkpoint
 from .resume import has_ended as has_ended
 from .resume import newest_step as newest_step
 from .resume import resume_or_begin_anew as resume_or_begin_anew
+from .spilled_groups import FoundGroups as FoundGroups
+from .spilled_groups import find_groups as find_groups
+from .spilled_groups import remove_others as remove_others
 from .supervisor import Supervisor as Supervisor
 from .supervisor_beat import STALL_S as STALL_S
 from .trainer_recovery import Minibatches as Minibatches

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from forgeasync.actors import GeneratorPool, Procs
+from forgeasync.actors import GeneratorPool, ProcessManager
 from forgeasync.config import RunConfig
 from forgeasync.launch import Host, HostRole
 from forgeasync.rollouts import is_running
@@ -128,7 +128,7 @@ class ControlDesk:
         return Answer(is_accepted=True, words=f"generators={num}: {words}")
 
 
-def control_desk(folder: Path, procs: Procs, pool: GeneratorPool, config: RunConfig) -> ControlDesk:
+def control_desk(folder: Path, procs: ProcessManager, pool: GeneratorPool, config: RunConfig) -> ControlDesk:
     """Return what answers the requests in a run's folder ``control``."""
     return ControlDesk(
         folder,

@@ -20,7 +20,7 @@ from forgeasync.actors import (
     GroupSampler,
     GroupScoring,
     MovingTeacher,
-    Procs,
+    ProcessManager,
     RefusedGroup,
     SampledGroup,
     TeacherFailure,
@@ -149,7 +149,7 @@ class Fleet:
         run_dir = RunDir(path=Path(folder).resolve())
         logs = run_dir.logs
         logs.mkdir(parents=True, exist_ok=True)
-        procs = Procs(logs, build_hosts(config, logs))
+        procs = ProcessManager(logs, build_hosts(config, logs))
         setup = dataclasses.replace(
             trainer_setup(prepared, config.algorithm if loss is None else loss), bad_steps=run_dir.bad_steps
         )
@@ -171,11 +171,11 @@ class Fleet:
                     logger.info("%s", words)
                 groups = await connect_groups(config, prepared.prompts, environment, generators, scorer)
             async with asyncio.TaskGroup() as watching:
-                fleet = cls(prepared, trainer, generators, scorer, groups, teaching)
-                serving = [fleet._serve(host) for host in range(generators.num_hosts)]
-                loops = [procs.watch(), *serving, *(fleet._move(teacher) for teacher in teaching.moving)]
+                manager = cls(prepared, trainer, generators, scorer, groups, teaching)
+                serving = [manager._serve(host) for host in range(generators.num_hosts)]
+                loops = [procs.watch(), *serving, *(manager._move(teacher) for teacher in teaching.moving)]
                 tasks = [watching.create_task(loop) for loop in loops]
-                yield fleet
+                yield manager
                 for task in tasks:
                     task.cancel()
         finally:

@@ -15,7 +15,7 @@ from pathlib import Path
 from forgeasync.actors import GeneratorRouter
 from forgeasync.checkpoint import checkpoint_bytes, export_bytes, list_checkpoints, step_of
 from forgeasync.controller.preparation import Prepared
-from forgeasync.rollouts import Group, KeptGroup, Score, encode_facts, file_name
+from forgeasync.rollouts import Group, Score, SpilledGroup, encode_facts, file_name
 
 
 class GroupSpiller:
@@ -42,7 +42,7 @@ class GroupSpiller:
         self._reserved_bytes = export_bytes(config, prepared.facts)
         if self._has_checkpoints:
             self._reserved_bytes += checkpoint_bytes(config, prepared.facts)
-        self._waiting: dict[int, tuple[KeptGroup, float]] = {}
+        self._waiting: dict[int, tuple[SpilledGroup, float]] = {}
         """Groups to be written, and the one that is being written, with the time at which they came."""
         self._files: dict[int, Path] = {}
         self._trained: deque[tuple[int, tuple[int, ...]]] = deque()
@@ -59,7 +59,7 @@ class GroupSpiller:
     ) -> None:
         """Write a group that was scored: the rollouts at ``kept`` train."""
         if self._is_on:
-            one = KeptGroup(group=group, rewards=tuple(rewards), kept=tuple(kept), scores=tuple(scores))
+            one = SpilledGroup(group=group, rewards=tuple(rewards), kept=tuple(kept), scores=tuple(scores))
             self._waiting[group.group_id] = one, time.monotonic()
             self._changed.set()
 
@@ -116,7 +116,7 @@ class GroupSpiller:
                 "killed, these are sampled again"
             )
 
-    async def _write(self, kept: KeptGroup, target: Path) -> str | None:
+    async def _write(self, kept: SpilledGroup, target: Path) -> str | None:
         """Write a group; what prevents it, in words."""
         num_bytes = kept.group.num_payload_bytes
         free = (await asyncio.to_thread(shutil.disk_usage, self._folder)).free

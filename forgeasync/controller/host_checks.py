@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from forgeasync.actors import Procs
+from forgeasync.actors import ProcessManager
 from forgeasync.config import LocalLauncher, ModelFacts, ProcessLauncher, RunConfig, gpus_per_host
 from forgeasync.controller.host_gpus import check_gpus_of_hosts
 from forgeasync.launch import HostRole, Hosts, check_host_limits, lock_warning
@@ -13,7 +13,7 @@ from forgeasync.schema import Problem, raise_if_any
 
 
 async def open_hosts(
-    config: RunConfig, facts: ModelFacts, procs: Procs, *, tell: Callable[[str], None]
+    config: RunConfig, facts: ModelFacts, procs: ProcessManager, *, tell: Callable[[str], None]
 ) -> None:
     """Start the run's hosts; what they wait for, and what may become a problem, is told in words.
 

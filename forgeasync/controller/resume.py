@@ -25,7 +25,7 @@ from forgeasync.checkpoint import (
     sweep_partial,
 )
 from forgeasync.config import ModelFacts, RunConfig, dump_config
-from forgeasync.controller.kept_groups import FoundGroups, find_groups, remove_others
+from forgeasync.controller.spilled_groups import FoundGroups, find_groups, remove_others
 from forgeasync.ledger import ResumedBuffer, check_ledger, cut_torn_line
 from forgeasync.observability import RUNS_FOLDER, RunDir, check_folder, cut_after, put_aside
 from forgeasync.schema import ConfigError, Problem, raise_if_any

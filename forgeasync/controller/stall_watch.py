@@ -8,7 +8,7 @@ import asyncio
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
-from forgeasync.actors import GroupEpisodes, Procs, stacks_of
+from forgeasync.actors import GroupEpisodes, ProcessManager, stacks_of
 from forgeasync.config import RunConfig, is_served
 from forgeasync.controller.starting import Roles
 from forgeasync.faults import Progress, Resumed, Stall, StallPolicy, awaited_calls
@@ -47,7 +47,7 @@ class StallWatch:
         """Return counts since the command started, under their names in metrics.jsonl."""
         return {"stall/num_found": self._policy.num_found}
 
-    async def loop(self, procs: Procs) -> None:
+    async def loop(self, procs: ProcessManager) -> None:
         """Look at the run until cancelled."""
         looked_s = time.monotonic()
         while True:
@@ -69,7 +69,7 @@ class StallWatch:
                 case Resumed(quiet_s=quiet_s):
                     self._tell(f"stall: it is over after {quiet_s:.0f} s")
 
-    def _marks(self, procs: Procs) -> Mapping[Progress, Hashable]:
+    def _marks(self, procs: ProcessManager) -> Mapping[Progress, Hashable]:
         """Return what changes whenever there is progress."""
         counts = self._roles.scorer.metrics()
         scores: list[Hashable] = [counts[key] for key in SCORE_COUNTS]
@@ -82,7 +82,7 @@ class StallWatch:
             marks[Progress.WEIGHTS] = (table.newest, *(one.version for one in table.present))
         return marks
 
-    async def _tell_stall(self, stall: Stall, procs: Procs) -> None:
+    async def _tell_stall(self, stall: Stall, procs: ProcessManager) -> None:
         what = "nothing has moved" if stall.is_whole else "no optimizer step was made"
         ages = ", ".join(f"{kind} {age_s:.0f} s" for kind, age_s in stall.since_s.items())
         self._tell(
@@ -107,7 +107,7 @@ class StallWatch:
         return f"its stack is not known: {entry.host} was not asked"
 
 
-def _hosts(procs: Procs, entries: Sequence[ProcEntry]) -> dict[str, Host]:
+def _hosts(procs: ProcessManager, entries: Sequence[ProcEntry]) -> dict[str, Host]:
     """Return the hosts of generators and trainer ranks by name; all else is on the controller's own."""
     num_ranks = sum(one.role == HostRole.TRAINER for one in entries)
     hosts = [*procs.hosts.of_procs(HostRole.TRAINER, num_ranks)] if num_ranks else []

@@ -13,7 +13,7 @@ from forgeasync.actors import (
     GroupEpisodes,
     GroupSampler,
     GroupScoring,
-    Procs,
+    ProcessManager,
     ResponseGroups,
     Teaching,
     TrainerMesh,
@@ -51,10 +51,10 @@ class Roles:
     """What has failed so far, and what came back."""
 
 
-def open_procs(config: RunConfig, run_dir: RunDir, console: StepConsole) -> Procs:
+def open_procs(config: RunConfig, run_dir: RunDir, console: StepConsole) -> ProcessManager:
     """Return what will hold all procs of a run; none is started yet."""
     logs = run_dir.logs.resolve()
-    return Procs(
+    return ProcessManager(
         logs,
         build_hosts(config, logs),
         faults=FaultLog(run_dir.faults.resolve(), console.message),
@@ -63,7 +63,7 @@ def open_procs(config: RunConfig, run_dir: RunDir, console: StepConsole) -> Proc
 
 
 async def start_roles(
-    config: RunConfig, prepared: Prepared, fleet: Procs, console: StepConsole, run_dir: RunDir
+    config: RunConfig, prepared: Prepared, manager: ProcessManager, console: StepConsole, run_dir: RunDir
 ) -> Roles:
     """Start and set up the procs of all roles, and let the trainer's weights reach the generators.
 
@@ -77,21 +77,21 @@ async def start_roles(
         resume_from=None if resumed is None else resumed.folder,
         bad_steps=run_dir.bad_steps.resolve(),
     )
-    started = await _start_side_by_side(config, prepared, setup, fleet, console, run_dir)
+    started = await _start_side_by_side(config, prepared, setup, manager, console, run_dir)
     if config.teachers:
         console.phase(f"starting {', '.join(f'teacher {name}' for name in config.teachers)}")
-    teaching = await start_teachers(fleet, config, prepared.facts, prepared.prompts)
+    teaching = await start_teachers(manager, config, prepared.facts, prepared.prompts)
     console.phase("connecting the trainer's weights to the generators")
     await started.trainer.connect(started.generators)
     moving = teaching.moving
-    for words in await connect_weights(fleet, config, started.trainer, started.generators, moving):
+    for words in await connect_weights(manager, config, started.trainer, started.generators, moving):
         console.message(words)
     groups = await connect_groups(
         config, prepared.prompts, started.environment, started.generators, started.scorer
     )
     console.end_phase()
     recovery = await start_recovery(
-        fleet,
+        manager,
         setup,
         config.timeouts,
         trainer=started.trainer,
@@ -100,7 +100,7 @@ async def start_roles(
         first_version=0 if resumed is None else resumed.state.step,
         tell=console.message,
     )
-    fleet.faults.recover_earlier(f"came back as process {os.getpid()}")
+    manager.faults.recover_earlier(f"came back as process {os.getpid()}")
     return Roles(
         trainer=recovery,
         generators=started.generators,
@@ -108,7 +108,7 @@ async def start_roles(
         buffer=started.buffer,
         groups=groups,
         teaching=teaching,
-        faults=fleet.faults,
+        faults=manager.faults,
     )
 
 
@@ -139,19 +139,19 @@ async def _start_side_by_side(
     config: RunConfig,
     prepared: Prepared,
     setup: TrainerSetup,
-    fleet: Procs,
+    manager: ProcessManager,
     console: StepConsole,
     run_dir: RunDir,
 ) -> _Started:
     resumed = prepared.resumed
     async with asyncio.TaskGroup() as starting:
         generators = starting.create_task(
-            start_generators(fleet, config, prepared.facts, prepared.model_path)
+            start_generators(manager, config, prepared.facts, prepared.model_path)
         )
-        scorer = starting.create_task(start_scorer(fleet, config))
+        scorer = starting.create_task(start_scorer(manager, config))
         buffer = starting.create_task(
             start_buffer(
-                fleet,
+                manager,
                 config,
                 run_dir.ledger.resolve(),
                 None if resumed is None else resumed.buffer,
@@ -159,7 +159,7 @@ async def _start_side_by_side(
         )
         environment = starting.create_task(
             start_environment(
-                fleet,
+                manager,
                 config,
                 prepared.model_path,
                 console.message,
@@ -167,7 +167,7 @@ async def _start_side_by_side(
                 serving_file=run_dir.serving.resolve(),
             )
         )
-        trainer = starting.create_task(start_trainer(fleet, setup, config.timeouts))
+        trainer = starting.create_task(start_trainer(manager, setup, config.timeouts))
         for name, role in (
             ("generators", generators),
             ("scorer", scorer),

@@ -19,7 +19,7 @@ from typing import TypeVar
 from forgeasync.actors import (
     OWN_ACTORS,
     GeneratorRouter,
-    Procs,
+    ProcessManager,
     TrainerIncarnation,
     TrainerMesh,
     kill_trainer,
@@ -55,7 +55,7 @@ class TrainerRecovery:
 
     def __init__(
         self,
-        procs: Procs,
+        procs: ProcessManager,
         setup: TrainerSetup,
         timeouts: TimeoutSection,
         *,
@@ -362,7 +362,7 @@ class TrainerRecovery:
 
 
 async def start_recovery(
-    procs: Procs,
+    procs: ProcessManager,
     setup: TrainerSetup,
     timeouts: TimeoutSection,
     *,

@@ -43,7 +43,7 @@ from forgeasync.generator.workarounds.cpu_latent import expand_latents, rotate_i
 from forgeasync.generator.workarounds.inprocess_client import InProcessAsyncClient, scheduler_of, start_llm
 from forgeasync.generator.workarounds.served_adapters import AdapterSetup, ServedAdapter, install
 from forgeasync.generator.workarounds.vllm_process import adapt_process
-from forgeasync.rollouts import FinishReason, LoggedTurn, Records, Rollout
+from forgeasync.rollouts import CaptureSpec, FinishReason, LoggedTurn, Rollout
 from forgeasync.tracing import State, doing
 
 R = TypeVar("R")
@@ -56,7 +56,7 @@ class GeneratorEngine:
         self,
         llm: AsyncLLM,
         client: InProcessAsyncClient,
-        records: Records,
+        records: CaptureSpec,
         *,
         weights: WeightsSection,
         recorder: InFlightRecorder | None,
@@ -96,7 +96,7 @@ class GeneratorEngine:
         generator: GeneratorSection,
         max_context_length: int,
         seed: int,
-        records: Records,
+        records: CaptureSpec,
         weights: WeightsSection,
         adapters: AdapterSetup | None = None,
         in_flight: Path | None = None,

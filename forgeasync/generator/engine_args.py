@@ -8,7 +8,7 @@ from vllm.platforms import current_platform
 
 from forgeasync.config import GeneratorSection
 from forgeasync.generator.workarounds.served_adapters import AdapterSetup, engine_modules, engine_rank
-from forgeasync.rollouts import Records
+from forgeasync.rollouts import CaptureSpec
 
 CPU_WORKER = "forgeasync.generator.workarounds.cpu_worker.UpdatableCPUWorker"
 
@@ -21,7 +21,7 @@ def engine_args(
     generator: GeneratorSection,
     max_context_length: int,
     seed: int,
-    records: Records,
+    records: CaptureSpec,
     adapters: AdapterSetup | None,
     is_cpu: bool,
     num_scored_ids: int = 0,

@@ -24,6 +24,7 @@ from forgeasync.rollouts import (
     FINISHES,
     NO_ROWS,
     BegunTurn,
+    CaptureSpec,
     EndedTurn,
     FinishReason,
     ForgottenTurns,
@@ -31,7 +32,6 @@ from forgeasync.rollouts import (
     InFlightRecord,
     KeptTokens,
     LoggedTurn,
-    Records,
     TokenBatch,
 )
 
@@ -71,7 +71,7 @@ class _Request:
 class InFlightRecorder:
     """The log of one engine."""
 
-    def __init__(self, folder: Path, *, records: Records, vocab_size: int) -> None:
+    def __init__(self, folder: Path, *, records: CaptureSpec, vocab_size: int) -> None:
         """Log into ``folder``, which is made anew for each log."""
         self._folder = folder
         self._records = records

@@ -1,3 +1,5 @@
+from .capture_spec import CaptureSpec as CaptureSpec
+from .capture_spec import check_rollout as check_rollout
 from .group_payload import Arrays as Arrays
 from .group_payload import TokenTrace as TokenTrace
 from .group_payload import decode_rollout as decode_rollout
@@ -16,14 +18,6 @@ from .in_flight_log import InFlightLog as InFlightLog
 from .in_flight_log import InFlightRead as InFlightRead
 from .in_flight_log import read_in_flight as read_in_flight
 from .in_flight_log import remove_in_flight as remove_in_flight
-from .kept_groups import KeptGroup as KeptGroup
-from .kept_groups import KeptGroupTorn as KeptGroupTorn
-from .kept_groups import SUFFIX as SUFFIX
-from .kept_groups import UNFINISHED_SUFFIX as UNFINISHED_SUFFIX
-from .kept_groups import encode_facts as encode_facts
-from .kept_groups import file_name as file_name
-from .kept_groups import read_kept as read_kept
-from .kept_groups import try_write_kept as try_write_kept
 from .kept_tokens import KeptTokens as KeptTokens
 from .kept_tokens import NO_DISTRIBUTION as NO_DISTRIBUTION
 from .kept_tokens import all_kept as all_kept
@@ -47,8 +41,6 @@ from .payload_store import PayloadStoreFull as PayloadStoreFull
 from .payload_store import PayloadWriter as PayloadWriter
 from .prompts import PromptEncoder as PromptEncoder
 from .prompts import text_of_ids as text_of_ids
-from .records import Records as Records
-from .records import check_rollout as check_rollout
 from .rollout import FinishReason as FinishReason
 from .rollout import Group as Group
 from .rollout import GroupProgress as GroupProgress
@@ -78,6 +70,14 @@ from .score import Step as Step
 from .score import VerifierCounts as VerifierCounts
 from .score import as_feedback as as_feedback
 from .score import steps_of as steps_of
+from .spilled_groups import SUFFIX as SUFFIX
+from .spilled_groups import SpilledGroup as SpilledGroup
+from .spilled_groups import SpilledGroupTorn as SpilledGroupTorn
+from .spilled_groups import UNFINISHED_SUFFIX as UNFINISHED_SUFFIX
+from .spilled_groups import encode_facts as encode_facts
+from .spilled_groups import file_name as file_name
+from .spilled_groups import read_kept as read_kept
+from .spilled_groups import try_write_kept as try_write_kept
 from .student_ids import NO_ID as NO_ID
 from .student_ids import student_ids as student_ids
 from .task import Task as Task
@@ -116,7 +116,6 @@ from .in_flight_format import decode as decode
 from .in_flight_format import encode as encode
 from .in_flight_log import MIN_SEGMENT_BYTES as MIN_SEGMENT_BYTES
 from .in_flight_log import segment_limit as segment_limit
-from .kept_groups import write_kept as write_kept
 from .kept_tokens import check_kept_tokens as check_kept_tokens
 from .payload_budget import fits as fits
 from .payload_format import ALIGNMENT as ALIGNMENT
@@ -127,5 +126,6 @@ from .payload_format import write_into as write_into
 from .routing import RoutedExperts as RoutedExperts
 from .routing import expert_dtype as expert_dtype
 from .score import MAX_FEEDBACK_CHARS as MAX_FEEDBACK_CHARS
+from .spilled_groups import write_kept as write_kept
 from .teacher_record import NOT_ASKED as NOT_ASKED
 from .teacher_record import teacher_record as teacher_record

@@ -177,7 +177,7 @@ def _order(turn: LoggedTurn) -> tuple[int, int, int, int]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeptGroup:
+class ResumableGroup:
     """What another generator can continue of a group."""
 
     data: bytes
@@ -188,7 +188,7 @@ class KeptGroup:
     """Tokens that the log has, but not their routing."""
 
 
-def keep_group(turns: Sequence[LoggedTurn]) -> KeptGroup:
+def keep_group(turns: Sequence[LoggedTurn]) -> ResumableGroup:
     """The turns of one group with all tokens that are recorded in full.
 
     An episode is left out that has turns after one whose last tokens are not.
@@ -201,7 +201,7 @@ def keep_group(turns: Sequence[LoggedTurn]) -> KeptGroup:
     }
     kept = [turn.first(turn.num_recorded()) for turn in turns if turn.begun.episode not in broken]
     num_kept = sum(turn.num_tokens for turn in kept)
-    return KeptGroup(
+    return ResumableGroup(
         data=b"".join([MAGIC, *(encode(record) for turn in kept for record in turn_records(turn))]),
         num_kept=num_kept,
         num_lost=sum(turn.num_tokens for turn in turns) - num_kept,
@@ -230,7 +230,7 @@ def ended_turns(turns: Iterable[LoggedTurn]) -> Mapping[EpisodeId, frozenset[int
 
 
 def group_turns(data: bytes) -> tuple[LoggedTurn, ...]:
-    """The turns of a group, from ``KeptGroup.data``; by episode and number.
+    """The turns of a group, from ``ResumableGroup.data``; by episode and number.
 
     Raises:
         ValueError: ``data`` is not the whole of it.

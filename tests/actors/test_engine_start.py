@@ -10,7 +10,7 @@ from monarch.actor import ActorError, this_host
 from forgeasync.actors import GeneratorActor, GeneratorSetup
 from forgeasync.launch import spawn_role
 from forgeasync.models import read_model_facts
-from forgeasync.rollouts import Records
+from forgeasync.rollouts import CaptureSpec
 from forgeasync.testing import tiny_config, write_tiny_model
 
 DEADLINE_S = 120.0
@@ -39,7 +39,7 @@ async def _answer_while_building(folder: Path, pipe: Path, logs: Path) -> tuple[
         section=config.generator,
         max_context_length=config.model.max_context_length,
         seed=0,
-        records=Records(routing=True, kept_tokens=False),
+        records=CaptureSpec(routing=True, kept_tokens=False),
         weights=config.weights,
         lora=None,
         payload_capacity_bytes=2**20,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 
-from forgeasync.actors import ActorDied, Proc, Procs, read_report
+from forgeasync.actors import ActorDied, Proc, ProcessManager, read_report
 from forgeasync.faults import Role
 from forgeasync.launch import HostLost, LocalHosts
 from forgeasync.observability import RunLog, failure_line, run_log
@@ -66,20 +66,20 @@ class Machine:
         return pid not in self._ended
 
 
-def fail_beside_a_death(host: Machine, report: Callable[[Procs], None]) -> None:
+def fail_beside_a_death(host: Machine, report: Callable[[ProcessManager], None]) -> None:
     """A run whose trainer misses a deadline."""
 
     async def scenario() -> None:
-        fleet = Procs(Path("logs"))
-        fleet.peers = [Proc(role="trainer", rank=rank, pid=100 + rank, host=host) for rank in range(2)]
+        manager = ProcessManager(Path("logs"))
+        manager.peers = [Proc(role="trainer", rank=rank, pid=100 + rank, host=host) for rank in range(2)]
         try:
-            async with fleet.naming_deaths(), asyncio.TaskGroup() as loops:
+            async with manager.naming_deaths(), asyncio.TaskGroup() as loops:
                 loops.create_task(asyncio.sleep(60))
-                report(fleet)
+                report(manager)
                 async with deadline(0.01, call="the trainer making step 3", key="timeouts.train_step_s"):
                     await asyncio.sleep(60)
         finally:
-            await fleet.close()
+            await manager.close()
 
     VirtualTime().run(scenario())
 
@@ -103,15 +103,15 @@ class LostHosts(LocalHosts):
 
 @pytest.mark.parametrize("is_watched", [True, False])
 def test_a_lost_host_is_one_fault_of_its_own_role(is_watched: bool) -> None:
-    async def scenario() -> Procs:
-        fleet = Procs(Path("logs"), LostHosts(is_watched=is_watched))
-        await fleet.open(lambda line: None)
+    async def scenario() -> ProcessManager:
+        manager = ProcessManager(Path("logs"), LostHosts(is_watched=is_watched))
+        await manager.open(lambda line: None)
         if is_watched:
             with pytest.raises(HostLost, match="host b"):
-                await fleet.watch()
+                await manager.watch()
         with pytest.raises(HostLost, match="host b"):
-            await fleet.close()
-        return fleet
+            await manager.close()
+        return manager
 
     faults = asyncio.run(scenario()).faults
     (fault,) = faults.open
@@ -125,18 +125,18 @@ class UnwatchedHosts(LocalHosts):
 
 def test_hosts_that_cannot_be_watched_any_more_end_the_run() -> None:
     async def scenario() -> None:
-        fleet = Procs(Path("logs"), UnwatchedHosts())
-        await fleet.open(lambda line: None)
+        manager = ProcessManager(Path("logs"), UnwatchedHosts())
+        await manager.open(lambda line: None)
         with pytest.raises(ConnectionError, match="no agent can be called"):
-            await fleet.watch()
-        await fleet.close()
+            await manager.watch()
+        await manager.close()
 
     asyncio.run(scenario())
 
 
 def test_a_death_is_told_instead_of_what_the_survivors_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    def report(fleet: Procs) -> None:
-        asyncio.get_running_loop().call_later(0.3, fleet._on_report, KILLED)
+    def report(manager: ProcessManager) -> None:
+        asyncio.get_running_loop().call_later(0.3, manager._on_report, KILLED)
 
     with pytest.raises(ActorDied, match="trainer rank 1 of 2 was killed by signal 9") as caught:
         fail_beside_a_death(Machine(101), report)
@@ -144,7 +144,7 @@ def test_a_death_is_told_instead_of_what_the_survivors_say(monkeypatch: pytest.M
 
 
 def test_a_death_that_nobody_reports_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forgeasync.actors.procs.REPORT_S", 0.1)
+    monkeypatch.setattr("forgeasync.actors.process_manager.REPORT_S", 0.1)
     with pytest.raises(
         ActorDied, match=r"^trainer rank 0 \(process 100\) has ended; see logs/trainer-0.log$"
     ):
@@ -152,11 +152,11 @@ def test_a_death_that_nobody_reports_is_told_too(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_better_report_replaces_one_without_a_signal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forgeasync.actors.procs.BETTER_REPORT_S", 0.5)
+    monkeypatch.setattr("forgeasync.actors.process_manager.BETTER_REPORT_S", 0.5)
 
-    def report(fleet: Procs) -> None:
-        fleet._on_report(SILENT)
-        asyncio.get_running_loop().call_later(0.1, fleet._on_report, KILLED)
+    def report(manager: ProcessManager) -> None:
+        manager._on_report(SILENT)
+        asyncio.get_running_loop().call_later(0.1, manager._on_report, KILLED)
 
     with pytest.raises(ActorDied, match="signal 9"):
         fail_beside_a_death(Machine(101), report)
@@ -172,26 +172,26 @@ def test_a_better_report_replaces_one_without_a_signal(monkeypatch: pytest.Monke
 )
 def test_a_death_that_somebody_looks_after_ends_nothing(monkeypatch: pytest.MonkeyPatch, report: str) -> None:
     """Monarch's own actor in the proc, by which ranks meet, is reported too, and a proc that is silent."""
-    monkeypatch.setattr("forgeasync.actors.procs.END_S", 0.1)
-    monkeypatch.setattr("forgeasync.actors.procs.BETTER_REPORT_S", 0.0)
+    monkeypatch.setattr("forgeasync.actors.process_manager.END_S", 0.1)
+    monkeypatch.setattr("forgeasync.actors.process_manager.BETTER_REPORT_S", 0.0)
 
     async def scenario(*owned: str) -> bool:
-        fleet = Procs(Path("logs"))
-        fleet.owned.update(owned)
+        manager = ProcessManager(Path("logs"))
+        manager.owned.update(owned)
         try:
-            fleet._on_report(report)
+            manager._on_report(report)
             await asyncio.sleep(0)
             await asyncio.sleep(0)
-            return fleet._failure.done()
+            return manager._failure.done()
         finally:
-            await fleet.close()
+            await manager.close()
 
     assert not asyncio.run(scenario("trainer"))
     assert asyncio.run(scenario())
 
 
 def test_without_a_death_the_error_is_the_run_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forgeasync.actors.procs.END_S", 0.1)
+    monkeypatch.setattr("forgeasync.actors.process_manager.END_S", 0.1)
     with pytest.raises(ExceptionGroup) as caught:
         fail_beside_a_death(Machine(), lambda _: None)
     (error,) = caught.value.exceptions
@@ -301,12 +301,12 @@ def test_the_command_line_can_be_run_again() -> None:
 
 def test_a_death_that_is_named_comes_before_what_monarch_says_of_it() -> None:
     async def scenario() -> None:
-        fleet = Procs(Path("logs"))
+        manager = ProcessManager(Path("logs"))
         try:
-            async with fleet.naming_deaths():
+            async with manager.naming_deaths():
                 raise ExceptionGroup("loops", [SupervisionError("Endpoint call failed"), ActorDied("rank 1")])
         finally:
-            await fleet.close()
+            await manager.close()
 
     with pytest.raises(ActorDied, match="rank 1"):
         asyncio.run(scenario())

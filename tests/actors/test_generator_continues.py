@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from monarch.actor import ActorError
 
-from forgeasync.actors import CancelledGroup, EndedEpisode, GeneratorActor, Procs, start_generators
+from forgeasync.actors import CancelledGroup, EndedEpisode, GeneratorActor, ProcessManager, start_generators
 from forgeasync.config import RunConfig, SamplingSection
 from forgeasync.launch import LOCAL_HOST_ID, LocalHost
 from forgeasync.models import read_model_facts
@@ -58,13 +58,13 @@ class Seen:
 
 
 async def _scenario(config: RunConfig, folder: Path, out: Path) -> Seen:
-    fleet = Procs(out)
+    manager = ProcessManager(out)
     host = LocalHost(id=LOCAL_HOST_ID, folders=[])
     try:
-        generators = await start_generators(fleet, config, read_model_facts(str(folder)), folder)
+        generators = await start_generators(manager, config, read_model_facts(str(folder)), folder)
         actor = generators.pool.replicas[0].actor
         log = await actor.in_flight.call_one()
-        assert log is not None and log.is_relative_to(fleet.payload_folders[0])
+        assert log is not None and log.is_relative_to(manager.payload_folders[0])
 
         # Nothing is asked of the log before the group has tokens in it.
         sampling = asyncio.ensure_future(_sample(actor, 40, None))
@@ -104,7 +104,7 @@ async def _scenario(config: RunConfig, folder: Path, out: Path) -> Seen:
             removed=not log.exists(),
         )
     finally:
-        await fleet.close()
+        await manager.close()
 
 
 async def _sample(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from monarch.actor import ActorError
 
-from forgeasync.actors import Procs, start_trainer
+from forgeasync.actors import ProcessManager, start_trainer
 from forgeasync.algorithms import Loss
 from forgeasync.config import Dtype, OptimizerSection, ParallelSection, TimeoutSection, TrainerSection
 from forgeasync.launch import LocalHosts
@@ -61,7 +61,7 @@ class Seen:
 
 
 async def _scenario(setup: TrainerSetup, out: Path) -> Seen:
-    procs = Procs(out, LocalHosts())
+    procs = ProcessManager(out, LocalHosts())
     try:
         trainer = await start_trainer(procs, setup, TimeoutSection())
         layout = await trainer.lay_out_weights(Dtype.FLOAT32)

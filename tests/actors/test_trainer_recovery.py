@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from forgeasync.actors import (
     OWN_ACTORS,
     ActorDied,
-    Procs,
+    ProcessManager,
     SampledRollout,
     make_folders,
     start_trainer,
@@ -110,7 +110,7 @@ def make_setup(model: Path, loss: Loss, **recovery: object) -> TrainerSetup:
 
 
 async def start_looking_after(
-    procs: Procs, setup: TrainerSetup, out: Path, told: list[str], timeouts: TimeoutSection
+    procs: ProcessManager, setup: TrainerSetup, out: Path, told: list[str], timeouts: TimeoutSection
 ) -> TrainerRecovery:
     async def reconnect(*weights: object) -> None:
         told.append("generators connected again")
@@ -141,7 +141,7 @@ async def make_steps(
     setup: TrainerSetup, batches: list[Minibatches], out: Path, timeouts: TimeoutSection
 ) -> Made:
     told: list[str] = []
-    procs = Procs(out, LocalHosts(), faults=FaultLog(out / "faults.jsonl", told.append))
+    procs = ProcessManager(out, LocalHosts(), faults=FaultLog(out / "faults.jsonl", told.append))
     try:
         trainer = await start_looking_after(procs, setup, out, told, timeouts)
         exchange = WeightExchange(WeightLedger(lease_timeout_s=60.0))

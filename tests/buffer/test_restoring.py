@@ -14,7 +14,7 @@ from forgeasync.buffer import (
     plan_restore,
 )
 from forgeasync.config import AgeOf, BatchOrder, BufferSection, StaleGroups
-from forgeasync.rollouts import Group, KeptGroup
+from forgeasync.rollouts import Group, SpilledGroup
 from tests.support.buffer_world import EXACT, make_task, make_world
 from tests.support.ledger_histories import LedgerWorld
 from tests.support.rollouts import make_stored_rollout
@@ -107,10 +107,10 @@ def test_of_two_attempts_the_later_one_stands() -> None:
     assert plan(groups, lost(), snapshot(2, 6, p4=0)) == ([(4, 1)], [], {LeftOut.ENDED: 1})
 
 
-def kept(prompt: int, version: int) -> KeptGroup:
+def kept(prompt: int, version: int) -> SpilledGroup:
     rollouts = (make_stored_rollout((version, 0, 4)),) * 2
     group = Group(group_id=55, draw_id=prompt, task=make_task(prompt), rollouts=rollouts)
-    return KeptGroup(group=group, rewards=(1.0,), kept=(1,), scores=None)
+    return SpilledGroup(group=group, rewards=(1.0,), kept=(1,), scores=None)
 
 
 def test_the_buffer_takes_restored_groups_as_if_they_had_come_in_their_time() -> None:

@@ -43,9 +43,9 @@ from forgeasync.rollouts import (
     EVERY_HOST,
     Group,
     GroupProgress,
-    KeptGroup,
     PayloadRef,
     Score,
+    SpilledGroup,
     Step,
     StoredRollout,
     Task,
@@ -612,7 +612,7 @@ def test_a_resumed_run_goes_on_in_the_data_under_the_weights_of_its_checkpoint(t
     assert len(recorder.accuracies) == 1, "the evaluation before the first step was made before"
 
 
-def kept_group(task: Task, prompt: int, config: RunConfig) -> KeptGroup:
+def kept_group(task: Task, prompt: int, config: RunConfig) -> SpilledGroup:
     """A group with rewards 1, 2, ..., on a disk, that version 2 has sampled."""
 
     def on_disk(ref: PayloadRef) -> PayloadRef:
@@ -620,7 +620,7 @@ def kept_group(task: Task, prompt: int, config: RunConfig) -> KeptGroup:
 
     size = config.algorithm.group_size
     rollouts = tuple(make_stored_rollout((2, 0, 4), text=f"{prompt}, {index}") for index in range(size))
-    kept = KeptGroup(
+    kept = SpilledGroup(
         group=Group(group_id=77, draw_id=prompt, task=task, rollouts=rollouts),
         rewards=tuple(map(float, range(size))),
         kept=tuple(range(size)),

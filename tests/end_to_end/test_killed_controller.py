@@ -12,7 +12,7 @@ from forgeasync.buffer import Restored, Sampled, Trained, attempt_and_prompt
 from forgeasync.checkpoint import list_checkpoints, step_of
 from forgeasync.config import CheckpointSection, dump_config
 from forgeasync.ledger import AnyEvent, LedgerLines, Resumed
-from forgeasync.rollouts import SUFFIX, KeptGroupTorn, read_kept
+from forgeasync.rollouts import SUFFIX, SpilledGroupTorn, read_kept
 from forgeasync.testing import tiny_config, write_tiny_model
 from tests.support.app_runs import (
     DEADLINE_S,
@@ -49,7 +49,7 @@ def texts_on_disk(run_dir: Path) -> dict[int, set[str]]:
     for file in (run_dir / "payloads").glob(f"*{SUFFIX}"):
         try:
             group = read_kept(file).group
-        except (KeptGroupTorn, FileNotFoundError):
+        except (SpilledGroupTorn, FileNotFoundError):
             continue
         found[attempt_and_prompt(group.draw_id)[1]] = {rollout.text for rollout in group.rollouts}
     return found

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from forgeasync.config import GeneratorSection, SamplingSection, WeightsSection
-from forgeasync.rollouts import Records, Rollout
+from forgeasync.rollouts import CaptureSpec, Rollout
 from forgeasync.testing import write_tiny_model
 from tests.support.processes import run_alone
 
@@ -31,7 +31,7 @@ async def _scenario(folder: Path, is_invariant: bool) -> dict[str, Groups]:
         ),
         max_context_length=160,
         seed=0,
-        records=Records(routing=True, kept_tokens=False),
+        records=CaptureSpec(routing=True, kept_tokens=False),
         weights=WeightsSection(),
     )
     rng = np.random.default_rng(0)

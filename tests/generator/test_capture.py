@@ -12,7 +12,14 @@ from transformers import AutoModelForCausalLM
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from forgeasync.config import GeneratorSection, SamplingSection, WeightsSection
-from forgeasync.rollouts import KeptTokens, RecordError, Records, Rollout, check_kept_tokens, check_rollout
+from forgeasync.rollouts import (
+    CaptureSpec,
+    KeptTokens,
+    RecordError,
+    Rollout,
+    check_kept_tokens,
+    check_rollout,
+)
 from forgeasync.testing import write_tiny_model
 from tests.support.engines import kept_by_definition, let_decode, nothing_to_fetch
 from tests.support.processes import run_alone
@@ -65,7 +72,7 @@ async def _scenario(folder: Path, vocab_size: int, compile: bool) -> Sampled:
         ),
         max_context_length=MAX_CONTEXT,
         seed=0,
-        records=Records(routing=True, kept_tokens=True),
+        records=CaptureSpec(routing=True, kept_tokens=True),
         weights=WeightsSection(),
     )
     scheduler = await engine._client.between_steps(lambda core: core.scheduler)
@@ -269,7 +276,7 @@ def test_every_record_passes_the_check(sampled: Sampled, folder: Path) -> None:
 
     facts = read_model_facts(str(folder))
     for rollout in sampled.crowd + sampled.crossing:
-        check_rollout(rollout, Records(routing=True, kept_tokens=True), facts)
+        check_rollout(rollout, CaptureSpec(routing=True, kept_tokens=True), facts)
 
 
 def test_an_aborted_request_keeps_the_records_of_its_tokens(sampled: Sampled) -> None:

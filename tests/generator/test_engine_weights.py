@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from forgeasync.config import GeneratorSection, SamplingSection, WeightsSection
-from forgeasync.rollouts import Records, Rollout
+from forgeasync.rollouts import CaptureSpec, Rollout
 from forgeasync.testing import write_tiny_model
 from forgeasync.weights import Box, FetchReport, Piece, RankLayout, WeightLayout
 from tests.support.engine_weights import assert_engine_holds
@@ -48,7 +48,7 @@ async def _update_scenario(folder: Path, other: Path, out: Path, generator: Gene
         generator=generator,
         max_context_length=160,
         seed=0,
-        records=Records(routing=True, kept_tokens=False),
+        records=CaptureSpec(routing=True, kept_tokens=False),
         weights=WeightsSection(),
     )
     try:
@@ -159,7 +159,7 @@ async def _refusals_scenario(folder: Path) -> dict[str, str]:
         generator=_generator(),
         max_context_length=160,
         seed=0,
-        records=Records(routing=False, kept_tokens=False),
+        records=CaptureSpec(routing=False, kept_tokens=False),
         weights=WeightsSection(),
     )
     shapes = {name: tuple(t.shape) for name, t in load_file(folder / "model.safetensors").items()}

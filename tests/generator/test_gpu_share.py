@@ -12,14 +12,14 @@ from vllm.config import CacheConfig
 from vllm.utils.mem_utils import MemorySnapshot
 from vllm.v1.worker.utils import request_memory
 
-from forgeasync.actors import Procs, start_generators, start_teachers
+from forgeasync.actors import ProcessManager, start_generators, start_teachers
 from forgeasync.config import Dtype, FlashAttention, ProcessRewardModel, RunConfig, load_config
 from forgeasync.controller import generator_plan
 from forgeasync.generator import engine_args, step_engine
 from forgeasync.launch import HostGpus, check_hosts_gpus
 from forgeasync.models import SHIPPED_MODELS, read_model_facts
 from forgeasync.planning import Machine, least_bytes, teacher_memory, total_bytes
-from forgeasync.rollouts import Records
+from forgeasync.rollouts import CaptureSpec
 from forgeasync.testing import write_tiny_model
 from tests.launch.test_gpu_checks import H100, facts
 from tests.support.config_samples import CONFIGS
@@ -71,7 +71,7 @@ def test_vllm_starts_wherever_our_own_check_has_passed(name: str) -> None:
         generator=config.generator,
         max_context_length=config.model.max_context_length,
         seed=0,
-        records=Records(routing=True, kept_tokens=False, num_dense_layers=0),
+        records=CaptureSpec(routing=True, kept_tokens=False, num_dense_layers=0),
         adapters=None,
         is_cpu=False,
         gpu_bytes=least_bytes(plan.num_bytes),
@@ -124,7 +124,7 @@ def tiny(folder: Path) -> tuple[RunConfig, Path]:
 
 def asked_for(folder: Path, config: RunConfig, model: Path, *, with_teachers: bool) -> int:
     async def start() -> None:
-        procs = Procs(folder / "logs")
+        procs = ProcessManager(folder / "logs")
         shape = read_model_facts(str(model))
         try:
             if with_teachers:

@@ -17,12 +17,12 @@ from forgeasync.generator import PART_ARGUMENT, TURN_ARGUMENT, InFlightRecorder,
 from forgeasync.rollouts import (
     FINISHES,
     BegunTurn,
+    CaptureSpec,
     EndedTurn,
     EpisodeId,
     FinishReason,
     InFlightRead,
     LoggedTurn,
-    Records,
     TokenBatch,
     group_turns,
     in_flight_log,
@@ -39,7 +39,7 @@ class Engine:
 
     def __init__(self, folder: Path, *, routing: bool = True) -> None:
         self.folder = folder / "log"
-        records = Records(routing=routing, kept_tokens=True, num_dense_layers=1)
+        records = CaptureSpec(routing=routing, kept_tokens=True, num_dense_layers=1)
         self.recorder = InFlightRecorder(self.folder, records=records, vocab_size=VOCABULARY)
 
     def begin(self, group_id: int, index: int = 0) -> int | None:

@@ -13,7 +13,7 @@ import torch
 
 from forgeasync.config import GeneratorSection, WeightsSection, weights_of_teacher
 from forgeasync.models import read_model_facts
-from forgeasync.rollouts import Records, TeacherRecord
+from forgeasync.rollouts import CaptureSpec, TeacherRecord
 from forgeasync.testing import write_tiny_model
 from tests.support.engines import revealing_weights, update
 from tests.support.processes import run_alone
@@ -64,7 +64,7 @@ def _score_under_updates(folder: Path, num_tokens: int) -> Seen:
             generator=GeneratorSection(max_num_batched_tokens=48, max_num_seqs=16, kv_cache_gib=0.01),
             max_context_length=160,
             seed=0,
-            records=Records(routing=False, kept_tokens=False),
+            records=CaptureSpec(routing=False, kept_tokens=False),
             weights=weights_of_teacher(WeightsSection()),
             num_scored_ids=1 + num_tokens,
         )

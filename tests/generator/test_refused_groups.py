@@ -15,7 +15,7 @@ from forgeasync.actors import (
     BufferReport,
     CancelledGroup,
     GroupScoring,
-    Procs,
+    ProcessManager,
     RefusedGroup,
     ResponseGroups,
     ScoredResponses,
@@ -158,9 +158,9 @@ def make_roles(
 async def _first_batch(
     config: RunConfig, generators: Generators, recorder: Recorder, log_dir: Path, scoring: GroupScoring | None
 ) -> Ended:
-    fleet = Procs(log_dir)
+    manager = ProcessManager(log_dir)
     try:
-        prepared, buffer = prepare(config), await start_buffer(fleet, config, log_dir / "ledger.jsonl")
+        prepared, buffer = prepare(config), await start_buffer(manager, config, log_dir / "ledger.jsonl")
         run = GrpoRun(
             config,
             prepared,
@@ -177,7 +177,7 @@ async def _first_batch(
             loop.cancel()
         return Ended(batch=batch, report=report, payloads=run.payloads.state)
     finally:
-        await fleet.close()
+        await manager.close()
 
 
 def run_first_batch(
@@ -268,9 +268,9 @@ def test_a_run_that_filters_everything_says_so(tmp_path: Path) -> None:
     config = tiny_config(write_tiny_model(tmp_path / "model")).model_copy(update={"algorithm": starving})
 
     async def starve() -> None:
-        fleet = Procs(tmp_path)
+        manager = ProcessManager(tmp_path)
         try:
-            prepared, buffer = prepare(config), await start_buffer(fleet, config, tmp_path / "ledger.jsonl")
+            prepared, buffer = prepare(config), await start_buffer(manager, config, tmp_path / "ledger.jsonl")
             run = GrpoRun(
                 config,
                 prepared,
@@ -285,6 +285,6 @@ def test_a_run_that_filters_everything_says_so(tmp_path: Path) -> None:
             assert isinstance(cause, AllFiltered) and "6 groups in a row" in str(cause)
             collecting.cancel()
         finally:
-            await fleet.close()
+            await manager.close()
 
     asyncio.run(starve())

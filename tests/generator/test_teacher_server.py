@@ -9,7 +9,7 @@ import pytest
 
 from forgeasync.config import GeneratorSection, TeacherEndpoint, WeightsSection
 from forgeasync.models import read_model_facts
-from forgeasync.rollouts import Records, TeacherRecord
+from forgeasync.rollouts import CaptureSpec, TeacherRecord
 from forgeasync.testing import write_tiny_model
 from tests.support.processes import run_alone
 
@@ -35,7 +35,7 @@ def _ask_both(
             generator=GeneratorSection(max_num_batched_tokens=64, kv_cache_gib=0.01),
             max_context_length=160,
             seed=0,
-            records=Records(routing=False, kept_tokens=False),
+            records=CaptureSpec(routing=False, kept_tokens=False),
             weights=WeightsSection(),
             num_scored_ids=NUM_IDS,
         )

@@ -13,7 +13,7 @@ from vllm.logprobs import FlatLogprobs
 from forgeasync.config import GeneratorSection, WeightsSection
 from forgeasync.generator import read_given_scores, read_scores
 from forgeasync.models import read_model_facts
-from forgeasync.rollouts import NO_ID, Records, TeacherRecord, WrongTeacherRecord
+from forgeasync.rollouts import NO_ID, CaptureSpec, TeacherRecord, WrongTeacherRecord
 from forgeasync.testing import write_tiny_model
 from tests.support.processes import run_alone
 
@@ -38,7 +38,7 @@ def _score(folder: Path, sequences: list[np.ndarray]) -> list[TeacherRecord]:
             generator=GeneratorSection(max_num_batched_tokens=48, max_num_seqs=16, kv_cache_gib=0.01),
             max_context_length=160,
             seed=0,
-            records=Records(routing=False, kept_tokens=False),
+            records=CaptureSpec(routing=False, kept_tokens=False),
             weights=WeightsSection(),
             num_scored_ids=NUM_IDS + 1,
         )

@@ -19,7 +19,7 @@ from forgeasync.config import (
     WeightsSection,
 )
 from forgeasync.models import read_model_facts
-from forgeasync.rollouts import Records, Rollout, check_rollout
+from forgeasync.rollouts import CaptureSpec, Rollout, check_rollout
 from forgeasync.trainer import PolicyTrainer, TrainerSetup, TrainingSequence, pack_row
 from tests.support.families import write_family
 from tests.support.processes import run_alone, run_ranks
@@ -30,9 +30,11 @@ SAMPLING = SamplingSection(temperature=0.9, max_response_tokens=40)
 ENGINE_VARIANTS = ("qwen3_tied", "llama3_rope", "deepseek_v3_yarn")
 
 
-def _records(folder: Path) -> Records:
+def _records(folder: Path) -> CaptureSpec:
     facts = read_model_facts(str(folder))
-    return Records(routing=facts.num_experts > 0, kept_tokens=False, num_dense_layers=facts.num_dense_layers)
+    return CaptureSpec(
+        routing=facts.num_experts > 0, kept_tokens=False, num_dense_layers=facts.num_dense_layers
+    )
 
 
 async def _sample(before: Path, after: Path, out: Path) -> dict[int, tuple[Rollout, ...]]:

@@ -15,10 +15,10 @@ from forgeasync.config import ModelFacts, RunConfig, load_config
 from forgeasync.models import build_tokenizer, largest_group_payload_bytes, read_model_facts, save_tokenizer
 from forgeasync.planning import Machine, count_parameters, generator_memory, group_payload_bytes, host_memory
 from forgeasync.rollouts import (
+    CaptureSpec,
     FinishReason,
     KeptTokens,
     PayloadWriter,
-    Records,
     Rollout,
     RoutedExperts,
     VersionSpan,
@@ -91,7 +91,7 @@ async def _scenario(folder: Path, out: Path, config: RunConfig, facts: ModelFact
         generator=config.generator,
         max_context_length=CONTEXT,
         seed=0,
-        records=Records(routing=facts.num_experts > 0, kept_tokens=False),
+        records=CaptureSpec(routing=facts.num_experts > 0, kept_tokens=False),
         weights=config.weights,
     )
     try:

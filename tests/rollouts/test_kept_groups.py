@@ -14,12 +14,12 @@ from forgeasync.actors import RefusedGroup, SampledRollout, store_group
 from forgeasync.rollouts import (
     FinishReason,
     Group,
-    KeptGroup,
-    KeptGroupTorn,
     PayloadReader,
     PayloadWriter,
     Rollout,
     Score,
+    SpilledGroup,
+    SpilledGroupTorn,
     Step,
     Task,
     create_run_folder,
@@ -46,7 +46,7 @@ def shared() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def sampled(shared: Path) -> tuple[tuple[Rollout, ...], KeptGroup]:
+def sampled(shared: Path) -> tuple[tuple[Rollout, ...], SpilledGroup]:
     """Rollouts, and the group that they are stored as."""
     rollouts = tuple(make_rollout(seed, 4, 5 + seed) for seed in range(NUM_ROLLOUTS))
     stored = store_group(
@@ -66,11 +66,11 @@ def sampled(shared: Path) -> tuple[tuple[Rollout, ...], KeptGroup]:
         Score(1e30, True, has_answer=False),
     )
     group = Group(group_id=7, draw_id=10**9 + 5, task=task, rollouts=stored, durations_ms=(1, 2, 3))
-    return rollouts, KeptGroup(group=group, rewards=(0.1 + 0.2, -1.0), kept=(0, 2), scores=scores)
+    return rollouts, SpilledGroup(group=group, rewards=(0.1 + 0.2, -1.0), kept=(0, 2), scores=scores)
 
 
 @pytest.fixture(scope="module")
-def file(sampled: tuple[tuple[Rollout, ...], KeptGroup], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def file(sampled: tuple[tuple[Rollout, ...], SpilledGroup], tmp_path_factory: pytest.TempPathFactory) -> Path:
     _, kept = sampled
     target = tmp_path_factory.mktemp("kept") / file_name(kept.group.draw_id)
     write_kept(target, encode_facts(kept), kept.group.rollouts[0].branches[0].response.file)
@@ -78,7 +78,7 @@ def file(sampled: tuple[tuple[Rollout, ...], KeptGroup], tmp_path_factory: pytes
 
 
 def test_all_of_a_group_comes_back_on_any_host(
-    sampled: tuple[tuple[Rollout, ...], KeptGroup], file: Path
+    sampled: tuple[tuple[Rollout, ...], SpilledGroup], file: Path
 ) -> None:
     rollouts, kept = sampled
     found = read_kept(file)
@@ -106,10 +106,10 @@ def test_a_file_that_is_cut_anywhere_is_torn(file: Path, tmp_path: Path) -> None
     whole, cut = file.read_bytes(), tmp_path / "cut.group"
     for num_bytes in range(len(whole)):
         cut.write_bytes(whole[:num_bytes])
-        with pytest.raises(KeptGroupTorn):
+        with pytest.raises(SpilledGroupTorn):
             read_kept(cut)
     cut.write_bytes(whole + b"\0")
-    with pytest.raises(KeptGroupTorn, match="were written"):
+    with pytest.raises(SpilledGroupTorn, match="were written"):
         read_kept(cut)
 
 
@@ -124,20 +124,20 @@ def test_a_file_with_another_bit_is_torn(
     whole[data.draw(st.integers(0, last - 1))] ^= 1 << data.draw(st.integers(0, 7))
     changed = tmp_path_factory.mktemp("changed") / "changed.group"
     changed.write_bytes(whole)
-    with pytest.raises(KeptGroupTorn):
+    with pytest.raises(SpilledGroupTorn):
         read_kept(changed)
 
 
 def test_facts_of_another_version_of_this_package_are_torn(file: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.group"
     write_kept(other, b'{"group":null}'.ljust(24), str(file))
-    with pytest.raises(KeptGroupTorn, match="another version of this package"):
+    with pytest.raises(SpilledGroupTorn, match="another version of this package"):
         read_kept(other)
 
 
 @pytest.mark.parametrize("failing", ["fsync", "rename"])
 def test_what_a_disk_refuses_leaves_nothing(
-    sampled: tuple[tuple[Rollout, ...], KeptGroup],
+    sampled: tuple[tuple[Rollout, ...], SpilledGroup],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     failing: str,
@@ -157,7 +157,7 @@ def test_what_a_disk_refuses_leaves_nothing(
 
 
 def test_arrays_that_were_freed_cannot_be_kept(
-    sampled: tuple[tuple[Rollout, ...], KeptGroup], tmp_path: Path
+    sampled: tuple[tuple[Rollout, ...], SpilledGroup], tmp_path: Path
 ) -> None:
     _, kept = sampled
     problem = try_write_kept(tmp_path / "one.group", encode_facts(kept), "/dev/shm/nothing")

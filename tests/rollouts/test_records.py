@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from forgeasync.rollouts import (
     NO_DISTRIBUTION,
     NO_RECORD,
+    CaptureSpec,
     KeptTokens,
     PayloadRef,
     RecordError,
-    Records,
     Rollout,
     RoutedExperts,
     all_kept,
@@ -29,7 +29,7 @@ from forgeasync.rollouts import (
 from forgeasync.trainer import TrainingSequence, pack_row
 from tests.support.recorded_rollouts import FACTS, make_rollout
 
-BOTH = Records(routing=True, kept_tokens=True)
+BOTH = CaptureSpec(routing=True, kept_tokens=True)
 
 
 def through_memory(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -164,7 +164,7 @@ def test_a_sound_rollout_passes() -> None:
     for value in (0.0, 1e-4, -300.0):
         check_rollout(_with_logprob(sound_rollout(), value), BOTH, FACTS)
     unrecorded = dataclasses.replace(sound_rollout(), routed_experts=None, kept_tokens=None)
-    check_rollout(unrecorded, Records(routing=False, kept_tokens=False), FACTS)
+    check_rollout(unrecorded, CaptureSpec(routing=False, kept_tokens=False), FACTS)
 
 
 def broken_rollouts() -> dict[str, tuple[Rollout, str]]:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import DynamicCache
 
 from forgeasync.config import GeneratorSection, SamplingSection, WeightsSection
-from forgeasync.rollouts import Records, Rollout
+from forgeasync.rollouts import CaptureSpec, Rollout
 
 if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from forgeasync.generator import GeneratorEngine, SwapReport
 
 CONTEXT = 160
-RECORDS = Records(routing=True, kept_tokens=True)
+RECORDS = CaptureSpec(routing=True, kept_tokens=True)
 
 
 async def start_engine(

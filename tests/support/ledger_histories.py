@@ -16,7 +16,7 @@ from forgeasync.buffer import (
 )
 from forgeasync.config import AccountingSection, BatchOrder, BufferSection, StaleGroups
 from forgeasync.ledger import AnyEvent, Checkpointed, Ended, Resumed
-from forgeasync.rollouts import Group, KeptGroup, Score
+from forgeasync.rollouts import Group, Score, SpilledGroup
 from tests.support.buffer_world import EXACT, GROUP_SIZE, BufferWorld, make_task
 
 REASONS = (DropReason.BAD_RECORD, DropReason.CANCELLED, DropReason.FILTERED, DropReason.UNSCORED)
@@ -44,7 +44,7 @@ class LedgerWorld(BufferWorld):
         super().__init__(groups_per_step=groups_per_step, k=k, section=section, accounting=accounting)
         self.checkpoints = []
         """Line and snapshot of each that stands."""
-        self.disk: dict[int, KeptGroup] = {}
+        self.disk: dict[int, SpilledGroup] = {}
         """Finished groups by draw id."""
         self.taken: dict[int, set[int]] = {}
         """Draw ids of the groups that each step was made with, and those to come will be made with again."""
@@ -56,7 +56,7 @@ class LedgerWorld(BufferWorld):
         if group_id in self.buffer._entries:
             kept = tuple(range(GROUP_SIZE))
             scores = tuple(Score(1.0, True) for _ in kept)
-            self.disk[group.draw_id] = KeptGroup(
+            self.disk[group.draw_id] = SpilledGroup(
                 group=group, rewards=(1.0,) * GROUP_SIZE, kept=kept, scores=scores
             )
 
@@ -120,7 +120,7 @@ class LedgerWorld(BufferWorld):
         """The groups on the disk of some prompts."""
         return [one.group for draw_id, one in self.disk.items() if attempt_and_prompt(draw_id)[1] in prompts]
 
-    def _candidate(self, draw_id: int, one: KeptGroup) -> Candidate:
+    def _candidate(self, draw_id: int, one: SpilledGroup) -> Candidate:
         attempt, prompt = attempt_and_prompt(draw_id)
         return Candidate(
             prompt=prompt,

@@ -526,18 +526,18 @@ class StartingFleet:
         async def generators(*setup: object) -> Generators:
             return Generators()
 
-        async def scorer(fleet: object, config: RunConfig) -> GroupScoring:
+        async def scorer(manager: object, config: RunConfig) -> GroupScoring:
             return make_scoring(config)
 
         async def buffer(
-            fleet: object, config: RunConfig, ledger: Path, resumed: ResumedBuffer | None
+            manager: object, config: RunConfig, ledger: Path, resumed: ResumedBuffer | None
         ) -> LocalBuffer:
             return LocalBuffer(config)
 
         async def environment(*setup: object, artifacts: Path, serving_file: Path) -> None:
             return None
 
-        async def trainer(fleet: object, setup: TrainerSetup, timeouts: TimeoutSection) -> Trainer:
+        async def trainer(manager: object, setup: TrainerSetup, timeouts: TimeoutSection) -> Trainer:
             self.max_token_age = setup.max_token_age
             return Trainer()
 

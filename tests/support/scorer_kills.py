@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from forgeasync.actors import GroupScoring, Procs, Unscored, start_scorer
+from forgeasync.actors import GroupScoring, ProcessManager, Unscored, start_scorer
 from forgeasync.config import RunConfig, load_config
 from forgeasync.environments import Response
 from forgeasync.rollouts import FinishReason, Score, Task
@@ -58,7 +58,7 @@ def kill_scorers(num_kills: int, *, num_replicas: int = 2, num_alive: int = 2, s
 async def _kill_scorers(num_kills: int, num_replicas: int, num_alive: int, rng: random.Random) -> Killed:
     with tempfile.TemporaryDirectory() as folder:
         config = scoring_config(Path(folder), [f"scorer.num_replicas={num_replicas}", "scorer.num_workers=1"])
-        procs = Procs(Path(folder))
+        procs = ProcessManager(Path(folder))
         try:
             groups = await start_scorer(procs, config)
             assert procs.scorer is not None

@@ -3,7 +3,7 @@
 import asyncio
 from pathlib import Path
 
-from forgeasync.actors import GeneratorRouter, Procs, TrainerMesh, start_generators, start_trainer
+from forgeasync.actors import GeneratorRouter, ProcessManager, TrainerMesh, start_generators, start_trainer
 from forgeasync.algorithms import Loss
 from forgeasync.config import RunConfig
 from forgeasync.models import read_model_facts
@@ -11,7 +11,7 @@ from forgeasync.trainer import TrainerSetup
 
 
 async def start_both(
-    procs: Procs, config: RunConfig, folder: Path, *, average_alpha: float | None = None
+    procs: ProcessManager, config: RunConfig, folder: Path, *, average_alpha: float | None = None
 ) -> tuple[TrainerMesh, GeneratorRouter]:
     """Start them side by side from the model in ``folder``; their weights are not connected yet."""
     facts = read_model_facts(str(folder))

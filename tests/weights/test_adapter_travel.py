@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from forgeasync.actors import (
     CancelledGroup,
     GeneratorRouter,
-    Procs,
+    ProcessManager,
     RefusedGroup,
     TrainerMesh,
     connect_weights,
@@ -60,11 +60,11 @@ async def _train_on_fresh(trainer: TrainerMesh, generators: GeneratorRouter) -> 
 
 
 async def _scenario(config: RunConfig, folder: Path, out: Path) -> Seen:
-    fleet = Procs(out / "logs")
+    manager = ProcessManager(out / "logs")
     try:
-        trainer, generators = await start_both(fleet, config, folder)
+        trainer, generators = await start_both(manager, config, folder)
         await trainer.connect(generators)
-        await connect_weights(fleet, config, trainer, generators)
+        await connect_weights(manager, config, trainer, generators)
         mismatches = [await _train_on_fresh(trainer, generators)]
         fetches = []
         for update in range(NUM_UPDATES):
@@ -76,7 +76,7 @@ async def _scenario(config: RunConfig, folder: Path, out: Path) -> Seen:
         (replica,) = (one.actor for one in generators.pool.replicas)
         return Seen(parameters=await replica.parameters.call_one(), fetches=fetches, mismatches=mismatches)
     finally:
-        await fleet.close()
+        await manager.close()
 
 
 def merge_by_hand(folder: Path, adapter: Path, lora: LoraSection) -> tuple[dict[str, torch.Tensor], int]:

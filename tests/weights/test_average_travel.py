@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from forgeasync.actors import GeneratorRouter, Procs, TrainerMesh, make_folders
+from forgeasync.actors import GeneratorRouter, ProcessManager, TrainerMesh, make_folders
 from forgeasync.config import RunConfig
 from forgeasync.launch import LocalHosts
 from forgeasync.models import read_model_facts
@@ -35,7 +35,11 @@ class Seen:
 
 
 async def _connect(
-    procs: Procs, config: RunConfig, trainer: TrainerMesh, router: GeneratorRouter, weights: WeightSet
+    procs: ProcessManager,
+    config: RunConfig,
+    trainer: TrainerMesh,
+    router: GeneratorRouter,
+    weights: WeightSet,
 ) -> None:
     """Have the one engine take one set of weights, as a teacher's engine or a generator does."""
     layout = await trainer.lay_out_weights(config.generator.dtype)
@@ -58,7 +62,7 @@ async def _update(trainer: TrainerMesh, router: GeneratorRouter, slot: int) -> i
 async def _scenario(config: RunConfig, folder: Path, out: Path) -> Seen:
     vocab_size = read_model_facts(str(folder)).vocab_size
     rng = np.random.default_rng(0)
-    procs = Procs(out / "logs", LocalHosts())
+    procs = ProcessManager(out / "logs", LocalHosts())
     try:
         trainer, router = await start_both(procs, config, folder, average_alpha=ALPHA)
         exported = []

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from forgeasync.config import GeneratorSection, SamplingSection, WeightsSection
-from forgeasync.rollouts import Records
+from forgeasync.rollouts import CaptureSpec
 from forgeasync.testing import write_tiny_model
 from forgeasync.weights import Manifest, WeightExchange, WeightLedger
 from tests.support.processes import run_alone
@@ -153,7 +153,7 @@ async def _scenario(folder: Path, out: Path) -> Seen:
         generator=GeneratorSection(max_num_seqs=16, max_num_batched_tokens=256, kv_cache_gib=0.02),
         max_context_length=160,
         seed=0,
-        records=Records(routing=True, kept_tokens=False),
+        records=CaptureSpec(routing=True, kept_tokens=False),
         weights=WeightsSection(),
     )
     publisher = FolderPublisher(folder, out)

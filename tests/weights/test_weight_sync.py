@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from forgeasync.actors import (
     CancelledGroup,
     GeneratorRouter,
-    Procs,
+    ProcessManager,
     RefusedGroup,
     SampledResponse,
     TrainerMesh,
@@ -122,11 +122,11 @@ async def _sync(trainer: TrainerMesh, generators: GeneratorRouter, slot: int = 0
 
 async def _scenario(config: RunConfig, folder: Path, out: Path) -> Measured:
     # Payloads are read as from another host; tests/end_to_end/test_grpo_app.py reads them from shared memory.
-    fleet = Procs(out / "logs", LocalHosts(trainer_id="host-1"))
+    manager = ProcessManager(out / "logs", LocalHosts(trainer_id="host-1"))
     try:
-        trainer, generators = await start_both(fleet, config, folder)
+        trainer, generators = await start_both(manager, config, folder)
         await trainer.connect(generators)
-        await connect_weights(fleet, config, trainer, generators)
+        await connect_weights(manager, config, trainer, generators)
         fresh = await _sample(generators)
         fresh_metrics = await _train_on(trainer, generators, fresh)
         for _ in range(1, NUM_UPDATES):
@@ -156,10 +156,12 @@ async def _scenario(config: RunConfig, folder: Path, out: Path) -> Measured:
             after_metrics=after_metrics,
             crossing=crossing,
             seeded=(await _respond(generators), await _respond(generators)),
-            payload_files_left=[file for folder in fleet.payload_folders for file in folder.glob("*.group")],
+            payload_files_left=[
+                file for folder in manager.payload_folders for file in folder.glob("*.group")
+            ],
         )
     finally:
-        await fleet.close()
+        await manager.close()
 
 
 async def _num_sampled(generators: GeneratorRouter) -> int:

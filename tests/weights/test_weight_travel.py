@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from forgeasync.actors import GeneratorRouter, Procs, RefusedGroup, TrainerMesh, connect_weights
+from forgeasync.actors import GeneratorRouter, ProcessManager, RefusedGroup, TrainerMesh, connect_weights
 from forgeasync.config import ParallelSection, RunConfig, SamplingSection, TransportChoice, WeightsSection
 from forgeasync.launch import LocalHosts
 from forgeasync.models import read_model_facts
@@ -122,10 +122,10 @@ async def _catch_up(trainer: TrainerMesh, exchange: WeightExchange) -> None:
 
 async def _scenario(config: RunConfig, case: Case, folder: Path, out: Path) -> Seen:
     facts = read_model_facts(str(folder))
-    fleet = Procs(out / "logs", LocalHosts(trainer_id=case.trainer_host))
+    manager = ProcessManager(out / "logs", LocalHosts(trainer_id=case.trainer_host))
     try:
-        trainer, generators = await start_both(fleet, config, folder)
-        await connect_weights(fleet, config, trainer, generators)
+        trainer, generators = await start_both(manager, config, folder)
+        await connect_weights(manager, config, trainer, generators)
         exchange = WeightExchange(WeightLedger(lease_timeout_s=config.weights.lease_timeout_s))
         fetches: list[FetchReport] = []
         spans: list[tuple[int, ...]] = []
@@ -149,7 +149,7 @@ async def _scenario(config: RunConfig, case: Case, folder: Path, out: Path) -> S
             num_skipped=exchange.state.num_skipped,
         )
     finally:
-        await fleet.close()
+        await manager.close()
 
 
 REPRESENTATIVE = ("ep2-rdma-1_generator",)

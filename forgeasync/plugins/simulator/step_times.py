@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from forgeasync.actors import GeneratorRouter, Procs
+from forgeasync.actors import GeneratorRouter, ProcessManager
 from forgeasync.config import RunConfig
 from forgeasync.controller import (
     Prepared,
@@ -233,7 +233,7 @@ IDLE_S = 0.2
 class Loops(Protocol):
     """The loops of a run, such as ``apps.grpo.GrpoRun``."""
 
-    async def run(self, fleet: Procs) -> None:
+    async def run(self, manager: ProcessManager) -> None:
         """Make all steps of the config."""
         ...
 
@@ -296,18 +296,18 @@ def short_run_of(config: RunConfig) -> RunConfig:
 async def time_loops(
     prepared: Prepared,
     roles: Roles,
-    fleet: Procs,
+    manager: ProcessManager,
     files: RunFiles,
     console: StepConsole,
     make_loops: MakeLoops,
 ) -> LoopTimes:
     """Make the steps of the prepared short run, and wait until its engines are idle."""
     pids: dict[str, list[int]] = defaultdict(list)
-    for entry in fleet.listing.entries:
+    for entry in manager.listing.entries:
         pids[entry.role].append(entry.pid)
     with _TimedRecorder(prepared, files, console, pids) as recorder:
         loops = make_loops(prepared.config, prepared, roles, recorder=recorder, files=files)
-        await loops.run(fleet)
+        await loops.run(manager)
     await _until_idle(roles.generators)
     return loop_times(recorder.marks[NUM_WARMUP_STEPS - 1 :])
 

@@ -14,7 +14,7 @@ from forgeasync.environments import CodingProblems, hidden_tests, is_protected, 
 from forgeasync.schema import ConfigError
 from tests.support.repositories import patch_of
 
-Records = Callable[[str], dict[str, Any]]
+CaptureSpec = Callable[[str], dict[str, Any]]
 
 
 def problems(folder: Path, records: list[dict[str, Any]], name: str, **numbers: int) -> CodingProblems:
@@ -24,7 +24,7 @@ def problems(folder: Path, records: list[dict[str, Any]], name: str, **numbers: 
     return CodingProblems(source, **{"num_train": 1, "num_held_out": 1, "seed": 0, **numbers})
 
 
-def test_a_file_becomes_tasks_that_find_their_checkouts(folder: Path, record: Records) -> None:
+def test_a_file_becomes_tasks_that_find_their_checkouts(folder: Path, record: CaptureSpec) -> None:
     records = [record("pytest"), record("unittest")]
     records += [
         record("unittest") | {"instance_id": f"shop-{i}", "problem_statement": f"issue {i}"} for i in range(8)
@@ -41,13 +41,13 @@ def test_a_file_becomes_tasks_that_find_their_checkouts(folder: Path, record: Re
         assert task.task_id == read.instance_id and task.record["repo"] == "people/shop"
 
 
-def test_held_out_texts_are_not_trained_on(folder: Path, record: Records) -> None:
+def test_held_out_texts_are_not_trained_on(folder: Path, record: CaptureSpec) -> None:
     twice = [record("unittest"), record("unittest") | {"instance_id": "other"}]
     with pytest.raises(ConfigError, match=r"data.num_train = 1: .* has only 0"):
         problems(folder, twice, "twice").train(set())
 
 
-def test_hidden_tests_are_what_the_patch_makes_of_the_checkout(folder: Path, record: Records) -> None:
+def test_hidden_tests_are_what_the_patch_makes_of_the_checkout(folder: Path, record: CaptureSpec) -> None:
     raw = record("unittest")
     raw["test_patch"] += (
         "diff --git a/README.md b/docs/README.md\nsimilarity index 100%\n"
@@ -64,7 +64,7 @@ def test_hidden_tests_are_what_the_patch_makes_of_the_checkout(folder: Path, rec
     assert (folder / raw["checkout"] / "README.md").exists()
 
 
-def test_files_of_listed_tests_are_protected(folder: Path, record: Records) -> None:
+def test_files_of_listed_tests_are_protected(folder: Path, record: CaptureSpec) -> None:
     """Also where their names do not look like tests and the patch does not change them."""
     raw = record("unittest")
     raw["PASS_TO_PASS"] = ["shop.prices.TestOfItself.test_all"]
@@ -112,20 +112,20 @@ LINK_OUT = (
         ({"checkout": "/"}, "has the file of records in it, with the hidden tests"),
     ],
 )
-def test_a_wrong_record_is_refused_with_its_line(folder: Path, record: Records, changed, message) -> None:
+def test_a_wrong_record_is_refused_with_its_line(folder: Path, record: CaptureSpec, changed, message) -> None:
     with pytest.raises(ConfigError) as refused:
         problems(folder, [record("pytest"), record("unittest") | changed], "wrong")
     text = str(refused.value)
     assert "data.source.path = " in text and "line 2: " in text and message in text
 
 
-def test_a_checkout_with_a_history_is_refused(folder: Path, record: Records, tmp_path: Path) -> None:
+def test_a_checkout_with_a_history_is_refused(folder: Path, record: CaptureSpec, tmp_path: Path) -> None:
     (tmp_path / ".git").mkdir()
     with pytest.raises(ConfigError, match=r"has \.git, whose history can hold the solution"):
         problems(folder, [record("unittest") | {"checkout": str(tmp_path)}], "history")
 
 
-def test_a_checkout_with_a_pipe_is_refused(folder: Path, record: Records, tmp_path: Path) -> None:
+def test_a_checkout_with_a_pipe_is_refused(folder: Path, record: CaptureSpec, tmp_path: Path) -> None:
     """Reading it would last for ever."""
     shutil.copytree(folder / record("unittest")["checkout"], tmp_path / "shop", symlinks=True)
     os.mkfifo(tmp_path / "shop" / "tests" / "pipe")
@@ -133,7 +133,7 @@ def test_a_checkout_with_a_pipe_is_refused(folder: Path, record: Records, tmp_pa
         problems(folder, [record("unittest") | {"checkout": str(tmp_path / "shop")}], "pipe")
 
 
-def test_an_id_twice_and_a_missing_file_are_refused(folder: Path, record: Records) -> None:
+def test_an_id_twice_and_a_missing_file_are_refused(folder: Path, record: CaptureSpec) -> None:
     with pytest.raises(ConfigError, match="line 2: line 1 has instance_id 'shop-unittest' too"):
         problems(folder, [record("unittest")] * 2, "ids")
     with pytest.raises(ConfigError, match="there is no such file"):

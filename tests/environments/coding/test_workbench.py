@@ -15,7 +15,7 @@ from forgeasync.testing import ScriptedAgent, scripted_turn
 from tests.support.config_samples import MINIMAL
 from tests.support.repositories import calls, task_of
 
-Records = Callable[[str], dict[str, Any]]
+CaptureSpec = Callable[[str], dict[str, Any]]
 
 
 def config_of(folder: Path, *overrides: str) -> Any:
@@ -30,7 +30,7 @@ def config_of(folder: Path, *overrides: str) -> Any:
 
 
 @pytest.fixture
-def told(folder: Path, record: Records, tmp_path: Path) -> Callable[..., list[tuple[str, str]]]:
+def told(folder: Path, record: CaptureSpec, tmp_path: Path) -> Callable[..., list[tuple[str, str]]]:
     """Run calls in one episode; returns what the model was told, each with the status that was counted."""
 
     def run(*turns: Turn, tool_limit_s: float = 300.0) -> list[tuple[str, str]]:

@@ -33,12 +33,12 @@ _HEADER = struct.Struct("<8sQQQQ")
 """Magic, bytes of the facts, bytes of the arrays, checksums (xxh3_64) of both."""
 
 
-class KeptGroupTorn(ValueError):
+class SpilledGroupTorn(ValueError):
     """The file is not what was once written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeptGroup:
+class SpilledGroup:
     """A group that was sampled and scored, and what its scoring left of it."""
 
     group: Group
@@ -49,7 +49,7 @@ class KeptGroup:
     scores: tuple[Score, ...]
     """Those of the rollouts that train."""
 
-    def with_refs(self, change: Callable[[PayloadRef], PayloadRef]) -> "KeptGroup":
+    def with_refs(self, change: Callable[[PayloadRef], PayloadRef]) -> "SpilledGroup":
         """The same group with its arrays at other places."""
         rollouts = tuple(
             dataclasses.replace(
@@ -71,7 +71,7 @@ def file_name(draw_id: int) -> str:
     return f"{draw_id:020d}{SUFFIX}"
 
 
-def encode_facts(kept: KeptGroup) -> bytes:
+def encode_facts(kept: SpilledGroup) -> bytes:
     """The group without its arrays, padded so that they begin where arrays may."""
     facts = msgspec.json.encode(kept)
     return facts.ljust(align(_HEADER.size + len(facts)) - _HEADER.size)
@@ -115,22 +115,22 @@ def try_write_kept(target: Path, facts: bytes, source: str) -> str | None:
     return None
 
 
-def read_kept(file: Path) -> KeptGroup:
+def read_kept(file: Path) -> SpilledGroup:
     """Read and check a whole file; its arrays are to be read from there, on any host that sees it.
 
     Raises:
-        KeptGroupTorn: it is not what was once written.
+        SpilledGroupTorn: it is not what was once written.
     """
     with file.open("rb") as opened:
         num_bytes = os.fstat(opened.fileno()).st_size
         if num_bytes < _HEADER.size:
-            raise KeptGroupTorn(f"{file} is cut off in its header: it has {num_bytes} bytes")
+            raise SpilledGroupTorn(f"{file} is cut off in its header: it has {num_bytes} bytes")
         with mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ) as memory, memoryview(memory) as whole:
             start, facts = _checked(whole, file)
     try:
-        kept = msgspec.json.decode(facts, type=KeptGroup)
+        kept = msgspec.json.decode(facts, type=SpilledGroup)
     except (msgspec.MsgspecError, ValueError) as error:
-        raise KeptGroupTorn(f"{file} is of another version of this package: {error}") from None
+        raise SpilledGroupTorn(f"{file} is of another version of this package: {error}") from None
     path = str(file.resolve())
 
     def moved(ref: PayloadRef) -> PayloadRef:
@@ -144,16 +144,16 @@ def _checked(whole: memoryview, file: Path) -> tuple[int, bytes]:
     magic, num_facts, num_arrays, facts_checksum, arrays_checksum = _HEADER.unpack_from(whole)
     start = _HEADER.size + num_facts
     if magic != MAGIC:
-        raise KeptGroupTorn(f"{file} does not begin as the file of a group")
+        raise SpilledGroupTorn(f"{file} does not begin as the file of a group")
     if len(whole) != start + num_arrays:
-        raise KeptGroupTorn(f"{file} has {len(whole)} bytes, and {start + num_arrays} were written")
+        raise SpilledGroupTorn(f"{file} has {len(whole)} bytes, and {start + num_arrays} were written")
     for what, part, checksum in (
         ("facts", whole[_HEADER.size : start], facts_checksum),
         ("arrays", whole[start:], arrays_checksum),
     ):
         with part:
             if xxhash.xxh3_64_intdigest(part) != checksum:
-                raise KeptGroupTorn(f"{file} has other {what} than were written: its checksum differs")
+                raise SpilledGroupTorn(f"{file} has other {what} than were written: its checksum differs")
     return start, bytes(whole[_HEADER.size : start])
 
 

@@ -15,7 +15,14 @@ from forgeasync.buffer import (
 )
 from forgeasync.checkpoint import RunState, differences
 from forgeasync.config import RunConfig
-from forgeasync.rollouts import SUFFIX, UNFINISHED_SUFFIX, KeptGroup, KeptGroupTorn, file_name, read_kept
+from forgeasync.rollouts import (
+    SUFFIX,
+    UNFINISHED_SUFFIX,
+    SpilledGroup,
+    SpilledGroupTorn,
+    file_name,
+    read_kept,
+)
 
 DECIDES = (
     "model",
@@ -39,7 +46,7 @@ _IRRELEVANT = frozenset({"buffer.keep_groups", "buffer.heartbeat_s"})
 class FoundGroups:
     """Finished groups that are trained on without being sampled again."""
 
-    groups: tuple[KeptGroup, ...] = ()
+    groups: tuple[SpilledGroup, ...] = ()
     """In the data's order."""
     batches: tuple[tuple[int, ...], ...] = ()
     """Prompts of the next steps, which are made again with these groups."""
@@ -84,11 +91,11 @@ def find_groups(folder: Path, state: RunState, config: RunConfig, lost: LostStep
     if changed := _changed_settings(state.config, config):
         return FoundGroups(left_out={LeftOut.OTHER_CONFIG: len(files)}, why=f": {', '.join(changed)} changed")
     torn: Counter[LeftOut] = Counter()
-    groups: dict[tuple[int, int], KeptGroup] = {}
+    groups: dict[tuple[int, int], SpilledGroup] = {}
     for file in files:
         try:
             one = read_kept(file)
-        except KeptGroupTorn:
+        except SpilledGroupTorn:
             torn[LeftOut.TORN] += 1
             continue
         attempt, prompt = attempt_and_prompt(one.group.draw_id)
@@ -107,7 +114,7 @@ def find_groups(folder: Path, state: RunState, config: RunConfig, lost: LostStep
     )
 
 
-def remove_others(folder: Path, groups: Sequence[KeptGroup]) -> None:
+def remove_others(folder: Path, groups: Sequence[SpilledGroup]) -> None:
     """Remove all files of groups but those of ``groups``."""
     wanted = {file_name(one.group.draw_id) for one in groups}
     for file in (*folder.glob(f"*{SUFFIX}"), *folder.glob(f"*{UNFINISHED_SUFFIX}")):
@@ -121,7 +128,7 @@ def _changed_settings(before: Mapping[str, object], config: RunConfig) -> list[s
     return [path for path, _, _ in found if path not in _IRRELEVANT]
 
 
-def _candidate(key: tuple[int, int], one: KeptGroup, config: RunConfig) -> Candidate:
+def _candidate(key: tuple[int, int], one: SpilledGroup, config: RunConfig) -> Candidate:
     prompt, attempt = key
     rollouts = one.group.rollouts
     return Candidate(

@@ -14,7 +14,7 @@ MAX_LOGPROB = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Records:
+class CaptureSpec:
     """The records that an engine makes beside tokens and log-probabilities."""
 
     routing: bool
@@ -25,7 +25,7 @@ class Records:
     """The first layers, which have no experts and no record."""
 
 
-def check_rollout(rollout: Rollout, records: Records, facts: ModelFacts) -> None:
+def check_rollout(rollout: Rollout, records: CaptureSpec, facts: ModelFacts) -> None:
     """Check that a rollout has the records asked for, and that they fit its tokens and the model.
 
     Raises:

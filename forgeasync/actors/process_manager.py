@@ -48,7 +48,7 @@ TEACHER = "teacher-"
 
 
 @dataclass(slots=True)
-class Procs:
+class ProcessManager:
     """The meshes that a run has spawned so far; ``close`` stops them in any state."""
 
     log_dir: Path
