@@ -15,7 +15,7 @@ import pytest
 from forgeasync.faults import RUN_MARK
 from forgeasync.rollouts import is_running
 from tests.support.app_runs import REPOSITORY, session_processes
-from tests.support.warm_python import wait_until_imported, warm_python
+from tests.support.warm_python import REAL_PYTHON, wait_until_imported, warm_python
 from tests.support.warm_python.executable import PROC, PROGRAM, kind_of
 
 pytestmark = pytest.mark.procs
@@ -60,7 +60,7 @@ def wait_until_gone(pid: int) -> None:
 def test_a_fork_is_what_the_program_would_be() -> None:
     variables = os.environ | {"FORGEASYNC_TEST": "ä"}
     facts, ends = [], []
-    for python in (warm_python(), str(Path(sys.prefix, "bin", "python"))):
+    for python in (warm_python(), REAL_PYTHON):
         process = start("exit", "3", "x y", python=python, env=variables)
         facts.append(facts_of(process, "said"))
         ends.append((process.communicate()[1], process.returncode))

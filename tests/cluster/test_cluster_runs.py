@@ -4,7 +4,6 @@ The hosts are namespaces of this machine (``tests.support.cluster``), so neither
 """
 
 import json
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from forgeasync.testing import tiny_config, write_tiny_model
 from tests.support.app_runs import NEVER_ENDING, read_lines
 from tests.support.cluster.cluster import PARTITION, Cluster, HeadRun
 from tests.support.cluster.machines import ABSENT
+from tests.support.warm_python import REAL_PYTHON
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.procs, pytest.mark.timeout(900)]
 
@@ -44,7 +44,7 @@ class ClusterRuns:
     def start(self, launcher: str, *overrides: str, first_in_path: Path | None = TRANSLATED) -> HeadRun:
         quick = ["timeouts.host_s=15", "timeouts.sigterm_s=10", "checkpoint.every_steps=null"]
         return self.cluster.run(
-            *(sys.executable, "-m", "apps.grpo", "--config", str(self.config_file)),
+            *(REAL_PYTHON, "-m", "apps.grpo", "--config", str(self.config_file)),
             *(f"launcher={launcher}", f"run_dir={self.run_dir}", "max_off_policy_steps=1"),
             *(NEVER_ENDING, *quick, *overrides),
             first_in_path=first_in_path,
@@ -55,7 +55,7 @@ class ClusterRuns:
         """The trainer's hosts are two nodes of one proc each, since its ranks have to find each other."""
         hosts = {"trainer": len(TRAINER_HOSTS), "generators": len(GENERATOR_HOSTS)}
         return json.dumps(
-            {"kind": "slurm", "gpus_per_host": 0, "partition": PARTITION, "python": sys.executable}
+            {"kind": "slurm", "gpus_per_host": 0, "partition": PARTITION, "python": REAL_PYTHON}
             | {"hosts": hosts}
         )
 
@@ -63,7 +63,7 @@ class ClusterRuns:
     def ssh(self) -> str:
         hosts = {"trainer": TRAINER_HOSTS, "generators": GENERATOR_HOSTS}
         return json.dumps(
-            {"kind": "ssh", "gpus_per_host": 0, "python": sys.executable, "ssh_args": self.cluster.ssh_args}
+            {"kind": "ssh", "gpus_per_host": 0, "python": REAL_PYTHON, "ssh_args": self.cluster.ssh_args}
             | {"hosts": hosts}
         )
 

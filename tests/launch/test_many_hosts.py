@@ -4,7 +4,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 import uuid
 from collections import defaultdict
@@ -20,6 +19,7 @@ from forgeasync.config import dump_config
 from forgeasync.testing import tiny_config, write_tiny_model
 from tests.support.app_runs import DEADLINE_S, NEVER_ENDING, REPOSITORY, read_lines, wait_for_step
 from tests.support.tiers import Starts, starts
+from tests.support.warm_python import REAL_PYTHON
 
 pytestmark = pytest.mark.exhaustive
 
@@ -123,7 +123,7 @@ def _start(config_file: Path, *overrides: str) -> Run:
     process = subprocess.Popen(
         [
             # Not the warm one: what it starts would not be in its host's session.
-            str(Path(sys.prefix, "bin", "python")),
+            REAL_PYTHON,
             "-m",
             "apps.grpo",
             "--config",

@@ -32,6 +32,9 @@ FOLDER = "FORGEASYNC_TESTS_WARM_PYTHON"
 ROOM_BYTES = 1 << 16
 """Room for the environment that a fork shows in /proc."""
 
+REAL_PYTHON = str(Path(sys.prefix, "bin", "python"))
+"""For programs that must not be warm; ``sys.executable`` is the warm Python in tests that start processes."""
+
 _REPOSITORY = Path(__file__).parents[3]
 
 _ENVIRONMENTS = (
@@ -144,7 +147,7 @@ def _start() -> Path:
         listener.bind(str(folder / kind))
         listener.listen(128)
     numbers = [life, *(one.fileno() for one in listeners.values())]
-    command = [sys.executable, "-m", "tests.support.warm_python.server", str(folder), *map(str, numbers)]
+    command = [REAL_PYTHON, "-m", "tests.support.warm_python.server", str(folder), *map(str, numbers)]
     with (folder / "server.log").open("w") as log:
         subprocess.Popen(
             command,
@@ -166,12 +169,11 @@ def _start() -> Path:
 def _write_script(folder: Path) -> None:
     """Write the script into a folder like that of the real Python, whose neighbors some programs look for."""
     folder.mkdir()
-    real = Path(sys.executable)
-    for one in real.parent.iterdir():
+    for one in Path(REAL_PYTHON).parent.iterdir():
         if one.name != "python":
             (folder / one.name).symlink_to(one)
     script = folder / "python"
-    python, asks = shlex.quote(str(real)), shlex.quote(executable.__file__)
+    python, asks = shlex.quote(REAL_PYTHON), shlex.quote(executable.__file__)
     # A sandbox sees this folder and the real Python, but not the tests; nothing in one is warm.
     script.write_text(
         f'#!/bin/sh\nif [ "$1" = -m ]; then exec {python} -IS {asks} "$0" "$@"; fi\nexec {python} "$@"\n'
