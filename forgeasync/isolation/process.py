@@ -175,8 +175,11 @@ class KillWatch:
         with self._changed:
             while True:
                 now = time.monotonic()
-                due = [number for number, (deadline, _) in self._deadlines.items() if deadline <= now]
-                for number in due:
+                due = [
+                    (deadline, number) for number, (deadline, _) in self._deadlines.items() if deadline <= now
+                ]
+                # The one that was due first is killed first, also where this thread was late for both.
+                for _, number in sorted(due):
                     # With the lock held: a block that ends now waits for it, and nothing is killed after it.
                     _, kill = self._deadlines.pop(number)
                     try:
