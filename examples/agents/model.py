@@ -20,9 +20,9 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from examples.agents.games import begin
 from examples.agents.repositories import repositories
 from examples.agents.stock import ITEMS, NUM_SHELVES, num_in_stock, question
-from examples.games import begin
 from forgeasync.config import HOW_TO_WORK, Bubblewrap, StdioServer
 from forgeasync.environments import McpTools, Message, ToolSpec, Workbench, tool_forms
 from forgeasync.isolation import Sandbox

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import forgeasync as fa
-from examples.games import (
+from examples.agents.games import (
     FREE,
     GAMES,
     MAX_READ_CHARACTERS,
@@ -34,7 +34,7 @@ from tests.support.buffer_world import make_task
 
 
 def problems_of(game: str, **options: Any) -> PythonSource:
-    return PythonSource(factory="examples.games.problems", options={"game": game} | options)
+    return PythonSource(factory="examples.agents.games.problems", options={"game": game} | options)
 
 
 @pytest.mark.parametrize(

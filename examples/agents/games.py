@@ -1,8 +1,8 @@
 """Games of several turns as an environment and a source of your own (configs/game_cpu.yaml).
 
-    environment: {kind: python, factory: examples.games.PlayGame, options: {max_illegal_moves: 2}}
+    environment: {kind: python, factory: examples.agents.games.PlayGame, options: {max_illegal_moves: 2}}
     data:
-      source: {kind: python, factory: examples.games.problems, options: {game: maze, width: 6}}
+      source: {kind: python, factory: examples.agents.games.problems, options: {game: maze, width: 6}}
 
 The games are ``guess_number``, ``tic_tac_toe`` and ``maze``. A game follows from its options and a seed,
 which the task's record carries. The model's move is the last text in square brackets of its turn.
@@ -303,7 +303,9 @@ class PlayGame(fa.Environment):
     async def rollout(self, task: fa.Task, agent: fa.Agent) -> fa.Score:
         record = task.record
         if "game" not in record:
-            raise ValueError(f"task {task.task_id!r} is no game: needs factory: examples.games.problems")
+            raise ValueError(
+                f"task {task.task_id!r} is no game: needs factory: examples.agents.games.problems"
+            )
         game = begin(record["game"], record["seed"], **record["options"])
         messages: list[dict[str, Any]] = [{"role": "user", "content": task.prompt}]
         num_illegal = 0
