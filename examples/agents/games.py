@@ -304,7 +304,7 @@ class PlayGame(fa.Environment):
         record = task.record
         if "game" not in record:
             raise ValueError(
-                f"task {task.task_id!r} is no game: needs factory: examples.agents.games.problems"
+                f"task {task.task_id!r} is no game of examples.agents.games.problems"
             )
         game = begin(record["game"], record["seed"], **record["options"])
         messages: list[dict[str, Any]] = [{"role": "user", "content": task.prompt}]
