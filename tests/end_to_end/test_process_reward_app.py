@@ -9,7 +9,7 @@ import pytest
 
 from forgeasync.config import dump_config
 from forgeasync.testing import tiny_config, write_tiny_model
-from tests.support.app_runs import check_ledger, finish, read_lines, start, wait_for_step
+from tests.support.app_runs import check_ledger, finish, read_lines, session_processes, start, wait_for_step
 from tests.support.models import write_process_reward_model
 
 NUM_STEPS = 4
@@ -19,7 +19,7 @@ def engines_of(controller: int) -> list[psutil.Process]:
     """Processes with the engine of a process reward model, among those that a run has started."""
     return [
         one
-        for one in psutil.Process(controller).children(recursive=True)
+        for one in session_processes(controller)
         if "forgeasync.scoring.process_reward_worker" in one.cmdline()
     ]
 
