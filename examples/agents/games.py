@@ -303,9 +303,7 @@ class PlayGame(fa.Environment):
     async def rollout(self, task: fa.Task, agent: fa.Agent) -> fa.Score:
         record = task.record
         if "game" not in record:
-            raise ValueError(
-                f"task {task.task_id!r} is no game of examples.agents.games.problems"
-            )
+            raise ValueError(f"task {task.task_id!r} is no game of examples.agents.games.problems")
         game = begin(record["game"], record["seed"], **record["options"])
         messages: list[dict[str, Any]] = [{"role": "user", "content": task.prompt}]
         num_illegal = 0

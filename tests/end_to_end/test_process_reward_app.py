@@ -1,5 +1,6 @@
 """A run whose responses a process reward model scores, step by step, and whose engine dies on the way."""
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -8,18 +9,21 @@ import psutil
 import pytest
 
 from forgeasync.config import dump_config
+from forgeasync.environments import marked_processes
+from forgeasync.faults import RUN_MARK
 from forgeasync.testing import tiny_config, write_tiny_model
-from tests.support.app_runs import check_ledger, finish, read_lines, session_processes, start, wait_for_step
+from tests.support.app_runs import check_ledger, finish, read_lines, start, wait_for_step
 from tests.support.models import write_process_reward_model
 
 NUM_STEPS = 4
 
 
-def engines_of(controller: int) -> list[psutil.Process]:
-    """Processes with the engine of a process reward model, among those that a run has started."""
+def engines_of(run_dir: Path) -> list[psutil.Process]:
+    """Processes with the engine of a process reward model, among those that carry the run's mark."""
+    mark = json.loads((run_dir / "run.lock").read_text())["mark"]
     return [
         one
-        for one in session_processes(controller)
+        for one in marked_processes(mark, RUN_MARK)
         if "forgeasync.scoring.process_reward_worker" in one.cmdline()
     ]
 
@@ -37,7 +41,7 @@ def test_a_run_trains_on_rewards_of_steps_and_outlives_their_engine(tmp_path: Pa
     overrides = (f"data.reward={reward}", "algorithm.step_credit=minimum", f"max_steps={NUM_STEPS}")
     process = start(file, f"run_dir={run_dir}", *overrides)
     wait_for_step(run_dir, process)
-    (engine,) = engines_of(process.pid)
+    (engine,) = engines_of(run_dir)
     os.kill(engine.pid, signal.SIGKILL)
     code, _, err = finish(process)
     assert code == 0, err

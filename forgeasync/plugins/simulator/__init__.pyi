@@ -48,6 +48,7 @@ from .profile import Origin as Origin
 from .profile import Setup as Setup
 from .profile import TrainPoint as TrainPoint
 from .profile import TrainTable as TrainTable
+from .profile import WeightTimes as WeightTimes
 from .run import RunSimulation as RunSimulation
 from .run import Scorers as Scorers
 from .run import simulate as simulate

@@ -26,9 +26,9 @@ from forgeasync.rollouts import (
     decode_rollout,
     encode_facts,
     file_name,
-    kept_groups,
     read_kept,
     remove_run_folder,
+    spilled_groups,
     try_write_kept,
     write_kept,
 )
@@ -148,7 +148,7 @@ def test_what_a_disk_refuses_leaves_nothing(
     def refuse(*arguments: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(kept_groups.os if failing == "fsync" else Path, failing, refuse)
+    monkeypatch.setattr(spilled_groups.os if failing == "fsync" else Path, failing, refuse)
     problem = try_write_kept(tmp_path / "one.group", encode_facts(kept), source)
     assert problem is not None and "No space left on device" in problem
     assert not list(tmp_path.iterdir())
