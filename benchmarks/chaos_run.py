@@ -27,8 +27,8 @@ END_S = 20.0
 
 SHARED_MEMORY = Path("/dev/shm")
 
-PREFIXES = ("forgeasync", "psm_", "sem.", "torch_", "vllm")
-"""Beginnings of names that we, Python, torch and vLLM give to files there. Others have files there, too."""
+PREFIXES = ("forgeasync", "sem.")
+"""Beginnings of the names of a run's files there. Other programs and tests have files there, too."""
 SEMAPHORE = re.compile(r"sem\.forgeasync-([0-9a-f]+)-")
 """Names of semaphores, with the mark of their run."""
 
