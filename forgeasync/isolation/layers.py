@@ -145,9 +145,10 @@ def _audit_hook(read_roots: tuple[str, ...], report: int) -> Callable[[str, tupl
     is_a, text, number, decode, denied = isinstance, str, int, os.fsdecode, PermissionError
     buffer, write, runs_code = bytes, os.write, _CODE_EVENTS
 
+    # The ignores below: mypy narrows types by isinstance, and not by is_a, its other name here.
     def is_readable(path: object) -> bool:
         if is_a(path, buffer):
-            path = decode(path)  # type: ignore[arg-type]  # mypy does not see that is_a is isinstance
+            path = decode(path)  # type: ignore[arg-type]
         # A path of Python's own has no "..", and the folders themselves may be listed.
         return is_a(path, text) and "/../" not in path and f"{path}/".startswith(read_roots)  # type: ignore[operator]
 

@@ -12,10 +12,14 @@ import json
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer
 
 from forgeasync.config import ProcessRewardModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 
 class TagRefused(ValueError):
@@ -92,16 +96,17 @@ def _without_added_tokens(tokenizer: Tokenizer) -> Tokenizer:
     )
 
 
-def _template_parts(tokenizer: object, system_prompt: str | None) -> tuple[str, str]:
+def _template_parts(tokenizer: "PreTrainedTokenizerFast", system_prompt: str | None) -> tuple[str, str]:
     """What the chat template has before the task, and between task and response."""
     task, response = (f"content{secrets.token_hex(16)}" for _ in range(2))
     messages = [{"role": "user", "content": task}, {"role": "assistant", "content": response}]
     if system_prompt is not None:
         messages.insert(0, {"role": "system", "content": system_prompt})
     try:
-        rendered = tokenizer.apply_chat_template(messages, tokenize=False)  # type: ignore[attr-defined]
+        rendered = tokenizer.apply_chat_template(messages, tokenize=False)
     except Exception as error:  # any type: a template is a program
         raise TemplateRefused(f"needs a chat template that renders: {error}") from error
+    assert isinstance(rendered, str), "of one conversation, not tokenized"
     before, has_task, rest = rendered.partition(task)
     between, has_response, after = rest.partition(response)
     if not has_task or not has_response or task in after or response in before + after:
