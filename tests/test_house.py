@@ -194,11 +194,9 @@ def test_fronts_list_what_others_import() -> None:
     }
     public = (REPOSITORY / "forgeasync" / "__init__.pyi").read_text(encoding="utf-8")
     wanted |= set(re.findall(r"^from \.(\w+) import (\w+) as", public, re.MULTILINE))
-    # The names of forgeasync.testing are for tests of users.
-    inner = rooms() - {"testing"}
-    listed = {(room, name, users) for room in inner for name, (_, users) in front(room).items()}
+    listed = {(room, name, users) for room in rooms() for name, (_, users) in front(room).items()}
     assert {(room, name) for room, name, users in listed if users == _BY_ROOMS} == {
-        (room, name) for room, name in wanted if room in inner
+        (room, name) for room, name in wanted if room in rooms()
     }
     assert sum(users == _BY_TESTS for *_, users in listed) <= MAX_NAMES_FOR_TESTS
 

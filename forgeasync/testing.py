@@ -1,0 +1,459 @@
+"""Tests of your own environments, rewards and loops: scripted agents and generators, clocks, and tiny runs.
+
+docs/testing.md has an example of each. The package's own tests use the same names.
+"""
+
+import asyncio
+import json
+import selectors
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from forgeasync.config import (
+    AlgorithmSection,
+    DataSection,
+    EpisodesSection,
+    EvaluationSection,
+    GeneratorSection,
+    ModelSection,
+    OptimizerSection,
+    ParallelSection,
+    PayloadSection,
+    ReasoningGymSource,
+    RunConfig,
+    SamplingSection,
+    TrainerSection,
+)
+from forgeasync.environments import (
+    AgentRole,
+    BrokenToolCall,
+    Environment,
+    Episodes,
+    Message,
+    ToolCall,
+    ToolSpec,
+    Turn,
+    TurnRequest,
+    build_renderer,
+    checked_messages,
+)
+from forgeasync.models import build_tokenizer, character_tokenizer, save_tokenizer
+from forgeasync.rollouts import EpisodeId, EpisodeOutcome, FinishReason, SampledTurn, Task, ToolStatus
+from forgeasync.schema import Section
+from forgeasync.training import Overrides, TrainResult, train
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+T = TypeVar("T")
+
+
+class ScriptEnded(LookupError):
+    """A turn was asked for after the last turn of the script."""
+
+
+def scripted_turn(text: str = "", *calls: ToolCall, broken: Sequence[BrokenToolCall] = ()) -> Turn:
+    """A turn of one token that says ``text`` and calls tools.
+
+    ``broken`` are attempts at tool calls that cannot be read.
+    """
+    return Turn(
+        text=text,
+        num_prompt_tokens=1,
+        num_tokens=1,
+        finish_reason=FinishReason.STOP,
+        tool_calls=calls,
+        broken_tool_calls=tuple(broken),
+    )
+
+
+class ScriptedAgent:
+    """An ``Agent`` whose turns you write. It keeps everything that your environment tells it.
+
+        agent = ScriptedAgent("5", "4")
+        score = asyncio.run(TryAgain().rollout(task, agent))
+        assert score.value == 0.5 and len(agent.heard) == 2
+
+    Nothing is tokenized and no deadline runs; ``run_episode`` has both.
+    """
+
+    def __init__(self, *turns: Turn | str, tool_limit_s: float = 300.0) -> None:
+        """``turns`` are taken in order; ``tool_limit_s`` is what ``episodes.tool_s`` is in a run."""
+        self._turns = [scripted_turn(turn) if isinstance(turn, str) else turn for turn in turns]
+        self._num_turns = len(turns)
+        self.tool_limit_s = tool_limit_s
+        self.tool_calls: Counter[ToolStatus] = Counter()
+        self.tool_calls_s: list[float] = []
+        self.kept: dict[str, bytes | str] = {}
+        """Files that the environment kept, by name."""
+        self.heard: list[tuple[Message, ...]] = []
+        """The messages of each call of ``respond``."""
+        self.tools: list[tuple[ToolSpec, ...]] = []
+        """The tools of each call of ``respond``."""
+        self.stops: list[tuple[str, ...]] = []
+        """The stop texts of each call of ``respond``."""
+
+    @property
+    def base_url(self) -> str:
+        """No session is open: an agent with its own loop needs a run, see ``train_three_steps``.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError("a scripted agent has no URL; test agents with their own loop in a run")
+
+    anthropic_base_url = base_url
+    api_key = base_url
+
+    async def respond(
+        self,
+        messages: str | Sequence[Message],
+        tools: Sequence[ToolSpec] | None = None,
+        *,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+    ) -> Turn:
+        """Take the next turn of the script.
+
+        Raises:
+            ScriptEnded: the script has no more turns.
+            ValueError: a message is malformed, as with the agent of a run.
+        """
+        self.heard.append(checked_messages(messages))
+        self.tools.append(tuple(tools or ()))
+        self.stops.append(tuple(stop))
+        if not self._turns:
+            raise ScriptEnded(f"the script has {self._num_turns} turns, and one more was asked for")
+        return self._turns.pop(0)
+
+    def keep(self, name: str, data: bytes | str) -> Path | None:
+        """Keep a file in ``kept``; nothing is written."""
+        self.kept[name] = data
+        return None
+
+    def count_tool_call(self, status: ToolStatus, *, took_s: float | None = None) -> None:
+        """Count a call of a tool in ``tool_calls`` and its time in ``tool_calls_s``."""
+        self.tool_calls[status] += 1
+        if took_s is not None:
+            self.tool_calls_s.append(took_s)
+
+    def waiting_for_person(self) -> AbstractContextManager[None]:
+        """Nothing: no deadline runs."""
+        return nullcontext()
+
+
+class ScriptedGenerator:
+    """Samples the texts of a script as the tokens of a tokenizer, and keeps the tokens of each path.
+
+    It is called as a generator is: with the turn that is continued and the tokens to append before the new
+    one. ``paths`` then has what a trainer would get.
+    """
+
+    def __init__(
+        self, tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str], *, cut: bool = False
+    ) -> None:
+        """With ``cut`` every turn ends at its length limit, otherwise with the end token."""
+        self._tokenizer = tokenizer
+        self._texts = list(texts)
+        self._num_texts = len(texts)
+        self._cut = cut
+        self.paths: list[list[int]] = []
+        """All tokens up to and including each turn."""
+        self.requests: list[TurnRequest] = []
+
+    @property
+    def ids(self) -> list[int]:
+        """The tokens of the newest turn's path."""
+        return self.paths[-1]
+
+    @property
+    def max_tokens(self) -> list[int]:
+        """The token limits that the turns were asked for with."""
+        return [request.max_tokens for request in self.requests]
+
+    async def __call__(self, request: TurnRequest) -> SampledTurn | None:
+        """Sample the next text of the script.
+
+        Raises:
+            ScriptEnded: the script has no more texts.
+        """
+        assert request.given_ids.dtype == np.int32
+        self.requests.append(request)
+        before = [] if request.after is None else self.paths[request.after]
+        return self.say([*before, *request.given_ids.tolist()])
+
+    def say(self, before: Sequence[int] = ()) -> SampledTurn:
+        """Sample the next text after the tokens ``before``."""
+        if not self._texts:
+            raise ScriptEnded(f"the script has {self._num_texts} turns, and one more was asked for")
+        text = self._texts.pop(0)
+        ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        if not self._cut:
+            ids.append(self._tokenizer.eos_token_id)
+        self.paths.append([*before, *ids])
+        return SampledTurn(
+            turn=len(self.paths) - 1,
+            ids_T=np.asarray(ids, np.int32),
+            text=text,
+            finish_reason=FinishReason.LENGTH if self._cut else FinishReason.STOP,
+            first_version=0,
+            version=0,
+        )
+
+
+def run_episode(
+    environment: Environment,
+    task: Task,
+    *texts: str,
+    episodes: EpisodesSection | None = None,
+    max_context_length: int = 4096,
+    limit_s: float = 60.0,
+) -> EpisodeOutcome:
+    """Run one episode as a run does, on a model that says ``texts``.
+
+    Deadlines, the limit of turns and the context length apply, and an exception of the environment becomes
+    an ending. The tokenizer has one token per character and a ChatML template.
+
+        outcome = run_episode(TryAgain(), task, "5", "4")
+        assert outcome.ending == "completed" and outcome.agents[0].score.value == 0.5
+
+    Args:
+        episodes: The section ``episodes`` of a config; the defaults if None.
+        max_context_length: Tokens that the conversation may have.
+        limit_s: ``timeouts.episode_s`` in seconds.
+
+    Raises:
+        ScriptEnded: the environment asked for more turns than there are texts.
+    """
+    section = EpisodesSection() if episodes is None else episodes
+    tokenizer = character_tokenizer(chat_template=True)
+    generator = ScriptedGenerator(tokenizer, texts)
+    runner = Episodes(
+        environment,
+        build_renderer(tokenizer, chat_template=True),
+        name=type(environment).__name__,
+        roles=[AgentRole(name="agent", is_trainable=True)],
+        has_one_agent=True,
+        max_context_length=max_context_length,
+        section=section,
+        limit_s=limit_s,
+    )
+
+    async def sample(episode: EpisodeId, request: TurnRequest) -> SampledTurn | None:
+        return await generator(request)
+
+    return asyncio.run(
+        runner.run(
+            task,
+            EpisodeId(group_id=0, index=0),
+            max_turn_tokens=max_context_length,
+            sample=sample,
+            keeps_record=True,
+        )
+    )
+
+
+class _NoWaiting(selectors.SelectSelector):
+    now_s = 0.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        # The loop asks to wait until its next timer.
+        self.now_s += timeout or 0.0
+        return super().select(0)
+
+
+class HandClock:
+    """Tells the time that a test has set."""
+
+    def __init__(self) -> None:
+        self._now_s = 0.0
+
+    def __call__(self) -> float:
+        return self._now_s
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass."""
+        self._now_s += seconds
+
+
+class VirtualTime:
+    """``run`` a coroutine; ``now_s`` is how far its time has come."""
+
+    def __init__(self) -> None:
+        self._selector = _NoWaiting()
+
+    def now_s(self) -> float:
+        return self._selector.now_s
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        loop = asyncio.SelectorEventLoop(self._selector)
+        loop.time = self.now_s  # type: ignore[method-assign]  # put in place of the loop's own clock
+        try:
+            return loop.run_until_complete(coroutine)
+        finally:
+            loop.close()
+
+
+class _WaitsForEvents(selectors.SelectSelector):
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        # Only a due timer ends a wait. Whoever moves the clock runs on the loop, which then looks again.
+        return super().select(0 if timeout == 0 else None)
+
+
+class HandTime(HandClock):
+    """``run`` a coroutine whose timers fire when ``advance`` has moved the clock.
+
+    Threads, processes and sockets work as usual. A sleep without an ``advance`` never ends.
+    """
+
+    async def pass_until(self, is_reached: Callable[[], bool], *, step_s: float = 0.1) -> None:
+        """Let time pass, step by step, until something has happened."""
+        while not is_reached():
+            self.advance(step_s)
+            await asyncio.to_thread(time.sleep, 0.001)
+
+    async def stand_until(self, is_reached: Callable[[], bool]) -> None:
+        """Wait for threads, processes or sockets; no deadline runs meanwhile."""
+        while not is_reached():
+            await asyncio.to_thread(time.sleep, 0.001)
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        loop = asyncio.SelectorEventLoop(_WaitsForEvents())
+        loop.time = self  # type: ignore[method-assign]  # put in place of the loop's own clock
+        with asyncio.Runner(loop_factory=lambda: loop) as runner:
+            return runner.run(coroutine)
+
+
+_TEXTS = (
+    "State the final answer to the following arithmetic problem: 0123456789 + 4 - 5 =",
+    "0123456789+1=2;3-4=5#6",
+)
+
+
+def write_tiny_model(
+    folder: Path,
+    *,
+    seed: int = 0,
+    tie: bool = False,
+    scale: float = 1.0,
+    num_experts: int = 4,
+    top_k: int = 2,
+) -> Path:
+    """Write a Qwen3-MoE of two layers and 64 dimensions as a Hugging Face folder, and return the folder.
+
+    The weights are random, in float32. The tokenizer has a token for each character of sums such as ``1+2=``.
+
+    Args:
+        seed: What the weights are drawn from.
+        tie: Whether the output layer is the embedding.
+        scale: Factor on the standard deviation 0.02 of the weights; larger ones make outputs less uniform.
+        num_experts: Experts of each layer.
+        top_k: Experts that each token takes.
+    """
+    import torch
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    tokenizer = build_tokenizer(_TEXTS)
+    # transformers does not declare head_dim, which every model of this class has.
+    config = Qwen3MoeConfig(  # type: ignore[call-arg]
+        architectures=["Qwen3MoeForCausalLM"],
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=64,
+        moe_intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=num_experts,
+        num_experts_per_tok=top_k,
+        norm_topk_prob=True,
+        decoder_sparse_step=1,
+        max_position_embeddings=160,
+        tie_word_embeddings=tie,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+    torch.manual_seed(seed)
+    model = Qwen3MoeForCausalLM(config).float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                # Anew, since transformers leaves the padding token's embedding at zero.
+                parameter.normal_(std=0.02 * scale)
+    model.save_pretrained(folder)
+    generation = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+    save_tokenizer(tokenizer, folder)
+    return folder
+
+
+def tiny_config(model: Path) -> RunConfig:
+    """Return the config of a run of three steps on sums: two trainer processes and one generator.
+
+    ``model`` is a folder that ``write_tiny_model`` has written.
+    """
+    return RunConfig(
+        name="tiny",
+        max_steps=3,
+        model=ModelSection(path=str(model), max_context_length=160),
+        data=DataSection(
+            source=ReasoningGymSource(
+                kind="reasoning_gym",
+                task="chain_sum",
+                options={"min_terms": 2, "max_terms": 4, "min_digits": 1, "max_digits": 1},
+                answer_prefix="#",
+            ),
+            num_train=64,
+            num_held_out=8,
+        ),
+        sampling=SamplingSection(max_response_tokens=24),
+        generator=GeneratorSection(max_num_seqs=32, max_num_batched_tokens=512, kv_cache_gib=0.05),
+        trainer=TrainerSection(
+            parallel=ParallelSection(num_procs=2, expert=2),
+            tokens_per_row=256,
+            optimizer=OptimizerSection(learning_rate=1e-3),
+        ),
+        algorithm=AlgorithmSection(group_size=4, groups_per_step=4),
+        payload=PayloadSection(capacity_gib=0.02),
+        evaluation=EvaluationSection(num_problems=8),
+    )
+
+
+def train_three_steps(
+    folder: Path,
+    overrides: Overrides = (),
+    *,
+    reward: Callable[..., object] | Section | None = None,
+    environment: Callable[..., object] | Section | None = None,
+    objective: Callable[..., object] | Section | None = None,
+    advantage: Callable[..., object] | Section | None = None,
+) -> TrainResult:
+    """Train a tiny random model for three steps, with every process of a run. It takes half a minute.
+
+    ``folder`` takes the model and the run. The other arguments are those of ``fa.train``.
+
+        result = train_three_steps(tmp_path, environment=TryAgain)
+        assert result.metrics[-1]["step"] == 3
+
+    Raises:
+        ConfigError: an override or what you gave is wrong.
+        TrainingFailed: the run ended before its last step; your code may have raised.
+    """
+    config = tiny_config(write_tiny_model(folder / "model"))
+    return train(
+        config.model_copy(update={"run_dir": str(folder / "run")}),
+        overrides,
+        reward=reward,
+        environment=environment,
+        objective=objective,
+        advantage=advantage,
+    )
