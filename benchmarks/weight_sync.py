@@ -1,73 +1,167 @@
-"""Weights on their way from the trainer into an engine that decodes, against memcpy of the same bytes.
+"""Weights on their way from the trainer into engines that decode: each transport, by the size of the model.
 
-    python benchmarks/weight_sync.py [--sizes 2M,50M,500M] [--rounds N] [--growth N] [--out FILE.json]
+    python benchmarks/weight_sync.py [--sizes 2M,50M,500M] [--steps N] [--rounds N] [--out FILE.json]
 
-A size is a fleet of its own, in a process of its own: two trainer procs (FSDP2 with expert parallelism 2) and
-a generator that samples without a break. Its transports take turns: every round publishes, fetches and swaps
-one new version by each of them, and the next round starts with the next transport. Medians over rounds.
+Each measurement is a run of its own: two trainer processes (FSDP2 with expert parallelism 2) and one
+generator. Transports take turns, round after round. A run's metrics.jsonl has the longest time of each step;
+the table has medians over steps and rounds.
 
-- publish: the slowest rank's ``stage``, against a plain copy of as many elements in that proc just before,
-  within the generator's dtype (same) and from the trainer's float32 (cast); the call: with the actor calls
-- fetch: ``WeightFetcher.fetch``, against a plain copy of as many bytes in the generator just after
-- pause: for which the swap held the engine; gap: between the last tokens of the old weights and the first of
-  the new; longest: gap of the whole update; median: gap between any two tokens of the run
-- moved: bytes that the fetch moved, against those that the engine takes
-- growth: resident memory of all procs, and the time of an update, over many updates by one transport
-- delta: bytes moved by a generator that holds the version before
-- modes: tokens that an interruption mode does not generate during its update, of those that ``in_flight``
-  generates in the same time; one sequence of ten times the mean length has just begun
+- publish: until a version is staged, while the trainer goes on; against a copy of as many bytes
+- fetch: while the generator decodes; against a copy of as many bytes
+- pause: how long decoding stands still for the swap
+- moved: bytes that the fetches moved, of those that the engine needs
 """
 
 import argparse
-import json
 import os
-import subprocess
-import sys
+import statistics
 import tempfile
+import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import psutil
+import numpy as np
+import torch
 from common import RESULTS, machine_facts, write_json
 from rich.console import Console
-from weight_models import SIZES
-from weight_tables import busy_table, delta_table, growth_table, modes_table, updates_table
+from rich.table import Table
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-HERE = Path(__file__).resolve().parent
+import forgeasync as fa
+from forgeasync.testing import tiny_config, write_tiny_model
+
+TRANSPORTS = ("shared_memory", "rdma", "torchstore")
+SIZES = {
+    "2M": {
+        "hidden_size": 128,
+        "num_hidden_layers": 4,
+        "head_dim": 32,
+        "num_experts": 8,
+        "moe_intermediate_size": 128,
+    },
+    "50M": {
+        "hidden_size": 512,
+        "num_hidden_layers": 7,
+        "head_dim": 128,
+        "num_experts": 16,
+        "moe_intermediate_size": 256,
+    },
+    "500M": {
+        "hidden_size": 1024,
+        "num_hidden_layers": 6,
+        "head_dim": 256,
+        "num_experts": 32,
+        "moe_intermediate_size": 768,
+    },
+}
+"""Dimensions of a Qwen3-MoE, by its number of parameters."""
+NUM_SKIPPED_STEPS = 2
 
 
-def measure_one(name: str, arguments: argparse.Namespace) -> dict[str, object]:
-    """Measure one size in a process of its own."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "out.json"
-        command = [sys.executable, str(HERE / "weight_fleet.py"), name, str(out)]
-        for option in ("rounds", "growth", "growth_s", "mode_rounds"):
-            command += [f"--{option.replace('_', '-')}", str(vars(arguments)[option])]
-        subprocess.run(command, check=True)
-        return json.loads(out.read_text(encoding="utf-8"))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """One run of one transport: medians over its steps."""
+
+    size: str
+    transport: str
+    publish_s: float
+    fetch_s: float
+    pause_s: float
+    num_bytes_needed: float
+    moved_share: float
+    copy_s: float
+    """A copy of the needed bytes, by one thread of this process, right after the run."""
+
+
+def write_model(folder: Path, size: str) -> Path:
+    """Write a random model of a size, with the tokenizer of the tiny model."""
+    write_tiny_model(folder)
+    config = Qwen3MoeConfig.from_pretrained(folder)
+    for name, value in SIZES[size].items():
+        setattr(config, name, value)
+    torch.manual_seed(0)
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def copy_s(num_bytes: int) -> float:
+    """Return the median time of copying ``num_bytes``, in seconds."""
+    source, target = np.ones(num_bytes, np.uint8), np.ones(num_bytes, np.uint8)
+    times = []
+    for _ in range(5):
+        start_s = time.perf_counter()
+        np.copyto(target, source)
+        times.append(time.perf_counter() - start_s)
+    return statistics.median(times)
+
+
+def measure(size: str, transport: str, model: Path, num_steps: int, run_dir: Path) -> Measurement:
+    """Run one transport once."""
+    config = tiny_config(model).model_copy(update={"run_dir": str(run_dir)})
+    result = fa.train(
+        config, [f"max_steps={num_steps + NUM_SKIPPED_STEPS}", f"weights.transport={transport}"]
+    )
+
+    def median(key: str) -> float:
+        return statistics.median([value for _, value in result.metric(key)][NUM_SKIPPED_STEPS:])
+
+    num_needed = median("weights/num_bytes_needed")
+    return Measurement(
+        size=size,
+        transport=transport,
+        publish_s=median("weights/max_publish_s"),
+        fetch_s=median("weights/max_fetch_s"),
+        pause_s=median("generator/max_pause_s"),
+        num_bytes_needed=num_needed,
+        moved_share=median("weights/num_bytes_moved") / num_needed,
+        copy_s=copy_s(int(num_needed)),
+    )
+
+
+def report(measurements: list[Measurement]) -> Table:
+    """Medians over the rounds, a row for each size and transport."""
+    table = Table(title="new weights, while the generator decodes")
+    for column in ("model", "transport", "publish", "of a copy", "fetch", "of a copy", "pause", "moved"):
+        table.add_column(column, justify="right")
+    for size, transport in dict.fromkeys((one.size, one.transport) for one in measurements):
+        own = [one for one in measurements if (one.size, one.transport) == (size, transport)]
+        publish_s, fetch_s, pause_s, copied_s = (
+            statistics.median(getattr(one, name) for one in own)
+            for name in ("publish_s", "fetch_s", "pause_s", "copy_s")
+        )
+        table.add_row(
+            f"{size}, {own[0].num_bytes_needed / 1e6:.0f} MB",
+            transport,
+            f"{publish_s * 1e3:.1f} ms",
+            f"{publish_s / copied_s:.1f} x",
+            f"{fetch_s * 1e3:.1f} ms",
+            f"{fetch_s / copied_s:.1f} x",
+            f"{pause_s * 1e3:.2f} ms",
+            f"{statistics.median(one.moved_share for one in own):.0%}",
+        )
+    return table
 
 
 def main() -> None:
-    """Measure, print the tables, write the JSON."""
+    """Measure, print the table, write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sizes", default=",".join(SIZES), help="comma-separated")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--growth", type=int, default=50, help="updates by one transport; 0: none")
-    parser.add_argument("--growth-s", type=float, default=90.0, help="longest that those may take")
-    parser.add_argument("--mode-rounds", type=int, default=3)
+    parser.add_argument("--sizes", default=",".join(SIZES), help="comma-separated; 500M needs 18 GiB")
+    parser.add_argument("--steps", type=int, default=10, help="measured steps of each run")
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--out", type=Path, default=RESULTS / "weight_sync.json")
     arguments = parser.parse_args()
-    console = Console(width=190)
-    results = {}
-    for name in arguments.sizes.split(","):
-        free_gib = psutil.virtual_memory().available / 2**30
-        if free_gib < SIZES[name].memory_gib:
-            console.print(f"{name}: skipped, needs {SIZES[name].memory_gib} GiB, {free_gib:.1f} are free")
-            continue
-        results[name] = measure_one(name, arguments)
-    for table in (updates_table, growth_table, delta_table, busy_table, modes_table):
-        console.print(table(results))
-    content = {"machine": machine_facts(), "load_average": os.getloadavg()[0], "sizes": results}
-    write_json(arguments.out, content)
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        for size in arguments.sizes.split(","):
+            model = write_model(Path(folder) / size, size)
+            for number in range(arguments.rounds):
+                for shift in range(len(TRANSPORTS)):
+                    transport = TRANSPORTS[(number + shift) % len(TRANSPORTS)]
+                    run_dir = Path(folder) / f"{size}-{transport}-{number}"
+                    found.append(measure(size, transport, model, arguments.steps, run_dir))
+    Console(width=140).print(report(found))
+    content = {"machine": machine_facts(), "load_average": os.getloadavg()[0]}
+    write_json(arguments.out, content | {"runs": [asdict(one) for one in found]})
 
 
 if __name__ == "__main__":

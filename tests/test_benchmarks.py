@@ -20,7 +20,7 @@ def test_every_benchmark_can_be_imported() -> None:
     """What they make at their start, such as a profile that the product's classes check, is made."""
     folder = REPOSITORY / "benchmarks"
     names = sorted({file.stem for file in folder.glob("*.py")} - WITHOUT_OUR_PACKAGES)
-    assert len(names) > 20
+    assert len(names) > 10
     code = f"import importlib\nfor name in {names}: importlib.import_module(name)"
     paths = {"PYTHONPATH": f"{folder}:{REPOSITORY}", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

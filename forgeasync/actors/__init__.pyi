@@ -36,7 +36,6 @@ from .stored_groups import CancelledGroup as CancelledGroup
 from .stored_groups import RefusedGroup as RefusedGroup
 from .taught_groups import TeacherFailure as TeacherFailure
 from .teaching import Teaching as Teaching
-from .trainer import TrainerActor as TrainerActor
 from .trainer_incarnation import TrainerIncarnation as TrainerIncarnation
 from .trainer_mesh import TrainerMesh as TrainerMesh
 
@@ -76,6 +75,7 @@ from .taught_groups import TaughtGroups as TaughtGroups
 from .teaching import OutageBackoff as OutageBackoff
 from .teaching import PoolTeacher as PoolTeacher
 from .teaching import Teacher as Teacher
+from .trainer import TrainerActor as TrainerActor
 from .watched_scorer import ScorerFails as ScorerFails
 from .watched_scorer import ScorerLost as ScorerLost
 from .watched_scorer import SpawnedScorer as SpawnedScorer

@@ -1,4 +1,3 @@
-from .accounting import length_bucket as length_bucket
 from .ages import reference_version as reference_version
 from .async_buffer import AsyncReplayBuffer as AsyncReplayBuffer
 from .decisions import Batch as Batch
@@ -27,6 +26,7 @@ from .submissions import attempt_and_prompt as attempt_and_prompt
 
 # Only tests import these.
 from .accounting import AccountingLedger as AccountingLedger
+from .accounting import length_bucket as length_bucket
 from .ages import Deadlines as Deadlines
 from .ages import known_reference as known_reference
 from .decisions import AGE_REASONS as AGE_REASONS

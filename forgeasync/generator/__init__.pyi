@@ -1,8 +1,6 @@
 from .engine import GeneratorEngine as GeneratorEngine
 from .episodes import EngineEpisodes as EngineEpisodes
 from .host_memory import HostMemory as HostMemory
-from .interruption import GROUP_ARGUMENT as GROUP_ARGUMENT
-from .interruption import interruption_policy as interruption_policy
 from .reports import DecodeTiming as DecodeTiming
 from .reports import EngineStats as EngineStats
 from .reports import GroupCancelled as GroupCancelled
@@ -13,10 +11,8 @@ from .step_engine import StepEngine as StepEngine
 from .timing import time_engine as time_engine
 from .token_scores import score_given_ids as score_given_ids
 from .token_scores import score_tokens as score_tokens
-from .updates import WeightUpdates as WeightUpdates
 from .weight_receiver import AdapterBase as AdapterBase
 from .weight_receiver import WeightReceiver as WeightReceiver
-from .workarounds.inprocess_client import InProcessAsyncClient as InProcessAsyncClient
 from .workarounds.served_adapters import AdapterSetup as AdapterSetup
 from .workarounds.served_adapters import can_serve as can_serve
 
@@ -43,6 +39,7 @@ from .weight_route import WeightRoute as WeightRoute
 from .weight_route import derived_tensors as derived_tensors
 from .weight_route import other_orders as other_orders
 from .workarounds.cpu_weights import keep_linear_weights as keep_linear_weights
+from .workarounds.inprocess_client import InProcessAsyncClient as InProcessAsyncClient
 from .workarounds.inprocess_client import start_llm as start_llm
 from .workarounds.load_trace import LoadTrace as LoadTrace
 from .workarounds.load_trace import Region as Region

@@ -5,7 +5,6 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from buffer_simulation import LengthModel, Outcome, SimulatedRun, compare
 
 from forgeasync.buffer import (
     AccountingLedger,
@@ -24,6 +23,7 @@ from forgeasync.config import (
     Replacement,
     StaleGroups,
 )
+from tests.support.buffer_simulation import LengthModel, Outcome, SimulatedRun, compare
 from tests.support.buffer_world import make_task
 
 WEIGHT = AccountingSection(replacement=Replacement.WEIGHT, max_weight=3.0, metric_groups=100)
