@@ -23,7 +23,6 @@ import argparse
 import asyncio
 import dataclasses
 import multiprocessing
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
@@ -300,9 +299,8 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=32)
     parser.add_argument("--out", type=Path, default=RESULTS / "mismatch.json")
     arguments = parser.parse_args()
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29543", "RANK": "0", "WORLD_SIZE": "1"}
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     lines = measure(arguments.model, arguments.groups)
     dist.destroy_process_group()
     Console(width=110).print(results_table(lines))

@@ -16,6 +16,8 @@ class Fleet:
         self.slow = SlowReplicas(FACTOR)
         self.paces = paces
         self.counts: list[dict[int, tuple[int, float]]] = [{} for _ in paces]
+        self.begun_s = [0.0 for _ in paces]
+        """Of the step that each one is in the middle of."""
         self.now_s = 0.0
 
     def second(self, loads: list[int], *, busy_share: float = 1.0, judges: bool = True) -> None:
@@ -24,7 +26,8 @@ class Fleet:
         for number, (pace, load) in enumerate(zip(self.paces, loads, strict=True)):
             if load:
                 step_s = 0.01 * (1.0 + load / 32) * pace
-                num_steps = int(busy_share / step_s)
+                num_steps = int((self.begun_s[number] + busy_share) / step_s)
+                self.begun_s[number] += busy_share - num_steps * step_s
                 bits = load.bit_length()
                 known = self.counts[number].get(bits, (0, 0.0))
                 self.counts[number] = self.counts[number] | {

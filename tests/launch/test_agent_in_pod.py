@@ -1,11 +1,12 @@
 """An agent ends its host's worker where that is process 1, as in a pod."""
 
 import shutil
-import socket
 import subprocess
 import sys
 
 import pytest
+
+from tests.support.processes import free_port
 
 pytestmark = pytest.mark.procs
 
@@ -41,9 +42,7 @@ def can_make_pid_namespaces() -> bool:
 
 @pytest.mark.skipif(not can_make_pid_namespaces(), reason="this machine makes no namespaces of processes")
 def test_a_worker_that_is_process_one_is_ended() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     worker = WORKER.replace("PORT", f"{port:04X}").replace("NUMBER", str(port))
     ended = subprocess.run(
         ["unshare", "--pid", "--fork", "--kill-child", sys.executable, "-c", worker],

@@ -3,7 +3,6 @@
 import base64
 import json
 import shutil
-import socket
 import subprocess
 import time
 import urllib.error
@@ -12,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from tests.support.processes import free_port
 from tests.support.tiers import Starts, starts
 
 BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
@@ -39,7 +39,7 @@ class Browser:
     def __init__(self, profile: Path, *, width: int, height: int) -> None:
         """``profile`` is a folder of its own."""
         assert DRIVER is not None and BROWSER is not None
-        self._port = _free_port()
+        self._port = free_port()
         self._driver = subprocess.Popen(
             [DRIVER, f"--port={self._port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
@@ -143,9 +143,3 @@ class Browser:
 def open_browser(profile: Path, *, width: int, height: int) -> Browser:
     """Start a browser; see ``Browser``."""
     return Browser(profile, width=width, height=height)
-
-
-def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]

@@ -2,13 +2,14 @@
 
 import os
 import pickle
+import random
 import select
 import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -91,10 +92,17 @@ def _end(process: "subprocess.Popen[bytes]", errors: Path) -> None:
     sys.stderr.write(errors.read_text(errors="replace"))
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def free_port() -> int:
+    """A port that nobody has, for a program that has to be told one.
+
+    It is below the range that the kernel takes ports from, so no other program gets it by chance.
+    """
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.SystemRandom().randrange(lowest // 2, lowest)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def _run_rank(function: Callable[..., Any], arguments: tuple[Any, ...]) -> object:
@@ -112,9 +120,13 @@ def _run_rank(function: Callable[..., Any], arguments: tuple[Any, ...]) -> objec
 @starts(Starts.PROCS)
 def run_ranks(world_size: int, function: Callable[..., R], *arguments: object) -> list[R]:
     """The results of ``function(*arguments)`` on every rank; any rank's exception is raised."""
+    # This process serves the store at which ranks meet. A port chosen for rank 0 could be taken before it listens.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     shared = os.environ | {
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
         "WORLD_SIZE": str(world_size),
     }
     environments = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world_size)]

@@ -19,6 +19,7 @@ from forgeasync.environments.mcp_servers import connection, http, stdio
 from forgeasync.faults import RUN_MARK
 from forgeasync.rollouts import ToolStatus, is_running
 from forgeasync.testing import HandTime
+from tests.support.processes import free_port
 
 pytestmark = pytest.mark.procs
 
@@ -61,9 +62,7 @@ def use(
 
 @contextlib.contextmanager
 def http_server() -> Iterator[tuple[HttpServer, subprocess.Popen[bytes]]]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     process = subprocess.Popen(
         [*COMMAND, "--port", str(port)],
         cwd=REPOSITORY,
