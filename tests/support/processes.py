@@ -120,7 +120,7 @@ def _run_rank(function: Callable[..., Any], arguments: tuple[Any, ...]) -> objec
 @starts(Starts.PROCS)
 def run_ranks(world_size: int, function: Callable[..., R], *arguments: object) -> list[R]:
     """The results of ``function(*arguments)`` on every rank; any rank's exception is raised."""
-    # This process serves the store at which ranks meet. A port chosen for rank 0 could be taken before it listens.
+    # This process serves the store where ranks meet: a port for rank 0 could be taken before it listens.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     shared = os.environ | {
         "MASTER_ADDR": "127.0.0.1",
