@@ -117,7 +117,7 @@ def plain_notation(content: str) -> str:
 
     Constants lose their font (``\mathrm{e}``), empty sets are ``\emptyset``, repeating decimals and ``1 1/2``
     are fractions, ``6e23`` is a product, spaces between thousands go, and a number in another base is its
-    value with the base as subscript, which ``forgeasync.scoring.math_repairs`` reads.
+    value with the base as subscript, which ``forgeasync.scoring.math_answers`` reads.
     """
     text = content.replace("\u2212", "-").replace("\u2013", "-").replace(r"\uppi", r"\pi ")
     text = text.replace(r"\bmod", r"\mod").replace(r"\left\lbrace", r"\{").replace(r"\right\rbrace", r"\}")

@@ -1,6 +1,8 @@
-"""One reward of a scorer, and the limits of its calls: how many at once, how many a second, how often."""
+"""One reward of a scorer: the limits of its calls, and the weighted sum of several rewards."""
 
 import asyncio
+import dataclasses
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
@@ -8,8 +10,8 @@ from typing import Any, Protocol, TypeVar
 
 from forgeasync.config import LimitedReward, PythonReward, RewardSection, ScoredUnit, name_of
 from forgeasync.environments import Response
-from forgeasync.rollouts import Score, Task, VerifierCounts
-from forgeasync.scoring.unavailable import RewardUnavailable
+from forgeasync.rollouts import MAX_SCORER_CHARS, Score, ScoreStatus, Task, VerifierCounts, as_feedback
+from forgeasync.scoring.endpoints import RewardUnavailable
 
 T = TypeVar("T")
 
@@ -176,3 +178,53 @@ class Limited:
                 if attempt == self._max_attempts:
                     raise
         raise AssertionError("there is a last attempt")
+
+
+def weighted_score(rewards: Sequence[RewardSection], scores: Sequence[Score]) -> Score:
+    """Combine the scores of several rewards for one response.
+
+    The value is the sum of their values times their weights. Parts are their values by name, without the
+    weights, and their own parts as ``<name>/<part>``; penalties of one name add up. The first reward decides
+    whether the response is correct and has an answer. What they say comes one after the other, each behind
+    the name of its reward. A single reward keeps its parts, steps and words.
+
+    Raises:
+        ValueError: one of several rewards scores steps, or the sum is too large.
+    """
+    if len(rewards) == 1:
+        ((reward, score),) = zip(rewards, scores, strict=True)
+        return score if reward.weight == 1.0 else _scaled(score, reward.weight)
+    parts: dict[str, float] = {}
+    penalties: dict[str, float] = {}
+    for reward, score in zip(rewards, scores, strict=True):
+        name = name_of(reward)
+        if score.steps:
+            raise ValueError(
+                f"reward {name!r} scores the steps of a response, which only a reward without others can: "
+                "advantages of steps would leave the others out"
+            )
+        parts |= {name: score.value} | {f"{name}/{part}": value for part, value in score.parts.items()}
+        for fault, penalty in score.penalties.items():
+            penalties[fault] = penalties.get(fault, 0.0) + penalty
+    return Score(
+        math.fsum(reward.weight * score.value for reward, score in zip(rewards, scores, strict=True)),
+        scores[0].is_correct,
+        parts=parts,
+        penalties=penalties,
+        has_answer=scores[0].has_answer,
+        feedback=as_feedback(
+            "\n".join(
+                f"{name_of(reward)}: {score.feedback}"
+                for reward, score in zip(rewards, scores, strict=True)
+                if score.feedback
+            )
+        ),
+        status=next((one.status for one in scores if one.status is not ScoreStatus.SCORED), scores[0].status),
+        scorer="+".join(one.scorer for one in scores)[:MAX_SCORER_CHARS],
+        scorer_version="+".join(one.scorer_version for one in scores)[:MAX_SCORER_CHARS],
+    )
+
+
+def _scaled(score: Score, weight: float) -> Score:
+    steps = tuple(dataclasses.replace(step, value=step.value * weight) for step in score.steps)
+    return dataclasses.replace(score, value=score.value * weight, steps=steps)

@@ -1,16 +1,29 @@
-"""Whether two mathematical answers are equal, by math-verify. For the processes of verifiers only.
+"""Compares mathematical answers by math-verify 0.9, with corrections. For processes of verifiers only.
 
-math-verify's own limits rest on signal.alarm: they cannot stop one long C call, such as raising an integer to
-an integer power. So nothing here has a limit; ``forgeasync.scoring.worker`` kills the process that takes too
-long.
+math-verify compares numbers at an absolute tolerance: it rounds decimals to six places, and takes other
+numbers for equal if their difference vanishes at 15 digits. So all small numbers are equal, and large
+powers are computed whatever their size. It drops the base of a number, reads 2(3) as the mixed number 2 +
+3, and takes two equations without real solutions for equal. ``repair`` replaces these comparisons. The
+parser, symbolic equality and the pairing of elements of sets, intervals and matrices are math-verify's.
+
+math-verify's own limits rest on signal.alarm. They cannot stop one long C call, such as an integer raised
+to an integer power. Nothing here has a limit: ``forgeasync.scoring.worker`` kills the process that takes
+too long.
 """
 
 import itertools
 import logging
+import math
 import re
 from typing import Any, Literal
 
-from math_verify import parse
+import sympy
+from latex2sympy2_extended import latex2sympy2
+from latex2sympy2_extended.logic import And
+from latex2sympy2_extended.sets import FiniteSet
+from math_verify import grader, parse, verify
+from sympy.core.evalf import PrecisionExhausted
+from sympy.core.function import AppliedUndef
 
 from forgeasync.rollouts import Score
 from forgeasync.scoring.final_answer import (
@@ -23,8 +36,253 @@ from forgeasync.scoring.final_answer import (
     plain_notation,
     scientific_as_product,
 )
-from forgeasync.scoring.math_repairs import equal, repair
 from forgeasync.scoring.verifier import MathProblem
+
+MAX_BITS = 1 << 17
+"""Most bits of a number that is computed; 10000! has 118,458. Larger ones are equal if written alike."""
+
+NUM_DIGITS = 50
+"""Digits to which irrational numbers agree that are equal; their difference vanishes at ``MAX_DIGITS``."""
+
+MAX_DIGITS = 1000
+"""Digits that are computed to find those in which two numbers differ."""
+
+DECIMAL_TOLERANCE = sympy.Rational(1, 10**6)
+"""Relative difference at which a decimal stands for an irrational number. Rational numbers have none."""
+
+_DEFERRED = (sympy.Sum, sympy.Product, sympy.Integral, sympy.Limit, sympy.Derivative)
+
+
+class _Huge(sympy.Function):
+    """A number too large to compute, by the name of its operation and its arguments."""
+
+
+def equal(reference: Any, found: Any) -> bool:
+    """Whether two results of math-verify's ``parse`` are equal; ``repair`` must have been called."""
+    if isinstance(reference, str) or isinstance(found, str):
+        return bool(verify(reference, found, timeout_seconds=None))
+    if isinstance(reference, sympy.Symbol) or isinstance(found, sympy.Symbol):
+        # A word: its letters have an order, which computing their product would lose.
+        if verify(reference, found, timeout_seconds=None):
+            return True
+    first, second = _of_any_numbers(computed(reference), computed(found))
+    if first.has(_Huge) or second.has(_Huge):
+        return bool(first == second)
+    return bool(verify(first, second, timeout_seconds=None))
+
+
+def computed(tree: Any) -> Any:
+    """The expression with its numbers computed: exactly, and none larger than ``MAX_BITS``."""
+    if isinstance(tree, sympy.MatrixBase):
+        return tree.applyfunc(computed)
+    if isinstance(tree, sympy.MatrixExpr):
+        done = tree.doit()
+        return computed(done) if isinstance(done, sympy.MatrixBase) else done
+    if isinstance(tree, sympy.Float):
+        return _decimal(tree)
+    if isinstance(tree, sympy.Symbol):
+        return sympy.I if tree.name == "i" else tree
+    if not tree.args or _is_percentage(tree):
+        return tree
+    if isinstance(tree, _DEFERRED):
+        done = tree.doit()
+        return done if isinstance(done, _DEFERRED) else computed(done)
+    if isinstance(tree, FiniteSet):
+        return FiniteSet(*map(computed, tree._unsorted_args))
+    if isinstance(tree, And):
+        return And(*map(computed, tree._unsorted_args))
+    args = [computed(one) for one in tree.args]
+    if isinstance(tree, sympy.core.relational.Relational):
+        return tree.func(*args, evaluate=False)
+    if isinstance(tree, sympy.Interval):
+        interval = tree.func(*args)
+        return sympy.Tuple(*args[:2]) if interval is sympy.S.EmptySet else interval
+    if isinstance(tree, sympy.Set):
+        return tree.func(*args, evaluate=False)
+    if isinstance(tree, sympy.UnevaluatedExpr):
+        return args[0]
+    if _num_bits_of_result(tree, args) > MAX_BITS:
+        return _Huge(sympy.Symbol(tree.func.__name__), *args)
+    return tree.func(*args)
+
+
+def _of_any_numbers(*trees: Any) -> tuple[Any, ...]:
+    """The same trees; with complex numbers in one of them, no symbol of either is said to be real or not.
+
+    The parser says so of each expression for itself, which makes x and x different.
+    """
+    if not any(tree.has(sympy.I) for tree in trees):
+        return trees
+    symbols = set[sympy.Symbol]().union(*(tree.free_symbols for tree in trees))
+    plain = {symbol: sympy.Symbol(symbol.name) for symbol in symbols}
+    return tuple(tree.xreplace(plain) for tree in trees)
+
+
+def numbers_equal(first: Any, second: Any, *_: Any) -> bool:
+    """Whether two expressions or matrices without sets are equal; replaces math-verify's comparisons.
+
+    Rational numbers are equal only exactly, irrational ones to ``NUM_DIGITS`` digits at least. A decimal with
+    finitely many digits equals an irrational number at ``DECIMAL_TOLERANCE``. "9%" equals 9 and 0.09.
+    """
+    first, second = computed(first), computed(second)
+    if isinstance(first, sympy.MatrixBase) and isinstance(second, sympy.MatrixBase):
+        pairs = zip(first.flat(), second.flat(), strict=True) if first.shape == second.shape else ((0, 1),)
+        return all(numbers_equal(sympy.sympify(one), sympy.sympify(other)) for one, other in pairs)
+    if _is_percentage(first) or _is_percentage(second):
+        bare = [one.args[0] if _is_percentage(one) else one for one in (first, second)]
+        if all(one.is_Integer for one in bare):
+            return bool(bare[0] == bare[1])
+        first, second = computed(first.doit()), computed(second.doit())
+    if first == second:
+        return True
+    if isinstance(first, sympy.Rational) and isinstance(second, sympy.Rational):
+        return False
+    if isinstance(first, sympy.Expr) and isinstance(second, sympy.Expr):
+        close = _close(first, second)
+        if close is not None:
+            return close
+    return bool(_SYMBOLIC_EQUALITY(first, second))
+
+
+def _close(first: sympy.Expr, second: sympy.Expr) -> bool | None:
+    """Compare two numbers by their digits; None if that is no way to tell."""
+    for one in (first, second):
+        if not one.is_number or one.has(AppliedUndef, _Huge):
+            return None
+    digits = _digits(first), _digits(second)
+    if digits[0] is None or digits[1] is None:
+        return None
+    values = digits[0], digits[1]
+    if not all(one.is_finite for one in values):
+        return False
+    is_rounded = _is_decimal(first) != _is_decimal(second) and first.is_Rational != second.is_Rational
+    tolerance = DECIMAL_TOLERANCE if is_rounded else sympy.Rational(1, 10 ** (NUM_DIGITS - 2))
+    difference = sympy.Abs(values[0] - values[1]).evalf(NUM_DIGITS)
+    scale = max(sympy.Abs(one).evalf(NUM_DIGITS) for one in values)
+    if difference > tolerance * scale:
+        return False
+    return is_rounded or not _digits(first - second)
+
+
+def _digits(number: sympy.Expr) -> sympy.Expr | None:
+    """The number to ``NUM_DIGITS`` digits; None if ``MAX_DIGITS`` do not give them, as for a hidden zero."""
+    try:
+        return number.evalf(NUM_DIGITS, maxn=MAX_DIGITS, strict=True)
+    except (PrecisionExhausted, NotImplementedError):
+        return None
+
+
+def _decimal(number: sympy.Float) -> sympy.Expr:
+    """The decimal that was written: ``Float`` keeps more bits than its digits need."""
+    if not number.is_finite:
+        return number
+    _, _, exponent, num_bits = number._mpf_
+    if abs(exponent) + num_bits > MAX_BITS:
+        return _Huge(number)
+    return sympy.Rational(str(number))
+
+
+def _is_decimal(number: sympy.Expr) -> bool:
+    """Whether it is a decimal with finitely many digits, and no integer."""
+    if not isinstance(number, sympy.Rational) or number.q == 1:
+        return False
+    rest = number.q >> ((number.q & -number.q).bit_length() - 1)
+    while rest % 5 == 0:
+        rest //= 5
+    return bool(rest == 1)
+
+
+def _is_percentage(tree: Any) -> bool:
+    hundredth = sympy.UnevaluatedExpr(sympy.Rational(1, 100))
+    return isinstance(tree, sympy.Mul) and len(tree.args) == 2 and tree.args[1] == hundredth
+
+
+def _num_bits(number: sympy.Rational) -> int:
+    return max(int(abs(number.p)).bit_length(), int(number.q).bit_length())
+
+
+def _num_bits_of_result(tree: sympy.Basic, args: list[Any]) -> float:
+    """At most about so many bits has the result; 0 where it is no larger than its arguments."""
+    if not all(isinstance(one, sympy.Rational) for one in args):
+        return 0
+    if isinstance(tree, sympy.Add | sympy.Mul):
+        return sum(map(_num_bits, args))
+    size = abs(args[0])
+    if isinstance(tree, sympy.Pow):
+        # log2 of the base, rounded up.
+        return int(abs(args[1]) * max(int(size.p - 1).bit_length(), int(size.q - 1).bit_length()))
+    if isinstance(tree, sympy.factorial | sympy.gamma | sympy.factorial2 | sympy.subfactorial):
+        return math.lgamma(size + 1) / math.log(2) if size < MAX_BITS else math.inf
+    if isinstance(tree, sympy.binomial):
+        return int(min(abs(args[1]), abs(args[0] - args[1])) * _num_bits(size))
+    return 0
+
+
+def _factors(parser: Any, factors: list[Any], index: int = 0) -> Any:
+    """The product of factors without a sign between them; a mixed number is an integer before a fraction.
+
+    Replaces the parser's method, which adds the factors of 2(3) and of "2 3" as well.
+    """
+    first = parser.convert_postfix(factors[index])
+    texts = [one.getText() for one in factors[index : index + 2]]
+    if len(texts) == 2 and texts[0].isdecimal():
+        if texts[1].isdecimal():
+            raise ValueError(f"no sign between {texts[0][:20]} and {texts[1][:20]}")
+        if texts[1].startswith("\\frac"):
+            index += 1
+            fraction = parser.convert_postfix(factors[index])
+            is_mixed = isinstance(fraction, sympy.Rational) and fraction > 0
+            first = first + fraction if is_mixed else parser.mul_flat(first, fraction)
+    if index == len(factors) - 1:
+        if isinstance(first, list):
+            raise ValueError("a derivative of nothing")
+        return first
+    rest = _factors(parser, factors, index + 1)
+    if isinstance(first, list):  # d/dx, with x in it
+        return sympy.Derivative(rest, first[0])
+    if getattr(first, "is_Matrix", False) or getattr(rest, "is_Matrix", False):
+        return parser.mat_mul_flat(first, rest)
+    return parser.mul_flat(first, rest)
+
+
+def _atom(parser: Any, atom: Any) -> Any:
+    """An atom; a number with a subscript is a number in another base, which equals only the same one."""
+    number = atom.number_subexpr()
+    if number is None or number.subexpr() is None:
+        return _PARSED_ATOM(parser, atom)
+    return sympy.Symbol(number.getText().translate(_NO_BRACES), real=True)
+
+
+def _binomial(parser: Any, binomial: Any) -> Any:
+    """A binomial coefficient that is not computed yet."""
+    return sympy.binomial(
+        parser.convert_expr(binomial.upper), parser.convert_expr(binomial.lower), evaluate=False
+    )
+
+
+def _equations_equal(first: Any, second: Any, *precision: int) -> bool:
+    """Whether two relations have the same solutions, of which there must be one."""
+    if not all(sympy.solve(one, one.free_symbols) for one in (first, second)):
+        return False
+    return bool(_SOLVE_AND_COMPARE(first, second, *precision))
+
+
+_NO_BRACES = str.maketrans("", "", "{} ")
+_SYMBOLIC_EQUALITY = grader.sympy_symbolic_eq
+_SOLVE_AND_COMPARE = grader.sympy_solve_and_compare
+_PARSED_ATOM = latex2sympy2._Latex2Sympy.convert_atom
+
+
+def repair() -> None:
+    """Put the functions above in the places of math-verify's, in this process."""
+    grader.sympy_numeric_eq = numbers_equal
+    grader.sympy_symbolic_eq = lambda *_: False  # numbers_equal has asked it where it can tell
+    grader.sympy_solve_and_compare = _equations_equal
+    parser = latex2sympy2._Latex2Sympy
+    parser.convert_postfix_list = _factors
+    parser.convert_atom = _atom
+    parser.convert_binom = _binomial
+
 
 MAX_UNBOXED_CHARS = 2000
 """Length of the end of a response that is searched for an answer if the response has no box."""

@@ -26,9 +26,13 @@ from forgeasync.environments import Response
 from forgeasync.generator import ScoredTags, StepEngine
 from forgeasync.isolation import open_channel, write_line
 from forgeasync.rollouts import FinishReason, Score, ScoreStatus
-from forgeasync.scoring.process_reward_score import score_of_steps, score_without_steps, steps_of_response
-from forgeasync.scoring.process_reward_tokens import StepTokenizer
-from forgeasync.scoring.response_steps import WrittenSteps
+from forgeasync.scoring.process_rewards import (
+    StepTokenizer,
+    WrittenSteps,
+    score_of_steps,
+    score_without_steps,
+    steps_of_response,
+)
 from forgeasync.scoring.reward_worker import MAX_REASON_CHARS, encode_score
 
 END_BYTES = 1 << 20

@@ -18,10 +18,9 @@ from forgeasync.environments import Response
 from forgeasync.isolation import find_bubblewrap
 from forgeasync.rollouts import FinishReason, Task
 from forgeasync.schema import Problem
-from forgeasync.scoring.endpoint_client import EndpointDown, EndpointRefuses
-from forgeasync.scoring.judge_endpoint import JudgeEndpoint
-from forgeasync.scoring.judge_prompt import MalformedVerdict, messages, read_rubric
-from forgeasync.scoring.process_reward_checks import problem_of_model
+from forgeasync.scoring.endpoints import EndpointDown, EndpointRefuses
+from forgeasync.scoring.judge import JudgeEndpoint, MalformedVerdict, messages, read_rubric
+from forgeasync.scoring.process_rewards import problem_of_model
 from forgeasync.scoring.reward_pool import RewardFailure, RewardProcess
 from forgeasync.scoring.verifier_pool import check_isolation
 

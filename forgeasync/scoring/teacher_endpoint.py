@@ -16,13 +16,13 @@ import numpy as np
 
 from forgeasync.config import TeacherEndpoint
 from forgeasync.rollouts import TeacherRecord, WrongTeacherRecord
-from forgeasync.scoring.endpoint_client import (
+from forgeasync.scoring.endpoints import (
     EndpointClient,
     EndpointDown,
     EndpointRefuses,
     ReplyTooLong,
+    RewardUnavailable,
 )
-from forgeasync.scoring.unavailable import RewardUnavailable
 
 BYTES_PER_ID = 512
 """A reply of more bytes an id, and ``FIXED_BYTES``, is not read."""

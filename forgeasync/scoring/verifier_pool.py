@@ -1,6 +1,7 @@
-"""Processes that verify answers, shared by threads: requests with limits, kill and replacement."""
+"""Verifies answers of models in guarded processes, shared by threads: limits, kill and replacement."""
 
 import dataclasses
+import functools
 import logging
 import queue
 import tempfile
@@ -10,9 +11,10 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import StrEnum
+from importlib import metadata
 from typing import Any
 
-from forgeasync.config import ScorerSection
+from forgeasync.config import MathReward, NamedSource, ReasoningGymReward, ReasoningGymSource, ScorerSection
 from forgeasync.environments import own_mark
 from forgeasync.isolation import (
     HOW_TO_GET,
@@ -24,12 +26,14 @@ from forgeasync.isolation import (
     python_command,
     python_environment,
 )
-from forgeasync.rollouts import NO_SCORE, Score, ScoreStatus, VerifierCounts, as_feedback
+from forgeasync.rollouts import NO_SCORE, Score, ScoreStatus, Task, VerifierCounts, as_feedback
 from forgeasync.schema import Problem as ConfigProblem
 from forgeasync.schema import raise_if_any
 from forgeasync.scoring.verifier import (
     CHOICE_CODEC,
     PROBLEM_CODEC,
+    GymProblem,
+    GymVerifierChoice,
     MathProblem,
     MathVerifierChoice,
     Problem,
@@ -41,8 +45,6 @@ logger = logging.getLogger(__name__)
 
 MAX_ANSWER_BYTES = 1 << 20
 """Longest answer that is read; a longer one scores 0. Many verifiers take time quadratic in the length."""
-
-
 _NUM_LOGGED = 20
 """Number of unverified answers of each kind that are logged one by one; all are counted."""
 STARTUP_LIMIT_S = 120.0
@@ -323,3 +325,58 @@ def math_reward(response: str, answer: str, *, allow_weaker_isolation: bool = Fa
     """
     pool = _MATH_POOLS[allow_weaker_isolation]
     return pool.score(MathProblem(answer=answer), response).value
+
+
+class VerifiedScorer:
+    """Verifies responses in guarded processes; see ``forgeasync.scoring.verifier_pool``. Thread-safe."""
+
+    def __init__(self, choice: VerifierChoice, section: ScorerSection) -> None:
+        """Starts nothing."""
+        self._is_gym = isinstance(choice, GymVerifierChoice)
+        self._pool = VerifierPool(choice, section)
+
+    def start(self) -> str:
+        """Start the processes; returns a sentence on what isolates them. Raises as ``VerifierPool.start``."""
+        return self._pool.start()
+
+    def score(self, task: Task, response: str) -> Score:
+        """See ``VerifierPool.score``. What it raises is no fault of the response."""
+        problem: Problem
+        if self._is_gym:
+            problem = GymProblem(task_id=task.task_id, source_index=task.source_index, prompt=task.prompt)
+        else:
+            problem = MathProblem(answer=task.answer)
+        return self._pool.score(problem, response)
+
+    @property
+    def version(self) -> str:
+        """Package and version of the verifier."""
+        package = "reasoning-gym" if self._is_gym else "math-verify"
+        return f"{package} {_version(package)}"
+
+    @property
+    def counts(self) -> VerifierCounts:
+        """Responses so far that could not be verified."""
+        return self._pool.counts
+
+    def close(self) -> None:
+        """Stop the processes."""
+        self._pool.close()
+
+
+def verifier_choice(
+    reward: ReasoningGymReward | MathReward, source: NamedSource, *, seed: int
+) -> VerifierChoice:
+    """The verifier of a source's problems that ``build_source`` makes with the same seed, in any process."""
+    if isinstance(reward, MathReward):
+        return MathVerifierChoice()
+    assert isinstance(source.source, ReasoningGymSource), "checked before a run starts"
+    return GymVerifierChoice(
+        source=source.source, num_train=source.num_train, num_held_out=source.num_held_out, seed=seed
+    )
+
+
+@functools.cache
+def _version(package: str) -> str:
+    # Looked up in the file system, which for every response would cost more than verifying it.
+    return metadata.version(package)

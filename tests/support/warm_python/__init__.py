@@ -64,7 +64,7 @@ MODULES: dict[str, tuple[str, ...]] = {
         "pyre_extensions",
         "forgeasync.scoring.judge",
         "forgeasync.scoring.reward_pool",
-        "forgeasync.scoring.scorer",
+        "forgeasync.scoring.verifier_pool",
         "forgeasync.trainer.policy_trainer",
         # What TorchTitan and transformers import with their first model.
         "torchtitan.trainer",
