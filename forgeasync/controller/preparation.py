@@ -1,12 +1,14 @@
 """Finds everything that can be wrong with a run's input before any process starts."""
 
+import asyncio
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from forgeasync.checkpoint import check_problems, check_room
@@ -16,6 +18,7 @@ from forgeasync.config import (
     ProcessLauncher,
     RunConfig,
     SamplingSection,
+    TeacherEndpoint,
     check_gpus,
     check_without_model,
     is_served,
@@ -23,8 +26,7 @@ from forgeasync.config import (
     named_sources,
     resolve,
 )
-from forgeasync.controller.host_gpus import check_local_gpus, places_of_rewards
-from forgeasync.controller.leftovers import take_over
+from forgeasync.controller.hosts import check_local_gpus, places_of_rewards
 from forgeasync.controller.resume import (
     Resumed,
     check_checkpoint_folder,
@@ -32,9 +34,9 @@ from forgeasync.controller.resume import (
     planned_export,
     planned_folder,
     resume_or_begin_anew,
+    take_over,
     words_if_done,
 )
-from forgeasync.controller.teacher_checks import check_teacher_models, check_teacher_prompts, probe_teachers
 from forgeasync.environments import build_source, check_environment, digest_of, look_at_data
 from forgeasync.launch import check_prerequisites
 from forgeasync.models import (
@@ -51,11 +53,19 @@ from forgeasync.planning import (
     check_memory,
     request_warnings,
     snapshot_memory_bytes,
+    teacher_facts,
     with_host_requests,
 )
-from forgeasync.rollouts import SHARED_MEMORY, PromptEncoder, Task, sweep_stale_folders
+from forgeasync.rollouts import (
+    SHARED_MEMORY,
+    PromptEncoder,
+    Task,
+    check_teacher_record,
+    sweep_stale_folders,
+    teacher_prompt,
+)
 from forgeasync.schema import ConfigError, Problem, raise_if_any
-from forgeasync.scoring import check_verifiers, try_rewards
+from forgeasync.scoring import RewardUnavailable, check_verifiers, try_rewards
 from forgeasync.weights import check_transport
 
 MADE_MODEL = "models/tiny_moe"
@@ -318,3 +328,134 @@ def take_up(config: RunConfig, resume: str | None) -> Prepared | None:
     for line in words:
         print(line)
     return prepare(config, choice)
+
+
+def check_teacher_models(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
+    """Find teachers that cannot read what the policy writes; ``facts`` are the policy's."""
+    if not config.teachers:
+        return
+    own = _vocabulary(model_folder(config.model.path))
+    for name, section in config.teachers.items():
+        if section.endpoint is not None:
+            continue
+        path = section.path(config.model.path)
+        field = f"teachers.{name}.model_path"
+        try:
+            teacher = teacher_facts(config, name)
+        except ConfigError as error:
+            yield from error.problems
+            continue
+        if section.moves and teacher != facts:
+            remedy = (
+                f"is a model of another shape than model.path = {config.model.path!r}; must be of the same: "
+                "with this source it takes the policy's weights. null is the policy itself"
+            )
+            yield Problem(field=field, value=path, remedy=remedy)
+            continue
+        if _vocabulary(model_folder(path)) != own:
+            remedy = (
+                f"has another tokenizer than model.path = {config.model.path!r}; must have the same: a "
+                "teacher is asked about the policy's own tokens"
+            )
+            yield Problem(field=field, value=path, remedy=remedy)
+        num_ids = config.algorithm.num_teacher_ids
+        if num_ids > teacher.vocab_size:
+            yield Problem(
+                field="algorithm.terms",
+                value=num_ids,
+                remedy=f"top_k must be at most {teacher.vocab_size}, the vocabulary of teacher {name}",
+            )
+        needed = section.max_context_length or config.model.max_context_length + 1
+        if needed > teacher.max_position_embeddings:
+            what = f"teachers.{name}.max_context_length"
+            if section.max_context_length is None:
+                what = "model.max_context_length + 1"
+            remedy = (
+                f"reads {teacher.max_position_embeddings} tokens; must read {what} = {needed}: one more than "
+                "it is asked about"
+            )
+            yield Problem(field=field, value=path, remedy=remedy)
+
+
+def check_teacher_prompts(
+    config: RunConfig, prompts: PromptEncoder, tasks: Sequence[Task]
+) -> Iterator[Problem]:
+    """Find teachers' prompts that cannot be filled in, or leave no room for a response: one for each teacher.
+
+    ``tasks`` are those that train. What ``$sibling`` and ``$feedback`` will be is not known yet.
+    """
+    for name, section in config.teachers.items():
+        if section.prompt is None:
+            continue
+        field = f"teachers.{name}.prompt"
+        limit = (section.max_context_length or config.model.max_context_length + 1) - 1
+        limit -= config.sampling.max_response_tokens
+        for task in tasks:
+            if section.sources and task.source not in section.sources:
+                continue
+            try:
+                text = teacher_prompt(section.prompt, task, sibling="", feedback="")
+                num_tokens = len(prompts.encode(text))
+            except ValueError as error:
+                yield Problem(field=field, value=section.prompt, remedy=str(error))
+                break
+            if num_tokens > limit:
+                yield Problem(
+                    field=f"teachers.{name}.max_context_length",
+                    value=section.max_context_length,
+                    remedy=f"the prompt of task {task.task_id} has {num_tokens} tokens; must leave room for "
+                    f"sampling.max_response_tokens = {config.sampling.max_response_tokens} and one more: at "
+                    f"least {num_tokens + config.sampling.max_response_tokens + 1}",
+                )
+                break
+
+
+def probe_teachers(
+    config: RunConfig, facts: ModelFacts, prompts: PromptEncoder, tasks: Sequence[Task]
+) -> Iterator[Problem]:
+    """Ask every teacher behind a server about one prompt: whether it answers, as one with this tokenizer."""
+    for name, section in config.teachers.items():
+        if section.endpoint is None:
+            continue
+        task = next(task for task in tasks if not section.sources or task.source in section.sources)
+        probing = _probe(name, section.endpoint, config.algorithm.num_teacher_ids, facts, prompts, task)
+        problem = asyncio.run(probing)
+        if problem is not None:
+            yield Problem(field=f"teachers.{name}.endpoint", value=section.endpoint.base_url, remedy=problem)
+
+
+async def _probe(
+    name: str,
+    endpoint: TeacherEndpoint,
+    num_ids: int,
+    facts: ModelFacts,
+    prompts: PromptEncoder,
+    task: Task,
+) -> str | None:
+    """What is wrong with a teacher behind a server, in words."""
+    # It imports the SDK, which only runs with such a teacher need.
+    from forgeasync.scoring import TeacherClient
+
+    ids_S = prompts.encode(task.prompt)
+    try:
+        client = TeacherClient(endpoint)
+    except ValueError as error:
+        return str(error)
+    try:
+        record, texts = await client.probe(ids_S, num_ids=num_ids)
+        check_teacher_record(
+            record, num_tokens=len(ids_S) - 1, num_ids=num_ids, vocab_size=facts.vocab_size, teacher=name
+        )
+    except (RewardUnavailable, ValueError) as error:
+        return str(error)
+    finally:
+        await client.close()
+    for token, text in zip(ids_S[1:].tolist(), texts, strict=True):
+        own = prompts.text_of(token)
+        if text is not None and text != own:
+            return f"its token {token} is {text!r}, the policy's {own!r}; must have the policy's tokenizer"
+    return None
+
+
+def _vocabulary(folder: Path) -> dict[str, int]:
+    return Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab(with_added_tokens=True)

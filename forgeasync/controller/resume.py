@@ -1,16 +1,32 @@
-"""Going on from a checkpoint: which one, whether it may be, and the files of the run it belongs to."""
+"""Goes on with a run that is over: ends what it has left, finds its checkpoint and finished groups, and
+reopens its files.
+"""
 
 import json
 import mmap
-from collections.abc import Iterator
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
+from multiprocessing import resource_tracker
 from pathlib import Path
 
+import psutil
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from forgeasync.buffer import (
+    Candidate,
+    LeftOut,
+    LostSteps,
+    attempt_and_prompt,
+    plan_restore,
+    reference_version,
+)
 from forgeasync.checkpoint import (
     FINAL,
     LAST,
@@ -25,16 +41,175 @@ from forgeasync.checkpoint import (
     sweep_partial,
 )
 from forgeasync.config import ModelFacts, RunConfig, dump_config
-from forgeasync.controller.spilled_groups import FoundGroups, find_groups, remove_others
+from forgeasync.environments import kill, marked_processes
+from forgeasync.faults import RUN_MARK, FaultLog, Role, remove_files_of
 from forgeasync.ledger import ResumedBuffer, check_ledger, cut_torn_line
-from forgeasync.observability import RUNS_FOLDER, RunDir, check_folder, cut_after, put_aside
+from forgeasync.observability import (
+    RUNS_FOLDER,
+    Holder,
+    RunDir,
+    check_folder,
+    claimed_marks,
+    cut_after,
+    left_processes,
+    put_aside,
+)
+from forgeasync.rollouts import (
+    SHARED_MEMORY,
+    SUFFIX,
+    UNFINISHED_SUFFIX,
+    SpilledGroup,
+    SpilledGroupTorn,
+    file_name,
+    read_kept,
+    sweep_stale_folders,
+)
 from forgeasync.schema import ConfigError, Problem, raise_if_any
+
+END_S = 10.0
+"""Time for killed processes to be gone."""
+
+LINGER_S = 5.0
+"""Time for what a run that ends has started to end by itself, before it is killed."""
+
+LOOK_AGAIN_S = 0.02
+"""Seconds between two looks for processes."""
+
+
+class NotEnded(RuntimeError):
+    """A process of a run that is over does not end, although it was killed."""
+
+
+def take_over(config: RunConfig) -> list[str]:
+    """Claim the folder that a config names, if a run was there before, and end what that has left.
+
+    Returns what was done, in words.
+
+    Raises:
+        ConfigError: a run goes on in the folder.
+        NotEnded: something of the run before does not end.
+    """
+    if config.run_dir is None:
+        return []
+    run_dir = RunDir(path=Path(config.run_dir))
+    if not run_dir.lock.exists():
+        return []
+    run_dir.claim()
+    if (before := run_dir.before) is None:
+        return []
+    words = []
+    if not before.has_ended:
+        words.append(f"the controller of this run has died: {before}")
+        FaultLog(run_dir.faults).detected(Role.CONTROLLER, f"controller ({before})", "has died")
+    return [*words, *end_leftovers(run_dir, before)]
+
+
+def end_leftovers(run_dir: RunDir, before: Holder) -> list[str]:
+    """Kill what a controller that is gone has left, and remove its files in shared memory; says what it was.
+
+    Raises:
+        NotEnded: a process does not end.
+    """
+
+    def find() -> Iterable[psutil.Process]:
+        yield from marked_processes(before.mark, RUN_MARK)
+        yield from left_processes(run_dir.procs)
+
+    words = []
+    if num_killed := end_all(find):
+        words.append(f"{num_killed} processes that it had left were killed")
+    removed = [*sweep_stale_folders(), *remove_files_of(before.mark)]
+    if removed:
+        words.append(f"{len(removed)} files and folders of dead runs in {SHARED_MEMORY} were removed")
+    return words
+
+
+def end_own_run() -> None:
+    """End what runs of this process have left, which ends now, in whatever way: processes, and files.
+
+    Raises:
+        NotEnded: a process does not end.
+    """
+    for mark in claimed_marks():
+        find = partial(_started, mark)
+        end_s = time.monotonic() + LINGER_S
+        while find() and time.monotonic() < end_s:
+            time.sleep(LOOK_AGAIN_S)
+        end_all(find)
+        remove_files_of(mark)
+
+
+def _started(mark: str) -> list[psutil.Process]:
+    """The processes of a run but Python's own, which removes what this one leaves and ends after it."""
+    # Not public.
+    tracker: int | None = resource_tracker._resource_tracker._pid  # type: ignore[attr-defined]
+    return [one for one in marked_processes(mark, RUN_MARK) if one.pid not in (os.getpid(), tracker)]
+
+
+def end_all(find: Callable[[], Iterable[psutil.Process]]) -> int:
+    """Kill what ``find`` finds, until it finds nothing twice in a row; returns how many processes that were.
+
+    One that is just becoming another program has no mark for a moment, and one that is killed may have
+    started another.
+
+    Raises:
+        NotEnded: a process does not end.
+    """
+    killed: set[int] = set()
+    num_empty_looks = 0
+    end_s = time.monotonic() + END_S
+    while num_empty_looks < 2:
+        running = [one for one in find() if one.pid != os.getpid() and kill([one])]
+        killed |= {one.pid for one in running}
+        num_empty_looks = 0 if running else num_empty_looks + 1
+        if time.monotonic() > end_s:
+            pids = ", ".join(str(one.pid) for one in running)
+            raise NotEnded(f"processes {pids} of a run that is over do not end within {END_S:g} s of SIGKILL")
+        time.sleep(LOOK_AGAIN_S)
+    return len(killed)
+
 
 LATEST = "latest"
 
 MAX_CHANGES_SHOWN = 12
 MAX_VALUE_CHARACTERS = 60
 """Most changed keys of a resumed run's config that its message names."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundGroups:
+    """Finished groups that are trained on without being sampled again."""
+
+    groups: tuple[SpilledGroup, ...] = ()
+    """In the data's order."""
+    batches: tuple[tuple[int, ...], ...] = ()
+    """Prompts of the next steps, which are made again with these groups."""
+    left_out: Mapping[LeftOut, int] = field(default_factory=dict)
+    why: str = ""
+    """What stands behind a reason for leaving groups out that holds for all of them."""
+
+    @property
+    def num_left_out(self) -> int:
+        """Groups that are sampled again although they were finished."""
+        return sum(num for reason, num in self.left_out.items() if reason is not LeftOut.ENDED)
+
+    @property
+    def num_prompts(self) -> int:
+        """The length of the data's order up to the last of their prompts."""
+        return max((attempt_and_prompt(one.group.draw_id)[1] + 1 for one in self.groups), default=0)
+
+    def messages(self, step: int) -> Iterator[str]:
+        """Say what was found by a run that goes on after ``step``."""
+        if self.groups:
+            again = f"; steps {step + 1} to {step + len(self.batches)} are made again" if self.batches else ""
+            yield f"{len(self.groups)} finished groups come back from the disk{again}"
+        if self.num_left_out:
+            reasons = ", ".join(
+                f"{reason} {num}"
+                for reason, num in sorted(self.left_out.items())
+                if reason is not LeftOut.ENDED
+            )
+            yield f"{self.num_left_out} finished groups are sampled again ({reasons}){self.why}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,3 +446,82 @@ def _changes(before: str, config: RunConfig) -> str:
 def _shown(value: object) -> str:
     text = json.dumps(value)
     return text if len(text) <= MAX_VALUE_CHARACTERS else text[:MAX_VALUE_CHARACTERS] + "..."
+
+
+DECIDES = (
+    "model",
+    "data",
+    "sampling",
+    "trainer",
+    "algorithm",
+    "max_off_policy_steps",
+    "buffer",
+    "accounting",
+    "environment",
+    "episodes",
+    "agents",
+)
+"""Sections that a group, its score, its age or the weights of the lost steps follow from."""
+
+_IRRELEVANT = frozenset({"buffer.keep_groups", "buffer.heartbeat_s"})
+
+
+def find_groups(folder: Path, state: RunState, config: RunConfig, lost: LostSteps | None) -> FoundGroups:
+    """Read the groups in ``folder``, and choose those that the run goes on with; removes nothing.
+
+    ``lost`` is what the ledger says, None if there is none.
+    """
+    files = sorted(folder.glob(f"*{SUFFIX}"))
+    if not files:
+        return FoundGroups()
+    if lost is None:
+        return FoundGroups(left_out={LeftOut.NO_LEDGER: len(files)})
+    if changed := _changed_settings(state.config, config):
+        return FoundGroups(left_out={LeftOut.OTHER_CONFIG: len(files)}, why=f": {', '.join(changed)} changed")
+    torn: Counter[LeftOut] = Counter()
+    groups: dict[tuple[int, int], SpilledGroup] = {}
+    for file in files:
+        try:
+            one = read_kept(file)
+        except SpilledGroupTorn:
+            torn[LeftOut.TORN] += 1
+            continue
+        attempt, prompt = attempt_and_prompt(one.group.draw_id)
+        groups[prompt, attempt] = one
+    plan = plan_restore(
+        [_candidate(key, one, config) for key, one in groups.items()],
+        lost,
+        state.buffer,
+        groups_per_step=config.algorithm.groups_per_step,
+        max_off_policy_steps=config.max_off_policy_steps,
+    )
+    return FoundGroups(
+        groups=tuple(groups[one.prompt, one.attempt] for one in plan.restored),
+        batches=plan.batches,
+        left_out=Counter(plan.left_out) + torn,
+    )
+
+
+def remove_others(folder: Path, groups: Sequence[SpilledGroup]) -> None:
+    """Remove all files of groups but those of ``groups``."""
+    wanted = {file_name(one.group.draw_id) for one in groups}
+    for file in (*folder.glob(f"*{SUFFIX}"), *folder.glob(f"*{UNFINISHED_SUFFIX}")):
+        if file.name not in wanted:
+            file.unlink()
+
+
+def _changed_settings(before: Mapping[str, object], config: RunConfig) -> list[str]:
+    now = config.model_dump(mode="json")
+    found = differences({name: before.get(name) for name in DECIDES}, {name: now[name] for name in DECIDES})
+    return [path for path, _, _ in found if path not in _IRRELEVANT]
+
+
+def _candidate(key: tuple[int, int], one: SpilledGroup, config: RunConfig) -> Candidate:
+    prompt, attempt = key
+    rollouts = one.group.rollouts
+    return Candidate(
+        prompt=prompt,
+        attempt=attempt,
+        reference=reference_version(rollouts, config.buffer.age_of),
+        last_version=max(rollout.last_version for rollout in rollouts),
+    )

@@ -1,13 +1,4 @@
-"""The process behind ``apps.grpo --supervise``: starts the run, and starts it again whenever it dies.
-
-    python -m forgeasync.controller.supervisor [--resume latest|FOLDER] --config FILE ... [key.path=value ...]
-
-It is small, as it imports neither torch nor vLLM, and does nothing while the run goes on. After a death it
-ends what the run has left, writes the death into ``faults.jsonl``, and starts the run with ``--resume
-latest``. Where no checkpoint was written yet, the run begins anew in the same folder, and the files of the
-start before are moved aside. ``launch/restart_policy.py`` decides when to give up. Ctrl-C and SIGTERM go to
-the run, and end both.
-"""
+"""The process behind ``apps.grpo --supervise``: starts the run, and starts it again whenever it dies."""
 
 import argparse
 import contextlib
@@ -15,9 +6,11 @@ import ctypes
 import json
 import os
 import secrets
+import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from datetime import datetime
@@ -29,20 +22,102 @@ import psutil
 
 from forgeasync.checkpoint import list_checkpoints
 from forgeasync.config import load_config
-from forgeasync.controller.leftovers import NotEnded, end_all, end_leftovers
-from forgeasync.controller.resume import LATEST, begin_anew, has_ended, newest_step, planned_folder
-from forgeasync.controller.supervisor_beat import PIPE, Pulse
-from forgeasync.faults import RETRY_S, FaultLog, Role, is_refusal, read_stacks
-from forgeasync.launch import (
-    STOP_SIGNALS,
-    End,
-    Ending,
-    RestartPolicy,
-    StartAgain,
-    is_death,
+from forgeasync.controller.resume import (
+    LATEST,
+    NotEnded,
+    begin_anew,
+    end_all,
+    end_leftovers,
+    has_ended,
+    newest_step,
+    planned_folder,
 )
+from forgeasync.faults import RETRY_S, FaultLog, Role, is_refusal, read_stacks
+from forgeasync.launch import STOP_SIGNALS, End, Ending, RestartPolicy, StartAgain, is_death
 from forgeasync.observability import RunDir, RunInUse, RunLock, default_run_dir
 from forgeasync.schema import EXIT_FAILED, EXIT_REFUSED, EXIT_SIGNAL, ConfigError
+
+PIPE = "FORGEASYNC_SUPERVISOR_PIPE"
+"""Variable with the file descriptor of the pipe's end to write to."""
+
+BEAT_S = 1.0
+
+LOOK_S = 0.5
+"""Seconds between two looks at a run, if nothing comes."""
+
+STALL_S = 5.0
+"""A look that comes later than this says that the supervisor stood still, and maybe the run with it."""
+
+
+def start_beating() -> None:
+    """Tell this process's supervisor from now on that it lives; no news if it has none."""
+    if (descriptor := os.environ.pop(PIPE, None)) is None:
+        return
+    # What this process starts has no part in it: the supervisor sees its end by the pipe's.
+    os.set_inheritable(int(descriptor), False)
+    os.set_blocking(int(descriptor), False)
+    # The first at once: what stops this process before the thread runs is to be noticed too.
+    _write(int(descriptor), b".")
+    threading.Thread(target=_beat, args=(int(descriptor),), name="supervisor-beat", daemon=True).start()
+
+
+def _beat(descriptor: int) -> None:
+    while _write(descriptor, b"."):
+        time.sleep(BEAT_S)
+
+
+def _write(descriptor: int, sign: bytes) -> bool:
+    """Give a sign of life; false if the supervisor is gone."""
+    try:
+        os.write(descriptor, sign)
+    except BlockingIOError:
+        # The supervisor stands still.
+        pass
+    except BrokenPipeError:
+        return False
+    return True
+
+
+class Pulse:
+    """The supervisor's end of the pipe."""
+
+    def __init__(self, *, limit_s: float) -> None:
+        """``limit_s`` is ``timeouts.controller_s``."""
+        self._limit_s = limit_s
+        self._reader, self.writer = os.pipe()
+        """``writer`` is for the run, and to be closed here once that is started."""
+        self._is_open = True
+        self._last_s: float | None = None
+        """When the last byte came; None: none has."""
+        self._looked_s = time.monotonic()
+
+    def close_writer(self) -> None:
+        """The run has it."""
+        os.close(self.writer)
+
+    def look(self) -> bool:
+        """Wait a moment for a byte; returns whether none has come for ``limit_s``.
+
+        If the run ends, the wait is over at once.
+        """
+        if self._is_open:
+            ready, _, _ = select.select([self._reader], [], [], LOOK_S)
+            now_s = time.monotonic()
+            if now_s - self._looked_s > STALL_S and self._last_s is not None:
+                self._last_s = now_s
+            self._looked_s = now_s
+            if ready and os.read(self._reader, 4096):
+                self._last_s = now_s
+            elif ready:
+                self._is_open = False
+            return self._last_s is not None and now_s - self._last_s > self._limit_s
+        time.sleep(LOOK_S / 10)
+        return False
+
+    def close(self) -> None:
+        """The run has ended."""
+        os.close(self._reader)
+
 
 LINGER_S = 5.0
 """Time for what a run that ended in order has started to end by itself, before it is killed."""

@@ -227,7 +227,7 @@ def test_every_evaluation_that_has_begun_is_on_one_line_and_the_last_version_is_
                 await tick.wait_for(lambda: now >= ends or is_free)
             return HeldOutScores(num_correct=number, score_sum=0.0, num_scored=1, num_unscored=0)
 
-        import forgeasync.controller.evaluation_schedule as module
+        import forgeasync.controller.evaluation as module
 
         real, module.evaluate_all = module.evaluate_all, evaluate
         loop = asyncio.create_task(schedule.loop())

@@ -523,7 +523,7 @@ def test_the_times_of_a_step_are_those_of_its_parts(tmp_path: Path, monkeypatch:
         return await committed(trainer_wait_share, update)
 
     run.buffer.take, run.buffer.committed = Endpoint(timed_take), Endpoint(told)
-    monkeypatch.setattr("forgeasync.controller.step_clock.time", clock)
+    monkeypatch.setattr("forgeasync.controller.recorder.time", clock)
     asyncio.run(run.run(Fleet()))
     assert shares == [0.25, 0.25]
     parts = [(one.wait_for_batch_s, one.train_s, one.publish_weights_s, one.eval_s) for one in times]
@@ -571,7 +571,7 @@ def test_what_training_waits_for_between_two_steps_is_measured_by_its_cause(
 
     run.buffer.checkpoint, run.buffer.refusal = Endpoint(waits), Endpoint(refusal)
     clock = SimpleNamespace(perf_counter=time.now_s)
-    monkeypatch.setattr("forgeasync.controller.step_clock.time", clock)
+    monkeypatch.setattr("forgeasync.controller.recorder.time", clock)
     time.run(run.run(Fleet()))
     none = TimesBetween(controller_s=2.0)
     with_checkpoint = TimesBetween(controller_s=2.0, wait_for_disk_s=20.0, checkpoint_s=3.0)

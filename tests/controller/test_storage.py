@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 from monarch.actor import ActorError
 
-from forgeasync.checkpoint import MAX_RETRY_S, CheckpointLost, CheckpointNotWritten, CheckpointTurns
-from forgeasync.controller import export, exporting
+from forgeasync.checkpoint import CheckpointLost, CheckpointNotWritten
+from forgeasync.controller import MAX_RETRY_S, CheckpointTurns, checkpoints, export
 from forgeasync.faults import FaultLog, Refusal, StorageFaults
 from forgeasync.models import FolderNotWritten
 from forgeasync.testing import VirtualTime
@@ -186,13 +186,13 @@ REFUSED = FolderNotWritten("final could not be written: no space left")
 
 @pytest.fixture
 def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    monkeypatch.setattr(exporting, "WAIT_S", 0.001)
-    monkeypatch.setattr(exporting, "export_bytes", lambda config, facts: 1000)
+    monkeypatch.setattr(checkpoints, "WAIT_S", 0.001)
+    monkeypatch.setattr(checkpoints, "export_bytes", lambda config, facts: 1000)
     return SimpleNamespace(config=None, facts=None, model_path=tmp_path)
 
 
 def free(monkeypatch: pytest.MonkeyPatch, room: Callable[[], int]) -> None:
-    monkeypatch.setattr(exporting.shutil, "disk_usage", lambda folder: SimpleNamespace(free=room()))
+    monkeypatch.setattr(checkpoints.shutil, "disk_usage", lambda folder: SimpleNamespace(free=room()))
 
 
 def test_an_export_waits_for_its_room(
@@ -210,7 +210,7 @@ def test_an_export_waits_for_its_room(
 
 
 @pytest.mark.parametrize(
-    ("errors", "num_asked"), [([REFUSED] * 5, exporting.MAX_FAILURES), ([ValueError("nan")], 1)]
+    ("errors", "num_asked"), [([REFUSED] * 5, checkpoints.MAX_FAILURES), ([ValueError("nan")], 1)]
 )
 def test_what_is_not_for_want_of_room_is_raised(
     errors: list[Exception],

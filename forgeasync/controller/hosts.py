@@ -1,11 +1,18 @@
-"""Looks at the GPUs that a run is going to use, before a model is read, and has them judged."""
+"""Starts the hosts of a run, and compares each one with what the run needs there, before a model is read.
+
+A host must have enough memory and limits (``check_hosts``), and GPUs that can hold its role. The GPUs of this
+machine are looked at before anything starts (``check_local_gpus``), those of other hosts once a launcher has
+started them.
+"""
 
 import asyncio
 import os
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
+from forgeasync.actors import ProcessManager
 from forgeasync.config import (
     LocalLauncher,
     ModelFacts,
@@ -23,11 +30,20 @@ from forgeasync.launch import (
     HostRole,
     Hosts,
     RolePlan,
+    check_host_limits,
     check_hosts_gpus,
     gather_gpu_facts,
     gpu_warnings,
+    lock_warning,
 )
-from forgeasync.planning import Machine, count_parameters, generator_memory, total_bytes, trainer_memory
+from forgeasync.planning import (
+    Machine,
+    count_parameters,
+    generator_memory,
+    role_needs,
+    total_bytes,
+    trainer_memory,
+)
 from forgeasync.schema import Problem, raise_if_any
 
 
@@ -162,3 +178,45 @@ def generator_plan(config: RunConfig, facts: ModelFacts) -> RolePlan:
         remedy=f"lower it: {others / 2**30:.3g} GiB are for the rest, of which weights are less with a "
         f"larger generator.tensor_parallel than {config.generator.tensor_parallel}",
     )
+
+
+async def open_hosts(
+    config: RunConfig, facts: ModelFacts, procs: ProcessManager, *, tell: Callable[[str], None]
+) -> None:
+    """Start the run's hosts; what they wait for, and what may become a problem, is told in words.
+
+    Raises:
+        ConfigError: lists what hosts lack, all of it.
+    """
+    await procs.open(tell)
+    warnings = check_hosts(config, facts, procs.hosts)
+    for warning in (*warnings, *await check_gpus_of_hosts(config, facts, procs.hosts)):
+        tell(f"warning: {warning}")
+
+
+def check_hosts(config: RunConfig, facts: ModelFacts, hosts: Hosts) -> list[str]:
+    """Compare every host with what its role needs there; returns warnings.
+
+    Raises:
+        ConfigError: lists what hosts lack, all of it.
+    """
+    launcher = config.launcher
+    is_here = isinstance(launcher, LocalLauncher | ProcessLauncher)
+    # What fits this machine depends on both roles together, and was checked before the hosts were opened.
+    simulated = ProcessLauncher(kind="process")
+    needs = role_needs(config, facts, simulated if isinstance(launcher, LocalLauncher) else launcher)
+    num_gpus = (
+        torch.cuda.device_count()
+        if isinstance(launcher, LocalLauncher | ProcessLauncher)
+        else gpus_per_host(launcher)
+    )
+    problems: list[Problem] = []
+    warnings: list[str] = []
+    for role, of_role in ((HostRole.TRAINER, needs.trainer), (HostRole.GENERATORS, needs.generators)):
+        for host, limits in hosts.limits(role).items():
+            if not is_here:
+                problems += check_host_limits(host, limits, of_role)
+            if num_gpus and (words := lock_warning(host, limits, of_role)) is not None:
+                warnings.append(words)
+    raise_if_any(problems)
+    return list(dict.fromkeys(warnings))
