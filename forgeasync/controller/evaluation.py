@@ -1,4 +1,10 @@
-"""Evaluates problems that are not trained on: during a run, or a model on its own."""
+"""Evaluates problems that are not trained on: during a run, or a model on its own.
+
+sample_problems       samples and scores rollouts of problems; all evaluations are made of it
+EvaluationSchedule    when a run evaluates, and whether training waits for it
+prepare_evaluation    checks an evaluation outside of a run, before any process starts (apps/evaluate.py)
+EvaluationFolder      what that leaves: its config, summary, table and episodes
+"""
 
 import asyncio
 import contextlib
@@ -8,7 +14,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -33,8 +39,8 @@ from forgeasync.config import (
     resolve,
 )
 from forgeasync.controller.hosts import check_generator_gpus
-from forgeasync.controller.preparation import Prepared, check_task_lengths, load_prompts
-from forgeasync.environments import EndpointModel, build_source, check_environment
+from forgeasync.controller.preparation import Prepared, load_prompts, load_tasks
+from forgeasync.environments import EndpointModel, check_environment
 from forgeasync.models import check_checkpoint_shapes, check_generator, model_folder, read_model_facts
 from forgeasync.observability import (
     Estimate,
@@ -54,6 +60,258 @@ from forgeasync.scoring import check_verifiers, try_rewards
 logger = logging.getLogger(__name__)
 
 
+OnEnded = Callable[[int, int, HeldOutRollout], None]
+"""Called with the place of the problem in the list, the number of the sample, and the rollout."""
+
+
+def num_responses(prepared: Prepared) -> int:
+    """Return how many responses one evaluation samples."""
+    return len(prepared.held_out) + sum(
+        len(prepared.sets[one.name]) * one.num_samples for one in prepared.config.evaluation.sets
+    )
+
+
+async def evaluate_all(
+    prepared: Prepared,
+    groups: GroupSampler,
+    *,
+    on_answered: Callable[[], None] = lambda: None,
+    max_concurrent: int | None = None,
+) -> HeldOutScores:
+    """Score the held-out problems and every evaluation set.
+
+    ``on_answered`` is called after every rollout. Without ``max_concurrent`` all rollouts of a set are
+    sampled at once.
+    """
+    start_s = time.perf_counter()
+    config, sets = prepared.config, prepared.sets
+    scores = await evaluate(
+        prepared.held_out,
+        groups,
+        sampling=config.sampling,
+        on_answered=on_answered,
+        max_concurrent=max_concurrent,
+    )
+    sets_scores = {
+        one.name: await evaluate(
+            sets[one.name],
+            groups,
+            sampling=one.sampling or config.sampling,
+            num_samples=one.num_samples,
+            on_answered=on_answered,
+            max_concurrent=max_concurrent,
+        )
+        for one in config.evaluation.sets
+    }
+    return dataclasses.replace(scores, sets=sets_scores, wall_s=time.perf_counter() - start_s)
+
+
+async def evaluate(
+    tasks: Sequence[Task],
+    groups: GroupSampler,
+    *,
+    sampling: SamplingSection,
+    on_answered: Callable[[], None] = lambda: None,
+    num_samples: int = 1,
+    max_concurrent: int | None = None,
+) -> HeldOutScores:
+    """Score ``num_samples`` rollouts of each problem; see ``sample_problems``.
+
+    Rollouts that could not be scored are left out of the accuracy, and counted.
+    """
+    rollouts = await sample_problems(
+        tasks,
+        groups,
+        sampling=sampling,
+        num_samples=num_samples,
+        on_ended=lambda problem, sample, rollout: on_answered(),
+        max_concurrent=max_concurrent,
+    )
+    scores = [one.result for one in rollouts if isinstance(one.result, Score)]
+    return HeldOutScores(
+        num_correct=sum(one.is_correct for one in scores),
+        score_sum=math.fsum(one.value for one in scores),
+        parts=part_means(scores),
+        num_scored=len(scores),
+        num_unscored=len(rollouts) - len(scores),
+        versions=spanned(one.versions for one in rollouts),
+    )
+
+
+async def sample_problems(
+    tasks: Sequence[Task],
+    groups: GroupSampler,
+    *,
+    sampling: SamplingSection,
+    num_samples: int,
+    on_ended: OnEnded,
+    max_concurrent: int | None = None,
+    keeps_record: bool = False,
+) -> list[HeldOutRollout]:
+    """Sample and score ``num_samples`` rollouts of each problem, each with a sampling seed of its own.
+
+    The first rollout's seed is the problem's place in the list, so that more samples only add to fewer.
+    ``on_ended`` is called after every rollout. Returns all rollouts of the first sample by problem, then
+    those of the second, and so on.
+    """
+    places = contextlib.nullcontext() if max_concurrent is None else asyncio.Semaphore(max_concurrent)
+
+    async def sample_one(problem: int, sample: int) -> HeldOutRollout:
+        async with places:
+            rollout = await groups.score(
+                tasks[problem],
+                sampling=sampling,
+                seed=sample * len(tasks) + problem,
+                keeps_record=keeps_record,
+            )
+        if isinstance(rollout.result, Unscored):
+            logger.warning("%s", rollout.result.reason)
+        on_ended(problem, sample, rollout)
+        return rollout
+
+    async with asyncio.TaskGroup() as all_tasks:
+        answers = [
+            all_tasks.create_task(sample_one(problem, sample))
+            for sample in range(num_samples)
+            for problem in range(len(tasks))
+        ]
+    return [answer.result() for answer in answers]
+
+
+SHARE_BESIDE = 4
+"""Beside training, evaluation takes one in this many of the sequences that the generators decode at once.
+
+With all of its requests in the engines' queues, training would wait for them after all."""
+
+
+def max_beside(config: RunConfig) -> int:
+    """Return how many rollouts are evaluated at once beside training."""
+    generator = config.generator
+    return max(1, generator.max_num_seqs * generator.num_replicas // SHARE_BESIDE)
+
+
+def waited_every_steps(config: RunConfig) -> int:
+    """Return the number of steps between two evaluations that training waits for."""
+    pinned = config.evaluation.mode is EvaluationMode.PINNED
+    return config.evaluation.every_steps if pinned else config.max_steps
+
+
+class EvaluationSchedule:
+    """When a run evaluates, and whether training waits for it.
+
+    With ``evaluation.mode: pinned`` training waits for every evaluation. With ``beside`` it waits only
+
+        before the first step   the model that the run began with is evaluated under version 0
+        before the last step    until the evaluation in flight has ended, so that the last line is free
+        after the last step     the last version is served, then evaluated
+
+    At most one evaluation is in flight. One that is due meanwhile is skipped and counted: later it would be
+    an evaluation of other versions, close to the next one. So a line of metrics has at most one evaluation,
+    and every evaluation that has begun is on a line.
+    """
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        groups: GroupSampler,
+        console: StepConsole,
+        *,
+        until_served: Callable[[int], Awaitable[None]],
+    ) -> None:
+        """``until_served`` waits until every generator samples under a version."""
+        self._prepared = prepared
+        self._groups = groups
+        self._console = console
+        self._until_served = until_served
+        self._section = prepared.config.evaluation
+        self._max_steps = prepared.config.max_steps
+        self._wanted: asyncio.Queue[int] = asyncio.Queue()
+        self._is_in_flight = False
+        self._ended: HeldOutScores | None = None
+        self._num_skipped = 0
+
+    def waits_after(self, step: int) -> bool:
+        """Whether training waits after this step, if an evaluation is due or in flight."""
+        if step == self._max_steps:
+            return True
+        if self._section.mode is EvaluationMode.PINNED:
+            return self._is_due(step)
+        return step == self._max_steps - 1
+
+    async def first(self) -> HeldOutScores:
+        """Evaluate version 0."""
+        return await self._pinned(0)
+
+    def resume(self, step: int) -> None:
+        """Begin again what was due after the step that a run goes on from: the run that made the checkpoint
+        had only just begun it."""
+        if self._section.mode is EvaluationMode.BESIDE and self._is_due(step) and step < self._max_steps - 1:
+            self._begin(step)
+
+    async def after_step(self, step: int) -> HeldOutScores | None:
+        """Evaluate, or begin to, if that is due; return the evaluation that has ended, if any.
+
+        The version that step ``step`` has made is ``step``.
+        """
+        if step == self._max_steps:
+            return await self._pinned(step)
+        if self._section.mode is EvaluationMode.PINNED:
+            return await self._pinned(step) if self._is_due(step) else None
+        is_last_but_one = step == self._max_steps - 1
+        if is_last_but_one:
+            await self._wanted.join()
+        ended, self._ended = self._ended, None
+        if self._is_due(step):
+            if is_last_but_one or self._is_in_flight:
+                self._num_skipped += 1
+            else:
+                self._begin(step)
+        return ended
+
+    async def loop(self) -> None:
+        """Carry out evaluations beside training, one at a time, until cancelled."""
+        while True:
+            version = await self._wanted.get()
+            num_rollouts = num_responses(self._prepared)
+            self._console.message(f"evaluating with {num_rollouts} responses beside training")
+            scores = await evaluate_all(
+                self._prepared,
+                self._groups,
+                max_concurrent=max_beside(self._prepared.config),
+            )
+            self._console.message(f"evaluation begun after step {version}: {scores}")
+            self._ended = scores
+            self._is_in_flight = False
+            self._wanted.task_done()
+
+    def metrics(self) -> dict[str, float]:
+        """Return counts since the run began, under their names in metrics.jsonl."""
+        if self._section.mode is EvaluationMode.PINNED:
+            return {}
+        return {"eval/num_skipped": self._num_skipped}
+
+    def _is_due(self, step: int) -> bool:
+        return step > 0 and step % self._section.every_steps == 0
+
+    def _begin(self, version: int) -> None:
+        self._is_in_flight = True
+        self._wanted.put_nowait(version)
+
+    async def _pinned(self, version: int) -> HeldOutScores:
+        """Evaluate while training waits, once every generator samples under ``version``."""
+        await self._until_served(version)
+        prepared, console = self._prepared, self._console
+        num_problems = len(prepared.held_out) + sum(map(len, prepared.sets.values()))
+        num_rollouts = num_responses(prepared)
+        what = f"{num_problems} problems"
+        if num_rollouts > num_problems:
+            what += f", with {num_rollouts} responses"
+        console.phase(f"evaluating version {version} on {what}", num_parts=num_rollouts)
+        scores = await evaluate_all(prepared, self._groups, on_answered=console.part_done)
+        console.end_phase()
+        return scores
+
+
 HELD_OUT = "held_out"
 """Name of the held-out problems among the sets."""
 
@@ -66,7 +324,7 @@ MAX_SAMPLES = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalModel:
-    """A model that generators of ours sample from."""
+    """A model that the run's own generators sample from."""
 
     facts: ModelFacts
     path: Path
@@ -123,7 +381,14 @@ def prepare_evaluation(
     Raises:
         ConfigError: lists every problem found.
     """
-    problems = [*check_without_model(config), *_check_out(out), *_check_samples(num_samples)]
+    out_problems = list(check_folder("--out", out))
+    if not out_problems and out.is_dir() and any(out.iterdir()):
+        remedy = "holds files already; name a new folder"
+        out_problems = [Problem(field="--out", value=str(out), remedy=remedy)]
+    problems = [*check_without_model(config), *out_problems]
+    if num_samples is not None and not 1 <= num_samples <= MAX_SAMPLES:
+        remedy = f"must be 1 to {MAX_SAMPLES}: responses to each problem"
+        problems.append(Problem(field="--samples", value=num_samples, remedy=remedy))
     if config.environment is None or endpoint is None:
         sources = (*named_sources(config.data), *named_sets(config.evaluation))
         problems += check_verifiers(sources, config.scorer)
@@ -169,57 +434,28 @@ def prepare_evaluation(
 def _load_sets(
     config: RunConfig, model: LocalModel | EndpointModel, num_samples: int | None
 ) -> dict[str, ProblemSet]:
-    named = named_sets(config.evaluation)
-    try:
-        source = build_source(config.data, seed=config.seed, sets=named)
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError([Problem(field="data", remedy=str(error))]) from error
-    sets = {
-        HELD_OUT: ProblemSet(
-            tasks=source.held_out[: config.evaluation.num_problems],
-            sampling=config.sampling,
-            num_samples=num_samples or 1,
-        )
-    }
-    for one, of_set in zip(config.evaluation.sets, named, strict=True):
+    # What an endpoint has room for, it says itself.
+    prompts = model.prompts if isinstance(model, LocalModel) else None
+    _, held_out, tasks = load_tasks(config, prompts, trains=False)
+    sets = {HELD_OUT: ProblemSet(tasks=held_out, sampling=config.sampling, num_samples=num_samples or 1)}
+    for one in config.evaluation.sets:
         sets[one.name] = ProblemSet(
-            tasks=source.sets[of_set.name],
+            tasks=tasks[one.name],
             sampling=one.sampling or config.sampling,
             num_samples=num_samples or one.num_samples,
         )
-    # An environment makes prompts of its own; what an endpoint has room for, it says itself.
-    if config.environment is None and isinstance(model, LocalModel):
-        for of_name in sets.values():
-            try:
-                check_task_lengths(config, model.prompts, of_name.tasks, of_name.sampling)
-            except ValueError as error:
-                raise ConfigError([Problem(field="data", remedy=str(error))]) from error
     if config.environment is None:
         first_tasks = {task.source: task for one in sets.values() for task in reversed(one.tasks)}
-        raise_if_any(try_rewards((*named_sources(config.data), *named), first_tasks))
+        named = (*named_sources(config.data), *named_sets(config.evaluation))
+        raise_if_any(try_rewards(named, first_tasks))
     return sets
-
-
-def _check_out(out: Path) -> Iterator[Problem]:
-    problems = list(check_folder("--out", out))
-    yield from problems
-    if not problems and out.is_dir() and any(out.iterdir()):
-        yield Problem(field="--out", value=str(out), remedy="holds files already; name a new folder")
-
-
-def _check_samples(num_samples: int | None) -> Iterator[Problem]:
-    if num_samples is not None and not 1 <= num_samples <= MAX_SAMPLES:
-        remedy = f"must be 1 to {MAX_SAMPLES}: responses to each problem"
-        yield Problem(field="--samples", value=num_samples, remedy=remedy)
 
 
 def find_endpoint(base_url: str, *, model: str | None, api_key_variable: str | None) -> EndpointModel:
     """Return the endpoint's model of this name; without a name, the only one that the endpoint lists.
 
     Raises:
-        ConfigError: the URL or the key is none, the endpoint cannot be asked, or it has several models.
+        ConfigError: the URL or the key is not one, the endpoint cannot be asked, or it has several models.
     """
     parts = urlsplit(base_url)
     if parts.scheme not in ("http", "https") or not parts.netloc:
@@ -248,7 +484,7 @@ def find_endpoint(base_url: str, *, model: str | None, api_key_variable: str | N
 
 
 def _not_sent(config: RunConfig) -> list[str]:
-    """Settings of the distribution that Chat Completions do not know."""
+    """Name the settings of the sampling distribution that Chat Completions do not have."""
     words = []
     sections = {"sampling": config.sampling} | {
         f"evaluation.sets.{index}.sampling": one.sampling
@@ -262,250 +498,6 @@ def _not_sent(config: RunConfig) -> list[str]:
     if config.data.template_arguments is not None and config.data.chat_template:
         words.append("data.template_arguments are not sent: the endpoint renders its own template")
     return words
-
-
-OnEnded = Callable[[int, int, HeldOutRollout], None]
-"""Called with the place of the problem, the number of the sample and what came of it."""
-
-
-def num_responses(prepared: Prepared) -> int:
-    """Return how many responses one evaluation samples."""
-    return len(prepared.held_out) + sum(
-        len(prepared.sets[one.name]) * one.num_samples for one in prepared.config.evaluation.sets
-    )
-
-
-async def evaluate_all(
-    prepared: Prepared,
-    groups: GroupSampler,
-    *,
-    on_answered: Callable[[], None],
-    max_concurrent: int | None = None,
-) -> HeldOutScores:
-    """Score the held-out problems and every evaluation set.
-
-    ``on_answered`` is called after every rollout. Without ``max_concurrent`` all rollouts of a set are
-    sampled at once.
-    """
-    start_s = time.perf_counter()
-    config, sets = prepared.config, prepared.sets
-    scores = await evaluate(
-        prepared.held_out,
-        groups,
-        sampling=config.sampling,
-        on_answered=on_answered,
-        max_concurrent=max_concurrent,
-    )
-    sets_scores = {
-        one.name: await evaluate(
-            sets[one.name],
-            groups,
-            sampling=one.sampling or config.sampling,
-            num_samples=one.num_samples,
-            on_answered=on_answered,
-            max_concurrent=max_concurrent,
-        )
-        for one in config.evaluation.sets
-    }
-    return dataclasses.replace(scores, sets=sets_scores, wall_s=time.perf_counter() - start_s)
-
-
-async def evaluate(
-    tasks: Sequence[Task],
-    groups: GroupSampler,
-    *,
-    sampling: SamplingSection,
-    on_answered: Callable[[], None],
-    num_samples: int = 1,
-    max_concurrent: int | None = None,
-) -> HeldOutScores:
-    """Score ``num_samples`` rollouts of each problem; see ``sample_problems``."""
-    rollouts = await sample_problems(
-        tasks,
-        groups,
-        sampling=sampling,
-        num_samples=num_samples,
-        on_ended=lambda problem, sample, rollout: on_answered(),
-        max_concurrent=max_concurrent,
-    )
-    return held_out_scores(rollouts)
-
-
-async def sample_problems(
-    tasks: Sequence[Task],
-    groups: GroupSampler,
-    *,
-    sampling: SamplingSection,
-    num_samples: int,
-    on_ended: OnEnded,
-    max_concurrent: int | None = None,
-    keeps_record: bool = False,
-) -> list[HeldOutRollout]:
-    """Sample and score ``num_samples`` rollouts of each problem, each with a sampling seed of its own.
-
-    The first rollout's seed is the problem's place in the list, so that more samples only add to fewer.
-    ``on_ended`` is called after every rollout. Returns all rollouts of the first sample by problem, then
-    those of the second, and so on.
-    """
-    places = contextlib.nullcontext() if max_concurrent is None else asyncio.Semaphore(max_concurrent)
-
-    async def sample_one(problem: int, sample: int) -> HeldOutRollout:
-        async with places:
-            rollout = await groups.score(
-                tasks[problem],
-                sampling=sampling,
-                seed=sample * len(tasks) + problem,
-                keeps_record=keeps_record,
-            )
-        if isinstance(rollout.result, Unscored):
-            logger.warning("%s", rollout.result.reason)
-        on_ended(problem, sample, rollout)
-        return rollout
-
-    async with asyncio.TaskGroup() as all_tasks:
-        answers = [
-            all_tasks.create_task(sample_one(problem, sample))
-            for sample in range(num_samples)
-            for problem in range(len(tasks))
-        ]
-    return [answer.result() for answer in answers]
-
-
-def held_out_scores(rollouts: Iterable[HeldOutRollout]) -> HeldOutScores:
-    """Sum up rollouts. Those that could not be scored are left out of the accuracy and counted."""
-    rollouts = list(rollouts)
-    scores = [one.result for one in rollouts if isinstance(one.result, Score)]
-    return HeldOutScores(
-        num_correct=sum(one.is_correct for one in scores),
-        score_sum=math.fsum(one.value for one in scores),
-        parts=part_means(scores),
-        num_scored=len(scores),
-        num_unscored=len(rollouts) - len(scores),
-        versions=spanned(one.versions for one in rollouts),
-    )
-
-
-SHARE_BESIDE = 4
-"""Beside training, evaluation takes one in so many of the sequences that the generators decode at once: with
-all of its requests at once in the engines' queues, training would wait for them after all."""
-
-
-def max_beside(config: RunConfig) -> int:
-    """Return how many rollouts are evaluated at once beside training."""
-    generator = config.generator
-    return max(1, generator.max_num_seqs * generator.num_replicas // SHARE_BESIDE)
-
-
-def waited_every_steps(config: RunConfig) -> int:
-    """Return the number of steps between two evaluations that training waits for."""
-    pinned = config.evaluation.mode is EvaluationMode.PINNED
-    return config.evaluation.every_steps if pinned else config.max_steps
-
-
-class EvaluationSchedule:
-    """The evaluations of a run."""
-
-    def __init__(
-        self,
-        prepared: Prepared,
-        groups: GroupSampler,
-        console: StepConsole,
-        *,
-        until_served: Callable[[int], Awaitable[None]],
-    ) -> None:
-        """``until_served`` waits until every generator samples under a version."""
-        self._prepared = prepared
-        self._groups = groups
-        self._console = console
-        self._until_served = until_served
-        self._section = prepared.config.evaluation
-        self._max_steps = prepared.config.max_steps
-        self._wanted: asyncio.Queue[int] = asyncio.Queue()
-        self._is_under_way = False
-        self._ended: HeldOutScores | None = None
-        self._num_skipped = 0
-
-    def waits_after(self, step: int) -> bool:
-        """Whether training waits after this step, if an evaluation is due or under way."""
-        if step == self._max_steps:
-            return True
-        if self._section.mode is EvaluationMode.PINNED:
-            return self._is_due(step)
-        return step == self._max_steps - 1
-
-    async def first(self) -> HeldOutScores:
-        """Evaluate version 0."""
-        return await self._pinned(0)
-
-    def resume(self, step: int) -> None:
-        """Begin again what was due after the step that a run goes on from: the run that made the checkpoint
-        had only just begun it."""
-        if self._section.mode is EvaluationMode.BESIDE and self._is_due(step) and step < self._max_steps - 1:
-            self._begin(step)
-
-    async def after_step(self, step: int) -> HeldOutScores | None:
-        """Evaluate, or begin to, if that is due; return the evaluation that has ended, if any.
-
-        The version that step ``step`` has made is ``step``.
-        """
-        if step == self._max_steps:
-            return await self._pinned(step)
-        if self._section.mode is EvaluationMode.PINNED:
-            return await self._pinned(step) if self._is_due(step) else None
-        is_last_but_one = step == self._max_steps - 1
-        if is_last_but_one:
-            await self._wanted.join()
-        ended, self._ended = self._ended, None
-        if self._is_due(step):
-            if is_last_but_one or self._is_under_way:
-                self._num_skipped += 1
-            else:
-                self._begin(step)
-        return ended
-
-    async def loop(self) -> None:
-        """Carry out evaluations beside training, one at a time, until cancelled."""
-        while True:
-            version = await self._wanted.get()
-            num_rollouts = num_responses(self._prepared)
-            self._console.message(f"evaluating with {num_rollouts} responses beside training")
-            scores = await evaluate_all(
-                self._prepared,
-                self._groups,
-                on_answered=lambda: None,
-                max_concurrent=max_beside(self._prepared.config),
-            )
-            self._console.message(f"evaluation begun after step {version}: {scores}")
-            self._ended = scores
-            self._is_under_way = False
-            self._wanted.task_done()
-
-    def metrics(self) -> dict[str, float]:
-        """Return counts since the run began, under their names in metrics.jsonl."""
-        if self._section.mode is EvaluationMode.PINNED:
-            return {}
-        return {"eval/num_skipped": self._num_skipped}
-
-    def _is_due(self, step: int) -> bool:
-        return step > 0 and step % self._section.every_steps == 0
-
-    def _begin(self, version: int) -> None:
-        self._is_under_way = True
-        self._wanted.put_nowait(version)
-
-    async def _pinned(self, version: int) -> HeldOutScores:
-        """Evaluate while training waits, once every generator samples under ``version``."""
-        await self._until_served(version)
-        prepared, console = self._prepared, self._console
-        num_problems = len(prepared.held_out) + sum(map(len, prepared.sets.values()))
-        num_rollouts = num_responses(prepared)
-        what = f"{num_problems} problems"
-        if num_rollouts > num_problems:
-            what += f", with {num_rollouts} responses"
-        console.phase(f"evaluating version {version} on {what}", num_parts=num_rollouts)
-        scores = await evaluate_all(prepared, self._groups, on_answered=console.part_done)
-        console.end_phase()
-        return scores
 
 
 METHODS = {
@@ -522,7 +514,15 @@ COLUMNS = 120
 
 @dataclass(slots=True)
 class EvaluationFolder:
-    """The files of one evaluation. A context manager: episodes are complete when it ends."""
+    """What an evaluation outside of a run leaves. A context manager: episodes are complete when it ends.
+
+    runs/evaluate-<name>-<time>/
+        config.yaml      the config as it was evaluated
+        summary.json     every figure with its confidence interval
+        episodes.jsonl   every response or episode, in the order in which they ended
+        artifacts/       files that episodes have kept
+        logs/            output of the processes
+    """
 
     path: Path
     _lines: JsonLines = field(init=False)

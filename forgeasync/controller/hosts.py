@@ -7,7 +7,7 @@ started them.
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -48,7 +48,7 @@ from forgeasync.schema import Problem, raise_if_any
 
 
 def places_of_rewards(config: RunConfig, num_gpus: int) -> frozenset[int]:
-    """Places, among this machine's ``num_gpus`` that the run may use, of those that rewards have.
+    """Return which of this machine's ``num_gpus`` GPUs that the run may use belong to rewards.
 
     Without GPUs, and where a launcher's hosts have those of the other roles, there are none.
 
@@ -70,9 +70,9 @@ def places_of_rewards(config: RunConfig, num_gpus: int) -> frozenset[int]:
 
 
 def check_local_gpus(config: RunConfig, facts: ModelFacts) -> tuple[list[Problem], list[str]]:
-    """Problems and warnings about this machine's GPUs; none if the run is not to use them.
+    """Return problems and warnings about this machine's GPUs; none if the run does not use them.
 
-    A torch that is built for CPUs uses none. ``config.rules.check_gpus`` tells where there are too few.
+    A torch that is built for CPUs uses none. ``forgeasync.config.check_gpus`` reports that there are too few.
     """
     if not isinstance(config.launcher, LocalLauncher) or torch.version.cuda is None:
         return [], []
@@ -87,12 +87,11 @@ def check_local_gpus(config: RunConfig, facts: ModelFacts) -> tuple[list[Problem
         plans=(trainer_plan(config, facts), generator_plan(config, facts)),
         is_trainer=True,
     )
-    choice = config.trainer.flash_attention
-    return list(check_hosts_gpus([host], choice)), gpu_warnings([host], choice)
+    return _judge(config, [host])
 
 
 def check_generator_gpus(config: RunConfig, facts: ModelFacts) -> tuple[list[Problem], list[str]]:
-    """Problems and warnings about this machine's GPUs where only generators use them."""
+    """Return problems and warnings about this machine's GPUs if only generators use them."""
     if torch.version.cuda is None:
         return [], []
     generator = config.generator
@@ -104,19 +103,18 @@ def check_generator_gpus(config: RunConfig, facts: ModelFacts) -> tuple[list[Pro
             f"must be at most the {len(found.gpus)} of this host"
         )
         return [Problem(field="generator.num_replicas", value=generator.num_replicas, remedy=remedy)], []
-    host = HostGpus(
-        host=LOCAL_HOST_ID,
-        facts=found,
-        num_needed=needed,
-        plans=(generator_plan(config, facts),),
-        is_trainer=False,
-    )
+    plans = (generator_plan(config, facts),)
+    host = HostGpus(host=LOCAL_HOST_ID, facts=found, num_needed=needed, plans=plans, is_trainer=False)
+    return _judge(config, [host])
+
+
+def _judge(config: RunConfig, hosts: Sequence[HostGpus]) -> tuple[list[Problem], list[str]]:
     choice = config.trainer.flash_attention
-    return list(check_hosts_gpus([host], choice)), gpu_warnings([host], choice)
+    return list(check_hosts_gpus(hosts, choice)), gpu_warnings(hosts, choice)
 
 
 async def check_gpus_of_hosts(config: RunConfig, facts: ModelFacts, hosts: Hosts) -> list[str]:
-    """Have the GPUs of hosts that a launcher has started judged; returns warnings.
+    """Check the GPUs of the hosts that a launcher has started; returns warnings.
 
     Raises:
         ConfigError: lists what they lack, all of it.
@@ -126,30 +124,25 @@ async def check_gpus_of_hosts(config: RunConfig, facts: ModelFacts, hosts: Hosts
         return []
     counts, generator = num_hosts(launcher), config.generator
     trainers, generators = await asyncio.gather(hosts.gpus(HostRole.TRAINER), hosts.gpus(HostRole.GENERATORS))
-    looked_at = [
-        HostGpus(host=host, facts=found, num_needed=num_needed, plans=(plan,), is_trainer=is_trainer)
-        for of_role, num_needed, plan, is_trainer in (
-            (
-                trainers,
-                config.trainer.parallel.num_procs // counts.trainer,
-                trainer_plan(config, facts),
-                True,
-            ),
-            (
-                generators,
-                generator.num_engines // counts.generators * generator.tensor_parallel,
-                generator_plan(config, facts),
-                False,
-            ),
-        )
-        for host, found in of_role.items()
-    ]
-    raise_if_any(check_hosts_gpus(looked_at, config.trainer.flash_attention))
-    return gpu_warnings(looked_at, config.trainer.flash_attention)
+    num_of_trainer = config.trainer.parallel.num_procs // counts.trainer
+    num_of_generators = generator.num_engines // counts.generators * generator.tensor_parallel
+    problems, warnings = _judge(
+        config,
+        [
+            HostGpus(host=host, facts=found, num_needed=num_needed, plans=(plan,), is_trainer=is_trainer)
+            for of_role, num_needed, plan, is_trainer in (
+                (trainers, num_of_trainer, trainer_plan(config, facts), True),
+                (generators, num_of_generators, generator_plan(config, facts), False),
+            )
+            for host, found in of_role.items()
+        ],
+    )
+    raise_if_any(problems)
+    return warnings
 
 
 def trainer_plan(config: RunConfig, facts: ModelFacts) -> RolePlan:
-    """What a trainer proc needs of its GPU."""
+    """Return what a trainer process needs of its GPU."""
     memory = trainer_memory(config, facts, count_parameters(facts), Machine.GPU)
     num_procs = config.trainer.parallel.num_procs
     remedy = (
@@ -167,7 +160,7 @@ def trainer_plan(config: RunConfig, facts: ModelFacts) -> RolePlan:
 
 
 def generator_plan(config: RunConfig, facts: ModelFacts) -> RolePlan:
-    """What every process of an engine needs of its GPU."""
+    """Return what every process of an engine needs of its GPU."""
     memory = generator_memory(config, facts, count_parameters(facts), Machine.GPU)
     others = total_bytes([item for item in memory if item.name != "KV cache"])
     return RolePlan(
@@ -183,7 +176,7 @@ def generator_plan(config: RunConfig, facts: ModelFacts) -> RolePlan:
 async def open_hosts(
     config: RunConfig, facts: ModelFacts, procs: ProcessManager, *, tell: Callable[[str], None]
 ) -> None:
-    """Start the run's hosts; what they wait for, and what may become a problem, is told in words.
+    """Start and check the run's hosts; ``tell`` hears what they wait for, and what may become a problem.
 
     Raises:
         ConfigError: lists what hosts lack, all of it.

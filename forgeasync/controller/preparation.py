@@ -2,7 +2,7 @@
 
 import asyncio
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -17,7 +17,6 @@ from forgeasync.config import (
     ModelFacts,
     ProcessLauncher,
     RunConfig,
-    SamplingSection,
     TeacherEndpoint,
     check_gpus,
     check_without_model,
@@ -235,16 +234,41 @@ def load_prompts(config: RunConfig, folder: Path, facts: ModelFacts) -> PromptEn
     return prompts
 
 
-def check_task_lengths(
-    config: RunConfig, prompts: PromptEncoder, tasks: Iterable[Task], sampling: SamplingSection
-) -> None:
-    """Raise ValueError naming the first task that leaves no room for a full response."""
-    for task in tasks:
-        prompts.check_length(
-            task,
-            max_context_length=config.model.max_context_length,
-            max_response_tokens=sampling.max_response_tokens,
-        )
+def load_tasks(
+    config: RunConfig, prompts: PromptEncoder | None, *, trains: bool = True
+) -> tuple[Sequence[Task], list[Task], dict[str, list[Task]]]:
+    """Load the tasks to train on, the held-out ones, and those of each evaluation set by its name.
+
+    With ``prompts`` every task must leave room for a full response. Without ``trains`` those to train on are
+    not looked at.
+
+    Raises:
+        ConfigError: the data cannot be read, or a task leaves no room.
+    """
+    named = named_sets(config.evaluation)
+    try:
+        source = build_source(config.data, seed=config.seed, sets=named)
+        held_out = source.held_out[: config.evaluation.num_problems]
+        sets = {
+            one.name: source.sets[of_set.name]
+            for one, of_set in zip(config.evaluation.sets, named, strict=True)
+        }
+        # An environment makes prompts of its own, and every turn is bounded by the room that is left.
+        if config.environment is None and prompts is not None:
+            checked = [(config.sampling, chain(source.train, source.held_out) if trains else held_out)]
+            checked += [(one.sampling or config.sampling, sets[one.name]) for one in config.evaluation.sets]
+            for sampling, tasks in checked:
+                for task in tasks:
+                    prompts.check_length(
+                        task,
+                        max_context_length=config.model.max_context_length,
+                        max_response_tokens=sampling.max_response_tokens,
+                    )
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError([Problem(field="data", remedy=str(error))]) from error
+    return source.train, held_out, sets
 
 
 def prepare(config: RunConfig, resume: str | None = None) -> Prepared:
@@ -272,39 +296,25 @@ def prepare(config: RunConfig, resume: str | None = None) -> Prepared:
             *check_room(config, facts, checkpoints=planned_folder(config), export=planned_export(config)),
         ]
     )
-    sets = named_sets(config.evaluation)
     folder = model_folder(config.model.path)
     raise_if_any(check_checkpoint_shapes(folder, facts))
     prompts = load_prompts(config, folder, facts)
-    try:
-        source = build_source(config.data, seed=config.seed, sets=sets)
-        # An environment makes prompts of its own, and every turn is bounded by the room that is left.
-        if config.environment is None:
-            check_task_lengths(config, prompts, chain(source.train, source.held_out), config.sampling)
-            for one, of_set in zip(config.evaluation.sets, sets, strict=True):
-                check_task_lengths(config, prompts, source.sets[of_set.name], one.sampling or config.sampling)
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError([Problem(field="data", remedy=str(error))]) from error
-    raise_if_any(check_teacher_prompts(config, prompts, source.train))
-    raise_if_any(probe_teachers(config, facts, prompts, source.train))
+    train, held_out, of_sets = load_tasks(config, prompts)
+    raise_if_any(check_teacher_prompts(config, prompts, train))
+    raise_if_any(probe_teachers(config, facts, prompts, train))
     if resumed is not None:
-        raise_if_any(check_problems(resumed.state, resumed.folder, digest_of(source.train)))
-    of_sources = (source.train, *source.sets.values())
-    first_tasks = {task.source: task for tasks in of_sources for task in reversed(tasks)}
-    raise_if_any(try_rewards((*named_sources(config.data), *sets), first_tasks))
+        raise_if_any(check_problems(resumed.state, resumed.folder, digest_of(train)))
+    first_tasks = {task.source: task for tasks in (train, *of_sets.values()) for task in reversed(tasks)}
+    sources = (*named_sources(config.data), *named_sets(config.evaluation))
+    raise_if_any(try_rewards(sources, first_tasks))
     return Prepared(
         config=config,
         facts=facts,
         model_path=folder.resolve(),
         prompts=prompts,
-        train=source.train,
-        held_out=source.held_out[: config.evaluation.num_problems],
-        sets={
-            one.name: source.sets[of_set.name]
-            for one, of_set in zip(config.evaluation.sets, sets, strict=True)
-        },
+        train=train,
+        held_out=held_out,
+        sets=of_sets,
         resumed=resumed,
         warnings=(*request_warnings(config, facts), *warnings),
     )

@@ -1,5 +1,15 @@
-"""Goes on with a run that is over: ends what it has left, finds its checkpoint and finished groups, and
-reopens its files.
+"""Goes on with a run that has ended, in whatever way.
+
+    take_over              claims its folder, and ends what it has left on this machine
+    resume_or_begin_anew   whether there is a checkpoint to go on from
+    find_checkpoint        the checkpoint that --resume names, checked against the config
+    find_groups            finished groups that need not be sampled again
+    open_files             reopens its files, as they were at the checkpoint
+
+Almost all of a run ends by itself when its controller is killed. What does not is found by the run's mark, or
+because the run has listed it (``procs.json``). A process that only has the same id is left alone.
+
+The supervisor imports this module, so it imports no torch.
 """
 
 import json
@@ -105,7 +115,9 @@ def take_over(config: RunConfig) -> list[str]:
 
 
 def end_leftovers(run_dir: RunDir, before: Holder) -> list[str]:
-    """Kill what a controller that is gone has left, and remove its files in shared memory; says what it was.
+    """Kill what a controller that is gone has left, and remove its files in shared memory.
+
+    Returns what was done, in words.
 
     Raises:
         NotEnded: a process does not end.
@@ -125,36 +137,35 @@ def end_leftovers(run_dir: RunDir, before: Holder) -> list[str]:
 
 
 def end_own_run() -> None:
-    """End what runs of this process have left, which ends now, in whatever way: processes, and files.
+    """End the processes that runs of this process have left, and remove their files; this process ends now.
 
     Raises:
         NotEnded: a process does not end.
     """
     for mark in claimed_marks():
-        find = partial(_started, mark)
-        end_s = time.monotonic() + LINGER_S
-        while find() and time.monotonic() < end_s:
-            time.sleep(LOOK_AGAIN_S)
-        end_all(find)
+        end_all(partial(_started, mark), linger_s=LINGER_S)
         remove_files_of(mark)
 
 
 def _started(mark: str) -> list[psutil.Process]:
-    """The processes of a run but Python's own, which removes what this one leaves and ends after it."""
+    """Return the processes of a run but Python's own, which cleans up after this one and ends after it."""
     # Not public.
     tracker: int | None = resource_tracker._resource_tracker._pid  # type: ignore[attr-defined]
     return [one for one in marked_processes(mark, RUN_MARK) if one.pid not in (os.getpid(), tracker)]
 
 
-def end_all(find: Callable[[], Iterable[psutil.Process]]) -> int:
-    """Kill what ``find`` finds, until it finds nothing twice in a row; returns how many processes that were.
+def end_all(find: Callable[[], Iterable[psutil.Process]], *, linger_s: float = 0.0) -> int:
+    """Kill what ``find`` still finds after ``linger_s``, until it finds nothing twice in a row.
 
-    One that is just becoming another program has no mark for a moment, and one that is killed may have
-    started another.
+    A process that is just becoming another program has no mark for a moment, and one that is killed may have
+    started another. Returns the number of processes that were killed.
 
     Raises:
         NotEnded: a process does not end.
     """
+    linger_end_s = time.monotonic() + linger_s
+    while time.monotonic() < linger_end_s and any(True for _ in find()):
+        time.sleep(LOOK_AGAIN_S)
     killed: set[int] = set()
     num_empty_looks = 0
     end_s = time.monotonic() + END_S
@@ -173,7 +184,7 @@ LATEST = "latest"
 
 MAX_CHANGES_SHOWN = 12
 MAX_VALUE_CHARACTERS = 60
-"""Most changed keys of a resumed run's config that its message names."""
+"""A message names so many changed keys of a resumed run's config at most, and so much of each value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,7 +197,7 @@ class FoundGroups:
     """Prompts of the next steps, which are made again with these groups."""
     left_out: Mapping[LeftOut, int] = field(default_factory=dict)
     why: str = ""
-    """What stands behind a reason for leaving groups out that holds for all of them."""
+    """More about a reason that holds for all groups that were left out."""
 
     @property
     def num_left_out(self) -> int:
@@ -195,7 +206,7 @@ class FoundGroups:
 
     @property
     def num_prompts(self) -> int:
-        """The length of the data's order up to the last of their prompts."""
+        """Prompts in the data's order up to the last one that has a group here."""
         return max((attempt_and_prompt(one.group.draw_id)[1] + 1 for one in self.groups), default=0)
 
     def messages(self, step: int) -> Iterator[str]:
@@ -256,7 +267,7 @@ def planned_export(config: RunConfig) -> Path:
 
 
 def check_checkpoint_folder(config: RunConfig, *, is_resumed: bool) -> Iterator[Problem]:
-    """Whether checkpoints can be written, and a new run would remove those of another as too old ones."""
+    """Find whether checkpoints cannot be written, or belong to another run, which a new one would remove."""
     folder = config.checkpoint.folder
     problems = [] if folder is None else list(check_folder("checkpoint.folder", Path(folder)))
     yield from problems
@@ -269,20 +280,20 @@ def check_checkpoint_folder(config: RunConfig, *, is_resumed: bool) -> Iterator[
 
 
 def begin_anew(run_dir: RunDir) -> list[str]:
-    """Move what a run that has no checkpoint yet has left out of the way; says what was done.
+    """Move aside what a run without a checkpoint has left in its folder, whose lock the caller has.
 
-    The caller has the folder's lock.
+    Returns what was done, in words.
     """
     left = run_dir.put_all_aside()
     return [f"there is no checkpoint yet: the run begins anew; moved to {', '.join(left)}"] if left else []
 
 
 def resume_or_begin_anew(config: RunConfig, choice: str | None) -> tuple[str | None, list[str]]:
-    """What ``--resume`` comes to: ``latest`` of a run that has died before its first checkpoint begins anew.
+    """Return what to resume from, and in words what was done; None: the run begins anew.
 
-    Also says what was done. This process has claimed the run's folder, if there was a run
-    (``leftovers.take_over``). A run that has exported its model is left as it is, and so is one whose
-    checkpoints are in another folder than the config names.
+    ``latest`` of a run that has died before its first checkpoint begins anew. ``take_over`` has claimed the
+    run's folder before. A run that has exported its model is left as it is, and so is one whose checkpoints
+    are in another folder than the config names.
     """
     if choice != LATEST or config.run_dir is None or list_checkpoints(planned_folder(config)):
         return choice, []
@@ -333,13 +344,13 @@ def has_ended(run_dir: RunDir) -> bool:
 
 
 def _checkpoint_folder_before(run_dir: RunDir) -> str | None:
-    """The folder for checkpoints that the run in a folder was started with; None: that of the run."""
+    """Return the folder for checkpoints in the config of the run before; None: that of the run."""
     folder: str | None = yaml.safe_load(run_dir.config.read_text(encoding="utf-8"))["checkpoint"]["folder"]
     return folder
 
 
 def find_checkpoint(config: RunConfig, facts: ModelFacts, choice: str) -> Resumed:
-    """The checkpoint that ``--resume`` names, checked against the run.
+    """Return the checkpoint that ``--resume`` names, checked against the run.
 
     Raises:
         ConfigError: there is none, or the run cannot go on from it.
@@ -395,7 +406,7 @@ def open_files(config: RunConfig, resumed: Resumed | None) -> RunFiles:
 
 
 def _rewind(config: RunConfig, run_dir: RunDir, resumed: Resumed) -> Iterator[str]:
-    """Make the files those of a run that has just made the checkpoint's step; what was done, in words."""
+    """Make the files those of a run that has just made the checkpoint's step; yields what was done."""
     step = resumed.state.step
     yield f"resuming after step {step} from {resumed.folder}"
     if not run_dir.ledger.exists():
@@ -426,7 +437,7 @@ def _rewind(config: RunConfig, run_dir: RunDir, resumed: Resumed) -> Iterator[st
 
 
 def _changes(before: str, config: RunConfig) -> str:
-    """Which keys of a run's earlier config.yaml are others now, with both values."""
+    """Name the keys that differ from a run's earlier config.yaml, with both values."""
     try:
         saved = OmegaConf.to_container(OmegaConf.create(before), resolve=True)
     except (yaml.YAMLError, OmegaConfBaseException) as error:

@@ -489,7 +489,6 @@ class Fleet:
             self._prepared.held_out,
             self._groups,
             sampling=self.config.sampling,
-            on_answered=lambda: None,
         )
 
     async def free(self, groups: Iterable[Group]) -> None:
