@@ -31,9 +31,9 @@ from .run import RunLoops as RunLoops
 from .run import start_run as start_run
 from .starting import Fleet as Fleet
 from .starting import Roles as Roles
-from .starting import connect_groups as connect_groups
 from .starting import open_procs as open_procs
 from .starting import start_roles as start_roles
+from .starting import start_sampling as start_sampling
 from .trainer_recovery import TrainerRecovery as TrainerRecovery
 
 # Only tests import these.

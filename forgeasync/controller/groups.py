@@ -1,4 +1,9 @@
-"""The life of a group after it is sampled: scored, filtered, completed, dropped, given up, trained on."""
+"""The life of a group after it is sampled: scored, filtered, completed, dropped, given up, trained on.
+
+``GroupLifecycle`` applies each outcome wherever the group is known: in the buffer, the payload store, the
+generators and the files of the run. ``GroupSpiller`` keeps finished groups on the disk, for a run that is
+resumed after its controller was killed.
+"""
 
 import asyncio
 import dataclasses
@@ -39,7 +44,7 @@ def payload_budget(config: RunConfig, facts: ModelFacts) -> AsyncPayloadBudget:
 
 
 class GroupLifecycle:
-    """Applies each outcome of a group wherever the group is known."""
+    """Applies each outcome of a group, which frees what nobody needs any more."""
 
     def __init__(
         self,
@@ -53,7 +58,7 @@ class GroupLifecycle:
         recorder: RunRecorder,
         files: RunFiles,
     ) -> None:
-        """``files`` says where finished groups are kept, and where checkpoints are."""
+        """``files`` has the folders for finished groups and for checkpoints."""
         self.starvation = StarvationWatch(prepared.config.buffer.max_given_up_in_a_row)
         self._config = prepared.config
         self._resumed = prepared.resumed
@@ -76,7 +81,7 @@ class GroupLifecycle:
         return self.spiller.metrics() | self._teaching.metrics()
 
     async def scored(self, group: Group) -> tuple[Score, ...] | None:
-        """Have the scorer score a sampled group; None: it could not, and the group was given up."""
+        """Have a sampled group scored; None: it could not be, and was given up."""
         responses = [response_of(rollout) for rollout in group.rollouts]
         scores = await self._scorer.score_group(group.group_id, group.task, responses)
         if isinstance(scores, Unscored):
@@ -87,11 +92,11 @@ class GroupLifecycle:
     async def settled(
         self, group: Group, scores: tuple[Score, ...] | None
     ) -> tuple[Group, tuple[Score, ...] | None] | None:
-        """Have a sampled group's teacher look at it, if the run has teachers, and let its arrays stay.
+        """Have the teacher of a sampled group read it, if the run has teachers, and keep its arrays.
 
-        ``scores`` are those that an environment has given. Where there are none, they come back only if the
-        teacher had to have them: it reads responses that were correct. None: the group was given up, because
-        it has no scores, the teacher could not look at it, or the arrays take too much memory.
+        ``scores`` are those of an environment. Without them the group is scored here only if its teacher
+        reads correct responses. Returns the group and its scores, if it has any. None: the group was given
+        up, because it could not be scored or read by its teacher, or because its arrays take too much memory.
         """
         if scores is None and self._teaching.needs_scores(group.task):
             scores = await self.scored(group)
@@ -121,7 +126,8 @@ class GroupLifecycle:
         return dataclasses.replace(group, rollouts=answer)
 
     async def complete(self, group: Group, filtered: Filtered, scores: Sequence[Score]) -> None:
-        """Complete a group that the filters have left something of; ``scores`` are those of all rollouts."""
+        """Complete a group of which rollouts are left after the filters; ``scores`` are those of all
+        rollouts."""
         self.starvation.came_through()
         kept = [scores[index] for index in filtered.kept]
         lost = await self._buffer.scored.call_one(group.group_id, filtered.rewards, filtered.kept, kept)
@@ -164,9 +170,10 @@ class GroupLifecycle:
         await self.give_up(group.group_id, reason, problem)
 
     async def commit(self, batch: Batch, *, trainer_wait_share: float, update: Update) -> None:
-        """Tell the buffer that a batch was trained on, and free the groups that are too old now.
+        """Tell the buffer that a batch was trained on, and free the groups that are too old for the new
+        version.
 
-        Arrays of the batch itself stay until the trainer needs them no more: ``free`` is for the caller.
+        The arrays of the batch itself stay: call ``free`` when the trainer needs them no more.
         """
         committed = await self._buffer.committed.call_one(trainer_wait_share, update)
         self.spiller.trained(batch.trainer_version + 1, batch.groups)
@@ -192,7 +199,12 @@ class GroupLifecycle:
 
 
 class GroupSpiller:
-    """The files of the groups that have not trained, or whose steps no checkpoint has."""
+    """Keeps finished groups on the disk until they were trained on and a checkpoint has that step.
+
+    A thread of the host that has the arrays of a group writes it, one group at a time. Its file is removed
+    when the group is dropped, or a whole checkpoint has the step that trained on it. Groups that cannot be
+    written are counted and reported: if the run is killed, they are sampled again.
+    """
 
     def __init__(
         self,
@@ -230,7 +242,7 @@ class GroupSpiller:
     def keep(
         self, group: Group, rewards: Sequence[float], kept: Sequence[int], scores: Sequence[Score]
     ) -> None:
-        """Write a group that was scored: the rollouts at ``kept`` train."""
+        """Queue a scored group to be written; the rollouts at ``kept`` train."""
         if self._is_on:
             one = SpilledGroup(group=group, rewards=tuple(rewards), kept=tuple(kept), scores=tuple(scores))
             self._waiting[group.group_id] = one, time.monotonic()
@@ -241,7 +253,7 @@ class GroupSpiller:
         self._files[group.group_id] = self._folder / file_name(group.draw_id)
 
     def trained(self, step: int, groups: Iterable[Group]) -> None:
-        """A step was made: its groups stay until a checkpoint has it."""
+        """Keep the groups of a step until a checkpoint has it."""
         ids = tuple(group.group_id for group in groups)
         if not self._has_checkpoints:
             self.forget(ids)
@@ -250,7 +262,7 @@ class GroupSpiller:
             self._changed.set()
 
     def forget(self, group_ids: Iterable[int]) -> None:
-        """These groups need no file any more."""
+        """Remove the files of groups that need none any more."""
         self._obsolete.update(group_ids)
         self._changed.set()
 
@@ -267,7 +279,7 @@ class GroupSpiller:
                 self._changed.set()
 
     async def end(self) -> None:
-        """The run has made all its steps: no group is needed any more."""
+        """Remove all files; the run has made all of its steps."""
         await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
 
     async def _write_first(self) -> None:
@@ -290,7 +302,7 @@ class GroupSpiller:
             )
 
     async def _write(self, kept: SpilledGroup, target: Path) -> str | None:
-        """Write a group; what prevents it, in words."""
+        """Write a group; returns what prevents it, in words."""
         num_bytes = kept.group.num_payload_bytes
         free = (await asyncio.to_thread(shutil.disk_usage, self._folder)).free
         if free < num_bytes + self._reserved_bytes:

@@ -1,7 +1,8 @@
-"""Starts the processes of a config, and connects them: for the loops of apps/grpo.py, or for your own.
+"""Starts the processes of a config, and connects them.
 
-``start_roles`` starts a run: trainer, generators, scorer, buffer, environment and teachers. ``Fleet`` starts
-the same without a buffer, for a loop of your own that samples, trains and publishes in its own order.
+start_roles       for a run: trainer, generators, scorer, buffer, environment and teachers
+Fleet             the same without a buffer, for a loop of your own
+start_sampling    for an evaluation outside of a run: what samples and scores
 """
 
 import asyncio
@@ -21,11 +22,13 @@ from forgeasync.actors import (
     ITS_HOST,
     BufferActor,
     CancelledGroup,
+    EndpointResponses,
     EnvironmentPool,
     GeneratorRouter,
     GroupEpisodes,
     GroupSampler,
     GroupScoring,
+    NoTrajectories,
     ProcessManager,
     RefusedGroup,
     ResponseGroups,
@@ -46,7 +49,7 @@ from forgeasync.actors import (
 )
 from forgeasync.algorithms import Loss
 from forgeasync.config import AgeOf, OnBadStep, RunConfig, average_alpha, is_served, named_sources
-from forgeasync.controller.evaluation import evaluate
+from forgeasync.controller.evaluation import LocalModel, PreparedEvaluation, evaluate
 from forgeasync.controller.hosts import open_hosts
 from forgeasync.controller.preparation import Prepared, prepare
 from forgeasync.controller.trainer_recovery import TrainerRecovery, start_recovery
@@ -205,16 +208,7 @@ async def connect_groups(
     if environment is not None:
         await environment.connect(generators.known)
         generators.pool.follow(environment.generators_changed)
-        return GroupEpisodes(
-            environment,
-            generators,
-            roles=agent_roles(config.agents),
-            group_size=config.algorithm.group_size,
-            sampling=config.sampling,
-            section=config.episodes,
-            max_lost_per_group=config.generator.max_lost_per_group,
-            keeps_texts=config.serving.keep_texts or not is_served(config),
-        )
+        return _episodes(config, environment, generators)
     return ResponseGroups(
         generators,
         scorer,
@@ -222,6 +216,60 @@ async def connect_groups(
         group_size=config.algorithm.group_size,
         sampling=config.sampling,
     )
+
+
+def _episodes(
+    config: RunConfig, environment: EnvironmentPool, generators: GeneratorRouter | NoTrajectories
+) -> GroupEpisodes:
+    return GroupEpisodes(
+        environment,
+        # NoTrajectories has what is asked of a router if nothing trains.
+        generators,  # type: ignore[arg-type]
+        roles=agent_roles(config.agents),
+        group_size=config.algorithm.group_size,
+        sampling=config.sampling,
+        section=config.episodes,
+        max_lost_per_group=config.generator.max_lost_per_group,
+        keeps_texts=config.serving.keep_texts or not is_served(config),
+    )
+
+
+@asynccontextmanager
+async def start_sampling(
+    prepared: PreparedEvaluation, manager: ProcessManager, console: StepConsole, *, artifacts: Path
+) -> AsyncIterator[GroupSampler]:
+    """Start what samples and scores the problems of an evaluation outside of a run.
+
+    That is generators for a model in a folder, workers for an environment, and a scorer. Episodes keep files
+    in ``artifacts``.
+    """
+    config, model = prepared.config, prepared.model
+    console.phase("starting")
+    await manager.open(console.message)
+    if isinstance(model, LocalModel):
+        generators, scorer, environment = await asyncio.gather(
+            start_generators(manager, config, model.facts, model.path),
+            start_scorer(manager, config),
+            start_environment(manager, config, model.path, console.message, artifacts=artifacts),
+        )
+        console.end_phase()
+        yield await connect_groups(config, model.prompts, environment, generators, scorer)
+    elif config.environment is not None:
+        environment = await start_environment(
+            manager, config, Path(), console.message, artifacts=artifacts, endpoint=model
+        )
+        assert environment is not None, "the config has an environment"
+        console.end_phase()
+        yield _episodes(config, environment, NoTrajectories())
+    else:
+        scorer = await start_scorer(manager, config)
+        console.end_phase()
+        system_prompt, limit_s = config.data.system_prompt, config.timeouts.generate_s
+        responses = EndpointResponses(model, scorer, system_prompt=system_prompt, limit_s=limit_s)
+        try:
+            yield responses
+        finally:
+            await responses.close()
 
 
 def trainer_setup(prepared: Prepared, loss: Loss) -> TrainerSetup:
