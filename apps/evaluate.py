@@ -5,9 +5,9 @@
         [--samples N] [--concurrency N] [--out FOLDER]
 
 The model is that of the config, another Hugging Face folder (such as the export of a run,
-runs/x/checkpoints/final), or one behind an OpenAI-compatible endpoint of others. Our own model is sampled by
-generators as in a run; against an endpoint there is neither engine nor GPU. Episodes run in the environment's
-workers, single responses are scored by the rewards of the config.
+runs/x/checkpoints/final), or one behind an OpenAI-compatible endpoint. A folder is sampled by generators as
+in a run; an endpoint needs neither engine nor GPU here. Episodes run in the environment's workers, single
+responses are scored by the rewards of the config.
 
     sample    have every problem answered --samples times; each rollout is written when it has ended
     sum up    accuracy, mean score and pass@k of every set, with confidence intervals
@@ -18,36 +18,23 @@ import argparse
 import asyncio
 import sys
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from datetime import datetime
 from pathlib import Path
 
-from forgeasync.actors import (
-    EndpointResponses,
-    GroupEpisodes,
-    GroupSampler,
-    HeldOutRollout,
-    NoTrajectories,
-    ProcessManager,
-    agent_roles,
-    start_environment,
-    start_generators,
-    start_scorer,
-)
+from forgeasync.actors import GroupSampler, HeldOutRollout, ProcessManager
 from forgeasync.config import dump_config, load_config
 from forgeasync.controller import (
     EvaluationFolder,
     LocalModel,
     PreparedEvaluation,
     config_parser,
-    connect_groups,
     exit_code,
     find_endpoint,
     prepare_evaluation,
     problem_scores,
     run_main,
     sample_problems,
+    start_sampling,
     summary_table,
 )
 from forgeasync.isolation import sandbox_warning
@@ -61,7 +48,7 @@ from forgeasync.observability import (
 )
 
 DEFAULT_CONCURRENCY = 32
-"""Responses or episodes that an endpoint is asked for at once."""
+"""Most responses or episodes that an endpoint is asked for at once."""
 
 
 class NothingScored(RuntimeError):
@@ -84,7 +71,8 @@ async def evaluate(prepared: PreparedEvaluation, concurrency: int | None) -> Non
                 console.alarm(alarm)
         procs = ProcessManager(folder.logs.resolve())
         try:
-            async with procs.naming_deaths(), started(prepared, procs, folder, console) as groups:
+            sampling = start_sampling(prepared, procs, console, artifacts=folder.artifacts.resolve())
+            async with procs.naming_deaths(), sampling as groups:
                 async with asyncio.TaskGroup() as watching:
                     watch = watching.create_task(procs.watch())
                     for name in prepared.sets:
@@ -144,54 +132,6 @@ async def evaluate_set(
     )
     console.end_phase()
     return summarize(problem_scores(rollouts, len(one.tasks)), num_samples=one.num_samples)
-
-
-@asynccontextmanager
-async def started(
-    prepared: PreparedEvaluation, procs: ProcessManager, folder: EvaluationFolder, console: StepConsole
-) -> AsyncIterator[GroupSampler]:
-    """Start what the evaluation needs: generators for our own model, workers for an environment, a scorer."""
-    config, model = prepared.config, prepared.model
-    artifacts = folder.artifacts.resolve()
-    console.phase("starting")
-    await procs.open(console.message)
-    if isinstance(model, LocalModel):
-        generators, scorer, environment = await asyncio.gather(
-            start_generators(procs, config, model.facts, model.path),
-            start_scorer(procs, config),
-            start_environment(procs, config, model.path, console.message, artifacts=artifacts),
-        )
-        console.end_phase()
-        yield await connect_groups(config, model.prompts, environment, generators, scorer)
-    elif config.environment is not None:
-        pool = await start_environment(
-            procs, config, Path(), console.message, artifacts=artifacts, endpoint=model
-        )
-        assert pool is not None, "the config has an environment"
-        console.end_phase()
-        yield GroupEpisodes(
-            pool,
-            # It has what is asked of a router where nothing trains.
-            NoTrajectories(),  # type: ignore[arg-type]
-            roles=agent_roles(config.agents),
-            group_size=config.algorithm.group_size,
-            sampling=config.sampling,
-            section=config.episodes,
-            max_lost_per_group=config.generator.max_lost_per_group,
-        )
-    else:
-        scorer = await start_scorer(procs, config)
-        console.end_phase()
-        responses = EndpointResponses(
-            model,
-            scorer,
-            system_prompt=config.data.system_prompt,
-            limit_s=config.timeouts.generate_s,
-        )
-        try:
-            yield responses
-        finally:
-            await responses.close()
 
 
 def described(prepared: PreparedEvaluation) -> str:

@@ -19,36 +19,22 @@ docs/serving.md says what clients do, and what becomes of their sessions.
 import sys
 
 from apps.grpo import start
-from forgeasync.config import RunConfig, is_served, load_config
-from forgeasync.controller import exit_code, parse_arguments, show_plan
+from forgeasync.config import RunConfig, is_served
+from forgeasync.controller import run_training_app
 from forgeasync.schema import ConfigError, Problem
 
 
-def checked(config: RunConfig) -> RunConfig:
-    """Return the config of a run that serves people.
-
-    Raises:
-        ConfigError: it serves nobody.
-    """
-    if is_served(config):
-        return config
-    given = None if config.data.source is None else config.data.source.kind
-    remedy = "must be 'served' to serve people; python -m apps.grpo trains on other data"
-    raise ConfigError([Problem(field="data.source.kind", value=given, remedy=remedy)])
+def require_people(config: RunConfig) -> None:
+    """Raise ConfigError if the run that the config describes serves nobody."""
+    if not is_served(config):
+        given = None if config.data.source is None else config.data.source.kind
+        remedy = "must be 'served' to serve people; python -m apps.grpo trains on other data"
+        raise ConfigError([Problem(field="data.source.kind", value=given, remedy=remedy)])
 
 
 def main() -> int:
     """Run the command line; returns the exit code."""
-    arguments = parse_arguments("Serve people and train on it.", dry_run=True, resume=True)
-
-    def run() -> None:
-        config = checked(load_config(arguments.config, arguments.overrides))
-        if arguments.dry_run:
-            show_plan(config, gpu_gib=arguments.gpu_gib)
-        else:
-            start(config, arguments.resume)
-
-    return exit_code(run)
+    return run_training_app("Serve people and train on it.", start, check=require_people)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
     python -m apps.warmup --config configs/tiny_moe_cpu.yaml [key.path=value ...]
 
 Writes ``model.path`` as a Hugging Face folder that vLLM, TorchTitan and transformers load alike. It trains as
-the RL run does, on packed rows in as many procs, with the likelihood of worked examples as objective. Each
-proc holds the whole model: what such examples can teach is small, and gathering shards of it in every layer
-would take a fifth of a step.
+the RL run does, on packed rows in as many processes, with the likelihood of worked examples as objective.
+Each process holds the whole model: it is small, and gathering shards of it in every layer would take a fifth
+of a step.
 """
 
 import json
@@ -47,96 +47,22 @@ REPORT_EVERY = 20
 """Steps between two progress lines."""
 
 
-def write_initial_folder(
-    folder: Path, warmup: WarmupSection, tokenizer: PreTrainedTokenizerFast, max_context_length: int
-) -> ModelFacts:
-    """Config and tokenizer of a model that has no weights yet."""
-    shape = warmup.shape
-    # transformers does not declare head_dim, which every model of this class has.
-    Qwen3MoeConfig(  # type: ignore[call-arg]
-        architectures=["Qwen3MoeForCausalLM"],
-        vocab_size=len(tokenizer),
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.expert_hidden_size,
-        moe_intermediate_size=shape.expert_hidden_size,
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        num_experts=shape.num_experts,
-        num_experts_per_tok=shape.top_k,
-        norm_topk_prob=True,
-        decoder_sparse_step=1,
-        max_position_embeddings=max_context_length,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        dtype="float32",
-    ).save_pretrained(folder)
-    generation = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2))
-    save_tokenizer(tokenizer, folder)
-    return read_model_facts(str(folder))
-
-
-def supervised_sequence(
-    example: Example, prompts: PromptEncoder, tokenizer: PreTrainedTokenizerFast
-) -> TrainingSequence:
-    """An example to imitate: the prompt and what a tool writes are given as in RL, the turns of the model and
-    the end of the last one are learned."""
-    response_ids: list[int] = []
-    is_sampled: list[bool] = []
-    for piece in example.pieces:
-        ids = tokenizer(piece.text, add_special_tokens=False)["input_ids"]
-        response_ids += ids
-        is_sampled += [not piece.is_given] * len(ids)
-    response_ids.append(tokenizer.eos_token_id)
-    is_sampled.append(True)
-    return TrainingSequence(
-        prompt_ids_P=prompts.encode(example.task.prompt),
-        response_ids_T=np.asarray(response_ids, np.int32),
-        behavior_logprobs_T=np.zeros(len(response_ids), np.float32),
-        ages_T=np.zeros(len(response_ids), np.int32),
-        advantage=1.0,
-        weight=example.weight,
-        is_sampled_T=np.asarray(is_sampled),
-    )
-
-
-def calls_of(config: RunConfig) -> PlainCalls | None:
-    """Return the form in which examples call a tool; None: the run has no environment.
-
-    Raises:
-        ConfigError: there are no examples for the run's environment.
-    """
-    match config.environment:
-        case None:
-            return None
-        case PythonTool(plain_calls=PlainCalls() as calls):
-            return calls
-        case _:
-            remedy = "the warm-up has examples for kind: python_tool with plain_calls, and for no environment"
-            raise ConfigError([Problem(field="environment", remedy=remedy)])
-
-
-def shown_prompt(config: RunConfig) -> str | None:
-    """Return the prompt of the teacher that shows a sibling and no feedback, if the run has one."""
-    return next((one.prompt for one in config.teachers.values() if one.shows_only_sibling), None)
-
-
-def texts_of(task: Task, calls: PlainCalls | None, shown: str | None = None) -> list[str]:
-    """Return the texts of a task that the tokenizer must know."""
-    if shown is not None:
-        worked = worked_example(task)
-        return [task.prompt, worked, teacher_prompt(shown, task, sibling=worked)]
-    if calls is None:
-        return [task.prompt, worked_example(task)]
-    return [task.prompt, *(piece.text for piece in tool_example(task, calls)), calls.error_text or ""]
+def main(config: RunConfig) -> None:
+    """Build ``model.path``, unless it exists."""
+    if config.warmup is None:
+        raise ConfigError([Problem(field="warmup", remedy="this config does not say how to build its model")])
+    if Path(config.model.path).exists():
+        print(f"{config.model.path} exists already")
+        return
+    run_main(warm_up(config, config.warmup))
 
 
 async def warm_up(config: RunConfig, warmup: WarmupSection) -> None:
-    """Train on worked examples and write the model folder."""
+    """Train on worked examples and write the model folder.
+
+    One loop and nothing beside it: each step draws tasks, writes worked examples of them, packs these into
+    rows, and waits for the trainer's step.
+    """
     target = Path(config.model.path)
     num_examples = warmup.num_steps * warmup.examples_per_step
     data = config.data.model_copy(update={"num_train": num_examples})
@@ -188,14 +114,95 @@ async def warm_up(config: RunConfig, warmup: WarmupSection) -> None:
     print(f"wrote {target}")
 
 
-def main(config: RunConfig) -> None:
-    """Build ``model.path``, unless it exists."""
-    if config.warmup is None:
-        raise ConfigError([Problem(field="warmup", remedy="this config does not say how to build its model")])
-    if Path(config.model.path).exists():
-        print(f"{config.model.path} exists already")
-        return
-    run_main(warm_up(config, config.warmup))
+def supervised_sequence(
+    example: Example, prompts: PromptEncoder, tokenizer: PreTrainedTokenizerFast
+) -> TrainingSequence:
+    """Return an example to imitate.
+
+    The prompt and what a tool writes are given as in RL. The turns of the model and the end of the last one
+    are learned.
+    """
+    response_ids: list[int] = []
+    is_sampled: list[bool] = []
+    for piece in example.pieces:
+        ids = tokenizer(piece.text, add_special_tokens=False)["input_ids"]
+        response_ids += ids
+        is_sampled += [not piece.is_given] * len(ids)
+    response_ids.append(tokenizer.eos_token_id)
+    is_sampled.append(True)
+    return TrainingSequence(
+        prompt_ids_P=prompts.encode(example.task.prompt),
+        response_ids_T=np.asarray(response_ids, np.int32),
+        behavior_logprobs_T=np.zeros(len(response_ids), np.float32),
+        ages_T=np.zeros(len(response_ids), np.int32),
+        advantage=1.0,
+        weight=example.weight,
+        is_sampled_T=np.asarray(is_sampled),
+    )
+
+
+def texts_of(task: Task, calls: PlainCalls | None, shown: str | None = None) -> list[str]:
+    """Return the texts of a task that the tokenizer must know."""
+    if shown is not None:
+        worked = worked_example(task)
+        return [task.prompt, worked, teacher_prompt(shown, task, sibling=worked)]
+    if calls is None:
+        return [task.prompt, worked_example(task)]
+    return [task.prompt, *(piece.text for piece in tool_example(task, calls)), calls.error_text or ""]
+
+
+def calls_of(config: RunConfig) -> PlainCalls | None:
+    """Return the form in which examples call a tool; None: the run has no environment.
+
+    Raises:
+        ConfigError: there are no examples for the run's environment.
+    """
+    match config.environment:
+        case None:
+            return None
+        case PythonTool(plain_calls=PlainCalls() as calls):
+            return calls
+        case _:
+            remedy = "the warm-up has examples for kind: python_tool with plain_calls, and for no environment"
+            raise ConfigError([Problem(field="environment", remedy=remedy)])
+
+
+def shown_prompt(config: RunConfig) -> str | None:
+    """Return the prompt of the teacher that shows a sibling and no feedback, if the run has one."""
+    return next((one.prompt for one in config.teachers.values() if one.shows_only_sibling), None)
+
+
+def write_initial_folder(
+    folder: Path, warmup: WarmupSection, tokenizer: PreTrainedTokenizerFast, max_context_length: int
+) -> ModelFacts:
+    """Write config and tokenizer of a model that has no weights yet; returns its shape."""
+    shape = warmup.shape
+    # transformers does not declare head_dim, which every model of this class has.
+    Qwen3MoeConfig(  # type: ignore[call-arg]
+        architectures=["Qwen3MoeForCausalLM"],
+        vocab_size=len(tokenizer),
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.expert_hidden_size,
+        moe_intermediate_size=shape.expert_hidden_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        num_experts=shape.num_experts,
+        num_experts_per_tok=shape.top_k,
+        norm_topk_prob=True,
+        decoder_sparse_step=1,
+        max_position_embeddings=max_context_length,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    ).save_pretrained(folder)
+    generation = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2))
+    save_tokenizer(tokenizer, folder)
+    return read_model_facts(str(folder))
 
 
 if __name__ == "__main__":

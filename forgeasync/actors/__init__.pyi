@@ -14,6 +14,7 @@ from .group_sampling import ResponseGroups as ResponseGroups
 from .group_sampling import SampledGroup as SampledGroup
 from .group_scoring import GroupScoring as GroupScoring
 from .hang_diagnosis import stacks_of as stacks_of
+from .host_updates import SwappedReplica as SwappedReplica
 from .moving_teacher import ITS_HOST as ITS_HOST
 from .moving_teacher import MovingTeacher as MovingTeacher
 from .process_manager import ProcessManager as ProcessManager
@@ -55,7 +56,6 @@ from .episode_turns import KnownLosses as KnownLosses
 from .generator_pool import GeneratorsFail as GeneratorsFail
 from .generator_setup import GeneratorSetup as GeneratorSetup
 from .host_updates import MAX_FAILED_FETCHES as MAX_FAILED_FETCHES
-from .host_updates import SwappedReplica as SwappedReplica
 from .host_updates import named_generators as named_generators
 from .ordered_thread import OrderedThread as OrderedThread
 from .replica import ReplicaLost as ReplicaLost

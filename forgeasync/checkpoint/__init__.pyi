@@ -5,7 +5,11 @@ from .folders import LAST as LAST
 from .folders import LAST_PUBLISHED as LAST_PUBLISHED
 from .folders import RUN_FILE as RUN_FILE
 from .folders import TRAINER_FOLDER as TRAINER_FOLDER
+from .folders import check_room as check_room
+from .folders import checkpoint_bytes as checkpoint_bytes
 from .folders import checkpoint_name as checkpoint_name
+from .folders import existing_folder as existing_folder
+from .folders import export_bytes as export_bytes
 from .folders import is_whole as is_whole
 from .folders import list_checkpoints as list_checkpoints
 from .folders import partial_folder as partial_folder
@@ -14,18 +18,12 @@ from .folders import publish as publish
 from .folders import remove_partial as remove_partial
 from .folders import step_of as step_of
 from .folders import sweep_partial as sweep_partial
-from .room import check_room as check_room
-from .room import checkpoint_bytes as checkpoint_bytes
-from .room import existing_folder as existing_folder
-from .room import export_bytes as export_bytes
 from .run_state import RunState as RunState
 from .run_state import check_problems as check_problems
 from .run_state import check_resumable as check_resumable
 from .run_state import differences as differences
 from .run_state import model_shape as model_shape
 from .run_state import read_run_state as read_run_state
-from .turns import CheckpointTurns as CheckpointTurns
 
 # Only tests import these.
 from .run_state import data_order as data_order
-from .turns import MAX_RETRY_S as MAX_RETRY_S

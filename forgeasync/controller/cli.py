@@ -1,32 +1,82 @@
-"""The command line that all apps share: arguments in, exit code out.
+"""The command line that all apps share: arguments in, exit code out; signals; dry runs and rehearsals.
 
 Exit codes: 0 done, 2 the config was refused (before any process started), 1 the run failed, 130 Ctrl-C,
 143 SIGTERM. The last two come after cleaning up, also where that failed.
+
+The first Ctrl-C or SIGTERM ends a run in order, a second one ends it at once. Schedulers stop a job with
+SIGTERM and kill it some time later. Both signals cancel the app's coroutine, which ends its processes and
+cleans up. To do more for the one than for the other, ask ``received_signal()``.
 """
 
 import argparse
 import asyncio
 import contextlib
+import json
+import os
 import signal
 import sys
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from types import FrameType
+from typing import Any
 
+import torch
 from monarch.actor import shutdown_context
 from rich.console import Console
 
-from forgeasync.config import RunConfig, load_config
-from forgeasync.controller.leftovers import end_own_run
-from forgeasync.controller.preparation import check_plan, gpu_memory_bytes
-from forgeasync.controller.stopping import install_handlers, received_signal
-from forgeasync.controller.supervisor_beat import start_beating
-from forgeasync.models import model_config_file
-from forgeasync.observability import failure_line, release_claims, root_cause
-from forgeasync.planning import GPU_GIB
-from forgeasync.schema import EXIT_FAILED, EXIT_REFUSED, EXIT_SIGNAL, ConfigError
+from forgeasync.config import (
+    HuggingFaceSource,
+    RunConfig,
+    is_served,
+    load_config,
+    named_sets,
+    named_sources,
+    resolve,
+)
+from forgeasync.controller.preparation import check, check_plan, gpu_memory_bytes
+from forgeasync.controller.resume import end_own_run
+from forgeasync.controller.supervisor import become_supervisor, start_beating
+from forgeasync.environments import build_source
+from forgeasync.faults import remove_files_of
+from forgeasync.launch import STOP_SIGNALS
+from forgeasync.models import character_tokenizer, model_config_file
+from forgeasync.observability import (
+    RUNS_FOLDER,
+    RunDir,
+    claimed_marks,
+    failure_line,
+    release_claims,
+    root_cause,
+)
+from forgeasync.planning import GPU_GIB, available_host_bytes
+from forgeasync.rehearsal import (
+    Capacity,
+    Draft,
+    Stage,
+    Verdict,
+    changes_table,
+    findings,
+    findings_table,
+    rehearse_data,
+    rehearsed,
+    write_model,
+)
+from forgeasync.rollouts import PromptEncoder, remove_own_folders
+from forgeasync.schema import EXIT_FAILED, EXIT_REFUSED, EXIT_SIGNAL, ConfigError, Problem
+
+SAME_S = 1.0
+"""Two signals so close to each other count as one: schedulers send them to a process on several ways."""
+
+SHOW_CURSOR = b"\x1b[?25h"
+
 
 _closing_words: list[str] = []
-"""Text of the last line besides the reason."""
+"""What the last line says besides the reason."""
 
 
 def config_parser(description: str) -> argparse.ArgumentParser:
@@ -44,52 +94,50 @@ def config_parser(description: str) -> argparse.ArgumentParser:
 
 
 def parse_arguments(
-    description: str,
-    *,
-    dry_run: bool = False,
-    resume: bool = False,
-    rehearse: bool = False,
-    supervise: bool = False,
+    description: str, *, starts_run: bool = False, can_rehearse: bool = False
 ) -> argparse.Namespace:
-    """Parse ``--config FILE [--config FILE ...] [key.path=value ...]`` and the app's further options."""
+    """Parse ``--config FILE [--config FILE ...] [key.path=value ...]`` and further options.
+
+    With ``starts_run`` the options are --dry-run, --gpu-gib and --resume; with ``can_rehearse`` --rehearse,
+    --hosts and --supervise too.
+    """
     parser = config_parser(description)
-    # argparse of Python 3.11 cannot print the usage of an empty group.
-    modes = parser.add_mutually_exclusive_group() if dry_run or resume or rehearse else parser
-    if dry_run:
-        modes.add_argument("--dry-run", action="store_true", help="check and print the plan, start nothing")
-        parser.add_argument(
-            "--gpu-gib",
-            type=_positive,
-            metavar="N",
-            help=f"memory of a GPU that --dry-run plans for; default: this machine's, or {GPU_GIB:g}",
-        )
-    if resume:
-        modes.add_argument(
-            "--resume",
-            metavar="latest|FOLDER",
-            help="continue the run in run_dir from its newest checkpoint, or from the checkpoint in a folder",
-        )
-    if rehearse:
-        modes.add_argument(
-            "--rehearse",
-            action="store_true",
-            help="run the config's own topology with a tiny model for three steps, on this machine",
-        )
-        parser.add_argument(
-            "--hosts",
-            action="store_true",
-            help="with --rehearse: on the hosts and GPUs that the config names, with nothing left out",
-        )
-    if supervise:
-        parser.add_argument(
-            "--supervise",
-            action="store_true",
-            help="start the run again from its newest checkpoint whenever it dies, in whatever way",
-        )
+    if not starts_run:
+        return parser.parse_intermixed_args()
+    modes = parser.add_mutually_exclusive_group()
+    modes.add_argument("--dry-run", action="store_true", help="check and print the plan, start nothing")
+    parser.add_argument(
+        "--gpu-gib",
+        type=_positive,
+        metavar="N",
+        help=f"memory of a GPU that --dry-run plans for; default: this machine's, or {GPU_GIB:g}",
+    )
+    modes.add_argument(
+        "--resume",
+        metavar="latest|FOLDER",
+        help="continue the run in run_dir from its newest checkpoint, or from the checkpoint in a folder",
+    )
+    if not can_rehearse:
+        return parser.parse_intermixed_args()
+    modes.add_argument(
+        "--rehearse",
+        action="store_true",
+        help="run the config's own topology with a tiny model for three steps, on this machine",
+    )
+    parser.add_argument(
+        "--hosts",
+        action="store_true",
+        help="with --rehearse: on the hosts and GPUs that the config names, with nothing left out",
+    )
+    parser.add_argument(
+        "--supervise",
+        action="store_true",
+        help="start the run again from its newest checkpoint whenever it dies, in whatever way",
+    )
     arguments = parser.parse_intermixed_args()
-    if supervise and arguments.supervise and (arguments.dry_run or arguments.rehearse):
+    if arguments.supervise and (arguments.dry_run or arguments.rehearse):
         parser.error("--supervise: needs a run; leave --dry-run and --rehearse away")
-    if rehearse and arguments.hosts and not arguments.rehearse:
+    if arguments.hosts and not arguments.rehearse:
         parser.error("--hosts: needs --rehearse; a run always uses the hosts that its config names")
     return arguments
 
@@ -146,15 +194,43 @@ def _with_closing_words(reason: str) -> str:
 
 def _leave_monarch() -> None:
     """Shut Monarch's client down now: at the interpreter's exit it would print after the last words."""
-    # If a host is lost, this would wait for ever.
+    # If a host is lost, this would wait forever.
     with contextlib.suppress(TimeoutError):
         shutdown_context(host_timeout=0.3).get(timeout=1.0)
 
 
 def run_app(main: Callable[[RunConfig], None], *, description: str) -> int:
-    """Load the config that the arguments name and run ``main`` on it."""
+    """Load the config that the arguments name and run ``main`` on it; returns the exit code."""
     arguments = parse_arguments(description)
     return exit_code(lambda: main(load_config(arguments.config, arguments.overrides)))
+
+
+def run_training_app(
+    description: str,
+    start: Callable[[RunConfig, str | None], None],
+    *,
+    check: Callable[[RunConfig], None] = lambda config: None,
+    can_rehearse: bool = False,
+) -> int:
+    """Run the command line of an app that trains: ``start`` gets the config, and the choice of --resume.
+
+    ``check`` raises ConfigError if the app is not for this config. Returns the exit code.
+    """
+    arguments = parse_arguments(description, starts_run=True, can_rehearse=can_rehearse)
+    if can_rehearse and arguments.supervise:
+        become_supervisor(arguments.config, arguments.overrides, arguments.resume)
+
+    def run() -> None:
+        config = load_config(arguments.config, arguments.overrides)
+        check(config)
+        if arguments.dry_run:
+            show_plan(config, gpu_gib=arguments.gpu_gib)
+        elif can_rehearse and arguments.rehearse:
+            rehearse(config, lambda small: start(small, None), on_hosts=arguments.hosts)
+        else:
+            start(config, arguments.resume)
+
+    return exit_code(run)
 
 
 REPORT_COLUMNS = 120
@@ -179,3 +255,172 @@ def show_plan(config: RunConfig, *, gpu_gib: float | None = None) -> None:
         print(f"warning: {warning}")
     if (spec := render_launch(with_host_requests(config, facts))) is not None:
         print(f"\nwith launcher {config.launcher.kind}:\n{spec}")
+
+
+class RehearsalFailed(RuntimeError):
+    """A part of the rehearsed run did not do what it should; the message names the parts."""
+
+
+def rehearse(config: RunConfig, run: Callable[[RunConfig], None], *, on_hosts: bool) -> None:
+    """Run the topology of ``config`` with a tiny model for three steps, and print what that has shown.
+
+    ``run`` makes a run; it is made on this machine or, with ``on_hosts``, where the launcher says.
+
+    Raises:
+        ConfigError: the config has problems, or this machine is too small for its parallel degrees.
+        RehearsalFailed: the run ended by itself, and something in it did not work.
+    """
+    folder = rehearsal_folder(config, datetime.now())
+    if is_served(config):
+        remedy = "nobody comes to a rehearsal; rehearse the same sections with other data and environment"
+        raise ConfigError([Problem(field="data.source.kind", value="served", remedy=remedy)])
+    # The run's own folders may be in use: a rehearsal has others.
+    elsewhere = {"run_dir": str(folder), "checkpoint": config.checkpoint.model_copy(update={"folder": None})}
+    facts = check(config.model_copy(update=elsewhere))
+    config = resolve(config, facts)
+    raw = json.loads(model_config_file(config.model.path).read_text(encoding="utf-8"))
+    local_paths = _local_paths(config)
+    num_gpus = torch.cuda.device_count()
+    stage = Stage(
+        folder=folder,
+        capacity=None if on_hosts else Capacity(memory_bytes=available_host_bytes(), num_gpus=num_gpus),
+        num_gpus=num_gpus,
+        local_paths=local_paths,
+        longest_prompt=_longest_prompt(config, local_paths),
+    )
+    rehearsal = rehearsed(config, facts, stage)
+    console = Console(width=REPORT_COLUMNS, markup=False)
+    console.print(changes_table(config.name, rehearsal.changes))
+    write_model(
+        Path(rehearsal.config.model.path),
+        raw,
+        rehearsal.facts,
+        chat_template=config.data.chat_template,
+        template_arguments=config.data.template_arguments or (),
+        seed=config.seed,
+    )
+    run(rehearsal.config)
+    found = findings(rehearsal.config, rehearsal.facts, RunDir(path=folder))
+    console.print(findings_table(config.name, found, rehearsal.changes))
+    if failed := [finding for finding in found if finding.verdict is Verdict.FAILED]:
+        parts = "; ".join(f"{finding.part} ({finding.measured})" for finding in failed)
+        raise RehearsalFailed(f"the rehearsal ran to its end, but not all of it worked: {parts}")
+
+
+def rehearsal_folder(config: RunConfig, now: datetime) -> Path:
+    """Return the run folder of a rehearsal, beside that of the run itself."""
+    base = RUNS_FOLDER / config.name if config.run_dir is None else Path(config.run_dir)
+    return base.with_name(f"{base.name}-rehearsal-{now:%Y%m%d-%H%M%S}")
+
+
+def _local_paths(config: RunConfig) -> frozenset[str]:
+    """Return the data sets of the config that are on this machine."""
+    named = (*named_sources(config.data), *named_sets(config.evaluation))
+    sources = [one.source for one in named if isinstance(one.source, HuggingFaceSource)]
+    if not sources:
+        return frozenset()
+    # Imported here: it takes a second, and few runs read data sets.
+    from forgeasync.environments import is_local
+
+    return frozenset(source.path for source in sources if is_local(source))
+
+
+def _longest_prompt(config: RunConfig, local_paths: frozenset[str]) -> int:
+    """Measure the prompts of the rehearsal's own problems."""
+    draft = Draft(config)
+    rehearse_data(draft, local_paths)
+    data, sets = draft.config.data, named_sets(draft.config.evaluation)
+    tokenizer = character_tokenizer(
+        chat_template=data.chat_template, template_arguments=data.template_arguments or ()
+    )
+    prompts = PromptEncoder.of_section(tokenizer, data)
+    problems = build_source(data, seed=config.seed, sets=sets)
+    tasks = [*problems.train, *problems.held_out, *(task for one in problems.sets.values() for task in one)]
+    return max(len(prompts.encode(task.prompt)) for task in tasks)
+
+
+@dataclass(slots=True)
+class _Stop:
+    """The signal that this process received, and what it stops."""
+
+    received: signal.Signals | None = None
+    received_s: float = 0.0
+    main: asyncio.Task[None] | None = None
+    """Task that is cancelled; None if no coroutine runs."""
+    listeners: list[Callable[[signal.Signals], None]] = field(default_factory=list)
+
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        now_s = time.monotonic()
+        if self.received is not None:
+            if now_s - self.received_s >= SAME_S:
+                _end_at_once(self.received)
+            return
+        self.received, self.received_s = signal.Signals(number), now_s
+        if self.main is None:
+            raise KeyboardInterrupt
+        # The handler must not print: it may have interrupted a print to the same stream.
+        self.main.get_loop().call_soon_threadsafe(self.stop)
+
+    def stop(self) -> None:
+        assert self.received is not None
+        try:
+            for listener in self.listeners:
+                listener(self.received)
+        finally:
+            if self.main is not None:
+                self.main.cancel()
+
+
+_stop = _Stop()
+
+
+def received_signal() -> signal.Signals | None:
+    """Return what told this process to stop; None: nothing has."""
+    return _stop.received
+
+
+def install_handlers() -> None:
+    """Handle Ctrl-C and SIGTERM as this module says, whatever the parent process had set."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, _stop.on_signal)
+
+
+def run_main(main: Coroutine[Any, Any, None]) -> None:
+    """Run an app's coroutine; a signal to stop cancels it.
+
+    Raises:
+        asyncio.CancelledError: it was cancelled.
+    """
+
+    async def body() -> None:
+        _stop.main = asyncio.current_task()
+        try:
+            await main
+        finally:
+            _stop.main = None
+
+    asyncio.run(body())
+
+
+@contextmanager
+def telling(listener: Callable[[signal.Signals], None]) -> Iterator[None]:
+    """Call ``listener`` as soon as a signal to stop has come, before anything is cancelled."""
+    _stop.listeners.append(listener)
+    try:
+        yield
+    finally:
+        _stop.listeners.remove(listener)
+
+
+def _end_at_once(first: signal.Signals) -> None:
+    """End this process without waiting for anything; the processes that it has started end with it."""
+    remove_own_folders()
+    # Whoever uses these ends with this process.
+    for mark in claimed_marks():
+        remove_files_of(mark)
+    release_claims()
+    for stream in (sys.stdout, sys.stderr):
+        if stream.isatty():
+            os.write(stream.fileno(), SHOW_CURSOR)
+    os.write(sys.stderr.fileno(), b"ended at once by a second signal\n")
+    os._exit(128 + first)

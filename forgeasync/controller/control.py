@@ -1,7 +1,7 @@
-"""Changes of a run that goes on: requests and answers as files in its folder ``control``.
+"""Changes to a run in progress: requests and answers are files in its folder ``control``.
 
-``apps.control`` writes a request under a name of its own; the run looks for requests twice a second, and
-writes an answer beside each. Files get their final names when they are whole.
+``apps.control`` writes a request under a new name (``ask``). The run looks for requests twice a second, and
+writes an answer beside each (``ControlDesk``). Files get their final names when they are whole.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ class Refused(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What a run says to a request."""
+    """A run's answer to a request."""
 
     is_accepted: bool
     words: str
@@ -50,7 +50,7 @@ def parse_change(text: str) -> int:
     """Return how many generators ``generators=N`` asks for.
 
     Raises:
-        Refused: it is no such change; names the field, the value and what would be right.
+        Refused: it is not such a change; names the field, the value and what would be right.
     """
     key, separator, value = text.partition("=")
     if not separator or key != "generators":
@@ -61,10 +61,10 @@ def parse_change(text: str) -> int:
 
 
 def check_generators(num: object) -> int:
-    """Return ``num`` if so many generators can be asked for.
+    """Return ``num``.
 
     Raises:
-        Refused: they cannot.
+        Refused: it is not a number of generators that can be asked for.
     """
     if not isinstance(num, int) or isinstance(num, bool) or not 1 <= num <= MAX_GENERATORS:
         raise Refused(f"generators={num}: must be a whole number from 1 to {MAX_GENERATORS}")
@@ -82,18 +82,6 @@ class ControlDesk:
         self._pool = pool
         self._add_place = add_place
         self._drain_s = drain_s
-        self.num_wanted = len(pool.table.state.working)
-        """Generators that were asked for last."""
-
-    def want(self, num: int) -> str:
-        """Have so many generators from now on; returns in words what is done for it.
-
-        Raises:
-            ValueError: see ``GeneratorPool.want``.
-        """
-        words = self._pool.want(num, self._add_place, drain_s=self._drain_s)
-        self.num_wanted = num
-        return words
 
     async def loop(self) -> None:
         """Answer requests until cancelled."""
@@ -102,7 +90,7 @@ class ControlDesk:
             await asyncio.sleep(LOOK_S)
 
     def look(self) -> None:
-        """Answer the requests that there are."""
+        """Answer all requests in the folder."""
         if not self._folder.is_dir():
             return
         for file in sorted(self._folder.iterdir()):
@@ -110,19 +98,20 @@ class ControlDesk:
                 continue
             try:
                 answer = self._answer(file)
-                # First: a request whose answer cannot be written is not answered twice.
+                # Before the answer: a request whose answer cannot be written is not answered twice.
                 file.unlink(missing_ok=True)
                 _write_whole(self._folder / f"answer-{match[1]}.json", asdict(answer))
             except OSError as error:
-                # Whoever asks is told by its own limit; the run goes on.
+                # Whoever asks gives up after its own limit; the run goes on.
                 logger.warning("cannot answer %s: %s", file, error)
 
     def _answer(self, file: Path) -> Answer:
         try:
             num = check_generators(_read_request(file))
-            words = self.want(num)
         except Refused as refused:
             return Answer(is_accepted=False, words=str(refused))
+        try:
+            words = self._pool.want(num, self._add_place, drain_s=self._drain_s)
         except ValueError as error:
             return Answer(is_accepted=False, words=f"generators={num}: {error}")
         return Answer(is_accepted=True, words=f"generators={num}: {words}")
@@ -153,7 +142,7 @@ def _read_request(file: Path) -> object:
 
 
 def ask(run: Path, num_generators: int, *, limit_s: float = ANSWER_S) -> Answer:
-    """Ask the run in a folder for so many generators, and wait for its answer.
+    """Ask the run in a folder for a number of generators, and wait for its answer.
 
     Raises:
         Refused: there is no run in the folder, or it has ended.

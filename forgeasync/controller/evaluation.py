@@ -1,23 +1,67 @@
-"""Evaluates the weights being served on problems that are not trained on."""
+"""Evaluates problems that are not trained on: during a run, or a model on its own.
+
+sample_problems       samples and scores rollouts of problems; all evaluations are made of it
+EvaluationSchedule    when a run evaluates, and whether training waits for it
+prepare_evaluation    checks an evaluation outside of a run, before any process starts (apps/evaluate.py)
+EvaluationFolder      what that leaves: its config, summary, table and episodes
+"""
 
 import asyncio
 import contextlib
 import dataclasses
+import io
+import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+import torch
+from rich.console import Console
+from rich.table import Table
 
 from forgeasync.actors import GroupSampler, HeldOutRollout, Unscored
-from forgeasync.config import SamplingSection
-from forgeasync.controller.preparation import Prepared
-from forgeasync.observability import HeldOutScores, part_means
-from forgeasync.rollouts import Score, Task, spanned
+from forgeasync.config import (
+    EvaluationMode,
+    LocalLauncher,
+    ModelFacts,
+    RoutingReplay,
+    RunConfig,
+    SamplingSection,
+    check_without_model,
+    is_served,
+    named_sets,
+    named_sources,
+    resolve,
+)
+from forgeasync.controller.hosts import check_generator_gpus
+from forgeasync.controller.preparation import Prepared, load_prompts, load_tasks
+from forgeasync.environments import EndpointModel, check_environment
+from forgeasync.models import check_checkpoint_shapes, check_generator, model_folder, read_model_facts
+from forgeasync.observability import (
+    Estimate,
+    HeldOutScores,
+    JsonLines,
+    ProblemScores,
+    SetSummary,
+    StepConsole,
+    check_folder,
+    part_means,
+)
+from forgeasync.planning import available_host_bytes, check_generator_memory
+from forgeasync.rollouts import PromptEncoder, Score, Task, spanned
+from forgeasync.schema import ConfigError, Problem, raise_if_any
+from forgeasync.scoring import check_verifiers, try_rewards
 
 logger = logging.getLogger(__name__)
 
+
 OnEnded = Callable[[int, int, HeldOutRollout], None]
-"""Called with the place of the problem, the number of the sample and what came of it."""
+"""Called with the place of the problem in the list, the number of the sample, and the rollout."""
 
 
 def num_responses(prepared: Prepared) -> int:
@@ -31,7 +75,7 @@ async def evaluate_all(
     prepared: Prepared,
     groups: GroupSampler,
     *,
-    on_answered: Callable[[], None],
+    on_answered: Callable[[], None] = lambda: None,
     max_concurrent: int | None = None,
 ) -> HeldOutScores:
     """Score the held-out problems and every evaluation set.
@@ -67,11 +111,14 @@ async def evaluate(
     groups: GroupSampler,
     *,
     sampling: SamplingSection,
-    on_answered: Callable[[], None],
+    on_answered: Callable[[], None] = lambda: None,
     num_samples: int = 1,
     max_concurrent: int | None = None,
 ) -> HeldOutScores:
-    """Score ``num_samples`` rollouts of each problem; see ``sample_problems``."""
+    """Score ``num_samples`` rollouts of each problem; see ``sample_problems``.
+
+    Rollouts that could not be scored are left out of the accuracy, and counted.
+    """
     rollouts = await sample_problems(
         tasks,
         groups,
@@ -80,7 +127,15 @@ async def evaluate(
         on_ended=lambda problem, sample, rollout: on_answered(),
         max_concurrent=max_concurrent,
     )
-    return held_out_scores(rollouts)
+    scores = [one.result for one in rollouts if isinstance(one.result, Score)]
+    return HeldOutScores(
+        num_correct=sum(one.is_correct for one in scores),
+        score_sum=math.fsum(one.value for one in scores),
+        parts=part_means(scores),
+        num_scored=len(scores),
+        num_unscored=len(rollouts) - len(scores),
+        versions=spanned(one.versions for one in rollouts),
+    )
 
 
 async def sample_problems(
@@ -123,15 +178,470 @@ async def sample_problems(
     return [answer.result() for answer in answers]
 
 
-def held_out_scores(rollouts: Iterable[HeldOutRollout]) -> HeldOutScores:
-    """Sum up rollouts. Those that could not be scored are left out of the accuracy and counted."""
-    rollouts = list(rollouts)
-    scores = [one.result for one in rollouts if isinstance(one.result, Score)]
-    return HeldOutScores(
-        num_correct=sum(one.is_correct for one in scores),
-        score_sum=math.fsum(one.value for one in scores),
-        parts=part_means(scores),
-        num_scored=len(scores),
-        num_unscored=len(rollouts) - len(scores),
-        versions=spanned(one.versions for one in rollouts),
+SHARE_BESIDE = 4
+"""Beside training, evaluation takes one in this many of the sequences that the generators decode at once.
+
+With all of its requests in the engines' queues, training would wait for them after all."""
+
+
+def max_beside(config: RunConfig) -> int:
+    """Return how many rollouts are evaluated at once beside training."""
+    generator = config.generator
+    return max(1, generator.max_num_seqs * generator.num_replicas // SHARE_BESIDE)
+
+
+def waited_every_steps(config: RunConfig) -> int:
+    """Return the number of steps between two evaluations that training waits for."""
+    pinned = config.evaluation.mode is EvaluationMode.PINNED
+    return config.evaluation.every_steps if pinned else config.max_steps
+
+
+class EvaluationSchedule:
+    """When a run evaluates, and whether training waits for it.
+
+    With ``evaluation.mode: pinned`` training waits for every evaluation. With ``beside`` it waits only
+
+        before the first step   the model that the run began with is evaluated under version 0
+        before the last step    until the evaluation in flight has ended, so that the last line is free
+        after the last step     the last version is served, then evaluated
+
+    At most one evaluation is in flight. One that is due meanwhile is skipped and counted: later it would be
+    an evaluation of other versions, close to the next one. So a line of metrics has at most one evaluation,
+    and every evaluation that has begun is on a line.
+    """
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        groups: GroupSampler,
+        console: StepConsole,
+        *,
+        until_served: Callable[[int], Awaitable[None]],
+    ) -> None:
+        """``until_served`` waits until every generator samples under a version."""
+        self._prepared = prepared
+        self._groups = groups
+        self._console = console
+        self._until_served = until_served
+        self._section = prepared.config.evaluation
+        self._max_steps = prepared.config.max_steps
+        self._wanted: asyncio.Queue[int] = asyncio.Queue()
+        self._is_in_flight = False
+        self._ended: HeldOutScores | None = None
+        self._num_skipped = 0
+
+    def waits_after(self, step: int) -> bool:
+        """Whether training waits after this step, if an evaluation is due or in flight."""
+        if step == self._max_steps:
+            return True
+        if self._section.mode is EvaluationMode.PINNED:
+            return self._is_due(step)
+        return step == self._max_steps - 1
+
+    async def first(self) -> HeldOutScores:
+        """Evaluate version 0."""
+        return await self._pinned(0)
+
+    def resume(self, step: int) -> None:
+        """Begin again what was due after the step that a run goes on from: the run that made the checkpoint
+        had only just begun it."""
+        if self._section.mode is EvaluationMode.BESIDE and self._is_due(step) and step < self._max_steps - 1:
+            self._begin(step)
+
+    async def after_step(self, step: int) -> HeldOutScores | None:
+        """Evaluate, or begin to, if that is due; return the evaluation that has ended, if any.
+
+        The version that step ``step`` has made is ``step``.
+        """
+        if step == self._max_steps:
+            return await self._pinned(step)
+        if self._section.mode is EvaluationMode.PINNED:
+            return await self._pinned(step) if self._is_due(step) else None
+        is_last_but_one = step == self._max_steps - 1
+        if is_last_but_one:
+            await self._wanted.join()
+        ended, self._ended = self._ended, None
+        if self._is_due(step):
+            if is_last_but_one or self._is_in_flight:
+                self._num_skipped += 1
+            else:
+                self._begin(step)
+        return ended
+
+    async def loop(self) -> None:
+        """Carry out evaluations beside training, one at a time, until cancelled."""
+        while True:
+            version = await self._wanted.get()
+            num_rollouts = num_responses(self._prepared)
+            self._console.message(f"evaluating with {num_rollouts} responses beside training")
+            scores = await evaluate_all(
+                self._prepared,
+                self._groups,
+                max_concurrent=max_beside(self._prepared.config),
+            )
+            self._console.message(f"evaluation begun after step {version}: {scores}")
+            self._ended = scores
+            self._is_in_flight = False
+            self._wanted.task_done()
+
+    def metrics(self) -> dict[str, float]:
+        """Return counts since the run began, under their names in metrics.jsonl."""
+        if self._section.mode is EvaluationMode.PINNED:
+            return {}
+        return {"eval/num_skipped": self._num_skipped}
+
+    def _is_due(self, step: int) -> bool:
+        return step > 0 and step % self._section.every_steps == 0
+
+    def _begin(self, version: int) -> None:
+        self._is_in_flight = True
+        self._wanted.put_nowait(version)
+
+    async def _pinned(self, version: int) -> HeldOutScores:
+        """Evaluate while training waits, once every generator samples under ``version``."""
+        await self._until_served(version)
+        prepared, console = self._prepared, self._console
+        num_problems = len(prepared.held_out) + sum(map(len, prepared.sets.values()))
+        num_rollouts = num_responses(prepared)
+        what = f"{num_problems} problems"
+        if num_rollouts > num_problems:
+            what += f", with {num_rollouts} responses"
+        console.phase(f"evaluating version {version} on {what}", num_parts=num_rollouts)
+        scores = await evaluate_all(prepared, self._groups, on_answered=console.part_done)
+        console.end_phase()
+        return scores
+
+
+HELD_OUT = "held_out"
+"""Name of the held-out problems among the sets."""
+
+LIST_S = 20.0
+"""Seconds for an endpoint to list its models."""
+
+MAX_SAMPLES = 4096
+"""Most samples of a problem."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalModel:
+    """A model that the run's own generators sample from."""
+
+    facts: ModelFacts
+    path: Path
+    prompts: PromptEncoder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProblemSet:
+    """Problems that are evaluated, and how."""
+
+    tasks: list[Task]
+    sampling: SamplingSection
+    num_samples: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedEvaluation:
+    """A checked evaluation."""
+
+    config: RunConfig
+    model: LocalModel | EndpointModel
+    sets: Mapping[str, ProblemSet]
+    out: Path
+    warnings: tuple[str, ...]
+
+
+def without_trainer(config: RunConfig, model: str | None) -> RunConfig:
+    """Return the config with what only training needs left out; ``model`` replaces ``model.path``."""
+    trainer = config.trainer.model_copy(
+        update={"routing_replay": RoutingReplay.OFF, "replay_probe_share": 0.0, "keep_sampling_mask": False}
     )
+    path = config.model.path if model is None else model
+    return config.model_copy(
+        update={
+            "trainer": trainer,
+            "lora": None,
+            "model": config.model.model_copy(update={"path": path}),
+            # Nothing is stored.
+            "payload": config.payload.model_copy(update={"capacity_gib": 2.0**-10}),
+        }
+    )
+
+
+def prepare_evaluation(
+    config: RunConfig,
+    *,
+    model: str | None,
+    endpoint: EndpointModel | None,
+    num_samples: int | None,
+    out: Path,
+) -> PreparedEvaluation:
+    """Check everything, and load problems and tokenizer.
+
+    Raises:
+        ConfigError: lists every problem found.
+    """
+    out_problems = list(check_folder("--out", out))
+    if not out_problems and out.is_dir() and any(out.iterdir()):
+        remedy = "holds files already; name a new folder"
+        out_problems = [Problem(field="--out", value=str(out), remedy=remedy)]
+    problems = [*check_without_model(config), *out_problems]
+    if num_samples is not None and not 1 <= num_samples <= MAX_SAMPLES:
+        remedy = f"must be 1 to {MAX_SAMPLES}: responses to each problem"
+        problems.append(Problem(field="--samples", value=num_samples, remedy=remedy))
+    if config.environment is None or endpoint is None:
+        sources = (*named_sources(config.data), *named_sets(config.evaluation))
+        problems += check_verifiers(sources, config.scorer)
+    if config.environment is not None:
+        problems += check_environment(config.environment, config.sandbox, is_served=is_served(config))
+    if is_served(config):
+        remedy = "people bring its tasks, so there is nothing to evaluate on; give a config with other data"
+        problems.append(Problem(field="data.source.kind", value="served", remedy=remedy))
+    if endpoint is None and not isinstance(config.launcher, LocalLauncher):
+        remedy = "an evaluation runs on this machine: give launcher.kind=local, or --base-url of an endpoint"
+        problems.append(Problem(field="launcher.kind", value=config.launcher.kind, remedy=remedy))
+    config = without_trainer(config, model)
+    warnings: list[str] = []
+    if endpoint is None:
+        try:
+            facts = read_model_facts(config.model.path)
+        except ConfigError as error:
+            raise ConfigError([*problems, *error.problems]) from None
+        config = resolve(config, facts)
+        gpu_problems, gpu_words = check_generator_gpus(config, facts)
+        problems += [*check_generator(config, facts), *gpu_problems]
+        warnings += gpu_words
+        if not torch.cuda.device_count():
+            problems += check_generator_memory(config, facts, host_bytes=available_host_bytes())
+    raise_if_any(problems)
+    served: LocalModel | EndpointModel
+    if endpoint is None:
+        folder = model_folder(config.model.path)
+        raise_if_any(check_checkpoint_shapes(folder, facts))
+        served = LocalModel(facts=facts, path=folder.resolve(), prompts=load_prompts(config, folder, facts))
+    else:
+        served = endpoint
+        warnings += _not_sent(config)
+    return PreparedEvaluation(
+        config=config,
+        model=served,
+        sets=_load_sets(config, served, num_samples),
+        out=out,
+        warnings=tuple(warnings),
+    )
+
+
+def _load_sets(
+    config: RunConfig, model: LocalModel | EndpointModel, num_samples: int | None
+) -> dict[str, ProblemSet]:
+    # What an endpoint has room for, it says itself.
+    prompts = model.prompts if isinstance(model, LocalModel) else None
+    _, held_out, tasks = load_tasks(config, prompts, trains=False)
+    sets = {HELD_OUT: ProblemSet(tasks=held_out, sampling=config.sampling, num_samples=num_samples or 1)}
+    for one in config.evaluation.sets:
+        sets[one.name] = ProblemSet(
+            tasks=tasks[one.name],
+            sampling=one.sampling or config.sampling,
+            num_samples=num_samples or one.num_samples,
+        )
+    if config.environment is None:
+        first_tasks = {task.source: task for one in sets.values() for task in reversed(one.tasks)}
+        named = (*named_sources(config.data), *named_sets(config.evaluation))
+        raise_if_any(try_rewards(named, first_tasks))
+    return sets
+
+
+def find_endpoint(base_url: str, *, model: str | None, api_key_variable: str | None) -> EndpointModel:
+    """Return the endpoint's model of this name; without a name, the only one that the endpoint lists.
+
+    Raises:
+        ConfigError: the URL or the key is not one, the endpoint cannot be asked, or it has several models.
+    """
+    parts = urlsplit(base_url)
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        remedy = "must be a URL up to the version, such as http://localhost:8000/v1"
+        raise ConfigError([Problem(field="--base-url", value=base_url, remedy=remedy)])
+    endpoint = EndpointModel(base_url=base_url, model=model or "", api_key_variable=api_key_variable)
+    try:
+        key = endpoint.api_key()
+    except ValueError as error:
+        problem = Problem(field="--api-key-env", value=api_key_variable, remedy=str(error))
+        raise ConfigError([problem]) from None
+    if model is not None:
+        return endpoint
+    from openai import APIError, OpenAI
+
+    try:
+        with OpenAI(base_url=base_url, api_key=key, max_retries=1, timeout=LIST_S) as client:
+            names = [one.id for one in client.models.list()]
+    except APIError as error:
+        remedy = f"does not list its models ({type(error).__name__}: {error.message}); give --endpoint-model"
+        raise ConfigError([Problem(field="--base-url", value=base_url, remedy=remedy[:500])]) from None
+    if len(names) != 1:
+        remedy = f"is needed: {base_url} has {len(names)} models: {', '.join(names[:20])}"
+        raise ConfigError([Problem(field="--endpoint-model", remedy=remedy)])
+    return dataclasses.replace(endpoint, model=names[0])
+
+
+def _not_sent(config: RunConfig) -> list[str]:
+    """Name the settings of the sampling distribution that Chat Completions do not have."""
+    words = []
+    sections = {"sampling": config.sampling} | {
+        f"evaluation.sets.{index}.sampling": one.sampling
+        for index, one in enumerate(config.evaluation.sets)
+        if one.sampling is not None
+    }
+    for path, section in sections.items():
+        for name, value in (("top_k", section.top_k), ("min_p", section.min_p)):
+            if value:
+                words.append(f"{path}.{name} = {value:g} is not sent: Chat Completions have no such field")
+    if config.data.template_arguments is not None and config.data.chat_template:
+        words.append("data.template_arguments are not sent: the endpoint renders its own template")
+    return words
+
+
+METHODS = {
+    "accuracy": "mean over problems of the share of correct responses; Wilson interval, 95 percent, of the "
+    "effective number of problems",
+    "pass_at": "unbiased estimator of Chen et al. 2021 (arXiv:2107.03374); the same interval",
+    "score": "mean over problems of the mean score; percentile bootstrap over problems, 95 percent",
+}
+"""How the figures of summary.json are made."""
+
+COLUMNS = 120
+"""Width of the table, in a pipe too."""
+
+
+@dataclass(slots=True)
+class EvaluationFolder:
+    """What an evaluation outside of a run leaves. A context manager: episodes are complete when it ends.
+
+    runs/evaluate-<name>-<time>/
+        config.yaml      the config as it was evaluated
+        summary.json     every figure with its confidence interval
+        episodes.jsonl   every response or episode, in the order in which they ended
+        artifacts/       files that episodes have kept
+        logs/            output of the processes
+    """
+
+    path: Path
+    _lines: JsonLines = field(init=False)
+
+    @classmethod
+    def create(cls, path: Path, config_yaml: str) -> "EvaluationFolder":
+        """Make the folder, which is empty or not there."""
+        folder = cls(path)
+        folder.logs.mkdir(parents=True, exist_ok=True)
+        (path / "config.yaml").write_text(config_yaml, encoding="utf-8")
+        return folder
+
+    @property
+    def logs(self) -> Path:
+        """Folder for the output of processes."""
+        return self.path / "logs"
+
+    @property
+    def artifacts(self) -> Path:
+        """Folder for files that episodes keep."""
+        return self.path / "artifacts"
+
+    @property
+    def episodes(self) -> Path:
+        """File with every response or episode."""
+        return self.path / "episodes.jsonl"
+
+    def log(self, process: str) -> Path:
+        """Return the log file of a process."""
+        return self.logs / f"{process}.log"
+
+    def write(self, name: str, problem: int, sample: int, task: Task, rollout: HeldOutRollout) -> None:
+        """Add what came of one sample of a problem of the set ``name``."""
+        place = {"set": name, "problem": problem, "sample": sample}
+        self._lines.append(place | rollout_record(task, rollout))
+
+    def write_summary(
+        self,
+        what: str,
+        summaries: Mapping[str, SetSummary],
+        *,
+        wall_s: float,
+        warnings: Sequence[str],
+    ) -> None:
+        """Write all figures."""
+        record = {
+            "evaluated": what,
+            "wall_s": wall_s,
+            "warnings": list(warnings),
+            "methods": METHODS,
+            "sets": {name: one.record for name, one in summaries.items()},
+        }
+        (self.path / "summary.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+    def __enter__(self) -> Self:
+        self._lines = JsonLines(self.episodes)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._lines.close()
+
+
+def rollout_record(task: Task, rollout: HeldOutRollout) -> dict[str, Any]:
+    """Return a rollout as JSON values."""
+    result, versions = rollout.result, rollout.versions
+    record: dict[str, Any] = {
+        "task_id": task.task_id,
+        "source": task.source,
+        "prompt": task.prompt,
+        "answer": task.answer,
+        "ending": None if rollout.ending is None else rollout.ending.value,
+        "num_turns": rollout.num_turns,
+        "versions": None if versions is None else [versions.first, versions.last],
+        "reward": None,
+        "is_correct": None,
+        "unscored": None,
+    }
+    if isinstance(result, Score):
+        record |= {
+            "reward": result.value,
+            "is_correct": result.is_correct,
+            "parts": dict(result.parts),
+            "penalties": dict(result.penalties),
+        }
+    else:
+        record["unscored"] = result.reason
+    return record | {"episode_record": rollout.record}
+
+
+def problem_scores(rollouts: Sequence[HeldOutRollout], num_problems: int) -> list[ProblemScores]:
+    """Gather the scores of each problem; ``rollouts`` has all problems of one sample after the other."""
+    problems = []
+    for problem in range(num_problems):
+        of_problem = [one.result for one in rollouts[problem::num_problems]]
+        scores = [one for one in of_problem if isinstance(one, Score)]
+        problems.append(
+            ProblemScores(
+                num_correct=sum(one.is_correct for one in scores),
+                values=tuple(one.value for one in scores),
+            )
+        )
+    return problems
+
+
+def summary_table(summaries: Mapping[str, SetSummary]) -> str:
+    """Return the figures of all sets as a table, with intervals of 95 percent in brackets."""
+    table = Table(title="95 percent confidence intervals over problems")
+    for column in ("set", "problems", "samples", "unscored", "figure", "value"):
+        table.add_column(column, justify="left" if column in ("set", "figure", "value") else "right")
+    for name, one in summaries.items():
+        figures: list[tuple[str, Estimate | None]] = [("accuracy", one.accuracy), ("mean score", one.score)]
+        figures += [(f"pass@{k}", estimate) for k, estimate in one.pass_at.items() if k > 1]
+        for number, (figure, estimate) in enumerate(figures):
+            counts = (name, str(one.num_problems), str(one.num_samples), str(one.num_unscored))
+            shown = counts if number == 0 else ("",) * 4
+            words = "none was scored" if estimate is None else str(estimate)
+            if estimate is not None and estimate.num_problems < one.num_problems:
+                words += f" of {estimate.num_problems} problems"
+            table.add_row(*shown, figure, words)
+    stream = io.StringIO()
+    Console(file=stream, width=COLUMNS).print(table)
+    return stream.getvalue().rstrip()

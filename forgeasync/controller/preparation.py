@@ -1,12 +1,14 @@
 """Finds everything that can be wrong with a run's input before any process starts."""
 
+import asyncio
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from forgeasync.checkpoint import check_problems, check_room
@@ -15,7 +17,7 @@ from forgeasync.config import (
     ModelFacts,
     ProcessLauncher,
     RunConfig,
-    SamplingSection,
+    TeacherEndpoint,
     check_gpus,
     check_without_model,
     is_served,
@@ -23,8 +25,7 @@ from forgeasync.config import (
     named_sources,
     resolve,
 )
-from forgeasync.controller.host_gpus import check_local_gpus, places_of_rewards
-from forgeasync.controller.leftovers import take_over
+from forgeasync.controller.hosts import check_local_gpus, places_of_rewards
 from forgeasync.controller.resume import (
     Resumed,
     check_checkpoint_folder,
@@ -32,9 +33,9 @@ from forgeasync.controller.resume import (
     planned_export,
     planned_folder,
     resume_or_begin_anew,
+    take_over,
     words_if_done,
 )
-from forgeasync.controller.teacher_checks import check_teacher_models, check_teacher_prompts, probe_teachers
 from forgeasync.environments import build_source, check_environment, digest_of, look_at_data
 from forgeasync.launch import check_prerequisites
 from forgeasync.models import (
@@ -51,11 +52,19 @@ from forgeasync.planning import (
     check_memory,
     request_warnings,
     snapshot_memory_bytes,
+    teacher_facts,
     with_host_requests,
 )
-from forgeasync.rollouts import SHARED_MEMORY, PromptEncoder, Task, sweep_stale_folders
+from forgeasync.rollouts import (
+    SHARED_MEMORY,
+    PromptEncoder,
+    Task,
+    check_teacher_record,
+    sweep_stale_folders,
+    teacher_prompt,
+)
 from forgeasync.schema import ConfigError, Problem, raise_if_any
-from forgeasync.scoring import check_verifiers, try_rewards
+from forgeasync.scoring import RewardUnavailable, check_verifiers, try_rewards
 from forgeasync.weights import check_transport
 
 MADE_MODEL = "models/tiny_moe"
@@ -225,16 +234,41 @@ def load_prompts(config: RunConfig, folder: Path, facts: ModelFacts) -> PromptEn
     return prompts
 
 
-def check_task_lengths(
-    config: RunConfig, prompts: PromptEncoder, tasks: Iterable[Task], sampling: SamplingSection
-) -> None:
-    """Raise ValueError naming the first task that leaves no room for a full response."""
-    for task in tasks:
-        prompts.check_length(
-            task,
-            max_context_length=config.model.max_context_length,
-            max_response_tokens=sampling.max_response_tokens,
-        )
+def load_tasks(
+    config: RunConfig, prompts: PromptEncoder | None, *, trains: bool = True
+) -> tuple[Sequence[Task], list[Task], dict[str, list[Task]]]:
+    """Load the tasks to train on, the held-out ones, and those of each evaluation set by its name.
+
+    With ``prompts`` every task must leave room for a full response. Without ``trains`` those to train on are
+    not looked at.
+
+    Raises:
+        ConfigError: the data cannot be read, or a task leaves no room.
+    """
+    named = named_sets(config.evaluation)
+    try:
+        source = build_source(config.data, seed=config.seed, sets=named)
+        held_out = source.held_out[: config.evaluation.num_problems]
+        sets = {
+            one.name: source.sets[of_set.name]
+            for one, of_set in zip(config.evaluation.sets, named, strict=True)
+        }
+        # An environment makes prompts of its own, and every turn is bounded by the room that is left.
+        if config.environment is None and prompts is not None:
+            checked = [(config.sampling, chain(source.train, source.held_out) if trains else held_out)]
+            checked += [(one.sampling or config.sampling, sets[one.name]) for one in config.evaluation.sets]
+            for sampling, tasks in checked:
+                for task in tasks:
+                    prompts.check_length(
+                        task,
+                        max_context_length=config.model.max_context_length,
+                        max_response_tokens=sampling.max_response_tokens,
+                    )
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError([Problem(field="data", remedy=str(error))]) from error
+    return source.train, held_out, sets
 
 
 def prepare(config: RunConfig, resume: str | None = None) -> Prepared:
@@ -262,39 +296,25 @@ def prepare(config: RunConfig, resume: str | None = None) -> Prepared:
             *check_room(config, facts, checkpoints=planned_folder(config), export=planned_export(config)),
         ]
     )
-    sets = named_sets(config.evaluation)
     folder = model_folder(config.model.path)
     raise_if_any(check_checkpoint_shapes(folder, facts))
     prompts = load_prompts(config, folder, facts)
-    try:
-        source = build_source(config.data, seed=config.seed, sets=sets)
-        # An environment makes prompts of its own, and every turn is bounded by the room that is left.
-        if config.environment is None:
-            check_task_lengths(config, prompts, chain(source.train, source.held_out), config.sampling)
-            for one, of_set in zip(config.evaluation.sets, sets, strict=True):
-                check_task_lengths(config, prompts, source.sets[of_set.name], one.sampling or config.sampling)
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError([Problem(field="data", remedy=str(error))]) from error
-    raise_if_any(check_teacher_prompts(config, prompts, source.train))
-    raise_if_any(probe_teachers(config, facts, prompts, source.train))
+    train, held_out, of_sets = load_tasks(config, prompts)
+    raise_if_any(check_teacher_prompts(config, prompts, train))
+    raise_if_any(probe_teachers(config, facts, prompts, train))
     if resumed is not None:
-        raise_if_any(check_problems(resumed.state, resumed.folder, digest_of(source.train)))
-    of_sources = (source.train, *source.sets.values())
-    first_tasks = {task.source: task for tasks in of_sources for task in reversed(tasks)}
-    raise_if_any(try_rewards((*named_sources(config.data), *sets), first_tasks))
+        raise_if_any(check_problems(resumed.state, resumed.folder, digest_of(train)))
+    first_tasks = {task.source: task for tasks in (train, *of_sets.values()) for task in reversed(tasks)}
+    sources = (*named_sources(config.data), *named_sets(config.evaluation))
+    raise_if_any(try_rewards(sources, first_tasks))
     return Prepared(
         config=config,
         facts=facts,
         model_path=folder.resolve(),
         prompts=prompts,
-        train=source.train,
-        held_out=source.held_out[: config.evaluation.num_problems],
-        sets={
-            one.name: source.sets[of_set.name]
-            for one, of_set in zip(config.evaluation.sets, sets, strict=True)
-        },
+        train=train,
+        held_out=held_out,
+        sets=of_sets,
         resumed=resumed,
         warnings=(*request_warnings(config, facts), *warnings),
     )
@@ -318,3 +338,134 @@ def take_up(config: RunConfig, resume: str | None) -> Prepared | None:
     for line in words:
         print(line)
     return prepare(config, choice)
+
+
+def check_teacher_models(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
+    """Find teachers that cannot read what the policy writes; ``facts`` are the policy's."""
+    if not config.teachers:
+        return
+    own = _vocabulary(model_folder(config.model.path))
+    for name, section in config.teachers.items():
+        if section.endpoint is not None:
+            continue
+        path = section.path(config.model.path)
+        field = f"teachers.{name}.model_path"
+        try:
+            teacher = teacher_facts(config, name)
+        except ConfigError as error:
+            yield from error.problems
+            continue
+        if section.moves and teacher != facts:
+            remedy = (
+                f"is a model of another shape than model.path = {config.model.path!r}; must be of the same: "
+                "with this source it takes the policy's weights. null is the policy itself"
+            )
+            yield Problem(field=field, value=path, remedy=remedy)
+            continue
+        if _vocabulary(model_folder(path)) != own:
+            remedy = (
+                f"has another tokenizer than model.path = {config.model.path!r}; must have the same: a "
+                "teacher is asked about the policy's own tokens"
+            )
+            yield Problem(field=field, value=path, remedy=remedy)
+        num_ids = config.algorithm.num_teacher_ids
+        if num_ids > teacher.vocab_size:
+            yield Problem(
+                field="algorithm.terms",
+                value=num_ids,
+                remedy=f"top_k must be at most {teacher.vocab_size}, the vocabulary of teacher {name}",
+            )
+        needed = section.max_context_length or config.model.max_context_length + 1
+        if needed > teacher.max_position_embeddings:
+            what = f"teachers.{name}.max_context_length"
+            if section.max_context_length is None:
+                what = "model.max_context_length + 1"
+            remedy = (
+                f"reads {teacher.max_position_embeddings} tokens; must read {what} = {needed}: one more than "
+                "it is asked about"
+            )
+            yield Problem(field=field, value=path, remedy=remedy)
+
+
+def check_teacher_prompts(
+    config: RunConfig, prompts: PromptEncoder, tasks: Sequence[Task]
+) -> Iterator[Problem]:
+    """Find teachers' prompts that cannot be filled in, or leave no room for a response: one for each teacher.
+
+    ``tasks`` are those that train. What ``$sibling`` and ``$feedback`` will be is not known yet.
+    """
+    for name, section in config.teachers.items():
+        if section.prompt is None:
+            continue
+        field = f"teachers.{name}.prompt"
+        limit = (section.max_context_length or config.model.max_context_length + 1) - 1
+        limit -= config.sampling.max_response_tokens
+        for task in tasks:
+            if section.sources and task.source not in section.sources:
+                continue
+            try:
+                text = teacher_prompt(section.prompt, task, sibling="", feedback="")
+                num_tokens = len(prompts.encode(text))
+            except ValueError as error:
+                yield Problem(field=field, value=section.prompt, remedy=str(error))
+                break
+            if num_tokens > limit:
+                yield Problem(
+                    field=f"teachers.{name}.max_context_length",
+                    value=section.max_context_length,
+                    remedy=f"the prompt of task {task.task_id} has {num_tokens} tokens; must leave room for "
+                    f"sampling.max_response_tokens = {config.sampling.max_response_tokens} and one more: at "
+                    f"least {num_tokens + config.sampling.max_response_tokens + 1}",
+                )
+                break
+
+
+def probe_teachers(
+    config: RunConfig, facts: ModelFacts, prompts: PromptEncoder, tasks: Sequence[Task]
+) -> Iterator[Problem]:
+    """Ask every teacher behind a server about one prompt: whether it answers, as one with this tokenizer."""
+    for name, section in config.teachers.items():
+        if section.endpoint is None:
+            continue
+        task = next(task for task in tasks if not section.sources or task.source in section.sources)
+        probing = _probe(name, section.endpoint, config.algorithm.num_teacher_ids, facts, prompts, task)
+        problem = asyncio.run(probing)
+        if problem is not None:
+            yield Problem(field=f"teachers.{name}.endpoint", value=section.endpoint.base_url, remedy=problem)
+
+
+async def _probe(
+    name: str,
+    endpoint: TeacherEndpoint,
+    num_ids: int,
+    facts: ModelFacts,
+    prompts: PromptEncoder,
+    task: Task,
+) -> str | None:
+    """What is wrong with a teacher behind a server, in words."""
+    # It imports the SDK, which only runs with such a teacher need.
+    from forgeasync.scoring import TeacherClient
+
+    ids_S = prompts.encode(task.prompt)
+    try:
+        client = TeacherClient(endpoint)
+    except ValueError as error:
+        return str(error)
+    try:
+        record, texts = await client.probe(ids_S, num_ids=num_ids)
+        check_teacher_record(
+            record, num_tokens=len(ids_S) - 1, num_ids=num_ids, vocab_size=facts.vocab_size, teacher=name
+        )
+    except (RewardUnavailable, ValueError) as error:
+        return str(error)
+    finally:
+        await client.close()
+    for token, text in zip(ids_S[1:].tolist(), texts, strict=True):
+        own = prompts.text_of(token)
+        if text is not None and text != own:
+            return f"its token {token} is {text!r}, the policy's {own!r}; must have the policy's tokenizer"
+    return None
+
+
+def _vocabulary(folder: Path) -> dict[str, int]:
+    return Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab(with_added_tokens=True)

@@ -1,9 +1,16 @@
-"""Records the facts of an optimizer step once it is done."""
+"""Measures an optimizer step while it is made, and records it once it is done.
+
+``StepClock`` measures what the training loop spends a step on. ``RunRecorder`` collects what all loops report
+between two steps, and writes one line of metrics.jsonl, a few rollouts and a line on the console for each
+step.
+"""
 
 import time
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Self
 
 from forgeasync.actors import BufferReport
@@ -32,6 +39,7 @@ from forgeasync.observability import (
 )
 from forgeasync.process_memory import MemoryWatch, largest
 from forgeasync.rollouts import EpisodeOutcome, Group, PromptEncoder, RolloutKey, Score, TokenPieces
+from forgeasync.tracing import State, doing, span
 from forgeasync.trainer import StepResult
 from forgeasync.weights import FetchReport
 
@@ -70,6 +78,78 @@ class TimesBetween:
     """Until the ledger and the step's lines were on the disk."""
     checkpoint_s: float | None = None
     """Until a checkpoint was begun; None: none was."""
+
+
+class Part(StrEnum):
+    """The parts of a step, in order; each is a span of the controller's trace."""
+
+    WAIT = "wait for a batch"
+    ASSIGN = "assign rows"
+    TRAIN = "train"
+    COMMIT = "commit"
+    PUBLISH = "publish"
+    EVALUATE = "evaluate"
+    RECORD = "record"
+    """This part and those below come after the step, and are no part of its time."""
+    DISK = "wait for the disk"
+    CHECKPOINT = "begin a checkpoint"
+
+
+_STATES = {
+    Part.WAIT: State.WAITING_FOR_BATCH,
+    Part.PUBLISH: State.PUBLISHING,
+    Part.EVALUATE: State.EVALUATING,
+}
+"""In all other parts the controller counts as computing."""
+
+
+class StepClock:
+    """Measures one step, whose time runs from the construction of the clock."""
+
+    def __init__(self, step: int) -> None:
+        self._facts = {"step": step}
+        self._start_s = time.perf_counter()
+        self._took_s: defaultdict[Part, float] = defaultdict(float)
+
+    @contextmanager
+    def part(self, part: Part) -> Iterator[None]:
+        """Count the time of the block as one part of the step."""
+        state = _STATES.get(part)
+        start_s = time.perf_counter()
+        with nullcontext() if state is None else doing(state), span(part, self._facts):
+            yield
+        self._took_s[part] += time.perf_counter() - start_s
+
+    def move(self, seconds: float, source: Part, target: Part) -> None:
+        """Count some of a part's time as another one's."""
+        self._took_s[source] -= seconds
+        self._took_s[target] += seconds
+
+    @property
+    def wait_share(self) -> float:
+        """Time spent waiting for a batch, as a share of waiting and training."""
+        waited_s, train_s = self._took_s[Part.WAIT], self._took_s[Part.TRAIN]
+        return waited_s / (waited_s + train_s)
+
+    def times(self, *, has_evaluated: bool) -> StepTimes:
+        """Return the step's times up to here; ``has_evaluated``: training waited for an evaluation."""
+        took_s = self._took_s
+        return StepTimes(
+            step_s=time.perf_counter() - self._start_s,
+            wait_for_batch_s=took_s[Part.WAIT],
+            train_s=took_s[Part.TRAIN],
+            publish_weights_s=took_s[Part.PUBLISH],
+            eval_s=took_s[Part.EVALUATE] if has_evaluated else 0.0,
+            controller_s=took_s[Part.ASSIGN] + took_s[Part.COMMIT],
+        )
+
+    def times_between(self) -> TimesBetween:
+        """Return the times from the end of the step up to here."""
+        return TimesBetween(
+            controller_s=self._took_s[Part.RECORD],
+            wait_for_disk_s=self._took_s[Part.DISK],
+            checkpoint_s=self._took_s.get(Part.CHECKPOINT),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,11 +219,11 @@ class RunRecorder:
         self._publish_s: list[float] = []
         self._fetches: list[FetchReport] = []
         self._swaps: list[SwapReport] = []
-        # The procs of the other roles are its descendants on this host.
+        # Processes of the other roles are descendants of this one on this host.
         self._memory = MemoryWatch(with_descendants=False)
 
     def record_initial(self, held_out: HeldOutScores, eval_s: float, engines: Sequence[EngineStats]) -> None:
-        """The evaluation before the first step; the run's clock starts here."""
+        """Record the evaluation before the first step; the run's clock starts here."""
         self.console.message(f"step 0: {held_out}")
         self.console.evaluated(eval_s)
         self._warn_of_unscored(held_out)
@@ -173,11 +253,11 @@ class RunRecorder:
         return time.perf_counter() - self._start_s
 
     def record_between(self, times: TimesBetween) -> None:
-        """What training did from the end of a step up to the next one; goes into the next step's line."""
+        """Record the times from the end of a step to the next one; they go into the next step's line."""
         self._between = times
 
     def warn(self, problem: str) -> None:
-        """Something was refused; it is counted in the metrics of its step, and named here."""
+        """Name something that was refused on the console; the metrics of its step count it."""
         self.console.message(f"refused: {problem}")
 
     def _warn_of_unscored(self, held_out: HeldOutScores) -> None:
@@ -185,11 +265,11 @@ class RunRecorder:
             self.warn(f"{num_unscored} held-out problems were not scored; they count for nothing")
 
     def record_scored(self, scores: Sequence[Score], lengths: Sequence[int]) -> None:
-        """A group's scores and its responses' tokens, before any filter; go into the next step's line."""
+        """Record a group's scores and its responses' tokens, before any filter; for the next step's line."""
         self._scored.add(scores, lengths)
 
     def record_episodes(self, outcomes: Sequence[EpisodeOutcome]) -> None:
-        """All attempts at the episodes of a group; go into the next step's line."""
+        """Record all attempts at the episodes of a group; they go into the next step's line."""
         if outcomes:
             assert self._episodes is not None, "only environments have episodes"
             self._episodes.add(outcomes)
@@ -206,11 +286,11 @@ class RunRecorder:
             self._records.forget(group_ids)
 
     def record_publish(self, publish_s: float) -> None:
-        """Publishing a version took so long, most of it beside training; goes into the next step's line."""
+        """Record how long a version took to publish, most of it beside training; for the next step's line."""
         self._publish_s.append(publish_s)
 
     def record_fetch(self, fetched: FetchReport) -> None:
-        """A generator's fetch of a version; goes into the next step's line."""
+        """Record a generator's fetch of a version; it goes into the next step's line."""
         self._fetches.append(fetched)
         if not fetched.is_complete:
             self.console.message(
@@ -219,11 +299,11 @@ class RunRecorder:
             )
 
     def record_swap(self, swap: SwapReport) -> None:
-        """A generator's change of weights; goes into the next step's line."""
+        """Record a generator's change of weights; it goes into the next step's line."""
         self._swaps.append(swap)
 
     def record(self, record: StepRecord) -> None:
-        """One optimizer step."""
+        """Record one optimizer step."""
         batch, result, times = record.batch, record.result, record.times
         if record.held_out is not None:
             self._warn_of_unscored(record.held_out)

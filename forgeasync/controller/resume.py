@@ -1,16 +1,42 @@
-"""Going on from a checkpoint: which one, whether it may be, and the files of the run it belongs to."""
+"""Goes on with a run that has ended, in whatever way.
+
+    take_over              claims its folder, and ends what it has left on this machine
+    resume_or_begin_anew   whether there is a checkpoint to go on from
+    find_checkpoint        the checkpoint that --resume names, checked against the config
+    find_groups            finished groups that need not be sampled again
+    open_files             reopens its files, as they were at the checkpoint
+
+Almost all of a run ends by itself when its controller is killed. What does not is found by the run's mark, or
+because the run has listed it (``procs.json``). A process that only has the same id is left alone.
+
+The supervisor imports this module, so it imports no torch.
+"""
 
 import json
 import mmap
-from collections.abc import Iterator
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
+from multiprocessing import resource_tracker
 from pathlib import Path
 
+import psutil
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from forgeasync.buffer import (
+    Candidate,
+    LeftOut,
+    LostSteps,
+    attempt_and_prompt,
+    plan_restore,
+    reference_version,
+)
 from forgeasync.checkpoint import (
     FINAL,
     LAST,
@@ -25,16 +51,176 @@ from forgeasync.checkpoint import (
     sweep_partial,
 )
 from forgeasync.config import ModelFacts, RunConfig, dump_config
-from forgeasync.controller.spilled_groups import FoundGroups, find_groups, remove_others
+from forgeasync.environments import kill, marked_processes
+from forgeasync.faults import RUN_MARK, FaultLog, Role, remove_files_of
 from forgeasync.ledger import ResumedBuffer, check_ledger, cut_torn_line
-from forgeasync.observability import RUNS_FOLDER, RunDir, check_folder, cut_after, put_aside
+from forgeasync.observability import (
+    RUNS_FOLDER,
+    Holder,
+    RunDir,
+    check_folder,
+    claimed_marks,
+    cut_after,
+    left_processes,
+    put_aside,
+)
+from forgeasync.rollouts import (
+    SHARED_MEMORY,
+    SUFFIX,
+    UNFINISHED_SUFFIX,
+    SpilledGroup,
+    SpilledGroupTorn,
+    file_name,
+    read_kept,
+    sweep_stale_folders,
+)
 from forgeasync.schema import ConfigError, Problem, raise_if_any
+
+END_S = 10.0
+"""Time for killed processes to be gone."""
+
+LINGER_S = 5.0
+"""Time for what a run that ends has started to end by itself, before it is killed."""
+
+LOOK_AGAIN_S = 0.02
+"""Seconds between two looks for processes."""
+
+
+class NotEnded(RuntimeError):
+    """A process of a run that is over does not end, although it was killed."""
+
+
+def take_over(config: RunConfig) -> list[str]:
+    """Claim the folder that a config names, if a run was there before, and end what that has left.
+
+    Returns what was done, in words.
+
+    Raises:
+        ConfigError: a run goes on in the folder.
+        NotEnded: something of the run before does not end.
+    """
+    if config.run_dir is None:
+        return []
+    run_dir = RunDir(path=Path(config.run_dir))
+    if not run_dir.lock.exists():
+        return []
+    run_dir.claim()
+    if (before := run_dir.before) is None:
+        return []
+    words = []
+    if not before.has_ended:
+        words.append(f"the controller of this run has died: {before}")
+        FaultLog(run_dir.faults).detected(Role.CONTROLLER, f"controller ({before})", "has died")
+    return [*words, *end_leftovers(run_dir, before)]
+
+
+def end_leftovers(run_dir: RunDir, before: Holder) -> list[str]:
+    """Kill what a controller that is gone has left, and remove its files in shared memory.
+
+    Returns what was done, in words.
+
+    Raises:
+        NotEnded: a process does not end.
+    """
+
+    def find() -> Iterable[psutil.Process]:
+        yield from marked_processes(before.mark, RUN_MARK)
+        yield from left_processes(run_dir.procs)
+
+    words = []
+    if num_killed := end_all(find):
+        words.append(f"{num_killed} processes that it had left were killed")
+    removed = [*sweep_stale_folders(), *remove_files_of(before.mark)]
+    if removed:
+        words.append(f"{len(removed)} files and folders of dead runs in {SHARED_MEMORY} were removed")
+    return words
+
+
+def end_own_run() -> None:
+    """End the processes that runs of this process have left, and remove their files; this process ends now.
+
+    Raises:
+        NotEnded: a process does not end.
+    """
+    for mark in claimed_marks():
+        end_all(partial(_started, mark), linger_s=LINGER_S)
+        remove_files_of(mark)
+
+
+def _started(mark: str) -> list[psutil.Process]:
+    """Return the processes of a run but Python's own, which cleans up after this one and ends after it."""
+    # Not public.
+    tracker: int | None = resource_tracker._resource_tracker._pid  # type: ignore[attr-defined]
+    return [one for one in marked_processes(mark, RUN_MARK) if one.pid not in (os.getpid(), tracker)]
+
+
+def end_all(find: Callable[[], Iterable[psutil.Process]], *, linger_s: float = 0.0) -> int:
+    """Kill what ``find`` still finds after ``linger_s``, until it finds nothing twice in a row.
+
+    A process that is just becoming another program has no mark for a moment, and one that is killed may have
+    started another. Returns the number of processes that were killed.
+
+    Raises:
+        NotEnded: a process does not end.
+    """
+    linger_end_s = time.monotonic() + linger_s
+    while time.monotonic() < linger_end_s and any(True for _ in find()):
+        time.sleep(LOOK_AGAIN_S)
+    killed: set[int] = set()
+    num_empty_looks = 0
+    end_s = time.monotonic() + END_S
+    while num_empty_looks < 2:
+        running = [one for one in find() if one.pid != os.getpid() and kill([one])]
+        killed |= {one.pid for one in running}
+        num_empty_looks = 0 if running else num_empty_looks + 1
+        if time.monotonic() > end_s:
+            pids = ", ".join(str(one.pid) for one in running)
+            raise NotEnded(f"processes {pids} of a run that is over do not end within {END_S:g} s of SIGKILL")
+        time.sleep(LOOK_AGAIN_S)
+    return len(killed)
+
 
 LATEST = "latest"
 
 MAX_CHANGES_SHOWN = 12
 MAX_VALUE_CHARACTERS = 60
-"""Most changed keys of a resumed run's config that its message names."""
+"""A message names so many changed keys of a resumed run's config at most, and so much of each value."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundGroups:
+    """Finished groups that are trained on without being sampled again."""
+
+    groups: tuple[SpilledGroup, ...] = ()
+    """In the data's order."""
+    batches: tuple[tuple[int, ...], ...] = ()
+    """Prompts of the next steps, which are made again with these groups."""
+    left_out: Mapping[LeftOut, int] = field(default_factory=dict)
+    why: str = ""
+    """More about a reason that holds for all groups that were left out."""
+
+    @property
+    def num_left_out(self) -> int:
+        """Groups that are sampled again although they were finished."""
+        return sum(num for reason, num in self.left_out.items() if reason is not LeftOut.ENDED)
+
+    @property
+    def num_prompts(self) -> int:
+        """Prompts in the data's order up to the last one that has a group here."""
+        return max((attempt_and_prompt(one.group.draw_id)[1] + 1 for one in self.groups), default=0)
+
+    def messages(self, step: int) -> Iterator[str]:
+        """Say what was found by a run that goes on after ``step``."""
+        if self.groups:
+            again = f"; steps {step + 1} to {step + len(self.batches)} are made again" if self.batches else ""
+            yield f"{len(self.groups)} finished groups come back from the disk{again}"
+        if self.num_left_out:
+            reasons = ", ".join(
+                f"{reason} {num}"
+                for reason, num in sorted(self.left_out.items())
+                if reason is not LeftOut.ENDED
+            )
+            yield f"{self.num_left_out} finished groups are sampled again ({reasons}){self.why}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +267,7 @@ def planned_export(config: RunConfig) -> Path:
 
 
 def check_checkpoint_folder(config: RunConfig, *, is_resumed: bool) -> Iterator[Problem]:
-    """Whether checkpoints can be written, and a new run would remove those of another as too old ones."""
+    """Find whether checkpoints cannot be written, or belong to another run, which a new one would remove."""
     folder = config.checkpoint.folder
     problems = [] if folder is None else list(check_folder("checkpoint.folder", Path(folder)))
     yield from problems
@@ -94,20 +280,20 @@ def check_checkpoint_folder(config: RunConfig, *, is_resumed: bool) -> Iterator[
 
 
 def begin_anew(run_dir: RunDir) -> list[str]:
-    """Move what a run that has no checkpoint yet has left out of the way; says what was done.
+    """Move aside what a run without a checkpoint has left in its folder, whose lock the caller has.
 
-    The caller has the folder's lock.
+    Returns what was done, in words.
     """
     left = run_dir.put_all_aside()
     return [f"there is no checkpoint yet: the run begins anew; moved to {', '.join(left)}"] if left else []
 
 
 def resume_or_begin_anew(config: RunConfig, choice: str | None) -> tuple[str | None, list[str]]:
-    """What ``--resume`` comes to: ``latest`` of a run that has died before its first checkpoint begins anew.
+    """Return what to resume from, and in words what was done; None: the run begins anew.
 
-    Also says what was done. This process has claimed the run's folder, if there was a run
-    (``leftovers.take_over``). A run that has exported its model is left as it is, and so is one whose
-    checkpoints are in another folder than the config names.
+    ``latest`` of a run that has died before its first checkpoint begins anew. ``take_over`` has claimed the
+    run's folder before. A run that has exported its model is left as it is, and so is one whose checkpoints
+    are in another folder than the config names.
     """
     if choice != LATEST or config.run_dir is None or list_checkpoints(planned_folder(config)):
         return choice, []
@@ -158,13 +344,13 @@ def has_ended(run_dir: RunDir) -> bool:
 
 
 def _checkpoint_folder_before(run_dir: RunDir) -> str | None:
-    """The folder for checkpoints that the run in a folder was started with; None: that of the run."""
+    """Return the folder for checkpoints in the config of the run before; None: that of the run."""
     folder: str | None = yaml.safe_load(run_dir.config.read_text(encoding="utf-8"))["checkpoint"]["folder"]
     return folder
 
 
 def find_checkpoint(config: RunConfig, facts: ModelFacts, choice: str) -> Resumed:
-    """The checkpoint that ``--resume`` names, checked against the run.
+    """Return the checkpoint that ``--resume`` names, checked against the run.
 
     Raises:
         ConfigError: there is none, or the run cannot go on from it.
@@ -220,7 +406,7 @@ def open_files(config: RunConfig, resumed: Resumed | None) -> RunFiles:
 
 
 def _rewind(config: RunConfig, run_dir: RunDir, resumed: Resumed) -> Iterator[str]:
-    """Make the files those of a run that has just made the checkpoint's step; what was done, in words."""
+    """Make the files those of a run that has just made the checkpoint's step; yields what was done."""
     step = resumed.state.step
     yield f"resuming after step {step} from {resumed.folder}"
     if not run_dir.ledger.exists():
@@ -251,7 +437,7 @@ def _rewind(config: RunConfig, run_dir: RunDir, resumed: Resumed) -> Iterator[st
 
 
 def _changes(before: str, config: RunConfig) -> str:
-    """Which keys of a run's earlier config.yaml are others now, with both values."""
+    """Name the keys that differ from a run's earlier config.yaml, with both values."""
     try:
         saved = OmegaConf.to_container(OmegaConf.create(before), resolve=True)
     except (yaml.YAMLError, OmegaConfBaseException) as error:
@@ -271,3 +457,82 @@ def _changes(before: str, config: RunConfig) -> str:
 def _shown(value: object) -> str:
     text = json.dumps(value)
     return text if len(text) <= MAX_VALUE_CHARACTERS else text[:MAX_VALUE_CHARACTERS] + "..."
+
+
+DECIDES = (
+    "model",
+    "data",
+    "sampling",
+    "trainer",
+    "algorithm",
+    "max_off_policy_steps",
+    "buffer",
+    "accounting",
+    "environment",
+    "episodes",
+    "agents",
+)
+"""Sections that a group, its score, its age or the weights of the lost steps follow from."""
+
+_IRRELEVANT = frozenset({"buffer.keep_groups", "buffer.heartbeat_s"})
+
+
+def find_groups(folder: Path, state: RunState, config: RunConfig, lost: LostSteps | None) -> FoundGroups:
+    """Read the groups in ``folder``, and choose those that the run goes on with; removes nothing.
+
+    ``lost`` is what the ledger says, None if there is none.
+    """
+    files = sorted(folder.glob(f"*{SUFFIX}"))
+    if not files:
+        return FoundGroups()
+    if lost is None:
+        return FoundGroups(left_out={LeftOut.NO_LEDGER: len(files)})
+    if changed := _changed_settings(state.config, config):
+        return FoundGroups(left_out={LeftOut.OTHER_CONFIG: len(files)}, why=f": {', '.join(changed)} changed")
+    torn: Counter[LeftOut] = Counter()
+    groups: dict[tuple[int, int], SpilledGroup] = {}
+    for file in files:
+        try:
+            one = read_kept(file)
+        except SpilledGroupTorn:
+            torn[LeftOut.TORN] += 1
+            continue
+        attempt, prompt = attempt_and_prompt(one.group.draw_id)
+        groups[prompt, attempt] = one
+    plan = plan_restore(
+        [_candidate(key, one, config) for key, one in groups.items()],
+        lost,
+        state.buffer,
+        groups_per_step=config.algorithm.groups_per_step,
+        max_off_policy_steps=config.max_off_policy_steps,
+    )
+    return FoundGroups(
+        groups=tuple(groups[one.prompt, one.attempt] for one in plan.restored),
+        batches=plan.batches,
+        left_out=Counter(plan.left_out) + torn,
+    )
+
+
+def remove_others(folder: Path, groups: Sequence[SpilledGroup]) -> None:
+    """Remove all files of groups but those of ``groups``."""
+    wanted = {file_name(one.group.draw_id) for one in groups}
+    for file in (*folder.glob(f"*{SUFFIX}"), *folder.glob(f"*{UNFINISHED_SUFFIX}")):
+        if file.name not in wanted:
+            file.unlink()
+
+
+def _changed_settings(before: Mapping[str, object], config: RunConfig) -> list[str]:
+    now = config.model_dump(mode="json")
+    found = differences({name: before.get(name) for name in DECIDES}, {name: now[name] for name in DECIDES})
+    return [path for path, _, _ in found if path not in _IRRELEVANT]
+
+
+def _candidate(key: tuple[int, int], one: SpilledGroup, config: RunConfig) -> Candidate:
+    prompt, attempt = key
+    rollouts = one.group.rollouts
+    return Candidate(
+        prompt=prompt,
+        attempt=attempt,
+        reference=reference_version(rollouts, config.buffer.age_of),
+        last_version=max(rollout.last_version for rollout in rollouts),
+    )

@@ -1,11 +1,12 @@
 """New weights on their way from the trainer to the generators: the serving loops of a run.
 
-The generators of each host have a loop of their own: they fetch and swap in the newest version whenever there
-is one newer than theirs; one that joins does so at once, and alone where the others have the version already.
-Every teacher that moves has such a loop too: it is one more reader, and nobody waits for it.
-One loop publishes: the training loop asks it to, and waits only until the trainer's ranks have begun to copy
-their weights; one more loop asks for what had to be skipped; and one tells the buffer what is served, which a
-generator's end can change too.
+publish       stages the trainer's weights when the training loop asks for it, which waits only until the
+              ranks have begun to copy them
+catch up      asks for a version that had to be skipped, because generators were reading both buffers
+serve         one for each host: its generators fetch and swap in the newest version whenever it is newer
+              than theirs. A generator that joins does so at once
+move          one for each teacher that takes the policy's weights; nobody waits for it
+tell served   tells the buffer which version all healthy generators have, which lets groups start
 """
 
 import asyncio
@@ -64,16 +65,16 @@ class WeightServing:
     async def publish(self) -> None:
         """Have the trainer's current weights staged for the generators.
 
-        Returns as soon as the trainer may make its next step: when its ranks have begun to copy. One version
-        is staged at a time: this one waits until the one before is. What goes wrong ends the publishing loop,
-        and with it the run.
+        Returns when the trainer's ranks have begun to copy, so that it can make its next step. One version is
+        staged at a time: this call waits for the one before. A failure ends the publishing loop, and with it
+        the run.
         """
         begun = asyncio.Event()
         self._wanted.put_nowait(begun)
         await begun.wait()
 
     async def until_served(self, version: int) -> None:
-        """Wait until there are healthy generators, and every one of them samples under ``version``."""
+        """Wait until there are healthy generators, and all of them sample under ``version``."""
         await self._generators.until_all_have(version)
 
     async def until_taught_by(self, version: int) -> None:

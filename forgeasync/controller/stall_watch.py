@@ -1,7 +1,8 @@
-"""Looks at a run once a second: shows what lives, and tells of a run that stands still.
+"""Looks at a run once a second: shows what lives, and reports a run that stands still.
 
-Where processes answer and nothing moves, it says what each loop waits for and what each process does. It ends
-nothing: deadlines of calls (``timeouts``) end what takes too long; this says before where it hangs.
+If processes answer and nothing moves, the report says what each loop waits for and what each process does. It
+ends nothing: deadlines of calls (``timeouts``) end what takes too long, and the report says before where a
+run hangs.
 """
 
 import asyncio
@@ -19,13 +20,13 @@ LOOK_S = 1.0
 """Seconds between two looks."""
 
 STOOD_STILL_S = 5.0
-"""A look that comes later than this says that the controller itself stood still."""
+"""A look that comes later than this shows that the controller itself stood still."""
 
 SCORE_COUNTS = ("score/num_queued", "score/num_in_flight", "score/num_early", "scoring/num_failed_attempts")
-"""Of these one changes when a response comes to be scored, or is."""
+"""One of these changes whenever a response is queued for a scorer, or scored."""
 
 MAX_PROCS = 32
-"""The stacks of so many processes are told."""
+"""Most processes whose stacks are reported."""
 
 
 class StallWatch:
@@ -54,7 +55,7 @@ class StallWatch:
             await asyncio.sleep(LOOK_S)
             now_s = time.monotonic()
             passed_s, looked_s = now_s - looked_s, now_s
-            # Steps may not come to tell of it.
+            # Between steps nothing else updates the console.
             self._console.now(
                 self._roles.faults.metrics() | self._roles.generators.metrics() | self.metrics()
             )

@@ -1,22 +1,43 @@
-"""The procs of a run: all roles started side by side, and connected."""
+"""Starts the processes of a config, and connects them.
+
+start_roles       for a run: trainer, generators, scorer, buffer, environment and teachers
+Fleet             the same without a buffer, for a loop of your own
+start_sampling    for an evaluation outside of a run: what samples and scores
+"""
 
 import asyncio
 import dataclasses
+import itertools
+import logging
 import os
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
 
 from forgeasync.actors import (
+    ITS_HOST,
     BufferActor,
+    CancelledGroup,
+    EndpointResponses,
     EnvironmentPool,
     GeneratorRouter,
     GroupEpisodes,
     GroupSampler,
     GroupScoring,
+    NoTrajectories,
     ProcessManager,
+    RefusedGroup,
     ResponseGroups,
+    SampledGroup,
+    SwappedReplica,
+    TeacherFailure,
     Teaching,
     TrainerMesh,
+    Unscored,
     agent_roles,
     connect_weights,
     start_buffer,
@@ -27,14 +48,32 @@ from forgeasync.actors import (
     start_trainer,
 )
 from forgeasync.algorithms import Loss
-from forgeasync.config import AgeOf, RunConfig, average_alpha, is_served
-from forgeasync.controller.preparation import Prepared
+from forgeasync.config import AgeOf, OnBadStep, RunConfig, average_alpha, is_served, named_sources
+from forgeasync.controller.evaluation import LocalModel, PreparedEvaluation, evaluate
+from forgeasync.controller.hosts import open_hosts
+from forgeasync.controller.preparation import Prepared, prepare
 from forgeasync.controller.trainer_recovery import TrainerRecovery, start_recovery
+from forgeasync.environments import response_of, sampling_seed, weighted_order
 from forgeasync.faults import FaultLog
 from forgeasync.launch import build_hosts
-from forgeasync.observability import ProcsFile, RunDir, StepConsole
-from forgeasync.rollouts import PromptEncoder
-from forgeasync.trainer import TrainerSetup
+from forgeasync.observability import HeldOutScores, ProcsFile, RunDir, StepConsole, default_run_dir
+from forgeasync.rollouts import Group, PromptEncoder, Score, StoredRollout, Task, steps_of
+from forgeasync.schema import Problem, raise_if_any
+from forgeasync.trainer import (
+    StepResult,
+    TrainerSetup,
+    TrainingItem,
+    assign_rows,
+    items_of,
+    steps_problem,
+    training_items,
+    whole_response,
+)
+from forgeasync.weights import NUM_SLOTS, Manifest
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +91,7 @@ class Roles:
 
 
 def open_procs(config: RunConfig, run_dir: RunDir, console: StepConsole) -> ProcessManager:
-    """Return what will hold all procs of a run; none is started yet."""
+    """Return what will hold all processes of a run; none is started yet."""
     logs = run_dir.logs.resolve()
     return ProcessManager(
         logs,
@@ -65,11 +104,10 @@ def open_procs(config: RunConfig, run_dir: RunDir, console: StepConsole) -> Proc
 async def start_roles(
     config: RunConfig, prepared: Prepared, manager: ProcessManager, console: StepConsole, run_dir: RunDir
 ) -> Roles:
-    """Start and set up the procs of all roles, and let the trainer's weights reach the generators.
+    """Start and set up the processes of all roles, side by side, and connect them.
 
     ``run_dir`` has the folder for files that episodes keep, the ledger, and where people are served.
     """
-    _say_what_starts(config, console)
     resumed = prepared.resumed
     setup = dataclasses.replace(
         trainer_setup(prepared, config.algorithm),
@@ -77,44 +115,8 @@ async def start_roles(
         resume_from=None if resumed is None else resumed.folder,
         bad_steps=run_dir.bad_steps.resolve(),
     )
-    started = await _start_side_by_side(config, prepared, setup, manager, console, run_dir)
-    if config.teachers:
-        console.phase(f"starting {', '.join(f'teacher {name}' for name in config.teachers)}")
-    teaching = await start_teachers(manager, config, prepared.facts, prepared.prompts)
-    console.phase("connecting the trainer's weights to the generators")
-    await started.trainer.connect(started.generators)
-    moving = teaching.moving
-    for words in await connect_weights(manager, config, started.trainer, started.generators, moving):
-        console.message(words)
-    groups = await connect_groups(
-        config, prepared.prompts, started.environment, started.generators, started.scorer
-    )
-    console.end_phase()
-    recovery = await start_recovery(
-        manager,
-        setup,
-        config.timeouts,
-        trainer=started.trainer,
-        generators=started.generators,
-        teachers=[one.router for one in moving],
-        first_version=0 if resumed is None else resumed.state.step,
-        tell=console.message,
-    )
-    manager.faults.recover_earlier(f"came back as process {os.getpid()}")
-    return Roles(
-        trainer=recovery,
-        generators=started.generators,
-        scorer=started.scorer,
-        buffer=started.buffer,
-        groups=groups,
-        teaching=teaching,
-        faults=manager.faults,
-    )
-
-
-def _say_what_starts(config: RunConfig, console: StepConsole) -> None:
-    has_environment = config.environment is not None
     num_scorers = config.scorer.num_replicas
+    has_environment = config.environment is not None
     console.phase(
         f"starting {config.trainer.parallel.num_procs} trainer procs, "
         f"{config.generator.num_replicas} generators, "
@@ -122,42 +124,24 @@ def _say_what_starts(config: RunConfig, console: StepConsole) -> None:
         + (f", {config.episodes.num_workers} environment workers" if has_environment else ""),
         num_parts=5 if has_environment else 4,
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Started:
-    """Roles whose procs are set up and do not know of each other yet."""
-
-    generators: GeneratorRouter
-    scorer: GroupScoring
-    buffer: BufferActor
-    environment: EnvironmentPool | None
-    trainer: TrainerMesh
-
-
-async def _start_side_by_side(
-    config: RunConfig,
-    prepared: Prepared,
-    setup: TrainerSetup,
-    manager: ProcessManager,
-    console: StepConsole,
-    run_dir: RunDir,
-) -> _Started:
-    resumed = prepared.resumed
     async with asyncio.TaskGroup() as starting:
-        generators = starting.create_task(
-            start_generators(manager, config, prepared.facts, prepared.model_path)
+
+        def begin(name: str, start: Coroutine[Any, Any, T], *, is_told: bool = True) -> asyncio.Task[T]:
+            task = starting.create_task(start)
+            if is_told:
+                task.add_done_callback(partial(_tell_ready, console, name))
+            return task
+
+        generators_started = begin(
+            "generators", start_generators(manager, config, prepared.facts, prepared.model_path)
         )
-        scorer = starting.create_task(start_scorer(manager, config))
-        buffer = starting.create_task(
-            start_buffer(
-                manager,
-                config,
-                run_dir.ledger.resolve(),
-                None if resumed is None else resumed.buffer,
-            )
+        scorer_started = begin("scorer", start_scorer(manager, config))
+        resumed_buffer = None if resumed is None else resumed.buffer
+        buffer_started = begin(
+            "buffer", start_buffer(manager, config, run_dir.ledger.resolve(), resumed_buffer)
         )
-        environment = starting.create_task(
+        environment_started = begin(
+            "environment",
             start_environment(
                 manager,
                 config,
@@ -165,24 +149,52 @@ async def _start_side_by_side(
                 console.message,
                 artifacts=run_dir.artifacts.resolve(),
                 serving_file=run_dir.serving.resolve(),
-            )
+            ),
+            is_told=has_environment,
         )
-        trainer = starting.create_task(start_trainer(manager, setup, config.timeouts))
-        for name, role in (
-            ("generators", generators),
-            ("scorer", scorer),
-            ("buffer", buffer),
-            ("trainer", trainer),
-            *([("environment", environment)] if config.environment is not None else []),
-        ):
-            role.add_done_callback(partial(_tell_ready, console, name))
-    return _Started(
-        generators=generators.result(),
-        scorer=scorer.result(),
-        buffer=buffer.result(),
-        environment=environment.result(),
-        trainer=trainer.result(),
+        trainer_started = begin("trainer", start_trainer(manager, setup, config.timeouts))
+    trainer, generators, scorer = (
+        trainer_started.result(),
+        generators_started.result(),
+        scorer_started.result(),
     )
+    if config.teachers:
+        console.phase(f"starting {', '.join(f'teacher {name}' for name in config.teachers)}")
+    teaching = await start_teachers(manager, config, prepared.facts, prepared.prompts)
+    console.phase("connecting the trainer's weights to the generators")
+    await trainer.connect(generators)
+    moving = teaching.moving
+    for words in await connect_weights(manager, config, trainer, generators, moving):
+        console.message(words)
+    groups = await connect_groups(config, prepared.prompts, environment_started.result(), generators, scorer)
+    console.end_phase()
+    recovery = await start_recovery(
+        manager,
+        setup,
+        config.timeouts,
+        trainer=trainer,
+        generators=generators,
+        teachers=[one.router for one in moving],
+        first_version=0 if resumed is None else resumed.state.step,
+        tell=console.message,
+    )
+    manager.faults.recover_earlier(f"came back as process {os.getpid()}")
+    return Roles(
+        trainer=recovery,
+        generators=generators,
+        scorer=scorer,
+        buffer=buffer_started.result(),
+        groups=groups,
+        teaching=teaching,
+        faults=manager.faults,
+    )
+
+
+def _tell_ready(console: StepConsole, name: str, starting: asyncio.Task[object]) -> None:
+    """Say that a role is ready, unless its start has failed, which is reported elsewhere."""
+    if not starting.cancelled() and starting.exception() is None:
+        console.message(f"{name} ready")
+        console.part_done()
 
 
 async def connect_groups(
@@ -196,16 +208,7 @@ async def connect_groups(
     if environment is not None:
         await environment.connect(generators.known)
         generators.pool.follow(environment.generators_changed)
-        return GroupEpisodes(
-            environment,
-            generators,
-            roles=agent_roles(config.agents),
-            group_size=config.algorithm.group_size,
-            sampling=config.sampling,
-            section=config.episodes,
-            max_lost_per_group=config.generator.max_lost_per_group,
-            keeps_texts=config.serving.keep_texts or not is_served(config),
-        )
+        return _episodes(config, environment, generators)
     return ResponseGroups(
         generators,
         scorer,
@@ -213,6 +216,60 @@ async def connect_groups(
         group_size=config.algorithm.group_size,
         sampling=config.sampling,
     )
+
+
+def _episodes(
+    config: RunConfig, environment: EnvironmentPool, generators: GeneratorRouter | NoTrajectories
+) -> GroupEpisodes:
+    return GroupEpisodes(
+        environment,
+        # NoTrajectories has what is asked of a router if nothing trains.
+        generators,  # type: ignore[arg-type]
+        roles=agent_roles(config.agents),
+        group_size=config.algorithm.group_size,
+        sampling=config.sampling,
+        section=config.episodes,
+        max_lost_per_group=config.generator.max_lost_per_group,
+        keeps_texts=config.serving.keep_texts or not is_served(config),
+    )
+
+
+@asynccontextmanager
+async def start_sampling(
+    prepared: PreparedEvaluation, manager: ProcessManager, console: StepConsole, *, artifacts: Path
+) -> AsyncIterator[GroupSampler]:
+    """Start what samples and scores the problems of an evaluation outside of a run.
+
+    That is generators for a model in a folder, workers for an environment, and a scorer. Episodes keep files
+    in ``artifacts``.
+    """
+    config, model = prepared.config, prepared.model
+    console.phase("starting")
+    await manager.open(console.message)
+    if isinstance(model, LocalModel):
+        generators, scorer, environment = await asyncio.gather(
+            start_generators(manager, config, model.facts, model.path),
+            start_scorer(manager, config),
+            start_environment(manager, config, model.path, console.message, artifacts=artifacts),
+        )
+        console.end_phase()
+        yield await connect_groups(config, model.prompts, environment, generators, scorer)
+    elif config.environment is not None:
+        environment = await start_environment(
+            manager, config, Path(), console.message, artifacts=artifacts, endpoint=model
+        )
+        assert environment is not None, "the config has an environment"
+        console.end_phase()
+        yield _episodes(config, environment, NoTrajectories())
+    else:
+        scorer = await start_scorer(manager, config)
+        console.end_phase()
+        system_prompt, limit_s = config.data.system_prompt, config.timeouts.generate_s
+        responses = EndpointResponses(model, scorer, system_prompt=system_prompt, limit_s=limit_s)
+        try:
+            yield responses
+        finally:
+            await responses.close()
 
 
 def trainer_setup(prepared: Prepared, loss: Loss) -> TrainerSetup:
@@ -230,8 +287,262 @@ def trainer_setup(prepared: Prepared, loss: Loss) -> TrainerSetup:
     )
 
 
-def _tell_ready(console: StepConsole, name: str, starting: asyncio.Task[object]) -> None:
-    """Say that a role is at work, unless its start has failed, which is told elsewhere."""
-    if not starting.cancelled() and starting.exception() is None:
-        console.message(f"{name} ready")
-        console.part_done()
+def _unused(config: RunConfig) -> Iterator[Problem]:
+    """Find settings that only apps.grpo acts on, which a loop of your own would silently ignore."""
+    algorithm, trainer, evaluation = config.algorithm, config.trainer, config.evaluation
+    bad_steps, acted_on = trainer.bad_steps, (None, OnBadStep.SKIP)
+    for field, value, is_set in (
+        ("algorithm.filters", algorithm.filters, bool(algorithm.filters)),
+        ("trainer.steps_per_batch", trainer.steps_per_batch, trainer.steps_per_batch != 1),
+        ("trainer.bad_steps.on_nan", bad_steps.on_nan, bad_steps.on_nan not in acted_on),
+        ("trainer.bad_steps.on_spike", bad_steps.on_spike, bad_steps.on_spike not in acted_on),
+        ("evaluation.sets", [one.name for one in evaluation.sets], bool(evaluation.sets)),
+    ):
+        if is_set:
+            remedy = "must be left out: a Fleet does not act on it, your own loop does what it likes"
+            yield Problem(field=field, value=value, remedy=remedy)
+
+
+def _check_loss(loss: Loss, config: RunConfig) -> None:
+    """Raise ValueError if a loss does not ask teachers for what they were started for."""
+    found, asked = (
+        (one.needs_teacher, one.num_teacher_ids if one.needs_teacher else 0, one.asks_student_ids)
+        for one in (loss, config.algorithm)
+    )
+    if found != asked:
+        needs, num_ids, are_students = asked
+        ids = "ids of the policy's" if are_students else "likeliest ids"
+        words = f"a teacher's {num_ids} {ids} a token" if needs else "no teacher"
+        raise ValueError(
+            f"loss: its terms must need {words}, as algorithm.terms of the config does: teachers of the run "
+            "are asked for that"
+        )
+
+
+class Fleet:
+    """The processes of a config, started and connected, for a loop of your own.
+
+    Nothing runs by itself: your loop samples, trains and publishes in its own order. Generators serve the
+    weights that were published last. Teachers, if the config has some, look at every group that is sampled.
+    To train and sample concurrently, with a replay buffer between the two, see apps/grpo.py.
+
+        async with Fleet.start(config) as fleet:
+            groups = await fleet.sample(fleet.next_tasks(24))
+            await fleet.train(fleet.items(groups))
+            await fleet.free(groups)
+            await fleet.publish()
+
+    Use ``trainer``, ``generators`` and ``scorer`` for anything that these methods do not do.
+    """
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        trainer: TrainerMesh,
+        generators: GeneratorRouter,
+        scorer: GroupScoring,
+        groups: GroupSampler,
+        teaching: Teaching,
+    ) -> None:
+        self.config = prepared.config
+        self.trainer = trainer
+        self.generators = generators
+        self.scorer = scorer
+        self.problems: list[str] = []
+        """Reasons why groups were not sampled, not scored or not seen by their teacher, one for each."""
+        self._prepared = prepared
+        self._groups = groups
+        self._teaching = teaching
+        weights = {source.name: source.weight for source in named_sources(self.config.data)}
+        self._order = weighted_order(prepared.train, weights, seed=self.config.seed, position=0)
+        self._group_ids = itertools.count()
+        self._num_steps = self._served_version = 0
+        self._newest: Manifest | None = None
+
+    @classmethod
+    @asynccontextmanager
+    async def start(cls, config: RunConfig, *, loss: Loss | None = None) -> AsyncIterator["Fleet"]:
+        """Check the config, start its processes, and end them when the body ends.
+
+        ``loss`` replaces that of ``config.algorithm``. Logs of the processes are in the run's folder.
+
+        Raises:
+            ConfigError: lists every problem, before any process starts.
+            ActorDied: a process has died; within an exception group where the body was running.
+        """
+        raise_if_any(_unused(config))
+        if loss is not None:
+            _check_loss(loss, config)
+        prepared = prepare(config)
+        config = prepared.config
+        folder = default_run_dir(config.name, datetime.now()) if config.run_dir is None else config.run_dir
+        run_dir = RunDir(path=Path(folder).resolve())
+        logs = run_dir.logs
+        logs.mkdir(parents=True, exist_ok=True)
+        procs = ProcessManager(logs, build_hosts(config, logs))
+        setup = dataclasses.replace(
+            trainer_setup(prepared, config.algorithm if loss is None else loss), bad_steps=run_dir.bad_steps
+        )
+        try:
+            async with procs.naming_deaths():
+                for warning in prepared.warnings:
+                    logger.warning("%s", warning)
+                await open_hosts(config, prepared.facts, procs, tell=logger.warning)
+                generators, scorer, trainer, environment = await asyncio.gather(
+                    start_generators(procs, config, prepared.facts, prepared.model_path),
+                    start_scorer(procs, config),
+                    start_trainer(procs, setup, config.timeouts),
+                    start_environment(procs, config, prepared.model_path, logger.warning),
+                )
+                teaching = await start_teachers(procs, config, prepared.facts, prepared.prompts)
+                await trainer.connect(generators)
+                generators.pool.follow(lambda: trainer.generators_changed(generators))
+                for words in await connect_weights(procs, config, trainer, generators, teaching.moving):
+                    logger.info("%s", words)
+                groups = await connect_groups(config, prepared.prompts, environment, generators, scorer)
+            async with asyncio.TaskGroup() as watching:
+                fleet = cls(prepared, trainer, generators, scorer, groups, teaching)
+                hosts = range(generators.num_hosts)
+                loops = [
+                    procs.watch(),
+                    *(
+                        fleet._take_versions(generators, host, lambda one: generators.taken(one.number))
+                        for host in hosts
+                    ),
+                    *(fleet._take_versions(one.router, ITS_HOST, one.taken) for one in teaching.moving),
+                ]
+                tasks = [watching.create_task(loop) for loop in loops]
+                yield fleet
+                for task in tasks:
+                    task.cancel()
+        finally:
+            await procs.close()
+
+    def next_tasks(self, num_tasks: int) -> list[Task]:
+        """Return the next training problems in the data's order; every pass is reshuffled."""
+        return [self._order.next() for _ in range(num_tasks)]
+
+    async def sample(self, tasks: Iterable[Task]) -> list[Group]:
+        """Sample and score a group of ``algorithm.group_size`` rollouts for each task, concurrently.
+
+        Teachers then look at them. Groups that could not be sampled, scored or looked at are left out;
+        ``problems`` says why. The arrays of the others stay in the payload store (``payload.capacity_gib``)
+        until ``free``.
+        """
+        groups = await asyncio.gather(*(self._sample(task) for task in tasks))
+        return [group for group in groups if group is not None]
+
+    async def _sample(self, task: Task) -> Group | None:
+        group_id = next(self._group_ids)
+        answer = await self._groups.sample(group_id, task, seed=sampling_seed(self.config.seed, group_id))
+        if isinstance(answer, RefusedGroup | CancelledGroup):
+            problem = answer.problem if isinstance(answer, RefusedGroup) else f"group {group_id}: cancelled"
+            self.problems.append(problem or f"group {group_id}: nobody has scored it")
+            return None
+        scores = await self._scores(group_id, task, answer)
+        if isinstance(scores, Unscored):
+            await self.generators.free_payloads(answer.rollouts)
+            self.problems.append(scores.reason)
+            return None
+        group = Group(
+            group_id=group_id,
+            draw_id=group_id,
+            task=task,
+            rollouts=answer.rollouts,
+            rewards=tuple(score.value for score in scores),
+            scores=scores,
+        )
+        problem = steps_problem(group, scores, self.config.algorithm)
+        if problem is None:
+            taught = await self._teaching.teach(group_id, task, answer.rollouts, scores)
+            if not isinstance(taught, TeacherFailure):
+                if taught is not answer.rollouts:
+                    # A teacher writes the group once more.
+                    await self.generators.free_payloads(answer.rollouts)
+                return dataclasses.replace(group, rollouts=taught, steps=steps_of(scores))
+            problem = taught.problem
+        await self.generators.free_payloads(answer.rollouts)
+        self.problems.append(problem)
+        return None
+
+    async def _scores(self, group_id: int, task: Task, sampled: SampledGroup) -> tuple[Score, ...] | Unscored:
+        if sampled.scores is not None:
+            return sampled.scores
+        responses = [response_of(rollout) for rollout in sampled.rollouts]
+        return await self.scorer.score_group(group_id, task, responses)
+
+    def items(self, groups: Sequence[Group]) -> list[TrainingItem]:
+        """Turn groups into training items, with the advantages of ``algorithm.advantage``."""
+        return training_items(groups, [1.0] * len(groups), self.config.algorithm)
+
+    def imitate(self, rollouts: Iterable[StoredRollout]) -> list[TrainingItem]:
+        """Return training items for rollouts to be made more likely, each with advantage 1."""
+        return [item for rollout in rollouts for item in items_of(rollout, whole_response(1.0), weight=1.0)]
+
+    async def train(self, items: Sequence[TrainingItem]) -> StepResult:
+        """Take one optimizer step.
+
+        Raises:
+            ValueError: there is nothing to train on.
+        """
+        if not items:
+            raise ValueError("items is empty; an optimizer step needs at least one item")
+        rows = assign_rows(
+            items,
+            tokens_per_row=self.config.trainer.tokens_per_row,
+            num_ranks=self.trainer.num_data_ranks,
+        )
+        self._num_steps += 1
+        return await self.trainer.train_items([rows], step=self._num_steps)
+
+    async def publish(self) -> int:
+        """Have every generator sample under the trainer's weights; returns their version.
+
+        Teachers that move have by then what is due for them.
+        """
+        if self._num_steps == self._served_version:
+            return self._served_version
+        manifest = self._newest = await self.trainer.stage_weights(self._num_steps % NUM_SLOTS)
+        self.generators.published(manifest.version)
+        for teacher in self._teaching.moving:
+            teacher.published(manifest.version)
+        await self.generators.until_all_have(manifest.version)
+        for teacher in self._teaching.moving:
+            await teacher.until_current(manifest.version)
+        self._served_version = manifest.version
+        return manifest.version
+
+    async def _take_versions(
+        self, engines: GeneratorRouter, host: int, taken: Callable[[SwappedReplica], None]
+    ) -> None:
+        """Have the engines of a host fetch what was published last, also those that join later."""
+        while True:
+            await engines.until_behind(host)
+            manifest = self._newest
+            assert manifest is not None, "nothing is newer than what the engines began with"
+            # A version that is overwritten meanwhile does not arrive whole.
+            fetched = await engines.begin_update(host, manifest)
+            if fetched is not None and fetched.is_complete:
+                for swapped in await engines.finish_update(host, manifest.version):
+                    taken(swapped)
+
+    @property
+    def teacher_metrics(self) -> dict[str, float]:
+        """Counts of the teachers since the start, under their names in metrics.jsonl; empty without any."""
+        return self._teaching.metrics()
+
+    async def evaluate(self) -> HeldOutScores:
+        """Score one response to each held-out problem, under the weights that were published last."""
+        return await evaluate(
+            self._prepared.held_out,
+            self._groups,
+            sampling=self.config.sampling,
+        )
+
+    async def free(self, groups: Iterable[Group]) -> None:
+        """Free the arrays of groups."""
+        await self.generators.free_payloads(rollout for group in groups for rollout in group.rollouts)
+
+    async def export(self, folder: str | Path) -> None:
+        """Write the trainer's weights as a Hugging Face folder, which must not exist yet."""
+        await self.trainer.save_hf(Path(folder).resolve(), source=self._prepared.model_path)

@@ -4,9 +4,9 @@
 
 It is small, as it imports neither torch nor vLLM, and does nothing while the run goes on. After a death it
 ends what the run has left, writes the death into ``faults.jsonl``, and starts the run with ``--resume
-latest``. Where no checkpoint was written yet, the run begins anew in the same folder, and the files of the
-start before are moved aside. ``launch/restart_policy.py`` decides when to give up. Ctrl-C and SIGTERM go to
-the run, and end both.
+latest``. If no checkpoint was written yet, the run begins anew in the same folder, and the files of the start
+before are moved aside. ``launch/restart_policy.py`` decides when to give up. Ctrl-C and SIGTERM go to the
+run, and end both.
 """
 
 import argparse
@@ -15,9 +15,11 @@ import ctypes
 import json
 import os
 import secrets
+import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from datetime import datetime
@@ -29,25 +31,35 @@ import psutil
 
 from forgeasync.checkpoint import list_checkpoints
 from forgeasync.config import load_config
-from forgeasync.controller.leftovers import NotEnded, end_all, end_leftovers
-from forgeasync.controller.resume import LATEST, begin_anew, has_ended, newest_step, planned_folder
-from forgeasync.controller.supervisor_beat import PIPE, Pulse
-from forgeasync.faults import RETRY_S, FaultLog, Role, is_refusal, read_stacks
-from forgeasync.launch import (
-    STOP_SIGNALS,
-    End,
-    Ending,
-    RestartPolicy,
-    StartAgain,
-    is_death,
+from forgeasync.controller.resume import (
+    LATEST,
+    NotEnded,
+    begin_anew,
+    end_all,
+    end_leftovers,
+    has_ended,
+    newest_step,
+    planned_folder,
 )
+from forgeasync.faults import RETRY_S, FaultLog, Role, is_refusal, read_stacks
+from forgeasync.launch import STOP_SIGNALS, End, Ending, RestartPolicy, StartAgain, is_death
 from forgeasync.observability import RunDir, RunInUse, RunLock, default_run_dir
 from forgeasync.schema import EXIT_FAILED, EXIT_REFUSED, EXIT_SIGNAL, ConfigError
 
 LINGER_S = 5.0
 """Time for what a run that ended in order has started to end by itself, before it is killed."""
 
-LOOK_S = 0.05
+PIPE = "FORGEASYNC_SUPERVISOR_PIPE"
+"""Environment variable with the file descriptor that a run writes its signs of life to."""
+
+BEAT_S = 1.0
+"""Seconds between two signs of life."""
+
+LOOK_S = 0.5
+"""Seconds between two looks at a run, if nothing comes."""
+
+STALL_S = 5.0
+"""A look that comes later than this shows that the supervisor stood still, and maybe the run with it."""
 
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -75,9 +87,11 @@ class Supervisor:
         resume: str | None,
         controller_s: float,
     ) -> None:
-        """``command`` starts the run, from the beginning; with ``--resume latest`` behind it, from the newest
-        one of ``checkpoints``. ``resume`` is what the first start is to be resumed from. A run that gives no
-        sign of life for ``controller_s`` is killed."""
+        """Supervise the run that ``command`` starts.
+
+        With ``--resume latest`` behind it, it goes on from the newest one of ``checkpoints``. ``resume`` is
+        what the first start is resumed from. A run that gives no sign of life for ``controller_s`` is killed.
+        """
         self._command = list(command)
         self._run_dir = run_dir
         self._checkpoints = checkpoints
@@ -90,7 +104,7 @@ class Supervisor:
         """Faults that were noted before the last start."""
         self._controller_s = controller_s
         self._silence: str | None = None
-        """In words, that the run was killed because it stood still."""
+        """Says that the run was killed because it stood still; None: it was not."""
         self._evidence: str | None = None
         """The stacks of the run that stood still, before it was killed."""
 
@@ -145,7 +159,7 @@ class Supervisor:
             pass_fds=[pulse.writer],
             env=os.environ | {PIPE: str(pulse.writer)},
         )
-        pulse.close_writer()
+        os.close(pulse.writer)
         self._silence = self._evidence = None
         self._child = self._last_child = process.pid
         if self._received is not None:
@@ -177,10 +191,7 @@ class Supervisor:
 
     def _end_descendants(self, *, at_once: bool) -> None:
         """End all processes of the run that are left: they have become this process's children."""
-        end_s = time.monotonic() + (0.0 if at_once else LINGER_S)
-        while any(True for _ in _descendants()) and time.monotonic() < end_s:
-            time.sleep(LOOK_S)
-        end_all(_descendants)
+        end_all(_descendants, linger_s=0.0 if at_once else LINGER_S)
 
     def _clean_up(self, ending: Ending, decision: End | StartAgain) -> str | None:
         """End what the run has left, note its death, and make its folder ready for the next start.
@@ -247,6 +258,80 @@ class Supervisor:
             # It may have died before it moved those aside that are later than the one that it was given.
             return self._resume
         return LATEST if checkpoints else None
+
+
+class Pulse:
+    """The signs of life of a run: a pipe with a byte every second.
+
+    A thread of the run writes it, which a busy event loop does not hold up, only what stops the whole
+    process, such as SIGSTOP. Before the first byte, while the program is loaded, nothing counts.
+    """
+
+    def __init__(self, *, limit_s: float) -> None:
+        """``limit_s`` is ``timeouts.controller_s``."""
+        self._limit_s = limit_s
+        self._reader, self.writer = os.pipe()
+        """``writer`` is for the run; close it here once the run has started."""
+        self._is_open = True
+        self._last_s: float | None = None
+        """When the last byte came; None: none has."""
+        self._looked_s = time.monotonic()
+
+    def look(self) -> bool:
+        """Wait a moment for a byte; returns whether none has come for ``limit_s``.
+
+        If the run ends, the wait is over at once.
+        """
+        if not self._is_open:
+            time.sleep(LOOK_S / 10)
+            return False
+        ready, _, _ = select.select([self._reader], [], [], LOOK_S)
+        now_s = time.monotonic()
+        if now_s - self._looked_s > STALL_S and self._last_s is not None:
+            self._last_s = now_s
+        self._looked_s = now_s
+        if ready and os.read(self._reader, 4096):
+            self._last_s = now_s
+        elif ready:
+            self._is_open = False
+        return self._last_s is not None and now_s - self._last_s > self._limit_s
+
+    def close(self) -> None:
+        """Close the supervisor's end; the run has ended."""
+        os.close(self._reader)
+
+
+def start_beating() -> None:
+    """Give this process's supervisor signs of life from now on; does nothing without a supervisor.
+
+    If the supervisor ends, the run goes on.
+    """
+    if (pipe := os.environ.pop(PIPE, None)) is None:
+        return
+    descriptor = int(pipe)
+    # Processes that this one starts do not inherit it: the supervisor sees this one's end by the pipe's.
+    os.set_inheritable(descriptor, False)
+    os.set_blocking(descriptor, False)
+    # The first at once: what stops this process before the thread runs is to be noticed too.
+    _beat(descriptor)
+    threading.Thread(target=_keep_beating, args=(descriptor,), name="supervisor-beat", daemon=True).start()
+
+
+def _keep_beating(descriptor: int) -> None:
+    while _beat(descriptor):
+        time.sleep(BEAT_S)
+
+
+def _beat(descriptor: int) -> bool:
+    """Give a sign of life; False if the supervisor is gone."""
+    try:
+        os.write(descriptor, b".")
+    except BlockingIOError:
+        # The supervisor stands still.
+        pass
+    except BrokenPipeError:
+        return False
+    return True
 
 
 def _adopt_orphans() -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import dataclasses
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -170,46 +170,6 @@ def test_only_a_full_solution_counts_as_solved(tmp_path: Path) -> None:
     assert held_out.accuracy == pytest.approx(2 / 5)
     assert held_out.score_mean == pytest.approx(4.2 / 5)
     assert generators.seeds == [0, 1, 2, 3, 4], "the same draws at every evaluation"
-
-
-def serve_one_version(folder: Path, generators: Generators, recorder: Recorder) -> None:
-    """Publish version 1 and serve it."""
-
-    async def serve() -> None:
-        trainer = Trainer()
-        trainer.steps.append([])
-        run = make_run(make_config(folder), generators=generators, trainer=trainer, recorder=recorder)
-        loops = [asyncio.create_task(loop) for loop in run.serving.loops()]
-        served = asyncio.create_task(run.serving.until_served(1))
-        await run.serving.publish()
-        try:
-            done, _ = await asyncio.wait([*loops, served], return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-        finally:
-            for task in (*loops, served):
-                task.cancel()
-
-    asyncio.run(serve())
-
-
-def test_what_was_fetched_by_half_is_not_swapped_in(tmp_path: Path) -> None:
-    generators, recorder = (
-        Generators(2, is_complete=lambda host, number: host == 0 or number == 3),
-        Recorder(),
-    )
-    serve_one_version(tmp_path, generators, recorder)
-    assert generators.num_fetches == [1, 4]
-    assert [fetched.is_complete for fetched in recorder.fetches].count(False) == 3
-    assert generators.swapped == [(0, 1), (1, 1)]
-
-
-def test_a_fetch_that_succeeds_makes_up_for_those_before(tmp_path: Path) -> None:
-    """Four fail, one succeeds, version by version: that is never five in a row."""
-    generators, recorder = Generators(is_complete=lambda replica, number: number % 5 == 4), Recorder()
-    run_to_the_end(tmp_path, generators=generators, recorder=recorder)
-    assert generators.num_fetches == [5 * MAX_STEPS]
-    assert generators.swapped == [(0, version) for version in range(1, MAX_STEPS + 1)]
 
 
 @pytest.mark.parametrize("age_of", list(AgeOf))
@@ -523,7 +483,7 @@ def test_the_times_of_a_step_are_those_of_its_parts(tmp_path: Path, monkeypatch:
         return await committed(trainer_wait_share, update)
 
     run.buffer.take, run.buffer.committed = Endpoint(timed_take), Endpoint(told)
-    monkeypatch.setattr("forgeasync.controller.step_clock.time", clock)
+    monkeypatch.setattr("forgeasync.controller.recorder.time", clock)
     asyncio.run(run.run(Fleet()))
     assert shares == [0.25, 0.25]
     parts = [(one.wait_for_batch_s, one.train_s, one.publish_weights_s, one.eval_s) for one in times]
@@ -571,7 +531,7 @@ def test_what_training_waits_for_between_two_steps_is_measured_by_its_cause(
 
     run.buffer.checkpoint, run.buffer.refusal = Endpoint(waits), Endpoint(refusal)
     clock = SimpleNamespace(perf_counter=time.now_s)
-    monkeypatch.setattr("forgeasync.controller.step_clock.time", clock)
+    monkeypatch.setattr("forgeasync.controller.recorder.time", clock)
     time.run(run.run(Fleet()))
     none = TimesBetween(controller_s=2.0)
     with_checkpoint = TimesBetween(controller_s=2.0, wait_for_disk_s=20.0, checkpoint_s=3.0)
@@ -583,7 +543,8 @@ def test_a_resumed_run_goes_on_in_the_data_under_the_weights_of_its_checkpoint(t
 
     class ResumedGenerators(Generators):
         async def begin_update(self, replica: int, manifest: Manifest) -> FetchReport:
-            await let_others_run()
+            for _ in range(100):
+                await asyncio.sleep(0)
             return await super().begin_update(replica, manifest)
 
         async def sample_group(self, *arguments: object, **keywords: object) -> object:
@@ -695,166 +656,3 @@ def test_what_is_evaluated_is_served_by_every_generator(tmp_path: Path) -> None:
     run.buffer.progressed = Endpoint(progressed)
     asyncio.run(run.run(Fleet()))
     assert told == [0, 1] * MAX_STEPS
-
-
-class HeldGenerators(Generators):
-    """Fetches of these replicas end when they are let go."""
-
-    def __init__(self, num_replicas: int, *held: int) -> None:
-        super().__init__(num_replicas)
-        self.let_go = {replica: asyncio.Event() for replica in held}
-
-    async def begin_update(self, replica: int, manifest: Manifest) -> FetchReport:
-        if replica in self.let_go:
-            await self.let_go[replica].wait()
-        return await super().begin_update(replica, manifest)
-
-
-def serve(folder: Path, generators: Generators, body: Callable[[GrpoRun, Trainer], Awaitable[None]]) -> None:
-    """Run ``body`` beside the serving loops of a run."""
-
-    async def run_body() -> None:
-        trainer = Trainer()
-        run = make_run(make_config(folder), generators=generators, trainer=trainer)
-        loops = [asyncio.create_task(loop) for loop in run.serving.loops()]
-        try:
-            await body(run, trainer)
-        finally:
-            for loop in loops:
-                loop.cancel()
-
-    asyncio.run(run_body())
-
-
-async def let_others_run() -> None:
-    """Nothing here waits for time: after so many turns of the loop all that can happen has happened."""
-    for _ in range(100):
-        await asyncio.sleep(0)
-
-
-def test_a_version_counts_as_served_once_every_generator_has_it(tmp_path: Path) -> None:
-    generators = HeldGenerators(2, 1)
-    told: list[int] = []
-
-    async def body(run: GrpoRun, trainer: Trainer) -> None:
-        async def set_served_version(version: int) -> None:
-            told.append(version)
-
-        run.buffer.set_served_version = Endpoint(set_served_version)
-        trainer.steps.append([])
-        await run.serving.publish()
-        served = asyncio.create_task(run.serving.until_served(1))
-        await let_others_run()
-        assert generators.swapped == [(0, 1)] and not served.done() and told == []
-        generators.let_go[1].set()
-        await served
-        await let_others_run()
-        assert told == [1]
-
-    serve(tmp_path, generators, body)
-
-
-def test_generators_of_one_host_are_served_together(tmp_path: Path) -> None:
-    generators = Generators(3, hosts=[(0, 2), (1,)])
-
-    async def body(run: GrpoRun, trainer: Trainer) -> None:
-        for version in (1, 2):
-            trainer.steps.append([])
-            await run.serving.publish()
-            await run.serving.until_served(version)
-        assert sorted(generators.swapped) == [(r, v) for r in range(3) for v in (1, 2)]
-        assert generators.num_fetches == [2, 2], "a version is fetched once for each host"
-
-    serve(tmp_path, generators, body)
-
-
-def test_a_version_that_found_no_free_buffer_is_published_later(tmp_path: Path) -> None:
-    """Two generators hold one buffer each; what is skipped meanwhile comes when they let go."""
-    generators = HeldGenerators(2, 0, 1)
-
-    async def body(run: GrpoRun, trainer: Trainer) -> None:
-        late = generators.let_go.pop(1)
-        generators.let_go[1] = asyncio.Event()
-        generators.let_go[1].set()
-        trainer.steps.append([])
-        await run.serving.publish()
-        await let_others_run()
-        assert generators.swapped == [(1, 1)], "the first one holds version 1"
-        generators.let_go[1] = late
-        trainer.steps.append([])
-        await run.serving.publish()
-        await let_others_run()
-        trainer.steps.append([])
-        await run.serving.publish()
-        assert trainer.num_staged == 2 and run.serving.ledger.num_skipped == 1
-        for event in generators.let_go.values():
-            event.set()
-        await run.serving.until_served(3)
-        assert trainer.num_staged == 3
-
-    serve(tmp_path, generators, body)
-
-
-def test_a_run_told_to_stop_in_the_middle_of_a_step_writes_a_checkpoint_of_it(tmp_path: Path) -> None:
-    """Its cancelled call goes on in the trainer: the step counts once the trainer has made it."""
-
-    class SlowTrainer(Trainer):
-        under_way = asyncio.Event()
-
-        async def train_items(self, rows: object, *, step: int) -> StepResult:
-            if step == 2:
-                self.steps.append([])
-                self.under_way.set()
-                await asyncio.Event().wait()
-            return await super().train_items(rows, step=step)
-
-    async def stop() -> None:
-        running = asyncio.create_task(run.run(Fleet()))
-        await trainer.under_way.wait()
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await running
-        assert await run.checkpoints.write_now() == 2
-
-    trainer = SlowTrainer()
-    config = make_config(tmp_path, "max_steps=5", "checkpoint.every_steps=null")
-    run = make_run(config, trainer=trainer, held_out=[make_problem(10)])
-    asyncio.run(stop())
-    ((name, run_state),) = trainer.checkpoints
-    state = msgspec.json.decode(run_state, type=RunState)
-    assert name == "step-00000002" and state.step == state.buffer.trainer_version == 2
-
-
-def test_a_run_told_to_stop_right_after_a_checkpoint_writes_no_second_one_of_its_step(tmp_path: Path) -> None:
-    """Its folder is there, and another of the same name cannot take its place."""
-
-    class WritingTrainer(Trainer):
-        begun: Path | None = None
-
-        async def begin_checkpoint(self, folder: Path, *, run_state: bytes, keep: int) -> None:
-            assert self.begun is None and not folder.exists() and keep == 5
-            self.begun = folder
-            await super().begin_checkpoint(folder, run_state=run_state, keep=keep)
-
-        async def finish_checkpoint(self) -> None:
-            """As the trainer does: the folder has its name once all of it is written."""
-            if self.begun is not None:
-                self.begun.mkdir()
-                (self.begun / "run.json").write_text("{}")
-                self.begun = None
-
-    async def stop() -> None:
-        await run.run(Fleet())
-        assert (tmp_path / f"step-{MAX_STEPS:08d}").is_dir(), "a run waits for its last checkpoint"
-        assert await run.checkpoints.write_now() == MAX_STEPS
-        (tmp_path / f"step-{MAX_STEPS:08d}" / "run.json").unlink()
-        (tmp_path / f"step-{MAX_STEPS:08d}").rmdir()
-        assert await run.checkpoints.write_now() == MAX_STEPS
-        assert (tmp_path / f"step-{MAX_STEPS:08d}").is_dir(), "it waits until all of it is written"
-
-    trainer = WritingTrainer()
-    config = make_config(tmp_path, f"checkpoint.every_steps={MAX_STEPS}", "checkpoint.keep=5")
-    run = make_run(config, trainer=trainer, held_out=[make_problem(10)])
-    run.checkpoints.folder = tmp_path
-    asyncio.run(stop())
-    assert [name for name, _ in trainer.checkpoints] == [f"step-{MAX_STEPS:08d}"] * 2

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.procs
 RUN = """
 import json, os, signal, subprocess, sys, time
 from pathlib import Path
-from forgeasync.controller.supervisor_beat import start_beating
+from forgeasync.controller.supervisor import start_beating
 from forgeasync.faults.fault_log import FaultLog, Role
 from forgeasync.observability.run_dir import RunDir, release_claims
 

@@ -45,7 +45,7 @@ def test_what_does_not_go_together_is_refused(
 ) -> None:
     monkeypatch.setattr("sys.argv", ["grpo", "--config", str(LARGE), *arguments])
     with pytest.raises(SystemExit) as ended:
-        parse_arguments("", dry_run=True, resume=True, rehearse=True)
+        parse_arguments("", starts_run=True, can_rehearse=True)
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
 

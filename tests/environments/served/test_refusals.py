@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from apps.serve import checked
+from apps.serve import require_people
 from forgeasync.config import RunConfig, load_config
 from forgeasync.controller import prepare_evaluation, rehearse
 from forgeasync.environments import EndpointModel, build_source, look_at_data
@@ -18,10 +18,10 @@ def served() -> RunConfig:
 
 
 def test_serve_needs_people(served: RunConfig, tmp_path: Path) -> None:
-    assert checked(served) is served
+    require_people(served)
     (tmp_path / "run.yaml").write_text(MINIMAL)
     with pytest.raises(ConfigError, match=r"data\.source\.kind = 'reasoning_gym': must be 'served'"):
-        checked(load_config(tmp_path / "run.yaml"))
+        require_people(load_config(tmp_path / "run.yaml"))
 
 
 def test_nobody_comes_to_a_rehearsal_or_an_evaluation(served: RunConfig, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from forgeasync.buffer import BufferSnapshot, LeftOut, LostSteps, Submission
 from forgeasync.checkpoint import RUN_FILE, RunState, checkpoint_name
 from forgeasync.config import RunConfig
-from forgeasync.controller import FoundGroups, GroupSpiller, find_groups, group_spiller, remove_others
+from forgeasync.controller import FoundGroups, GroupSpiller, find_groups, groups, remove_others
 from forgeasync.launch import LOCAL_HOST_ID, LocalHost
 from forgeasync.ledger import START
 from forgeasync.rollouts import SUFFIX, Group, PayloadWriter, Score, StoredRollout, file_name, read_kept
@@ -171,7 +171,7 @@ def test_a_disk_without_room_is_told_once_and_counted(
     """Room for the next checkpoint is not touched."""
     world = World(tmp_path)
     free = 10**5
-    monkeypatch.setattr(group_spiller.shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
+    monkeypatch.setattr(groups.shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
 
     async def go() -> None:
         nonlocal free

@@ -15,12 +15,11 @@ pytestmark = pytest.mark.procs
 APP = """
 import asyncio, sys, time
 from pathlib import Path
-from forgeasync.controller import stopping
-from forgeasync.controller.cli import exit_code
-from forgeasync.controller.stopping import received_signal, run_main, telling
+from forgeasync.controller import cli
+from forgeasync.controller.cli import exit_code, received_signal, run_main, telling
 from forgeasync.rollouts.run_folder import create_run_folder, remove_run_folder
 
-stopping.SAME_S = float(sys.argv[3])
+cli.SAME_S = float(sys.argv[3])
 
 async def main(ending):
     folder = create_run_folder(0, root=Path(sys.argv[1]))

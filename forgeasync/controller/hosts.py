@@ -1,11 +1,18 @@
-"""Looks at the GPUs that a run is going to use, before a model is read, and has them judged."""
+"""Starts the hosts of a run, and compares each one with what the run needs there, before a model is read.
+
+A host must have enough memory and limits (``check_hosts``), and GPUs that can hold its role. The GPUs of this
+machine are looked at before anything starts (``check_local_gpus``), those of other hosts once a launcher has
+started them.
+"""
 
 import asyncio
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 
+from forgeasync.actors import ProcessManager
 from forgeasync.config import (
     LocalLauncher,
     ModelFacts,
@@ -23,16 +30,25 @@ from forgeasync.launch import (
     HostRole,
     Hosts,
     RolePlan,
+    check_host_limits,
     check_hosts_gpus,
     gather_gpu_facts,
     gpu_warnings,
+    lock_warning,
 )
-from forgeasync.planning import Machine, count_parameters, generator_memory, total_bytes, trainer_memory
+from forgeasync.planning import (
+    Machine,
+    count_parameters,
+    generator_memory,
+    role_needs,
+    total_bytes,
+    trainer_memory,
+)
 from forgeasync.schema import Problem, raise_if_any
 
 
 def places_of_rewards(config: RunConfig, num_gpus: int) -> frozenset[int]:
-    """Places, among this machine's ``num_gpus`` that the run may use, of those that rewards have.
+    """Return which of this machine's ``num_gpus`` GPUs that the run may use belong to rewards.
 
     Without GPUs, and where a launcher's hosts have those of the other roles, there are none.
 
@@ -54,9 +70,9 @@ def places_of_rewards(config: RunConfig, num_gpus: int) -> frozenset[int]:
 
 
 def check_local_gpus(config: RunConfig, facts: ModelFacts) -> tuple[list[Problem], list[str]]:
-    """Problems and warnings about this machine's GPUs; none if the run is not to use them.
+    """Return problems and warnings about this machine's GPUs; none if the run does not use them.
 
-    A torch that is built for CPUs uses none. ``config.rules.check_gpus`` tells where there are too few.
+    A torch that is built for CPUs uses none. ``forgeasync.config.check_gpus`` reports that there are too few.
     """
     if not isinstance(config.launcher, LocalLauncher) or torch.version.cuda is None:
         return [], []
@@ -71,12 +87,11 @@ def check_local_gpus(config: RunConfig, facts: ModelFacts) -> tuple[list[Problem
         plans=(trainer_plan(config, facts), generator_plan(config, facts)),
         is_trainer=True,
     )
-    choice = config.trainer.flash_attention
-    return list(check_hosts_gpus([host], choice)), gpu_warnings([host], choice)
+    return _judge(config, [host])
 
 
 def check_generator_gpus(config: RunConfig, facts: ModelFacts) -> tuple[list[Problem], list[str]]:
-    """Problems and warnings about this machine's GPUs where only generators use them."""
+    """Return problems and warnings about this machine's GPUs if only generators use them."""
     if torch.version.cuda is None:
         return [], []
     generator = config.generator
@@ -88,19 +103,18 @@ def check_generator_gpus(config: RunConfig, facts: ModelFacts) -> tuple[list[Pro
             f"must be at most the {len(found.gpus)} of this host"
         )
         return [Problem(field="generator.num_replicas", value=generator.num_replicas, remedy=remedy)], []
-    host = HostGpus(
-        host=LOCAL_HOST_ID,
-        facts=found,
-        num_needed=needed,
-        plans=(generator_plan(config, facts),),
-        is_trainer=False,
-    )
+    plans = (generator_plan(config, facts),)
+    host = HostGpus(host=LOCAL_HOST_ID, facts=found, num_needed=needed, plans=plans, is_trainer=False)
+    return _judge(config, [host])
+
+
+def _judge(config: RunConfig, hosts: Sequence[HostGpus]) -> tuple[list[Problem], list[str]]:
     choice = config.trainer.flash_attention
-    return list(check_hosts_gpus([host], choice)), gpu_warnings([host], choice)
+    return list(check_hosts_gpus(hosts, choice)), gpu_warnings(hosts, choice)
 
 
 async def check_gpus_of_hosts(config: RunConfig, facts: ModelFacts, hosts: Hosts) -> list[str]:
-    """Have the GPUs of hosts that a launcher has started judged; returns warnings.
+    """Check the GPUs of the hosts that a launcher has started; returns warnings.
 
     Raises:
         ConfigError: lists what they lack, all of it.
@@ -110,30 +124,25 @@ async def check_gpus_of_hosts(config: RunConfig, facts: ModelFacts, hosts: Hosts
         return []
     counts, generator = num_hosts(launcher), config.generator
     trainers, generators = await asyncio.gather(hosts.gpus(HostRole.TRAINER), hosts.gpus(HostRole.GENERATORS))
-    looked_at = [
-        HostGpus(host=host, facts=found, num_needed=num_needed, plans=(plan,), is_trainer=is_trainer)
-        for of_role, num_needed, plan, is_trainer in (
-            (
-                trainers,
-                config.trainer.parallel.num_procs // counts.trainer,
-                trainer_plan(config, facts),
-                True,
-            ),
-            (
-                generators,
-                generator.num_engines // counts.generators * generator.tensor_parallel,
-                generator_plan(config, facts),
-                False,
-            ),
-        )
-        for host, found in of_role.items()
-    ]
-    raise_if_any(check_hosts_gpus(looked_at, config.trainer.flash_attention))
-    return gpu_warnings(looked_at, config.trainer.flash_attention)
+    num_of_trainer = config.trainer.parallel.num_procs // counts.trainer
+    num_of_generators = generator.num_engines // counts.generators * generator.tensor_parallel
+    problems, warnings = _judge(
+        config,
+        [
+            HostGpus(host=host, facts=found, num_needed=num_needed, plans=(plan,), is_trainer=is_trainer)
+            for of_role, num_needed, plan, is_trainer in (
+                (trainers, num_of_trainer, trainer_plan(config, facts), True),
+                (generators, num_of_generators, generator_plan(config, facts), False),
+            )
+            for host, found in of_role.items()
+        ],
+    )
+    raise_if_any(problems)
+    return warnings
 
 
 def trainer_plan(config: RunConfig, facts: ModelFacts) -> RolePlan:
-    """What a trainer proc needs of its GPU."""
+    """Return what a trainer process needs of its GPU."""
     memory = trainer_memory(config, facts, count_parameters(facts), Machine.GPU)
     num_procs = config.trainer.parallel.num_procs
     remedy = (
@@ -151,7 +160,7 @@ def trainer_plan(config: RunConfig, facts: ModelFacts) -> RolePlan:
 
 
 def generator_plan(config: RunConfig, facts: ModelFacts) -> RolePlan:
-    """What every process of an engine needs of its GPU."""
+    """Return what every process of an engine needs of its GPU."""
     memory = generator_memory(config, facts, count_parameters(facts), Machine.GPU)
     others = total_bytes([item for item in memory if item.name != "KV cache"])
     return RolePlan(
@@ -162,3 +171,45 @@ def generator_plan(config: RunConfig, facts: ModelFacts) -> RolePlan:
         remedy=f"lower it: {others / 2**30:.3g} GiB are for the rest, of which weights are less with a "
         f"larger generator.tensor_parallel than {config.generator.tensor_parallel}",
     )
+
+
+async def open_hosts(
+    config: RunConfig, facts: ModelFacts, procs: ProcessManager, *, tell: Callable[[str], None]
+) -> None:
+    """Start and check the run's hosts; ``tell`` hears what they wait for, and what may become a problem.
+
+    Raises:
+        ConfigError: lists what hosts lack, all of it.
+    """
+    await procs.open(tell)
+    warnings = check_hosts(config, facts, procs.hosts)
+    for warning in (*warnings, *await check_gpus_of_hosts(config, facts, procs.hosts)):
+        tell(f"warning: {warning}")
+
+
+def check_hosts(config: RunConfig, facts: ModelFacts, hosts: Hosts) -> list[str]:
+    """Compare every host with what its role needs there; returns warnings.
+
+    Raises:
+        ConfigError: lists what hosts lack, all of it.
+    """
+    launcher = config.launcher
+    is_here = isinstance(launcher, LocalLauncher | ProcessLauncher)
+    # What fits this machine depends on both roles together, and was checked before the hosts were opened.
+    simulated = ProcessLauncher(kind="process")
+    needs = role_needs(config, facts, simulated if isinstance(launcher, LocalLauncher) else launcher)
+    num_gpus = (
+        torch.cuda.device_count()
+        if isinstance(launcher, LocalLauncher | ProcessLauncher)
+        else gpus_per_host(launcher)
+    )
+    problems: list[Problem] = []
+    warnings: list[str] = []
+    for role, of_role in ((HostRole.TRAINER, needs.trainer), (HostRole.GENERATORS, needs.generators)):
+        for host, limits in hosts.limits(role).items():
+            if not is_here:
+                problems += check_host_limits(host, limits, of_role)
+            if num_gpus and (words := lock_warning(host, limits, of_role)) is not None:
+                warnings.append(words)
+    raise_if_any(problems)
+    return list(dict.fromkeys(warnings))

@@ -19,7 +19,7 @@ from forgeasync.controller import (
     NotEnded,
     end_all,
     end_own_run,
-    leftovers,
+    resume,
     resume_or_begin_anew,
     take_over,
 )
@@ -172,7 +172,7 @@ def _lock_new_folder(folder: Path) -> int:
 def test_the_end_of_a_run_removes_what_its_killed_processes_have_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(leftovers, "LINGER_S", 0.2)
+    monkeypatch.setattr(resume, "LINGER_S", 0.2)
     run_dir = RunDir(path=tmp_path)
     run_dir.claim()
     mark = os.environ[RUN_MARK]
@@ -235,8 +235,8 @@ def test_a_process_that_only_has_the_same_id_is_none_of_the_run(
 
 
 def test_what_does_not_end_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leftovers, "END_S", 0.1)
-    monkeypatch.setattr(leftovers, "kill", lambda processes: len(processes))
+    monkeypatch.setattr(resume, "END_S", 0.1)
+    monkeypatch.setattr(resume, "kill", lambda processes: len(processes))
     process = psutil.Process(os.getppid())
     with pytest.raises(NotEnded, match=rf"processes {process.pid} of a run that is over do not end within"):
         end_all(lambda: [process])

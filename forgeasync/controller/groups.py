@@ -1,0 +1,344 @@
+"""The life of a group after it is sampled: scored, filtered, completed, dropped, given up, trained on.
+
+``GroupLifecycle`` applies each outcome wherever the group is known: in the buffer, the payload store, the
+generators and the files of the run. ``GroupSpiller`` keeps finished groups on the disk, for a run that is
+resumed after its controller was killed.
+"""
+
+import asyncio
+import dataclasses
+import shutil
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from forgeasync.actors import BufferActor, GeneratorRouter, GroupScoring, TeacherFailure, Teaching, Unscored
+from forgeasync.algorithms import Filtered
+from forgeasync.buffer import Batch, DropReason, StarvationWatch, Update
+from forgeasync.checkpoint import checkpoint_bytes, export_bytes, list_checkpoints, step_of
+from forgeasync.config import Interruption, ModelFacts, RunConfig, num_groups_held
+from forgeasync.controller.preparation import Prepared
+from forgeasync.controller.recorder import RunRecorder
+from forgeasync.controller.resume import RunFiles
+from forgeasync.environments import response_of
+from forgeasync.models import largest_group_payload_bytes
+from forgeasync.rollouts import (
+    AsyncPayloadBudget,
+    Group,
+    PayloadBudget,
+    Score,
+    SpilledGroup,
+    encode_facts,
+    file_name,
+    largest_excess,
+)
+
+
+def payload_budget(config: RunConfig, facts: ModelFacts) -> AsyncPayloadBudget:
+    """Return the budget that groups reserve their memory from."""
+    capacity = int(config.payload.capacity_gib * 2**30)
+    largest_group = largest_group_payload_bytes(config, facts)
+    excess = largest_excess(capacity, num_groups_held(config), largest_group)
+    return AsyncPayloadBudget(PayloadBudget(capacity, excess_bytes=excess), largest_group_bytes=largest_group)
+
+
+class GroupLifecycle:
+    """Applies each outcome of a group, which frees what nobody needs any more."""
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        *,
+        generators: GeneratorRouter,
+        buffer: BufferActor,
+        scorer: GroupScoring,
+        teaching: Teaching,
+        payloads: AsyncPayloadBudget,
+        recorder: RunRecorder,
+        files: RunFiles,
+    ) -> None:
+        """``files`` has the folders for finished groups and for checkpoints."""
+        self.starvation = StarvationWatch(prepared.config.buffer.max_given_up_in_a_row)
+        self._config = prepared.config
+        self._resumed = prepared.resumed
+        self._generators = generators
+        self._buffer = buffer
+        self._scorer = scorer
+        self._teaching = teaching
+        self._payloads = payloads
+        self._recorder = recorder
+        self.spiller = GroupSpiller(
+            files.run_dir.payloads.resolve(),
+            prepared,
+            checkpoints=files.checkpoints,
+            generators=generators,
+            tell=recorder.console.message,
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """Return what is counted of kept groups and of teachers, under their names in metrics.jsonl."""
+        return self.spiller.metrics() | self._teaching.metrics()
+
+    async def scored(self, group: Group) -> tuple[Score, ...] | None:
+        """Have a sampled group scored; None: it could not be, and was given up."""
+        responses = [response_of(rollout) for rollout in group.rollouts]
+        scores = await self._scorer.score_group(group.group_id, group.task, responses)
+        if isinstance(scores, Unscored):
+            await self.drop(group, DropReason.UNSCORED, scores.reason)
+            return None
+        return scores
+
+    async def settled(
+        self, group: Group, scores: tuple[Score, ...] | None
+    ) -> tuple[Group, tuple[Score, ...] | None] | None:
+        """Have the teacher of a sampled group read it, if the run has teachers, and keep its arrays.
+
+        ``scores`` are those of an environment. Without them the group is scored here only if its teacher
+        reads correct responses. Returns the group and its scores, if it has any. None: the group was given
+        up, because it could not be scored or read by its teacher, or because its arrays take too much memory.
+        """
+        if scores is None and self._teaching.needs_scores(group.task):
+            scores = await self.scored(group)
+            if scores is None:
+                return None
+        taught = await self._taught(group, scores)
+        if taught is not None:
+            if await self._payloads.settle(taught.group_id, taught.num_payload_bytes):
+                return taught, scores
+            problem = (
+                f"group {taught.group_id} takes {taught.num_payload_bytes:,} bytes, more than its "
+                "reservation and the rest of the shared excess; must be less, or payload.capacity_gib larger"
+            )
+            await self.drop(taught, DropReason.OVERSIZED, problem)
+        self._scorer.forget(group.group_id)
+        return None
+
+    async def _taught(self, group: Group, scores: Sequence[Score] | None) -> Group | None:
+        answer = await self._teaching.teach(group.group_id, group.task, group.rollouts, scores)
+        if isinstance(answer, TeacherFailure):
+            reason = DropReason.OVERSIZED if answer.is_full else DropReason.UNSCORED
+            await self.drop(group, reason, answer.problem)
+            return None
+        if answer is group.rollouts:
+            return group
+        await self._generators.free_payloads(group.rollouts)
+        return dataclasses.replace(group, rollouts=answer)
+
+    async def complete(self, group: Group, filtered: Filtered, scores: Sequence[Score]) -> None:
+        """Complete a group of which rollouts are left after the filters; ``scores`` are those of all
+        rollouts."""
+        self.starvation.came_through()
+        kept = [scores[index] for index in filtered.kept]
+        lost = await self._buffer.scored.call_one(group.group_id, filtered.rewards, filtered.kept, kept)
+        if lost:
+            await self.lose(lost)
+        else:
+            self.spiller.keep(group, filtered.rewards, filtered.kept, kept)
+
+    @property
+    def num_first_prompts(self) -> int:
+        """Prompts to submit before anything starts: all that ``restore`` needs, and a whole batch to start.
+
+        Later ones are submitted only when one of these has started.
+        """
+        num_next = 0 if self._resumed is None else self._resumed.num_next_prompts
+        return num_next + self._config.algorithm.groups_per_step
+
+    async def restore(self) -> None:
+        """Give the buffer the finished groups from before the run was resumed, if there are any."""
+        if self._resumed is not None:
+            for kept in self._resumed.found.groups:
+                self.spiller.restored(await self._buffer.restored.call_one(kept))
+
+    async def give_up(self, group_id: int, reason: DropReason, problem: str | None = None) -> None:
+        """Give up a group; the buffer decides what takes its place. ``problem`` says what was wrong with it.
+
+        Raises:
+            NothingTrains: too many groups in a row were given up.
+        """
+        if problem is not None:
+            self._recorder.warn(problem)
+            self.starvation.given_up(reason, problem)
+        self._recorder.forget_records([group_id])
+        await self._payloads.release(group_id)
+        await self._buffer.failed.call_one(group_id, reason)
+
+    async def drop(self, group: Group, reason: DropReason, problem: str | None = None) -> None:
+        """Give up a group that was sampled, and free its arrays."""
+        await self._generators.free_payloads(group.rollouts)
+        await self.give_up(group.group_id, reason, problem)
+
+    async def commit(self, batch: Batch, *, trainer_wait_share: float, update: Update) -> None:
+        """Tell the buffer that a batch was trained on, and free the groups that are too old for the new
+        version.
+
+        The arrays of the batch itself stay: call ``free`` when the trainer needs them no more.
+        """
+        committed = await self._buffer.committed.call_one(trainer_wait_share, update)
+        self.spiller.trained(batch.trainer_version + 1, batch.groups)
+        await self.lose(committed.lost)
+        if committed.cancelled and self._config.weights.interruption is Interruption.CANCEL_STALE:
+            await self._generators.cancel_groups(committed.cancelled)
+
+    async def lose(self, groups: Sequence[Group]) -> None:
+        """Forget groups that the buffer has dropped."""
+        self.spiller.forget(group.group_id for group in groups)
+        self._recorder.forget_records(group.group_id for group in groups)
+        await self.free(groups)
+
+    async def free(self, groups: Sequence[Group]) -> None:
+        """Free the arrays of groups whose step is done, or that were dropped.
+
+        Those of restored groups are in no shared memory; the spiller removes them.
+        """
+        sampled = [group for group in groups if not group.is_restored]
+        await self._generators.free_payloads(rollout for group in sampled for rollout in group.rollouts)
+        for group in sampled:
+            await self._payloads.release(group.group_id)
+
+
+class GroupSpiller:
+    """Keeps finished groups on the disk until they were trained on and a checkpoint has that step.
+
+    A thread of the host that has the arrays of a group writes it, one group at a time. Its file is removed
+    when the group is dropped, or a whole checkpoint has the step that trained on it. Groups that cannot be
+    written are counted and reported: if the run is killed, they are sampled again.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        prepared: Prepared,
+        *,
+        checkpoints: Path,
+        generators: GeneratorRouter,
+        tell: Callable[[str], None],
+    ) -> None:
+        """Write into ``folder``; ``checkpoints`` is where those of the run are."""
+        config = prepared.config
+        self._folder = folder
+        self._checkpoints = checkpoints
+        self._generators = generators
+        self._tell = tell
+        self._is_on = config.buffer.keep_groups
+        self._has_checkpoints = config.checkpoint.every_steps is not None
+        # A disk that these files have filled would never again take the checkpoint that lets them go.
+        self._reserved_bytes = export_bytes(config, prepared.facts)
+        if self._has_checkpoints:
+            self._reserved_bytes += checkpoint_bytes(config, prepared.facts)
+        self._waiting: dict[int, tuple[SpilledGroup, float]] = {}
+        """Groups to be written, and the one that is being written, with the time at which they came."""
+        self._files: dict[int, Path] = {}
+        self._trained: deque[tuple[int, tuple[int, ...]]] = deque()
+        """Steps whose groups are on the disk."""
+        self._obsolete: set[int] = set()
+        self._changed = asyncio.Event()
+        self._is_refused = False
+        self._num_left_out = 0 if prepared.resumed is None else prepared.resumed.found.num_left_out
+        self._num_unkept = 0
+        self._longest_behind_s = 0.0
+
+    def keep(
+        self, group: Group, rewards: Sequence[float], kept: Sequence[int], scores: Sequence[Score]
+    ) -> None:
+        """Queue a scored group to be written; the rollouts at ``kept`` train."""
+        if self._is_on:
+            one = SpilledGroup(group=group, rewards=tuple(rewards), kept=tuple(kept), scores=tuple(scores))
+            self._waiting[group.group_id] = one, time.monotonic()
+            self._changed.set()
+
+    def restored(self, group: Group) -> None:
+        """Take over the file of a group from before the run was resumed."""
+        self._files[group.group_id] = self._folder / file_name(group.draw_id)
+
+    def trained(self, step: int, groups: Iterable[Group]) -> None:
+        """Keep the groups of a step until a checkpoint has it."""
+        ids = tuple(group.group_id for group in groups)
+        if not self._has_checkpoints:
+            self.forget(ids)
+        elif any(one in self._files or one in self._waiting for one in ids):
+            self._trained.append((step, ids))
+            self._changed.set()
+
+    def forget(self, group_ids: Iterable[int]) -> None:
+        """Remove the files of groups that need none any more."""
+        self._obsolete.update(group_ids)
+        self._changed.set()
+
+    async def loop(self) -> None:
+        """Write and remove files beside the run."""
+        if self._is_on:
+            self._folder.mkdir(exist_ok=True)
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            await self._remove_obsolete()
+            if self._waiting:
+                await self._write_first()
+                self._changed.set()
+
+    async def end(self) -> None:
+        """Remove all files; the run has made all of its steps."""
+        await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+
+    async def _write_first(self) -> None:
+        group_id, (kept, since_s) = next(iter(self._waiting.items()))
+        target = self._folder / file_name(kept.group.draw_id)
+        problem = await self._write(kept, target)
+        del self._waiting[group_id]
+        self._longest_behind_s = max(self._longest_behind_s, time.monotonic() - since_s)
+        if problem is None:
+            self._files[group_id] = target
+        else:
+            self._num_unkept += 1
+        if (problem is not None) != self._is_refused:
+            self._is_refused = problem is not None
+            self._tell(
+                "finished groups are kept on the disk again"
+                if problem is None
+                else f"warning: finished groups cannot be kept on the disk ({problem}); if the run is "
+                "killed, these are sampled again"
+            )
+
+    async def _write(self, kept: SpilledGroup, target: Path) -> str | None:
+        """Write a group; returns what prevents it, in words."""
+        num_bytes = kept.group.num_payload_bytes
+        free = (await asyncio.to_thread(shutil.disk_usage, self._folder)).free
+        if free < num_bytes + self._reserved_bytes:
+            return (
+                f"{self._folder} has {free:,} bytes left, and the next checkpoint and the trained model take "
+                f"{self._reserved_bytes:,}"
+            )
+        ref = kept.group.rollouts[0].branches[0].response
+        host = next((host for host in self._generators.pool.hosts if host.id == ref.host_id), None)
+        if host is None:
+            return f"host {ref.host_id}, which has its arrays, is gone"
+        return await host.keep_group(target, encode_facts(kept), ref.file)
+
+    async def _remove_obsolete(self) -> None:
+        if self._trained:
+            found = await asyncio.to_thread(list_checkpoints, self._checkpoints)
+            newest = max((step_of(folder) or 0 for folder in found), default=0)
+            while self._trained and self._trained[0][0] <= newest:
+                self._obsolete.update(self._trained.popleft()[1])
+        for group_id in self._obsolete:
+            self._waiting.pop(group_id, None)
+        files = [file for one in self._obsolete if (file := self._files.pop(one, None)) is not None]
+        self._obsolete.clear()
+        await asyncio.to_thread(_unlink, files)
+
+    def metrics(self) -> dict[str, float]:
+        """Return metrics under their names in metrics.jsonl; delays are those since the last call."""
+        longest_s, self._longest_behind_s = self._longest_behind_s, 0.0
+        return {
+            "buffer/num_kept_groups": len(self._files),
+            "buffer/num_unkept_groups": self._num_unkept,
+            "buffer/num_left_out_groups": self._num_left_out,
+            "buffer/kept_behind_s": longest_s,
+        }
+
+
+def _unlink(files: Sequence[Path]) -> None:
+    for file in files:
+        file.unlink(missing_ok=True)
