@@ -1,10 +1,11 @@
 """The sections on the replay buffer: age and order of groups, rollout accounting, and memory for payloads."""
 
+from collections.abc import Iterator
 from enum import StrEnum
 
 from pydantic import Field
 
-from forgeasync.schema import Count, Gibibytes, Section
+from forgeasync.schema import Count, Gibibytes, Refusal, Section
 
 
 class StaleGroups(StrEnum):
@@ -65,6 +66,15 @@ class BufferSection(Section):
     max_given_up_in_a_row: Count = 64
     """The run ends with an error once this many groups in a row were refused or could not be scored."""
 
+    def find_problems(self) -> Iterator[Refusal]:
+        """Find an order in which a trainer that waits could not go on."""
+        if self.stale_groups is StaleGroups.WAIT and self.order is not BatchOrder.DEADLINE:
+            yield (
+                "order",
+                "needs buffer.stale_groups = 'drop': a trainer that waits for every group must take the one "
+                "with the earliest deadline first ('deadline')",
+            )
+
 
 class AccountingPolicy(StrEnum):
     """How trained rollouts keep the composition (sources, lengths) of the submitted ones."""
@@ -97,6 +107,11 @@ class AccountingSection(Section):
     """Largest weight of one group with replacement ``weight``; the rest of a deficit goes to later groups."""
     metric_groups: Count = 1000
     """Length of the trailing window of the composition metrics, in groups."""
+
+    def find_problems(self) -> Iterator[Refusal]:
+        """Find a window that has no effect."""
+        if self.policy is not AccountingPolicy.WINDOWED_FIFO and self.window_groups is not None:
+            yield "window_groups", "needs accounting.policy = 'windowed_fifo'"
 
 
 class PayloadSection(Section):

@@ -1,99 +1,18 @@
-"""The sections on data: sources of problems, how problems become prompts, and what scores responses."""
+"""The sections on data: sources of problems, and how problems become prompts."""
 
-import re
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Literal, Self
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from forgeasync.config.coding import CodingSource
-from forgeasync.config.judge import JudgeReward
-from forgeasync.config.process_reward_model import ProcessRewardModel
-from forgeasync.config.reward_limits import LimitedReward
+from forgeasync.config.rewards import MathReward, ReasoningGymReward, Rewards, RewardSection
 from forgeasync.config.serving import ServedSource
-from forgeasync.schema import PythonCode, Seconds, Section
-
-RESERVED_PARTS = frozenset(
-    {
-        *("mean", "std", "scored_mean"),
-        *("num_retried", "num_failed", "num_deferred", "num_discarded"),
-        *("num_queued", "num_in_flight", "num_early"),
-    }
-)
-"""Names that no part of a score may have, because other metrics are called ``reward/<name>`` or
-``score/<name>`` already."""
-
-
-_PART_NAME = re.compile(r"[A-Za-z0-9][\w.\-/]{0,99}", re.ASCII)
-
-
-PART_NAME_RULE = (
-    "up to 100 letters, digits, '_', '-', '.' or '/', beginning with a letter or digit, and none of "
-    + ", ".join(sorted(RESERVED_PARTS))
-)
-
-
-def is_part_name(name: object) -> bool:
-    """Whether a part of a score can have this name."""
-    return isinstance(name, str) and name not in RESERVED_PARTS and _PART_NAME.fullmatch(name) is not None
-
-
-class ReasoningGymReward(LimitedReward):
-    """The verifier of the reasoning-gym data set that the problem comes from."""
-
-    kind: Literal["reasoning_gym"] = "reasoning_gym"
-
-
-class MathReward(LimitedReward):
-    """math-verify: 1 where the last answer of the response equals the reference, else 0."""
-
-    kind: Literal["math"] = "math"
-
-
-class ScoredUnit(StrEnum):
-    """What one call of a reward scores."""
-
-    RESPONSE = "response"
-    GROUP = "group"
-    """All responses to one prompt."""
-
-
-class PythonReward(LimitedReward, PythonCode):
-    """Your own reward: ``(task, response) -> float | Score``, a function or a class, sync or async."""
-
-    scores: ScoredUnit = ScoredUnit.RESPONSE
-    """What one call scores. With ``group`` it is called as ``(task, responses)`` and returns a list with one
-    float or Score for each response."""
-    limit_s: Seconds = 20.0
-    """Wall time for one call, in seconds. A call that takes longer fails, and a process that it blocks is
-    killed."""
-
-
-RewardSection = Annotated[
-    ReasoningGymReward | MathReward | PythonReward | JudgeReward | ProcessRewardModel,
-    Field(discriminator="kind"),
-]
-
-
-def _form(value: object) -> str:
-    return "list" if isinstance(value, list | tuple) else "one"
-
-
-Rewards = Annotated[
-    Annotated[RewardSection, Tag("one")] | Annotated[tuple[RewardSection, ...], Tag("list")],
-    Discriminator(_form),
-]
-"""One reward or a list of them."""
-
-
-def name_of(reward: RewardSection) -> str:
-    """Return the name of a reward in metrics and errors."""
-    if reward.name is not None:
-        return reward.name
-    return reward.factory.rpartition(".")[2] if isinstance(reward, PythonReward) else reward.kind
-
+from forgeasync.schema import PythonCode, Refusal, Section
 
 MAX_TASKS = 10_000_000
 """Most problems of a run; the controller holds all of them in memory, with all columns of their records."""
@@ -232,6 +151,28 @@ class RendererName(StrEnum):
     QWEN3_8 = "qwen3.8"
 
 
+OWN_ARGUMENTS = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "documents",
+        "max_length",
+        "messages",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "tokenize",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
+    }
+)
+"""Arguments that a run itself passes to the chat template, and those that change the form of its result."""
+
+
 class DataSection(Section):
     """Where prompts come from and what scores the responses."""
 
@@ -269,6 +210,29 @@ class DataSection(Section):
             )
         return self
 
+    def find_problems(self) -> Iterator[Refusal]:
+        """Find sources of one name, and settings of the chat template that have no effect."""
+        sources = named_sources(self)
+        counts = Counter(source.name for source in sources)
+        for index, source in enumerate(sources):
+            if counts[source.name] > 1:
+                remedy = "is the name of another source too; metrics are kept by name, so give each its own"
+                yield f"sources.{index}.name", remedy, source.name
+        if not self.chat_template:
+            for key in ("system_prompt", "template_arguments"):
+                if getattr(self, key) is not None:
+                    yield (
+                        key,
+                        "is used by the chat template only; needs data.chat_template = true",
+                    )
+            if self.renderer is not RendererName.AUTO:
+                remedy = "renders by a chat template; needs data.chat_template = true, or must be left out"
+                yield "renderer", remedy
+        for name, argument in (self.template_arguments or {}).items():
+            if name in OWN_ARGUMENTS:
+                remedy = "is set by the run itself, or would change what rendering returns; leave it out"
+                yield f"template_arguments.{name}", remedy, argument
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedSource:
@@ -303,20 +267,9 @@ def rewards_of(rewards: Rewards | None, source: SourceSection) -> tuple[RewardSe
 def named_sources(data: DataSection) -> tuple[NamedSource, ...]:
     """List the sources of training and held-out problems, in the order of the config."""
     if data.source is not None:
-        return (
-            NamedSource(
-                name=default_name(data.source),
-                source=data.source,
-                weight=1.0,
-                rewards=rewards_of(data.reward, data.source),
-                num_train=data.num_train,
-                num_held_out=data.num_held_out,
-                field="data.source",
-                reward_field="data.reward",
-                num_held_out_field="data.num_held_out",
-            ),
-        )
-    assert data.sources is not None, "validated"
+        sources = [("data", WeightedSource(source=data.source))]
+    else:
+        sources = [(f"data.sources.{index}", one) for index, one in enumerate(data.sources or ())]
     return tuple(
         NamedSource(
             name=default_name(one.source) if one.name is None else one.name,
@@ -325,11 +278,9 @@ def named_sources(data: DataSection) -> tuple[NamedSource, ...]:
             rewards=rewards_of(data.reward if one.reward is None else one.reward, one.source),
             num_train=one.num_train or data.num_train,
             num_held_out=one.num_held_out or data.num_held_out,
-            field=f"data.sources.{index}.source",
-            reward_field="data.reward" if one.reward is None else f"data.sources.{index}.reward",
-            num_held_out_field=(
-                "data.num_held_out" if one.num_held_out is None else f"data.sources.{index}.num_held_out"
-            ),
+            field=f"{field}.source",
+            reward_field="data.reward" if one.reward is None else f"{field}.reward",
+            num_held_out_field=("data.num_held_out" if one.num_held_out is None else f"{field}.num_held_out"),
         )
-        for index, one in enumerate(data.sources)
+        for field, one in sources
     )

@@ -1,11 +1,12 @@
-"""The section on episodes of an environment: workers, bounds, deadlines, and what each ending means."""
+"""The sections on episodes: workers, bounds, deadlines, what each ending means, and the agents."""
 
+from collections.abc import Iterator
 from enum import StrEnum
 from typing import Annotated
 
 from pydantic import Field
 
-from forgeasync.schema import Count, Seconds, Section
+from forgeasync.schema import Count, Refusal, Seconds, Section
 
 
 class Ending(StrEnum):
@@ -61,17 +62,22 @@ class EndingsSection(Section):
 
     def of(self, ending: Ending) -> EndingPolicy:
         """Return the policy of an ending."""
-        return {
-            Ending.COMPLETED: self.completed,
-            Ending.MAX_TURNS: self.max_turns,
-            Ending.LENGTH: self.length,
-            Ending.PARSE_ERROR: self.parse_error,
-            Ending.TOOL_ERROR: self.tool_error,
-            Ending.TIMEOUT: self.timeout,
-            Ending.ENVIRONMENT_CRASH: self.environment_crash,
-            Ending.NO_SCORE: self.no_score,
-            Ending.INFRASTRUCTURE: self.infrastructure,
-        }[ending]
+        policy: EndingPolicy = getattr(self, ending.value)
+        return policy
+
+    def find_problems(self) -> Iterator[Refusal]:
+        """Find endings that would count as scores although they say nothing about the model."""
+        never_a_score = (EndingPolicy.RUN_AGAIN, EndingPolicy.MASK)
+        for ending, what in (
+            (Ending.INFRASTRUCTURE, "what a lost worker or server has done"),
+            (Ending.NO_SCORE, "that nobody has judged an episode"),
+        ):
+            if self.of(ending) not in never_a_score:
+                yield (
+                    ending.value,
+                    f"must be one of {', '.join(never_a_score)}: {what} says nothing about the model, so it "
+                    "is never a score",
+                )
 
 
 class EpisodesSection(Section):
@@ -98,3 +104,11 @@ class EpisodesSection(Section):
     heartbeat_s: Seconds = 8.0
     """A worker that does not answer for this long is stopped and replaced."""
     endings: EndingsSection = EndingsSection()
+
+
+class AgentSection(Section):
+    """One agent of an environment."""
+
+    trainable: bool = True
+    """Train on what this agent samples. It is compared with the same agent in the other episodes of a group.
+    false: it is sampled from the same weights and not trained on, as a judge may be."""

@@ -1,12 +1,22 @@
 """The section on evaluation: held-out problems, and further sets with their own sampling and rewards."""
 
+import re
+from collections import Counter
+from collections.abc import Iterator
 from enum import StrEnum
 
 from pydantic import Field
 
-from forgeasync.config.data import NamedSource, NumTasks, Rewards, SourceSection, rewards_of
+from forgeasync.config.data import NamedSource, NumTasks, SourceSection, rewards_of
 from forgeasync.config.generator import SamplingSection
-from forgeasync.schema import Count, CountOrZero, Section
+from forgeasync.config.rewards import Rewards
+from forgeasync.schema import Count, CountOrZero, Refusal, Section
+
+RESERVED_SETS = frozenset({"accuracy", "score_mean", "num_unscored", "reward"})
+"""Names that no set may have, because other metrics are called ``eval/<name>`` already."""
+
+
+_SET_NAME = re.compile(r"[A-Za-z0-9][\w.\-]{0,99}", re.ASCII)
 
 
 class EvaluationSet(Section):
@@ -51,6 +61,19 @@ class EvaluationSection(Section):
     people, and only there."""
     sets: tuple[EvaluationSet, ...] = ()
     """Further sets of problems, evaluated at the same steps."""
+
+    def find_problems(self) -> Iterator[Refusal]:
+        """Find names of sets that metrics cannot have."""
+        counts = Counter(one.name for one in self.sets)
+        for index, one in enumerate(self.sets):
+            if counts[one.name] > 1:
+                yield f"sets.{index}.name", "is the name of another set too"
+            if one.name in RESERVED_SETS or _SET_NAME.fullmatch(one.name) is None:
+                yield (
+                    f"sets.{index}.name",
+                    "becomes part of the metrics eval/<name>/...; must be up to 100 letters, digits, '_', "
+                    f"'-' or '.', and none of {', '.join(sorted(RESERVED_SETS))}",
+                )
 
 
 def named_sets(evaluation: EvaluationSection) -> tuple[NamedSource, ...]:

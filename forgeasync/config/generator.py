@@ -1,11 +1,12 @@
 """The sections on sampling and on the generators: the distribution of responses, and the engines."""
 
+from collections.abc import Iterator
 from typing import Annotated
 
 from pydantic import Field
 
 from forgeasync.config.model import MAX_ROW_TOKENS, Dtype
-from forgeasync.schema import Count, CountOrZero, Gibibytes, Procs, Section
+from forgeasync.schema import Count, CountOrZero, Gibibytes, Procs, Refusal, Section
 
 MIN_TEMPERATURE = 0.01
 """Lowest temperature that vLLM 0.32 samples at (its ``_MAX_TEMP``): it raises lower ones to this."""
@@ -77,3 +78,11 @@ class GeneratorSection(Section):
     def num_engines(self) -> int:
         """Engines that a run starts, spares included."""
         return self.num_replicas + self.num_spares
+
+    def find_problems(self) -> Iterator[Refusal]:
+        """Find a forward pass that is too small for its sequences."""
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            remedy = (
+                f"must be at least max_num_seqs = {self.max_num_seqs}: a forward pass takes one token of each"
+            )
+            yield "max_num_batched_tokens", f"{remedy} sequence"

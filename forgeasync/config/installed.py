@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping
 
-from forgeasync.config.data import PythonReward, PythonSource, RewardSection, SourceSection
+from forgeasync.config.data import PythonSource, SourceSection
 from forgeasync.config.environments import EnvironmentSection
 from forgeasync.config.explain import PLUGIN_GROUPS, kinds_of, members
+from forgeasync.config.rewards import PythonReward, RewardSection
 from forgeasync.config.weights import BUILT_IN_TRANSPORTS
 from forgeasync.schema import PluginGroup, PythonCode, python_form
 

@@ -4,11 +4,15 @@ Trainer and generators have separate hosts; the controller, the scorer, the repl
 volume stay on the machine where the run is started. The fields are the arguments of Monarch's jobs.
 """
 
+import importlib.util
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from forgeasync.schema import MAX_SECONDS, Count, Procs, Section
+from forgeasync.schema import MAX_SECONDS, Count, Procs, Refusal, Section
 
 RESERVED_GPU_RESOURCE = "nvidia.com/gpu"
 """Kubernetes' name for the resource that ``gpus_per_host`` requests."""
@@ -55,6 +59,16 @@ class SshLauncher(Section):
     port: int = Field(default=22222, gt=0, le=65535)
     """Port that the hosts' workers listen on."""
 
+    def find_problems(self) -> Iterator[Refusal]:
+        """Find names that ssh would misread, and hosts that are named twice."""
+        for name, count in Counter([*self.hosts.trainer, *self.hosts.generators]).items():
+            if count > 1:
+                remedy = f"is named {count} times; a host has one role, and its worker one port"
+                yield "hosts", remedy, name
+            if not name or name.startswith("-"):
+                remedy = "is no host name; must not be empty or begin with -"
+                yield "hosts", remedy, name
+
 
 class SlurmLauncher(Section):
     """Submit one sbatch job whose nodes are the hosts, each reserved exclusively (``SlurmJob``)."""
@@ -80,6 +94,13 @@ class SlurmLauncher(Section):
     start_timeout_s: int | None = Field(default=None, gt=0, le=int(MAX_SECONDS))
     """How long the job may wait in the queue; if it has not started then, the run ends. null: no limit."""
 
+    def find_problems(self) -> Iterator[Refusal]:
+        """Find arguments that are no single option."""
+        for argument in self.slurm_args:
+            if not argument.startswith("-") or "\n" in argument:
+                remedy = "must be one option of sbatch that starts with -, such as --constraint=h100"
+                yield "slurm_args", remedy, argument
+
 
 class KubernetesLauncher(Section):
     """Have the MonarchMesh operator start one pod for each host (``KubernetesJob``)."""
@@ -103,6 +124,22 @@ class KubernetesLauncher(Section):
     """Path of a kubeconfig file, for a controller outside the cluster; null: the controller runs in a pod."""
     start_timeout_s: int | None = Field(default=None, gt=0, le=int(MAX_SECONDS))
     """How long pods may take to become ready; if any is not ready by then, the run ends. null: no limit."""
+
+    def find_problems(self) -> Iterator[Refusal]:
+        """Find resources that the run sets itself, and what is not installed here."""
+        if RESERVED_GPU_RESOURCE in self.resources:
+            yield (
+                f"resources.{RESERVED_GPU_RESOURCE}",
+                "is set by the run itself; give launcher.gpus_per_host instead",
+                self.resources[RESERVED_GPU_RESOURCE],
+            )
+        if self.kubeconfig is not None and not Path(self.kubeconfig).expanduser().is_file():
+            remedy = (
+                "is no file; must be a kubeconfig file, or left out if the controller runs in the cluster"
+            )
+            yield "kubeconfig", remedy
+        if importlib.util.find_spec("kubernetes") is None:
+            yield "kind", "needs the kubernetes package: pip install 'forgeasync[kubernetes]'"
 
 
 RemoteLauncher = ProcessLauncher | SshLauncher | SlurmLauncher | KubernetesLauncher

@@ -1,10 +1,12 @@
-"""Which model is trained and sampled from, and its adapters."""
+"""Which model is trained and sampled from, its adapters, and the shape that its config.json describes."""
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from enum import StrEnum
 
 from pydantic import Field
 
-from forgeasync.schema import Section
+from forgeasync.schema import Refusal, Section
 
 
 class Dtype(StrEnum):
@@ -26,6 +28,11 @@ class ModelSection(Section):
     """Most tokens of prompt and response together."""
 
 
+EXPERT_TARGETS = ("gate_proj", "up_proj", "down_proj")
+
+ADAPTABLE = ("q_proj", "k_proj", "v_proj", "o_proj", *EXPERT_TARGETS)
+"""Linear layers that can have adapters, by the last part of their names."""
+
 MAX_LORA_RANK = 512
 
 
@@ -39,3 +46,105 @@ class LoraSection(Section):
     targets: tuple[str, ...] = Field(min_length=1)
     """Linear layers to adapt, by the last part of their names, such as ``q_proj`` or ``down_proj``. In an MoE
     layer every expert gets its own adapter."""
+
+    def find_problems(self) -> Iterator[Refusal]:
+        """Find targets that cannot have adapters, or are listed twice."""
+        for target in [one for one in self.targets if one not in ADAPTABLE][:1]:
+            remedy = f"is no layer that can have an adapter; must be among {', '.join(ADAPTABLE)}"
+            yield "targets", remedy, target
+        for target in [one for one in self.targets if self.targets.count(one) > 1][:1]:
+            yield "targets", "is listed twice; must be listed once", target
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Llama3Rope:
+    """Rotary frequencies of Llama 3.1: long wavelengths are stretched by ``factor``."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class YarnRope:
+    """Rotary frequencies by YaRN (Peng et al., 2023), as DeepSeek-V3 has them.
+
+    ``mscale`` enlarges the softmax scale; cosines and sines stay as they are.
+    """
+
+    factor: float
+    beta_fast: float
+    beta_slow: float
+    mscale: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentAttention:
+    """Sizes of multi-head latent attention (DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1)."""
+
+    query_rank: int
+    """0: queries are projected directly."""
+    kv_rank: int
+    nope_head_dim: int
+    rope_head_dim: int
+    value_head_dim: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BiasedRouting:
+    """How a DeepSeek-V3 router chooses experts (DeepSeek-AI, "DeepSeek-V3", 2024, section 2.1.2).
+
+    Scores are sigmoids; a bias per expert is added to them only to choose. Experts are chosen from the best
+    ``num_limited_groups`` of ``num_groups`` groups.
+    """
+
+    num_groups: int
+    num_limited_groups: int
+    normalizes: bool
+    scale: float
+    num_shared_experts: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """The shape of a model. Without experts ``num_experts``, ``top_k`` and ``expert_hidden_size`` are 0."""
+
+    model_type: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    """Head dimension of queries and keys."""
+    num_experts: int
+    top_k: int
+    vocab_size: int
+    expert_hidden_size: int
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    rope_theta: float
+    rms_norm_eps: float
+    num_dense_layers: int = 0
+    """Number of layers at the start that have one feed-forward network instead of experts."""
+    dense_hidden_size: int = 0
+    """Hidden size of those feed-forward networks."""
+    rope_scaling: Llama3Rope | YarnRope | None = None
+    latent: LatentAttention | None = None
+    routing: BiasedRouting | None = None
+    """None: softmax scores, normalized over the chosen experts."""
+
+    @property
+    def num_moe_layers(self) -> int:
+        """Number of layers with experts; they follow the dense ones."""
+        return self.num_layers - self.num_dense_layers
+
+    @property
+    def shared_hidden_size(self) -> int:
+        """Hidden size of all shared experts together, which form one network; 0 without any."""
+        return 0 if self.routing is None else self.routing.num_shared_experts * self.expert_hidden_size
+
+    @property
+    def value_head_dim(self) -> int:
+        return self.head_dim if self.latent is None else self.latent.value_head_dim

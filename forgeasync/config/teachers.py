@@ -1,21 +1,83 @@
 """The ``teachers`` section: models that say how likely they find what the policy has sampled."""
 
+import contextlib
 import string
 from collections.abc import Mapping
-from typing import Self
+from enum import StrEnum
+from typing import Annotated, Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from forgeasync.config.generator import GeneratorSection
-from forgeasync.config.teacher_source import AveragedPolicy, FixedSource, TeacherSource
-from forgeasync.schema import Count, Seconds, Section
+from forgeasync.config.weights import Interruption, KvAfterSwap, WeightsSection
+from forgeasync.schema import MAX_COUNT, Count, Seconds, Section
 
 SIBLING = "sibling"
 """Stands in a teacher's ``prompt`` for the text of another response of the group that was correct."""
 
 FEEDBACK = "feedback"
 """Stands in a teacher's ``prompt`` for what the reward has said about the response."""
+
+
+class FixedSource(StrEnum):
+    """Sources without a number."""
+
+    FROZEN = "frozen"
+    """The weights of the teacher's folder, or of its server, to the end of the run."""
+    LIVE = "live"
+    """The policy's weights: every version that is published, as generators take them."""
+
+    def is_due(self, version: int, *, newest: int) -> bool:
+        """Whether a version is to be taken; ``newest`` is the last one that was."""
+        return self is FixedSource.LIVE and version > newest
+
+
+class EveryVersions(Section):
+    """The policy's weights, taken at every so many versions."""
+
+    every: int = Field(gt=0, le=MAX_COUNT)
+    """Versions that this number divides are taken. Where the exchange skipped such a version, or has it no
+    more, the next version that there is takes its place."""
+
+    def is_due(self, version: int, *, newest: int) -> bool:
+        """Whether a version is to be taken; ``newest`` is the last one that was.
+
+        It is the first one at or beyond a multiple of ``every``.
+        """
+        return version // self.every > newest // self.every
+
+
+class AveragedPolicy(Section):
+    """An average of the policy's weights, which the trainer keeps and publishes with every version."""
+
+    ema: float = Field(gt=0.0, lt=1.0)
+    """Share of itself that the average keeps at a step: ema * average + (1 - ema) * weights."""
+
+    def is_due(self, version: int, *, newest: int) -> bool:
+        """Whether a version is to be taken; ``newest`` is the last one that was."""
+        return version > newest
+
+
+FORMS = "frozen, live, {every: N} with N from 1, or {ema: ALPHA} with ALPHA between 0 and 1"
+
+
+def _read(value: Any) -> Any:
+    """Read a section by its only key; what is wrong with it is told of the whole, by ``FORMS``."""
+    match value:
+        case FixedSource() | EveryVersions() | AveragedPolicy():
+            return value
+        case "frozen" | "live":
+            return FixedSource(value)
+        case {"every": _} | {"ema": _}:
+            section = EveryVersions if "every" in value else AveragedPolicy
+            with contextlib.suppress(ValidationError):
+                return section.model_validate(value, strict=True)
+    raise PydanticCustomError("teacher_source", "expected {forms}", {"forms": FORMS})
+
+
+TeacherSource = Annotated[FixedSource | EveryVersions | AveragedPolicy, BeforeValidator(_read)]
+"""One of ``FORMS``."""
 
 
 class TeacherEndpoint(Section):
@@ -128,3 +190,12 @@ def average_alpha(teachers: Mapping[str, TeacherSection]) -> float | None:
 def num_averages(teachers: Mapping[str, TeacherSection]) -> int:
     """How many averages of what is trained the trainer keeps and publishes: 0 or 1."""
     return int(average_alpha(teachers) is not None)
+
+
+def weights_of_teacher(weights: WeightsSection) -> WeightsSection:
+    """How versions get into a teacher's engines, where ``weights`` says it of the generators' engines.
+
+    No score mixes two versions: what runs at a swap is computed again, from its first token.
+    """
+    changes = {"interruption": Interruption.IN_FLIGHT, "kv_cache": KvAfterSwap.RECOMPUTE}
+    return weights.model_copy(update=changes)

@@ -1,12 +1,13 @@
 """The sections on the trainer mesh: parallel layout, optimizer, and what is replayed."""
 
+from collections.abc import Iterator
 from enum import StrEnum
 from typing import Annotated
 
 from pydantic import Field, field_validator
 
 from forgeasync.config.model import MAX_ROW_TOKENS, Dtype
-from forgeasync.schema import Count, CountOrZero, Procs, Section
+from forgeasync.schema import Count, CountOrZero, Procs, Refusal, Section
 
 ROW_ALIGNMENT = 64
 """Packed rows are padded to a multiple of this, so that tensor-parallel ranks get equal parts."""
@@ -31,6 +32,29 @@ class ParallelSection(Section):
     def data_shard(self) -> int:
         """FSDP shard degree: num_procs divided by the replicate, tensor and context degrees."""
         return self.num_procs // (self.data_replicate * self.tensor * self.context)
+
+    def find_problems(self) -> Iterator[Refusal]:
+        """Find degrees that do not divide what they split."""
+        product = self.data_replicate * self.tensor * self.context
+        # TorchTitan splits experts over these ranks; the ranks that are left over shard each expert.
+        expert_ranks = self.data_shard * self.tensor * self.context
+        if self.num_procs % product:
+            yield (
+                "num_procs",
+                f"must be a multiple of data_replicate * tensor * context = {product}",
+            )
+        elif expert_ranks % self.expert:
+            remedy = (
+                f"must divide data_shard * tensor * context = {expert_ranks}, the ranks that experts are "
+            )
+            yield "expert", f"{remedy}split over"
+        product = self.tensor * self.context
+        if ROW_ALIGNMENT % product:
+            yield (
+                "tensor" if self.tensor > 1 else "context",
+                f"tensor * context = {product} must divide {ROW_ALIGNMENT}, the multiple that packed rows "
+                "are padded to",
+            )
 
 
 class ActivationCheckpointing(StrEnum):
@@ -59,6 +83,17 @@ class OptimizerSection(Section):
     max_grad_norm: float = Field(default=1.0, ge=1e-6, le=1e30)
     """Largest gradient norm; larger gradients are scaled down to it. With norms far below the default, eps
     outweighs the root of the second moment."""
+
+    def find_problems(self) -> Iterator[Refusal]:
+        """Find a weight decay that leaves nothing, and steps that are in no order."""
+        if self.learning_rate * self.weight_decay >= 1.0:
+            yield (
+                "weight_decay",
+                f"times learning_rate = {self.learning_rate:g} must be less than 1: otherwise a step would "
+                "remove every parameter's whole value",
+            )
+        if self.decay_steps is not None and self.decay_steps[0] >= self.decay_steps[1]:
+            yield "decay_steps", "must be two steps, the first less than the second"
 
 
 class RoutingReplay(StrEnum):
@@ -175,3 +210,15 @@ class TrainerSection(Section):
     def _read_off(cls, value: object) -> object:
         """YAML reads a bare ``off`` as false."""
         return RoutingReplay.OFF if value is False else value
+
+    def find_problems(self) -> Iterator[Refusal]:
+        """Find batches that could not be rolled back."""
+        every = self.recovery.snapshot_every_steps
+        for name in ("on_nan", "on_spike"):
+            if getattr(self.bad_steps, name) is OnBadStep.ROLLBACK and every != 1:
+                yield (
+                    f"bad_steps.{name}",
+                    "needs trainer.recovery.snapshot_every_steps = 1, which is "
+                    f"{'null' if every is None else every}: a batch is rolled back to the snapshot of its "
+                    "start",
+                )

@@ -19,50 +19,33 @@ from forgeasync.algorithms import (
     PythonFilter,
     PythonKlEstimator,
     PythonObjective,
-    RefKl,
     RowTokens,
     WrongResult,
     shown,
 )
 from forgeasync.config.algorithm import AlgorithmSection
-from forgeasync.schema import Problem, PythonCode, build_code
+from forgeasync.schema import PythonCode, Refusal, build_code
 
 T = TypeVar("T")
 
 
-def check_own_code(algorithm: AlgorithmSection) -> Iterator[Problem]:
+def check_own_code(algorithm: AlgorithmSection) -> Iterator[Refusal]:
     """Find what would end or silently spoil a run with the user's code: at most one problem for each part.
 
     Every part is built with its options and called as a run calls it. Parts of a loss get 8 tokens of 4
     sequences (ratios around 1, advantages of both signs, one token masked out, where sampled values are nan)
     and a row without tokens, as ranks get that have less to do than others. Advantages and filters get groups
-    with different and with equal rewards. Imports and runs the user's code.
+    with different and with equal rewards. Imports and runs the user's code. Keys are relative to the
+    section.
     """
-    parts: list[tuple[str, object]] = [
-        ("objective", algorithm.objective),
-        *((f"corrections.{index}", one) for index, one in enumerate(algorithm.corrections)),
-        ("aggregation", algorithm.aggregation),
-        *((f"terms.{index}.aggregation", one.aggregation) for index, one in enumerate(algorithm.terms)),
-        *(
-            (f"terms.{index}.estimator", one.estimator)
-            for index, one in enumerate(algorithm.terms)
-            if isinstance(one, RefKl)
-        ),
-        ("kl.estimator", None if algorithm.kl is None else algorithm.kl.estimator),
-        ("advantage", algorithm.advantage),
-        *((f"filters.{index}", one) for index, one in enumerate(algorithm.filters)),
-    ]
-    for name, part in parts:
-        if isinstance(part, PythonCode):
-            yield from _check(
-                part,
-                f"algorithm.{name}",
-                group_size=algorithm.group_size,
-                has_reference=algorithm.kl is not None or name.startswith("terms."),
-            )
+    for key, part in algorithm.own_code().items():
+        has_reference = algorithm.kl is not None or key.startswith("terms.")
+        wrong = _what_is_wrong(part, group_size=algorithm.group_size, has_reference=has_reference)
+        if wrong is not None:
+            yield f"{key}.factory", wrong
 
 
-def _check(part: PythonCode, field: str, *, group_size: int, has_reference: bool) -> Iterator[Problem]:
+def _what_is_wrong(part: PythonCode, *, group_size: int, has_reference: bool) -> str | None:
     try:
         _build(part)
         match part:
@@ -79,7 +62,8 @@ def _check(part: PythonCode, field: str, *, group_size: int, has_reference: bool
             case PythonFilter():
                 _try_filter(part, group_size)
     except ValueError as error:
-        yield Problem(field=f"{field}.factory", value=part.factory, remedy=str(error))
+        return str(error)
+    return None
 
 
 def _build(part: PythonCode) -> None:

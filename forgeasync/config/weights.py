@@ -1,12 +1,13 @@
 """The section on weights: how new weights get from the trainer to the generators."""
 
+from collections.abc import Iterator
 from enum import StrEnum
 from typing import Annotated
 
 from pydantic import AfterValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
-from forgeasync.schema import MAX_SECONDS, PluginGroup, PythonCode, Section, installed_kinds
+from forgeasync.schema import MAX_SECONDS, PluginGroup, PythonCode, Refusal, Section, installed_kinds
 
 BUILT_IN_TRANSPORTS = {
     "auto": "forgeasync.weights.transports.auto.AutoTransport",
@@ -84,3 +85,12 @@ class WeightsSection(Section):
     lease_timeout_s: float = Field(default=60.0, ge=1.0, le=MAX_SECONDS)
     """Time that a generator has for a fetch, in seconds (with RDMA, whole seconds). After that the trainer
     may overwrite the staging buffer that it reads."""
+
+    def find_problems(self) -> Iterator[Refusal]:
+        """Find prefixes that could not be used."""
+        if self.prefix_cache_across_versions and self.kv_cache is KvAfterSwap.RECOMPUTE:
+            yield (
+                "prefix_cache_across_versions",
+                "must be false with weights.kv_cache = 'recompute', which leaves no prefix of an older "
+                "version",
+            )

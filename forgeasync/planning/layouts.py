@@ -17,11 +17,9 @@ from forgeasync.config import (
     resolve,
 )
 from forgeasync.models import check_config
-from forgeasync.planning.memory.generator import generator_memory
-from forgeasync.planning.memory.items import Machine, total_bytes
-from forgeasync.planning.memory.parameters import ParameterCounts, count_parameters
-from forgeasync.planning.memory.plan import gib, planned_machine
-from forgeasync.planning.memory.trainer import trainer_memory
+from forgeasync.planning.memory import generator_memory, gib, planned_machine
+from forgeasync.planning.parameters import Machine, ParameterCounts, count_parameters, total_bytes
+from forgeasync.planning.trainer_memory import trainer_memory
 
 GPU_GIB = 79.0
 """Memory of a GPU that a plan is compared with where the machine has none: what an H100 of 80 GB reports."""

@@ -24,17 +24,15 @@ from forgeasync.config import (
 )
 from forgeasync.models import SHIPPED_MODELS, kv_bytes_per_token
 from forgeasync.planning.layouts import GPU_GIB, fit_rows
-from forgeasync.planning.memory.items import Machine
-from forgeasync.planning.memory.parameters import (
+from forgeasync.planning.memory import NOTE, Row, memory_plan, memory_rows, planned_machine
+from forgeasync.planning.parameters import (
+    Machine,
     ParameterCounts,
     count_parameters,
     generator_parameters_per_rank,
     trainer_parameters_per_rank,
 )
-from forgeasync.planning.memory.plan import NOTE, memory_plan, memory_rows, planned_machine
 from forgeasync.planning.weight_times import weight_times
-
-Row = tuple[str, str, str]
 
 GPUS_OF_HOST = 8
 """GPUs of each host that a plan assumes, where the config names no hosts and one does not suffice."""
@@ -50,7 +48,7 @@ def dry_run_report(
 ) -> Table:
     """The plan of a checked config: procs, mesh, parameters, memory by rank, tokens by step, staleness.
 
-    ``shape_from`` is the config.json that ``facts`` were read from (``model_facts.model_config_file``),
+    ``shape_from`` is the config.json that ``facts`` were read from (``models.model_config_file``),
     ``looked_at`` what was looked at of the data (``data.sources.look_at_data``), ``gpu_bytes`` the memory of
     a GPU (``GPU_GIB`` where nobody knows).
     """

@@ -14,7 +14,7 @@ from forgeasync.models import (
     num_adapter_parameters,
     published_weight_bytes,
 )
-from forgeasync.planning.memory.parameters import count_parameters, generator_parameters_per_rank
+from forgeasync.planning.parameters import count_parameters, generator_parameters_per_rank
 
 PCIE_BYTES_PER_S = 50e9
 """One way between page-locked memory and a GPU: PCIe 5.0 x16 has 64 GB/s, of which 50 usually arrive."""

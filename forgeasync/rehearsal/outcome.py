@@ -1,4 +1,4 @@
-"""What a rehearsal has shown, read from the files of its run: metrics, checkpoints and logs."""
+"""What a rehearsal has shown, read from the files of its run, and the tables about it."""
 
 import json
 import re
@@ -6,9 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from rich.table import Table
+
 from forgeasync.checkpoint import FINAL, list_checkpoints
 from forgeasync.config import LocalLauncher, ModelFacts, RoutingReplay, RunConfig, named_sources, num_hosts
 from forgeasync.observability import RunDir
+from forgeasync.rehearsal.rule import Change
 
 Line = Mapping[str, float]
 
@@ -238,3 +241,33 @@ def _machine(steps: Sequence[Line]) -> Iterator[Finding]:
     else:
         lost = "kernels, CUDA graphs, NCCL, copies between host and device: no process used a GPU"
         yield Finding(part="GPUs", verdict=Verdict.NOT_EXERCISED, measured=lost)
+
+
+def changes_table(name: str, changes: Sequence[Change]) -> Table:
+    """Every change of the config and the model, with its reason."""
+    table = _table(f"rehearsal of {name}: what is different; everything else is as in the config")
+    for column in ("", "run", "rehearsal", "why"):
+        table.add_column(column, overflow="fold")
+    for change in changes:
+        table.add_row(change.field, change.before, change.after, change.why)
+    return table
+
+
+def findings_table(name: str, found: Sequence[Finding], changes: Sequence[Change]) -> Table:
+    """What was exercised, what failed, and what was not exercised: by measurement, then by change."""
+    table = _table(f"rehearsal of {name}: what was exercised")
+    for column in ("part", "", "measured"):
+        table.add_column(column, overflow="fold")
+    for verdict in (Verdict.FAILED, Verdict.EXERCISED, Verdict.NOT_EXERCISED):
+        for finding in found:
+            if finding.verdict is verdict:
+                table.add_row(finding.part, verdict.value, finding.measured)
+        table.add_section()
+    for change in changes:
+        if change.untried is not None:
+            table.add_row(change.field, Verdict.NOT_EXERCISED.value, change.untried)
+    return table
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left")

@@ -7,27 +7,39 @@ is replaced where there is none.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
-from forgeasync.algorithms import ConstantLength, OverlongPenalty
+from pydantic import BaseModel
+
+from forgeasync.algorithms import ConstantLength, DynamicSampling, OverlongPenalty
 from forgeasync.config import (
     EvaluationMode,
+    EvaluationSet,
     HostCounts,
+    HuggingFaceSource,
     LocalLauncher,
     ModelFacts,
     ProcessLauncher,
+    PythonReward,
+    ReasoningGymSource,
+    Rewards,
     RunConfig,
+    SourceSection,
     TimeoutSection,
+    WeightedSource,
+    default_name,
     gpus_per_host,
     longest_response,
+    name_of,
+    named_sources,
     num_hosts,
+    rewards_of,
 )
 from forgeasync.models import kv_bytes_per_token, largest_group_payload_bytes
-from forgeasync.rehearsal.data_rule import rehearse_data
-from forgeasync.rehearsal.draft import Change, Draft
 from forgeasync.rehearsal.fit import GIB, Capacity, Part, largest_part
-from forgeasync.rehearsal.model_rule import small_facts
+from forgeasync.rehearsal.tiny_model import small_facts
 from forgeasync.schema import ConfigError, Problem
 
 NUM_STEPS = 3
@@ -58,6 +70,74 @@ DEADLINE_S = 1800.0
 
 HOST_S = 300.0
 """Hosts whose controller was killed end by themselves after twice this long."""
+
+
+MADE_UP_SCORE = PythonReward(factory="forgeasync.rehearsal.made_up_score.score", name="made_up")
+
+GENERATED = ReasoningGymSource(
+    kind="reasoning_gym",
+    task="chain_sum",
+    options={"min_terms": 2, "max_terms": 4, "min_digits": 1, "max_digits": 2},
+)
+
+NUM_TRAIN, NUM_EVALUATED = 256, 8
+
+_FEWER = "enough for three steps"
+
+
+S = TypeVar("S", bound=BaseModel)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """One key of the config, or one size of the model, that a rehearsal has otherwise than the run."""
+
+    field: str
+    before: str
+    after: str
+    why: str
+    untried: str | None = None
+    """What the rehearsal cannot show because of this change; None if it shows the same at another size."""
+
+
+@dataclass(slots=True)
+class Draft:
+    """A config that is being changed, and the changes so far."""
+
+    config: RunConfig
+    changes: list[Change] = field(default_factory=list)
+
+    def set(self, key: str, value: object, why: str, untried: str | None = None) -> None:
+        """Replace the value at a dotted key; nothing happens if it is the same already."""
+        before = self.config
+        for part in key.split("."):
+            before = getattr(before, part)
+        if before == value:
+            return
+        self.config = _replaced(self.config, key.split("."), value)
+        self.note(key, before, value, why, untried)
+
+    def note(self, name: str, before: object, after: object, why: str, untried: str | None = None) -> None:
+        """Record a change that was made elsewhere; nothing happens if the values are equal."""
+        if before != after:
+            self.changes.append(
+                Change(field=name, before=_shown(before), after=_shown(after), why=why, untried=untried)
+            )
+
+
+def _replaced(section: S, parts: list[str], value: object) -> S:
+    first, *rest = parts
+    new = _replaced(getattr(section, first), rest, value) if rest else value
+    return section.model_copy(update={first: new})
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, BaseModel):
+        # The kind says which section it is; launchers and sources have one.
+        return str(value.model_dump(mode="json").get("kind", type(value).__name__))
+    if isinstance(value, tuple | list):
+        return ", ".join(map(_shown, value)) or "none"
+    return f"{value:.4g}" if isinstance(value, float) else "none" if value is None else str(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -318,3 +398,114 @@ def _scale_memory(draft: Draft, config: RunConfig, facts: ModelFacts, small: Mod
     here = now.algorithm.groups_per_step * largest_group_payload_bytes(draft.config, small)
     capacity = max(config.payload.capacity_gib * GIB / of_run, 2.0) * here / GIB
     draft.set("payload.capacity_gib", max(capacity, SMALLEST_STORE_GIB), "as many batches as before, or more")
+
+
+def rehearse_data(draft: Draft, local_paths: frozenset[str]) -> None:
+    """Change data, rewards and evaluation; ``local_paths`` are the data sets that are on this machine."""
+    data = draft.config.data
+    draft.set("data.num_train", min(data.num_train, NUM_TRAIN), _FEWER)
+    draft.set("data.num_held_out", min(data.num_held_out, NUM_EVALUATED), _FEWER)
+    num_problems = min(draft.config.evaluation.num_problems, NUM_EVALUATED)
+    draft.set("evaluation.num_problems", num_problems, _FEWER)
+    if data.source is not None:
+        update: dict[str, object] = {
+            "source": _at_hand(draft, "data.source", data.source, local_paths),
+            "reward": _differing(draft, "data.reward", data.reward, data.source),
+        }
+    else:
+        sources = enumerate(data.sources or ())
+        update = {"sources": tuple(_weighted(draft, index, one, local_paths) for index, one in sources)}
+    sets = tuple(
+        _evaluation_set(draft, f"evaluation.sets.{index}", one, local_paths)
+        for index, one in enumerate(draft.config.evaluation.sets)
+    )
+    config = draft.config
+    draft.config = config.model_copy(
+        update={
+            "data": config.data.model_copy(update=update),
+            "evaluation": config.evaluation.model_copy(update={"sets": sets}),
+        }
+    )
+    _drop_filters(draft)
+
+
+def _weighted(draft: Draft, index: int, one: WeightedSource, local_paths: frozenset[str]) -> WeightedSource:
+    field = f"data.sources.{index}"
+    configured = draft.config.data.reward if one.reward is None else one.reward
+    update = {
+        "source": _at_hand(draft, f"{field}.source", one.source, local_paths),
+        # Under its own name: two generated sources would have the same.
+        "name": one.name or default_name(one.source),
+        "reward": _differing(draft, f"{field}.reward", configured, one.source),
+        "num_train": None if one.num_train is None else min(one.num_train, NUM_TRAIN),
+        "num_held_out": None if one.num_held_out is None else min(one.num_held_out, NUM_EVALUATED),
+    }
+    return one.model_copy(update=update)
+
+
+def _evaluation_set(
+    draft: Draft, field: str, one: EvaluationSet, local_paths: frozenset[str]
+) -> EvaluationSet:
+    source = _at_hand(draft, f"{field}.source", one.source, local_paths)
+    num_problems = min(one.num_problems, NUM_EVALUATED)
+    draft.note(f"{field}.num_problems", one.num_problems, num_problems, _FEWER)
+    # A generated source's own reward would be another one.
+    keep = source == one.source or draft.config.environment is not None
+    reward = one.reward if keep else rewards_of(one.reward, one.source)
+    if reward is not None and reward != one.reward:
+        names = " + ".join(map(name_of, rewards_of(reward, one.source)))
+        draft.note(f"{field}.reward", "that of the data set", names, "generated problems have another one")
+    return one.model_copy(update={"source": source, "num_problems": num_problems, "reward": reward})
+
+
+def _at_hand(draft: Draft, field: str, source: SourceSection, local_paths: frozenset[str]) -> SourceSection:
+    """Return the source, or a generated one for a data set of the hub."""
+    if not isinstance(source, HuggingFaceSource) or source.path in local_paths:
+        return source
+    draft.note(
+        field,
+        source.path,
+        GENERATED.task,
+        "data sets of the hub are not downloaded for a rehearsal",
+        f"the data set {source.path} and its fields",
+    )
+    return GENERATED
+
+
+def _differing(draft: Draft, field: str, configured: Rewards | None, source: SourceSection) -> Rewards | None:
+    """Return rewards that tell the responses of a random model apart; the user's own stay as they are."""
+    rewards = rewards_of(configured, source)
+    if draft.config.environment is not None or _has_own_code(rewards):
+        return configured
+    draft.note(
+        field,
+        " + ".join(map(name_of, rewards)),
+        " + ".join(map(name_of, (*rewards, MADE_UP_SCORE))),
+        "a random model is always wrong, and equal rewards give no gradient",
+        "whether rewards rise",
+    )
+    return (*rewards, MADE_UP_SCORE)
+
+
+def _has_own_code(rewards: tuple[object, ...]) -> bool:
+    return any(isinstance(reward, PythonReward) and reward != MADE_UP_SCORE for reward in rewards)
+
+
+def scores_are_own(config: RunConfig) -> bool:
+    """Whether the user's own code alone scores some of the responses that are trained on."""
+    return config.environment is not None or any(
+        _has_own_code(source.rewards) for source in named_sources(config.data)
+    )
+
+
+def _drop_filters(draft: Draft) -> None:
+    """Leave out what would drop every group of a random model, so that the run would have no batch."""
+    filters = draft.config.algorithm.filters
+    if not scores_are_own(draft.config):
+        return
+    draft.set(
+        "algorithm.filters",
+        tuple(one for one in filters if not isinstance(one, DynamicSampling)),
+        "own scores of a random model's responses may all be equal",
+        "the filter dynamic_sampling",
+    )

@@ -21,7 +21,10 @@ from .section import MAX_COUNT as MAX_COUNT
 from .section import MAX_SECONDS as MAX_SECONDS
 from .section import MAX_SEED as MAX_SEED
 from .section import Procs as Procs
+from .section import Refusal as Refusal
 from .section import SHORT_FORM as SHORT_FORM
 from .section import Seconds as Seconds
 from .section import Section as Section
 from .section import Seed as Seed
+from .section import problems_within as problems_within
+from .section import refuse as refuse

@@ -250,8 +250,8 @@ def test_filters_are_checked_against_the_run() -> None:
             {"kind": "resample_on_correct", "num_kept": 7},
         ]
     )
-    problems = check_filters(sections, field="algorithm.filters", group_size=8, max_response_tokens=128)
-    assert [problem.field for problem in problems] == [
+    refusals = check_filters(sections, field="algorithm.filters", group_size=8, max_response_tokens=128)
+    assert [key for key, *_ in refusals] == [
         "algorithm.filters.1.max_length",
         "algorithm.filters.3.num_kept",
     ]

@@ -19,7 +19,7 @@ from forgeasync.algorithms import (
 )
 from forgeasync.config import AlgorithmSection, check_own_code, load_config
 from forgeasync.controller import check
-from forgeasync.schema import ConfigError, Problem
+from forgeasync.schema import ConfigError, Problem, refuse
 from tests.support.config_samples import CONFIGS, only
 
 TAKES = "row"
@@ -41,7 +41,8 @@ def problems(factory: str, part: str = "objective", **others: object) -> list[Pr
     if part == "kl":
         parts = {"kl": {"estimator": own, "coefficient": 0.1}}
     keys = {"group_size": 4, "groups_per_step": 2, **parts, **others}
-    return list(check_own_code(AlgorithmSection.model_validate(keys)))
+    section = AlgorithmSection.model_validate(keys)
+    return [refuse(section, *refusal) for refusal in check_own_code(section)]
 
 
 @pytest.mark.parametrize(
@@ -114,7 +115,7 @@ def test_what_would_spoil_a_run_is_refused(
     monkeypatch.syspath_prepend(tmp_path)
     factory = write_loss(tmp_path, f"trial_{name}", body)
     message = only(problems(factory))
-    assert message.startswith(f"algorithm.objective.factory = '{factory}': ")
+    assert message.startswith(f"objective.factory = '{factory}': ")
     for word in words:
         assert word in message
 
@@ -275,7 +276,7 @@ def test_every_part_of_ones_own_is_tried(
         return
     message = only(found)
     field = {"corrections": "corrections.0", "filters": "filters.0", "kl": "kl.estimator"}.get(part, part)
-    assert message.startswith(f"algorithm.{field}.factory = 'own_parts.{name}': ") and words in message
+    assert message.startswith(f"{field}.factory = 'own_parts.{name}': ") and words in message
 
 
 def test_an_advantage_of_ones_own_over_the_batch_sees_all_of_it(
@@ -354,5 +355,6 @@ def test_a_missing_or_unknown_option_is_named(tmp_path: Path, monkeypatch: pytes
         "    def __call__(self, row): return -self.width * row.advantages_T * row.logprobs_T, {}\n"
     )
     own = {"kind": "python", "factory": "wide.Wide", "options": {"wdith": 2.0}}
-    found = list(check_own_code(AlgorithmSection(objective=own, group_size=4, groups_per_step=2)))
-    assert "options lacks 'width', options.wdith is none of its arguments" in only(found)
+    section = AlgorithmSection(objective=own, group_size=4, groups_per_step=2)
+    ((_, remedy),) = check_own_code(section)
+    assert "options lacks 'width', options.wdith is none of its arguments" in remedy

@@ -59,7 +59,7 @@ def moving(written: str) -> TeacherSection:
 
 
 def said(config: RunConfig) -> list[str]:
-    return [f"{problem.field}: {problem.remedy}" for problem in check_teachers(config)]
+    return [f"{key}: {remedy}" for key, remedy, *_ in check_teachers(config)]
 
 
 def test_a_teacher_for_every_source_is_no_problem() -> None:

@@ -18,10 +18,10 @@ from forgeasync.config import (
     ScorerSection,
     ShapeSection,
     WarmupSection,
+    check_without_model,
     load_config,
     named_sources,
 )
-from forgeasync.config.rules import _check_warmup
 from forgeasync.environments import (
     Example,
     Piece,
@@ -140,7 +140,7 @@ def test_wrong_steps_are_a_share_of_the_steps_and_go_on_from_what_they_say(tasks
 def test_wrong_steps_are_refused_where_a_tool_works_them_out() -> None:
     overrides = ["warmup.wrong_step_share=0.2", "warmup.guess_error=2"]
     config = load_config([str(REPOSITORY / "configs/agent_tool_cpu.yaml")], overrides)
-    problems = [one for one in _check_warmup(config) if one.field == "warmup.wrong_step_share"]
+    problems = [one for one in check_without_model(config) if one.field == "warmup.wrong_step_share"]
     assert [one.remedy for one in problems] == ["must be 0 with an environment, whose tool makes no errors"]
 
 

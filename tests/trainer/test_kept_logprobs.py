@@ -125,7 +125,7 @@ def test_bfloat16_is_rounded_alike_however_logits_are_read(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("num_uncut", [0, 40])
 def test_memory_is_bounded_however_wide_the_sets_are(num_uncut: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the memory plan counts (``forgeasync.planning.memory.moments``), on both sides of the choice."""
+    """What the memory plan counts (``forgeasync.planning.trainer_memory``), on both sides of the choice."""
     num_tokens, vocab_size, dim, block_bytes = 128, 4096, 64, 2**18
     monkeypatch.setattr(head_weight, "GATHER_BLOCK_BYTES", block_bytes)
     generator = torch.Generator().manual_seed(0)

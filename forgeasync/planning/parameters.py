@@ -1,11 +1,47 @@
-"""Parameters of a model and of one rank, counted on the tensors that its config.json describes."""
+"""Parameters of a model and of one rank, counted on the tensors that its config.json describes.
+
+Also what every part of a memory plan shares: the machine that it is for, and one line of it.
+"""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 from forgeasync.config import EXPERT_TARGETS, LoraSection, ModelFacts, RunConfig
 from forgeasync.models import expected_shapes, num_adapter_parameters
-from forgeasync.planning.memory.items import Machine
+
+FLOAT32_BYTES = 4
+
+PLAN_ERROR = 0.1
+"""Error of the memory plan (``planning.memory.NOTE``): what it may overstate refuses no GPU."""
+
+
+class Machine(StrEnum):
+    """Kind of machine that a run's ranks compute on."""
+
+    GPU = "GPU"
+    CPU = "CPU"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryItem:
+    """One thing a rank holds; ``how`` says in a few words how the number comes about."""
+
+    name: str
+    num_bytes: int
+    how: str
+
+
+def least_bytes(num_bytes: int) -> int:
+    """Bytes that a rank takes for certain where the plan says ``num_bytes``: the plan less its error."""
+    return int(num_bytes * (1.0 - PLAN_ERROR))
+
+
+def total_bytes(items: Sequence[MemoryItem]) -> int:
+    """Sum up the bytes that a rank holds."""
+    return sum(item.num_bytes for item in items)
+
 
 _REPLICATED = (".mlp.gate.", ".kv_a_proj_with_mqa.", ".q_a_proj.")
 """Matrices that every tensor-parallel rank has whole, by parts of their names."""

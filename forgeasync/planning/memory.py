@@ -1,0 +1,500 @@
+"""Computes the memory of a run, by rank, from its config and its model's config.json alone.
+
+``python -m forgeasync.planning.memory --config FILE [--config FILE ...] [key=value ...]`` prints it; needs no
+GPU and no weights. Every number is a formula over config and facts; tests/planning/test_memory_plan.py
+compares them with what runs allocate. The unit is bytes everywhere.
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from forgeasync.config import (
+    Dtype,
+    LocalLauncher,
+    ModelFacts,
+    ProcessLauncher,
+    RunConfig,
+    ShadowMemory,
+    load_config,
+    longest_response,
+    num_averages,
+    resolve,
+)
+from forgeasync.models import (
+    BYTES_PER_ELEMENT,
+    check_config,
+    kept_bytes_per_token,
+    num_adapter_parameters,
+    published_weight_bytes,
+    read_model_facts,
+    routing_bytes_per_token,
+    sampled_mark_bytes_per_token,
+    teacher_bytes_per_token,
+)
+from forgeasync.planning.parameters import (
+    FLOAT32_BYTES,
+    Machine,
+    MemoryItem,
+    ParameterCounts,
+    count_merged,
+    count_parameters,
+    generator_parameters_per_rank,
+    merges_adapters,
+    total_bytes,
+    trained_parameters_per_rank,
+    trainer_parameters_per_rank,
+)
+from forgeasync.planning.trainer_memory import trainer_memory
+from forgeasync.schema import EXIT_REFUSED, ConfigError, Problem, raise_if_any
+
+NOTE = (
+    "Memory is within 10 % as measured on CPUs, in float32. Not so exact: rows with fewer than "
+    "tokens_per_row tokens, experts with uneven loads, compiled layers and adapters take less or more; the "
+    "engine's forward pass is a bound, the payload store is at its fullest. The allocator's fragmentation, "
+    "buffers of NCCL, CUDA graphs and the libraries of each process come on top."
+)
+
+Row = tuple[str, str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemorySection:
+    """The memory of one rank of a role, or of the hosts."""
+
+    owner: str
+    items: Sequence[MemoryItem]
+    total: MemoryItem | None
+    """None where the items lie in many places."""
+
+
+def planned_machine(config: RunConfig) -> Machine:
+    """Return the machine that a config is planned for: CPUs train in float32, GPUs in bfloat16."""
+    return Machine.CPU if config.trainer.dtype is Dtype.FLOAT32 else Machine.GPU
+
+
+def memory_plan(config: RunConfig, facts: ModelFacts) -> tuple[MemorySection, ...]:
+    """Sections of the plan; ``config`` was checked with these facts.
+
+    Raises:
+        ConfigError: a teacher's folder has no config.json that can be read.
+    """
+    machine = planned_machine(config)
+    counts = count_parameters(facts)
+    trainer = trainer_memory(config, facts, counts, machine)
+    generator = generator_memory(config, facts, counts, machine)
+    fullest = MemoryItem(
+        name="total",
+        num_bytes=trainer.total_bytes,
+        how=f"of a {machine.value}, in the {trainer.fullest.name}: not all of the above is there at once",
+    )
+    return (
+        MemorySection(owner="trainer rank", items=(*trainer.always, *trainer.come_and_go), total=fullest),
+        MemorySection(owner="generator rank", items=generator, total=_whole(generator, machine)),
+        *(
+            MemorySection(owner=f"rank of teacher {name}", items=items, total=_whole(items, machine))
+            for name, items in teacher_memory(config, machine)
+        ),
+        MemorySection(owner="host", items=host_memory(config, facts, machine), total=None),
+    )
+
+
+def _whole(items: Sequence[MemoryItem], machine: Machine) -> MemoryItem:
+    return MemoryItem(name="total", num_bytes=total_bytes(items), how=f"of a {machine.value}")
+
+
+def memory_rows(section: MemorySection) -> list[Row]:
+    """Name, size and how it comes about; then the total."""
+    items = [*section.items, *([] if section.total is None else [section.total])]
+    return [(f"{section.owner}: {item.name}", gib(item.num_bytes), item.how) for item in items]
+
+
+def gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.2f} MiB"
+
+
+def generator_memory(
+    config: RunConfig,
+    facts: ModelFacts,
+    counts: ParameterCounts,
+    machine: Machine,
+    *,
+    section: str = "generator",
+) -> list[MemoryItem]:
+    """Items of one rank of an engine that takes new weights; see ``engine_memory``."""
+    return [
+        *engine_memory(config, facts, counts, section=section),
+        *_update_memory(config, facts, counts, machine),
+    ]
+
+
+def engine_memory(
+    config: RunConfig, facts: ModelFacts, counts: ParameterCounts, *, section: str
+) -> list[MemoryItem]:
+    """Items of one engine rank; the forward pass is an upper estimate, the rest what is allocated.
+
+    ``config.generator`` says what the engine is like, ``section`` where that stands in the user's config.
+    """
+    generator = config.generator
+    return [
+        MemoryItem(
+            name="weights",
+            num_bytes=_weights(config, facts, counts),
+            how=generator.dtype.value,
+        ),
+        MemoryItem(
+            name="KV cache", num_bytes=round(generator.kv_cache_gib * 2**30), how=f"{section}.kv_cache_gib"
+        ),
+        MemoryItem(
+            name="forward pass",
+            num_bytes=_forward_pass(config, facts),
+            how=f"{generator.max_num_batched_tokens:,} tokens, {generator.max_num_seqs} sequences' logits",
+        ),
+    ]
+
+
+def _weights(config: RunConfig, facts: ModelFacts, counts: ParameterCounts) -> int:
+    return generator_parameters_per_rank(config, facts, counts) * BYTES_PER_ELEMENT[config.generator.dtype]
+
+
+def _update_memory(
+    config: RunConfig, facts: ModelFacts, counts: ParameterCounts, machine: Machine
+) -> list[MemoryItem]:
+    """What the next version takes beside the one in use."""
+    generator = config.generator
+    element = BYTES_PER_ELEMENT[generator.dtype]
+    if config.lora is not None and not merges_adapters(config, machine):
+        adapters = num_adapter_parameters(facts, config.lora) // generator.tensor_parallel * element
+        return [MemoryItem(name="adapters", num_bytes=adapters, how="served beside the base model")]
+    if machine is Machine.CPU:
+        changed = _weights(config, facts, counts)
+        if config.lora is not None:
+            changed = count_merged(facts, config.lora) // generator.tensor_parallel * element
+        shadows = changed + _largest_packed_parameter(config, facts)
+        how = "the next version, and its largest experts before packing"
+        return [MemoryItem(name="shadow weights", num_bytes=shadows, how=how)]
+    if config.lora is None and config.weights.shadow is ShadowMemory.DEVICE:
+        weights = _weights(config, facts, counts)
+        return [MemoryItem(name="shadow weights", num_bytes=weights, how="weights.shadow: device")]
+    return []
+
+
+def _forward_pass(config: RunConfig, facts: ModelFacts) -> int:
+    """Count a forward pass: without a backward pass one layer's activations exist at a time.
+
+    Sampling works on float32 logits of one token per sequence, and sorts them where top-k or top-p is on.
+    """
+    generator = config.generator
+    tensor = generator.tensor_parallel
+    experts = facts.top_k * (facts.hidden_size + 3 * facts.expert_hidden_size // tensor)
+    experts += 3 * facts.shared_hidden_size // tensor
+    network = max(experts, 3 * facts.dense_hidden_size // tensor)
+    element = BYTES_PER_ELEMENT[generator.dtype]
+    forward = generator.max_num_batched_tokens * (4 * facts.hidden_size + network) * element
+    return forward + 2 * generator.max_num_seqs * facts.vocab_size * FLOAT32_BYTES
+
+
+def _largest_packed_parameter(config: RunConfig, facts: ModelFacts) -> int:
+    """Bytes of one layer's gate and up projections of all experts of a rank, which are one parameter."""
+    elements = facts.num_experts * 2 * facts.expert_hidden_size * facts.hidden_size
+    return elements // config.generator.tensor_parallel * BYTES_PER_ELEMENT[config.generator.dtype]
+
+
+def teacher_memory(config: RunConfig, machine: Machine) -> Iterator[tuple[str, list[MemoryItem]]]:
+    """Items of one engine rank of each teacher that the run starts engines for, with the teacher's name.
+
+    Raises:
+        ConfigError: a teacher's folder has no config.json that can be read.
+    """
+    for name, facts, own in _engines(config):
+        counts, section = count_parameters(facts), f"teachers.{name}.engine"
+        if config.teachers[name].moves:
+            yield name, generator_memory(own, facts, counts, machine, section=section)
+        else:
+            yield name, engine_memory(own, facts, counts, section=section)
+
+
+def all_teacher_bytes(config: RunConfig) -> int:
+    """Bytes of weights and KV caches of all engines of all teachers; raises as ``teacher_memory``."""
+    total = 0
+    for name, facts, own in _engines(config):
+        engine = own.generator
+        weights = generator_parameters_per_rank(own, facts, count_parameters(facts))
+        each = weights * BYTES_PER_ELEMENT[engine.dtype] + round(engine.kv_cache_gib * 2**30)
+        total += config.teachers[name].num_engines * engine.tensor_parallel * each
+    return total
+
+
+def teacher_facts(config: RunConfig, name: str) -> ModelFacts:
+    """Read the shape of a teacher that the run starts engines for.
+
+    Raises:
+        ConfigError: its folder has no config.json that can be read.
+    """
+    path = config.teachers[name].path(config.model.path)
+    try:
+        return read_model_facts(path)
+    except ConfigError as error:
+        field = f"teachers.{name}.model_path"
+        raise ConfigError(
+            [Problem(field=field, value=path, remedy=problem.remedy) for problem in error.problems]
+        ) from error
+
+
+def _engines(config: RunConfig) -> Iterator[tuple[str, ModelFacts, RunConfig]]:
+    """Each teacher with engines: its name, its shape, and the config as if it were the generator."""
+    for name, teacher in config.teachers.items():
+        if not teacher.num_engines:
+            continue
+        lora = config.lora if teacher.moves else None
+        yield (
+            name,
+            teacher_facts(config, name),
+            config.model_copy(update={"generator": teacher.engine, "lora": lora}),
+        )
+
+
+_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+def available_host_bytes() -> int:
+    """Memory that this machine can still give, also within a container's limit."""
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    (available,) = (line for line in lines if line.startswith("MemAvailable:"))
+    found = [int(re.findall(r"\d+", available)[0]) * 1024]
+    for file in map(Path, _CGROUP_LIMITS):
+        if file.is_file() and (text := file.read_text(encoding="ascii").strip()).isdecimal():
+            found.append(int(text))
+    return min(found)
+
+
+def check_memory(config: RunConfig, facts: ModelFacts, *, host_bytes: int) -> Iterator[Problem]:
+    """Check that a run on CPUs fits this machine's memory.
+
+    Raises:
+        ConfigError: a teacher's folder has no config.json that can be read.
+    """
+    if not isinstance(config.launcher, LocalLauncher | ProcessLauncher):
+        # The run is not on this machine: its memory says nothing.
+        return
+    counts, generator = count_parameters(facts), config.generator
+    weights = generator_parameters_per_rank(config, facts, counts) * BYTES_PER_ELEMENT[generator.dtype]
+    kv_cache = round(generator.kv_cache_gib * 2**30)
+    num_engines = generator.num_engines * generator.tensor_parallel
+    num_procs = config.trainer.parallel.num_procs
+    states = _trainer_state_bytes(config, trainer_parameters_per_rank(config, counts))
+    teachers = all_teacher_bytes(config)
+    others = num_engines * weights + num_procs * states + teachers
+    if num_engines * kv_cache + others <= host_bytes:
+        return
+    parts = (
+        f"{_gib(num_engines * weights)} GiB for the weights of {num_engines} engine processes and "
+        f"{_gib(num_procs * states)} GiB for parameters and optimizer of {num_procs} trainer procs"
+    )
+    if teachers:
+        parts += f" and {_gib(teachers)} GiB for weights and KV caches of teachers"
+    if others >= host_bytes:
+        yield Problem(
+            field="model.path",
+            value=config.model.path,
+            remedy=f"needs {parts}; this machine has {_gib(host_bytes)} GiB of memory available",
+        )
+        return
+    yield Problem(
+        field="generator.kv_cache_gib",
+        value=generator.kv_cache_gib,
+        remedy=f"must be at most {_gib((host_bytes - others) // num_engines)}: with {parts}, this machine "
+        f"has {_gib(host_bytes)} GiB of memory available",
+    )
+
+
+def check_generator_memory(config: RunConfig, facts: ModelFacts, *, host_bytes: int) -> Iterator[Problem]:
+    """Check that the generators alone, without a trainer, fit this machine's memory."""
+    generator = config.generator
+    num_engines = generator.num_engines * generator.tensor_parallel
+    parameters = generator_parameters_per_rank(config, facts, count_parameters(facts))
+    weights = num_engines * parameters * BYTES_PER_ELEMENT[generator.dtype]
+    kv_cache = num_engines * round(generator.kv_cache_gib * 2**30)
+    if weights + kv_cache > host_bytes:
+        yield Problem(
+            field="generator.kv_cache_gib",
+            value=generator.kv_cache_gib,
+            remedy=f"{num_engines} engine processes need {_gib(weights)} GiB for weights and "
+            f"{_gib(kv_cache)} GiB for KV caches; this machine has {_gib(host_bytes)} GiB available",
+        )
+
+
+def _trainer_state_bytes(config: RunConfig, num_parameters: int) -> int:
+    """Bytes on one rank: float32 parameters, gradients, two moments and an average, or a frozen model."""
+    if config.lora is not None:
+        return num_parameters * BYTES_PER_ELEMENT[config.trainer.dtype]
+    return num_parameters * (4 + num_averages(config.teachers)) * FLOAT32_BYTES
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.3g}"
+
+
+NUM_SNAPSHOTS = 2
+"""Snapshots of a trainer rank in shared memory."""
+
+PAYLOAD_HEADER_BYTES = 256
+"""Header, table and alignment of the arrays of one payload."""
+
+
+def host_memory(config: RunConfig, facts: ModelFacts, machine: Machine) -> list[MemoryItem]:
+    """Staging buffers of all trainer ranks together, what a host of generators receives, and payloads."""
+    element, dtype = BYTES_PER_ELEMENT[config.generator.dtype], config.generator.dtype.value
+    version, what = published_weight_bytes(config, facts), "version"
+    merged = []
+    if config.lora is not None:
+        version, what = num_adapter_parameters(facts, config.lora) * element, "version of the adapters"
+        if merges_adapters(config, machine):
+            size = count_merged(facts, config.lora) * element
+            how = "what adapters are merged into"
+            merged = [MemoryItem(name="merged weights, each replica", num_bytes=size, how=how)]
+    num_sets = 1 + num_averages(config.teachers)
+    beside = " and its average" * (num_sets - 1)
+    return [
+        MemoryItem(
+            name="staging buffers, all ranks",
+            num_bytes=2 * num_sets * version,
+            how=f"2 x one {what}{beside} in {dtype}: one read, one written",
+        ),
+        MemoryItem(
+            name="receive buffer, each host",
+            num_bytes=version,
+            how=f"one {what}, for all replicas of a host",
+        ),
+        *(
+            MemoryItem(name=f"receive buffer, teacher {name}", num_bytes=version, how=f"one {what}")
+            for name, teacher in config.teachers.items()
+            if teacher.moves
+        ),
+        *_snapshots(config, facts),
+        *merged,
+        *_host_shadow(config, facts, machine),
+        _payload_store(config, facts),
+    ]
+
+
+def snapshot_memory_bytes(config: RunConfig, facts: ModelFacts) -> int:
+    """Bytes of shared memory that snapshots of all trainer ranks take: what a checkpoint has, twice."""
+    if config.trainer.recovery.snapshot_every_steps is None:
+        return 0
+    trained = trained_parameters_per_rank(config, facts, count_parameters(facts))
+    num_states = 3 + num_averages(config.teachers)
+    return config.trainer.parallel.num_procs * NUM_SNAPSHOTS * num_states * FLOAT32_BYTES * trained
+
+
+def _snapshots(config: RunConfig, facts: ModelFacts) -> list[MemoryItem]:
+    if (num_bytes := snapshot_memory_bytes(config, facts)) == 0:
+        return []
+    average = ", its average" * num_averages(config.teachers)
+    how = f"{NUM_SNAPSHOTS} x what is trained{average} and its moments, float32: one whole, one written"
+    return [MemoryItem(name="trainer snapshots, all ranks", num_bytes=num_bytes, how=how)]
+
+
+def _host_shadow(config: RunConfig, facts: ModelFacts, machine: Machine) -> list[MemoryItem]:
+    if (num_bytes := host_shadow_bytes(config, facts, machine)) == 0:
+        return []
+    how = f"the next version as the kernels of {config.generator.tensor_parallel} ranks keep it"
+    return [MemoryItem(name="shadow weights, each host", num_bytes=num_bytes, how=how)]
+
+
+def host_shadow_bytes(config: RunConfig, facts: ModelFacts, machine: Machine) -> int:
+    """Bytes of the shadows that the generators of one host share; 0 where they have none on the host."""
+    generator = config.generator
+    if machine is Machine.CPU or config.lora is not None or config.weights.shadow is not ShadowMemory.HOST:
+        return 0
+    per_rank = generator_parameters_per_rank(config, facts, count_parameters(facts))
+    return generator.tensor_parallel * per_rank * BYTES_PER_ELEMENT[generator.dtype]
+
+
+def _payload_store(config: RunConfig, facts: ModelFacts) -> MemoryItem:
+    capacity = round(config.payload.capacity_gib * 2**30)
+    num_groups = groups_outstanding(config)
+    group = group_payload_bytes(config, facts)
+    how = f"{num_groups:,} groups of {group / 2**20:.3g} MiB, if all responses are as long as can be"
+    if num_groups * group > capacity:
+        how = f"payload.capacity_gib; {how} would take {num_groups * group / 2**30:.3g} GiB"
+    return MemoryItem(name="payload store", num_bytes=min(capacity, num_groups * group), how=how)
+
+
+def groups_outstanding(config: RunConfig) -> int:
+    """Most groups started and not yet trained on."""
+    outstanding = (config.max_off_policy_steps + 1) * config.algorithm.groups_per_step
+    return min(outstanding, config.buffer.max_groups or outstanding)
+
+
+def group_payload_bytes(config: RunConfig, facts: ModelFacts) -> int:
+    """Return the bytes of one group's file, with the longest responses and kept sets as large as top-k.
+
+    Unlike ``largest_group_payload_bytes``, which nothing may exceed, this counts the prompt's record once:
+    rollouts of a group share it unless weights were swapped in between their first steps.
+    """
+    # A model without experts has no routing to record, whatever the setting.
+    routing = routing_bytes_per_token(config, facts) if facts.num_experts else 0
+    kept = kept_bytes_per_token(config, facts)
+    response = longest_response(config)
+    prompt = config.model.max_context_length - response
+    # int32 ids; of responses float32 log-probabilities too.
+    of_prompt = prompt * (4 + routing) + PAYLOAD_HEADER_BYTES
+    marks = sampled_mark_bytes_per_token(config)
+    of_teacher = teacher_bytes_per_token(config)
+    of_response = response * (4 + 4 + routing + kept + marks + of_teacher) + PAYLOAD_HEADER_BYTES
+    return of_prompt + config.algorithm.group_size * of_response
+
+
+COLUMNS = 160
+"""Width of the table, also in a pipe."""
+
+
+def memory_table(config: RunConfig) -> Table:
+    """The plan of a config.
+
+    Raises:
+        ConfigError: the config is wrong, or does not fit its model.
+    """
+    facts = read_model_facts(config.model.path)
+    raise_if_any(check_config(config, facts))
+    table = Table(
+        title=f"memory of {config.name}", title_justify="left", caption=NOTE, caption_justify="left"
+    )
+    table.add_column("", no_wrap=True)
+    table.add_column("size", justify="right", no_wrap=True)
+    table.add_column("what that is")
+    for section in memory_plan(resolve(config, facts), facts):
+        for row in memory_rows(section):
+            table.add_row(*row)
+        table.add_section()
+    return table
+
+
+def main() -> int:
+    """Run the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m forgeasync.planning.memory", description="Memory by rank."
+    )
+    parser.add_argument(
+        "--config", action="append", required=True, metavar="FILE", help="YAML file of the run"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="replaces values of the files")
+    arguments = parser.parse_intermixed_args()
+    try:
+        table = memory_table(load_config(arguments.config, arguments.overrides))
+    except ConfigError as error:
+        print(f"refused:\n{error}", file=sys.stderr)
+        return EXIT_REFUSED
+    Console(width=COLUMNS).print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,479 @@
+"""Memory of one trainer rank: what it always holds, and the moment of a step at which it holds most.
+
+Activations are the tensors that autograd saves, counted on TorchTitan 0.3.0's layers as this repository
+runs them, in bytes per token of a rank. Two things differ without an accelerator: norms of lower precision,
+or of tensor-parallel ranks, are computed step by step and keep x / rms(x) too, and attention works on copies
+that are laid out by sequence (``forgeasync.trainer.workarounds.attention_kernel``). With context parallelism
+a rank has the activations of its part of a row, but keys and values of the whole row.
+
+FSDP2 gathers a layer's weights before it runs, and the next one's meanwhile. In the backward pass a layer's
+gradients exist whole until they are reduced, in float32, to the rank's shard. The output layer (with tied
+weights the embedding too) stays gathered from its forward to its backward pass, while nothing else is.
+Counted on torch 2.13.
+"""
+
+import math
+from dataclasses import dataclass
+
+from forgeasync.config import ActivationCheckpointing, Dtype, ModelFacts, RunConfig, num_averages
+from forgeasync.models import (
+    BYTES_PER_ELEMENT,
+    GATHER_BLOCK_BYTES,
+    GATHER_COST,
+    LOGITS_CHUNK_TOKENS,
+    expected_shapes,
+    kept_bytes_per_token,
+)
+from forgeasync.planning.parameters import (
+    FLOAT32_BYTES,
+    Machine,
+    MemoryItem,
+    ParameterCounts,
+    total_bytes,
+    trained_parameters_per_rank,
+    trainer_parameters_per_rank,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """Bytes of one rank that come and go."""
+
+    name: str
+    activations: float = 0.0
+    logits: float = 0.0
+    gathered_weights: float = 0.0
+    gathered_gradients: float = 0.0
+    optimizer: float = 0.0
+
+    @property
+    def total(self) -> float:
+        parts = (self.activations, self.logits, self.gathered_weights, self.gathered_gradients)
+        return sum(parts) + self.optimizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerMemory:
+    """Memory of one rank in an optimizer step of at least two rows."""
+
+    always: tuple[MemoryItem, ...]
+    come_and_go: tuple[MemoryItem, ...]
+    """Each at its largest, which is not at the same time."""
+    fullest: Moment
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes at the fullest moment."""
+        return total_bytes(self.always) + math.ceil(self.fullest.total)
+
+
+def trainer_memory(
+    config: RunConfig, facts: ModelFacts, counts: ParameterCounts, machine: Machine
+) -> TrainerMemory:
+    """Count memory by formulas over config and model shape; ``counts`` comes from ``count_parameters``."""
+    moments = step_moments(config, facts, counts, machine)
+    trainer = config.trainer
+    chunk = min(trainer.tokens_per_row // trainer.parallel.context, LOGITS_CHUNK_TOKENS)
+    how = {
+        "activations": f"one row, activation_checkpointing {trainer.activation_checkpointing.value}",
+        "logits chunk": f"{chunk:,} tokens, with gradients and what kept sets take",
+        "gathered weights": f"in {trainer.dtype.value}, by FSDP2",
+        "gathered gradients": "before they are reduced, and float32 buffers",
+        "optimizer's intermediates": "square roots of AdamW",
+    }
+    largest = (
+        max(moment.activations for moment in moments),
+        max(moment.logits for moment in moments),
+        max(moment.gathered_weights for moment in moments),
+        max(moment.gathered_gradients for moment in moments),
+        max(moment.optimizer for moment in moments),
+    )
+    return TrainerMemory(
+        always=tuple(_always(config, facts, counts)),
+        come_and_go=tuple(
+            MemoryItem(name=name, num_bytes=math.ceil(size), how=how[name])
+            for name, size in zip(how, largest, strict=True)
+        ),
+        fullest=max(moments, key=lambda moment: moment.total),
+    )
+
+
+def _always(config: RunConfig, facts: ModelFacts, counts: ParameterCounts) -> list[MemoryItem]:
+    owned = trainer_parameters_per_rank(config, counts)
+    trained, dtype = owned, config.trainer.dtype.value
+    element = BYTES_PER_ELEMENT[config.trainer.dtype]
+    items = [MemoryItem(name="parameters", num_bytes=owned * FLOAT32_BYTES, how="float32 masters, own shard")]
+    if config.lora is not None:
+        trained = trained_parameters_per_rank(config, facts, counts)
+        frozen = MemoryItem(
+            name="parameters", num_bytes=owned * element, how=f"frozen, in {dtype}, own shard"
+        )
+        adapters = MemoryItem(
+            name="adapters", num_bytes=trained * FLOAT32_BYTES, how="float32 masters, own shard"
+        )
+        items = [frozen, adapters]
+    items += [
+        MemoryItem(name="gradients", num_bytes=trained * FLOAT32_BYTES, how="float32, own shard"),
+        MemoryItem(name="optimizer", num_bytes=2 * trained * FLOAT32_BYTES, how="2 x float32, own shard"),
+    ]
+    if num_averages(config.teachers):
+        how = "for teachers with ema: float32, own shard"
+        items.append(MemoryItem(name="average", num_bytes=trained * FLOAT32_BYTES, how=how))
+    # With adapters the reference is the trained model without them.
+    if config.algorithm.kl is not None and config.lora is None:
+        how = f"for algorithm.kl: frozen, in {dtype}, own shard"
+        items.append(MemoryItem(name="reference model", num_bytes=owned * element, how=how))
+    return items
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Units:
+    """Bytes that FSDP2 handles at once, of the layer with the most and of the output layer (``head``)."""
+
+    layer_weights: float
+    next_weights: float
+    head_weights: float
+    """Gathered, those of the next layer ahead of time; what a rank has whole it copies, but not ahead."""
+    layer_gradients: float
+    head_gradients: float
+    """Whole ones, in the compute dtype; 0 where adapters are trained."""
+    layer_reduced: float
+    head_reduced: float
+    """Float32 buffers that gradients are reduced in; a rank that shares them with none has one too."""
+
+
+def step_moments(
+    config: RunConfig, facts: ModelFacts, counts: ParameterCounts, machine: Machine
+) -> tuple[Moment, ...]:
+    """List all candidates, without gradients of earlier rows, weights and optimizer state."""
+    dense, moe = (
+        layer_activations(config, facts, has_experts=has_experts, machine=machine)
+        for has_experts in (False, True)
+    )
+    choice = config.trainer.activation_checkpointing
+    last = moe if facts.num_moe_layers else dense
+    kept = facts.num_dense_layers * dense.kept(choice) + facts.num_moe_layers * moe.kept(choice)
+    units = _units(config, facts, counts)
+    is_tied = facts.tie_word_embeddings
+    # Tied, the output layer waits for the embedding's backward pass.
+    head_weights = units.head_weights if is_tied else 0.0
+    head_gradients = units.head_gradients if is_tied else 0.0
+    row = kept - last.kept(choice)
+    layer = last.whole + last.passing
+    return (
+        *_output_layer(config, facts, units, kept + outside_activations(config, facts, machine=machine)),
+        Moment(
+            name="backward pass of the last layer",
+            activations=row + layer,
+            gathered_weights=head_weights + units.layer_weights + units.next_weights,
+            gathered_gradients=units.head_gradients if is_tied else units.head_reduced,
+        ),
+        Moment(
+            name="backward pass of a layer, while the gradients of the one after it are reduced",
+            activations=row - last.kept(choice) + layer,
+            gathered_weights=head_weights + units.layer_weights + units.next_weights,
+            gathered_gradients=head_gradients + units.layer_reduced,
+        ),
+        Moment(
+            name="reduction of a layer's gradients",
+            activations=row,
+            gathered_weights=head_weights + units.layer_weights + units.next_weights,
+            gathered_gradients=head_gradients + units.layer_gradients + units.layer_reduced,
+        ),
+        Moment(
+            name="backward pass of the embedding",
+            gathered_weights=units.head_weights,
+            # Tied, the output layer's gradient is there still, to be added to.
+            gathered_gradients=units.head_gradients * (2 if is_tied else 1)
+            + units.head_reduced
+            + units.layer_reduced,
+        ),
+        _optimizer_step(config, counts, machine),
+    )
+
+
+def _output_layer(
+    config: RunConfig, facts: ModelFacts, units: _Units, activations: float
+) -> tuple[Moment, Moment]:
+    """Backward pass of a chunk: while its logits' gradients are made, and when the weight's are.
+
+    Where only the logits in kept sets are computed there is less of the former: those of the uncut tokens,
+    and lists of at most one id for every ``GATHER_COST`` logits.
+    """
+    trainer = config.trainer
+    tokens = trainer.tokens_per_row // trainer.parallel.context
+    chunk = min(tokens, LOGITS_CHUNK_TOKENS)
+    num_logits = chunk * facts.vocab_size / trainer.parallel.tensor
+    logits = num_logits * FLOAT32_BYTES
+    mask, block = 0.0, 0.0
+    if kept_bytes_per_token(config, facts):
+        mask = num_logits
+        rows = num_logits / GATHER_COST * 2 * facts.hidden_size * FLOAT32_BYTES
+        block = min(rows, GATHER_BLOCK_BYTES)
+    # Gradients of several products are added up in float32. A product in float32 is added in place.
+    is_summed = tokens > LOGITS_CHUNK_TOKENS or bool(config.algorithm.terms)
+    earlier = units.head_reduced if is_summed else 0.0
+    is_in_place = is_summed and trainer.dtype is Dtype.FLOAT32
+    return (
+        Moment(
+            name="backward pass of the output layer",
+            activations=activations,
+            # Scaled logits, the gradient through the chosen one, two that make up the log-sum-exp's, and
+            # which of them are cut away.
+            logits=4 * logits + mask,
+            gathered_weights=units.head_weights,
+            gathered_gradients=earlier,
+        ),
+        Moment(
+            name="gradient of the output layer",
+            activations=activations,
+            logits=2 * logits + block,
+            gathered_weights=units.head_weights,
+            gathered_gradients=earlier + (0.0 if is_in_place else units.head_gradients),
+        ),
+    )
+
+
+def _optimizer_step(config: RunConfig, counts: ParameterCounts, machine: Machine) -> Moment:
+    """AdamW's square roots: on GPUs of all parameters at once, on CPUs of one after the other."""
+    trains_all = config.lora is None and machine is Machine.GPU
+    owned = trainer_parameters_per_rank(config, counts) if trains_all else 0
+    return Moment(name="optimizer step", optimizer=owned * FLOAT32_BYTES)
+
+
+def _units(config: RunConfig, facts: ModelFacts, counts: ParameterCounts) -> _Units:
+    parallel = config.trainer.parallel
+    element = BYTES_PER_ELEMENT[config.trainer.dtype]
+    shards = parallel.data_shard * parallel.context
+    # Expert parallelism borrows ranks: those that are left shard each expert.
+    expert_shards = shards * parallel.tensor // parallel.expert if parallel.expert > 1 else shards
+    rest = (counts.in_layers / parallel.tensor + counts.replicated) / facts.num_layers
+    experts = counts.experts / max(1, facts.num_moe_layers)
+    experts /= parallel.expert if parallel.expert > 1 else parallel.tensor
+    head = counts.vocabulary / parallel.tensor
+    trained = 1.0 if config.lora is None else 0.0
+    return _Units(
+        layer_weights=(rest + experts) * element,
+        next_weights=(rest * (shards > 1) + experts * (expert_shards > 1)) * element,
+        head_weights=head * element,
+        layer_gradients=(rest + experts) * element * trained,
+        head_gradients=head * element * trained,
+        layer_reduced=(rest + experts) * FLOAT32_BYTES * trained,
+        head_reduced=head * FLOAT32_BYTES * trained,
+    )
+
+
+INT64_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerActivations:
+    """Bytes of one layer and one row on one rank."""
+
+    whole: float
+    """Bytes that autograd saves without checkpointing."""
+    selective: float
+    """Bytes that TorchTitan's selective checkpointing saves; the rest is computed again."""
+    boundary: float
+    """The layer's input: what full checkpointing saves."""
+    passing: float
+    """Bytes besides ``whole`` that live at the same time, where a pass over the layer has most of them.
+
+    These are gradients of activations in the backward pass, or what the forward pass frees at its end.
+    """
+
+    def kept(self, choice: ActivationCheckpointing) -> float:
+        """Bytes kept from the forward to the backward pass."""
+        match choice:
+            case ActivationCheckpointing.NONE:
+                return self.whole
+            case ActivationCheckpointing.SELECTIVE:
+                return self.selective
+            case ActivationCheckpointing.FULL:
+                return self.boundary
+
+
+def layer_activations(
+    config: RunConfig, facts: ModelFacts, *, has_experts: bool, machine: Machine
+) -> LayerActivations:
+    """Count the activations of a layer with experts or with one dense network."""
+    count = _Count(config, facts, machine=machine)
+    attention = count.attention()
+    network = count.experts() if has_experts else count.dense()
+    boundary = count.local_tokens * facts.hidden_size * count.element
+    # Its input and the sum after attention: the residual stream.
+    whole = 2 * boundary + attention.whole + network.whole
+    return LayerActivations(
+        whole=whole,
+        selective=boundary + attention.selective + network.selective,
+        boundary=boundary,
+        # The network's backward pass comes first and frees what the network has kept.
+        passing=max(attention.passing - network.whole, network.passing),
+    )
+
+
+def outside_activations(config: RunConfig, facts: ModelFacts, *, machine: Machine) -> float:
+    """Bytes kept between the last layer and the output layer: its output, and hidden states of targets."""
+    count = _Count(config, facts, machine=machine)
+    hidden = facts.hidden_size
+    # Whole rows of the rank: sequence parallelism ends before the output layer.
+    targets = count.tokens * hidden * count.element
+    return count.local_tokens * hidden * count.element + targets + count.norm_extra(hidden)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """Bytes of a part of a layer; as in ``LayerActivations``."""
+
+    whole: float
+    selective: float
+    passing: float
+
+
+class _Count:
+    """Counts tensors of one row on one rank."""
+
+    def __init__(self, config: RunConfig, facts: ModelFacts, *, machine: Machine) -> None:
+        parallel = config.trainer.parallel
+        self._facts = facts
+        self._on_cpus = machine is Machine.CPU
+        self._tensor = parallel.tensor
+        self._expert = parallel.expert
+        self.element = BYTES_PER_ELEMENT[config.trainer.dtype]
+        self.tokens = config.trainer.tokens_per_row / parallel.context
+        """Tokens of the row on this context-parallel rank."""
+        self.kernel_tokens = self.tokens
+        """Tokens that attention's kernel works on: on CPUs every rank pads its part to the whole row."""
+        if self._on_cpus:
+            self.kernel_tokens = float(config.trainer.tokens_per_row)
+        self.key_tokens = float(config.trainer.tokens_per_row)
+        """Tokens whose keys and values attention keeps: gathered from all context-parallel ranks."""
+        self._gathers_keys = parallel.context > 1 and not self._on_cpus
+        self.local_tokens = self.tokens / (parallel.tensor if parallel.sequence else 1)
+        """Tokens of this rank between two tensor-parallel matrix products."""
+        self._keeps_products = config.trainer.compile or config.lora is not None
+        self._has_head_norms = "model.layers.0.self_attn.q_norm.weight" in expected_shapes(facts)
+
+    def norm_extra(self, size: int, *, tokens: float | None = None) -> float:
+        """Bytes that a norm keeps besides input and output: in float32, whatever the compute dtype."""
+        copies = 0
+        if self._on_cpus:
+            # x / rms(x), which float32 computes again (``trainer.workarounds.rms_norm``) unless it is a
+            # DTensor; of lower precision also x in float32.
+            copies = 2 if self.element != FLOAT32_BYTES else int(self._tensor > 1)
+        return (self.local_tokens if tokens is None else tokens) * (copies * size + 1) * FLOAT32_BYTES
+
+    def attention(self) -> _Part:
+        facts, element = self._facts, self.element
+        heads = facts.num_heads / self._tensor
+        kv_heads = facts.num_kv_heads / self._tensor
+        queries, keys = heads * facts.head_dim, kv_heads * facts.head_dim
+        values, out = kv_heads * facts.value_head_dim, heads * facts.value_head_dim
+        # What the kernel takes and gives.
+        kernel = queries + keys + values + out
+        # Keys and values of the other ranks' parts; on CPUs the kernel's tokens are whole rows anyway.
+        gathered = (self.key_tokens - self.tokens) * (keys + values) * element if self._gathers_keys else 0.0
+        if self._on_cpus and facts.value_head_dim != facts.head_dim:
+            # Values and output are of its head size there, and cut to their own afterwards.
+            kernel += values / facts.value_head_dim * facts.head_dim - values
+            kernel += queries
+        kept = float(facts.hidden_size)
+        extra = self.norm_extra(facts.hidden_size)
+        if self._has_head_norms:
+            kept += queries + keys
+            extra += self.norm_extra(round(queries + keys), tokens=self.tokens)
+        if facts.latent is not None:
+            latent = facts.latent
+            rotated = latent.kv_rank + latent.rope_head_dim
+            kept += rotated + latent.kv_rank + 2 * latent.query_rank
+            extra += self.norm_extra(latent.kv_rank + latent.query_rank)
+            if not self._on_cpus:
+                # Values are a part of the product that keys come from.
+                kept += heads * latent.nope_head_dim
+        # Cosines and sines; the kernel's sums of exponentials.
+        rope_dim = facts.head_dim if facts.latent is None else facts.latent.rope_head_dim
+        return _Part(
+            whole=self.tokens * (kept * element + 2 * rope_dim * FLOAT32_BYTES)
+            + self.kernel_tokens * (kernel * element + heads * FLOAT32_BYTES)
+            + gathered
+            + extra,
+            selective=self.tokens * element * self._selective_attention(queries, values, out),
+            # On CPUs copies in float32 of all that the kernel takes and gives come with them.
+            passing=self.kernel_tokens
+            * (3 * kernel * FLOAT32_BYTES if self._on_cpus else (2 * queries + keys + values + out) * element)
+            # Their gradients twice: of the keys that a part sees, and of whole rows, before they are summed.
+            + 2 * gathered,
+        )
+
+    def _selective_attention(self, queries: float, values: float, out: float) -> float:
+        """Elements per token. Every second matrix product is saved, and the attention kernel's output.
+
+        The kernel of CPUs is not in TorchTitan's list.
+        """
+        latent = self._facts.latent
+        if latent is None:
+            saved = queries + values
+        elif latent.query_rank:
+            saved = latent.query_rank + latent.kv_rank + latent.rope_head_dim
+        else:
+            saved = queries + queries / self._facts.head_dim * (latent.nope_head_dim + latent.value_head_dim)
+        return saved if self._on_cpus else saved + out
+
+    def dense(self) -> _Part:
+        """Input; gate and up, the gate's activation and the product of both."""
+        hidden, inner = self._facts.hidden_size, self._facts.dense_hidden_size / self._tensor
+        return _Part(
+            whole=self.tokens * self.element * (hidden + 4 * inner) + self.norm_extra(hidden),
+            selective=self.tokens * self.element * self._selective_network(inner),
+            # Gradients of the product and of the activated gate.
+            passing=self.tokens * self.element * 2 * inner,
+        )
+
+    def _selective_network(self, inner: float) -> float:
+        """Elements per token: of gate and up one is saved, and the last (or attention's last) projection."""
+        return inner + self._facts.hidden_size
+
+    def experts(self) -> _Part:
+        """Routed and shared experts, with even loads; expert parallelism moves tokens, not their number."""
+        facts, element = self._facts, self.element
+        hidden = facts.hidden_size
+        # With expert parallelism tokens are split over tensor-parallel ranks and experts are whole;
+        # without, every rank has all tokens and a slice of each expert.
+        split = 1 if self._expert > 1 else self._tensor
+        tokens = self.local_tokens if self._expert > 1 else self.tokens
+        inner = facts.expert_hidden_size / split
+        # Input, gate and up, and the output, scaled in float32. The gate's activation and the product are
+        # computed again, unless the layer is compiled or the product is an input of adapters.
+        num_inner = 4 if self._keeps_products else 2
+        routed = facts.top_k * ((hidden + num_inner * inner) * element + hidden * FLOAT32_BYTES)
+        if self._expert > 1:
+            # A second copy as tokens come in from other ranks, before they are sorted by expert.
+            routed += facts.top_k * hidden * element
+        # Scores of all experts; of the chosen ones five lists of ids and four of scores.
+        router = facts.num_experts * FLOAT32_BYTES + facts.top_k * (5 * INT64_BYTES + 4 * FLOAT32_BYTES)
+        if element != FLOAT32_BYTES:
+            # The gate computes in float32.
+            router += hidden * FLOAT32_BYTES
+        shared = facts.shared_hidden_size / self._tensor
+        whole = tokens * (hidden * element + routed + router) + self.norm_extra(hidden)
+        selective = tokens * facts.top_k * (INT64_BYTES + FLOAT32_BYTES)
+        if shared:
+            whole += self.tokens * 4 * shared * element
+            selective += self.tokens * element * self._selective_network(shared)
+        if self._expert > 1:
+            # What was exchanged, there and back.
+            selective += tokens * facts.top_k * 2 * hidden * element
+        # Gradients of the output, scaled and not, and of the scores. After these, the gate's activation
+        # again, and the gradients of the product and of the gate.
+        passing: float = facts.top_k * hidden * (element + 2 * FLOAT32_BYTES)
+        if not self._keeps_products:
+            passing = max(passing, facts.top_k * 3 * inner * element)
+        if self._expert > 1:
+            # The end of the forward pass: the output by expert, by rank as it is sent, as it comes back, and
+            # scaled in float32; and the sum over a token's experts.
+            passing = max(passing, facts.top_k * hidden * (3 * element + FLOAT32_BYTES) + hidden * element)
+        return _Part(
+            whole=whole,
+            selective=selective,
+            passing=tokens * passing,
+        )
