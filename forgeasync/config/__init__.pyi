@@ -8,8 +8,6 @@ from .buffer import BufferSection as BufferSection
 from .buffer import PayloadSection as PayloadSection
 from .buffer import Replacement as Replacement
 from .buffer import StaleGroups as StaleGroups
-from .coding import CodingAgent as CodingAgent
-from .coding import CodingSource as CodingSource
 from .coding import HOW_TO_WORK as HOW_TO_WORK
 from .data import AnswerPart as AnswerPart
 from .data import DataSection as DataSection
@@ -32,6 +30,8 @@ from .data import is_part_name as is_part_name
 from .data import name_of as name_of
 from .data import named_sources as named_sources
 from .data import rewards_of as rewards_of
+from .environment_rules import check_one_agent as check_one_agent
+from .environment_rules import check_tools as check_tools
 from .environments import AnswerCheck as AnswerCheck
 from .environments import AnswerMatch as AnswerMatch
 from .environments import EnvironmentSection as EnvironmentSection
@@ -76,6 +76,8 @@ from .model_facts import LatentAttention as LatentAttention
 from .model_facts import Llama3Rope as Llama3Rope
 from .model_facts import ModelFacts as ModelFacts
 from .model_facts import YarnRope as YarnRope
+from .plugin_sections import InstalledEnvironment as InstalledEnvironment
+from .plugin_sections import InstalledSource as InstalledSource
 from .process_reward_model import ProcessRewardModel as ProcessRewardModel
 from .process_reward_model import StepsValue as StepsValue
 from .reward_gpus import places_of as places_of
@@ -103,8 +105,6 @@ from .sandbox import SandboxLimits as SandboxLimits
 from .sandbox import SandboxSection as SandboxSection
 from .sandbox import UnsafeSubprocess as UnsafeSubprocess
 from .serving import ScoreSource as ScoreSource
-from .serving import ServedEnvironment as ServedEnvironment
-from .serving import ServedSource as ServedSource
 from .serving import ServingSection as ServingSection
 from .serving import WILDCARDS as WILDCARDS
 from .serving import is_loopback as is_loopback

@@ -158,7 +158,7 @@ def _check_kl(algorithm: AlgorithmSection) -> Iterator[Problem]:
 
 def _check_advantage(algorithm: AlgorithmSection, *, is_served: bool) -> Iterator[Problem]:
     advantage = algorithm.advantage
-    # Groups of people who are served are of one: serving_rules.py says which advantages take them.
+    # Groups of people who are served are of one: the plug-in serve says which advantages take them.
     if algorithm.group_size < advantage.smallest_group and not is_served:
         yield Problem(
             field="algorithm.group_size",

@@ -8,12 +8,11 @@ from typing import Annotated, Literal, Self
 from pydantic import Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
-from forgeasync.config.coding import CodingSource
 from forgeasync.config.judge import JudgeReward
+from forgeasync.config.plugin_sections import InstalledSource
 from forgeasync.config.process_reward_model import ProcessRewardModel
 from forgeasync.config.reward_limits import LimitedReward
-from forgeasync.config.serving import ServedSource
-from forgeasync.schema import PythonCode, Seconds, Section
+from forgeasync.schema import OrInstalled, PluginGroup, PythonCode, Seconds, Section
 
 RESERVED_PARTS = frozenset(
     {
@@ -148,8 +147,8 @@ class PythonSource(PythonCode):
 
 
 SourceSection = Annotated[
-    ReasoningGymSource | HuggingFaceSource | PythonSource | CodingSource | ServedSource,
-    Field(discriminator="kind"),
+    ReasoningGymSource | HuggingFaceSource | PythonSource | InstalledSource,
+    OrInstalled(PluginGroup.SOURCES),
 ]
 
 
@@ -162,10 +161,8 @@ def default_name(source: SourceSection) -> str:
             return source.path
         case PythonSource():
             return source.factory
-        case CodingSource():
-            return source.path
-        case ServedSource():
-            return source.kind
+        case InstalledSource():
+            return source.name
 
 
 def own_reward(source: SourceSection) -> RewardSection:

@@ -1,35 +1,52 @@
 """Rules on environments that come with the package and concern several sections."""
 
 from collections.abc import Iterator
+from typing import Protocol
 
-from forgeasync.config.coding import CodingAgent
 from forgeasync.config.environments import McpEnvironment, PythonTool, RemoteEnvironment
+from forgeasync.config.plugin_sections import InstalledEnvironment
 from forgeasync.config.run import RunConfig
-from forgeasync.config.serving import ServedEnvironment
 from forgeasync.schema import Problem, PythonCode
 
 
 def check_built_in(config: RunConfig) -> Iterator[Problem]:
     """Check what environments of the package need of the rest of the config."""
     environment = config.environment
-    # Rules on people who are served are in serving_rules.py.
-    if environment is None or isinstance(environment, PythonCode | ServedEnvironment):
+    # Environments of plug-ins check themselves (installed.py).
+    if environment is None or isinstance(environment, PythonCode | InstalledEnvironment):
         return
+    yield from check_one_agent(config, environment.kind)
+    # The programs behind a URL decide for themselves whether they offer tools.
+    if not isinstance(environment, RemoteEnvironment):
+        yield from check_tools(config, environment)
+
+
+def check_one_agent(config: RunConfig, kind: str) -> Iterator[Problem]:
+    """Check that the config names no agents, for an environment that talks to one."""
     if config.agents is not None:
         yield Problem(
             field="agents",
             value=", ".join(config.agents),
-            remedy=f"must be left out: the environment {environment.kind!r} talks to one agent",
+            remedy=f"must be left out: the environment {kind!r} talks to one agent",
         )
-    # The programs behind a URL decide for themselves whether they offer tools.
-    if isinstance(environment, RemoteEnvironment):
-        return
-    yield from _check_tools(config, environment)
 
 
-def _check_tools(
-    config: RunConfig, environment: PythonTool | McpEnvironment | CodingAgent
-) -> Iterator[Problem]:
+class HasRounds(Protocol):
+    """A section ``environment`` whose model calls tools in rounds."""
+
+    @property
+    def kind(self) -> str:
+        """Kind of the environment."""
+        ...
+
+    @property
+    def max_rounds(self) -> int:
+        """Most turns that may call tools."""
+        ...
+
+
+def check_tools(config: RunConfig, environment: HasRounds) -> Iterator[Problem]:
+    """Check what tools need of prompts, of time and of turns."""
     needs_no_template, other = False, ""
     if isinstance(environment, PythonTool):
         needs_no_template, other = environment.plain_calls is not None, ", or give environment.plain_calls"

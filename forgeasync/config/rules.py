@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from forgeasync.config.algorithm_rules import check_algorithm
 from forgeasync.config.buffer import StaleGroups
 from forgeasync.config.buffer_rules import check_accounting, check_buffer
-from forgeasync.config.coding_rules import check_coding
 from forgeasync.config.data import MAX_TASKS
 from forgeasync.config.data_rules import check_data, check_evaluation, check_response_length
 from forgeasync.config.environment_rules import check_built_in
 from forgeasync.config.episode_rules import check_episodes
+from forgeasync.config.installed import check_installed
 from forgeasync.config.launch_rules import (
     check_adapters_on_gpus,
     check_launcher,
@@ -21,7 +21,6 @@ from forgeasync.config.launch_rules import (
 )
 from forgeasync.config.launcher import LocalLauncher, gpus_per_host
 from forgeasync.config.run import RunConfig, WarmupSection
-from forgeasync.config.serving_rules import check_serving
 from forgeasync.config.teacher_rules import check_teachers
 from forgeasync.config.trainer import ROW_ALIGNMENT, OnBadStep, OptimizerSection
 from forgeasync.config.weights import Interruption, KvAfterSwap
@@ -367,8 +366,7 @@ _CONFIG_RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     check_data,
     check_built_in,
     check_episodes,
-    check_serving,
-    check_coding,
+    check_installed,
     check_evaluation,
     _check_warmup,
 )

@@ -1,20 +1,29 @@
 """The environment of ``kind: python_tool``: tasks that the model may solve by running Python in a sandbox."""
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from forgeasync.config import PythonTool, SandboxSection
 from forgeasync.environments.answers import AnswerChecker
-from forgeasync.environments.environment import Agent, Environment, EpisodeInterrupted, ToolError
+from forgeasync.environments.build import SectionEnvironment
+from forgeasync.environments.environment import Agent, EpisodeInterrupted, ToolError
 from forgeasync.environments.messages import Message, ToolSpec
 from forgeasync.environments.tools.forms import TEMPLATE_FORM, CallForm, PlainForm
 from forgeasync.environments.tools.run_tools import run_tools
 from forgeasync.environments.tools.signature import BadArguments
 from forgeasync.environments.tools.tool import Tool, ToolFailed, ToolTimeout
 from forgeasync.environments.tools.toolbox import Toolbox
-from forgeasync.isolation import KilledBy, PythonResult, PythonSession, Sandbox, SandboxError
+from forgeasync.isolation import (
+    KilledBy,
+    PythonResult,
+    PythonSession,
+    Sandbox,
+    SandboxError,
+    check_sandbox,
+)
 from forgeasync.rollouts import Score, Task
+from forgeasync.schema import Problem
 
 SPEC = ToolSpec(
     name="python",
@@ -32,7 +41,7 @@ _SHARE = 0.9
 """Share of a call's time after which the interpreter is ended, so that what it has printed can be told."""
 
 
-class PythonToolEnvironment(Environment):
+class PythonToolEnvironment(SectionEnvironment):
     """Every episode has a box of its own, which starts before the first turn.
 
     ``failed_calls`` among the penalties counts calls that gave no result.
@@ -45,6 +54,11 @@ class PythonToolEnvironment(Environment):
         self._form: CallForm = TEMPLATE_FORM
         if section.plain_calls is not None:
             self._form = PlainForm(section.plain_calls, tool=SPEC.name, argument="code")
+
+    @classmethod
+    def check(cls, section: PythonTool, sandbox: SandboxSection) -> Iterator[Problem]:
+        """Start a box."""
+        yield from check_sandbox(sandbox)
 
     async def rollout(self, task: Task, agent: Agent) -> Score:
         messages: list[Message] = []

@@ -6,21 +6,22 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Protocol
 
 from forgeasync.config import (
-    CodingSource,
     DataSection,
     HuggingFaceSource,
+    InstalledSource,
     NamedSource,
     PythonSource,
     ReasoningGymSource,
-    ServedSource,
+    default_name,
     named_sources,
 )
 from forgeasync.environments.stored_tasks import StoredTasks
 from forgeasync.rollouts import Task
-from forgeasync.schema import ConfigError
+from forgeasync.schema import ConfigError, Section
 
 HELD_OUT_SEED = 1_618_033_988
 """Seed for the held-out problems of every run, independent of the run's own: all runs are measured alike."""
@@ -137,8 +138,8 @@ def look_at_data(data: DataSection, *, seed: int, sets: Sequence[NamedSource] = 
 
 
 def _look_at(source: NamedSource, seed: int) -> tuple[str, Task | None]:
-    if isinstance(source.source, ServedSource):
-        return "served; people bring the tasks", None
+    if isinstance(source.source, InstalledSource) and source.source.serves_people:
+        return f"{source.source.kind}; people bring the tasks", None
     looked_at = dataclasses.replace(
         source,
         num_train=min(source.num_train, MAX_GENERATED),
@@ -155,44 +156,29 @@ def _look_at(source: NamedSource, seed: int) -> tuple[str, Task | None]:
         held_out = list(_named(problems.held_out(), source))
         if source.num_train:
             problems.train({task.prompt for task in held_out})
-    if isinstance(source.source, HuggingFaceSource | CodingSource):
-        return f"{source.source.path}; read now, and drawn", held_out[0]
+    if isinstance(source.source, HuggingFaceSource | InstalledSource):
+        return f"{default_name(source.source)}; read now, and drawn", held_out[0]
     whole = (looked_at.num_train, looked_at.num_held_out) == (source.num_train, source.num_held_out)
     numbers = f"{looked_at.num_train:,} and {looked_at.num_held_out:,}"
     return f"{source.name}; {'all' if whole else 'the first'} {numbers} were generated now", held_out[0]
 
 
+_BUILT_IN: Mapping[type[Section], str] = {
+    ReasoningGymSource: "forgeasync.environments.reasoning_gym.ReasoningGymProblems",
+    HuggingFaceSource: "forgeasync.environments.huggingface.HuggingFaceProblems",
+    PythonSource: "forgeasync.environments.python_source.PythonProblems",
+}
+"""The class of each built-in kind. Some import a library that takes seconds to load."""
+
+
 def _problems(source: NamedSource, seed: int) -> SourceProblems:
-    # Each builder imports a library that takes seconds to load, so it is imported only if it is used.
-    match source.source:
-        case ReasoningGymSource() as section:
-            from forgeasync.environments.reasoning_gym import ReasoningGymProblems
-
-            return ReasoningGymProblems(
-                section, num_train=source.num_train, num_held_out=source.num_held_out, seed=seed
-            )
-        case HuggingFaceSource() as section:
-            from forgeasync.environments.huggingface import HuggingFaceProblems
-
-            return HuggingFaceProblems(
-                section, num_train=source.num_train, num_held_out=source.num_held_out, seed=seed
-            )
-        case PythonSource() as section:
-            from forgeasync.environments.python_source import PythonProblems
-
-            return PythonProblems(
-                section, num_train=source.num_train, num_held_out=source.num_held_out, seed=seed
-            )
-        case CodingSource() as section:
-            from forgeasync.environments.coding.problems import CodingProblems
-
-            return CodingProblems(
-                section, num_train=source.num_train, num_held_out=source.num_held_out, seed=seed
-            )
-        case ServedSource():
-            from forgeasync.environments.served.problems import ServedProblems
-
-            return ServedProblems(num_train=source.num_train, num_held_out=source.num_held_out)
+    numbers = {"num_train": source.num_train, "num_held_out": source.num_held_out, "seed": seed}
+    section = source.source
+    if isinstance(section, InstalledSource):
+        return section.problems(**numbers)
+    module, _, name = _BUILT_IN[type(section)].rpartition(".")
+    found: SourceProblems = getattr(import_module(module), name)(section, **numbers)
+    return found
 
 
 def _named(tasks: Sequence[Task], source: NamedSource) -> Iterator[Task]:

@@ -4,9 +4,10 @@ import asyncio
 import concurrent.futures
 from collections.abc import Iterator
 
-from forgeasync.config import McpEnvironment
+from forgeasync.config import McpEnvironment, SandboxSection
 from forgeasync.environments.answers import AnswerChecker
-from forgeasync.environments.environment import Agent, Environment
+from forgeasync.environments.build import SectionEnvironment
+from forgeasync.environments.environment import Agent
 from forgeasync.environments.mcp_servers.connection import Connection, ServerLost
 from forgeasync.environments.mcp_servers.tools import McpTools
 from forgeasync.environments.messages import Message
@@ -16,15 +17,28 @@ from forgeasync.rollouts import Score, Task
 from forgeasync.schema import Problem
 
 
-class McpToolsEnvironment(Environment):
+class McpToolsEnvironment(SectionEnvironment):
     """Every episode has servers, or sessions with them, of its own.
 
     ``failed_calls`` among the penalties counts calls that gave no result.
     """
 
-    def __init__(self, section: McpEnvironment) -> None:
+    def __init__(self, section: McpEnvironment, sandbox: SandboxSection) -> None:
         self._section = section
         self._checker = AnswerChecker(section.answer)
+
+    @classmethod
+    def check(cls, section: McpEnvironment, sandbox: SandboxSection) -> Iterator[Problem]:
+        """Start or reach every server once, and list its tools; blocks for as long as that takes."""
+        # In a thread of its own, since the caller may be in an event loop.
+        with concurrent.futures.ThreadPoolExecutor(max_workers=1) as thread:
+            problems = thread.submit(lambda: asyncio.run(_try_all(section))).result()
+        for name, problem in problems.items():
+            yield Problem(
+                field=f"environment.servers.{name}",
+                value=section.servers[name].kind,
+                remedy=f"cannot be used: {problem}",
+            )
 
     async def rollout(self, task: Task, agent: Agent) -> Score:
         section = self._section
@@ -41,19 +55,6 @@ class McpToolsEnvironment(Environment):
             score.is_correct,
             has_answer=score.has_answer,
             penalties={"failed_calls": float(run.num_failed_calls)},
-        )
-
-
-def check_servers(section: McpEnvironment) -> Iterator[Problem]:
-    """Start or reach every server once, and list its tools; blocks for as long as that takes."""
-    # In a thread of its own, since the caller may be in an event loop.
-    with concurrent.futures.ThreadPoolExecutor(max_workers=1) as thread:
-        problems = thread.submit(lambda: asyncio.run(_try_all(section))).result()
-    for name, problem in problems.items():
-        yield Problem(
-            field=f"environment.servers.{name}",
-            value=section.servers[name].kind,
-            remedy=f"cannot be used: {problem}",
         )
 
 

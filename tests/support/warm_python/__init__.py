@@ -42,9 +42,8 @@ _ENVIRONMENTS = (
     "forgeasync.environments.endpoint",
     "forgeasync.environments.episodes",
     "forgeasync.environments.rendering.build",
-    "forgeasync.environments.served.environment",
-    "forgeasync.environments.served.server",
     "forgeasync.environments.sessions.server",
+    "forgeasync.plugins.serve.environment",
 )
 
 _VLLM = (

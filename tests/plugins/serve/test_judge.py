@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgeasync.environments import MAX_CHARACTERS, ContextFull, Exchange, Turn, exchanges, judge_session
-from forgeasync.environments.served.judge import read_answer
+from forgeasync.environments import ContextFull, Turn
+from forgeasync.plugins.serve import MAX_CHARACTERS, Exchange, exchanges, judge_session, read_answer
 from forgeasync.testing import ScriptedAgent, scripted_turn
 
 

@@ -36,7 +36,7 @@ def test_the_config_that_comes_with_the_package() -> None:
 
 def test_a_served_run(tmp_path: Path) -> None:
     assert not problems(tmp_path, *SERVED)
-    own = "environment={kind: python, factory: tests.environments.served.test_sessions_of_people.Counting}"
+    own = "environment={kind: python, factory: tests.plugins.serve.test_sessions_of_people.Counting}"
     assert not problems(tmp_path, *SERVED, own, "serving.score_from=[environment, feedback]")
     assert not problems(tmp_path, *SERVED, JUDGED, "agents={policy: {}, judge: {trainable: false}}")
     assert not problems(

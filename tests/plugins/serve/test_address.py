@@ -61,7 +61,7 @@ def test_your_own_environment_serves_people_or_does_not() -> None:
     options = {"hint": "", "failing_digit": 1}
     other = PythonCode(kind="python", factory="tests.support.environments.TryAgain", options=options)
     serving = PythonCode(
-        kind="python", factory="tests.environments.served.test_sessions_of_people.Counting", options={}
+        kind="python", factory="tests.plugins.serve.test_sessions_of_people.Counting", options={}
     )
     (problem,) = check_environment(other, is_served=True)
     assert problem.field == "environment.factory" and "derived from ServedSessions" in problem.remedy

@@ -1,75 +1,119 @@
-"""Rules on runs that serve people: what their environment, data, algorithm and buffer must be."""
+"""The sections on runs that serve people, and what these runs need of the rest of their config."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from forgeasync.config.buffer import AgeOf, StaleGroups
-from forgeasync.config.data import named_sources
-from forgeasync.config.evaluation import named_sets
-from forgeasync.config.run import RunConfig, is_served
-from forgeasync.config.serving import (
-    JUDGE,
-    POLICY,
+from forgeasync.config import (
     WILDCARDS,
+    AgeOf,
+    InstalledEnvironment,
+    InstalledSource,
+    RunConfig,
+    SandboxSection,
     ScoreSource,
-    ServedEnvironment,
-    ServedSource,
+    StaleGroups,
     is_loopback,
+    is_served,
+    named_sources,
 )
+from forgeasync.environments import TrainingDraw
+from forgeasync.rollouts import Task
 from forgeasync.schema import Problem, PythonCode
 
+if TYPE_CHECKING:
+    from forgeasync.plugins.serve.environment import ServedSessions
 
-def check_serving(config: RunConfig) -> Iterator[Problem]:
-    """Check that a run either serves people in all its sections or in none."""
-    yield from _check_pair(config)
-    if not is_served(config):
-        if not config.evaluation.num_problems:
+POLICY = "policy"
+"""Name of the agent that people talk to where there is a judge."""
+
+JUDGE = "judge"
+"""Name of the judge."""
+
+
+class ServedEnvironment(InstalledEnvironment):
+    """People talk to the policy over HTTP, and their sessions become trajectories. The section ``serving``
+    says where and how."""
+
+    kind: Literal["served"]
+
+    def check(self, config: RunConfig) -> Iterator[Problem]:
+        """Check that people bring the tasks."""
+        if not is_served(config):
+            given = named_sources(config.data)[0].source.kind if config.data.sources is None else "sources"
             yield Problem(
-                field="evaluation.num_problems",
-                value=0,
-                remedy="must be at least 1; only a run that serves people (data.source.kind = 'served') has "
-                "no held-out problems",
+                field="data.source.kind",
+                value=given,
+                remedy="must be 'served', as the only source, with environment.kind = 'served': people bring "
+                "the tasks",
             )
-        return
-    yield from _check_address(config)
-    yield from _check_evaluation(config)
-    yield from _check_algorithm(config)
-    yield from _check_judge(config)
-    if config.episodes.num_workers != 1:
-        yield Problem(
-            field="episodes.num_workers",
-            value=config.episodes.num_workers,
-            remedy="must be 1 with data.source.kind = 'served': clients have one address, which one process "
-            "listens on",
-        )
+
+    def build(self, sandbox: SandboxSection) -> "ServedSessions":
+        """Build the environment, which needs no box."""
+        from forgeasync.plugins.serve.environment import ServedSessions
+
+        return ServedSessions()
 
 
-def _check_pair(config: RunConfig) -> Iterator[Problem]:
-    served = isinstance(config.environment, ServedEnvironment)
-    if served and not is_served(config):
-        given = named_sources(config.data)[0].source.kind if config.data.sources is None else "sources"
-        yield Problem(
-            field="data.source.kind",
-            value=given,
-            remedy="must be 'served', as the only source, with environment.kind = 'served': people bring the "
-            "tasks",
-        )
-    if is_served(config) and not (served or isinstance(config.environment, PythonCode)):
-        yield Problem(
-            field="environment.kind",
-            value=None if config.environment is None else config.environment.kind,
-            remedy="must be 'served' with data.source.kind = 'served', or 'python' with a class derived from "
-            "ServedSessions",
-        )
-    for source in (
-        *(named_sources(config.data) if config.data.sources else ()),
-        *named_sets(config.evaluation),
-    ):
-        if isinstance(source.source, ServedSource):
+class ServedSource(InstalledSource):
+    """No problems: people bring their own. Needs ``environment: {kind: served}``, or one of your own that is
+    derived from ``ServedSessions``."""
+
+    kind: Literal["served"]
+
+    serves_people: ClassVar[bool] = True
+
+    def check(self, config: RunConfig, field: str) -> Iterator[Problem]:
+        """Check that the whole run serves people."""
+        if field != "data.source":
             yield Problem(
-                field=f"{source.field}.kind",
-                value=source.source.kind,
+                field=f"{field}.kind",
+                value=self.kind,
                 remedy="must be the run's only source, as data.source",
             )
+            return
+        environment = config.environment
+        if not isinstance(environment, ServedEnvironment | PythonCode):
+            yield Problem(
+                field="environment.kind",
+                value=None if environment is None else environment.kind,
+                remedy="must be 'served' with data.source.kind = 'served', or 'python' with a class derived "
+                "from ServedSessions",
+            )
+        yield from _check_address(config)
+        yield from _check_evaluation(config)
+        yield from _check_algorithm(config)
+        yield from _check_judge(config)
+        if config.episodes.num_workers != 1:
+            yield Problem(
+                field="episodes.num_workers",
+                value=config.episodes.num_workers,
+                remedy="must be 1 with data.source.kind = 'served': clients have one address, which one "
+                "process listens on",
+            )
+
+    def problems(self, *, num_train: int, num_held_out: int, seed: int) -> "ServedProblems":
+        """Return tasks without content, each for whoever comes next."""
+        assert not num_held_out, "checked by the rules on served runs"
+        return ServedProblems(num_train)
+
+
+class ServedProblems:
+    """Tasks without content; there is nothing to hold out."""
+
+    def __init__(self, num_train: int) -> None:
+        self._num_train = num_train
+
+    def held_out(self) -> list[Task]:
+        """Return nothing."""
+        return []
+
+    def train(self, never: Set[str]) -> TrainingDraw:
+        """Return as many tasks as ``data.num_train`` says."""
+        tasks = [
+            Task(task_id=f"served/{index}", prompt="", answer="", source_index=index, source="served")
+            for index in range(self._num_train)
+        ]
+        return TrainingDraw(tasks=tasks, num_skipped_held_out=0)
 
 
 def _check_address(config: RunConfig) -> Iterator[Problem]:

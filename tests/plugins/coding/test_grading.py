@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 
 import forgeasync as fa
-from forgeasync.config import CodingAgent
-from forgeasync.environments import CodingEnvironment, ContextFull, Turn
-from forgeasync.environments.coding.changes import Refusal
-from forgeasync.environments.coding.environment import Attempt
+from forgeasync.environments import ContextFull, Turn
+from forgeasync.plugins.coding import Attempt, CodingAgent, CodingEnvironment, Refusal
 from forgeasync.testing import ScriptedAgent, scripted_turn
 from tests.support.repositories import RIGHT, WRONG, calls, script, task_of
 

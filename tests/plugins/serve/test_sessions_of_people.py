@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from forgeasync.config import Ending, EpisodesSection, ScoreSource, ServingSection
-from forgeasync.environments import EndedSession, ServedSessions
+from forgeasync.plugins.serve import EndedSession, ServedSessions
 from forgeasync.rollouts import Score
 from tests.support.served import POLICY_AND_JUDGE, TOKEN, ServedWorld, served_world
 
