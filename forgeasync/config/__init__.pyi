@@ -8,7 +8,6 @@ from .buffer import BufferSection as BufferSection
 from .buffer import PayloadSection as PayloadSection
 from .buffer import Replacement as Replacement
 from .buffer import StaleGroups as StaleGroups
-from .coding import HOW_TO_WORK as HOW_TO_WORK
 from .data import AnswerPart as AnswerPart
 from .data import DataSection as DataSection
 from .data import HuggingFaceSource as HuggingFaceSource

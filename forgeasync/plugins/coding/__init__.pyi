@@ -1,4 +1,5 @@
 from .environment import Workbench as Workbench
+from .section import HOW_TO_WORK as HOW_TO_WORK
 
 # Only tests import these.
 from .environment import Attempt as Attempt
