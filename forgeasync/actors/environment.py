@@ -98,7 +98,7 @@ class WorkerReady:
 
     pid: int
     mark: str
-    """What it has started carries it (``forgeasync.environments.worker_mark``)."""
+    """What it has started carries it (``forgeasync.environments.workers``)."""
     renderer: str
     """In words, by which renderer messages become tokens."""
     url: str

@@ -1,20 +1,27 @@
 """The agent of one episode: finds the turn that messages continue, and has a generator sample the next."""
 
+import contextlib
 import dataclasses
 import logging
+import re
+import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from forgeasync.environments.artifacts import EpisodeArtifacts
-from forgeasync.environments.branches import RecordedBranch, recorded_branches, turn_facts
-from forgeasync.environments.conversation import AnsweredMessages, ConversationTree
-from forgeasync.environments.environment import ContextFull, EpisodeOver, TooManyTurns, Turn
+from forgeasync.environments.conversation import (
+    AnsweredMessages,
+    ConversationTree,
+    RecordedBranch,
+    recorded_branches,
+    turn_facts,
+)
+from forgeasync.environments.environment import ContextFull, EpisodeOver, NamedAgent, TooManyTurns, Turn
 from forgeasync.environments.messages import (
     Message,
     ToolSpec,
@@ -22,15 +29,169 @@ from forgeasync.environments.messages import (
     checked_messages,
     checked_tools,
 )
-from forgeasync.environments.rendering.anew import rendered_anew
-from forgeasync.environments.rendering.renderer import (
+from forgeasync.environments.rendering import (
     BridgeRefused,
     Conversation,
     MessageRenderer,
     call_opening,
+    rendered_anew,
+    without_reserved,
 )
-from forgeasync.environments.rendering.reserved import without_reserved
-from forgeasync.rollouts import SampledTurn, ToolStatus, VersionRange, spanned
+from forgeasync.faults import is_refusal
+from forgeasync.rollouts import AgentOutcome, EpisodeId, SampledTurn, Score, ToolStatus, VersionRange, spanned
+
+MAX_FILES = 32
+"""Most files of one attempt at an episode."""
+
+MAX_BYTES = 8 * 2**20
+"""Most bytes of all of them together."""
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,99}")
+
+
+def artifact_folder_name(episode: EpisodeId) -> str:
+    """Return the name of the folder of one attempt: ``<group>-<episode>-<attempt>``.
+
+    Groups of evaluations have negative ids, which are written as ``evaluation_1``.
+    """
+    group = str(episode.group_id) if episode.group_id >= 0 else f"evaluation_{-episode.group_id}"
+    return f"{group}-{episode.index}-{episode.attempt}"
+
+
+@dataclass(slots=True)
+class EpisodeArtifacts:
+    """The files of one attempt at an episode; all its agents share them."""
+
+    folder: Path | None
+    """Where they are written; None: nowhere, because nobody keeps a record of the episode."""
+    num_refused: int = 0
+    """Files that were too many or too large, or that the disk has refused."""
+    _sizes: dict[str, int] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def keep(self, name: str, data: bytes | str) -> Path | None:
+        """Write a file, or replace the one of this name; see ``Agent.keep``."""
+        if not isinstance(name, str) or _NAME.fullmatch(name) is None:
+            raise ValueError(
+                f"name of an artifact = {name!r:.80}; must be 1 to 100 letters, digits, '_', '-' or '.', and "
+                "not begin with '-' or '.'"
+            )
+        if not isinstance(data, bytes | str):
+            raise ValueError(f"data of artifact {name!r} is {type(data).__name__}; must be bytes or a string")
+        if self.folder is None:
+            return None
+        content = data.encode(errors="backslashreplace") if isinstance(data, str) else data
+        with self._lock:
+            others = {other: size for other, size in self._sizes.items() if other != name}
+            if len(others) >= MAX_FILES or sum(others.values()) + len(content) > MAX_BYTES:
+                self.num_refused += 1
+                return None
+            file = self.folder / name
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                file.write_bytes(content)
+            except OSError as error:
+                if not is_refusal(error):
+                    raise
+                # A full disk is nothing that the episode has done. Half a file must not stay.
+                with contextlib.suppress(OSError):
+                    file.unlink()
+                self._sizes.pop(name, None)
+                self.num_refused += 1
+                return None
+            self._sizes[name] = len(content)
+        return file
+
+    @property
+    def num_files(self) -> int:
+        """Number of files written."""
+        return len(self._sizes)
+
+    @property
+    def paths(self) -> list[str]:
+        """The files, as paths below the folder of the run."""
+        if self.folder is None:
+            return []
+        return [f"{self.folder.parent.name}/{self.folder.name}/{name}" for name in self._sizes]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentRole:
+    """An agent of the environment, as the config describes it."""
+
+    name: str
+    is_trainable: bool
+
+
+class Participant(NamedAgent, Protocol):
+    """An agent of an episode, with what is said of it when the episode has ended."""
+
+    num_rewritten: int
+    """Times that a history was rewritten and began another branch."""
+    num_faulty_calls: int
+    """Tool calls of the model that could not be read."""
+    num_from_text: int
+    """Assistant's messages of rewritten histories whose tokens had to be made from text."""
+    num_reserved: int
+    """Texts of tokens with a meaning for conversations that stood in messages from outside."""
+    tool_calls: Counter[ToolStatus]
+    """Calls of tools, by what came of them."""
+    tool_calls_s: list[float]
+    """Seconds that each of these calls took, but for those that no tool was called for."""
+    has_given_url: bool
+    """Whether turns may have been taken that are not counted."""
+    has_hit_length: bool
+    """Whether there was no room for another turn."""
+    has_hit_max_turns: bool
+    is_cancelled: bool
+    """The group was given up during a turn."""
+    failure: Exception | None
+    """Why a turn could not be sampled, even if the environment went on without it: ``EpisodeInterrupted``
+    ends the episode, anything else the run."""
+
+    @property
+    def num_turns(self) -> int:
+        """Number of turns that the model has taken."""
+        ...
+
+    @property
+    def session_counts(self) -> Mapping[str, int]:
+        """What has happened in the agent's session; empty if it had none."""
+        ...
+
+    @property
+    def versions(self) -> VersionRange | None:
+        """The policy versions that sampled them; None if there are none, or the model is not ours."""
+        ...
+
+    def branches(self) -> list[RecordedBranch]:
+        """Return all its conversations, for people."""
+        ...
+
+    def close(self) -> None:
+        """Refuse further turns."""
+        ...
+
+    async def leave(self) -> None:
+        """Give back what belongs to the event loop of the episode, on that loop."""
+        ...
+
+
+def outcome_of(agent: Participant, score: Score | None) -> AgentOutcome:
+    """Return what an agent has done in an episode that has ended."""
+    return AgentOutcome(
+        score=score,
+        num_turns=agent.num_turns,
+        num_rewritten=agent.num_rewritten,
+        num_faulty_calls=agent.num_faulty_calls,
+        tool_calls=dict(agent.tool_calls),
+        tool_calls_s=tuple(agent.tool_calls_s),
+        num_from_text=agent.num_from_text,
+        num_reserved=agent.num_reserved,
+        session_counts=agent.session_counts,
+        versions=agent.versions,
+    )
+
 
 logger = logging.getLogger(__name__)
 

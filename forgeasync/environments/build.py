@@ -38,8 +38,8 @@ class _FunctionEnvironment(Environment):
 
 
 _BUILT_IN: Mapping[type[Section], str] = {
-    PythonTool: "forgeasync.environments.python_tool.PythonToolEnvironment",
-    McpEnvironment: "forgeasync.environments.mcp_servers.environment.McpToolsEnvironment",
+    PythonTool: "forgeasync.environments.tool_environments.PythonToolEnvironment",
+    McpEnvironment: "forgeasync.environments.tool_environments.McpToolsEnvironment",
     RemoteEnvironment: "forgeasync.environments.remote.RemoteAgent",
 }
 """The class of each built-in kind, a ``SectionEnvironment``. What it imports is loaded only with it."""

@@ -1,11 +1,8 @@
-"""An agent whose model is behind an endpoint of others: OpenAI's Chat Completions, by the openai SDK 3.52.
-
-Nothing of it trains: there are texts, and no tokens. It serves to evaluate models with the environments and
-rewards of a run.
-"""
+"""Which model behind which endpoint is asked for turns, and with which key."""
 
 import asyncio
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -14,10 +11,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from forgeasync.config import SamplingSection
-from forgeasync.environments.artifacts import EpisodeArtifacts
-from forgeasync.environments.branches import RecordedBranch, recorded_branches, turn_facts
-from forgeasync.environments.conversation import ConversationTree
-from forgeasync.environments.endpoint import EndpointModel
+from forgeasync.environments.agent import EpisodeArtifacts
+from forgeasync.environments.conversation import (
+    ConversationTree,
+    RecordedBranch,
+    recorded_branches,
+    turn_facts,
+)
 from forgeasync.environments.environment import (
     ContextFull,
     EpisodeInterrupted,
@@ -43,6 +43,37 @@ if TYPE_CHECKING:
 
     from openai import AsyncOpenAI
     from openai.types.chat import ChatCompletion
+
+NO_KEY = "none"
+"""What is sent to an endpoint that wants no key: the SDK wants one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndpointModel:
+    """A model behind an OpenAI-compatible endpoint."""
+
+    base_url: str
+    """URL up to ``/v1``, such as ``http://localhost:8000/v1``."""
+    model: str
+    """The model's name there."""
+    api_key_variable: str | None = None
+    """Name of the environment variable with the key; None: no key is sent. The key itself travels nowhere."""
+    max_retries: int = 5
+    """Times that the SDK repeats a request that failed for a reason that may pass, such as a rate limit."""
+
+    def api_key(self) -> str:
+        """Read the key.
+
+        Raises:
+            ValueError: the variable is not set.
+        """
+        if self.api_key_variable is None:
+            return NO_KEY
+        key = os.environ.get(self.api_key_variable)
+        if not key:
+            raise ValueError(f"environment variable {self.api_key_variable} is not set; must hold the key")
+        return key
+
 
 FINISH_REASONS = {
     "stop": FinishReason.STOP,

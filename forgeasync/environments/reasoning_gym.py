@@ -11,9 +11,8 @@ from collections.abc import Iterator, Set
 from typing import Any
 
 from forgeasync.config import ReasoningGymSource
-from forgeasync.environments.json_records import json_like
-from forgeasync.environments.sources import HELD_OUT_SEED, TrainingDraw
-from forgeasync.environments.stored_tasks import StoredTasks
+from forgeasync.environments.records import json_like
+from forgeasync.environments.sources import HELD_OUT_SEED, StoredTasks, TrainingDraw
 from forgeasync.environments.workarounds.gym_imports import DATASETS, ProceduralDataset, create_dataset
 from forgeasync.rollouts import Task
 from forgeasync.schema import ConfigError, Problem

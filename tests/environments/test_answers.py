@@ -8,7 +8,7 @@ import pytest
 
 from forgeasync.config import AnswerCheck
 from forgeasync.environments import AnswerChecker
-from forgeasync.environments.answers import MAX_READ_CHARACTERS
+from forgeasync.environments.tool_environments import MAX_READ_CHARACTERS
 from forgeasync.rollouts import NO_ANSWER
 from tests.support.buffer_world import make_task
 

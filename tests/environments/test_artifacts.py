@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forgeasync.environments import MAX_FILES, EpisodeArtifacts, artifact_folder_name
-from forgeasync.environments.artifacts import MAX_BYTES
+from forgeasync.environments.agent import MAX_BYTES
 from forgeasync.rollouts import EpisodeId
 from tests.support.disks import small_disk
 

@@ -25,7 +25,7 @@ from forgeasync.environments import (
     ToolSpec,
     TooManyTurns,
 )
-from forgeasync.environments.episode_record import MAX_BYTES
+from forgeasync.environments.episodes import MAX_BYTES
 from forgeasync.rollouts import EpisodeId, EpisodeOutcome, FinishReason, Score, Task
 from forgeasync.testing import HandClock
 from tests.support.buffer_world import make_task

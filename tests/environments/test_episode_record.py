@@ -50,7 +50,7 @@ def size(value: object) -> int:
 def test_a_record_has_what_there_is_room_for(branches: list[list[dict[str, Any]]], room: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         whole = record_of(*branches)["agents"][0]["branches"]
-        patch.setattr(import_module("forgeasync.environments.episode_record"), "MAX_BYTES", room)
+        patch.setattr(import_module("forgeasync.environments.episodes"), "MAX_BYTES", room)
         record = record_of(*branches)
     kept = record["agents"][0]["branches"]
     num_all, num_kept = (sum(size(one) for branch in some for one in branch) for some in (whole, kept))
@@ -75,12 +75,12 @@ def test_a_message_that_is_too_large_keeps_the_beginnings_of_its_texts(
     large = {"role": "assistant", "content": "äb\n" * 50, "reasoning_content": "hm", "tool_calls": [call]}
     bare = size({"role": "assistant", "content": "", "reasoning_content": ""})
     monkeypatch.setattr(
-        import_module("forgeasync.environments.episode_record"), "MAX_BYTES", size(first) + bare - 1
+        import_module("forgeasync.environments.episodes"), "MAX_BYTES", size(first) + bare - 1
     )
     record = record_of([first, large, first], [first])
     assert record["agents"][0]["branches"] == [[first], []], "what follows is not kept without it"
     monkeypatch.setattr(
-        import_module("forgeasync.environments.episode_record"),
+        import_module("forgeasync.environments.episodes"),
         "MAX_BYTES",
         size(first) + bare + 6 + 1 + 2 + 6,
     )

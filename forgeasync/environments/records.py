@@ -1,21 +1,142 @@
-"""Problems from a Hugging Face data set, given by hub id or as local files."""
+"""Problems from records: a Hugging Face data set by its hub id, local files, or your own code."""
 
 import difflib
+import itertools
+import json
 import math
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import datasets
 import numpy as np
 
-from forgeasync.config import HuggingFaceSource
-from forgeasync.environments.json_records import json_like, read_json_records
-from forgeasync.environments.sources import HELD_OUT_SEED, TrainingDraw
+from forgeasync.config import HuggingFaceSource, PythonSource
+from forgeasync.environments.sources import HELD_OUT_SEED, StoredTasks, TrainingDraw
 from forgeasync.rollouts import Task
-from forgeasync.schema import ConfigError, Problem
+from forgeasync.schema import ConfigError, Problem, build_code
+
+if TYPE_CHECKING:
+    import datasets
+
+Record = dict[str, object]
+
+
+def read_json_records(path: Path) -> Iterator[tuple[str, Record]]:
+    """Yield the place ("line 8", "record 7") and the value of each record; blank lines are skipped.
+
+    The file has one object per line, or one list of objects. ``datasets`` is not used for this: it names no
+    lines, takes no numbers above 64 bits, and fails on files whose records do not all have the same keys.
+
+    Raises:
+        ValueError: it has something else; says where and what.
+    """
+    with path.open("rb") as file:
+        start = file.read(4096).removeprefix(_MARK).lstrip()
+    if start.startswith(b"["):
+        yield from _of_list(path)
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            text = line.removeprefix(_MARK) if number == 1 else line
+            if text.strip():
+                yield f"line {number}", _object(_parse(text, f"line {number}"), f"line {number}")
+
+
+_MARK = b"\xef\xbb\xbf"
+"""Byte order mark, with which some editors begin UTF-8 files."""
+
+
+def _of_list(path: Path) -> Iterator[tuple[str, Record]]:
+    records = _parse(path.read_bytes().removeprefix(_MARK), "")
+    assert isinstance(records, list), "what begins with [ is a list, or no JSON"
+    for index, value in enumerate(records):
+        yield f"record {index}", _object(value, f"record {index}")
+
+
+def _object(value: object, where: str) -> Record:
+    if not isinstance(value, dict):
+        remedy = 'must be an object such as {"question": ...}'
+        raise ValueError(f"{where} holds {type(value).__name__} {value!r:.40}; {remedy}")
+    return value
+
+
+def _parse(text: bytes, where: str) -> object:
+    """Parse a line, or a whole file if ``where`` is empty."""
+    try:
+        return json.loads(text.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{where or 'the file'} is not UTF-8 text: {error.reason} (byte {error.start})"
+        ) from None
+    except json.JSONDecodeError as error:
+        place = f"{where}, column {error.colno}" if where else f"line {error.lineno}, column {error.colno}"
+        raise ValueError(f"{place} is not valid JSON: {error.msg}{_excerpt(error.doc, error.pos)}") from None
+    except RecursionError:
+        raise ValueError(f"{where or 'the file'} is nested too deeply") from None
+    except ValueError as error:
+        # Integers of thousands of digits.
+        raise ValueError(f"{where or 'the file'} is not valid JSON: {error}") from None
+
+
+def _excerpt(text: str, position: int) -> str:
+    found = text[max(0, position - 30) : position + 10].strip()
+    return f" near {found!r}" if found else ""
+
+
+_INTEGERS = range(-(2**63), 2**63)
+"""Integers that the files of a checkpoint can hold."""
+
+
+_MAX_DEPTH = 32
+
+_LEFT_OUT = object()
+
+
+def json_like(record: Mapping[Any, Any]) -> dict[str, Any]:
+    """Copy a record with plain values only.
+
+    Lists and mappings are copied recursively, tuples become lists, and whole numbers of more than 64 bits
+    become text. Values that JSON cannot hold (images, bytes, NaN, half characters) are left out with their
+    keys.
+    """
+    plain = _plain(record, 0)
+    return plain if isinstance(plain, dict) else {}
+
+
+def _plain(value: Any, depth: int) -> Any:
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return str(value) if _is_whole_text(value) else _LEFT_OUT
+    if isinstance(value, int):
+        return int(value) if value in _INTEGERS else str(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else _LEFT_OUT
+    if depth >= _MAX_DEPTH:
+        return _LEFT_OUT
+    if isinstance(value, Mapping):
+        items = {str(key): _plain(item, depth + 1) for key, item in value.items() if _is_key(key)}
+        return {key: item for key, item in items.items() if item is not _LEFT_OUT}
+    if isinstance(value, list | tuple):
+        plain = [_plain(item, depth + 1) for item in value]
+        # Leaving out one item would change the indices of the others.
+        return _LEFT_OUT if any(item is _LEFT_OUT for item in plain) else plain
+    return _LEFT_OUT
+
+
+def _is_key(key: object) -> bool:
+    return isinstance(key, str) and _is_whole_text(key)
+
+
+def _is_whole_text(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
 
 FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
 """The reader of ``datasets`` for each kind of local file. A single JSON file is read by this package."""
@@ -120,6 +241,8 @@ def _texts(record: dict[str, Any], where: str, source: HuggingFaceSource) -> _Te
 
 
 def _read_json_file(source: HuggingFaceSource, path: Path) -> Sequence[_Texts]:
+    import datasets
+
     try:
         found = [_texts(record, where, source) for where, record in read_json_records(path)]
     except ConfigError:
@@ -136,8 +259,10 @@ def _read_json_file(source: HuggingFaceSource, path: Path) -> Sequence[_Texts]:
     return found[part.from_ : part.to]
 
 
-def _load(source: HuggingFaceSource, path: Path) -> datasets.Dataset:
+def _load(source: HuggingFaceSource, path: Path) -> "datasets.Dataset":
     """Load a data set by ``datasets``."""
+    import datasets
+
     try:
         if path.is_file():
             kind = FORMATS[path.suffix.lower()]
@@ -169,6 +294,8 @@ def _broken_json(folder: Path) -> str | None:
 
 def _is_plain(feature: object) -> bool:
     """Whether a column of ``datasets`` holds only texts, numbers, and lists and mappings of them."""
+    import datasets
+
     match feature:
         case datasets.Value(dtype=dtype):
             return "binary" not in dtype
@@ -184,7 +311,7 @@ def _is_plain(feature: object) -> bool:
 class _Table(Sequence[_Texts]):
     """The problems of a data set, read from disk on demand."""
 
-    def __init__(self, records: datasets.Dataset, source: HuggingFaceSource) -> None:
+    def __init__(self, records: "datasets.Dataset", source: HuggingFaceSource) -> None:
         # Other columns may hold images or sounds, which are slow to decode and cannot be written as JSON.
         roots = {source.question_field.split(".")[0], source.answer_field.split(".")[0]}
         plain = {name for name, feature in records.features.items() if _is_plain(feature)}
@@ -284,3 +411,92 @@ class HuggingFaceProblems:
                 source=source.path,
                 record=found.record,
             )
+
+
+TRAIN, HELD_OUT = "train", "held_out"
+
+QUESTION, ANSWER = "question", "answer"
+
+
+def _most_records(num_problems: int) -> int:
+    """Return the most records to read for this many problems: some are repeats or held out."""
+    return 4 * num_problems + 1000
+
+
+class PythonProblems:
+    """Problems of a function ``(split, seed)`` that returns records, finitely many or endlessly."""
+
+    def __init__(self, source: PythonSource, *, num_train: int, num_held_out: int, seed: int) -> None:
+        """Import and build the function. Raises ConfigError naming ``data.source.factory``."""
+        self._source = source
+        self._num_train = num_train
+        self._num_held_out = num_held_out
+        self._seed = seed
+        try:
+            self._records = build_code(source, ("split", "seed"))
+        except Exception as error:
+            # The user's class may raise anything when it is built.
+            kind = "" if isinstance(error, ValueError) else f"raised {type(error).__name__}: "
+            reason = f"{kind}{error}"
+            raise self._refusal("source.factory", source.factory, reason) from error
+
+    def held_out(self) -> list[Task]:
+        """Draw distinct problems of split "held_out", by a fixed seed."""
+        found: dict[str, Task] = {}
+        for task in self._tasks(HELD_OUT, HELD_OUT_SEED, self._num_held_out):
+            found.setdefault(task.prompt, task)
+            if len(found) == self._num_held_out:
+                return list(found.values())
+        raise self._too_few("num_held_out", self._num_held_out, len(found))
+
+    def train(self, never: Set[str]) -> TrainingDraw:
+        """Draw problems of split "train", by the run's seed; they may repeat each other."""
+        train = StoredTasks()
+        num_skipped = 0
+        for task in self._tasks(TRAIN, self._seed, self._num_train):
+            if task.prompt in never:
+                num_skipped += 1
+            else:
+                train.append(task)
+            if len(train) == self._num_train:
+                return TrainingDraw(tasks=train, num_skipped_held_out=num_skipped)
+        raise self._too_few("num_train", self._num_train, len(train))
+
+    def _tasks(self, split: str, seed: int, num_problems: int) -> Iterator[Task]:
+        most = _most_records(num_problems)
+        group = HELD_OUT if split == HELD_OUT else f"{TRAIN}/seed{seed}"
+        for index, record in enumerate(itertools.islice(self._raw(split, seed), most)):
+            where = f"record {index} of {split!r} of {self._source.factory}"
+            if not isinstance(record, Mapping):
+                remedy = (
+                    f"gave {record!r:.80} for {where}; must give mappings such as "
+                    "{'question': '1 + 1 =', 'answer': '2'}"
+                )
+                raise self._refusal("source.factory", self._source.factory, remedy)
+            plain = dict(record)
+            yield Task(
+                task_id=f"{group}/{index}",
+                prompt=read_field(plain, QUESTION, field="source.factory", where=where),
+                answer=read_field(plain, ANSWER, field="source.factory", where=where),
+                source_index=index,
+                source=self._source.factory,
+                record=json_like(plain),
+            )
+
+    def _raw(self, split: str, seed: int) -> Iterator[Any]:
+        try:
+            records = self._records(split, seed)
+            # The user's function may have returned anything.
+            yield from records  # type: ignore[misc]
+        except Exception as error:
+            # Whatever the user's code raises is for the user to see.
+            remedy = f"raised {type(error).__name__}: {error}, called with ({split!r}, {seed})"
+            raise self._refusal("source.factory", self._source.factory, remedy) from error
+
+    def _too_few(self, field: str, wanted: int, found: int) -> ConfigError:
+        kind = "distinct ones" if field == "num_held_out" else "ones that are not held out"
+        remedy = f"{self._source.factory} gave only {found} {kind} in {_most_records(wanted)} records at most"
+        return self._refusal(field, wanted, remedy)
+
+    def _refusal(self, field: str, value: object, remedy: str) -> ConfigError:
+        return ConfigError([Problem(field=f"data.{field}", value=value, remedy=remedy)])
