@@ -1,4 +1,4 @@
-"""Renderers for models with a chat template: the template itself, or a family of the package ``renderers``."""
+"""Renderers for models with a chat template: by the template itself, or by the package ``renderers``."""
 
 import math
 import re

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from forgeasync.config import HttpServer, McpServerSection, StdioServer
-from forgeasync.environments import EpisodeInterrupted, McpTools, Toolbox, ToolCall, ToolResult
-from forgeasync.environments import mcp_servers
+from forgeasync.environments import EpisodeInterrupted, McpTools, Toolbox, ToolCall, ToolResult, mcp_servers
 from forgeasync.faults import RUN_MARK
 from forgeasync.rollouts import ToolStatus, is_running
 from forgeasync.testing import HandTime
