@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from forgeasync.config import HuggingFaceSource, PythonSource
-from forgeasync.environments.sources import HELD_OUT_SEED, StoredTasks, TrainingDraw
+from forgeasync.environments.sources import HELD_OUT_SEED, TrainingDraw, draw_distinct, draw_training
 from forgeasync.rollouts import Task
 from forgeasync.schema import ConfigError, Problem, build_code
 
@@ -362,42 +362,28 @@ class HuggingFaceProblems:
 
     def held_out(self) -> list[Task]:
         """Draw distinct problems by a fixed seed. Raises ConfigError if there are too few."""
-        held_out: dict[str, Task] = {}
-        for task in self._shuffled(HELD_OUT_SEED):
-            held_out.setdefault(task.prompt, task)
-            if len(held_out) == self._num_held_out:
-                return list(held_out.values())
-        raise _refusal(
-            "num_held_out",
-            self._num_held_out,
-            f"{self._source.path!r} has only {len(held_out)} distinct problems",
-        )
+        held_out = draw_distinct(self._shuffled(HELD_OUT_SEED), self._num_held_out)
+        if len(held_out) < self._num_held_out:
+            raise _refusal(
+                "num_held_out",
+                self._num_held_out,
+                f"{self._source.path!r} has only {len(held_out)} distinct problems",
+            )
+        return held_out
 
     def train(self, never: Set[str]) -> TrainingDraw:
         """Draw distinct problems by the run's seed, without those in ``never``. Raises ConfigError if too few
         are left."""
-        train: dict[str, Task] = {}
-        num_skipped = num_repeats = 0
-        for task in self._shuffled(self._seed):
-            if task.prompt in never:
-                num_skipped += 1
-            elif task.prompt in train:
-                # Published sets repeat problems (DAPO-Math-17k a hundredfold); repeats must not weigh more.
-                num_repeats += 1
-            else:
-                train[task.prompt] = task
-            if len(train) == self._num_train:
-                break
-        else:
+        # Published sets repeat problems (DAPO-Math-17k a hundredfold); repeats must not weigh more.
+        draw = draw_training(self._shuffled(self._seed), self._num_train, never, may_repeat=False)
+        if len(draw.tasks) < self._num_train:
             raise _refusal(
                 "num_train",
                 self._num_train,
-                f"only {len(train)} of the {len(self._problems)} problems in {self._source.path!r} are "
+                f"only {len(draw.tasks)} of the {len(self._problems)} problems in {self._source.path!r} are "
                 "distinct and not held out",
             )
-        return TrainingDraw(
-            tasks=list(train.values()), num_skipped_held_out=num_skipped, num_skipped_repeats=num_repeats
-        )
+        return draw
 
     def _shuffled(self, seed: int) -> Iterator[Task]:
         source = self._source
@@ -442,25 +428,17 @@ class PythonProblems:
 
     def held_out(self) -> list[Task]:
         """Draw distinct problems of split "held_out", by a fixed seed."""
-        found: dict[str, Task] = {}
-        for task in self._tasks(HELD_OUT, HELD_OUT_SEED, self._num_held_out):
-            found.setdefault(task.prompt, task)
-            if len(found) == self._num_held_out:
-                return list(found.values())
-        raise self._too_few("num_held_out", self._num_held_out, len(found))
+        found = draw_distinct(self._tasks(HELD_OUT, HELD_OUT_SEED, self._num_held_out), self._num_held_out)
+        if len(found) < self._num_held_out:
+            raise self._too_few("num_held_out", self._num_held_out, len(found))
+        return found
 
     def train(self, never: Set[str]) -> TrainingDraw:
         """Draw problems of split "train", by the run's seed; they may repeat each other."""
-        train = StoredTasks()
-        num_skipped = 0
-        for task in self._tasks(TRAIN, self._seed, self._num_train):
-            if task.prompt in never:
-                num_skipped += 1
-            else:
-                train.append(task)
-            if len(train) == self._num_train:
-                return TrainingDraw(tasks=train, num_skipped_held_out=num_skipped)
-        raise self._too_few("num_train", self._num_train, len(train))
+        draw = draw_training(self._tasks(TRAIN, self._seed, self._num_train), self._num_train, never)
+        if len(draw.tasks) < self._num_train:
+            raise self._too_few("num_train", self._num_train, len(draw.tasks))
+        return draw
 
     def _tasks(self, split: str, seed: int, num_problems: int) -> Iterator[Task]:
         most = _most_records(num_problems)

@@ -93,6 +93,40 @@ class TrainingDraw:
     """Candidates with the text of another training problem."""
 
 
+def draw_distinct(candidates: Iterable[Task], num: int) -> list[Task]:
+    """Return the first ``num`` candidates with different texts, or all if there are fewer."""
+    found: dict[str, Task] = {}
+    for task in candidates:
+        found.setdefault(task.prompt, task)
+        if len(found) == num:
+            break
+    return list(found.values())
+
+
+def draw_training(
+    candidates: Iterable[Task], num: int, never: Set[str], *, may_repeat: bool = True
+) -> TrainingDraw:
+    """Return the first ``num`` candidates whose text is not in ``never``, or all if there are fewer.
+
+    Without ``may_repeat`` their texts differ.
+    """
+    tasks = StoredTasks()
+    texts: set[str] = set()
+    num_skipped = num_repeats = 0
+    for task in candidates:
+        if task.prompt in never:
+            num_skipped += 1
+        elif not may_repeat and task.prompt in texts:
+            num_repeats += 1
+        else:
+            tasks.append(task)
+            if not may_repeat:
+                texts.add(task.prompt)
+        if len(tasks) == num:
+            break
+    return TrainingDraw(tasks=tasks, num_skipped_held_out=num_skipped, num_skipped_repeats=num_repeats)
+
+
 class SourceProblems(Protocol):
     """The problems of one source."""
 

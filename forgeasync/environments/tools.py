@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Self, cast
+from typing import Any, Self, cast
 
 import psutil
 from pydantic_core import to_json
@@ -280,51 +280,33 @@ def _told_cut(num_cut: int) -> str:
 MAX_PROBLEM_CHARACTERS = 1000
 
 
-class CallForm(Protocol):
-    """A form of calls."""
+class CallForm:
+    """How a model writes calls of tools: in the form of its chat template, which the renderer has read."""
 
     @property
     def stop(self) -> tuple[str, ...]:
         """Texts that end a turn."""
-        ...
+        return ()
 
     def tools(self, specs: Sequence[ToolSpec]) -> tuple[ToolSpec, ...]:
         """Return the tools that the chat template is given."""
-        ...
-
-    def read(self, turn: Turn) -> Turn:
-        """Return the turn with its calls; never raises for what a model wrote."""
-        ...
-
-    def answer(self, result: ToolResult) -> dict[str, Any]:
-        """Return the message that tells the model of a result."""
-        ...
-
-    def answer_broken(self, call: BrokenToolCall) -> dict[str, Any]:
-        """Return the message that tells the model of a call that cannot be read."""
-        ...
-
-
-class TemplateForm:
-    """Calls in the form of the model's chat template, which the renderer has read already."""
-
-    stop = ()
-
-    def tools(self, specs: Sequence[ToolSpec]) -> tuple[ToolSpec, ...]:
         return tuple(specs)
 
     def read(self, turn: Turn) -> Turn:
+        """Return the turn with its calls; never raises for what a model wrote."""
         return turn
 
     def answer(self, result: ToolResult) -> dict[str, Any]:
+        """Return the message that tells the model of a result."""
         return result.message
 
     def answer_broken(self, call: BrokenToolCall) -> dict[str, Any]:
+        """Return the message that tells the model of a call that cannot be read."""
         problem = call.problem[:MAX_PROBLEM_CHARACTERS]
         return {"role": "user", "content": f"Error: a tool call cannot be read: {problem}"}
 
 
-class PlainForm:
+class PlainForm(CallForm):
     """Calls of one tool with one text, between two marks in the model's own text."""
 
     def __init__(self, section: PlainCalls, *, tool: str, argument: str) -> None:
@@ -363,7 +345,7 @@ class PlainForm:
         return {"role": "user", "content": self._section.result(text)}
 
 
-TEMPLATE_FORM = TemplateForm()
+TEMPLATE_FORM = CallForm()
 
 
 DEFAULT_MAX_ROUNDS = 20
