@@ -6,8 +6,9 @@ Its last turn is compared with the task's answer. Nothing that a model wrote is 
 import asyncio
 import concurrent.futures
 import contextlib
+import dataclasses
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
@@ -108,16 +109,33 @@ _SHARE = 0.9
 """Share of a call's time after which the interpreter is ended, so that what it has printed can be told."""
 
 
-class PythonToolEnvironment(SectionEnvironment):
-    """Every episode has a box of its own, which starts before the first turn.
+async def _solve(
+    section: PythonTool | McpEnvironment,
+    task: Task,
+    agent: Agent,
+    tools: Sequence[Tool],
+    form: CallForm = TEMPLATE_FORM,
+) -> Score:
+    """Let the model work on a task with tools, and score its last turn.
 
     ``failed_calls`` among the penalties counts calls that gave no result.
     """
+    messages: list[Message] = []
+    if section.system_prompt is not None:
+        messages.append({"role": "system", "content": section.system_prompt})
+    messages.append({"role": "user", "content": task.prompt})
+    toolbox = Toolbox(tools, max_characters=section.max_result_characters)
+    run = await run_tools(agent, messages, toolbox, max_rounds=section.max_rounds, form=form)
+    score = AnswerChecker(section.answer).score(task, run.turn.text)
+    return dataclasses.replace(score, penalties={"failed_calls": float(run.num_failed_calls)})
+
+
+class PythonToolEnvironment(SectionEnvironment):
+    """Every episode has a box of its own, which starts before the first turn."""
 
     def __init__(self, section: PythonTool, sandbox: SandboxSection) -> None:
         self._section = section
         self._sandbox = sandbox
-        self._checker = AnswerChecker(section.answer)
         self._form: CallForm = TEMPLATE_FORM
         if section.plain_calls is not None:
             self._form = PlainForm(section.plain_calls, tool=SPEC.name, argument="code")
@@ -128,27 +146,13 @@ class PythonToolEnvironment(SectionEnvironment):
         yield from check_sandbox(sandbox)
 
     async def rollout(self, task: Task, agent: Agent) -> Score:
-        messages: list[Message] = []
-        if self._section.system_prompt is not None:
-            messages.append({"role": "system", "content": self._section.system_prompt})
-        messages.append({"role": "user", "content": task.prompt})
         async with contextlib.AsyncExitStack() as stack:
             try:
                 box = await stack.enter_async_context(Sandbox(self._sandbox))
             except SandboxError as error:
                 raise EpisodeInterrupted(f"a sandbox cannot be started: {error}") from error
             interpreter = BoxedPython(box, limit_s=_SHARE * agent.tool_limit_s)
-            toolbox = Toolbox([interpreter.tool], max_characters=self._section.max_result_characters)
-            run = await run_tools(
-                agent, messages, toolbox, max_rounds=self._section.max_rounds, form=self._form
-            )
-        score = self._checker.score(task, run.turn.text)
-        return Score(
-            score.value,
-            score.is_correct,
-            has_answer=score.has_answer,
-            penalties={"failed_calls": float(run.num_failed_calls)},
-        )
+            return await _solve(self._section, task, agent, [interpreter.tool], self._form)
 
 
 class BoxedPython:
@@ -206,14 +210,10 @@ def _text(result: PythonResult) -> str:
 
 
 class McpToolsEnvironment(SectionEnvironment):
-    """Every episode has servers, or sessions with them, of its own.
-
-    ``failed_calls`` among the penalties counts calls that gave no result.
-    """
+    """Every episode has servers, or sessions with them, of its own."""
 
     def __init__(self, section: McpEnvironment, sandbox: SandboxSection) -> None:
         self._section = section
-        self._checker = AnswerChecker(section.answer)
 
     @classmethod
     def check(cls, section: McpEnvironment, sandbox: SandboxSection) -> Iterator[Problem]:
@@ -233,20 +233,8 @@ class McpToolsEnvironment(SectionEnvironment):
         from forgeasync.environments.mcp_servers import McpTools
 
         section = self._section
-        messages: list[Message] = []
-        if section.system_prompt is not None:
-            messages.append({"role": "system", "content": section.system_prompt})
-        messages.append({"role": "user", "content": task.prompt})
         async with McpTools(section.servers, start_s=section.start_s) as mcp:
-            toolbox = Toolbox(mcp.tools, max_characters=section.max_result_characters)
-            run = await run_tools(agent, messages, toolbox, max_rounds=section.max_rounds)
-        score = self._checker.score(task, run.turn.text)
-        return Score(
-            score.value,
-            score.is_correct,
-            has_answer=score.has_answer,
-            penalties={"failed_calls": float(run.num_failed_calls)},
-        )
+            return await _solve(section, task, agent, mcp.tools)
 
 
 async def _try_all(section: McpEnvironment) -> dict[str, str]:

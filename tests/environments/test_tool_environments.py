@@ -1,8 +1,9 @@
-"""Environments that come with the package, from their sections: Python in a sandbox, and MCP servers."""
+"""The environments that come with the package: Python in a box, MCP servers, and how answers are compared."""
 
 import asyncio
 import dataclasses
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from forgeasync.config import (
+    AnswerCheck,
     Bubblewrap,
     Ending,
     EnvironmentSection,
@@ -22,6 +24,7 @@ from forgeasync.config import (
 )
 from forgeasync.environments import (
     AgentRole,
+    AnswerChecker,
     EpisodeInterrupted,
     Episodes,
     ToolCall,
@@ -31,12 +34,67 @@ from forgeasync.environments import (
     build_renderer,
     check_environment,
 )
-from forgeasync.rollouts import EpisodeId, EpisodeOutcome, FinishReason, Score, ToolStatus
+from forgeasync.environments.tool_environments import MAX_READ_CHARACTERS
+from forgeasync.rollouts import NO_ANSWER, EpisodeId, EpisodeOutcome, FinishReason, Score, ToolStatus
 from forgeasync.schema import ConfigError
 from forgeasync.testing import HandTime, ScriptedAgent, ScriptedGenerator, scripted_turn
 from tests.support.buffer_world import make_task
 from tests.support.chat import make_tokenizer
 from tests.support.config_samples import MINIMAL
+
+
+def value(text: str, answer: str, **section: Any) -> float | None:
+    """The score of a text; None where it states no answer."""
+    task = dataclasses.replace(make_task(3), answer=answer)
+    score = AnswerChecker(AnswerCheck.model_validate(section)).score(task, text)
+    assert score.is_correct == (score.value == 1.0)
+    return None if score == NO_ANSWER else score.value
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "section", "worth"),
+    [
+        (" 15\n", "15", {}, 1.0),
+        ("15.0", "15", {}, 0.0),
+        ("#1 no, #15", "15", {"prefix": "#"}, 1.0),
+        ("15", "15", {"prefix": "#"}, None),
+        ("It is 15.", "15", {}, 0.0),
+        ("It is 15.", "15", {"part": "last_number"}, 1.0),
+        ("It is 1,234,567.", "1234567", {"part": "last_number"}, 1.0),
+        ("no idea", "15", {"part": "last_number"}, None),
+        ("15.00", "15", {"match": "number"}, 1.0),
+        ("1,200.50", "1200.5", {"match": "number"}, 1.0),
+        ("-0", "0", {"match": "number"}, 1.0),
+        (".5", "0.5", {"match": "number"}, 1.0),
+        ("0.1000000000000000000001", "0.1", {"match": "number"}, 0.0),
+        ("2**64", "2", {"match": "number"}, 0.0),
+        ("1e3", "1000", {"match": "number"}, 0.0),
+        ("nan", "1", {"match": "number"}, 0.0),
+        ("10**10**10", "1", {"match": "number"}, 0.0),
+        ("", "1", {"match": "number"}, 0.0),
+        ("١٥", "15", {"match": "number"}, 0.0),
+        ("so 7 + 8 = 15.0", "15", {"match": "number", "part": "last_number"}, 1.0),
+        ("x" * MAX_READ_CHARACTERS + "#15", "15", {"prefix": "#"}, 1.0),
+        ("#15" + "x" * MAX_READ_CHARACTERS, "15", {"prefix": "#"}, None),
+    ],
+)
+def test_answers(text: str, answer: str, section: dict[str, Any], worth: float | None) -> None:
+    assert value(text, answer, **section) == worth
+
+
+def test_a_task_without_a_number_cannot_be_compared_by_numbers() -> None:
+    with pytest.raises(ValueError, match="answer 'Paris', which is no number"):
+        value("1", "Paris", match="number")
+
+
+@pytest.mark.parametrize("piece", ["1", "1,", "-", "1,111", ".", " -1"])
+def test_hostile_texts_take_time_in_proportion(piece: str) -> None:
+    text = piece * (2 * MAX_READ_CHARACTERS)
+    start_s = time.process_time()
+    value(text, "15", match="number", part="last_number")
+    # A quadratic search would take minutes.
+    assert time.process_time() - start_s < 5.0
+
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TASK = dataclasses.replace(make_task(3), prompt="7+8=", answer="15")
