@@ -59,13 +59,11 @@ from .config import load_config as load_config
 from .controller import Fleet as Fleet
 from .environments import Agent as Agent
 from .environments import ContextFull as ContextFull
-from .environments import EndedSession as EndedSession
 from .environments import Environment as Environment
 from .environments import McpTools as McpTools
 from .environments import NoScore as NoScore
 from .environments import Response as Response
 from .environments import Reward as Reward
-from .environments import ServedSessions as ServedSessions
 from .environments import SingleTurn as SingleTurn
 from .environments import Tool as Tool
 from .environments import Toolbox as Toolbox
@@ -83,6 +81,8 @@ from .isolation import SandboxBackend as SandboxBackend
 from .isolation import SandboxError as SandboxError
 from .isolation import SessionEnded as SessionEnded
 from .isolation import ShellResult as ShellResult
+from .plugins.serve import EndedSession as EndedSession
+from .plugins.serve import ServedSessions as ServedSessions
 from .rollouts import FinishReason as FinishReason
 from .rollouts import Group as Group
 from .rollouts import Rollout as Rollout

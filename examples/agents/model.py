@@ -23,10 +23,11 @@ from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCau
 from examples.agents.games import begin
 from examples.agents.repositories import repositories
 from examples.agents.stock import ITEMS, NUM_SHELVES, num_in_stock, question
-from forgeasync.config import HOW_TO_WORK, Bubblewrap, StdioServer
-from forgeasync.environments import McpTools, Message, ToolSpec, Workbench, tool_forms
+from forgeasync.config import Bubblewrap, StdioServer
+from forgeasync.environments import McpTools, Message, ToolSpec, tool_forms
 from forgeasync.isolation import Sandbox
 from forgeasync.models import save_tokenizer
+from forgeasync.plugins.coding import HOW_TO_WORK, Workbench
 
 START, END, PADDING = "<|im_start|>", "<|im_end|>", "<pad>"
 VOCABULARY_SIZE = 1024

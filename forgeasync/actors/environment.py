@@ -27,6 +27,7 @@ from forgeasync.config import (
 )
 from forgeasync.environments import (
     AgentRole,
+    Desk,
     EndpointModel,
     EndpointTurns,
     EpisodeAgent,
@@ -97,7 +98,7 @@ class WorkerReady:
 
     pid: int
     mark: str
-    """What it has started carries it (``forgeasync.environments.worker_mark``)."""
+    """What it has started carries it (``forgeasync.environments.workers``)."""
     renderer: str
     """In words, by which renderer messages become tokens."""
     url: str
@@ -129,12 +130,10 @@ class EnvironmentActor(Actor):
         from transformers import AutoTokenizer
 
         from forgeasync.environments import (
-            ServedSessions,
-            ServingDesk,
+            ServesPeople,
             SessionServer,
             build_environment,
             choose_renderer,
-            serving_server,
         )
 
         self._setup = setup
@@ -151,13 +150,12 @@ class EnvironmentActor(Actor):
             setup.endpoint.api_key()
         self._renderer = renderer
         environment = build_environment(setup.environment, setup.sandbox)
-        self._desk: ServingDesk | None = None
+        self._desk: Desk | None = None
         if serving is not None:
-            assert isinstance(environment, ServedSessions), "checked before the start"
-            self._desk = ServingDesk(serving.section)
-            environment.attach(self._desk, serving.section)
+            assert isinstance(environment, ServesPeople), "checked before the start"
+            self._desk = environment.open_desk(serving)
             open_session = self._desk.open_for
-            self._sessions = await serving_server(serving, self._desk).__aenter__()
+            self._sessions = await self._desk.server.__aenter__()
         else:
             # For agents that bring their own loop; it listens on this machine only, until the worker ends.
             self._sessions = await SessionServer().__aenter__()

@@ -301,7 +301,7 @@ class ScorerReady:
     """What there is and what isolates verifiers, in words."""
     pid: int
     mark: str
-    """What it has started carries it (``forgeasync.environments.worker_mark``)."""
+    """What it has started carries it (``forgeasync.environments.workers``)."""
 
 
 class ScorerActor(Actor):

@@ -7,9 +7,6 @@ from .buffer import BufferSection as BufferSection
 from .buffer import PayloadSection as PayloadSection
 from .buffer import Replacement as Replacement
 from .buffer import StaleGroups as StaleGroups
-from .coding import CodingAgent as CodingAgent
-from .coding import CodingSource as CodingSource
-from .coding import HOW_TO_WORK as HOW_TO_WORK
 from .data import AnswerPart as AnswerPart
 from .data import DataSection as DataSection
 from .data import HuggingFaceSource as HuggingFaceSource
@@ -80,7 +77,11 @@ from .rewards import StepsValue as StepsValue
 from .rewards import Votes as Votes
 from .rewards import is_part_name as is_part_name
 from .rewards import name_of as name_of
+from .plugin_sections import InstalledEnvironment as InstalledEnvironment
+from .plugin_sections import InstalledSource as InstalledSource
 from .rules import check_gpus as check_gpus
+from .rules import check_one_agent as check_one_agent
+from .rules import check_tools as check_tools
 from .rules import check_without_model as check_without_model
 from .rules import num_gpus_needed as num_gpus_needed
 from .rules import places_of as places_of
@@ -103,8 +104,6 @@ from .sandbox import SandboxLimits as SandboxLimits
 from .sandbox import SandboxSection as SandboxSection
 from .sandbox import UnsafeSubprocess as UnsafeSubprocess
 from .serving import ScoreSource as ScoreSource
-from .serving import ServedEnvironment as ServedEnvironment
-from .serving import ServedSource as ServedSource
 from .serving import ServingSection as ServingSection
 from .serving import WILDCARDS as WILDCARDS
 from .serving import is_loopback as is_loopback

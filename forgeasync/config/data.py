@@ -9,10 +9,9 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from forgeasync.config.coding import CodingSource
+from forgeasync.config.plugin_sections import InstalledSource
 from forgeasync.config.rewards import MathReward, ReasoningGymReward, Rewards, RewardSection
-from forgeasync.config.serving import ServedSource
-from forgeasync.schema import PythonCode, Refusal, Section
+from forgeasync.schema import OrInstalled, PluginGroup, PythonCode, Refusal, Section
 
 MAX_TASKS = 10_000_000
 """Most problems of a run; the controller holds all of them in memory, with all columns of their records."""
@@ -67,8 +66,8 @@ class PythonSource(PythonCode):
 
 
 SourceSection = Annotated[
-    ReasoningGymSource | HuggingFaceSource | PythonSource | CodingSource | ServedSource,
-    Field(discriminator="kind"),
+    ReasoningGymSource | HuggingFaceSource | PythonSource | InstalledSource,
+    OrInstalled(PluginGroup.SOURCES),
 ]
 
 
@@ -81,10 +80,8 @@ def default_name(source: SourceSection) -> str:
             return source.path
         case PythonSource():
             return source.factory
-        case CodingSource():
-            return source.path
-        case ServedSource():
-            return source.kind
+        case InstalledSource():
+            return source.name
 
 
 def own_reward(source: SourceSection) -> RewardSection:

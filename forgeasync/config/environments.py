@@ -7,11 +7,10 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from forgeasync.config.coding import CodingAgent
 from forgeasync.config.data import AnswerPart
 from forgeasync.config.mcp import McpServerName, McpServerSection
-from forgeasync.config.serving import ServedEnvironment
-from forgeasync.schema import PythonCode, Seconds, Section
+from forgeasync.config.plugin_sections import InstalledEnvironment
+from forgeasync.schema import OrInstalled, PluginGroup, PythonCode, Seconds, Section
 
 Rounds = Annotated[int, Field(gt=0, le=10_000)]
 
@@ -162,8 +161,8 @@ class RemoteEnvironment(Section):
 
 
 EnvironmentSection = Annotated[
-    PythonTool | McpEnvironment | CodingAgent | ServedEnvironment | RemoteEnvironment | PythonCode,
-    Field(discriminator="kind"),
+    PythonTool | McpEnvironment | RemoteEnvironment | PythonCode | InstalledEnvironment,
+    OrInstalled(PluginGroup.ENVIRONMENTS),
 ]
 
 

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from forgeasync.config.run import RunConfig
-from forgeasync.schema import PluginGroup, Problem, installed_kinds
+from forgeasync.schema import PluginGroup, Problem, installed_kinds, section_class
 
 PLUGIN_GROUPS = {
     "environment": PluginGroup.ENVIRONMENTS,
@@ -205,7 +205,10 @@ def _candidates(location: tuple[str | int, ...], values: object) -> list[type[Ba
             is_name = False
         node = _member(node, part)
         kind = node["kind"] if isinstance(node, Mapping) and "kind" in node else None
-        if len(candidates) > 1:
+        group = PLUGIN_GROUPS.get(part) if isinstance(part, str) else None
+        if group is not None and (installed := section_class(group, kind)) is not None:
+            candidates = [installed, *candidates]
+        elif len(candidates) > 1:
             candidates.sort(key=lambda member: kind not in get_args(member.model_fields["kind"].annotation))
     return candidates
 

@@ -1,13 +1,16 @@
-"""Kinds that installed packages add, in a config's values before they are validated (docs/plugins.md)."""
+"""Kinds that installed packages add: how their sections are read and checked (docs/plugins.md)."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
-from forgeasync.config.data import PythonSource, SourceSection
+from forgeasync.config.data import PythonSource, SourceSection, named_sources
 from forgeasync.config.environments import EnvironmentSection
+from forgeasync.config.evaluation import named_sets
 from forgeasync.config.explain import PLUGIN_GROUPS, kinds_of, members
+from forgeasync.config.plugin_sections import InstalledEnvironment, InstalledSource
 from forgeasync.config.rewards import PythonReward, RewardSection
+from forgeasync.config.run import RunConfig, is_served
 from forgeasync.config.weights import BUILT_IN_TRANSPORTS
-from forgeasync.schema import PluginGroup, PythonCode, python_form
+from forgeasync.schema import PluginGroup, Problem, PythonCode, python_form
 
 _BUILT_IN = {
     PluginGroup.ENVIRONMENTS: kinds_of(members(EnvironmentSection)),
@@ -26,7 +29,7 @@ _PYTHON = {
 
 
 def with_installed_kinds(values: object) -> object:
-    """Return a config's values with each section of an installed kind as one of ``kind: python``.
+    """Return a config's values with each section whose kind stands for code as one of ``kind: python``.
 
     Raises:
         ConfigError: such a section has a key that it must not have.
@@ -70,3 +73,19 @@ def _read(group: PluginGroup, field: str, section: object) -> object:
     if not isinstance(section, Mapping) or section.get("kind") in _BUILT_IN[group]:
         return section
     return python_form(group, field, section, own_keys=_PYTHON[group].model_fields)
+
+
+def check_installed(config: RunConfig) -> Iterator[Problem]:
+    """Have the sections of plug-ins check themselves against the rest of the config."""
+    if isinstance(config.environment, InstalledEnvironment):
+        yield from config.environment.check(config)
+    for source in (*named_sources(config.data), *named_sets(config.evaluation)):
+        if isinstance(source.source, InstalledSource):
+            yield from source.source.check(config, source.field)
+    if not config.evaluation.num_problems and not is_served(config):
+        yield Problem(
+            field="evaluation.num_problems",
+            value=0,
+            remedy="must be at least 1; only a run that serves people (data.source.kind = 'served') has "
+            "no held-out problems",
+        )

@@ -6,18 +6,19 @@ Bounds of one key are in its section's fields, rules between the keys of one sec
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol
 
 from forgeasync.algorithms import ConstantLength, Grpo, IdsOf, NoObjective, TopkKl
 from forgeasync.config.algorithm import check_filters
 from forgeasync.config.buffer import AccountingPolicy, AgeOf, Replacement, StaleGroups
-from forgeasync.config.coding import CodingAgent
-from forgeasync.config.coding_rules import check_coding
 from forgeasync.config.data import NamedSource, ReasoningGymSource, RendererName, named_sources
 from forgeasync.config.environments import McpEnvironment, PythonTool
 from forgeasync.config.evaluation import named_sets
 from forgeasync.config.generator import SamplingSection
+from forgeasync.config.installed import check_installed
 from forgeasync.config.launcher import LocalLauncher, gpus_per_host, num_hosts
 from forgeasync.config.model import Dtype
+from forgeasync.config.plugin_sections import InstalledEnvironment
 from forgeasync.config.rewards import (
     PART_NAME_RULE,
     ProcessRewardModel,
@@ -27,8 +28,6 @@ from forgeasync.config.rewards import (
     name_of,
 )
 from forgeasync.config.run import RunConfig, is_served, longest_response
-from forgeasync.config.serving import ServedEnvironment
-from forgeasync.config.serving_rules import check_serving
 from forgeasync.config.teachers import AveragedPolicy, TeacherSection
 from forgeasync.config.trainer import OptimizerSection
 from forgeasync.config.weights import Interruption
@@ -38,7 +37,7 @@ from forgeasync.schema import MAX_SEED, Problem, PythonCode, Refusal, problems_w
 def check_without_model(config: RunConfig) -> list[Problem]:
     """Return the problems that can be found without the model's files, before a model is built."""
     across = (refuse(config, *refusal) for rule in _RULES for refusal in rule(config))
-    return [*problems_within(config), *across, *check_serving(config), *check_coding(config)]
+    return [*problems_within(config), *across, *check_installed(config)]
 
 
 def _check_lengths(config: RunConfig) -> Iterator[Refusal]:
@@ -467,7 +466,7 @@ def _check_environment(config: RunConfig) -> Iterator[Refusal]:
             yield "data.system_prompt", remedy
     if agents is not None:
         yield from _check_agents(config, ", ".join(agents))
-    if isinstance(environment, PythonTool | McpEnvironment | CodingAgent):
+    if isinstance(environment, PythonTool | McpEnvironment):
         yield from _check_tools(config, environment)
 
 
@@ -475,9 +474,8 @@ def _check_agents(config: RunConfig, names: str) -> Iterator[Refusal]:
     environment, agents = config.environment, config.agents or {}
     if environment is None:
         yield "agents", "needs an environment, which asks them", names
-    elif not isinstance(environment, PythonCode | ServedEnvironment):
-        remedy = f"must be left out: the environment {environment.kind!r} talks to one agent"
-        yield "agents", remedy, names
+    elif not isinstance(environment, PythonCode | InstalledEnvironment):
+        yield from _check_one_agent(config, environment.kind)
     if not any(agent.trainable for agent in agents.values()):
         remedy = "must have at least one agent with trainable: true, or be left out"
         yield "agents", remedy, names or "none"
@@ -489,9 +487,37 @@ def _check_agents(config: RunConfig, names: str) -> Iterator[Refusal]:
         )
 
 
-def _check_tools(
-    config: RunConfig, environment: PythonTool | McpEnvironment | CodingAgent
-) -> Iterator[Refusal]:
+def _check_one_agent(config: RunConfig, kind: str) -> Iterator[Refusal]:
+    if config.agents is not None:
+        remedy = f"must be left out: the environment {kind!r} talks to one agent"
+        yield "agents", remedy, ", ".join(config.agents)
+
+
+def check_one_agent(config: RunConfig, kind: str) -> Iterator[Problem]:
+    """Check that the config names no agents, for an environment that talks to one."""
+    return (refuse(config, *refusal) for refusal in _check_one_agent(config, kind))
+
+
+class HasRounds(Protocol):
+    """A section ``environment`` whose model calls tools in rounds."""
+
+    @property
+    def kind(self) -> str:
+        """Kind of the environment."""
+        ...
+
+    @property
+    def max_rounds(self) -> int:
+        """Most turns that may call tools."""
+        ...
+
+
+def check_tools(config: RunConfig, environment: HasRounds) -> Iterator[Problem]:
+    """Check what tools need of prompts, of time and of turns."""
+    return (refuse(config, *refusal) for refusal in _check_tools(config, environment))
+
+
+def _check_tools(config: RunConfig, environment: HasRounds) -> Iterator[Refusal]:
     # The programs behind the URL of a remote environment decide for themselves whether they offer tools.
     episodes, needs_template, other = config.episodes, True, ""
     if isinstance(environment, PythonTool):

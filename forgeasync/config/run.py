@@ -15,8 +15,9 @@ from forgeasync.config.evaluation import EvaluationSection
 from forgeasync.config.generator import GeneratorSection, SamplingSection
 from forgeasync.config.launcher import LauncherSection, LocalLauncher
 from forgeasync.config.model import LoraSection, ModelFacts, ModelSection
+from forgeasync.config.plugin_sections import InstalledSource
 from forgeasync.config.sandbox import Bubblewrap, SandboxSection
-from forgeasync.config.serving import ServedSource, ServingSection
+from forgeasync.config.serving import ServingSection
 from forgeasync.config.teachers import TeacherSection
 from forgeasync.config.trainer import OptimizerSection, RoutingReplay, TrainerSection
 from forgeasync.config.weights import WeightsSection
@@ -271,7 +272,8 @@ class RunConfig(Section):
 
 def is_served(config: RunConfig) -> bool:
     """Return whether people bring the run's tasks, over HTTP."""
-    return isinstance(config.data.source, ServedSource)
+    source = config.data.source
+    return isinstance(source, InstalledSource) and source.serves_people
 
 
 def longest_response(config: RunConfig) -> int:

@@ -1,27 +1,16 @@
-"""The sections on runs that serve people: where, with which bounds, and where scores come from."""
+"""The section on how people are served: where, with which bounds, and where scores come from.
+
+The plug-in ``serve`` has the data source and the environment of such runs.
+"""
 
 import ipaddress
 from enum import StrEnum
-from typing import Literal, Self
+from typing import Self
 
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from forgeasync.schema import Count, Seconds, Section
-
-
-class ServedSource(Section):
-    """No problems: people bring their own. Needs ``environment: {kind: served}``, or one of your own that is
-    derived from ``ServedSessions``."""
-
-    kind: Literal["served"]
-
-
-class ServedEnvironment(Section):
-    """People talk to the policy over HTTP, and their sessions become trajectories. The section ``serving``
-    says where and how."""
-
-    kind: Literal["served"]
 
 
 class ScoreSource(StrEnum):
@@ -77,12 +66,6 @@ class ServingSection(Section):
             )
         return self
 
-
-POLICY = "policy"
-"""Name of the agent that people talk to where there is a judge."""
-
-JUDGE = "judge"
-"""Name of the judge."""
 
 WILDCARDS = ("", "0.0.0.0", "::")
 """Hosts that stand for all addresses of a machine."""

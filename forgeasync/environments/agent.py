@@ -1,20 +1,28 @@
 """The agent of one episode: finds the turn that messages continue, and has a generator sample the next."""
 
+import contextlib
 import dataclasses
 import logging
+import re
+import threading
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from forgeasync.environments.artifacts import EpisodeArtifacts
-from forgeasync.environments.branches import RecordedBranch, recorded_branches, turn_facts
-from forgeasync.environments.conversation import AnsweredMessages, ConversationTree
-from forgeasync.environments.environment import ContextFull, EpisodeOver, TooManyTurns, Turn
+from forgeasync.environments.conversation import (
+    AnsweredMessages,
+    ConversationTree,
+    RecordedBranch,
+    recorded_branches,
+    turn_facts,
+)
+from forgeasync.environments.environment import ContextFull, EpisodeOver, NamedAgent, TooManyTurns, Turn
 from forgeasync.environments.messages import (
     Message,
     ToolSpec,
@@ -22,15 +30,214 @@ from forgeasync.environments.messages import (
     checked_messages,
     checked_tools,
 )
-from forgeasync.environments.rendering.anew import rendered_anew
-from forgeasync.environments.rendering.renderer import (
+from forgeasync.environments.rendering import (
     BridgeRefused,
     Conversation,
     MessageRenderer,
     call_opening,
+    rendered_anew,
+    without_reserved,
 )
-from forgeasync.environments.rendering.reserved import without_reserved
-from forgeasync.rollouts import SampledTurn, ToolStatus, VersionRange, spanned
+from forgeasync.faults import is_refusal
+from forgeasync.rollouts import AgentOutcome, EpisodeId, SampledTurn, Score, ToolStatus, VersionRange, spanned
+
+MAX_FILES = 32
+"""Most files of one attempt at an episode."""
+
+MAX_BYTES = 8 * 2**20
+"""Most bytes of all of them together."""
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,99}")
+
+
+def artifact_folder_name(episode: EpisodeId) -> str:
+    """Return the name of the folder of one attempt: ``<group>-<episode>-<attempt>``.
+
+    Groups of evaluations have negative ids, which are written as ``evaluation_1``.
+    """
+    group = str(episode.group_id) if episode.group_id >= 0 else f"evaluation_{-episode.group_id}"
+    return f"{group}-{episode.index}-{episode.attempt}"
+
+
+@dataclass(slots=True)
+class EpisodeArtifacts:
+    """The files of one attempt at an episode; all its agents share them."""
+
+    folder: Path | None
+    """Where they are written; None: nowhere, because nobody keeps a record of the episode."""
+    num_refused: int = 0
+    """Files that were too many or too large, or that the disk has refused."""
+    _sizes: dict[str, int] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def keep(self, name: str, data: bytes | str) -> Path | None:
+        """Write a file, or replace the one of this name; see ``Agent.keep``."""
+        if not isinstance(name, str) or _NAME.fullmatch(name) is None:
+            raise ValueError(
+                f"name of an artifact = {name!r:.80}; must be 1 to 100 letters, digits, '_', '-' or '.', and "
+                "not begin with '-' or '.'"
+            )
+        if not isinstance(data, bytes | str):
+            raise ValueError(f"data of artifact {name!r} is {type(data).__name__}; must be bytes or a string")
+        if self.folder is None:
+            return None
+        content = data.encode(errors="backslashreplace") if isinstance(data, str) else data
+        with self._lock:
+            others = {other: size for other, size in self._sizes.items() if other != name}
+            if len(others) >= MAX_FILES or sum(others.values()) + len(content) > MAX_BYTES:
+                self.num_refused += 1
+                return None
+            file = self.folder / name
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                file.write_bytes(content)
+            except OSError as error:
+                if not is_refusal(error):
+                    raise
+                # A full disk is nothing that the episode has done. Half a file must not stay.
+                with contextlib.suppress(OSError):
+                    file.unlink()
+                self._sizes.pop(name, None)
+                self.num_refused += 1
+                return None
+            self._sizes[name] = len(content)
+        return file
+
+    @property
+    def num_files(self) -> int:
+        """Number of files written."""
+        return len(self._sizes)
+
+    @property
+    def paths(self) -> list[str]:
+        """The files, as paths below the folder of the run."""
+        if self.folder is None:
+            return []
+        return [f"{self.folder.parent.name}/{self.folder.name}/{name}" for name in self._sizes]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentRole:
+    """An agent of the environment, as the config describes it."""
+
+    name: str
+    is_trainable: bool
+
+
+class Participant(NamedAgent):
+    """An agent of an episode, whoever samples its turns, with what is said of it when the episode is over."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        artifacts: EpisodeArtifacts | None,
+        waiting: Callable[[], AbstractContextManager[None]],
+        max_turns: int,
+        tool_s: float,
+    ) -> None:
+        """Without ``artifacts`` no files are kept. ``waiting`` stops the deadlines of the episode, if it has
+        any."""
+        self.name = name
+        self._artifacts = EpisodeArtifacts(folder=None) if artifacts is None else artifacts
+        self._waiting = waiting
+        self._max_turns = max_turns
+        self._tool_s = tool_s
+        self._num_begun = 0
+        self._is_closed = False
+        self.num_rewritten = 0
+        """Times that a history was rewritten, or could not be continued as tokens."""
+        self.num_faulty_calls = 0
+        """Tool calls of the model that could not be read."""
+        self.num_from_text = 0
+        """Assistant's messages of rewritten histories whose tokens had to be made from text."""
+        self.num_reserved = 0
+        """Texts of tokens with a meaning for conversations that stood in messages from outside."""
+        self.tool_calls: Counter[ToolStatus] = Counter()
+        """Calls of tools, by what came of them."""
+        self.tool_calls_s: list[float] = []
+        """Seconds that each of these calls took, but for those that no tool was called for."""
+        self.has_given_url = False
+        """Whether turns may have been taken that are not counted."""
+        self.has_hit_length = False
+        """Whether there was no room for another turn."""
+        self.has_hit_max_turns = False
+        self.is_cancelled = False
+        """The group was given up during a turn."""
+        self.failure: Exception | None = None
+        """Why a turn could not be sampled, even if the environment went on without it: ``EpisodeInterrupted``
+        ends the episode, anything else the run."""
+
+    @property
+    def tool_limit_s(self) -> float:
+        """See ``Agent``."""
+        return self._tool_s
+
+    def count_tool_call(self, status: ToolStatus, *, took_s: float | None = None) -> None:
+        """See ``Agent``."""
+        self.tool_calls[status] += 1
+        if took_s is not None:
+            self.tool_calls_s.append(took_s)
+
+    def keep(self, name: str, data: bytes | str) -> Path | None:
+        """See ``Agent``."""
+        return self._artifacts.keep(name, data)
+
+    def waiting_for_person(self) -> AbstractContextManager[None]:
+        """See ``Agent``."""
+        return self._waiting()
+
+    @property
+    @abstractmethod
+    def num_turns(self) -> int:
+        """Number of turns that the model has taken."""
+
+    @property
+    def session_counts(self) -> Mapping[str, int]:
+        """What has happened in the agent's session; empty if it had none."""
+        return {}
+
+    @property
+    def versions(self) -> VersionRange | None:
+        """The policy versions that sampled its turns; None if there are none, or the model is not ours."""
+        return None
+
+    @abstractmethod
+    def branches(self) -> list[RecordedBranch]:
+        """Return all its conversations, for people."""
+
+    def close(self) -> None:
+        """Refuse further turns."""
+        self._is_closed = True
+
+    async def leave(self) -> None:
+        """Give back what belongs to the event loop of the episode, on that loop."""
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise EpisodeOver("respond was called after the episode had ended; call it within rollout only")
+
+    def _check_turns(self) -> None:
+        if self._num_begun >= self._max_turns:
+            self.has_hit_max_turns = True
+            raise TooManyTurns(f"the model has taken {self._num_begun} turns, which is episodes.max_turns")
+
+
+def outcome_of(agent: Participant, score: Score | None) -> AgentOutcome:
+    """Return what an agent has done in an episode that has ended."""
+    return AgentOutcome(
+        score=score,
+        num_turns=agent.num_turns,
+        num_rewritten=agent.num_rewritten,
+        num_faulty_calls=agent.num_faulty_calls,
+        tool_calls=dict(agent.tool_calls),
+        tool_calls_s=tuple(agent.tool_calls_s),
+        num_from_text=agent.num_from_text,
+        num_reserved=agent.num_reserved,
+        session_counts=agent.session_counts,
+        versions=agent.versions,
+    )
+
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +329,7 @@ class _Prompt:
         return len(self.before.token_ids) + len(self.added_ids) + len(self.opening_ids)
 
 
-class EpisodeAgent:
+class EpisodeAgent(Participant):
     """An ``Agent`` whose trajectory is kept by a generator. Its calls may overlap and come from any loop."""
 
     def __init__(
@@ -136,53 +343,24 @@ class EpisodeAgent:
         artifacts: EpisodeArtifacts | None = None,
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """Without ``artifacts`` no files are kept. ``waiting`` stops the deadlines of the episode, if it has
-        any."""
-        self._waiting = waiting
-        self.name = name
-        self._artifacts = EpisodeArtifacts(folder=None) if artifacts is None else artifacts
+        """See ``Participant``."""
+        super().__init__(
+            name=name,
+            artifacts=artifacts,
+            waiting=waiting,
+            max_turns=limits.max_turns,
+            tool_s=limits.tool_s,
+        )
         self._sample = sample
         self._renderer = renderer
         self._limits = limits
         self._open_session = open_session
         self._session: OpenSession | None = None
         self._tree: ConversationTree[SampledPath] = ConversationTree()
-        self._num_begun = 0
-        self._is_closed = False
-        self.num_rewritten = 0
-        """Times that a history was rewritten, or could not be continued as tokens."""
-        self.is_cancelled = False
-        """The group was given up during a turn."""
-        self.failure: Exception | None = None
-        """Why the generator could not sample a turn, even if the environment went on without it."""
-        self.num_from_text = 0
-        """Assistant's messages of rewritten histories whose tokens had to be made from text."""
-        self.num_reserved = 0
-        """Texts of tokens with a meaning for conversations that stood in messages from outside."""
-        self.num_faulty_calls = 0
-        """Tool calls of the model that could not be read."""
-        self.tool_calls: Counter[ToolStatus] = Counter()
-        self.tool_calls_s: list[float] = []
-        self.has_given_url = False
-        """Never: turns of a session are the agent's own."""
-        self.has_hit_length = False
-        """Whether there was no room for another turn."""
-        self.has_hit_max_turns = False
-
-    @property
-    def tool_limit_s(self) -> float:
-        """See ``Agent``."""
-        return self._limits.tool_s
-
-    def count_tool_call(self, status: ToolStatus, *, took_s: float | None = None) -> None:
-        """See ``Agent``."""
-        self.tool_calls[status] += 1
-        if took_s is not None:
-            self.tool_calls_s.append(took_s)
 
     @property
     def num_turns(self) -> int:
-        """Number of turns that the model has taken."""
+        """See ``Participant``."""
         return self._tree.num_turns
 
     @property
@@ -207,7 +385,7 @@ class EpisodeAgent:
 
     @property
     def session_counts(self) -> Mapping[str, int]:
-        """What has happened in the agent's session; empty if nobody has asked for one."""
+        """See ``Participant``."""
         return {} if self._session is None else self._session.counted
 
     def _opened(self) -> "OpenSession":
@@ -220,29 +398,18 @@ class EpisodeAgent:
 
     @property
     def versions(self) -> VersionRange | None:
-        """The policy versions that sampled its turns."""
+        """See ``Participant``."""
         return spanned(one.kept.turn.versions for one in self._tree.turns)
 
     def branches(self) -> list[RecordedBranch]:
-        """Return all conversations, for people."""
+        """See ``Participant``."""
         return recorded_branches(self._tree, _facts)
 
-    def keep(self, name: str, data: bytes | str) -> Path | None:
-        """See ``Agent``."""
-        return self._artifacts.keep(name, data)
-
     def close(self) -> None:
-        """Refuse further turns."""
-        self._is_closed = True
+        """See ``Participant``."""
+        super().close()
         if self._session is not None:
             self._session.close()
-
-    async def leave(self) -> None:
-        """Nothing of it belongs to the episode's event loop."""
-
-    def waiting_for_person(self) -> AbstractContextManager[None]:
-        """See ``Agent``."""
-        return self._waiting()
 
     async def respond(
         self,
@@ -263,8 +430,7 @@ class EpisodeAgent:
             TooManyTurns: the agent has taken as many turns as it may.
             NoCallOpening: the model's format does not let a turn begin with such a call.
         """
-        if self._is_closed:
-            raise EpisodeOver("respond was called after the episode had ended; call it within rollout only")
+        self._check_open()
         specs = checked_tools(tools)
         checked = checked_messages(messages)
         prompt = self._prompt(checked, specs, must_call)
@@ -275,9 +441,7 @@ class EpisodeAgent:
         if not num_before:
             raise ValueError(f"messages[{len(checked) - 1}] has no tokens; a prompt must have at least one")
         limits = self._limits
-        if self._num_begun >= limits.max_turns:
-            self.has_hit_max_turns = True
-            raise TooManyTurns(f"the model has taken {self._num_begun} turns, which is episodes.max_turns")
+        self._check_turns()
         if num_before >= limits.max_context_length:
             self.has_hit_length = True
             raise ContextFull(

@@ -1,22 +1,23 @@
 """Builds the environment that the ``environment`` section of a config describes."""
 
 import inspect
-from collections.abc import Awaitable, Callable, Iterator
-from typing import cast
+from abc import abstractmethod
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from importlib import import_module
+from typing import Any, cast
 
 from forgeasync.config import (
     Bubblewrap,
-    CodingAgent,
     EnvironmentSection,
+    InstalledEnvironment,
     McpEnvironment,
     PythonTool,
     RemoteEnvironment,
     SandboxSection,
-    ServedEnvironment,
 )
 from forgeasync.environments.environment import Agent, Environment
 from forgeasync.rollouts import Score, Task
-from forgeasync.schema import Problem, PythonCode, build_code
+from forgeasync.schema import Problem, PythonCode, Section, build_code
 
 _SANDBOX = Bubblewrap()
 
@@ -36,6 +37,33 @@ class _FunctionEnvironment(Environment):
         return await self._function(task, agent)
 
 
+_BUILT_IN: Mapping[type[Section], str] = {
+    PythonTool: "forgeasync.environments.tool_environments.PythonToolEnvironment",
+    McpEnvironment: "forgeasync.environments.tool_environments.McpToolsEnvironment",
+    RemoteEnvironment: "forgeasync.environments.remote.RemoteAgent",
+}
+"""The class of each built-in kind, a ``SectionEnvironment``. What it imports is loaded only with it."""
+
+
+class SectionEnvironment(Environment):
+    """An environment that a section of its own describes."""
+
+    @abstractmethod
+    def __init__(self, section: Any, sandbox: SandboxSection) -> None:
+        """``sandbox`` is where it runs what the model wrote."""
+
+    @classmethod
+    @abstractmethod
+    def check(cls, section: Any, sandbox: SandboxSection) -> Iterator[Problem]:
+        """Find what would end every episode on this machine before it begins."""
+
+
+def _class_of(section: EnvironmentSection) -> type[SectionEnvironment]:
+    module, _, name = _BUILT_IN[type(section)].rpartition(".")
+    found: type[SectionEnvironment] = getattr(import_module(module), name)
+    return found
+
+
 def build_environment(section: EnvironmentSection, sandbox: SandboxSection = _SANDBOX) -> Environment:
     """Build the environment of a section; imports and runs the user's code.
 
@@ -44,30 +72,11 @@ def build_environment(section: EnvironmentSection, sandbox: SandboxSection = _SA
     Raises:
         ValueError: it does not exist, cannot be built, or its rollout is not asynchronous.
     """
-    # What an environment imports is loaded only with it.
-    match section:
-        case PythonTool():
-            from forgeasync.environments.python_tool import PythonToolEnvironment
-
-            return PythonToolEnvironment(section, sandbox)
-        case McpEnvironment():
-            from forgeasync.environments.mcp_servers.environment import McpToolsEnvironment
-
-            return McpToolsEnvironment(section)
-        case CodingAgent():
-            from forgeasync.environments.coding.environment import CodingEnvironment
-
-            return CodingEnvironment(section, sandbox)
-        case ServedEnvironment():
-            from forgeasync.environments.served.environment import ServedSessions
-
-            return ServedSessions()
-        case RemoteEnvironment():
-            from forgeasync.environments.remote import RemoteAgent
-
-            return RemoteAgent(section)
-        case PythonCode():
-            return _build_own(section)
+    if isinstance(section, PythonCode):
+        return _build_own(section)
+    if isinstance(section, InstalledEnvironment):
+        return section.build(sandbox)
+    return _class_of(section)(section, sandbox)
 
 
 def _build_own(section: PythonCode) -> Environment:
@@ -113,37 +122,26 @@ def check_environment(
     Builds a user's own environment, starts a box for one that runs code of the model, and starts or reaches
     every server once.
     """
-    match section:
-        case PythonTool() | CodingAgent():
-            from forgeasync.isolation import check_sandbox
+    if isinstance(section, PythonCode):
+        yield from _check_own(section, is_served)
+    elif isinstance(section, InstalledEnvironment):
+        yield from section.check_here(sandbox)
+    else:
+        yield from _class_of(section).check(section, sandbox)
 
-            yield from check_sandbox(sandbox)
-        case McpEnvironment():
-            from forgeasync.environments.mcp_servers.environment import check_servers
 
-            yield from check_servers(section)
-        case RemoteEnvironment():
-            from forgeasync.environments.remote import check_remote
-
-            yield from check_remote(section)
-        case ServedEnvironment():
-            pass
-        case PythonCode():
-            try:
-                built = _build_own(section)
-            except ValueError as error:
-                yield Problem(field="environment.factory", value=section.factory, remedy=str(error))
-                return
-            if is_served and not built.serves_people:
-                yield Problem(
-                    field="environment.factory",
-                    value=section.factory,
-                    remedy="must be derived from ServedSessions with data.source.kind = 'served', whose "
-                    "tasks are people",
-                )
-            if built.serves_people and not is_served:
-                yield Problem(
-                    field="environment.factory",
-                    value=section.factory,
-                    remedy="serves people: needs data.source.kind = 'served'",
-                )
+def _check_own(section: PythonCode, is_served: bool) -> Iterator[Problem]:
+    remedy = None
+    try:
+        built = _build_own(section)
+    except ValueError as error:
+        remedy = str(error)
+    else:
+        if is_served and not built.serves_people:
+            remedy = (
+                "must be derived from ServedSessions with data.source.kind = 'served', whose tasks are people"
+            )
+        if built.serves_people and not is_served:
+            remedy = "serves people: needs data.source.kind = 'served'"
+    if remedy is not None:
+        yield Problem(field="environment.factory", value=section.factory, remedy=remedy)

@@ -8,23 +8,527 @@ that fails it.
 """
 
 import argparse
+import json
+import random
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from forgeasync.config import DataSection, RendererName
-from forgeasync.environments.rendering.build import ChosenRenderer, choose_renderer
-from forgeasync.environments.rendering.check import CheckRow, check_renderer
+from forgeasync.environments.messages import ASSISTANT, Message, ToolSpec
+from forgeasync.environments.probes import (
+    TOOLS,
+    Abilities,
+    Dialogue,
+    Walk,
+    all_texts,
+    assistant,
+    call,
+    fixed_dialogues,
+    message_of,
+    other_tokens,
+    random_dialogue,
+    rendered_at_once,
+    result,
+    sampled,
+    user,
+    walk,
+)
+from forgeasync.environments.rendering import (
+    BridgeRefused,
+    ChosenRenderer,
+    Conversation,
+    MessageRenderer,
+    PlainRenderer,
+    choose_renderer,
+)
+from forgeasync.rollouts import FinishReason, text_of_ids
 from forgeasync.schema import Problem
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-NUM_RANDOM = 200
+_MAX_OPENING = 8
+"""Most tokens at the end of a prompt that open reasoning."""
+
+
+class Likeness(StrEnum):
+    """How a turn of a path is found in the conversation rendered anew."""
+
+    SAME = "same tokens"
+    RETOKENIZED = "same text, other tokens inside a turn"
+    WITHOUT_REASONING = "without reasoning"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """Where two sequences of tokens part."""
+
+    index: int
+    """Of the turn's message at which, or after which, they do."""
+    path_ids: Sequence[int]
+    anew_ids: Sequence[int]
+
+
+def compare(
+    tokenizer: "PreTrainedTokenizerBase", walked: Walk, messages: Sequence[Message], anew_ids: Sequence[int]
+) -> frozenset[Likeness] | Difference:
+    """Return in which ways the turns of a path are found in ``anew_ids``, or the first difference.
+
+    The path and the conversation rendered anew may differ in two ways, and in no other:
+
+    - Inside a turn of the model, where its tokens need not be those that its text would become. - At the
+    beginning of a turn, where a format leaves out the reasoning of earlier turns when it renders them
+      anew, or writes an empty block in its place. What the path has there is then nothing but marks of
+      reasoning, the message's own reasoning and white space, and what the other has is marks and white space.
+    """
+    likenesses: set[Likeness] = set()
+    position = 0
+    for step in walked.steps:
+        given, turn = step.given_ids.tolist(), step.turn.ids_T.tolist()
+        found = _find_turn(tokenizer, given, turn, messages[step.index], anew_ids[position:])
+        if found is None:
+            return Difference(index=step.index, path_ids=[*given, *turn], anew_ids=anew_ids[position:])
+        likeness, num_tokens = found
+        likenesses.add(likeness)
+        position += num_tokens
+    last = walked.last_given_ids.tolist()
+    if list(anew_ids[position:]) != last:
+        index = walked.steps[-1].index if walked.steps else 0
+        return Difference(index=index, path_ids=last, anew_ids=anew_ids[position:])
+    return frozenset(likenesses)
+
+
+def _find_turn(
+    tokenizer: "PreTrainedTokenizerBase",
+    given: list[int],
+    turn: list[int],
+    message: Message,
+    anew: Sequence[int],
+) -> tuple[Likeness, int] | None:
+    """How given tokens and the turn after them begin ``anew``, and how many of its tokens they are."""
+    both = [*given, *turn]
+    if list(anew[: len(both)]) == both:
+        return Likeness.SAME, len(both)
+    num_opening = min(_MAX_OPENING, len(given))
+    for num_given in range(len(given), len(given) - num_opening - 1, -1):
+        if list(anew[:num_given]) != given[:num_given]:
+            continue
+        rest = list(anew[num_given:])
+        num_same = _same_text(tokenizer, [*given[num_given:], *turn], rest)
+        if num_same is not None:
+            return Likeness.RETOKENIZED, num_given + num_same
+        num_other = _without_reasoning(tokenizer, given[num_given:], turn, message, rest)
+        if num_other is not None:
+            return Likeness.WITHOUT_REASONING, num_given + num_other
+    return None
+
+
+def _without_reasoning(
+    tokenizer: "PreTrainedTokenizerBase",
+    opening: list[int],
+    turn: list[int],
+    message: Message,
+    rest: list[int],
+) -> int | None:
+    """How many tokens of ``rest`` are the turn without its reasoning; None if they are something else."""
+    reasoning = message.get("reasoning_content", "").strip()
+    for num_empty in range(min(_MAX_OPENING, len(rest))):
+        written = text_of_ids(tokenizer, rest[:num_empty])
+        for num_dropped in range(len(turn)):
+            kept = turn[num_dropped:]
+            if rest[num_empty : num_empty + len(kept)] != kept:
+                continue
+            dropped = text_of_ids(tokenizer, [*opening, *turn[:num_dropped]])
+            others = written + dropped.replace(reasoning, "", 1)
+            if "think>" in others and not others.replace("<think>", "").replace("</think>", "").strip():
+                return num_empty + len(kept)
+    return None
+
+
+def _same_text(tokenizer: "PreTrainedTokenizerBase", ids: Sequence[int], anew: Sequence[int]) -> int | None:
+    """How many of the tokens ``anew`` have the text of ``ids``; None if there is no such number."""
+    text = tokenizer.decode(list(ids), skip_special_tokens=False)
+    low, high = 0, len(anew)
+    while low < high:
+        middle = (low + high) // 2
+        if len(tokenizer.decode(list(anew[:middle]), skip_special_tokens=False)) < len(text):
+            low = middle + 1
+        else:
+            high = middle
+    found = tokenizer.decode(list(anew[:low]), skip_special_tokens=False)
+    return low if found == text else None
+
+
+NUM_RANDOM = 12
+"""Random conversations of the check before a run."""
+_MAX_CLOSING = 8
+"""Most tokens that close a turn that was cut."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckRow:
+    """One thing that was checked, over all conversations."""
+
+    name: str
+    num_cases: int
+    notes: tuple[str, ...] = ()
+    contradiction: str | None = None
+    """The first one, with messages, tokens and texts; None: there is none."""
+
+
+class _Contradiction(Exception):
+    pass
+
+
+def check_renderer(
+    tokenizer: "PreTrainedTokenizerBase",
+    renderer: MessageRenderer,
+    *,
+    num_random: int = NUM_RANDOM,
+    seed: int = 0,
+) -> tuple[CheckRow, ...]:
+    """Take ``renderer`` through fixed and through ``num_random`` random conversations."""
+    checker = _Checker(tokenizer, renderer, seed=seed)
+    try:
+        abilities = checker.find_abilities()
+    except (ValueError, _Contradiction) as error:
+        return (CheckRow(name="a prompt is rendered", num_cases=1, contradiction=str(error)),)
+    dialogues = list(checker.dialogues(abilities, num_random))
+    checks: tuple[tuple[str, Callable[[Dialogue], Sequence[str]]], ...] = (
+        ("messages are only appended", checker.check_appended),
+        ("what is appended is what rendering anew gives", checker.check_anew),
+        ("turns survive being written and read", checker.check_read),
+        ("a turn that was cut is continued", checker.check_cut),
+        ("whatever a model writes is read", checker.check_hostile),
+    )
+    rows = [CheckRow(name="what the format has", num_cases=1, notes=(_words(abilities),))]
+    for name, check in checks:
+        notes: Counter[str] = Counter()
+        contradiction = None
+        num_cases = 0
+        for dialogue in dialogues:
+            num_cases += 1
+            try:
+                notes.update(check(dialogue))
+            except _Contradiction as error:
+                contradiction = f"{dialogue.name}: {error}"
+                break
+            except ValueError as error:
+                contradiction = f"{dialogue.name}: {error}; messages {list(dialogue.messages)!r}"
+                break
+        rows.append(
+            CheckRow(
+                name=name,
+                num_cases=num_cases,
+                notes=tuple(f"{note}: {count}" for note, count in sorted(notes.items())),
+                contradiction=contradiction,
+            )
+        )
+    return tuple(rows)
+
+
+def _words(abilities: Abilities) -> str:
+    kinds = {
+        "system messages": abilities.system,
+        "reasoning": abilities.reasoning,
+        "tools": bool(abilities.tools),
+        "tool calls": abilities.calls,
+        "several tool calls in a turn": abilities.parallel_calls,
+        "text beside tool calls": abilities.text_beside_calls,
+    }
+    return ", ".join(f"{'' if has else 'no '}{kind}" for kind, has in kinds.items())
+
+
+class _Checker:
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", renderer: MessageRenderer, *, seed: int) -> None:
+        self._tokenizer = tokenizer
+        self._renderer = renderer
+        self._seed = seed
+        self._other_tokens = other_tokens(tokenizer, random.Random(seed))
+        self._rng = random.Random(seed)
+        self._texts = tuple(filter(self._keeps, all_texts())) or self._texts_of_vocabulary()
+
+    def _keeps(self, text: str) -> bool:
+        """Whether a text is still itself after it was tokenized; small vocabularies lack most characters."""
+        ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return self._decoded(ids) == text
+
+    def _texts_of_vocabulary(self) -> tuple[str, ...]:
+        decoded = (self._decoded([token]) for token in range(len(self._tokenizer)))
+        marks = {*self._tokenizer.get_added_vocab(), *self._tokenizer.all_special_tokens}
+        words = [text for text in decoded if text.strip() == text != "" and text not in marks]
+        return tuple(
+            filter(self._keeps, ["".join(words[start : start + 3]) for start in range(0, len(words), 3)])
+        )
+
+    def find_abilities(self) -> Abilities:
+        """Raises ValueError if not even a plain prompt is rendered."""
+        prompt = (user("2 + 2 ="),)
+        rendered_at_once(self._renderer, prompt, ())
+        if not self._texts:
+            raise _Contradiction("the tokenizer changes every text that was tried")
+        thought = "zq"
+        ping = call("functions.ping:0", "ping")
+        both = (ping, call("functions.set_value:1", "set_value", name=thought))
+        tools = TOOLS if self._says(prompt, assistant("", ping), "ping", TOOLS) else ()
+        # A format may have tool calls and no place to tell of tools, which then stand in a message. Where it
+        # tells of tools, calls must be read; where it does not, they may be.
+        calls = bool(tools) or self._reads_call(prompt, assistant("", ping))
+        return Abilities(
+            system=self._renders(({"role": "system", "content": "ok"}, *prompt)),
+            reasoning=self._says(prompt, assistant("ok", reasoning=thought), thought),
+            must_reason=self._decoded(rendered_at_once(self._renderer, prompt, ()))
+            .rstrip()
+            .endswith("<think>"),
+            tools=tools,
+            calls=calls,
+            parallel_calls=calls and self._says(prompt, assistant("", *both), thought, tools),
+            text_beside_calls=calls and self._says(prompt, assistant(thought, ping), thought, tools),
+        )
+
+    def dialogues(self, abilities: Abilities, num_random: int) -> Iterator[Dialogue]:
+        """The conversations that are within the abilities of the format."""
+        one, two = self._texts[0], self._texts[-1]
+        yield Dialogue(name="one turn", messages=(user(one), assistant(two), user(one)))
+        for dialogue in fixed_dialogues():
+            has_turn = any(message["role"] == ASSISTANT for message in dialogue.messages)
+            if has_turn and _fits(dialogue, abilities) and all(map(self._keeps, _texts_of(dialogue))):
+                yield replace(dialogue, tools=abilities.tools if dialogue.tools else ())
+        for _ in range(num_random):
+            yield random_dialogue(self._rng, abilities, self._texts)
+
+    def check_appended(self, dialogue: Dialogue) -> Sequence[str]:
+        """What follows a turn must not depend on how its text was tokenized, and keeps the path."""
+        usual = walk(self._renderer, self._tokenizer, dialogue)
+        other = walk(self._renderer, self._tokenizer, dialogue, self._other_tokens)
+        given = [*(step.given_ids for step in usual.steps), usual.last_given_ids]
+        given_then = [*(step.given_ids for step in other.steps), other.last_given_ids]
+        for number, (ours, theirs) in enumerate(zip(given, given_then, strict=True)):
+            if ours.tolist() != theirs.tolist():
+                raise self._contradiction(
+                    f"what is appended after {number} turns depends on how the last one was tokenized",
+                    dialogue,
+                    ours.tolist(),
+                    theirs.tolist(),
+                )
+        num_other = sum(
+            len(a.turn.ids_T) != len(b.turn.ids_T) for a, b in zip(usual.steps, other.steps, strict=True)
+        )
+        return ["turns that were tokenized in another way"] * num_other
+
+    def check_anew(self, dialogue: Dialogue) -> Sequence[str]:
+        """The path is the conversation rendered at once, but for what ``compare`` allows."""
+        if isinstance(self._renderer, PlainRenderer):
+            # Without a template roles do not matter, so a turn of the model that is rendered from text begins
+            # as any message does, with a newline.
+            return ["conversations without a format, which are not compared"]
+        walked = walk(self._renderer, self._tokenizer, dialogue)
+        anew = rendered_at_once(self._renderer, dialogue.messages, dialogue.tools)
+        found = compare(self._tokenizer, walked, dialogue.messages, anew)
+        if isinstance(found, Difference):
+            raise self._contradiction(
+                f"from messages[{found.index}] on, rendering anew gives other tokens",
+                dialogue,
+                found.path_ids,
+                found.anew_ids,
+            )
+        words = {
+            Likeness.WITHOUT_REASONING: "conversations whose path keeps reasoning that rendering anew drops",
+            Likeness.RETOKENIZED: "conversations where rendering anew joins tokens of a turn otherwise",
+        }
+        return [words[likeness] for likeness in found if likeness in words]
+
+    def check_read(self, dialogue: Dialogue) -> Sequence[str]:
+        """Text, reasoning and tool calls are read as they were written, however they are tokenized."""
+        usual = walk(self._renderer, self._tokenizer, dialogue)
+        other = walk(self._renderer, self._tokenizer, dialogue, self._other_tokens)
+        for walked in (usual, other):
+            before: list[int] = []
+            for step in walked.steps:
+                before += step.given_ids.tolist()
+                parsed = self._renderer.parse(before, step.turn, dialogue.tools)
+                said, read = dialogue.messages[step.index], message_of(parsed)
+                if parsed.broken_tool_calls:
+                    problem = parsed.broken_tool_calls[0].problem
+                    raise self._contradiction(
+                        f"the tool call in messages[{step.index}] is not read: {problem}",
+                        dialogue,
+                        step.turn.ids_T.tolist(),
+                        [],
+                    )
+                if _content(said) != _content(read):
+                    raise self._contradiction(
+                        f"messages[{step.index}] is read as {read!r}",
+                        dialogue,
+                        step.turn.ids_T.tolist(),
+                        [],
+                    )
+                before += step.turn.ids_T.tolist()
+        return ["tool calls"] * sum(len(m.get("tool_calls", ())) for m in dialogue.messages)
+
+    def check_cut(self, dialogue: Dialogue) -> Sequence[str]:
+        """After a turn that was cut anywhere, its end and the same tokens follow as after a whole one."""
+        first = walk(self._renderer, self._tokenizer, _first_turn(dialogue))
+        step = first.steps[0]
+        follows = user("go on")
+        end = step.turn.last_id
+        has_end = end in self._ends(dialogue.messages[: step.index + 1], dialogue, len(step.given_ids))
+        notes = []
+        for _ in range(3):
+            num_kept = self._rng.randint(1, step.turn.num_tokens)
+            ids = step.turn.ids_T[:num_kept]
+            is_whole = num_kept == step.turn.num_tokens
+            turn = sampled(
+                self._tokenizer,
+                ids,
+                number=0,
+                finish_reason=FinishReason.STOP if is_whole else FinishReason.LENGTH,
+            )
+            before = step.given_ids.tolist()
+            read = message_of(self._renderer.parse(before, turn, dialogue.tools))
+            messages = (*dialogue.messages[: step.index], read)
+            conversation = Conversation(
+                messages=messages, turns={step.index: turn}, token_ids=[*before, *ids.tolist()]
+            )
+            added = self._renderer.added_ids(conversation, (*messages, follows), dialogue.tools).tolist()
+            whole = self._after_whole(first, follows, dialogue).tolist()
+            num_closing = len(added) - len(whole)
+            closing = added[: max(num_closing, 0)]
+            is_closed = is_whole or not has_end or end in closing
+            if added[len(closing) :] != whole or not 0 <= num_closing <= _MAX_CLOSING or not is_closed:
+                raise self._contradiction(
+                    f"after messages[{step.index}], cut to {num_kept} tokens, other tokens follow than after "
+                    "the whole turn",
+                    dialogue,
+                    added,
+                    whole,
+                )
+            notes += [] if is_whole else ["turns that were cut"]
+        return notes
+
+    def check_hostile(self, dialogue: Dialogue) -> Sequence[str]:
+        """Any tokens are read without an error, and continued or refused by ``BridgeRefused``."""
+        first = walk(self._renderer, self._tokenizer, _first_turn(dialogue))
+        step = first.steps[0]
+        before = step.given_ids.tolist()
+        marks = [*self._tokenizer.get_added_vocab().values(), *self._tokenizer.all_special_ids]
+        ids = step.turn.ids_T.tolist()
+        for _ in range(self._rng.randint(1, 4)):
+            ids.insert(self._rng.randint(0, len(ids)), self._rng.choice(marks or ids))
+        turn = sampled(self._tokenizer, np.asarray(ids, np.int32), number=0)
+        read = message_of(self._renderer.parse(before, turn, dialogue.tools))
+        messages = (*dialogue.messages[: step.index], read)
+        conversation = Conversation(messages=messages, turns={step.index: turn}, token_ids=[*before, *ids])
+        try:
+            self._renderer.added_ids(conversation, (*messages, user("go on")), dialogue.tools)
+        except BridgeRefused:
+            return ["turns after which the conversation must be rendered anew"]
+        return []
+
+    def _ends(self, messages: tuple[Message, ...], dialogue: Dialogue, num_given: int) -> list[int]:
+        """Tokens of a first turn, and of what follows it, as the format writes them itself."""
+        whole = (*messages, user("go on"))
+        return rendered_at_once(self._renderer, whole, dialogue.tools)[num_given:]
+
+    def _after_whole(self, first: Walk, follows: Message, dialogue: Dialogue) -> np.ndarray:
+        """What follows the first turn, followed by one message of a user."""
+        messages = (*first.conversation.messages, follows)
+        return self._renderer.added_ids(first.conversation, messages, dialogue.tools)
+
+    def _decoded(self, ids: Sequence[int]) -> str:
+        return text_of_ids(self._tokenizer, ids)
+
+    def _renders(self, messages: tuple[Message, ...]) -> bool:
+        try:
+            rendered_at_once(self._renderer, messages, ())
+        except ValueError:
+            return False
+        return True
+
+    def _reads_call(self, messages: tuple[Message, ...], answer: Message) -> bool:
+        """Whether a tool call is read as it is written, without the model being told of tools."""
+        try:
+            ids = self._renderer.answer_ids(messages, answer)
+        except ValueError:
+            return False
+        before = rendered_at_once(self._renderer, messages, ())
+        parsed = self._renderer.parse(before, sampled(self._tokenizer, ids, number=0))
+        return len(parsed.tool_calls) == 1
+
+    def _says(
+        self, messages: tuple[Message, ...], answer: Message, word: str, tools: Sequence[ToolSpec] = ()
+    ) -> bool:
+        """Whether the format of an answer has a word that is in one part of it alone."""
+        try:
+            ids = self._renderer.answer_ids(messages, answer, tools)
+        except ValueError:
+            return False
+        return word in self._decoded(ids.tolist())
+
+    def _contradiction(
+        self, what: str, dialogue: Dialogue, ids: Sequence[int], others: Sequence[int]
+    ) -> _Contradiction:
+        start = next(
+            (i for i, (a, b) in enumerate(zip(ids, others, strict=False)) if a != b),
+            min(len(ids), len(others)),
+        )
+        start = max(0, start - 3)
+        shown = [
+            f"{list(some[start : start + 24])} {self._decoded(some[start : start + 24])!r}"
+            for some in (ids, others)
+            if len(some)
+        ]
+        return _Contradiction(f"{what}; {' against '.join(shown)}; messages {list(dialogue.messages)!r}")
+
+
+def _first_turn(dialogue: Dialogue) -> Dialogue:
+    """The conversation up to its first turn of the model, and a message after it."""
+    index = next(i for i, message in enumerate(dialogue.messages) if message["role"] == ASSISTANT)
+    messages = list(dialogue.messages[: index + 1])
+    calls = messages[index].get("tool_calls", ())
+    messages += [result(one["id"], "done") for one in calls] or [user("go on")]
+    return Dialogue(name=dialogue.name, messages=tuple(messages), tools=dialogue.tools)
+
+
+def _texts_of(dialogue: Dialogue) -> Iterator[str]:
+    for message in dialogue.messages:
+        yield message["content"]
+        yield message.get("reasoning_content", "")
+        for one in message.get("tool_calls", ()):
+            yield json.dumps(one["function"], ensure_ascii=False)
+
+
+def _fits(dialogue: Dialogue, abilities: Abilities) -> bool:
+    calls = [message.get("tool_calls", ()) for message in dialogue.messages]
+    thoughts = ["reasoning_content" in m for m in dialogue.messages if m["role"] == ASSISTANT]
+    return (
+        (abilities.calls or not any(calls))
+        and (abilities.parallel_calls or all(len(some) < 2 for some in calls))
+        and (abilities.reasoning or not any(thoughts))
+        and (not abilities.must_reason or all(thoughts))
+        and (
+            abilities.text_beside_calls
+            or not any(m["content"] and m.get("tool_calls") for m in dialogue.messages)
+        )
+    )
+
+
+def _content(message: Message) -> tuple[object, ...]:
+    """What must survive of a message; ids of calls are not in every format, nor white space at the edges."""
+    calls = [(one["function"]["name"], one["function"]["arguments"]) for one in message.get("tool_calls", ())]
+    return message["content"].strip(), (message.get("reasoning_content") or "").strip(), calls
+
+
+NUM_RANDOM_OF_COMMAND = 200
 """Random conversations of the command, by default."""
 
 
@@ -43,7 +547,7 @@ def check_template(tokenizer: "PreTrainedTokenizerBase", data: DataSection) -> l
     first = next((row for row in rows if row.contradiction is not None), None)
     if first is None:
         return []
-    remedy = f"{_words(chosen)} fails the check {first.name!r}: {first.contradiction}"
+    remedy = f"{_named(chosen)} fails the check {first.name!r}: {first.contradiction}"
     field, value = ("renderer", data.renderer.value) if data.chat_template else ("chat_template", False)
     return [Problem(field=f"data.{field}", value=value, remedy=remedy)]
 
@@ -64,7 +568,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="as data.renderer: auto, template or a family's name",
     )
     parser.add_argument(
-        "--conversations", type=int, default=NUM_RANDOM, metavar="N", help="random conversations"
+        "--conversations", type=int, default=NUM_RANDOM_OF_COMMAND, metavar="N", help="random conversations"
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the random conversations")
     options = parser.parse_args(arguments)
@@ -85,13 +589,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return _print(chosen, rows)
 
 
-def _words(chosen: ChosenRenderer) -> str:
+def _named(chosen: ChosenRenderer) -> str:
     return f"the renderer {chosen.name!r} ({chosen.reason})"
 
 
 def _print(chosen: ChosenRenderer, rows: Sequence[CheckRow]) -> int:
     console = Console(highlight=False, markup=False)
-    table = Table("check", "conversations", "result", "notes", title=_words(chosen), title_justify="left")
+    table = Table("check", "conversations", "result", "notes", title=_named(chosen), title_justify="left")
     for row in rows:
         verdict = "ok" if row.contradiction is None else "CONTRADICTION"
         table.add_row(row.name, str(row.num_cases), verdict, "\n".join(row.notes))

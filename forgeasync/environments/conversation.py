@@ -15,11 +15,12 @@ can be at several places of the trie at once, so that a search follows all of th
 so that no history makes more work than the tree is large.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from forgeasync.environments.messages import ASSISTANT, Message, ToolSpec, is_same_message, lookup_key
+from forgeasync.rollouts import FinishReason, VersionRange
 
 KeptT = TypeVar("KeptT")
 """What an agent keeps of a turn."""
@@ -244,3 +245,33 @@ def _after(places: Sequence[_Place[KeptT]], message: Message) -> list[_Place[Kep
 
 def _toolset(tools: Sequence[ToolSpec]) -> Hashable:
     return tuple(tool.lookup_key for tool in tools)
+
+
+RecordedBranch = list[dict[str, Any]]
+"""Messages as JSON values; those that the model said have the facts of their turn besides."""
+
+
+def turn_facts(
+    *, versions: VersionRange | None, num_tokens: int, finish_reason: FinishReason
+) -> dict[str, Any]:
+    """Return what a recorded message says of its turn; ``versions`` is None for models of others."""
+    facts: dict[str, Any] = {}
+    if versions is not None:
+        facts |= {"first_version": versions.first, "version": versions.last}
+    return facts | {"num_tokens": num_tokens, "finish_reason": finish_reason.value}
+
+
+def recorded_branches(
+    tree: ConversationTree[KeptT], facts: Callable[[KeptT], Mapping[str, Any]]
+) -> list[RecordedBranch]:
+    """Return all branches of an agent; ``facts`` says what a message tells of its turn."""
+    return [_branch(leaf, facts) for leaf in tree.leaves]
+
+
+def _branch(leaf: AnsweredMessages[KeptT], facts: Callable[[KeptT], Mapping[str, Any]]) -> RecordedBranch:
+    branch = [dict(message) for message in leaf.messages]
+    turn: AnsweredMessages[KeptT] | None = leaf
+    while turn is not None:
+        branch[len(turn.messages) - 1] |= facts(turn.kept)
+        turn = turn.after
+    return branch

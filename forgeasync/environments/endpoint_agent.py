@@ -1,28 +1,25 @@
-"""An agent whose model is behind an endpoint of others: OpenAI's Chat Completions, by the openai SDK 3.52.
-
-Nothing of it trains: there are texts, and no tokens. It serves to evaluate models with the environments and
-rewards of a run.
-"""
+"""Which model behind which endpoint is asked for turns, and with which key."""
 
 import asyncio
 import json
+import os
 import re
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from forgeasync.config import SamplingSection
-from forgeasync.environments.artifacts import EpisodeArtifacts
-from forgeasync.environments.branches import RecordedBranch, recorded_branches, turn_facts
-from forgeasync.environments.conversation import ConversationTree
-from forgeasync.environments.endpoint import EndpointModel
+from forgeasync.environments.agent import EpisodeArtifacts, Participant
+from forgeasync.environments.conversation import (
+    ConversationTree,
+    RecordedBranch,
+    recorded_branches,
+    turn_facts,
+)
 from forgeasync.environments.environment import (
     ContextFull,
     EpisodeInterrupted,
-    EpisodeOver,
-    TooManyTurns,
     Turn,
 )
 from forgeasync.environments.messages import (
@@ -36,13 +33,42 @@ from forgeasync.environments.messages import (
     checked_messages,
     checked_tools,
 )
-from forgeasync.rollouts import FinishReason, ToolStatus
+from forgeasync.rollouts import FinishReason
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from openai import AsyncOpenAI
     from openai.types.chat import ChatCompletion
+
+NO_KEY = "none"
+"""What is sent to an endpoint that wants no key: the SDK wants one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndpointModel:
+    """A model behind an OpenAI-compatible endpoint."""
+
+    base_url: str
+    """URL up to ``/v1``, such as ``http://localhost:8000/v1``."""
+    model: str
+    """The model's name there."""
+    api_key_variable: str | None = None
+    """Name of the environment variable with the key; None: no key is sent. The key itself travels nowhere."""
+    max_retries: int = 5
+    """Times that the SDK repeats a request that failed for a reason that may pass, such as a rate limit."""
+
+    def api_key(self) -> str:
+        """Read the key.
+
+        Raises:
+            ValueError: the variable is not set.
+        """
+        if self.api_key_variable is None:
+            return NO_KEY
+        key = os.environ.get(self.api_key_variable)
+        if not key:
+            raise ValueError(f"environment variable {self.api_key_variable} is not set; must hold the key")
+        return key
+
 
 FINISH_REASONS = {
     "stop": FinishReason.STOP,
@@ -74,105 +100,68 @@ def open_client(endpoint: EndpointModel, *, limit_s: float) -> "AsyncOpenAI":
     )
 
 
-def _nothing() -> None:
-    return None
-
-
-@dataclass(slots=True, kw_only=True)
-class EndpointAgent:
+class EndpointAgent(Participant):
     """An ``Agent`` over an endpoint. Each belongs to one episode, and to the event loop that it runs on."""
 
-    endpoint: EndpointModel
-    sampling: SamplingSection
-    limit_s: float
-    """Time for a turn with all its retries: ``timeouts.generate_s``."""
-    max_turns: int
-    name: str = "agent"
-    artifacts: EpisodeArtifacts = field(default_factory=lambda: EpisodeArtifacts(folder=None))
-    on_begin: Callable[[], object] = _nothing
-    """Called when a turn begins."""
-    on_end: Callable[[], object] = _nothing
-    """Called when it has ended, however it did."""
-    waiting: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Stops the deadlines of the episode."""
-    tool_s: float = 60.0
-    """Time for one call of a tool: ``episodes.tool_s``."""
-    num_rewritten: int = 0
-    num_faulty_calls: int = 0
-    num_from_text: int = 0
-    """Never any, nor the next: no tokens are made here."""
-    num_reserved: int = 0
-    tool_calls: Counter[ToolStatus] = field(default_factory=Counter)
-    tool_calls_s: list[float] = field(default_factory=list)
-    session_counts: Mapping[str, int] = field(default_factory=dict)
-    """Empty: an agent with its own loop talks to the endpoint itself."""
-    has_given_url: bool = False
-    """Whether turns may have been taken that nobody here has seen."""
-    has_hit_length: bool = False
-    has_hit_max_turns: bool = False
-    is_cancelled: bool = False
-    """Never: nothing gives up an episode of an endpoint."""
-    failure: Exception | None = None
-    """Never: an endpoint that fails ends the episode, not the run."""
-    versions: None = None
-    _tree: ConversationTree[dict[str, Any]] = field(default_factory=ConversationTree)
-    """Keeps the facts of the turns."""
-    _num_begun: int = 0
-    _is_closed: bool = False
-    client: "AsyncOpenAI | None" = None
-    """Connections that several agents of one event loop share; None: this agent opens and closes its own."""
-    _own_client: "AsyncOpenAI | None" = None
+    def __init__(
+        self,
+        *,
+        endpoint: EndpointModel,
+        sampling: SamplingSection,
+        limit_s: float,
+        max_turns: int,
+        tool_s: float = 60.0,
+        name: str = "agent",
+        artifacts: EpisodeArtifacts | None = None,
+        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+        on_begin: Callable[[], object] = lambda: None,
+        on_end: Callable[[], object] = lambda: None,
+        client: "AsyncOpenAI | None" = None,
+    ) -> None:
+        """``limit_s`` is the time for a turn with all its retries, ``timeouts.generate_s``. ``on_begin`` is
+        called when a turn begins, ``on_end`` when it has ended, however it did.
+
+        ``client`` has connections that several agents of one event loop share; None: this agent opens and
+        closes its own.
+        """
+        super().__init__(name=name, artifacts=artifacts, waiting=waiting, max_turns=max_turns, tool_s=tool_s)
+        self._endpoint = endpoint
+        self._sampling = sampling
+        self._limit_s = limit_s
+        self._on_begin = on_begin
+        self._on_end = on_end
+        self._client = client
+        self._own_client: AsyncOpenAI | None = None
+        # Keeps the facts of the turns.
+        self._tree: ConversationTree[dict[str, Any]] = ConversationTree()
 
     @property
     def num_turns(self) -> int:
-        """Number of turns that the model has taken."""
+        """See ``Participant``."""
         return self._tree.num_turns
-
-    @property
-    def tool_limit_s(self) -> float:
-        """See ``Agent``."""
-        return self.tool_s
-
-    def count_tool_call(self, status: ToolStatus, *, took_s: float | None = None) -> None:
-        """See ``Agent``."""
-        self.tool_calls[status] += 1
-        if took_s is not None:
-            self.tool_calls_s.append(took_s)
 
     @property
     def base_url(self) -> str:
         """The endpoint itself: what is asked there is not counted, and is in no record."""
         self.has_given_url = True
-        return self.endpoint.base_url
+        return self._endpoint.base_url
 
     @property
     def anthropic_base_url(self) -> str:
         """Refused: nothing is known of the endpoint but that it has Chat Completions."""
         raise ValueError(
-            f"{self.endpoint.base_url} is evaluated by Chat Completions; agents that speak Anthropic's API "
+            f"{self._endpoint.base_url} is evaluated by Chat Completions; agents that speak Anthropic's API "
             "can be evaluated with --model, which starts generators with sessions"
         )
 
     @property
     def api_key(self) -> str:
         """The endpoint's key."""
-        return self.endpoint.api_key()
+        return self._endpoint.api_key()
 
     def branches(self) -> list[RecordedBranch]:
-        """Return all conversations, for people."""
+        """See ``Participant``."""
         return recorded_branches(self._tree, lambda facts: facts)
-
-    def keep(self, name: str, data: bytes | str) -> "Path | None":
-        """See ``Agent``."""
-        return self.artifacts.keep(name, data)
-
-    def waiting_for_person(self) -> AbstractContextManager[None]:
-        """See ``Agent``."""
-        return self.waiting()
-
-    def close(self) -> None:
-        """Refuse further turns."""
-        self._is_closed = True
 
     async def leave(self) -> None:
         """Close the connections."""
@@ -197,23 +186,20 @@ class EndpointAgent:
                 ``timeouts.generate_s``, after all retries; or it answered with something that is no turn.
             EpisodeOver: the episode has ended.
         """
-        if self._is_closed:
-            raise EpisodeOver("respond was called after the episode had ended; call it within rollout only")
+        self._check_open()
         specs = checked_tools(tools)
         checked = checked_messages(messages)
         if max_tokens is not None and max_tokens < 1:
             raise ValueError(f"max_tokens = {max_tokens}; must be at least 1")
-        if self._num_begun >= self.max_turns:
-            self.has_hit_max_turns = True
-            raise TooManyTurns(f"the model has taken {self._num_begun} turns, which is episodes.max_turns")
+        self._check_turns()
         self._num_begun += 1
-        bound = self.sampling.max_response_tokens
-        texts = (*self.sampling.stop, *stop)
+        bound = self._sampling.max_response_tokens
+        texts = (*self._sampling.stop, *stop)
         request: dict[str, Any] = {
-            "model": self.endpoint.model,
+            "model": self._endpoint.model,
             "messages": [_sent(message) for message in checked],
-            "temperature": self.sampling.temperature,
-            "top_p": self.sampling.top_p,
+            "temperature": self._sampling.temperature,
+            "top_p": self._sampling.top_p,
             "max_tokens": bound if max_tokens is None else min(bound, max_tokens),
         }
         if texts:
@@ -228,17 +214,17 @@ class EndpointAgent:
         """Ask with the SDK's retries, which wait longer each time and as long as the server says."""
         from openai import APIError
 
-        endpoint = self.endpoint
-        client = self.client or self._own_client
+        endpoint = self._endpoint
+        client = self._client or self._own_client
         if client is None:
-            client = self._own_client = open_client(endpoint, limit_s=self.limit_s)
-        self.on_begin()
+            client = self._own_client = open_client(endpoint, limit_s=self._limit_s)
+        self._on_begin()
         try:
-            async with asyncio.timeout(self.limit_s):
+            async with asyncio.timeout(self._limit_s):
                 completion: ChatCompletion = await client.chat.completions.create(**request)
         except TimeoutError:
             raise EpisodeInterrupted(
-                f"{endpoint.base_url} took longer than timeouts.generate_s = {self.limit_s:g} s"
+                f"{endpoint.base_url} took longer than timeouts.generate_s = {self._limit_s:g} s"
             ) from None
         except APIError as error:
             if _is_context_full(error):
@@ -247,20 +233,20 @@ class EndpointAgent:
             words = f"{endpoint.base_url}: {type(error).__name__}: {error.message}"
             raise EpisodeInterrupted(words[:500]) from None
         finally:
-            self.on_end()
+            self._on_end()
         return completion
 
     def _turn(self, completion: "ChatCompletion", stops: Sequence[str]) -> Turn:
         """Read an answer, of whose form a server of others assures nothing."""
         if not completion.choices or completion.usage is None:
             what = "choice" if not completion.choices else "usage, which says how many tokens it has"
-            raise EpisodeInterrupted(f"{self.endpoint.base_url} answered without a {what}")
+            raise EpisodeInterrupted(f"{self._endpoint.base_url} answered without a {what}")
         choice = completion.choices[0]
         finish_reason = FINISH_REASONS.get(choice.finish_reason)
         if finish_reason is None:
             raise EpisodeInterrupted(
-                f"{self.endpoint.base_url} ended a turn with finish_reason {choice.finish_reason!r}; must be "
-                f"one of {', '.join(FINISH_REASONS)}"
+                f"{self._endpoint.base_url} ended a turn with finish_reason {choice.finish_reason!r}; must "
+                f"be one of {', '.join(FINISH_REASONS)}"
             )
         calls: list[ToolCall] = []
         broken: list[BrokenToolCall] = []

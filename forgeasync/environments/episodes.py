@@ -1,31 +1,333 @@
 """Runs episodes of one environment, each on a thread of its own and under deadlines.
 
-Plain asyncio, no Monarch: the environment worker is a thin shell around this class. Turns are sampled on the
-loop that ``run`` is called on; an episode's own loop waits for them.
+Plain asyncio, no Monarch: the environment worker is a thin shell around ``Episodes``. Turns are sampled on
+the loop that ``run`` is called on; an episode's own loop waits for them.
 """
 
 import asyncio
+import bisect
+import json
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from forgeasync.config import EpisodesSection, SamplingSection
-from forgeasync.environments.agent import EpisodeAgent, OpenSession, SampleTurn, TurnLimits, TurnRequest
-from forgeasync.environments.artifacts import EpisodeArtifacts, artifact_folder_name
-from forgeasync.environments.endpoint import EndpointModel
-from forgeasync.environments.endpoint_agent import EndpointAgent
-from forgeasync.environments.environment import Agent, Agents, Environment, EpisodeInterrupted
-from forgeasync.environments.episode_activity import EpisodeActivity
-from forgeasync.environments.episode_ending import has_failed, judge_ending
-from forgeasync.environments.episode_record import episode_record
+from forgeasync.config import Ending, EpisodesSection, SamplingSection
+from forgeasync.environments.agent import (
+    AgentRole,
+    EpisodeAgent,
+    EpisodeArtifacts,
+    OpenSession,
+    Participant,
+    SampleTurn,
+    TurnLimits,
+    TurnRequest,
+    artifact_folder_name,
+    outcome_of,
+)
+from forgeasync.environments.conversation import turn_facts
+from forgeasync.environments.endpoint_agent import EndpointAgent, EndpointModel
+from forgeasync.environments.environment import (
+    Agent,
+    Agents,
+    ContextFull,
+    Environment,
+    EpisodeInterrupted,
+    NoScore,
+    ParseError,
+    Response,
+    ToolError,
+    TooManyTurns,
+)
 from forgeasync.environments.episode_thread import EpisodeThread, kill
-from forgeasync.environments.participant import AgentRole, Participant, outcome_of
-from forgeasync.environments.rendering.renderer import MessageRenderer
-from forgeasync.environments.tools.tool import num_stuck_calls
-from forgeasync.rollouts import EpisodeId, EpisodeOutcome, SampledTurn, Task
+from forgeasync.environments.messages import ASSISTANT
+from forgeasync.environments.rendering import MessageRenderer
+from forgeasync.environments.tools import num_stuck_calls
+from forgeasync.observability import last_words
+from forgeasync.rollouts import EpisodeId, EpisodeOutcome, SampledTurn, Score, Task, VersionRange
+
+
+@dataclass(slots=True)
+class EpisodeActivity:
+    """What an episode is doing, for its deadlines; times are those of ``now_s``."""
+
+    now_s: Callable[[], float] = time.perf_counter
+    num_sampling: int = 0
+    num_begun: int = 0
+    last_s: float = 0.0
+    """When the episode began, or the last turn under way or wait for a person ended."""
+    sampling_s: float = 0.0
+    judging_since_s: dict[int, float] = field(default_factory=dict)
+    num_waiting: int = 0
+    """Waits for people and for generators that are under way; they may overlap."""
+    waited_s: float = 0.0
+    """Time for which somebody was waited for, waits that go on left out."""
+    waited_before_turns_s: float = 0.0
+    """That of waits which ended before the first turn began: nothing has grown old meanwhile."""
+    _waiting_since_s: float = 0.0
+
+    def begin(self, now_s: float) -> None:
+        if not self.num_sampling:
+            self.last_s = now_s
+        self.num_sampling += 1
+        self.num_begun += 1
+
+    def end(self, now_s: float) -> None:
+        self.num_sampling -= 1
+        if not self.num_sampling:
+            self.sampling_s += now_s - self.last_s
+            self.last_s = now_s
+
+    def begin_wait(self, now_s: float) -> None:
+        """From now on deadlines stand still."""
+        if not self.num_waiting:
+            self._waiting_since_s = now_s
+        self.num_waiting += 1
+
+    def end_wait(self, now_s: float) -> None:
+        """Deadlines go on if nobody else is waited for."""
+        self.num_waiting -= 1
+        if self.num_waiting:
+            return
+        waited_s = now_s - self._waiting_since_s
+        self.waited_s += waited_s
+        if not self.num_begun:
+            self.waited_before_turns_s += waited_s
+        for turn, since_s in self.judging_since_s.items():
+            self.judging_since_s[turn] = since_s + waited_s
+        if not self.num_sampling:
+            self.last_s = now_s
+
+    def waiting_on(self, loop: asyncio.AbstractEventLoop) -> Callable[[], AbstractContextManager[None]]:
+        """Return what an agent of the episode enters, on any thread, while it waits for a person or for a
+        generator; this object belongs to ``loop``."""
+
+        @contextmanager
+        def waiting() -> Iterator[None]:
+            loop.call_soon_threadsafe(self.begin_wait, self.now_s())
+            try:
+                yield
+            finally:
+                loop.call_soon_threadsafe(self.end_wait, self.now_s())
+
+        return waiting
+
+
+logger = logging.getLogger(__name__)
+
+
+def has_failed(agents: Sequence[Participant]) -> bool:
+    """Whether a turn was given up or could not be sampled, which ends the episode whatever it does."""
+    return any(agent.is_cancelled or agent.failure is not None for agent in agents)
+
+
+def judge_ending(
+    agents: Sequence[Participant],
+    roles: Sequence[AgentRole],
+    result: object,
+    overdue: str | None,
+    where: str,
+    *,
+    has_one_agent: bool,
+) -> tuple[Ending, dict[str, Score], str | None]:
+    """Return how an episode ended, the scores by agent, and what went wrong.
+
+    ``result`` is what the environment's method returned or raised, ``overdue`` the deadline that has passed,
+    and ``where`` begins what is said of a problem.
+    """
+    if overdue is not None:
+        return Ending.TIMEOUT, {}, f"{where}: took longer than {overdue}"
+    if isinstance(result, BaseException):
+        return *_ending_of(result, agents), f"{where}: {type(result).__name__}: {last_words(result)}"
+    num_turns = sum(agent.num_turns for agent in agents)
+    if not num_turns and not any(agent.has_given_url for agent in agents):
+        problem = "ended without a turn of the model; must await agent.respond(...) at least once"
+        return Ending.ENVIRONMENT_CRASH, {}, f"{where}: {problem}"
+    try:
+        scores = _scores(result, roles, has_one_agent=has_one_agent)
+    except ValueError as error:
+        return Ending.ENVIRONMENT_CRASH, {}, f"{where}: {error}"
+    if any(agent.has_hit_length for agent in agents):
+        return Ending.LENGTH, scores, None
+    if any(agent.has_hit_max_turns for agent in agents):
+        return Ending.MAX_TURNS, scores, None
+    return Ending.COMPLETED, scores, None
+
+
+def _scores(result: object, roles: Sequence[AgentRole], *, has_one_agent: bool) -> dict[str, Score]:
+    names = [role.name for role in roles]
+    if isinstance(result, Score):
+        return dict.fromkeys(names, result)
+    if isinstance(result, Mapping) and not has_one_agent:
+        needed = {role.name for role in roles if role.is_trainable}
+        scores = dict(result)
+        if not needed <= scores.keys() <= set(names):
+            raise ValueError(
+                f"rollout returned scores of {sorted(map(str, scores))}; must have one for each of "
+                f"{sorted(needed)}"
+            )
+        if all(isinstance(score, Score) for score in scores.values()):
+            return scores
+    what = "a Score" if has_one_agent else "a Score, or a mapping from agents' names to Scores"
+    raise ValueError(f"rollout returned {str(result)[:80]!r}; must return {what}")
+
+
+def _ending_of(error: BaseException, agents: Sequence[Participant]) -> tuple[Ending, dict[str, Score]]:
+    match error:
+        case ContextFull() if any(agent.num_turns for agent in agents):
+            return Ending.LENGTH, {}
+        case TooManyTurns():
+            return Ending.MAX_TURNS, {}
+        case ParseError():
+            return Ending.PARSE_ERROR, {}
+        case ToolError():
+            return Ending.TOOL_ERROR, {}
+        case NoScore():
+            return Ending.NO_SCORE, {}
+        case EpisodeInterrupted():
+            return Ending.INFRASTRUCTURE, {}
+        case _:
+            # Whatever the user's code raises is for the user to see, with its traceback in the log.
+            logger.warning("an episode failed", exc_info=error)
+            return Ending.ENVIRONMENT_CRASH, {}
+
+
+MAX_BYTES = 500_000
+"""Most bytes of the messages of a record, as JSON; what is beyond is cut, and its number is told."""
+
+
+def episode_record(
+    task: Task,
+    agents: Sequence[Participant],
+    ending: Ending,
+    scores: Mapping[str, Score],
+    problem: str | None,
+    artifacts: EpisodeArtifacts,
+) -> dict[str, Any]:
+    """Return JSON values: task, ending, files kept, and for every agent its score and its branches."""
+    room = _Room(MAX_BYTES)
+    record: dict[str, Any] = {
+        "task_id": task.task_id,
+        "ending": ending.value,
+        "problem": problem,
+        "artifacts": artifacts.paths,
+        "agents": [
+            {
+                "name": agent.name,
+                "score": _score(scores.get(agent.name)),
+                "num_turns": agent.num_turns,
+                "branches": [room.kept(branch) for branch in agent.branches()],
+            }
+            for agent in agents
+        ],
+    }
+    return record | {"num_cut_bytes": room.num_cut}
+
+
+def response_record(
+    task: Task,
+    response: Response,
+    score: Score | None,
+    problem: str | None,
+    *,
+    versions: VersionRange | None,
+) -> dict[str, Any]:
+    """Return the record of one response to a task's prompt, in the form of an episode's with one turn."""
+    room = _Room(MAX_BYTES)
+    prompt = {"role": "user", "content": task.prompt}
+    answer = {"role": ASSISTANT, "content": response.text} | turn_facts(
+        versions=versions, num_tokens=response.num_tokens, finish_reason=response.finish_reason
+    )
+    branch = room.kept([prompt, answer])
+    return {
+        "task_id": task.task_id,
+        "ending": None,
+        "problem": problem,
+        "artifacts": [],
+        "agents": [
+            {
+                "name": "agent",
+                "score": _score(score),
+                "num_turns": 1,
+                "branches": [branch],
+            }
+        ],
+        "num_cut_bytes": room.num_cut,
+    }
+
+
+class _Room:
+    """How many bytes are left."""
+
+    def __init__(self, num_left: int) -> None:
+        self._num_left = num_left
+        self.num_cut = 0
+
+    def kept(self, branch: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Return the messages for which there is room; the first that is too large has the beginnings of its
+        texts and no tool calls."""
+        kept = []
+        for message in branch:
+            whole = _as_json(message)
+            num_bytes = _num_bytes(whole)
+            if num_bytes <= self._num_left:
+                kept.append(whole)
+                self._num_left -= num_bytes
+                continue
+            self.num_cut += num_bytes
+            if (part := self._part(whole)) is not None:
+                kept.append(part)
+                self.num_cut -= _num_bytes(part)
+            # Whatever follows is cut: a conversation has no gaps.
+            self._num_left = 0
+        return kept
+
+    def _part(self, message: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return as much of a message as there is room for; None if there is none at all."""
+        texts = [key for key in ("content", "reasoning_content") if key in message]
+        part = {key: value for key, value in message.items() if key != "tool_calls"} | dict.fromkeys(
+            texts, ""
+        )
+        if _num_bytes(part) > self._num_left:
+            return None
+        for key in texts:
+            room = self._num_left - _num_bytes(part)
+            # A character takes one byte at least, so that only so many can fit.
+            text = message[key][:room]
+            num_fitting = bisect.bisect_right(
+                range(1, len(text) + 1), room, key=lambda length: _num_bytes(text[:length]) - len('""')
+            )
+            part[key] = text[:num_fitting]
+        return part
+
+
+def _as_json(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as rollouts.jsonl can have it: arguments that JSON has not, such as NaN, as text."""
+    try:
+        json.dumps(message, allow_nan=False)
+    except (TypeError, ValueError):
+        calls = [
+            {**call, "function": {**call["function"], "arguments": str(call["function"]["arguments"])}}
+            for call in message["tool_calls"]
+        ]
+        return {**message, "tool_calls": calls}
+    return dict(message)
+
+
+def _num_bytes(value: object) -> int:
+    """Number of bytes that a value takes in rollouts.jsonl."""
+    return len(json.dumps(value, allow_nan=False))
+
+
+def _score(score: Score | None) -> dict[str, Any] | None:
+    if score is None:
+        return None
+    return {"value": score.value, "is_correct": score.is_correct, "parts": dict(score.parts)}
+
 
 logger = logging.getLogger(__name__)
 

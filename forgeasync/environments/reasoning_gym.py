@@ -11,9 +11,13 @@ from collections.abc import Iterator, Set
 from typing import Any
 
 from forgeasync.config import ReasoningGymSource
-from forgeasync.environments.json_records import json_like
-from forgeasync.environments.sources import HELD_OUT_SEED, TrainingDraw
-from forgeasync.environments.stored_tasks import StoredTasks
+from forgeasync.environments.records import json_like
+from forgeasync.environments.sources import (
+    HELD_OUT_SEED,
+    TrainingDraw,
+    draw_distinct,
+    draw_training,
+)
 from forgeasync.environments.workarounds.gym_imports import DATASETS, ProceduralDataset, create_dataset
 from forgeasync.rollouts import Task
 from forgeasync.schema import ConfigError, Problem
@@ -100,15 +104,8 @@ class ReasoningGymProblems:
 
     def held_out(self) -> list[Task]:
         """Draw distinct problems by a fixed seed. Raises ConfigError if there are too few."""
-        held_out: list[Task] = []
-        held_out_prompts: set[str] = set()
-        for task in self._candidates(held_out=True):
-            if task.prompt not in held_out_prompts:
-                held_out.append(task)
-                held_out_prompts.add(task.prompt)
-            if len(held_out) == self._num_held_out:
-                break
-        else:
+        held_out = draw_distinct(self._candidates(held_out=True), self._num_held_out)
+        if len(held_out) < self._num_held_out:
             raise self._too_few("num_held_out", self._num_held_out, len(held_out))
         self._check_reproducible(held_out[:_NUM_REPRODUCED])
         return held_out
@@ -119,18 +116,10 @@ class ReasoningGymProblems:
         Raises:
             ConfigError: too few problems are left without the texts in ``never``.
         """
-        train = StoredTasks()
-        num_skipped = 0
-        for task in self._candidates(held_out=False):
-            if task.prompt in never:
-                num_skipped += 1
-            else:
-                train.append(task)
-            if len(train) == self._num_train:
-                break
-        else:
-            raise self._too_few("num_train", self._num_train, len(train))
-        return TrainingDraw(tasks=train, num_skipped_held_out=num_skipped)
+        draw = draw_training(self._candidates(held_out=False), self._num_train, never)
+        if len(draw.tasks) < self._num_train:
+            raise self._too_few("num_train", self._num_train, len(draw.tasks))
+        return draw
 
     def _candidates(self, *, held_out: bool) -> Iterator[Task]:
         # The seed is part of the id: the same index under another seed is another problem.

@@ -10,11 +10,11 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from forgeasync.config import Ending, RemoteEnvironment
+from forgeasync.config import Ending, RemoteEnvironment, SandboxSection
+from forgeasync.environments.build import SectionEnvironment
 from forgeasync.environments.environment import (
     Agent,
     ContextFull,
-    Environment,
     EpisodeInterrupted,
     NoScore,
     ParseError,
@@ -55,11 +55,30 @@ class EpisodeReply(msgspec.Struct, frozen=True):
     """What went wrong, for people."""
 
 
-class RemoteAgent(Environment):
+class RemoteAgent(SectionEnvironment):
     """Has a server run each episode; its agent samples through the episode's own session."""
 
-    def __init__(self, section: RemoteEnvironment) -> None:
+    def __init__(self, section: RemoteEnvironment, sandbox: SandboxSection) -> None:
         self._section = section
+
+    @classmethod
+    def check(cls, section: RemoteEnvironment, sandbox: SandboxSection) -> Iterator[Problem]:
+        """Ask the server for its health once; blocks for ``health_s`` at most."""
+
+        async def ask() -> None:
+            async with _client(section) as client:
+                await _check_health(client, section)
+
+        # In a thread of its own, since the caller may be in an event loop.
+        with concurrent.futures.ThreadPoolExecutor(max_workers=1) as thread:
+            try:
+                thread.submit(lambda: asyncio.run(ask())).result()
+            except ServerLost as error:
+                yield Problem(
+                    field="environment.url",
+                    value=section.url,
+                    remedy=f"cannot be used: {error}; start the server of the environment there first",
+                )
 
     async def rollout(self, task: Task, agent: Agent) -> Score:
         section = self._section
@@ -213,22 +232,3 @@ def _score(reply: EpisodeReply, section: RemoteEnvironment) -> Score:
 
 def _quoted(body: bytes) -> str:
     return repr(body[:MAX_QUOTED_CHARACTERS].decode("utf-8", errors="replace"))
-
-
-def check_remote(section: RemoteEnvironment) -> Iterator[Problem]:
-    """Ask the server for its health once; blocks for ``health_s`` at most."""
-
-    async def ask() -> None:
-        async with _client(section) as client:
-            await _check_health(client, section)
-
-    # In a thread of its own, since the caller may be in an event loop.
-    with concurrent.futures.ThreadPoolExecutor(max_workers=1) as thread:
-        try:
-            thread.submit(lambda: asyncio.run(ask())).result()
-        except ServerLost as error:
-            yield Problem(
-                field="environment.url",
-                value=section.url,
-                remedy=f"cannot be used: {error}; start the server of the environment there first",
-            )

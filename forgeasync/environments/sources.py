@@ -1,26 +1,82 @@
-"""Builds the problems of a run's ``data`` section: training tasks and held-out tasks that share no text."""
+"""The problems of a run's ``data`` section: training and held-out tasks without common texts, in order."""
 
 import dataclasses
 import hashlib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence, Set
+import pickle
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from importlib import import_module
+from operator import eq
+from typing import Protocol, overload
+
+import numpy as np
 
 from forgeasync.config import (
-    CodingSource,
     DataSection,
     HuggingFaceSource,
+    InstalledSource,
     NamedSource,
     PythonSource,
     ReasoningGymSource,
-    ServedSource,
+    default_name,
     named_sources,
 )
-from forgeasync.environments.stored_tasks import StoredTasks
 from forgeasync.rollouts import Task
-from forgeasync.schema import ConfigError
+from forgeasync.schema import ConfigError, Section
+
+
+class StoredTasks(Sequence[Task]):
+    """Tasks that are made anew, equal to those that were given, whenever they are asked for.
+
+    As objects they would take up to ten times as much: a problem of reasoning-gym with its record takes 5 KB,
+    and a run has tens of thousands of them, of which it looks at one at a time.
+    """
+
+    def __init__(self, tasks: Iterable[Task] = ()) -> None:
+        self._ends = array("Q", [0])
+        self._stored = bytearray()
+        for task in tasks:
+            self.append(task)
+
+    def append(self, task: Task) -> None:
+        # Written here and read here only.
+        self._stored += pickle.dumps(_fields(task), pickle.HIGHEST_PROTOCOL)
+        self._ends.append(len(self._stored))
+
+    def __eq__(self, other: object) -> bool:
+        # Not what is stored: equal tasks may be stored in different ways.
+        return isinstance(other, StoredTasks) and len(self) == len(other) and all(map(eq, self, other))
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    @overload
+    def __getitem__(self, index: int) -> Task: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Task]: ...
+    def __getitem__(self, index: int | slice) -> Task | list[Task]:
+        places = range(len(self))[index]
+        return self._task(places) if isinstance(places, int) else [self._task(place) for place in places]
+
+    def _task(self, place: int) -> Task:
+        stored = self._stored[self._ends[place] : self._ends[place + 1]]
+        task_id, prompt, answer, source_index, source, record = pickle.loads(stored)
+        return Task(
+            task_id=task_id,
+            prompt=prompt,
+            answer=answer,
+            source_index=source_index,
+            source=source,
+            record=record,
+        )
+
+
+def _fields(task: Task) -> tuple[object, ...]:
+    return task.task_id, task.prompt, task.answer, task.source_index, task.source, task.record
+
 
 HELD_OUT_SEED = 1_618_033_988
 """Seed for the held-out problems of every run, independent of the run's own: all runs are measured alike."""
@@ -35,6 +91,40 @@ class TrainingDraw:
     """Candidates with the text of a problem that is only evaluated on."""
     num_skipped_repeats: int = 0
     """Candidates with the text of another training problem."""
+
+
+def draw_distinct(candidates: Iterable[Task], num: int) -> list[Task]:
+    """Return the first ``num`` candidates with different texts, or all if there are fewer."""
+    found: dict[str, Task] = {}
+    for task in candidates:
+        found.setdefault(task.prompt, task)
+        if len(found) == num:
+            break
+    return list(found.values())
+
+
+def draw_training(
+    candidates: Iterable[Task], num: int, never: Set[str], *, may_repeat: bool = True
+) -> TrainingDraw:
+    """Return the first ``num`` candidates whose text is not in ``never``, or all if there are fewer.
+
+    Without ``may_repeat`` their texts differ.
+    """
+    tasks = StoredTasks()
+    texts: set[str] = set()
+    num_skipped = num_repeats = 0
+    for task in candidates:
+        if task.prompt in never:
+            num_skipped += 1
+        elif not may_repeat and task.prompt in texts:
+            num_repeats += 1
+        else:
+            tasks.append(task)
+            if not may_repeat:
+                texts.add(task.prompt)
+        if len(tasks) == num:
+            break
+    return TrainingDraw(tasks=tasks, num_skipped_held_out=num_skipped, num_skipped_repeats=num_repeats)
 
 
 class SourceProblems(Protocol):
@@ -137,15 +227,15 @@ def look_at_data(data: DataSection, *, seed: int, sets: Sequence[NamedSource] = 
 
 
 def _look_at(source: NamedSource, seed: int) -> tuple[str, Task | None]:
-    if isinstance(source.source, ServedSource):
-        return "served; people bring the tasks", None
+    if isinstance(source.source, InstalledSource) and source.source.serves_people:
+        return f"{source.source.kind}; people bring the tasks", None
     looked_at = dataclasses.replace(
         source,
         num_train=min(source.num_train, MAX_GENERATED),
         num_held_out=min(source.num_held_out, MAX_GENERATED),
     )
     if isinstance(source.source, HuggingFaceSource):
-        from forgeasync.environments.huggingface import is_local
+        from forgeasync.environments.records import is_local
 
         if not is_local(source.source):
             return f"{source.source.path}; of the hub: not looked at now", None
@@ -155,44 +245,29 @@ def _look_at(source: NamedSource, seed: int) -> tuple[str, Task | None]:
         held_out = list(_named(problems.held_out(), source))
         if source.num_train:
             problems.train({task.prompt for task in held_out})
-    if isinstance(source.source, HuggingFaceSource | CodingSource):
-        return f"{source.source.path}; read now, and drawn", held_out[0]
+    if isinstance(source.source, HuggingFaceSource | InstalledSource):
+        return f"{default_name(source.source)}; read now, and drawn", held_out[0]
     whole = (looked_at.num_train, looked_at.num_held_out) == (source.num_train, source.num_held_out)
     numbers = f"{looked_at.num_train:,} and {looked_at.num_held_out:,}"
     return f"{source.name}; {'all' if whole else 'the first'} {numbers} were generated now", held_out[0]
 
 
+_BUILT_IN: Mapping[type[Section], str] = {
+    ReasoningGymSource: "forgeasync.environments.reasoning_gym.ReasoningGymProblems",
+    HuggingFaceSource: "forgeasync.environments.records.HuggingFaceProblems",
+    PythonSource: "forgeasync.environments.records.PythonProblems",
+}
+"""The class of each built-in kind. Some import a library that takes seconds to load."""
+
+
 def _problems(source: NamedSource, seed: int) -> SourceProblems:
-    # Each builder imports a library that takes seconds to load, so it is imported only if it is used.
-    match source.source:
-        case ReasoningGymSource() as section:
-            from forgeasync.environments.reasoning_gym import ReasoningGymProblems
-
-            return ReasoningGymProblems(
-                section, num_train=source.num_train, num_held_out=source.num_held_out, seed=seed
-            )
-        case HuggingFaceSource() as section:
-            from forgeasync.environments.huggingface import HuggingFaceProblems
-
-            return HuggingFaceProblems(
-                section, num_train=source.num_train, num_held_out=source.num_held_out, seed=seed
-            )
-        case PythonSource() as section:
-            from forgeasync.environments.python_source import PythonProblems
-
-            return PythonProblems(
-                section, num_train=source.num_train, num_held_out=source.num_held_out, seed=seed
-            )
-        case CodingSource() as section:
-            from forgeasync.environments.coding.problems import CodingProblems
-
-            return CodingProblems(
-                section, num_train=source.num_train, num_held_out=source.num_held_out, seed=seed
-            )
-        case ServedSource():
-            from forgeasync.environments.served.problems import ServedProblems
-
-            return ServedProblems(num_train=source.num_train, num_held_out=source.num_held_out)
+    numbers = {"num_train": source.num_train, "num_held_out": source.num_held_out, "seed": seed}
+    section = source.source
+    if isinstance(section, InstalledSource):
+        return section.problems(**numbers)
+    module, _, name = _BUILT_IN[type(section)].rpartition(".")
+    found: SourceProblems = getattr(import_module(module), name)(section, **numbers)
+    return found
 
 
 def _named(tasks: Sequence[Task], source: NamedSource) -> Iterator[Task]:
@@ -235,3 +310,133 @@ def digest_of(tasks: Sequence[Task]) -> str:
             # With its length: "ab" and "c" are others than "a" and "bc".
             digest.update(b"%d:" % len(encoded) + encoded)
     return f"{len(tasks)} problems, {digest.hexdigest()[:32]}"
+
+
+_BLOCK = 4096
+"""Number of draws of sources that are made at a time."""
+
+
+class Order(Protocol):
+    """Issues tasks for ever; its whole state is one number, ``position``."""
+
+    @property
+    def position(self) -> int:
+        """Number of tasks issued so far."""
+        ...
+
+    def next(self) -> Task:
+        """Issue the next task."""
+        ...
+
+
+class TaskOrder:
+    """Passes over ``tasks`` for ever; ``seed`` and the number of the pass determine its order.
+
+    The order depends on ``position`` alone, not on how it was reached, so one int restores it.
+    """
+
+    def __init__(self, tasks: Sequence[Task], *, seed: int, position: int = 0) -> None:
+        assert len(tasks), "an order of no tasks has no next one"
+        assert position >= 0, f"position {position} is negative"
+        self._tasks = tasks
+        self._seed = seed
+        self._position = position
+        self._epoch: int | None = None
+        self._permutation = np.empty(0, dtype=np.int64)
+
+    @property
+    def position(self) -> int:
+        """Number of tasks issued so far, over all passes."""
+        return self._position
+
+    @property
+    def epoch(self) -> int:
+        """Number of complete passes so far."""
+        return self._position // len(self._tasks)
+
+    def next(self) -> Task:
+        """Issue the next task."""
+        if self._epoch != self.epoch:
+            self._epoch = self.epoch
+            self._permutation = np.random.default_rng([self._seed, self.epoch]).permutation(len(self._tasks))
+        task = self._tasks[self._permutation[self._position % len(self._tasks)]]
+        self._position += 1
+        return task
+
+    def restore(self, position: int) -> None:
+        """Continue as if ``position`` tasks had been issued."""
+        assert position >= 0, f"position {position} is negative"
+        self._position = position
+
+
+class WeightedOrder:
+    """Draws a source at random for every task, in proportion to the sources' weights.
+
+    Each source has its own passes. ``seed`` and the position alone determine which source is drawn, and also
+    the place in its passes, which is how often it was drawn before.
+    """
+
+    def __init__(
+        self, sources: Sequence[Sequence[Task]], weights: Sequence[float], *, seed: int, position: int = 0
+    ) -> None:
+        assert len(sources) == len(weights) and min(weights) > 0.0 and position >= 0
+        total = sum(weights)
+        self._shares = [weight / total for weight in weights]
+        self._seed = seed
+        self._position = position
+        self._block = -1
+        self._drawn = np.empty(0, dtype=np.int64)
+        num_drawn = np.zeros(len(sources), dtype=np.int64)
+        for block in range(position // _BLOCK):
+            num_drawn += np.bincount(self._draw(block), minlength=len(sources))
+        rest = self._draw(position // _BLOCK)[: position % _BLOCK]
+        num_drawn += np.bincount(rest, minlength=len(sources))
+        self._orders = [
+            # Each source has its own seed; otherwise sources of equal size would be issued in the same order.
+            TaskOrder(tasks, seed=_seed_of_source(seed, index), position=int(num))
+            for index, (tasks, num) in enumerate(zip(sources, num_drawn, strict=True))
+        ]
+
+    @property
+    def position(self) -> int:
+        """Number of tasks issued so far."""
+        return self._position
+
+    def next(self) -> Task:
+        """Issue the next task."""
+        block, index = divmod(self._position, _BLOCK)
+        if block != self._block:
+            self._block, self._drawn = block, self._draw(block)
+        self._position += 1
+        return self._orders[self._drawn[index]].next()
+
+    def _draw(self, block: int) -> np.ndarray:
+        """Draw the sources of the tasks in a block."""
+        rng = np.random.default_rng([self._seed, _SOURCES_KEY, block])
+        return rng.choice(len(self._shares), size=_BLOCK, p=self._shares)
+
+
+_SOURCES_KEY = 2_718_281_828
+"""Separates draws of sources from other draws with the run's seed."""
+
+
+def _seed_of_source(seed: int, index: int) -> int:
+    return int(np.random.SeedSequence((seed, _SOURCES_KEY, index)).generate_state(1)[0])
+
+
+def weighted_order(
+    tasks: Sequence[Task], weights: Mapping[str, float], *, seed: int, position: int = 0
+) -> Order:
+    """Return the order of a run's training problems; ``weights`` has the weight of each source by name."""
+    if len(weights) == 1:
+        return TaskOrder(tasks, seed=seed, position=position)
+    places: dict[str, list[int]] = {name: [] for name in weights}
+    for place, task in enumerate(tasks):
+        places[task.source].append(place)
+    by_source = [StoredTasks(tasks[place] for place in of_source) for of_source in places.values()]
+    return WeightedOrder(by_source, list(weights.values()), seed=seed, position=position)
+
+
+def sampling_seed(run_seed: int, draw_id: int) -> int:
+    """Return the sampling seed of a group: 64 bits, so that no two groups of a run share one."""
+    return int(np.random.SeedSequence((run_seed, draw_id)).generate_state(1, np.uint64)[0])

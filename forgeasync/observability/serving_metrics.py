@@ -31,7 +31,7 @@ SERVING = Topic(
         Metric(
             key="serving/num_untrained_<reason>",
             meaning="Sessions so far that are not trained on (`Untrained` in "
-            "forgeasync/environments/served/counts.py).",
+            "forgeasync/plugins/serve/desk.py).",
             when=f"{_SERVED}, for each reason",
         ),
         Metric(

@@ -5,8 +5,8 @@ from pathlib import Path
 from rich.table import Table
 
 from forgeasync.config import (
-    CodingAgent,
     HostNames,
+    InstalledEnvironment,
     LocalLauncher,
     McpEnvironment,
     ModelFacts,
@@ -166,7 +166,7 @@ def _cpu_procs(config: RunConfig) -> list[Row]:
             num_reached = len(environment.servers) - num_started
             what = f"for every live episode; started {num_started}, reached over HTTP {num_reached}"
             rows.append(("MCP servers", str(len(environment.servers)), what))
-        case PythonTool() | CodingAgent():
+        case PythonTool() | InstalledEnvironment(runs_code=True):
             rows.append(_boxes(config))
     return rows
 

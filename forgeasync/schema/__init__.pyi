@@ -1,6 +1,9 @@
+from .plugins import OrInstalled as OrInstalled
 from .plugins import PluginGroup as PluginGroup
+from .plugins import PluginSection as PluginSection
 from .plugins import installed_kinds as installed_kinds
 from .plugins import python_form as python_form
+from .plugins import section_class as section_class
 from .problems import ConfigError as ConfigError
 from .problems import EXIT_FAILED as EXIT_FAILED
 from .problems import EXIT_REFUSED as EXIT_REFUSED

@@ -24,6 +24,10 @@ version = "1.0"
 [project.entry-points."forgeasync.environments"]
 guessing = "guessing:Guessing"
 
+[project.entry-points."forgeasync.environment_sections"]
+twice = "guessing:TwiceSection"
+broken = "guessing:nothing"
+
 [project.entry-points."forgeasync.rewards"]
 brevity = "guessing:brevity"
 
@@ -38,7 +42,28 @@ py-modules = ["guessing"]
 """
 
 MODULE = """
+from collections.abc import Iterator
+from typing import Literal
+
 import forgeasync as fa
+from forgeasync.config import InstalledEnvironment
+from forgeasync.schema import Problem
+from pydantic import Field
+
+class TwiceSection(InstalledEnvironment):
+    kind: Literal["twice"]
+    worth: float = Field(default=1.0, lt=9)
+    names: tuple[str, ...] = ()
+
+    def check(self, config) -> Iterator[Problem]:
+        if config.max_steps > 10_000:
+            yield Problem(field="max_steps", value=config.max_steps, remedy="is too much for twice")
+
+    def check_here(self, sandbox) -> Iterator[Problem]:
+        yield Problem(field="environment.names", value=self.names, remedy=f"sandbox {sandbox.kind}")
+
+    def build(self, sandbox):
+        return Guessing(2 * self.worth)
 
 class Guessing(fa.Environment):
     def __init__(self, worth: float = 1.0) -> None:
@@ -61,7 +86,7 @@ class Pigeons:
 USE = """
 import json, sys
 import forgeasync as fa
-from forgeasync.config import load_config, dump_config
+from forgeasync.config import check_without_model, load_config, dump_config
 from forgeasync.environments import build_environment, check_environment
 from forgeasync.testing import run_episode
 
@@ -74,9 +99,11 @@ environment = build_environment(config.environment)
 task = fa.Task(task_id="0", prompt="1 + 3 =", answer="4", source_index=0, source="sums")
 outcome = run_episode(environment, task, "4")
 print(json.dumps({
+    "rules": [str(one) for one in check_without_model(config)],
     "problems": [str(one) for one in check_environment(config.environment)],
     "score": outcome.agents[0].score.value,
     "environment": config.environment.model_dump(mode="json"),
+    "is_same": type(config).model_validate(config.model_dump(mode="json")) == config,
     "reward": config.data.reward.model_dump(mode="json"),
     "source": config.data.source.model_dump(mode="json"),
     "transport": config.weights.transport.model_dump(mode="json"),
@@ -129,6 +156,17 @@ def test_the_kinds_of_an_installed_package_are_those_of_a_config(site: Path, tra
     assert said["reward"]["weight"] == 2.0, "a key of all rewards"
 
 
+def test_a_kind_can_bring_a_section_that_checks_and_builds_itself(site: Path) -> None:
+    twice = "environment={kind: twice, worth: 3, names: [a]}"
+    done = use(site, twice, *KINDS[1:], "weights.transport={kind: pigeons}", "max_steps=20000")
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert said["environment"] == {"kind": "twice", "worth": 3.0, "names": ["a"]} and said["is_same"]
+    assert said["score"] == 6.0
+    assert "max_steps = 20000: is too much for twice" in said["rules"]
+    assert said["problems"] == ["environment.names = ('a',): sandbox bubblewrap"]
+
+
 @pytest.mark.parametrize("field", ["environment", "data.reward", "data.source", "weights.transport"])
 def test_a_kind_that_is_no_text_is_refused_as_one(field: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(field)):
@@ -139,6 +177,10 @@ def test_a_kind_that_is_no_text_is_refused_as_one(field: str) -> None:
     ("override", "words"),
     [
         ("environment={kind: guesing}", "'remote', 'python', 'guessing'"),
+        ("environment={kind: twice, wroth: 3}", "did you mean environment.worth?"),
+        ("environment={kind: twice, worth: 9}", "environment.worth = 9: must be less than 9"),
+        ("environment={kind: twice, factory: a.b}", "environment.factory = 'a.b': unknown key"),
+        ("environment={kind: broken}", "guessing:nothing cannot be imported (AttributeError"),
         ("data.reward={kind: brevty}", "'brevity'"),
         ("environment={kind: guessing, options: {worth: 0.5}}", "options"),
         ("weights.transport=doves", "one of auto, shared_memory, rdma, torchstore, pigeons, or a section"),

@@ -1,7 +1,6 @@
 """Turns from a server of others, by the unmodified openai SDK over a real connection."""
 
 import asyncio
-import dataclasses
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -25,7 +24,7 @@ from forgeasync.environments import (
     ToolSpec,
     TooManyTurns,
 )
-from forgeasync.environments.episode_record import MAX_BYTES
+from forgeasync.environments.episodes import MAX_BYTES
 from forgeasync.rollouts import EpisodeId, EpisodeOutcome, FinishReason, Score, Task
 from forgeasync.testing import HandClock
 from tests.support.buffer_world import make_task
@@ -182,9 +181,8 @@ def test_the_key_is_read_by_name_and_sent_to_nobody_else(monkeypatch: pytest.Mon
     monkeypatch.setenv("OPENAI_API_KEY", "of somebody else")
     monkeypatch.setenv("MY_KEY", "secret")
     with serving(lambda body: completion("x")) as server:
-        agent = make_agent(server)
-        ask(agent, "?")
-        with_key = dataclasses.replace(agent.endpoint, api_key_variable="MY_KEY")
+        ask(make_agent(server), "?")
+        with_key = EndpointModel(base_url=server.url, model="served", api_key_variable="MY_KEY")
         ask(make_agent(server, endpoint=with_key), "?")
         assert server.keys == ["Bearer none", "Bearer secret"]
         monkeypatch.delenv("MY_KEY")

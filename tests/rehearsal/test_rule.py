@@ -90,7 +90,7 @@ def minimal(tmp_path: Path, *overrides: str) -> RunConfig:
 
 TAUGHT = {"distill_cpu", "self_distill_cpu"}
 REFUSED = {"serve_cpu", *TAUGHT}
-"""People do not come to a rehearsal (tests/environments/served/test_refusals.py), nor do teachers."""
+"""People do not come to a rehearsal (tests/plugins/serve/test_refusals.py), nor do teachers."""
 
 REHEARSED = [file for file in sorted(CONFIGS.glob("*.yaml")) if file.stem not in REFUSED]
 

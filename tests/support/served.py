@@ -14,8 +14,6 @@ from forgeasync.environments import (
     AgentRole,
     EpisodeAgent,
     Episodes,
-    ServedSessions,
-    ServingDesk,
     ServingSetup,
     SessionServer,
     TurnLimits,
@@ -23,8 +21,8 @@ from forgeasync.environments import (
     UntrainedSample,
     UntrainedTurns,
     build_renderer,
-    serving_server,
 )
+from forgeasync.plugins.serve import ServedSessions, ServingDesk
 from forgeasync.rollouts import EpisodeId, EpisodeOutcome, FinishReason, SampledTurn, VersionRange
 from forgeasync.testing import HandClock, ScriptedGenerator
 from tests.support.buffer_world import make_task
@@ -166,8 +164,7 @@ async def served_world(
     environment = environment or ServedSessions()
     renderer = build_renderer(TOKENIZER, chat_template=False)
     clock = HandClock()
-    desk = ServingDesk(section, now_s=clock)
-    environment.attach(desk, section)
+    desk = environment.open_desk(ServingSetup(section=section, port=0, token=TOKEN), now_s=clock)
     running = Episodes(
         environment,
         renderer,
@@ -180,8 +177,7 @@ async def served_world(
         open_session=desk.open_for,
         now_s=clock,
     )
-    server = serving_server(ServingSetup(section=section, port=0, token=TOKEN), desk)
-    async with server, aiohttp.ClientSession() as http:
+    async with desk.server as server, aiohttp.ClientSession() as http:
         world = ServedWorld(server, desk, running, http, clock=clock, **more)
         world.gate.set()
         limits = TurnLimits(max_turn_tokens=10, max_context_length=2000, max_turns=5)

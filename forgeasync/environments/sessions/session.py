@@ -20,7 +20,7 @@ import msgspec
 from forgeasync.environments.conversation import ConversationTree
 from forgeasync.environments.environment import ContextFull, EpisodeOver, TooManyTurns, Turn
 from forgeasync.environments.messages import ASSISTANT, Message, ToolSpec, checked_message
-from forgeasync.environments.rendering.renderer import NoCallOpening
+from forgeasync.environments.rendering import NoCallOpening
 from forgeasync.environments.sessions.dialect import (
     Fields,
     InferenceRequest,

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from forgeasync.buffer import Dropped, DropReason, Scored, Started, Submitted, Trained
-from forgeasync.config import RunConfig, ServedSource, load_config, resolve
+from forgeasync.config import RunConfig, is_served, load_config, resolve
 from forgeasync.ledger import BadLine, LedgerLines
 from forgeasync.models import read_model_facts
 from forgeasync.observability import KEYS, MeasuredWindow, RunDir, num_steps_ahead
@@ -149,7 +149,7 @@ def _check(config: RunConfig, folder: Path) -> None:
     for field, is_there in (
         ("environment", config.environment is not None),
         ("teachers", bool(config.teachers)),
-        ("data.source.kind", isinstance(config.data.source, ServedSource)),
+        ("data.source.kind", is_served(config)),
     ):
         if is_there:
             remedy = f"the run {folder} must not have it: its times are not in a run's files"

@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 
 from forgeasync.actors import GeneratorActor, LiveReplica
-from forgeasync.config import LocalLauncher, RunConfig, ServedSource, resolve
+from forgeasync.config import LocalLauncher, RunConfig, is_served, resolve
 from forgeasync.controller import (
     REPORT_COLUMNS,
     Prepared,
@@ -178,7 +178,7 @@ def check_profiled(config: RunConfig) -> None:
     if config.teachers:
         remedy = "must be left out: a profile has no times of teachers"
         problems.append(Problem(field="teachers", value=sorted(config.teachers), remedy=remedy))
-    if isinstance(config.data.source, ServedSource):
+    if is_served(config):
         remedy = "must be another one: there are no clients whose requests could be profiled"
         problems.append(Problem(field="data.source.kind", value=config.data.source.kind, remedy=remedy))
     raise_if_any(problems)

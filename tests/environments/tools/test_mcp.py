@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from forgeasync.config import HttpServer, McpServerSection, StdioServer
-from forgeasync.environments import EpisodeInterrupted, McpTools, Toolbox, ToolCall, ToolResult
-from forgeasync.environments.mcp_servers import connection, http, stdio
+from forgeasync.environments import EpisodeInterrupted, McpTools, Toolbox, ToolCall, ToolResult, mcp_servers
 from forgeasync.faults import RUN_MARK
 from forgeasync.rollouts import ToolStatus, is_running
 from forgeasync.testing import HandTime
@@ -85,7 +84,7 @@ def http_server() -> Iterator[tuple[HttpServer, subprocess.Popen[bytes]]]:
 def test_calls_of_a_server_over_pipes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET_TOKEN", "x")
     monkeypatch.setenv(RUN_MARK, "0" * 32)
-    monkeypatch.setattr(connection, "PROBE_S", LONG_S)
+    monkeypatch.setattr(mcp_servers, "PROBE_S", LONG_S)
 
     async def conversation(call: Call) -> None:
         added = await call("add", a=2, b=3)
@@ -162,7 +161,7 @@ def test_a_server_that_hangs_is_started_again(tmp_path: Path) -> None:
 
 
 def test_a_server_that_floods_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stdio, "MAX_MESSAGE_BYTES", 100_000)
+    monkeypatch.setattr(mcp_servers, "MAX_MESSAGE_BYTES", 100_000)
 
     async def conversation(call: Call) -> None:
         assert (await call("flood", num=30_000)).status is ToolStatus.OK
@@ -195,8 +194,8 @@ def test_a_server_that_does_not_come_up_interrupts_the_episode(command: tuple[st
 
 
 def test_calls_of_two_servers_one_of_them_over_http(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "MAX_RESPONSE_BYTES", 200_000)
-    monkeypatch.setattr(connection, "PROBE_S", LONG_S)
+    monkeypatch.setattr(mcp_servers, "MAX_RESPONSE_BYTES", 200_000)
+    monkeypatch.setattr(mcp_servers, "PROBE_S", LONG_S)
     with http_server() as (section, process):
 
         async def conversation(call: Call) -> None:

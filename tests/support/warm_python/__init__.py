@@ -39,12 +39,11 @@ _REPOSITORY = Path(__file__).parents[3]
 
 _ENVIRONMENTS = (
     "forgeasync.environments.build",
-    "forgeasync.environments.endpoint",
+    "forgeasync.environments.endpoint_agent",
     "forgeasync.environments.episodes",
-    "forgeasync.environments.rendering.build",
-    "forgeasync.environments.served.environment",
-    "forgeasync.environments.served.server",
+    "forgeasync.environments.rendering",
     "forgeasync.environments.sessions.server",
+    "forgeasync.plugins.serve.environment",
 )
 
 _VLLM = (

@@ -1,0 +1,639 @@
+"""Renderers for models with a chat template: by the template itself, or by the package ``renderers``."""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+import numpy as np
+from renderers import (
+    DefaultRendererConfig,
+    RendererConfig,
+    config_from_name,
+    create_renderer,
+    merge_chat_template_kwargs,
+)
+from renderers.base import ParsedResponse, ParsedToolCall, Renderer, ToolCallParseStatus
+from renderers.default import DefaultRenderer
+
+from forgeasync.environments.messages import (
+    ASSISTANT,
+    TOOL,
+    BrokenToolCall,
+    Message,
+    ToolCall,
+    ToolSpec,
+    show,
+)
+from forgeasync.environments.rendering import (
+    BridgeRefused,
+    Conversation,
+    ParsedTurn,
+    message_forms,
+    reserved_texts,
+    tool_forms,
+)
+from forgeasync.rollouts import FinishReason, SampledTurn, text_of_ids
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MAX_CALLS = 64
+"""Most tool calls of one turn; further ones are broken."""
+MAX_NAME = 128
+"""Most characters of a tool's name, and of the id that a model gives a call."""
+MAX_DEPTH = 32
+"""Deepest nesting of objects and lists in arguments."""
+MAX_VALUES = 10_000
+"""Most values in the arguments of one call, nested ones included."""
+MAX_BROKEN_TEXT = 2_000
+"""Most characters that are kept of a broken tool call."""
+MAX_STEPS = 5_000_000
+"""Most steps that the patterns of the parsers may take for one turn, by the estimate of ``_num_steps``:
+about half a second."""
+
+# Where patterns of renderers 0.1.12 (parsing.py, kimi_k25.py) begin that then look for an end, each time up
+# to the end of the text if there is none.
+_OPENERS = re.compile(r"<parameter|<function=|<invoke|<arg_key>|<arg_value>|<｜DSML｜|<\|tool_calls?_")
+_BLANKS = re.compile(r"\s{64,}")
+
+_PROBLEMS = {
+    ToolCallParseStatus.INVALID_JSON: "it is no JSON object with 'name' and 'arguments'",
+    ToolCallParseStatus.UNCLOSED_BLOCK: "it has no end",
+    ToolCallParseStatus.MISSING_NAME: "it names no tool",
+    ToolCallParseStatus.MALFORMED_STRUCTURE: "it does not have the form of a tool call",
+}
+_READABLE = frozenset(
+    # The last two: the value of a parameter is not of its declared type, and a tool that was not declared.
+    # Whoever has the tools tells the model so.
+    {ToolCallParseStatus.OK, ToolCallParseStatus.INVALID_JSON, ToolCallParseStatus.UNKNOWN_TOOL}
+)
+
+
+class TurnReader:
+    """Reads turns by a parser of the package ``renderers`` (0.1.12), within limits; for one tokenizer.
+
+    What a model writes is hostile, and the parsers have no limits of their own: several of their patterns
+    take time that grows with the square of a turn's length, nested JSON exhausts the stack, and long numbers
+    raise. So a turn that would take them too long is not parsed at all, whatever they raise becomes a broken
+    tool call, and arguments are checked before anyone sees them.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", library: Renderer) -> None:
+        self._tokenizer = tokenizer
+        self._library = library
+        markers = sorted((token for token in tokenizer.all_special_tokens if token), key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, markers))) if markers else None
+
+    def read(self, before_ids: Sequence[int], turn: SampledTurn, tools: Sequence[ToolSpec]) -> ParsedTurn:
+        """See ``MessageRenderer.parse``."""
+        raw = self._raw(turn)
+        if not self.can_read(turn):
+            problem = "the turn has more markup than is read; write fewer and shorter tool calls"
+            return self._unread(turn, raw, problem)
+        try:
+            parsed = self._library.parse_response(
+                turn.ids_T.tolist(),
+                tools=[tool.message_form for tool in tools] or None,
+                prompt_ids=list(before_ids),
+            )
+        except Exception as error:
+            # The library's parsers let some errors through: nested JSON (RecursionError), integers of more
+            # than 4,300 digits (ValueError), lists where they expect text (AttributeError, TypeError).
+            problem = f"it cannot be read ({type(error).__name__})"
+            return self._unread(turn, raw, problem)
+        calls, broken = self._calls(parsed, turn, tools)
+        return ParsedTurn(
+            text=self._without_markers(_without_stop_text(parsed.content, self._stop_text(turn))),
+            reasoning=(
+                None if parsed.reasoning_content is None else self._without_markers(parsed.reasoning_content)
+            ),
+            tool_calls=calls,
+            broken_tool_calls=broken,
+        )
+
+    def can_read(self, turn: SampledTurn) -> bool:
+        """Whether the parsers are done with a turn soon, whatever they make of it."""
+        return _num_steps(self._raw(turn)) <= MAX_STEPS
+
+    def _raw(self, turn: SampledTurn) -> str:
+        return text_of_ids(self._tokenizer, turn.ids_T.tolist())
+
+    def _unread(self, turn: SampledTurn, raw: str, problem: str) -> ParsedTurn:
+        broken = BrokenToolCall(text=raw[:MAX_BROKEN_TEXT], problem=problem)
+        return ParsedTurn(text=self._without_markers(turn.text), broken_tool_calls=(broken,))
+
+    def _calls(
+        self, parsed: ParsedResponse, turn: SampledTurn, tools: Sequence[ToolSpec]
+    ) -> tuple[tuple[ToolCall, ...], tuple[BrokenToolCall, ...]]:
+        types = {tool.name: _parameter_types(tool) for tool in tools}
+        calls: list[ToolCall] = []
+        broken: list[BrokenToolCall] = []
+        ids: set[str] = set()
+        for index, call in enumerate(parsed.tool_calls[:MAX_CALLS]):
+            problem = _problem_with(call, turn)
+            if problem is not None:
+                broken.append(BrokenToolCall(text=call.raw[:MAX_BROKEN_TEXT], problem=problem))
+                continue
+            assert isinstance(call.name, str)
+            own = call.id if isinstance(call.id, str) and 0 < len(call.id) <= MAX_NAME else None
+            identity = own if own is not None and own not in ids else f"call_{turn.turn}_{index}"
+            ids.add(identity)
+            arguments = call.arguments if isinstance(call.arguments, Mapping) else {}
+            calls.append(
+                ToolCall(id=identity, name=call.name, arguments=_typed(arguments, types.get(call.name, {})))
+            )
+        if (num_more := len(parsed.tool_calls) - MAX_CALLS) > 0:
+            text = parsed.tool_calls[MAX_CALLS].raw[:MAX_BROKEN_TEXT]
+            problem = f"it and {num_more - 1} after it are too many; at most {MAX_CALLS} are read in a turn"
+            broken.append(BrokenToolCall(text=text, problem=problem))
+        return tuple(calls), tuple(broken)
+
+    def _stop_text(self, turn: SampledTurn) -> str:
+        """What was sampled after the turn's text: one of the texts that end a turn, if it ended the turn."""
+        whole = text_of_ids(self._tokenizer, turn.ids_T.tolist(), skip_special_tokens=True)
+        return whole[len(turn.text) :] if whole.startswith(turn.text) else ""
+
+    def _without_markers(self, text: str) -> str:
+        return text if self._special is None else self._special.sub("", text)
+
+
+def _problem_with(call: ParsedToolCall, turn: SampledTurn) -> str | None:
+    """Why a call cannot be made; None if it can."""
+    is_cut = call.status is ToolCallParseStatus.UNCLOSED_BLOCK and turn.finish_reason is FinishReason.LENGTH
+    if is_cut:
+        return "the turn was cut before the call had ended"
+    if call.status not in _READABLE or (call.status is ToolCallParseStatus.INVALID_JSON and not call.name):
+        return _PROBLEMS[call.status]
+    if not isinstance(call.name, str) or not call.name.strip():
+        return _PROBLEMS[ToolCallParseStatus.MISSING_NAME]
+    if len(call.name) > MAX_NAME:
+        return f"the tool's name has {len(call.name)} characters; no tool's name has more than {MAX_NAME}"
+    if call.arguments is not None and not isinstance(call.arguments, Mapping):
+        return f"its arguments are of type {type(call.arguments).__name__}; must be an object"
+    return _problem_with_values((call.name, call.arguments))
+
+
+def _problem_with_values(values: object) -> str | None:
+    """Why a value cannot be written as JSON, or is larger than anyone should have to look at."""
+    left: list[tuple[object, int]] = [(values, 0)]
+    num_values = 0
+    while left:
+        value, depth = left.pop()
+        num_values += 1
+        if num_values > MAX_VALUES:
+            return f"its arguments have more than {MAX_VALUES} values"
+        if depth > MAX_DEPTH + 1:
+            return f"its arguments are nested more than {MAX_DEPTH} deep"
+        match value:
+            case Mapping():
+                left += [(one, depth + 1) for pair in value.items() for one in pair]
+            case list() | tuple():
+                left += [(one, depth + 1) for one in value]
+            case str():
+                try:
+                    value.encode()
+                except UnicodeEncodeError:
+                    return "its arguments have half of a surrogate pair, which is no character"
+            case float():
+                if not math.isfinite(value):
+                    return f"its arguments have the number {value}, which JSON has not"
+    return None
+
+
+def _parameter_types(tool: ToolSpec) -> Mapping[str, Any]:
+    properties = tool.parameters.get("properties", {})
+    if not isinstance(properties, Mapping):
+        return {}
+    return {name: one.get("type") for name, one in properties.items() if isinstance(one, Mapping)}
+
+
+_PYTHON_WORDS = {"True": ("boolean", True), "False": ("boolean", False), "None": ("null", None)}
+
+
+def _typed(arguments: Mapping[str, Any], types: Mapping[str, Any]) -> dict[str, Any]:
+    """Read Python's words for booleans and null where the tool declares that type.
+
+    The chat templates of Qwen3-Coder and Qwen3.5 write them so, and models that learned from them do.
+    """
+    typed = dict(arguments)
+    for name, value in arguments.items():
+        if isinstance(value, str) and value in _PYTHON_WORDS:
+            kind, meant = _PYTHON_WORDS[value]
+            declared = types.get(name)
+            if declared == kind or (
+                isinstance(declared, Sequence) and not isinstance(declared, str) and kind in declared
+            ):
+                typed[name] = meant
+    return typed
+
+
+def _without_stop_text(text: str, stop_text: str) -> str:
+    for ending in (stop_text, stop_text.rstrip()):
+        if ending and text.endswith(ending):
+            return text.removesuffix(ending)
+    return text
+
+
+def _num_steps(text: str) -> int:
+    """Bound the steps of the parsers' patterns, which look for an end from every opener.
+
+    Within blanks they also try every way to share them between two or three parts of a pattern: three where
+    the blanks follow a mark (parsing.py: ``\\s*([\\s\\S]*?)\\s*```$`` after a fence).
+    """
+    num_steps = sum(1 for _ in _OPENERS.finditer(text)) * len(text)
+    for run in _BLANKS.finditer(text):
+        num_blanks = len(run.group())
+        before = text[max(0, run.start() - 4) : run.start()]
+        follows_mark = before.endswith((">", "`", "json"))
+        num_steps += num_blanks**3 + num_blanks * len(text) if follows_mark else num_blanks**2
+    return num_steps
+
+
+_TOOL_FORMS = (("<function=", "qwen3.5"), ("<arg_key>", "glm"), ("<tool_call>", "qwen3"))
+"""Marks of tool calls, the most specific first, and the parsers of renderers 0.1.12 that read them."""
+
+
+class TemplateRenderer:
+    """A ``MessageRenderer`` by the tokenizer's own chat template, for models that no other renderer knows.
+
+    The whole conversation is rendered with a mark in place of each turn of the model, and the text after the
+    last mark is tokenized. Everything before it is in the trajectory already, so the template must render it
+    as it did then: a template that removes or rewrites something is refused. White space at the edges of a
+    turn may differ, since many templates strip it: the trajectory keeps what was sampled.
+
+    A turn ends with a token that the model samples, unless the turn is cut. Templates write it after every
+    turn, so it is left out where the model has sampled it already.
+
+    Turns are read by parsers of the package ``renderers``. Which one is told by the marks that the template
+    itself writes around tool calls and reasoning.
+    """
+
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        template_arguments: Mapping[str, int | float | bool | str] | None = None,
+    ) -> None:
+        """Raises ValueError if the tokenizer has no template."""
+        if tokenizer.chat_template is None:
+            raise ValueError(
+                f"data.chat_template = true: the tokenizer of {tokenizer.name_or_path!r} has no template; "
+                "must be false, or the model folder must have a chat template"
+            )
+        self._tokenizer = tokenizer
+        self._reserved = reserved_texts(tokenizer)
+        self._arguments = dict(template_arguments or {})
+        template = tokenizer.get_chat_template()
+        self._tool_parser = _tool_parser(tokenizer, template)
+        self._takes_tools = "tools" in template and self._tool_parser is not None
+        config = DefaultRendererConfig(
+            tool_parser=self._tool_parser, reasoning_parser="think" if "</think>" in template else None
+        )
+        self._reader = TurnReader(tokenizer, DefaultRenderer(tokenizer, config))
+
+    @property
+    def reserved(self) -> Sequence[str]:
+        return self._reserved
+
+    def added_ids(
+        self, conversation: Conversation, messages: tuple[Message, ...], tools: Sequence[ToolSpec] = ()
+    ) -> np.ndarray:
+        if not conversation.turns:
+            return np.asarray(self._encode(self._render(messages, tools)), np.int32)
+        ids = self._encode(self._text_after_last_turn(conversation, messages, tools))
+        last_turn = conversation.turns[len(conversation.messages) - 1]
+        return np.asarray(self._without_sampled_end(ids, last_turn), np.int32)
+
+    def answer_ids(
+        self, messages: tuple[Message, ...], answer: Message, tools: Sequence[ToolSpec] = ()
+    ) -> np.ndarray:
+        prompt = self._render(messages, tools)
+        whole = self._render((*messages, answer), tools, for_answer=False)
+        if not whole.startswith(prompt):
+            now, then = _from_difference(whole, prompt), _from_difference(prompt, whole)
+            raise ValueError(
+                f"messages[{len(messages)}]: the chat template does not render this answer after the prompt "
+                f"of a turn: it renders {show(now)} where the prompt has {show(then)}"
+            )
+        ids = self._encode(whole[len(prompt) :])
+        end = self._tokenizer.eos_token_id
+        if end in ids:
+            ids = ids[: ids.index(end) + 1]
+        elif end is not None:
+            ids.append(end)
+        return np.asarray(ids, np.int32)
+
+    def text_of(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def parse(
+        self, before_ids: Sequence[int], turn: SampledTurn, tools: Sequence[ToolSpec] = ()
+    ) -> ParsedTurn:
+        return self._reader.read(before_ids, turn, tools)
+
+    def _text_after_last_turn(
+        self, conversation: Conversation, messages: tuple[Message, ...], tools: Sequence[ToolSpec]
+    ) -> str:
+        marks = {index: f"\ue000{index}\ue001" for index in conversation.turns}
+
+        def with_turns(texts: Mapping[int, str]) -> list[Message]:
+            """The messages with a turn's whole text in place of what was read from it."""
+            return [
+                {"role": ASSISTANT, "content": texts[index]} if index in texts else message
+                for index, message in enumerate(messages)
+            ]
+
+        marked = with_turns(marks)
+        last = len(conversation.messages) - 1
+        before, after = self._render(marked[:last], tools), self._render(marked, tools)
+        for index, mark in marks.items():
+            if after.count(mark) != 1:
+                raise ValueError(
+                    f"the chat template renders messages[{index}], a turn of the model, "
+                    f"{after.count(mark)} times once other messages follow it; must be once: it must only "
+                    "append to what it has rendered before"
+                )
+        head, _, tail = after.partition(marks[last])
+        if head.rstrip() != before.rstrip():
+            now, then = _from_difference(head, before), _from_difference(before, head)
+            raise ValueError(
+                f"the chat template does not only append: before messages[{last}] it now renders "
+                f"{show(now)} where it had {show(then)}"
+            )
+        written = after
+        for index, mark in marks.items():
+            written = written.replace(mark, conversation.turns[index].text)
+        real = self._render(
+            with_turns({index: turn.text for index, turn in conversation.turns.items()}), tools
+        )
+        if "".join(real.split()) != "".join(written.split()):
+            raise ValueError(
+                "the chat template does not only append: it leaves out or changes what the model wrote in an "
+                "earlier turn (its reasoning, for instance), which is in the trajectory and was attended to; "
+                "use a template that keeps it"
+            )
+        return tail
+
+    def _without_sampled_end(self, ids: list[int], last_turn: SampledTurn) -> list[int]:
+        """Return the token ids after a turn, without the end of that turn if the model has sampled it."""
+        if last_turn.finish_reason is not FinishReason.STOP:
+            return ids
+        for position, token in enumerate(ids):
+            if token == last_turn.last_id:
+                return ids[position + 1 :]
+            if text_of_ids(self._tokenizer, [token]).strip():
+                break
+        return ids
+
+    def rendered_ids(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
+        """Return the template's own tokens of messages that the model answers; ``tools`` may be in a form
+        that is not read here.
+
+        Raises:
+            ValueError: the template refuses the messages.
+        """
+        return self._encode(self._applied(messages, tools, for_answer=True))
+
+    def _render(
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, for_answer: bool = True
+    ) -> str:
+        if tools and not self._takes_tools:
+            raise ValueError(
+                f"tools: {tools[0].name!r} was given, but the chat template does not tell the model of "
+                "tools, or writes calls in a form that is not read here; use a model with such a "
+                "template, name its renderer by data.renderer, or describe the tools in a message"
+            )
+        return self._applied(messages, tools, for_answer=for_answer)
+
+    def _applied(self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, for_answer: bool) -> str:
+        arguments: dict[str, Any] = dict(self._arguments)
+        if tools:
+            arguments["tools"] = tool_forms(tools)
+        try:
+            rendered = self._tokenizer.apply_chat_template(
+                message_forms(messages), tokenize=False, add_generation_prompt=for_answer, **arguments
+            )
+        except Exception as error:
+            # Templates are programs: a message of a form that they do not expect can raise anything.
+            kind = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
+            raise ValueError(f"the chat template refuses these messages: {kind}{error}") from error
+        assert isinstance(rendered, str)
+        return rendered
+
+    def _encode(self, text: str) -> list[int]:
+        # A template writes its special tokens itself.
+        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def _tool_parser(tokenizer: "PreTrainedTokenizerBase", template: str) -> str | None:
+    """The parser for the tool calls that the template writes; None if there is none, or its marks are no
+    single tokens, which the library's parsers look for.
+    """
+    vocabulary = tokenizer.get_vocab()
+    if "<tool_call>" not in vocabulary or "</tool_call>" not in vocabulary:
+        return None
+    return next((parser for mark, parser in _TOOL_FORMS if mark in template), None)
+
+
+def _from_difference(text: str, other: str) -> str:
+    """Return ``text`` from shortly before the first character in which it differs from ``other``."""
+    index = next(
+        (i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), min(len(text), len(other))
+    )
+    return text[max(0, index - 10) :]
+
+
+class FamilyRenderer:
+    """A ``MessageRenderer`` by the package ``renderers`` (0.1.12), which knows some 25 families of models.
+
+    Its renderers are programs in place of chat templates: they render a conversation, parse a turn, and
+    extend the tokens of a conversation by new messages without looking at its text again ("bridge").
+
+    A chat template may drop the reasoning of earlier turns when it renders a conversation anew. A path never
+    does: what was sampled stays in it, since the model's later turns attended to it. So the library is told
+    to keep reasoning (``thinking_retention="all"``), which concerns its bridge only.
+    """
+
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        family: str,
+        template_arguments: Mapping[str, int | float | bool | str] | None = None,
+    ) -> None:
+        """``family`` is the library's name of the renderer.
+
+        Raises:
+            ValueError: the tokenizer is not one of this family, or the family has no such argument.
+        """
+        self.family = family
+        self._tokenizer = tokenizer
+        self._reserved = reserved_texts(tokenizer)
+        try:
+            config = _config(family, template_arguments or {})
+            self._library: Renderer = create_renderer(tokenizer, config)
+        except Exception as error:
+            # The library asserts that special tokens are there, and raises pydantic's and its own errors.
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise ValueError(f"the tokenizer has no renderer {family!r}: {reason}") from error
+        self._reader = TurnReader(tokenizer, self._library)
+        self._shows_tools: bool | None = None
+
+    @property
+    def reserved(self) -> Sequence[str]:
+        return self._reserved
+
+    def added_ids(
+        self, conversation: Conversation, messages: tuple[Message, ...], tools: Sequence[ToolSpec] = ()
+    ) -> np.ndarray:
+        """See ``MessageRenderer``."""
+        self._check_tools(tools)
+        if not conversation.turns:
+            return np.asarray(self._render(messages, tools, for_answer=True), np.int32)
+        num_before = len(conversation.messages)
+        new = messages[num_before:]
+        for index, message in enumerate(new, start=num_before):
+            if message["role"] == ASSISTANT:
+                raise BridgeRefused(
+                    f"messages[{index}] is an assistant's message that this model did not say after these "
+                    "tokens; render the conversation anew"
+                )
+        turn = conversation.turns[num_before - 1]
+        if not self._reader.can_read(turn):
+            # The bridges of GLM, DeepSeek V4 and Gemma 4 parse the turn (renderers 0.1.12).
+            raise BridgeRefused(
+                f"the turn before messages[{num_before}] has more markup than is read; render the "
+                "conversation anew"
+            )
+        path = list(conversation.token_ids)
+        num_prompt = len(path) - turn.num_tokens
+        assert path[num_prompt:] == turn.ids_T.tolist(), "a path ends with its last turn"
+        try:
+            bridged = self._library.bridge_to_next_turn(
+                path[:num_prompt],
+                path[num_prompt:],
+                message_forms(new),
+                tools=tool_forms(tools) or None,
+            )
+        except Exception as error:
+            # What the model wrote can raise here, for instance nested JSON, and so can the new messages.
+            # Those are refused again when they are rendered anew.
+            raise BridgeRefused(str(self._refusal(error))) from error
+        if bridged is None:
+            raise BridgeRefused(
+                f"the renderer {self.family!r} cannot append messages[{num_before}:] to the turn before them "
+                f"({self._why_refused(turn)}); render the conversation anew"
+            )
+        if bridged.token_ids[: len(path)] != path:
+            raise BridgeRefused(
+                f"the renderer {self.family!r} would take back tokens of the turn before "
+                f"messages[{num_before}], which goes on after a token that ends turns; render the "
+                "conversation anew"
+            )
+        return np.asarray(bridged.token_ids[len(path) :], np.int32)
+
+    def answer_ids(
+        self, messages: tuple[Message, ...], answer: Message, tools: Sequence[ToolSpec] = ()
+    ) -> np.ndarray:
+        """See ``MessageRenderer``."""
+        self._check_tools(tools)
+        prompt = self._render(messages, tools, for_answer=True)
+        whole = self._render((*messages, answer), tools, for_answer=False)
+        ids = _after_prompt(self._tokenizer, prompt, whole)
+        if ids is None:
+            raise ValueError(
+                f"messages[{len(messages)}]: the renderer {self.family!r} does not render this answer after "
+                f"the prompt of a turn: {show(self._tokenizer.decode(whole[-40:]))}"
+            )
+        ends = set(self._library.get_stop_token_ids())
+        last = next((index for index, token in enumerate(ids) if token in ends), None)
+        ids = [*ids, self._end_of(messages, answer, tools)] if last is None else ids[: last + 1]
+        return np.asarray(ids, np.int32)
+
+    def text_of(self, ids: Sequence[int]) -> str:
+        """See ``MessageRenderer``."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def parse(
+        self, before_ids: Sequence[int], turn: SampledTurn, tools: Sequence[ToolSpec] = ()
+    ) -> ParsedTurn:
+        """See ``MessageRenderer``."""
+        return self._reader.read(before_ids, turn, tools)
+
+    def _end_of(self, messages: tuple[Message, ...], answer: Message, tools: Sequence[ToolSpec]) -> int:
+        """The token that ends an answer in a format whose turns end with the role of the next message."""
+        follows: Message = {"role": "user", "content": "x"}
+        if calls := answer.get("tool_calls"):
+            follows = {"role": TOOL, "content": "x", "tool_call_id": calls[0].get("id", "call_0")}
+        ends = self._library.get_stop_token_ids()
+        rendered = self._library.render(
+            message_forms((*messages, answer, follows)), tools=tool_forms(tools) or None
+        )
+        said = zip(rendered.token_ids, rendered.message_indices, rendered.sampled_mask, strict=True)
+        sampled = [token for token, index, is_sampled in said if is_sampled and index == len(messages)]
+        return sampled[-1] if sampled and sampled[-1] in ends else ends[0]
+
+    def rendered_ids(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
+        """Return the tokens of messages that the model answers, whether they tell of ``tools`` or not.
+
+        Raises:
+            ValueError: the family has no form for these messages.
+        """
+        return self._render(messages, tools, for_answer=True)
+
+    def _render(
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, for_answer: bool
+    ) -> list[int]:
+        try:
+            return self._library.render_ids(
+                message_forms(messages), tools=tool_forms(tools) or None, add_generation_prompt=for_answer
+            )
+        except Exception as error:
+            raise self._refusal(error) from error
+
+    def _refusal(self, error: Exception) -> ValueError:
+        # The library raises whatever its code meets in a message that the family has no form for.
+        return ValueError(
+            f"the renderer {self.family!r} refuses these messages: {type(error).__name__}: {error}"
+        )
+
+    def _check_tools(self, tools: Sequence[ToolSpec]) -> None:
+        """Refuse tools where the family's format has no place for them: the library leaves them out."""
+        if not tools:
+            return
+        if self._shows_tools is None:
+            probe = ({"role": "user", "content": "x"},)
+            self._shows_tools = self._render(probe, tools, for_answer=True) != self._render(
+                probe, (), for_answer=True
+            )
+        if not self._shows_tools:
+            raise ValueError(
+                f"tools: {tools[0].name!r} was given, but the format of {self.family!r} does not tell the "
+                "model of tools; describe them in a message"
+            )
+
+    def _why_refused(self, turn: SampledTurn) -> str:
+        ends = self._library.get_stop_token_ids()
+        if any(token in ends for token in turn.ids_T.tolist()):
+            return "it ended while the model was reasoning"
+        return "its tokens do not show how it ends"
+
+
+def _config(family: str, arguments: Mapping[str, Any]) -> RendererConfig:
+    default = config_from_name(family)
+    assert default is not None, "a family, not the library's own choice"
+    return merge_chat_template_kwargs(type(default)(thinking_retention="all"), arguments)
+
+
+def _after_prompt(
+    tokenizer: "PreTrainedTokenizerBase", prompt: list[int], whole: list[int]
+) -> list[int] | None:
+    """The tokens of an answer, given those of its prompt, and of both; None if they do not fit."""
+    if whole[: len(prompt)] == prompt:
+        return whole[len(prompt) :]
+    # Where the prompt ends within a token of the whole, the answer's text is what a model would sample.
+    before = text_of_ids(tokenizer, prompt)
+    text = text_of_ids(tokenizer, whole)
+    if not text.startswith(before):
+        return None
+    return tokenizer(text[len(before) :], add_special_tokens=False)["input_ids"]

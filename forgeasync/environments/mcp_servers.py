@@ -1,0 +1,556 @@
+"""The tools of MCP servers, each with connections and processes of its own for every episode.
+
+Users' servers are not trusted: what they send is bounded, and nothing of them is left at the end.
+"""
+
+import asyncio
+import contextlib
+import os
+import secrets
+import shutil
+import tempfile
+from collections import deque
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from functools import partial
+from types import TracebackType
+from typing import Any, Self
+
+import anyio
+import httpx2
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+from mcp.client.client import Client
+from mcp.client.streamable_http import streamable_http_client
+from mcp.shared.exceptions import MCPError
+from mcp.shared.message import SessionMessage
+from mcp_types import CallToolResult, TextContent, jsonrpc_message_adapter
+from mcp_types import Tool as ToolOfServer
+from pydantic import ValidationError
+
+from forgeasync.config import HttpServer, McpServerSection, StdioServer
+from forgeasync.environments.environment import EpisodeInterrupted
+from forgeasync.environments.episode_thread import kill
+from forgeasync.environments.messages import ToolSpec
+from forgeasync.environments.tools import Tool, ToolFailed, ToolServerLost
+from forgeasync.environments.workers import marked_processes, own_mark
+from forgeasync.observability import last_words
+
+MAX_RESPONSE_BYTES = 16 * 2**20
+"""Most bytes of one response, which may be a stream of events that lasts as long as the episode."""
+
+CONNECT_S = 30.0
+SILENCE_S = 300.0
+"""Time between two pieces of a response."""
+
+
+class ResponseTooLarge(httpx2.RequestError):
+    """A server has sent more than is read, or compressed it."""
+
+
+def http_client(section: HttpServer) -> httpx2.AsyncClient:
+    """Return a client for one server, not entered, which reads no more of an answer than fits.
+
+    The transport of mcp 2.3.0 bounds events of a stream, but not answers in JSON
+    (mcp/client/streamable_http.py).
+    """
+    return httpx2.AsyncClient(
+        transport=_BoundedTransport(),
+        headers=section.headers | {"accept-encoding": "identity"},
+        timeout=httpx2.Timeout(CONNECT_S, read=SILENCE_S),
+    )
+
+
+class _BoundedTransport(httpx2.AsyncHTTPTransport):
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        response = await super().handle_async_request(request)
+        if response.headers.get("content-encoding", "identity") != "identity":
+            # Its size is known only once it is unpacked.
+            await response.aclose()
+            raise ResponseTooLarge("the server compresses its responses, though it was asked not to")
+        assert isinstance(response.stream, httpx2.AsyncByteStream)
+        response.stream = _BoundedStream(response.stream)
+        return response
+
+
+class _BoundedStream(httpx2.AsyncByteStream):
+    def __init__(self, stream: httpx2.AsyncByteStream) -> None:
+        self._stream = stream
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        num_left = MAX_RESPONSE_BYTES
+        async for part in self._stream:
+            num_left -= len(part)
+            if num_left < 0:
+                raise ResponseTooLarge(f"the server sent a response of more than {MAX_RESPONSE_BYTES} bytes")
+            yield part
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
+
+
+MAX_MESSAGE_BYTES = 4 * 2**20
+"""Longest message that a server may send; one that sends a longer one is killed."""
+
+MAX_UNREADABLE_LINES = 1000
+"""A server that writes more lines which are no messages is killed."""
+
+MAX_STDERR_BYTES = 4096
+"""What is kept of the end of its standard error."""
+
+EXIT_S = 1.0
+"""Time for a server to end by itself once its standard input is closed."""
+
+_MARK = "FORGEASYNC_MCP_SERVER"
+"""Environment variable by which the processes of a server are found, wherever they went."""
+
+MessageStream = MemoryObjectReceiveStream[SessionMessage | Exception]
+
+
+class StdioTransport:
+    """One server process, and the streams of messages that the client of mcp reads and writes.
+
+    A transport of our own for the client of the package mcp 2.3.0. Its ``stdio_client`` reads a line of any
+    length into memory, passes HOME and USER on, and kills the server's process group only
+    (mcp/client/stdio.py).
+    """
+
+    def __init__(self, section: StdioServer) -> None:
+        self._section = section
+        self._mark = secrets.token_hex(16)
+        self._folder: str | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._stderr: deque[bytes] = deque()
+        self._why_killed: str | None = None
+
+    @property
+    def problem(self) -> str:
+        """Say what has become of the server."""
+        code = None if self._process is None else self._process.returncode
+        if self._why_killed is not None:
+            ended = f"was killed, since {self._why_killed}"
+        else:
+            ended = "is not running" if code is None else f"has ended with exit code {code}"
+        words = b"".join(self._stderr).decode(errors="replace").strip()[-500:]
+        return f"{ended}: {words}" if words else ended
+
+    async def __aenter__(self) -> tuple[MessageStream, MemoryObjectSendStream[SessionMessage]]:
+        """Start the server. Raises OSError or ValueError if its program cannot be started."""
+        self._folder = tempfile.mkdtemp(prefix="forgeasync-mcp-")
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._section.command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                limit=MAX_MESSAGE_BYTES,
+                env=self._environment(self._folder),
+                cwd=self._section.cwd or self._folder,
+                start_new_session=True,
+            )
+        except BaseException:
+            self._remove_folder()
+            raise
+        to_client, from_server = anyio.create_memory_object_stream[SessionMessage | Exception](0)
+        from_client, to_server = _turned(anyio.create_memory_object_stream[SessionMessage](0))
+        self._start(self._read(to_client))
+        self._start(self._write(from_client))
+        self._start(self._read_stderr())
+        return from_server, to_server
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        """Let the server end by itself for ``EXIT_S``, then kill what is left of it."""
+        assert self._process is not None and self._process.stdin is not None
+        try:
+            self._process.stdin.close()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(EXIT_S):
+                    await self._process.wait()
+        finally:
+            self.kill()
+            self._remove_folder()
+            # With all processes gone, reading ends by itself, and asyncio gives its pipes back.
+            gone = asyncio.ensure_future(self._process.wait())
+            _, left = await asyncio.wait([gone, *self._tasks], timeout=EXIT_S)
+            for task in left:
+                task.cancel()
+
+    def kill(self) -> None:
+        """Kill the server and everything that it has started, at once."""
+        # Until nothing is found: a process may start another while it is looked for.
+        while kill(marked_processes(self._mark, _MARK)):
+            pass
+
+    def _environment(self, folder: str) -> dict[str, str]:
+        own = {
+            "PATH": os.environ.get("PATH", os.defpath),
+            "LANG": "C.UTF-8",
+            "HOME": folder,
+            "TMPDIR": folder,
+        }
+        return own | self._section.env | {_MARK: self._mark} | own_mark()
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        self._tasks.append(asyncio.ensure_future(work))
+
+    async def _read(self, to_client: MemoryObjectSendStream[SessionMessage | Exception]) -> None:
+        assert self._process is not None and self._process.stdout is not None
+        num_unreadable = 0
+        # A closed stream tells the client that the connection has ended.
+        async with to_client:
+            while True:
+                try:
+                    line = await self._process.stdout.readuntil(b"\n")
+                except asyncio.IncompleteReadError:
+                    # Its exit code says more than the end of its output.
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(EXIT_S):
+                            await self._process.wait()
+                    return
+                except asyncio.LimitOverrunError:
+                    self._refuse(f"it wrote a message of more than {MAX_MESSAGE_BYTES} bytes")
+                    return
+                try:
+                    message = jsonrpc_message_adapter.validate_json(line, by_name=False)
+                except ValueError:
+                    num_unreadable += 1
+                    if num_unreadable > MAX_UNREADABLE_LINES:
+                        self._refuse(f"it wrote more than {MAX_UNREADABLE_LINES} lines that are no messages")
+                        return
+                    continue
+                try:
+                    await to_client.send(SessionMessage(message))
+                except (anyio.BrokenResourceError, anyio.ClosedResourceError):
+                    return
+
+    async def _write(self, from_client: MemoryObjectReceiveStream[SessionMessage]) -> None:
+        assert self._process is not None and self._process.stdin is not None
+        async with from_client:
+            async for one in from_client:
+                text = one.message.model_dump_json(by_alias=True, exclude_unset=True)
+                try:
+                    self._process.stdin.write(text.encode() + b"\n")
+                    await self._process.stdin.drain()
+                except (ConnectionError, RuntimeError):
+                    # The server is gone: the client learns it from the end of what it reads.
+                    return
+
+    async def _read_stderr(self) -> None:
+        assert self._process is not None and self._process.stderr is not None
+        size = 0
+        while part := await self._process.stderr.read(MAX_STDERR_BYTES):
+            self._stderr.append(part)
+            size += len(part)
+            while size - len(self._stderr[0]) >= MAX_STDERR_BYTES:
+                size -= len(self._stderr.popleft())
+
+    def _refuse(self, why: str) -> None:
+        self._why_killed = why
+        self.kill()
+
+    def _remove_folder(self) -> None:
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _turned(
+    streams: tuple[MemoryObjectSendStream[SessionMessage], MemoryObjectReceiveStream[SessionMessage]],
+) -> tuple[MemoryObjectReceiveStream[SessionMessage], MemoryObjectSendStream[SessionMessage]]:
+    send, receive = streams
+    return receive, send
+
+
+MAX_TOOLS = 512
+"""Most tools of one server."""
+
+PROBE_S = 5.0
+"""A server that does not list its tools within this time, after a call of it was cut off, is lost."""
+
+CLOSE_S = 2.0
+"""Time to say goodbye to a server."""
+
+
+class ServerLost(Exception):
+    """The server has ended, cannot be reached or does not answer; the text says what is known."""
+
+
+class CallRefused(Exception):
+    """The server has answered a call with an error of the protocol."""
+
+
+class Connection:
+    """A client of one server, which a task of its own enters and leaves, as the scopes of anyio need it."""
+
+    def __init__(self, section: McpServerSection) -> None:
+        self._section = section
+        self._process: StdioTransport | None = None
+        self._owner: asyncio.Task[None] | None = None
+        self._client: Client | None = None
+        self._leave = asyncio.Event()
+        self.tools: tuple[ToolOfServer, ...] = ()
+        self.is_suspect = False
+        """A call was cut off: nobody knows whether the server still answers."""
+
+    async def open(self, *, limit_s: float) -> None:
+        """Start or reach the server and list its tools.
+
+        Raises:
+            ServerLost: it does not come up within ``limit_s``; everything of it is gone again.
+        """
+        opened: asyncio.Future[tuple[Client, tuple[ToolOfServer, ...]]] = (
+            asyncio.get_running_loop().create_future()
+        )
+        self._owner = asyncio.ensure_future(self._own(opened))
+        try:
+            async with asyncio.timeout(limit_s):
+                waiting: list[asyncio.Future[Any]] = [opened, self._owner]
+                await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        except TimeoutError:
+            await self.close()
+            raise ServerLost(self._said(f"it did not come up within {limit_s:g} s")) from None
+        except BaseException:
+            await self.close()
+            raise
+        if not opened.done():
+            raise ServerLost(self._said(_reason(self._owner)))
+        self._client, self.tools = opened.result()
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> CallToolResult:
+        """Call a tool.
+
+        Raises:
+            CallRefused: the server answers with an error.
+            ServerLost: it has ended or does not answer any more.
+        """
+        assert self._client is not None and self._owner is not None
+        calling = asyncio.ensure_future(self._client.call_tool(name, dict(arguments)))
+        try:
+            await asyncio.wait([calling, self._owner], return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            self.is_suspect = True
+            raise
+        finally:
+            calling.cancel()
+            calling.add_done_callback(_forget)
+        if not calling.done():
+            raise ServerLost(self._said(_reason(self._owner)))
+        error = calling.exception()
+        if error is None:
+            return calling.result()
+        # The client has one kind of error for what a server answers and for what became of it.
+        if not await self.is_alive():
+            raise ServerLost(self._said(_told(error))) from error
+        if isinstance(error, MCPError | ValidationError | RuntimeError):
+            raise CallRefused(_told(error)) from error
+        raise error
+
+    async def is_alive(self) -> bool:
+        """Ask the server for its tools; whether it has answered."""
+        assert self._client is not None and self._owner is not None
+        if self._owner.done():
+            return False
+        asking = asyncio.ensure_future(self._client.list_tools())
+        try:
+            await asyncio.wait([asking, self._owner], timeout=PROBE_S, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            asking.cancel()
+            asking.add_done_callback(_forget)
+        is_alive = asking.done() and asking.exception() is None and not self._owner.done()
+        self.is_suspect = not is_alive
+        return is_alive
+
+    async def close(self) -> None:
+        """Leave the server; one that was started ends with all that it has started."""
+        self._leave.set()
+        if self._owner is None:
+            return
+        try:
+            await asyncio.wait([self._owner], timeout=CLOSE_S)
+        finally:
+            if self._process is not None:
+                self._process.kill()
+            self._owner.cancel()
+            self._owner.add_done_callback(_forget)
+
+    async def _own(self, opened: "asyncio.Future[tuple[Client, tuple[ToolOfServer, ...]]]") -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            match self._section:
+                case StdioServer():
+                    transport: Any = StdioTransport(self._section)
+                    self._process = transport
+                case HttpServer():
+                    http = await stack.enter_async_context(http_client(self._section))
+                    transport = streamable_http_client(self._section.url, http_client=http)
+            # Nothing is cached: what is listed must be what the server says now.
+            client = await stack.enter_async_context(Client(transport, cache=None))
+            opened.set_result((client, await _list_tools(client)))
+            await self._leave.wait()
+
+    def _said(self, reason: str) -> str:
+        if self._process is None:
+            return reason
+        return f"{reason}; its process {self._process.problem}"
+
+
+async def _list_tools(client: Client) -> tuple[ToolOfServer, ...]:
+    tools: list[ToolOfServer] = []
+    cursor: str | None = None
+    while True:
+        page = await client.list_tools(cursor=cursor)
+        tools += page.tools
+        if len(tools) > MAX_TOOLS:
+            raise ValueError(f"it has more than {MAX_TOOLS} tools")
+        if page.next_cursor is None or not page.tools:
+            return tuple(tools)
+        cursor = page.next_cursor
+
+
+def _reason(owner: "asyncio.Task[None]") -> str:
+    if not owner.done() or owner.cancelled():
+        return "the connection was closed"
+    error = owner.exception()
+    return "the connection has ended" if error is None else _told(error)
+
+
+def _told(error: BaseException) -> str:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return f"{type(error).__name__}: {last_words(error)}"[:500]
+
+
+def _forget(ended: "asyncio.Future[Any]") -> None:
+    if not ended.cancelled():
+        ended.exception()
+
+
+START_S = 30.0
+"""Time for a server to come up, in seconds."""
+
+MAX_RESTARTS = 1
+"""Times that one server is started again in an episode."""
+
+
+class McpTools:
+    """Starts or reaches MCP servers and has their tools; make it within ``rollout``.
+
+        async with McpTools({"files": StdioServer(command=("python", "-m", "my_package.server"))}) as mcp:
+            run = await run_tools(agent, task.prompt, Toolbox(mcp.tools))
+
+    With several servers, tools are called ``<server>__<tool>``. A server that dies or hangs fails the call
+    that was under way; the next call starts it again, once in an episode. What it held in memory is gone
+    then, and the model is told so.
+    """
+
+    def __init__(self, servers: Mapping[str, McpServerSection], *, start_s: float = START_S) -> None:
+        """``servers`` are sections by name; ``start_s`` is the time for each to come up."""
+        self._servers = [_Server(name, section, start_s=start_s) for name, section in servers.items()]
+        self.tools: tuple[Tool, ...] = ()
+
+    async def __aenter__(self) -> Self:
+        """Start all servers.
+
+        Raises:
+            EpisodeInterrupted: one does not come up.
+        """
+        try:
+            await asyncio.gather(*(server.start() for server in self._servers))
+            self.tools = tuple(
+                tool for server in self._servers for tool in server.tools(is_alone=len(self._servers) == 1)
+            )
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """End all servers that were started, and leave the others; may be called again."""
+        await asyncio.gather(*(server.close() for server in self._servers))
+
+
+class _Server:
+    """One server, through its restarts."""
+
+    def __init__(self, name: str, section: McpServerSection, *, start_s: float) -> None:
+        self._name = name
+        self._section = section
+        self._start_s = start_s
+        self._connection = Connection(section)
+        self._one_restart = asyncio.Lock()
+        self._num_restarts = 0
+        self._lost: str | None = None
+        """Why the connection cannot be used any more."""
+
+    async def start(self) -> None:
+        try:
+            await self._connection.open(limit_s=self._start_s)
+        except ServerLost as error:
+            raise EpisodeInterrupted(f"MCP server {self._name!r} cannot be used: {error}") from error
+
+    async def close(self) -> None:
+        await self._connection.close()
+
+    def tools(self, *, is_alone: bool) -> list[Tool]:
+        prefix = "" if is_alone else f"{self._name}__"
+        return [
+            Tool(
+                spec=ToolSpec(
+                    name=prefix + one.name,
+                    description=one.description or "",
+                    parameters=one.input_schema,
+                ),
+                run=partial(self._call, one.name),
+            )
+            for one in self._connection.tools
+        ]
+
+    async def _call(self, tool: str, arguments: Mapping[str, Any]) -> str:
+        await self._revive()
+        connection = self._connection
+        try:
+            result = await connection.call(tool, arguments)
+        except CallRefused as error:
+            raise ToolFailed(f"Error: {error}") from error
+        except ServerLost as error:
+            if connection is self._connection:
+                self._lost = str(error)
+            raise ToolServerLost(
+                "the server of this tool was lost during the call; another call connects to it anew, "
+                "without what it held in memory"
+            ) from error
+        if result.is_error:
+            raise ToolFailed(_text(result))
+        return _text(result)
+
+    async def _revive(self) -> None:
+        """Start the server again if it is lost.
+
+        Raises:
+            EpisodeInterrupted: it has been started again before, or does not come up.
+        """
+        async with self._one_restart:
+            if self._lost is None and self._connection.is_suspect and not await self._connection.is_alive():
+                self._lost = "it does not answer any more"
+            if self._lost is None:
+                return
+            if self._num_restarts >= MAX_RESTARTS:
+                raise EpisodeInterrupted(f"MCP server {self._name!r} was lost again: {self._lost}")
+            self._num_restarts += 1
+            await self._connection.close()
+            self._connection = Connection(self._section)
+            await self.start()
+            self._lost = None
+
+
+def _text(result: CallToolResult) -> str:
+    """Everything that is text; of everything else, what kind it is."""
+    parts = [
+        one.text if isinstance(one, TextContent) else f"[{one.type}: cannot be shown]"
+        for one in result.content
+    ]
+    return "\n".join(parts)

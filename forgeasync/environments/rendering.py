@@ -1,0 +1,502 @@
+"""Messages as tokens: the seam between them, and which renderer a run has.
+
+A renderer extends a path of tokens by new messages, and reads the turns that a model writes. Sampled tokens
+are never re-tokenized. The renderer for models without a chat template is here; those for models with one are
+in chat_formats.py.
+"""
+
+import itertools
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from forgeasync.config import RendererName
+from forgeasync.environments.messages import (
+    ASSISTANT,
+    TOOL,
+    BrokenToolCall,
+    Message,
+    ToolCall,
+    ToolSpec,
+    checked_message,
+    show,
+)
+from forgeasync.rollouts import FinishReason, SampledTurn, text_of_ids
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from forgeasync.environments.chat_formats import FamilyRenderer, TemplateRenderer
+
+
+class BridgeRefused(ValueError):
+    """Messages cannot be appended to a path; render the conversation anew instead (``rendered_anew``)."""
+
+
+class NoCallOpening(ValueError):
+    """A turn cannot be made to begin with a call of a tool."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """Messages whose tokens are in a trajectory; the last one is the model's, unless there are none yet.
+
+    One path from the root of a trajectory's tree: what other branches have is not in it.
+    """
+
+    messages: tuple[Message, ...] = ()
+    turns: Mapping[int, SampledTurn]
+    """The model's turns, by their indices among the messages. An assistant's message that is not among them
+    was written by someone else, and its tokens were given."""
+    token_ids: Sequence[int] = ()
+    """All tokens of the path, the last turn's included."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParsedTurn:
+    """What the model's tokens of one turn say."""
+
+    text: str
+    """What the model says to whom it talks: without reasoning, tool calls and special tokens."""
+    reasoning: str | None = None
+    """None where the model's format has none, or the model wrote none."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    broken_tool_calls: tuple[BrokenToolCall, ...] = ()
+
+
+class MessageRenderer(Protocol):
+    """Renders messages as the tokens to append, and parses the tokens of a turn; for one tokenizer."""
+
+    @property
+    def reserved(self) -> Sequence[str]:
+        """Texts that would become tokens with a meaning for conversations; see ``without_reserved``."""
+        ...
+
+    def added_ids(
+        self, conversation: Conversation, messages: tuple[Message, ...], tools: Sequence[ToolSpec] = ()
+    ) -> np.ndarray:
+        """Return the token ids, int32, to append to the path of ``conversation`` so that it ends where the
+        model answers ``messages``, which continue the conversation's messages.
+
+        The tokens of the path stay as they are. ``tools`` are the same for all turns of a path.
+
+        Raises:
+            BridgeRefused: the messages can be rendered, but not after this path.
+            ValueError: the messages cannot be rendered, for instance because the chat template fails or
+                changes what came before.
+        """
+        ...
+
+    def answer_ids(
+        self, messages: tuple[Message, ...], answer: Message, tools: Sequence[ToolSpec] = ()
+    ) -> np.ndarray:
+        """Return the token ids, int32, that a model would sample to say ``answer`` after ``messages``.
+
+        They end with what ends a turn, where the format has that. For an answer that has no sampled tokens.
+
+        Raises:
+            ValueError: the answer cannot be rendered.
+        """
+        ...
+
+    def text_of(self, ids: Sequence[int]) -> str:
+        """Return the text of tokens without special ones, as ``SampledTurn.text`` has it."""
+        ...
+
+    def parse(
+        self, before_ids: Sequence[int], turn: SampledTurn, tools: Sequence[ToolSpec] = ()
+    ) -> ParsedTurn:
+        """Parse a turn that was sampled after ``before_ids``; never raises for what a model wrote."""
+        ...
+
+
+def call_opening(renderer: MessageRenderer, tools: Sequence[ToolSpec]) -> np.ndarray:
+    """Return the tokens, int32, with which a turn begins that calls one of ``tools`` at once.
+
+    They are what such calls have in common as the renderer writes them: up to the name of the tool, or up to
+    its arguments where there is one tool.
+
+    Raises:
+        NoCallOpening: the format has no tool calls, or what they begin with does not make a call of it.
+    """
+
+    def answer(name: str | None, **arguments: int) -> list[int]:
+        message: dict[str, object] = {"role": ASSISTANT, "content": "x"}
+        if name is not None:
+            call = ToolCall(id="call_0", name=name, arguments=arguments)
+            message |= {"content": "", "tool_calls": [call.message_form]}
+        told = ToolSpec(name=name or "x", description="", parameters={"type": "object", "properties": {}})
+        return renderer.answer_ids(question, checked_message("a call", message), (told,)).tolist()
+
+    question = ({"role": "user", "content": "x"},)
+    # Of several tools no name is given, so that calls with any two names show what comes before it.
+    names = [tools[0].name] if len(tools) == 1 else ["a", "b"]
+    try:
+        calls = [answer(name, **more) for name in names for more in ({}, {"x": 1})]
+        others = [answer(None)] + [answer("x" + name) for name in names if len(tools) == 1]
+    except ValueError as error:
+        raise NoCallOpening(
+            f"the model's format has no tool calls that a turn can begin with: {error}"
+        ) from error
+    alike = itertools.takewhile(lambda ids: len(set(ids)) == 1, zip(*calls, strict=False))
+    opening = [ids[0] for ids in alike]
+    if any(other[: len(opening)] == opening for other in others):
+        raise NoCallOpening(
+            "a turn cannot be made to call a tool: the model's format writes its name too late"
+        )
+    return np.asarray(opening, np.int32)
+
+
+def message_forms(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return copies that may be changed, with plain objects as the arguments of tool calls."""
+    forms = []
+    for message in messages:
+        form = dict(message)
+        if "tool_calls" in form:
+            form["tool_calls"] = [_call_form(call) for call in form["tool_calls"]]
+        forms.append(form)
+    return forms
+
+
+def _call_form(call: Any) -> dict[str, Any]:
+    function = call["function"]
+    arguments = function["arguments"]
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {"name": function["name"], "arguments": json.loads(arguments or "{}")}}
+
+
+def tool_forms(tools: Sequence[ToolSpec]) -> list[dict[str, Any]]:
+    """Return the tools as chat endpoints take them, in plain objects."""
+    return [json.loads(json.dumps(tool.message_form, ensure_ascii=False)) for tool in tools]
+
+
+WORD_JOINER = "\u2060"
+_FROM_OUTSIDE = frozenset({"user", TOOL})
+
+
+def reserved_texts(tokenizer: "PreTrainedTokenizerBase") -> tuple[str, ...]:
+    """Return the texts of all added tokens, the longest first; those of one character cannot be divided."""
+    texts = [text for text in tokenizer.get_added_vocab() if len(text) > 1 and not text.isspace()]
+    return tuple(sorted(texts, key=lambda text: (-len(text), text)))
+
+
+def without_reserved(messages: Sequence[Message], reserved: Sequence[str]) -> tuple[tuple[Message, ...], int]:
+    """Return the messages with the reserved texts of outsiders divided, and how many of them there were.
+
+    Tokenizers turn ``<|im_end|>`` into the token that ends a turn wherever it stands, in a tool's output or a
+    user's question too: whoever writes it there could end the message and speak for the model. In such
+    messages every text of an added token gets a word joiner (U+2060) behind its first character. It cannot be
+    seen, and the text no longer is the token's.
+    """
+    changed, num_found = [], 0
+    for message in messages:
+        content = message["content"]
+        if message["role"] in _FROM_OUTSIDE:
+            for text in reserved:
+                num_found += content.count(text)
+                content = content.replace(text, text[0] + WORD_JOINER + text[1:])
+        changed.append({**message, "content": content} if content != message["content"] else message)
+    return tuple(changed), num_found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RenderedAnew:
+    """All tokens of a conversation, up to where the model answers."""
+
+    ids_S: np.ndarray
+    """int32."""
+    starts: Mapping[int, int]
+    """Where the tokens of the model's own turns begin, by the indices of their messages."""
+    num_from_text: int
+    """Number of assistant's messages whose tokens had to be made from text."""
+
+
+class _FromText(Exception):
+    """Messages up to ``last`` must be rendered together, from their text; with ``only``, that one alone."""
+
+    def __init__(self, *, last: int, only: bool) -> None:
+        self.last = last
+        self.only = only
+
+
+def rendered_anew(
+    renderer: MessageRenderer,
+    messages: tuple[Message, ...],
+    known_turns: Mapping[int, SampledTurn],
+    tools: Sequence[ToolSpec] = (),
+) -> RenderedAnew:
+    """Render a whole conversation that continues none.
+
+    ``known_turns`` are the model's own turns that stand in it unchanged, by their indices among the messages:
+    their sampled tokens are put in as they are. Everything else is tokenized from text, and so is a turn
+    after which nothing can be appended (``BridgeRefused``).
+
+    Raises:
+        ValueError: the messages cannot be rendered.
+    """
+    known = dict(known_turns)
+    while True:
+        try:
+            return _spliced(renderer, messages, known, tools)
+        except _FromText as error:
+            # Each time there is one known turn less, or none before what is rendered together.
+            known = {
+                index: turn
+                for index, turn in known.items()
+                if index != error.last and (error.only or index > error.last)
+            }
+
+
+def _spliced(
+    renderer: MessageRenderer,
+    messages: tuple[Message, ...],
+    known: Mapping[int, SampledTurn],
+    tools: Sequence[ToolSpec],
+) -> RenderedAnew:
+    answers = [index for index, message in enumerate(messages) if message["role"] == ASSISTANT]
+    first = min(known, default=len(messages))
+    # What others said before the model's first turn is part of its prompt.
+    ours_or_later = [index for index in answers if index >= first]
+    path: list[int] = []
+    starts: dict[int, int] = {}
+    conversation = Conversation(turns={})
+    for index in [*ours_or_later, len(messages)]:
+        last = len(conversation.messages) - 1
+        try:
+            added = renderer.added_ids(conversation, messages[:index], tools)
+        except BridgeRefused as error:
+            assert last >= 0, "a first prompt is appended to nothing"
+            raise _FromText(last=last, only=last in known) from error
+        path += added.tolist()
+        if index == len(messages):
+            break
+        turn = known.get(index)
+        if turn is None:
+            try:
+                ids = renderer.answer_ids(messages[:index], messages[index], tools)
+            except ValueError as error:
+                raise _FromText(last=index, only=False) from error
+            # The turn is of no tree, and nothing reads its number or version.
+            turn = SampledTurn(
+                turn=-1,
+                ids_T=ids,
+                text=messages[index]["content"],
+                finish_reason=FinishReason.STOP,
+                first_version=-1,
+                version=-1,
+            )
+        else:
+            starts[index] = len(path)
+        path += turn.ids_T.tolist()
+        conversation = Conversation(
+            messages=messages[: index + 1],
+            turns={**conversation.turns, index: turn},
+            token_ids=tuple(path),
+        )
+    return RenderedAnew(
+        ids_S=np.asarray(path, np.int32),
+        starts=starts,
+        num_from_text=len(answers) - len(known),
+    )
+
+
+class PlainRenderer:
+    """A ``MessageRenderer`` for models without a chat template, which writes texts one after the other.
+
+    Only the text of a message counts, not its role: the first one is taken as it is, each later one after a
+    newline if the tokenizer has one.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
+        self._tokenizer = tokenizer
+        self._newline = "\n" if _has_newline(tokenizer) else ""
+
+    @property
+    def reserved(self) -> Sequence[str]:
+        """None: what an environment writes is all the format that there is."""
+        return ()
+
+    def added_ids(
+        self, conversation: Conversation, messages: tuple[Message, ...], tools: Sequence[ToolSpec] = ()
+    ) -> np.ndarray:
+        _refuse(tools)
+        ids: list[int] = []
+        for index in range(len(conversation.messages), len(messages)):
+            text = (self._newline if index else "") + messages[index]["content"]
+            ids += self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return np.asarray(ids, np.int32)
+
+    def answer_ids(
+        self, messages: tuple[Message, ...], answer: Message, tools: Sequence[ToolSpec] = ()
+    ) -> np.ndarray:
+        _refuse(tools)
+        ids = self._tokenizer(answer["content"], add_special_tokens=False)["input_ids"]
+        end = self._tokenizer.eos_token_id
+        return np.asarray(ids if end is None else [*ids, end], np.int32)
+
+    def text_of(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def parse(
+        self, before_ids: Sequence[int], turn: SampledTurn, tools: Sequence[ToolSpec] = ()
+    ) -> ParsedTurn:
+        return ParsedTurn(text=turn.text)
+
+
+def _refuse(tools: Sequence[ToolSpec]) -> None:
+    if tools:
+        raise ValueError(
+            f"tools: {tools[0].name!r} was given, but without a chat template there is no form in which "
+            "the model could be told of it; set data.chat_template: true, or describe it in a message"
+        )
+
+
+def _has_newline(tokenizer: "PreTrainedTokenizerBase") -> bool:
+    ids = tokenizer("\n", add_special_tokens=False)["input_ids"]
+    return bool(ids) and tokenizer.unk_token_id not in ids and "\n" in tokenizer.decode(ids)
+
+
+TemplateArguments = Mapping[str, int | float | bool | str]
+
+_NOT_BY_ITSELF = frozenset(
+    # deepseek-v4 has no chat template to be compared with; gpt-oss downloads a vocabulary when it is built.
+    {RendererName.AUTO, RendererName.TEMPLATE, RendererName.DEEPSEEK_V4, RendererName.GPT_OSS}
+)
+_NO_REASONING = re.compile(r"<think>\s*</think>\s*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChosenRenderer:
+    """The renderer of a run, and why it is this one."""
+
+    renderer: MessageRenderer
+    name: str
+    """``plain``, or a name that ``data.renderer`` may have."""
+    reason: str
+
+
+def build_renderer(
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    chat_template: bool,
+    name: RendererName = RendererName.AUTO,
+    template_arguments: TemplateArguments | None = None,
+) -> MessageRenderer:
+    """Return the renderer that ``choose_renderer`` chooses; raises what it raises."""
+    return choose_renderer(
+        tokenizer, chat_template=chat_template, name=name, template_arguments=template_arguments
+    ).renderer
+
+
+def choose_renderer(
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    chat_template: bool,
+    name: RendererName = RendererName.AUTO,
+    template_arguments: TemplateArguments | None = None,
+) -> ChosenRenderer:
+    """Choose the renderer for a tokenizer; the arguments are the keys of the section ``data``.
+
+    Raises:
+        ValueError: there is no template although one is needed, or the tokenizer does not have what the named
+            renderer needs, or the renderer does not know an argument; names the field.
+    """
+    if not chat_template:
+        return ChosenRenderer(
+            renderer=PlainRenderer(tokenizer), name="plain", reason="data.chat_template is false"
+        )
+    # The package of the families takes a while to load.
+    from forgeasync.environments.chat_formats import FamilyRenderer, TemplateRenderer
+
+    arguments = template_arguments or {}
+    if name is RendererName.AUTO:
+        return _by_comparison(tokenizer, arguments)
+    reason = f"data.renderer = {name.value}"
+    if name is RendererName.TEMPLATE:
+        return ChosenRenderer(renderer=TemplateRenderer(tokenizer, arguments), name=name.value, reason=reason)
+    try:
+        family = FamilyRenderer(tokenizer, name.value, arguments)
+    except ValueError as error:
+        raise ValueError(f"{reason}: {error}") from error
+    return ChosenRenderer(renderer=family, name=name.value, reason=reason)
+
+
+def _by_comparison(tokenizer: "PreTrainedTokenizerBase", arguments: TemplateArguments) -> ChosenRenderer:
+    """Choose the first family that renders a few conversations as the tokenizer's own template does."""
+    from forgeasync.environments.chat_formats import FamilyRenderer, TemplateRenderer
+
+    template = TemplateRenderer(tokenizer, arguments)
+    nearest = (-1, "")
+    for name in RendererName:
+        if name in _NOT_BY_ITSELF:
+            continue
+        for given in _variants(name, arguments):
+            try:
+                family = FamilyRenderer(tokenizer, name.value, given)
+            except ValueError:
+                # Most tokenizers lack what most families need.
+                continue
+            difference = first_difference(tokenizer, family, template)
+            if difference is None:
+                reason = "it renders as the chat template does"
+                return ChosenRenderer(renderer=family, name=name.value, reason=reason)
+            nearest = max(nearest, (difference[0], f"; {name.value} {difference[1]}"), key=lambda one: one[0])
+    reason = f"no family that is known has this chat template{nearest[1]}"
+    return ChosenRenderer(renderer=template, name=RendererName.TEMPLATE.value, reason=reason)
+
+
+def _variants(name: RendererName, arguments: TemplateArguments) -> list[TemplateArguments]:
+    """The arguments, and with those that templates of one family set differently where they are not told."""
+    from renderers import config_from_name
+
+    fields = type(config_from_name(name.value)).template_field_names()
+    variants = [arguments]
+    if "date_string" in fields and "date_string" not in arguments:
+        # transformers 5.19 (utils/chat_template_utils.py, strftime_now) takes the local date.
+        variants.append({**arguments, "date_string": datetime.now().strftime("%d %b %Y")})
+    if "enable_thinking" in fields and "enable_thinking" not in arguments:
+        variants += [{**arguments, "enable_thinking": thinks} for thinks in (False, True)]
+    return variants
+
+
+def first_difference(
+    tokenizer: "PreTrainedTokenizerBase", family: "FamilyRenderer", template: "TemplateRenderer"
+) -> tuple[int, str] | None:
+    """Return how a family renders a fixed conversation otherwise than a template, and before it how many
+    alike; None: it renders all of them alike.
+
+    An empty block of reasoning in earlier turns is no difference: families keep it where the prompt of a turn
+    writes it, as what was sampled keeps it.
+    """
+    from forgeasync.environments.probes import fixed_dialogues
+
+    for number, dialogue in enumerate(fixed_dialogues()):
+        try:
+            expected = template.rendered_ids(dialogue.messages, dialogue.tools)
+        except ValueError:
+            # The template has no form for it, so the family cannot differ.
+            continue
+        try:
+            found = family.rendered_ids(dialogue.messages, dialogue.tools)
+        except ValueError as error:
+            return number, f"does not render {dialogue.name}, as the template does: {error}"
+        if found == expected:
+            continue
+        ours, theirs = (text_of_ids(tokenizer, ids) for ids in (found, expected))
+        has_answers = any(message["role"] == ASSISTANT for message in dialogue.messages)
+        if has_answers and _NO_REASONING.sub("", ours) == _NO_REASONING.sub("", theirs):
+            continue
+        start = next(
+            (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b),
+            min(len(ours), len(theirs)),
+        )
+        start = max(0, start - 10)
+        difference = f"renders {show(ours[start:])} where the template has {show(theirs[start:])}"
+        return number, f"{difference} ({dialogue.name})"
+    return None

@@ -1,0 +1,231 @@
+"""What a run needs to serve people: the address and the token, and the desk where an environment serves them.
+
+The plug-in ``serve`` has an environment with such a desk. The address and the token stay the same when a
+worker is replaced.
+"""
+
+import errno
+import json
+import os
+import secrets
+import socket
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+from forgeasync.config import ServingSection
+from forgeasync.environments.agent import EpisodeAgent, TurnRequest
+from forgeasync.environments.sessions.server import MIN_TOKEN_CHARS, SessionServer
+from forgeasync.environments.sessions.session import Session
+from forgeasync.rollouts import FinishReason, SampledTurn, VersionRange
+from forgeasync.schema import Problem
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingSetup:
+    """What a worker needs to serve people."""
+
+    section: ServingSection
+    port: int
+    """0: any that is free."""
+    token: str = field(repr=False)
+
+
+class ServingAddress:
+    """The address of a run, and the file that says it to clients. Lives in the controller."""
+
+    def __init__(self, section: ServingSection, file: Path, tell: Callable[[str], None]) -> None:
+        """``tell`` is called with a line for people.
+
+        Raises:
+            ValueError: the token's variable is not set, or too short.
+        """
+        self._section = section
+        self._file = file
+        self._tell = tell
+        self._port = section.port
+        self._token = (
+            secrets.token_urlsafe(32) if section.token_env is None else read_token(section.token_env)
+        )
+
+    def setup(self) -> ServingSetup:
+        """Return what the next worker is to serve with."""
+        return ServingSetup(section=self._section, port=self._port, token=self._token)
+
+    def opened(self, url: str, port: int) -> None:
+        """A worker listens: later ones get the same port. Writes the file, readable for its owner only."""
+        self._port = port
+        token = (
+            {"token": self._token}
+            if self._section.token_env is None
+            else {"token_env": self._section.token_env}
+        )
+        text = json.dumps({"url": url, **token}, indent=1) + "\n"
+        new = self._file.with_name(f".{self._file.name}.new")
+        new.unlink(missing_ok=True)
+        descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        new.replace(self._file)
+        whose = "its token is in" if self._section.token_env is None else "the address is in"
+        self._tell(f"serving people: POST {url}/sessions; {whose} {self._file}")
+
+
+def read_token(variable: str) -> str:
+    """Return the token in an environment variable.
+
+    Raises:
+        ValueError: it is not set, or too short.
+    """
+    token = os.environ.get(variable, "")
+    if len(token) < MIN_TOKEN_CHARS or not token.isascii():
+        what = f"has {len(token)} characters" if token else "is not set"
+        raise ValueError(
+            f"environment variable {variable} {what}; must hold a token of at least {MIN_TOKEN_CHARS} ASCII "
+            "characters"
+        )
+    return token
+
+
+def check_address(section: ServingSection) -> Iterator[Problem]:
+    """Check the token, and that the address can be listened on."""
+    if section.token_env is not None:
+        try:
+            read_token(section.token_env)
+        except ValueError as error:
+            yield Problem(field="serving.token_env", value=section.token_env, remedy=str(error))
+    yield from _check_listening(section)
+
+
+def _check_listening(section: ServingSection) -> Iterator[Problem]:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            section.host or None, section.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        is_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
+        what = "a free port, or 0 for any" if is_port else "an address of this machine"
+        yield Problem(
+            field="serving.port" if is_port else "serving.host",
+            value=section.port if is_port else section.host,
+            remedy=f"cannot be listened on ({error.strerror}); must be {what}",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingReport:
+    """The state of a front desk."""
+
+    counts: Mapping[str, float]
+    """Counts and sums since the worker began, by name."""
+    num_open: int
+    """Sessions that are open, trained on or not."""
+    num_on_offer: int
+    """Episodes that wait for a client."""
+    turn_p50_s: float | None
+    """Median time from a request for a turn to its end, over the last turns; None before the first one."""
+    turn_p99_s: float | None
+
+
+def serving_metrics(lost: Mapping[str, float], last: ServingReport | None) -> dict[str, float]:
+    """Return metrics under their names in metrics.jsonl.
+
+    ``lost`` are the counts of workers that are gone, ``last`` the report of the one that serves now, or None
+    while none does.
+    """
+    counts = Counter(lost)
+    if last is not None:
+        counts.update(last.counts)
+    feedback_sum = counts.pop("feedback_sum", 0)
+    metrics: dict[str, float] = {f"serving/{name}": number for name, number in counts.items()}
+    if counts["num_feedback"]:
+        metrics["serving/feedback_mean"] = feedback_sum / counts["num_feedback"]
+    metrics["serving/num_open"] = 0 if last is None else last.num_open
+    metrics["serving/num_on_offer"] = 0 if last is None else last.num_on_offer
+    if last is not None and last.turn_p50_s is not None and last.turn_p99_s is not None:
+        metrics |= {"serving/turn_p50_s": last.turn_p50_s, "serving/turn_p99_s": last.turn_p99_s}
+    return metrics
+
+
+class Desk(Protocol):
+    """Where one worker serves people; used on the worker's own loop."""
+
+    @property
+    def server(self) -> SessionServer:
+        """The server of its sessions; the worker enters it."""
+        ...
+
+    def connect(self, untrained_agent: Callable[[], EpisodeAgent]) -> None:
+        """Serve sessions that no episode takes by agents that this makes."""
+        ...
+
+    def open_for(self, agent: EpisodeAgent) -> Session:
+        """Open the session of an agent whose episode a client has taken."""
+        ...
+
+    def end(self) -> None:
+        """Close all sessions and open none from now on: the run has ended."""
+        ...
+
+    def report(self) -> ServingReport:
+        """Return counts and current values."""
+        ...
+
+
+@runtime_checkable
+class ServesPeople(Protocol):
+    """An environment whose tasks are people (``Environment.serves_people``)."""
+
+    def open_desk(self, setup: ServingSetup) -> Desk:
+        """Make the desk of this worker; called once, before the first episode."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UntrainedSample:
+    """What a generator has sampled after a prompt, and kept nothing of."""
+
+    ids_T: np.ndarray
+    """The sampled tokens, int32."""
+    text: str
+    finish_reason: FinishReason
+    versions: VersionRange
+
+
+SampleAfter = Callable[[np.ndarray, int, tuple[str, ...]], Awaitable[UntrainedSample]]
+"""Samples after a prompt (token ids, int32) at most so many tokens, up to one of the given texts."""
+
+
+class UntrainedTurns:
+    """Samples the turns of one agent (``SampleTurn``). For one event loop.
+
+    Generators keep nothing between turns: every request has the whole path to its turn as the prompt, of
+    which their prefix caches hold what they can. So a session that is not trained on reserves no payload, and
+    a worker that dies leaves nothing behind. The ids of paths are kept here until the session ends.
+    """
+
+    def __init__(self, sample: SampleAfter) -> None:
+        self._sample = sample
+        self._paths: list[np.ndarray] = []
+
+    async def __call__(self, request: TurnRequest) -> SampledTurn:
+        """Sample a turn."""
+        before = np.zeros(0, np.int32) if request.after is None else self._paths[request.after]
+        prompt_ids = np.concatenate([before, request.given_ids])
+        turn = await self._sample(prompt_ids, request.max_tokens, request.stop)
+        self._paths.append(np.concatenate([prompt_ids, turn.ids_T]))
+        return SampledTurn(
+            turn=len(self._paths) - 1,
+            ids_T=turn.ids_T,
+            text=turn.text,
+            finish_reason=turn.finish_reason,
+            first_version=turn.versions.first,
+            version=turn.versions.last,
+        )

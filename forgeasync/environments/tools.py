@@ -1,0 +1,434 @@
+"""Tools of an agent: what the model is told of them, what runs when it calls one, and what it is told then.
+
+Every call gets an answer, in time and of bounded length. ``run_tools`` is the standard loop of an agent with
+tools.
+"""
+
+import asyncio
+import dataclasses
+import inspect
+import threading
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self, cast
+
+import psutil
+from pydantic_core import to_json
+
+from forgeasync.config import PlainCalls
+from forgeasync.environments.environment import Agent, EpisodeInterrupted, ToolError, Turn
+from forgeasync.environments.episode_thread import EpisodeThread, kill, started_by
+from forgeasync.environments.messages import TOOL, BrokenToolCall, Message, ToolCall, ToolSpec, show
+from forgeasync.environments.tool_signature import BadArguments, Signature
+from forgeasync.rollouts import FinishReason, ToolStatus
+
+
+class ToolFailed(Exception):
+    """Raise it in a tool to tell the model that the call has failed, in exactly these words."""
+
+
+class ToolTimeout(ToolFailed):
+    """The call took too long for the tool itself; the text tells the model."""
+
+
+class ToolServerLost(ToolFailed):
+    """The server of a tool has ended or no longer answers; the text tells the model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tool:
+    """One tool.
+
+    def add(a: int, b: int) -> int:
+        '''Add two whole numbers.
+
+        Args:
+            a: The first one.
+            b: The second one.
+        '''
+        return a + b
+
+    tool = Tool.from_function(add)
+    """
+
+    spec: ToolSpec
+    run: Callable[[Mapping[str, Any]], Awaitable[str]]
+    """Calls it with the model's arguments, which nobody has checked, and returns what the model is told.
+    Cancelling ends everything that the call has started. Raises BadArguments, ToolFailed, or anything else,
+    which the model is told by its class and its text."""
+
+    @classmethod
+    def from_function(cls, function: Callable[..., object]) -> Self:
+        """Make a tool of a function or a bound method with annotations and a docstring.
+
+        A function is called on a thread of its own, so that it delays nothing else; a coroutine function
+        runs on the episode's loop. Text that it returns is the result; everything else is written as JSON,
+        and None as no text. Where the call is cut off, the processes that it has started are killed.
+
+        Raises:
+            ValueError: something cannot be described; names the function and the parameter.
+        """
+        signature = Signature(function)
+        call = _call_coroutine if inspect.iscoroutinefunction(function) else _call_on_thread
+
+        async def run(arguments: Mapping[str, Any]) -> str:
+            given = signature.read(arguments)
+            return _text(await call(function, given))
+
+        return cls(spec=signature.spec, run=run)
+
+
+async def _call_on_thread(function: Callable[..., object], arguments: Mapping[str, Any]) -> object:
+    async def work() -> object:
+        return function(**arguments)
+
+    thread: EpisodeThread[object] = EpisodeThread(work, name=f"tool {function.__name__}"[:60])
+    ended = thread.start()
+    try:
+        return await asyncio.shield(ended)
+    finally:
+        if not ended.done():
+            # Nobody waits for it any more; its result is not looked at.
+            ended.add_done_callback(_forget)
+            thread.cancel()
+            kill(thread.processes())
+            thread.interrupt()
+            _abandoned.append(thread)
+
+
+_abandoned: list[EpisodeThread[object]] = []
+
+
+def num_stuck_calls() -> int:
+    """Return the number of this process's threads whose call was cut off and that nothing has ended."""
+    _abandoned[:] = [thread for thread in _abandoned if thread.is_alive]
+    return len(_abandoned)
+
+
+class _Calls(threading.local):
+    """The coroutine tools that run on this thread. Their processes have one parent, so that those which
+    began during several calls cannot be told apart."""
+
+    def __init__(self) -> None:
+        self.num_running = 0
+        self.doomed: list[psutil.Process] = []
+
+
+_calls = _Calls()
+
+
+async def _call_coroutine(function: Callable[..., object], arguments: Mapping[str, Any]) -> object:
+    before = {process.pid for process in started_by(threading.get_native_id())}
+    _calls.num_running += 1
+    try:
+        return await cast(Awaitable[object], function(**arguments))
+    except asyncio.CancelledError:
+        started = started_by(threading.get_native_id())
+        _calls.doomed += [process for process in started if process.pid not in before]
+        raise
+    finally:
+        _calls.num_running -= 1
+        if not _calls.num_running:
+            # With other calls under way they may be those of the others: they wait until these have ended.
+            kill(_calls.doomed)
+            _calls.doomed.clear()
+
+
+def _text(result: object) -> str:
+    if result is None:
+        return ""
+    return result if isinstance(result, str) else to_json(result, fallback=str).decode()
+
+
+def _forget(ended: "asyncio.Future[Any]") -> None:
+    """Retrieve an error that nobody will read, so that asyncio does not warn about it."""
+    if not ended.cancelled():
+        ended.exception()
+
+
+DEFAULT_MAX_CHARACTERS = 20_000
+
+CLEAN_UP_S = 5.0
+"""Time for a call that was cut off to clean up, in seconds."""
+
+MAX_NAMED_TOOLS = 50
+"""Most tools that a model is told of when it calls one that does not exist."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolResult:
+    """What came of one call."""
+
+    call_id: str
+    """Id of the call that it answers."""
+    name: str
+    """Name of the tool, as the model wrote it."""
+    status: ToolStatus
+    content: str
+    """What the model is told."""
+    num_cut_characters: int = 0
+    """Characters that the tool said beyond what ``content`` holds."""
+    took_s: float | None = None
+    """Time from the call to its result, in seconds; None where no tool was called."""
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The result as a message, to continue the conversation with."""
+        return {"role": TOOL, "tool_call_id": self.call_id, "content": self.content}
+
+
+class Toolbox:
+    """The tools of one episode; make it within ``rollout``.
+
+        toolbox = Toolbox([Tool.from_function(add)])
+        result = await toolbox.call(turn.tool_calls[0], limit_s=10.0)
+
+    No call raises for what a model wrote or for what a tool does, with two exceptions: a tool that raises
+    ``EpisodeInterrupted`` or ``ToolError`` ends the episode.
+    """
+
+    def __init__(self, tools: Sequence[Tool], *, max_characters: int = DEFAULT_MAX_CHARACTERS) -> None:
+        """``max_characters`` bounds what the model is told of one call.
+
+        Raises:
+            ValueError: two tools have the same name, or ``max_characters`` is not positive.
+        """
+        if max_characters < 1:
+            raise ValueError(f"max_characters = {max_characters}; must be at least 1")
+        self._tools: dict[str, Tool] = {}
+        for tool in tools:
+            if tool.spec.name in self._tools:
+                raise ValueError(f"two tools are called {tool.spec.name!r}; give each a name of its own")
+            self._tools[tool.spec.name] = tool
+        self._max_characters = max_characters
+
+    @property
+    def specs(self) -> tuple[ToolSpec, ...]:
+        """The tools as the model is told of them."""
+        return tuple(tool.spec for tool in self._tools.values())
+
+    async def call(self, call: ToolCall, *, limit_s: float) -> ToolResult:
+        """Run a call; after ``limit_s`` seconds it is cut off, with the processes that it has started."""
+        tool = self._tools.get(call.name)
+        if tool is None:
+            return self._result(call, ToolStatus.UNKNOWN_TOOL, self._unknown(call.name))
+        # A task of its own: what a tool does to the current one must not reach the episode.
+        running = asyncio.ensure_future(_guarded(tool, call))
+        start_s = time.perf_counter()
+        try:
+            await asyncio.wait([running], timeout=limit_s)
+        finally:
+            if not running.done():
+                running.cancel()
+        if not running.done():
+            await asyncio.wait([running], timeout=CLEAN_UP_S)
+            running.add_done_callback(_forget)
+            status, text = ToolStatus.TIMEOUT, f"Error: the call took longer than {limit_s:g} s"
+        elif running.cancelled():
+            status, text = ToolStatus.FAILED, "Error: the call has cancelled itself"
+        else:
+            status, text = running.result()
+        return self._result(call, status, text, took_s=time.perf_counter() - start_s)
+
+    def _unknown(self, name: str) -> str:
+        names = ", ".join(list(self._tools)[:MAX_NAMED_TOOLS]) or "none"
+        return f"Error: there is no tool {show(name)}; tools: {names}"
+
+    def _result(
+        self, call: ToolCall, status: ToolStatus, text: str, *, took_s: float | None = None
+    ) -> ToolResult:
+        content, num_cut = _cut(text, self._max_characters)
+        if num_cut and status is ToolStatus.OK:
+            status = ToolStatus.CUT
+        return ToolResult(
+            call_id=call.id,
+            name=call.name,
+            status=status,
+            content=content + _told_cut(num_cut),
+            num_cut_characters=num_cut,
+            took_s=took_s,
+        )
+
+
+async def _guarded(tool: Tool, call: ToolCall) -> tuple[ToolStatus, str]:
+    try:
+        return ToolStatus.OK, await tool.run(call.arguments)
+    except BadArguments as error:
+        return ToolStatus.BAD_ARGUMENTS, f"Error: wrong arguments for {tool.spec.name}: {error}"
+    except ToolServerLost as error:
+        return ToolStatus.SERVER_LOST, f"Error: {error}"
+    except ToolTimeout as error:
+        return ToolStatus.TIMEOUT, str(error)
+    except ToolFailed as error:
+        return ToolStatus.FAILED, str(error)
+    except (EpisodeInterrupted, ToolError):
+        raise
+    except (Exception, SystemExit) as error:
+        # Whatever a tool raises is for the model to read; without a traceback, which shows our files.
+        return ToolStatus.FAILED, f"{type(error).__name__}: {error}"
+
+
+def _cut(text: str, max_characters: int) -> tuple[str, int]:
+    return text[:max_characters], max(len(text) - max_characters, 0)
+
+
+def _told_cut(num_cut: int) -> str:
+    return f"\n[{num_cut} more characters were cut]" if num_cut else ""
+
+
+MAX_PROBLEM_CHARACTERS = 1000
+
+
+class CallForm:
+    """How a model writes calls of tools: in the form of its chat template, which the renderer has read."""
+
+    @property
+    def stop(self) -> tuple[str, ...]:
+        """Texts that end a turn."""
+        return ()
+
+    def tools(self, specs: Sequence[ToolSpec]) -> tuple[ToolSpec, ...]:
+        """Return the tools that the chat template is given."""
+        return tuple(specs)
+
+    def read(self, turn: Turn) -> Turn:
+        """Return the turn with its calls; never raises for what a model wrote."""
+        return turn
+
+    def answer(self, result: ToolResult) -> dict[str, Any]:
+        """Return the message that tells the model of a result."""
+        return result.message
+
+    def answer_broken(self, call: BrokenToolCall) -> dict[str, Any]:
+        """Return the message that tells the model of a call that cannot be read."""
+        problem = call.problem[:MAX_PROBLEM_CHARACTERS]
+        return {"role": "user", "content": f"Error: a tool call cannot be read: {problem}"}
+
+
+class PlainForm(CallForm):
+    """Calls of one tool with one text, between two marks in the model's own text."""
+
+    def __init__(self, section: PlainCalls, *, tool: str, argument: str) -> None:
+        """``tool`` and ``argument`` are the names of the tool and of its only argument."""
+        self._section = section
+        self._tool = tool
+        self._argument = argument
+
+    @property
+    def stop(self) -> tuple[str, ...]:
+        return (self._section.call_suffix,)
+
+    def tools(self, specs: Sequence[ToolSpec]) -> tuple[ToolSpec, ...]:
+        return ()
+
+    def read(self, turn: Turn) -> Turn:
+        """Read the call at the end of the turn; its text ends before ``call_suffix``, which has ended it."""
+        _, prefix, code = turn.text.partition(self._section.call_prefix)
+        if not prefix:
+            return turn
+        if turn.finish_reason is FinishReason.LENGTH:
+            broken = BrokenToolCall(text=code, problem=f"it was cut off before {self._section.call_suffix!r}")
+            return dataclasses.replace(turn, broken_tool_calls=(broken,))
+        call = ToolCall(id="call_0", name=self._tool, arguments={self._argument: code})
+        return dataclasses.replace(turn, tool_calls=(call,))
+
+    def answer(self, result: ToolResult) -> dict[str, Any]:
+        error_text = self._section.error_text
+        return self._message(result.content if result.status.is_success or error_text is None else error_text)
+
+    def answer_broken(self, call: BrokenToolCall) -> dict[str, Any]:
+        error_text = self._section.error_text
+        return self._message(call.problem[:MAX_PROBLEM_CHARACTERS] if error_text is None else error_text)
+
+    def _message(self, text: str) -> dict[str, Any]:
+        return {"role": "user", "content": self._section.result(text)}
+
+
+TEMPLATE_FORM = CallForm()
+
+
+DEFAULT_MAX_ROUNDS = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolRun:
+    """A conversation in which the model has called tools."""
+
+    messages: tuple[Message, ...]
+    """All messages, the model's last one included."""
+    turn: Turn
+    """The model's last turn."""
+    results: tuple[ToolResult, ...]
+    """Results of all calls, in their order."""
+    num_broken_calls: int
+    is_finished: bool
+    """Whether the last turn calls no tool; False: the model still did in the last turn that it may take."""
+
+    @property
+    def num_failed_calls(self) -> int:
+        """Calls that gave the model no result, broken ones included."""
+        return self.num_broken_calls + sum(not result.status.is_success for result in self.results)
+
+
+async def run_tools(
+    agent: Agent,
+    messages: str | Sequence[Message],
+    toolbox: Toolbox,
+    *,
+    max_rounds: int = DEFAULT_MAX_ROUNDS,
+    form: CallForm = TEMPLATE_FORM,
+) -> ToolRun:
+    """Let the model answer, run the tools that it calls, and so on until a turn calls none.
+
+    A complete environment:
+
+        class Calculator(Environment):
+            def __init__(self) -> None:
+                self.tools = [Tool.from_function(add)]
+
+            async def rollout(self, task: Task, agent: Agent) -> Score:
+                run = await run_tools(agent, task.prompt, Toolbox(self.tools))
+                is_correct = run.turn.text.strip() == task.answer
+                return Score(float(is_correct), is_correct)
+
+    Calls of one turn run concurrently; each has ``episodes.tool_s``, and results stand in the order of the
+    calls. Calls that cannot be read are answered too, by a message of the user. After ``max_rounds`` turns
+    with calls the model gets one more turn; calls in that one are not run. ``form`` is how the model writes
+    calls: by default as its chat template says.
+
+    Raises:
+        ContextFull, TooManyTurns, ValueError: as ``Agent.respond``.
+        EpisodeInterrupted, ToolError: a tool has raised it.
+    """
+    given: list[Message] = (
+        [{"role": "user", "content": messages}] if isinstance(messages, str) else [*messages]
+    )
+    results: list[ToolResult] = []
+    num_broken = 0
+    for number in range(max_rounds + 1):
+        said = await agent.respond(given, tools=form.tools(toolbox.specs), stop=form.stop)
+        given.append(said.message)
+        turn = form.read(said)
+        num_unreadable = len(turn.broken_tool_calls)
+        num_broken += num_unreadable
+        has_calls = bool(turn.tool_calls or turn.broken_tool_calls)
+        if not has_calls or number == max_rounds:
+            break
+        answered = await asyncio.gather(
+            *(toolbox.call(call, limit_s=agent.tool_limit_s) for call in turn.tool_calls)
+        )
+        for result in answered:
+            agent.count_tool_call(result.status, took_s=result.took_s)
+        for _ in range(num_unreadable):
+            agent.count_tool_call(ToolStatus.UNREADABLE)
+        results += answered
+        given += [form.answer(result) for result in answered]
+        given += [form.answer_broken(call) for call in turn.broken_tool_calls]
+    return ToolRun(
+        messages=tuple(given),
+        turn=turn,
+        results=tuple(results),
+        num_broken_calls=num_broken,
+        is_finished=not has_calls,
+    )

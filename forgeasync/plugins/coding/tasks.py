@@ -1,0 +1,375 @@
+"""Coding tasks: a file's records, each with a repository as it was, its issue and the tests of a solution."""
+
+import json
+import os
+import re
+import shutil
+import stat
+import subprocess
+import tempfile
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path, PurePosixPath
+from random import Random
+from typing import Any
+
+from forgeasync.environments import HELD_OUT_SEED, TrainingDraw, json_like, read_json_records
+from forgeasync.plugins.coding.section import CodingSource
+from forgeasync.rollouts import Task
+from forgeasync.schema import ConfigError, Problem
+
+MAX_TESTS = 10_000
+PACKAGES = "packages"
+CHECKOUT = "checkout"
+
+
+class TestRunner(StrEnum):
+    """What runs the tests of a record, and how it names them."""
+
+    __test__ = False  # pytest takes every class whose name begins with Test for tests.
+
+    PYTEST = "pytest"
+    """Tests are called ``tests/test_sum.py::TestSum::test_two[1-2]``."""
+    UNITTEST = "unittest"
+    """Tests are called ``tests.test_sum.TestSum.test_two``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodingRecord:
+    """What the environment needs of a record."""
+
+    instance_id: str
+    problem_statement: str
+    test_patch: str
+    """Unified diff that brings the hidden tests."""
+    fail_to_pass: tuple[str, ...]
+    pass_to_pass: tuple[str, ...]
+    checkout: Path
+    """Folder with the repository as the model gets it."""
+    packages: Path | None
+    """Folder with Python packages that the tests need, which boxes see read-only."""
+    image: str | None
+    """Image of the boxes, with ``sandbox.kind`` docker or podman; None: the one of the section."""
+    runner: TestRunner
+    python_path: tuple[str, ...]
+    """Folders of the repository that tests import from."""
+    protected: tuple[str, ...]
+    """Patterns of further paths whose changes are undone."""
+
+    @property
+    def tests(self) -> tuple[str, ...]:
+        """All tests that must pass."""
+        return (*self.fail_to_pass, *self.pass_to_pass)
+
+    def target(self, test: str) -> str:
+        """Return the file, or for unittest the module, that a test is in."""
+        if self.runner is TestRunner.PYTEST:
+            return test.partition("::")[0]
+        return test.rsplit(".", 2)[0]
+
+
+def is_plain_path(path: str) -> bool:
+    """Whether a path stays below the folder that it is relative to, and is written in its only form."""
+    if not path or "\0" in path or path.startswith("/") or not path.isprintable():
+        return False
+    parts = path.split("/")
+    return not {"", ".", "..", ".git"} & set(parts) and len(path.encode()) <= 1024
+
+
+def read_record(record: Mapping[str, Any], folder: Path) -> CodingRecord:
+    """Read a record; relative paths in it begin at ``folder``.
+
+    Raises:
+        ValueError: a field is missing or wrong; names it, its value and what would be right.
+    """
+    runner = _runner(record)
+    found = CodingRecord(
+        instance_id=_text(record, "instance_id"),
+        problem_statement=_text(record, "problem_statement"),
+        test_patch=_text(record, "test_patch"),
+        fail_to_pass=_tests(record, "FAIL_TO_PASS", runner),
+        pass_to_pass=_tests(record, "PASS_TO_PASS", runner),
+        checkout=folder / _text(record, CHECKOUT),
+        packages=None if record.get(PACKAGES) is None else folder / _text(record, PACKAGES),
+        image=None if record.get("image") is None else _text(record, "image"),
+        runner=runner,
+        python_path=_paths(record, "python_path", default=(".",)),
+        protected=_paths(record, "protected", default=()),
+    )
+    if not found.fail_to_pass:
+        raise ValueError("FAIL_TO_PASS is empty; must have at least one test that a solution makes pass")
+    if both := set(found.fail_to_pass) & set(found.pass_to_pass):
+        raise ValueError(f"{min(both)!r} is in FAIL_TO_PASS and in PASS_TO_PASS; must be in one of them")
+    for field, path in ((CHECKOUT, found.checkout), (PACKAGES, found.packages)):
+        if path is not None and not path.is_dir():
+            raise ValueError(f"{field} = {str(path)!r}: there is no such folder")
+    if (found.checkout / ".git").exists():
+        raise ValueError(
+            f"checkout = {str(found.checkout)!r}: has .git, whose history can hold the solution; remove it"
+        )
+    return found
+
+
+def _text(record: Mapping[str, Any], field: str) -> str:
+    value = record.get(field)
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"{field} is {value!r:.80}; must be a text that is not empty")
+    if not value.isascii() and any("\ud800" <= one <= "\udfff" for one in value):
+        # JSON can hold what no tokenizer and no file can.
+        raise ValueError(f"{field} is {value!r:.80}; has half a character, must be valid Unicode")
+    return value
+
+
+def _runner(record: Mapping[str, Any]) -> TestRunner:
+    value = record.get("runner", TestRunner.PYTEST)
+    if value not in list(TestRunner):
+        raise ValueError(f"runner is {value!r:.80}; must be one of {', '.join(TestRunner)}")
+    return TestRunner(value)
+
+
+def _texts(record: Mapping[str, Any], field: str) -> tuple[str, ...]:
+    value = record.get(field)
+    if isinstance(value, str):
+        # The hub's tables hold these lists as JSON in a text.
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            raise ValueError(f"{field} is {value!r:.80}; must be a list of texts, or one as JSON") from None
+    if not isinstance(value, list | tuple) or not all(isinstance(one, str) for one in value):
+        raise ValueError(f"{field} is {value!r:.80}; must be a list of texts, or one as JSON")
+    return tuple(dict.fromkeys(value))
+
+
+def _tests(record: Mapping[str, Any], field: str, runner: TestRunner) -> tuple[str, ...]:
+    tests = _texts(record, field)
+    if len(tests) > MAX_TESTS:
+        raise ValueError(f"{field} has {len(tests)} tests; must have at most {MAX_TESTS}")
+    for test in tests:
+        path, mark, _ = test.partition("::")
+        if runner is TestRunner.PYTEST and not (mark and is_plain_path(path)):
+            raise ValueError(f"{field} has {test!r:.120}; must read like 'tests/test_sum.py::test_two'")
+        if runner is TestRunner.UNITTEST and not (
+            test.count(".") >= 2 and all(part.isidentifier() for part in test.split("."))
+        ):
+            raise ValueError(f"{field} has {test!r:.120}; must read like 'tests.test_sum.TestSum.test_two'")
+    return tests
+
+
+def _paths(record: Mapping[str, Any], field: str, *, default: tuple[str, ...]) -> tuple[str, ...]:
+    if record.get(field) is None:
+        return default
+    paths = tuple(str(PurePosixPath(path)) for path in _texts(record, field))
+    for path in paths:
+        if path != "." and not is_plain_path(path):
+            raise ValueError(f"{field} has {path!r:.80}; must be a path relative to the repository")
+    return paths
+
+
+GIT_LIMIT_S = 60.0
+_RENAMED = re.compile(r"^(?:rename|copy) from (.+)$", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HiddenTests:
+    """What is put into a grader's box after the model's changes."""
+
+    files: Mapping[str, bytes]
+    deleted: tuple[str, ...]
+    listed: frozenset[str]
+    """Files with tests that the record lists, whether the patch changes them or not."""
+
+    @property
+    def paths(self) -> frozenset[str]:
+        """Files that only the record decides about."""
+        return self.listed.union(self.files, self.deleted)
+
+
+def hidden_tests(record: CodingRecord) -> HiddenTests:
+    """Apply the test patch to copies of the files that it names. ``git apply`` does it, outside of any
+    repository; the patch is the data set's own.
+
+    Raises:
+        ValueError: git is missing, the patch does not apply, or a listed test is in no file.
+    """
+    with tempfile.TemporaryDirectory(prefix="test-patch-") as folder:
+        patch = Path(folder, "patch")
+        patch.write_bytes(record.test_patch.encode())
+        tree = Path(folder, "tree")
+        tree.mkdir()
+        rows = _git(["--numstat", "-z", str(patch)], tree).split("\0")
+        names = {one.split("\t", 2)[2] for one in rows if one.count("\t") >= 2}
+        names |= set(_RENAMED.findall(record.test_patch))
+        if not names:
+            raise ValueError("test_patch changes no file; must be a unified diff with the hidden tests")
+        for name in names:
+            if not is_plain_path(name):
+                raise ValueError(f"test_patch changes {name!r:.120}; must change files of the repository")
+            _copy(record.checkout, tree, name)
+        _git([str(patch)], tree)
+        found = {name: tree / name for name in sorted(names)}
+        for name, path in found.items():
+            if path.is_symlink():
+                # What it leads to would be read here, on the host.
+                raise ValueError(f"test_patch makes a symbolic link of {name!r:.120}; must make files only")
+        files = {name: path.read_bytes() for name, path in found.items() if path.is_file()}
+        deleted = tuple(name for name, path in found.items() if not path.exists())
+    listed: set[str] = set()
+    for test in record.tests:
+        possible = _possible_files(record, test)
+        there = [
+            path
+            for path in possible
+            if path in files or (path not in deleted and (record.checkout / path).is_file())
+        ]
+        if not there:
+            raise ValueError(f"test {test!r:.120} is in no file of the checkout or of test_patch")
+        # The others too: a package would be imported in place of the module of the same name.
+        listed.update(possible)
+    return HiddenTests(files=files, deleted=deleted, listed=frozenset(listed))
+
+
+def _copy(checkout: Path, tree: Path, name: str) -> None:
+    source, target = checkout / name, tree / name
+    if any(path.is_symlink() for path in (source, *source.parents[: name.count("/")])):
+        raise ValueError(f"test_patch changes {name!r:.120}, which is or lies behind a symbolic link")
+    if source.is_file():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, target)
+
+
+def _git(arguments: list[str], folder: Path) -> str:
+    # Neither the settings of a user nor a repository around the folder may change what a patch means.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    environment |= {
+        "GIT_CONFIG_NOSYSTEM": "1",
+        "GIT_CONFIG_GLOBAL": os.devnull,
+        "GIT_CEILING_DIRECTORIES": str(folder.parent),
+        "LC_ALL": "C",
+    }
+    try:
+        done = subprocess.run(
+            ["git", "apply", "--whitespace=nowarn", *arguments],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            timeout=GIT_LIMIT_S,
+        )
+    except FileNotFoundError:
+        raise ValueError("test_patch cannot be applied: the program git is not installed") from None
+    except subprocess.TimeoutExpired:
+        raise ValueError(f"test_patch cannot be applied within {GIT_LIMIT_S:g} s") from None
+    if done.returncode:
+        reason = " ".join(done.stderr.decode(errors="replace").split())[:300]
+        raise ValueError(f"test_patch does not apply to the checkout: {reason}")
+    return done.stdout.decode(errors="surrogateescape")
+
+
+def _possible_files(record: CodingRecord, test: str) -> list[str]:
+    target = record.target(test)
+    if record.runner is TestRunner.PYTEST:
+        return [target]
+    module = target.replace(".", "/")
+    roots = ["" if root == "." else f"{root}/" for root in record.python_path]
+    return [f"{root}{module}{end}" for root in roots for end in (".py", "/__init__.py")]
+
+
+class CodingProblems:
+    """The tasks of a file; held-out ones are drawn by a fixed seed, the others are for training."""
+
+    def __init__(self, source: CodingSource, *, num_train: int, num_held_out: int, seed: int) -> None:
+        """Read and check all records: checkouts are there, and test patches apply to them.
+
+        Raises:
+            ConfigError: names the line of a record that is wrong.
+        """
+        self._source = source
+        self._num_train = num_train
+        self._num_held_out = num_held_out
+        self._seed = seed
+        tasks = _read(source)
+        # One issue may have several records; those that share a text must be held out together.
+        texts = sorted({task.prompt for task in tasks})
+        Random(HELD_OUT_SEED).shuffle(texts)
+        held_out = set(texts[:num_held_out])
+        first = {task.prompt: task for task in reversed(tasks)}
+        self._held_out = [first[text] for text in texts[:num_held_out]]
+        self._others = [task for task in tasks if task.prompt not in held_out]
+
+    def held_out(self) -> list[Task]:
+        """Return distinct tasks. Raises ConfigError if there are too few."""
+        if len(self._held_out) < self._num_held_out:
+            raise self._too_few("num_held_out", self._num_held_out, len(self._held_out))
+        return self._held_out
+
+    def train(self, never: Set[str]) -> TrainingDraw:
+        """Return tasks for training, ordered by the run's seed. Raises ConfigError if there are too few."""
+        tasks = [task for task in self._others if task.prompt not in never]
+        if len(tasks) < self._num_train:
+            raise self._too_few("num_train", self._num_train, len(tasks))
+        Random(self._seed).shuffle(tasks)
+        return TrainingDraw(
+            tasks=tasks[: self._num_train], num_skipped_held_out=len(self._others) - len(tasks)
+        )
+
+    def _too_few(self, field: str, wanted: int, found: int) -> ConfigError:
+        remedy = f"{self._source.path} has only {found} for this; data.num_held_out are kept apart"
+        return ConfigError([Problem(field=f"data.{field}", value=wanted, remedy=remedy)])
+
+
+def _read(source: CodingSource) -> list[Task]:
+    path = Path(source.path)
+    if not path.is_file():
+        raise _refusal(source, "there is no such file")
+    folder = (path.parent if source.checkouts is None else Path(source.checkouts)).absolute()
+    tasks: list[Task] = []
+    places: dict[str, str] = {}
+    try:
+        for where, raw in read_json_records(path):
+            try:
+                record = read_record(raw, folder)
+                _check_checkout(record.checkout, path)
+                hidden_tests(record)
+            except ValueError as error:
+                raise _refusal(source, f"{where}: {error}") from None
+            if (earlier := places.setdefault(record.instance_id, where)) != where:
+                raise _refusal(source, f"{where}: {earlier} has instance_id {record.instance_id!r} too")
+            plain = json_like(raw) | {CHECKOUT: str(record.checkout)}
+            if record.packages is not None:
+                plain[PACKAGES] = str(record.packages)
+            tasks.append(
+                Task(
+                    task_id=record.instance_id,
+                    prompt=record.problem_statement,
+                    answer="",
+                    source_index=len(tasks),
+                    source=source.path,
+                    record=plain,
+                )
+            )
+    except ConfigError:
+        raise
+    except (OSError, ValueError) as error:
+        raise _refusal(source, f"cannot be read: {error}") from None
+    return tasks
+
+
+def _check_checkout(checkout: Path, records: Path) -> None:
+    """Raises ValueError if a box cannot begin with a copy of the folder, or would show the hidden tests."""
+    if records.resolve().is_relative_to(checkout.resolve()):
+        raise ValueError(
+            f"checkout = {str(checkout)!r}: has the file of records in it, with the hidden tests; must be "
+            "the repository's own folder"
+        )
+    for parent, _, files in os.walk(checkout):
+        for name in files:
+            kind = os.lstat(where := os.path.join(parent, name)).st_mode
+            if not (stat.S_ISREG(kind) or stat.S_ISLNK(kind)):
+                raise ValueError(
+                    f"checkout = {str(checkout)!r}: {os.path.relpath(where, checkout)!r} is a pipe, a socket "
+                    "or a device; must have files, folders and links only"
+                )
+
+
+def _refusal(source: CodingSource, remedy: str) -> ConfigError:
+    return ConfigError([Problem(field="data.source.path", value=source.path, remedy=remedy)])

@@ -1,0 +1,348 @@
+"""The front desk: people who come get an episode that is on offer, or else a session that is not trained on.
+
+Who waits for whom: an episode waits here for a client, a client for nobody. Offers are taken in the order in
+which they were made, so that the oldest groups of the buffer are taken first.
+"""
+
+import asyncio
+import concurrent.futures
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import numpy as np
+
+from forgeasync.config import ScoreSource, ServingSection
+from forgeasync.environments import (
+    EpisodeAgent,
+    EpisodeOver,
+    Feedback,
+    Message,
+    OpenedSession,
+    RequestError,
+    ServingReport,
+    ServingSetup,
+    Session,
+    SessionEnd,
+    SessionLimits,
+    SessionServer,
+    TokenAgent,
+    ToolSpec,
+    Turn,
+)
+
+NUM_LATENCIES = 1024
+"""So many of the last turns tell how long turns take."""
+
+
+class Untrained(StrEnum):
+    """Why a session is not trained on."""
+
+    NO_TICKET = "no_ticket"
+    """When it was opened no group had been started for it: the bounds of the buffer, the room for payloads or
+    the KV cache allowed none."""
+    NO_TURN = "no_turn"
+    """It ended before its first turn."""
+    NO_SCORE = "no_score"
+    """Nothing in ``serving.score_from`` gave a score."""
+
+
+class ServingCounts:
+    """Counts of one worker. May be used from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        names = (
+            "num_opened",
+            "num_refused",
+            "num_feedback",
+            "feedback_sum",
+            "num_judged",
+            "num_unreadable_judgements",
+            *(f"num_ended_{end}" for end in SessionEnd),
+            *(f"num_untrained_{reason}" for reason in Untrained),
+            *(f"num_scored_by_{source}" for source in ScoreSource),
+        )
+        self._counts: dict[str, float] = dict.fromkeys(names, 0)
+        self._turns_s: deque[float] = deque(maxlen=NUM_LATENCIES)
+
+    def add(self, name: str, number: float = 1) -> None:
+        """Add to a count."""
+        with self._lock:
+            assert name in self._counts, name
+            self._counts[name] += number
+
+    def took(self, turn_s: float) -> None:
+        """A turn has ended after so many seconds."""
+        with self._lock:
+            self._turns_s.append(turn_s)
+
+    def report(self, *, num_open: int, num_on_offer: int) -> ServingReport:
+        """Return the counts as they are."""
+        with self._lock:
+            turns_s = list(self._turns_s)
+            counts = dict(self._counts)
+        return ServingReport(
+            counts=counts,
+            num_open=num_open,
+            num_on_offer=num_on_offer,
+            turn_p50_s=float(np.percentile(turns_s, 50)) if turns_s else None,
+            turn_p99_s=float(np.percentile(turns_s, 99)) if turns_s else None,
+        )
+
+
+class WatchedAgent:
+    """Passes requests for turns on to an agent and knows which are under way; for the server's loop.
+
+    A turn goes on when nobody waits for it any more: what a generator has begun to sample belongs to the
+    trajectory, so a session is over only when none is under way.
+    """
+
+    def __init__(
+        self, agent: TokenAgent, took: Callable[[float], None], *, now_s: Callable[[], float]
+    ) -> None:
+        """``took`` is called with the seconds of every turn that was sampled, by the clock ``now_s``."""
+        self._now_s = now_s
+        self._agent = agent
+        self._took = took
+        self._turns: set[asyncio.Task[Turn]] = set()
+        self.quiet_since_s: float | None = None
+        """When the last turn ended, by ``now_s``; None before the first one has begun."""
+
+    @property
+    def num_under_way(self) -> int:
+        """Turns that are being sampled."""
+        return len(self._turns)
+
+    async def respond(
+        self,
+        messages: str | Sequence[Message],
+        tools: Sequence[ToolSpec] | None = None,
+        *,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        must_call: Sequence[ToolSpec] = (),
+    ) -> Turn:
+        """See ``EpisodeAgent``."""
+        begun_s = self._now_s()
+        turn = asyncio.create_task(self._respond(messages, tools, max_tokens, stop, must_call))
+        self._turns.add(turn)
+
+        def ended(turn: "asyncio.Task[Turn]") -> None:
+            self._turns.discard(turn)
+            self.quiet_since_s = self._now_s()
+            # Also retrieves the error of a turn that nobody waits for.
+            if not turn.cancelled() and turn.exception() is None:
+                self._took(self._now_s() - begun_s)
+
+        turn.add_done_callback(ended)
+        return await asyncio.shield(turn)
+
+    async def _respond(
+        self,
+        messages: str | Sequence[Message],
+        tools: Sequence[ToolSpec] | None,
+        max_tokens: int | None,
+        stop: Sequence[str],
+        must_call: Sequence[ToolSpec],
+    ) -> Turn:
+        return await self._agent.respond(
+            messages, tools, max_tokens=max_tokens, stop=stop, must_call=must_call
+        )
+
+    def num_prompt_tokens(
+        self,
+        messages: str | Sequence[Message],
+        tools: Sequence[ToolSpec] | None = None,
+        *,
+        must_call: Sequence[ToolSpec] = (),
+    ) -> int:
+        """See ``EpisodeAgent``."""
+        return self._agent.num_prompt_tokens(messages, tools, must_call=must_call)
+
+    async def until_quiet(self) -> None:
+        """Wait until no turn is under way."""
+        while self._turns:
+            await asyncio.wait(self._turns)
+
+
+class ServedSession:
+    """A session with its end. Made on the server's loop; ``ended`` may be awaited on any loop."""
+
+    def __init__(
+        self,
+        session: Session,
+        agent: WatchedAgent,
+        section: ServingSection,
+        *,
+        on_end: Callable[["ServedSession"], None],
+        now_s: Callable[[], float],
+    ) -> None:
+        """``on_end`` is called on the server's loop; ``now_s`` is the clock of both deadlines."""
+        self._now_s = now_s
+        self.session = session
+        self._agent = agent
+        self._section = section
+        self._on_end = on_end
+        self._ended: concurrent.futures.Future[SessionEnd] = concurrent.futures.Future()
+        # The loop itself keeps only weak references to tasks.
+        self._watching = asyncio.get_running_loop().create_task(self._watch())
+
+    @property
+    def feedback(self) -> tuple[Feedback, ...]:
+        """What was said of it so far."""
+        return tuple(self.session.feedback)
+
+    async def ended(self) -> SessionEnd:
+        """Wait until the session is closed and none of its turns is under way; return how it ended."""
+        return await asyncio.shield(asyncio.wrap_future(self._ended))
+
+    async def _watch(self) -> None:
+        opened_s = self._now_s()
+        section = self._section
+        finished = asyncio.ensure_future(self.session.finished())
+        while not finished.done():
+            due = [(opened_s + section.session_s, SessionEnd.TIME)]
+            if not self._agent.num_under_way:
+                quiet_since_s = self._agent.quiet_since_s
+                since_s = opened_s if quiet_since_s is None else quiet_since_s
+                due.append((since_s + section.idle_session_s, SessionEnd.IDLE))
+            due_s, end = min(due)
+            left_s = due_s - self._now_s()
+            if left_s <= 0:
+                self.session.close(end)
+            # A turn that ends meanwhile moves the deadline, by less than this.
+            await asyncio.wait([finished], timeout=min(max(left_s, 0.0), section.idle_session_s))
+        await self._agent.until_quiet()
+        assert self.session.end is not None
+        self._on_end(self)
+        self._ended.set_result(self.session.end)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Offer:
+    """An episode that waits for a client."""
+
+    agent: EpisodeAgent
+    claimed: "concurrent.futures.Future[ServedSession]" = field(default_factory=concurrent.futures.Future)
+
+
+class ServingDesk:
+    """Opens the sessions of one worker (``Desk``, and ``FrontDesk`` of its server)."""
+
+    def __init__(self, setup: ServingSetup, *, now_s: Callable[[], float] = time.monotonic) -> None:
+        """``now_s`` is the clock of the sessions' deadlines. The server does not listen yet."""
+        section = self.section = setup.section
+        self.server = SessionServer(
+            host=section.host,
+            port=setup.port,
+            token=setup.token,
+            public_host=section.public_host,
+            limits=SessionLimits(max_turns_at_once=section.max_turns_at_once),
+            desk=self,
+        )
+        self._now_s = now_s
+        self._lock = threading.Lock()
+        self._offers: deque[_Offer] = deque()
+        self._open: set[ServedSession] = set()
+        self._of_agent: dict[int, ServedSession] = {}
+        self._untrained_agent: Callable[[], EpisodeAgent] | None = None
+        self._is_over = False
+        self.counts = ServingCounts()
+
+    def connect(self, untrained_agent: Callable[[], EpisodeAgent]) -> None:
+        """Serve sessions that no episode takes by agents that this makes."""
+        self._untrained_agent = untrained_agent
+
+    async def offered(self, agent: EpisodeAgent) -> ServedSession:
+        """Put an agent's episode on offer; return its session once a client has opened it.
+
+        May be awaited on any loop.
+        """
+        offer = _Offer(agent=agent)
+        with self._lock:
+            self._offers.append(offer)
+        try:
+            return await asyncio.wrap_future(offer.claimed)
+        finally:
+            with self._lock:
+                if offer in self._offers:
+                    self._offers.remove(offer)
+
+    def open(self) -> OpenedSession:
+        """See ``FrontDesk``."""
+        if self._is_over:
+            raise RequestError(
+                "no session is opened any more, because the run has ended",
+                status=503,
+                code="run_over",
+                may_retry=False,
+            )
+        if self._untrained_agent is None:
+            raise RequestError(
+                "generators are not connected yet", status=503, code="starting", retry_after_s=1
+            )
+        if len(self._open) >= self.section.max_open_sessions:
+            self.counts.add("num_refused")
+            raise RequestError(
+                f"{len(self._open)} sessions are open, which is serving.max_open_sessions; end one of "
+                "them or try again later",
+                status=429,
+                code="too_many_sessions",
+                retry_after_s=5,
+            )
+        self.counts.add("num_opened")
+        while (offer := self._take()) is not None:
+            try:
+                # Opens it, through open_for.
+                _ = offer.agent.base_url
+            except EpisodeOver:
+                # The episode was given up while it was on offer.
+                continue
+            served = self._of_agent.pop(id(offer.agent))
+            # A rollout that was cancelled meanwhile has closed its agent, and with it the session.
+            if offer.claimed.set_running_or_notify_cancel():
+                offer.claimed.set_result(served)
+                return OpenedSession(session=served.session, trains=True)
+            served.session.close()
+        self.counts.add(f"num_untrained_{Untrained.NO_TICKET}")
+        return OpenedSession(session=self._opened(self._untrained_agent()).session, trains=False)
+
+    def open_for(self, agent: EpisodeAgent) -> Session:
+        """Return a new session of an agent whose episode was on offer; on the server's loop."""
+        served = self._opened(agent)
+        self._of_agent[id(agent)] = served
+        return served.session
+
+    def end(self) -> None:
+        """The run has ended: close all sessions and open none from now on."""
+        self._is_over = True
+        self.server.close_sessions(SessionEnd.RUN_OVER)
+
+    def report(self) -> ServingReport:
+        """Return counts and current values."""
+        with self._lock:
+            num_on_offer = len(self._offers)
+        return self.counts.report(num_open=len(self._open), num_on_offer=num_on_offer)
+
+    def _take(self) -> _Offer | None:
+        with self._lock:
+            return self._offers.popleft() if self._offers else None
+
+    def _opened(self, agent: EpisodeAgent) -> ServedSession:
+        watched = WatchedAgent(agent, self.counts.took, now_s=self._now_s)
+        session = self.server.open(watched, name="policy")
+        served = ServedSession(session, watched, self.section, on_end=self._ended, now_s=self._now_s)
+        self._open.add(served)
+        return served
+
+    def _ended(self, served: ServedSession) -> None:
+        self._open.discard(served)
+        assert served.session.end is not None
+        self.counts.add(f"num_ended_{served.session.end}")
+        for feedback in served.feedback:
+            self.counts.add("num_feedback")
+            self.counts.add("feedback_sum", feedback.score)

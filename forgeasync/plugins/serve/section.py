@@ -1,0 +1,215 @@
+"""The sections on runs that serve people, and what these runs need of the rest of their config."""
+
+from collections.abc import Iterator, Set
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from forgeasync.config import (
+    WILDCARDS,
+    AgeOf,
+    InstalledEnvironment,
+    InstalledSource,
+    RunConfig,
+    SandboxSection,
+    ScoreSource,
+    StaleGroups,
+    is_loopback,
+    is_served,
+    named_sources,
+)
+from forgeasync.environments import TrainingDraw
+from forgeasync.rollouts import Task
+from forgeasync.schema import Problem, PythonCode
+
+if TYPE_CHECKING:
+    from forgeasync.plugins.serve.environment import ServedSessions
+
+POLICY = "policy"
+"""Name of the agent that people talk to where there is a judge."""
+
+JUDGE = "judge"
+"""Name of the judge."""
+
+
+class ServedEnvironment(InstalledEnvironment):
+    """People talk to the policy over HTTP, and their sessions become trajectories. The section ``serving``
+    says where and how."""
+
+    kind: Literal["served"]
+
+    def check(self, config: RunConfig) -> Iterator[Problem]:
+        """Check that people bring the tasks."""
+        if not is_served(config):
+            given = named_sources(config.data)[0].source.kind if config.data.sources is None else "sources"
+            yield Problem(
+                field="data.source.kind",
+                value=given,
+                remedy="must be 'served', as the only source, with environment.kind = 'served': people bring "
+                "the tasks",
+            )
+
+    def build(self, sandbox: SandboxSection) -> "ServedSessions":
+        """Build the environment, which needs no box."""
+        from forgeasync.plugins.serve.environment import ServedSessions
+
+        return ServedSessions()
+
+
+class ServedSource(InstalledSource):
+    """No problems: people bring their own. Needs ``environment: {kind: served}``, or one of your own that is
+    derived from ``ServedSessions``."""
+
+    kind: Literal["served"]
+
+    serves_people: ClassVar[bool] = True
+
+    def check(self, config: RunConfig, field: str) -> Iterator[Problem]:
+        """Check that the whole run serves people."""
+        if field != "data.source":
+            yield Problem(
+                field=f"{field}.kind",
+                value=self.kind,
+                remedy="must be the run's only source, as data.source",
+            )
+            return
+        environment = config.environment
+        if not isinstance(environment, ServedEnvironment | PythonCode):
+            yield Problem(
+                field="environment.kind",
+                value=None if environment is None else environment.kind,
+                remedy="must be 'served' with data.source.kind = 'served', or 'python' with a class derived "
+                "from ServedSessions",
+            )
+        yield from _check_address(config)
+        yield from _check_evaluation(config)
+        yield from _check_algorithm(config)
+        yield from _check_judge(config)
+        if config.episodes.num_workers != 1:
+            yield Problem(
+                field="episodes.num_workers",
+                value=config.episodes.num_workers,
+                remedy="must be 1 with data.source.kind = 'served': clients have one address, which one "
+                "process listens on",
+            )
+
+    def problems(self, *, num_train: int, num_held_out: int, seed: int) -> "ServedProblems":
+        """Return tasks without content, each for whoever comes next."""
+        assert not num_held_out, "checked by the rules on served runs"
+        return ServedProblems(num_train)
+
+
+class ServedProblems:
+    """Tasks without content; there is nothing to hold out."""
+
+    def __init__(self, num_train: int) -> None:
+        self._num_train = num_train
+
+    def held_out(self) -> list[Task]:
+        """Return nothing."""
+        return []
+
+    def train(self, never: Set[str]) -> TrainingDraw:
+        """Return as many tasks as ``data.num_train`` says."""
+        tasks = [
+            Task(task_id=f"served/{index}", prompt="", answer="", source_index=index, source="served")
+            for index in range(self._num_train)
+        ]
+        return TrainingDraw(tasks=tasks, num_skipped_held_out=0)
+
+
+def _check_address(config: RunConfig) -> Iterator[Problem]:
+    serving = config.serving
+    if not is_loopback(serving.host) and serving.token_env is None:
+        yield Problem(
+            field="serving.token_env",
+            value=None,
+            remedy=f"must name an environment variable with a token: serving.host = {serving.host!r} can be "
+            "reached from other machines",
+        )
+    if serving.host in WILDCARDS and serving.public_host is None:
+        yield Problem(
+            field="serving.public_host",
+            value=None,
+            remedy="must be the name or the address by which clients reach this machine: serving.host = "
+            f"{serving.host!r} stands for all its addresses",
+        )
+    if serving.idle_session_s > serving.session_s:
+        yield Problem(
+            field="serving.idle_session_s",
+            value=serving.idle_session_s,
+            remedy=f"must be at most serving.session_s = {serving.session_s:g}, which ends every session",
+        )
+
+
+def _check_evaluation(config: RunConfig) -> Iterator[Problem]:
+    why = "with data.source.kind = 'served': nobody asks held-out problems"
+    if config.data.num_held_out:
+        yield Problem(field="data.num_held_out", value=config.data.num_held_out, remedy=f"must be 0 {why}")
+    if config.evaluation.sets:
+        yield Problem(
+            field="evaluation.sets",
+            value=", ".join(one.name for one in config.evaluation.sets),
+            remedy=f"must be left out {why}; evaluate the exported model with apps.evaluate",
+        )
+
+
+def _check_algorithm(config: RunConfig) -> Iterator[Problem]:
+    algorithm, buffer = config.algorithm, config.buffer
+    if algorithm.group_size != 1:
+        yield Problem(
+            field="algorithm.group_size",
+            value=algorithm.group_size,
+            remedy="must be 1 with data.source.kind = 'served': no two people have the same conversation",
+        )
+    if algorithm.advantage.smallest_group > 1:
+        yield Problem(
+            field="algorithm.advantage",
+            value=algorithm.advantage.kind,
+            remedy="compares the rollouts of a group, and a served session has a group of its own: must be "
+            "'reinforce_pp', which compares with the whole batch",
+        )
+    if buffer.stale_groups is not StaleGroups.DROP:
+        yield Problem(
+            field="buffer.stale_groups",
+            value=buffer.stale_groups.value,
+            remedy=f"must be {StaleGroups.DROP.value!r} with data.source.kind = 'served': otherwise training "
+            "waits for people who take long over their sessions",
+        )
+    if buffer.age_of is not AgeOf.TOKEN:
+        yield Problem(
+            field="buffer.age_of",
+            value=buffer.age_of.value,
+            remedy=f"must be {AgeOf.TOKEN.value!r} with data.source.kind = 'served': a session is as young "
+            "as its newest tokens, however long it has waited for its client",
+        )
+
+
+def _check_judge(config: RunConfig) -> Iterator[Problem]:
+    agents, needs_judge = config.agents, ScoreSource.JUDGE in config.serving.score_from
+    if not needs_judge:
+        if agents is not None:
+            yield Problem(
+                field="agents",
+                value=", ".join(agents),
+                remedy="must be left out, or serving.score_from must have 'judge': nobody else asks them",
+            )
+    elif (
+        agents is None
+        or agents.keys() != {POLICY, JUDGE}
+        or not agents[POLICY].trainable
+        or agents[JUDGE].trainable
+    ):
+        yield Problem(
+            field="agents",
+            value=None if agents is None else ", ".join(agents),
+            remedy=f"must be {{{POLICY}: {{}}, {JUDGE}: {{trainable: false}}}} with 'judge' in "
+            "serving.score_from",
+        )
+    if ScoreSource.ENVIRONMENT in config.serving.score_from and isinstance(
+        config.environment, ServedEnvironment
+    ):
+        yield Problem(
+            field="serving.score_from",
+            value=ScoreSource.ENVIRONMENT.value,
+            remedy="needs an environment of your own with a verdict: environment.kind = 'python' and a class "
+            "derived from ServedSessions",
+        )

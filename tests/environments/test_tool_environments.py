@@ -1,0 +1,393 @@
+"""The environments that come with the package: Python in a box, MCP servers, and how answers are compared."""
+
+import asyncio
+import dataclasses
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter
+
+from forgeasync.config import (
+    AnswerCheck,
+    Bubblewrap,
+    Ending,
+    EnvironmentSection,
+    EpisodesSection,
+    UnsafeSubprocess,
+    check_without_model,
+    environment_name,
+    load_config,
+)
+from forgeasync.environments import (
+    AgentRole,
+    AnswerChecker,
+    EpisodeInterrupted,
+    Episodes,
+    ToolCall,
+    ToolError,
+    Turn,
+    build_environment,
+    build_renderer,
+    check_environment,
+)
+from forgeasync.environments.tool_environments import MAX_READ_CHARACTERS
+from forgeasync.rollouts import NO_ANSWER, EpisodeId, EpisodeOutcome, FinishReason, Score, ToolStatus
+from forgeasync.schema import ConfigError
+from forgeasync.testing import HandTime, ScriptedAgent, ScriptedGenerator, scripted_turn
+from tests.support.buffer_world import make_task
+from tests.support.chat import make_tokenizer
+from tests.support.config_samples import MINIMAL
+
+
+def value(text: str, answer: str, **section: Any) -> float | None:
+    """The score of a text; None where it states no answer."""
+    task = dataclasses.replace(make_task(3), answer=answer)
+    score = AnswerChecker(AnswerCheck.model_validate(section)).score(task, text)
+    assert score.is_correct == (score.value == 1.0)
+    return None if score == NO_ANSWER else score.value
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "section", "worth"),
+    [
+        (" 15\n", "15", {}, 1.0),
+        ("15.0", "15", {}, 0.0),
+        ("#1 no, #15", "15", {"prefix": "#"}, 1.0),
+        ("15", "15", {"prefix": "#"}, None),
+        ("It is 15.", "15", {}, 0.0),
+        ("It is 15.", "15", {"part": "last_number"}, 1.0),
+        ("It is 1,234,567.", "1234567", {"part": "last_number"}, 1.0),
+        ("no idea", "15", {"part": "last_number"}, None),
+        ("15.00", "15", {"match": "number"}, 1.0),
+        ("1,200.50", "1200.5", {"match": "number"}, 1.0),
+        ("-0", "0", {"match": "number"}, 1.0),
+        (".5", "0.5", {"match": "number"}, 1.0),
+        ("0.1000000000000000000001", "0.1", {"match": "number"}, 0.0),
+        ("2**64", "2", {"match": "number"}, 0.0),
+        ("1e3", "1000", {"match": "number"}, 0.0),
+        ("nan", "1", {"match": "number"}, 0.0),
+        ("10**10**10", "1", {"match": "number"}, 0.0),
+        ("", "1", {"match": "number"}, 0.0),
+        ("١٥", "15", {"match": "number"}, 0.0),
+        ("so 7 + 8 = 15.0", "15", {"match": "number", "part": "last_number"}, 1.0),
+        ("x" * MAX_READ_CHARACTERS + "#15", "15", {"prefix": "#"}, 1.0),
+        ("#15" + "x" * MAX_READ_CHARACTERS, "15", {"prefix": "#"}, None),
+    ],
+)
+def test_answers(text: str, answer: str, section: dict[str, Any], worth: float | None) -> None:
+    assert value(text, answer, **section) == worth
+
+
+def test_a_task_without_a_number_cannot_be_compared_by_numbers() -> None:
+    with pytest.raises(ValueError, match="answer 'Paris', which is no number"):
+        value("1", "Paris", match="number")
+
+
+@pytest.mark.parametrize("piece", ["1", "1,", "-", "1,111", ".", " -1"])
+def test_hostile_texts_take_time_in_proportion(piece: str) -> None:
+    text = piece * (2 * MAX_READ_CHARACTERS)
+    start_s = time.process_time()
+    value(text, "15", match="number", part="last_number")
+    # A quadratic search would take minutes.
+    assert time.process_time() - start_s < 5.0
+
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+TASK = dataclasses.replace(make_task(3), prompt="7+8=", answer="15")
+SERVER = {
+    "kind": "stdio",
+    "command": [sys.executable, "-m", "tests.support.mcp_server"],
+    "env": {"PYTHONPATH": str(REPOSITORY)},
+}
+PLAIN = {"call_prefix": "[", "call_suffix": "]", "result_suffix": ";", "error_text": "?"}
+
+
+def section_of(**keys: Any) -> EnvironmentSection:
+    adapter: TypeAdapter[EnvironmentSection] = TypeAdapter(EnvironmentSection)
+    return adapter.validate_python(keys)
+
+
+def python(number: int, code: object) -> ToolCall:
+    return ToolCall(id=f"call_{number}", name="python", arguments={"code": code})
+
+
+def run(
+    section: EnvironmentSection,
+    *turns: Turn | str,
+    tool_limit_s: float = 300.0,
+    run_on: Callable[..., Any] = asyncio.run,
+) -> tuple[Score, ScriptedAgent]:
+    agent = ScriptedAgent(*turns, tool_limit_s=tool_limit_s)
+    return run_on(build_environment(section).rollout(TASK, agent)), agent
+
+
+def told(agent: ScriptedAgent) -> list[str]:
+    """What the tools have said, in order."""
+    return [message["content"] for message in agent.heard[-1] if message["role"] == "tool"]
+
+
+@pytest.mark.procs
+def test_python_keeps_its_variables_and_tells_of_errors() -> None:
+    section = section_of(kind="python_tool", system_prompt="Use Python.", answer={"prefix": "Answer:"})
+    score, agent = run(
+        section,
+        scripted_turn("", python(0, "a = 7\nprint('so')\na + 8")),
+        scripted_turn("", python(1, "a + 1"), python(2, 5)),
+        scripted_turn("", python(3, "1 / 0")),
+        scripted_turn("", python(4, "import sys; sys.exit(3)")),
+        scripted_turn("", python(5, "a")),
+        "Answer: 15",
+    )
+    assert (score.value, score.is_correct, dict(score.penalties)) == (1.0, True, {"failed_calls": 4.0})
+    assert [message["role"] for message in agent.heard[0]] == ["system", "user"]
+    first, second, wrong, raised, left, new = told(agent)
+    assert (first, second) == ("so\n15", "8")
+    assert "one argument, 'code'" in wrong
+    assert raised.splitlines()[-1] == "ZeroDivisionError: division by zero"
+    assert left == "The interpreter has ended with exit code 3; its variables are gone."
+    assert "NameError" in new
+    assert agent.tool_calls == {ToolStatus.OK: 2, ToolStatus.BAD_ARGUMENTS: 1, ToolStatus.FAILED: 3}
+    assert agent.tools[0][0].name == "python"
+
+
+@pytest.mark.procs
+@pytest.mark.parametrize(
+    ("limit_s", "told_first"),
+    [(0.2, ""), pytest.param(20.0, "begun\n", marks=pytest.mark.exhaustive)],
+    ids=["soon", "after_it_printed"],
+)
+def test_python_that_takes_too_long_is_ended_and_what_it_printed_is_told(
+    limit_s: float, told_first: str
+) -> None:
+    code = "print('begun', flush=True)\nwhile True: pass"
+    # Of the two deadlines the box's own comes first, however late: by this clock no time passes.
+    section, clock = section_of(kind="python_tool"), HandTime()
+    score, agent = run(
+        section, scripted_turn("", python(0, code)), "14", tool_limit_s=limit_s, run_on=clock.run
+    )
+    assert score.value == 0.0
+    (late,) = told(agent)
+    assert late.startswith(told_first)
+    assert late.endswith("The interpreter was killed (deadline); its variables are gone.")
+    assert agent.tool_calls == {ToolStatus.TIMEOUT: 1}
+
+
+@pytest.mark.procs
+def test_what_python_prints_is_cut() -> None:
+    section = section_of(kind="python_tool", max_result_characters=200)
+    _, agent = run(section, scripted_turn("", python(0, "print('x' * 1000)")), "14")
+    assert told(agent) == ["x" * 200 + "\n[800 more characters were cut]"]
+    assert agent.tool_calls == {ToolStatus.CUT: 1}
+
+
+@pytest.mark.procs
+def test_code_that_ends_its_own_sandbox_is_no_fault_of_the_infrastructure() -> None:
+    kill = (
+        "import os, signal, time\n"
+        "others = {int(name) for name in os.listdir('/proc') if name.isdigit()} - {1, os.getpid()}\n"
+        "for pid in others: os.kill(pid, signal.SIGKILL)\n"
+        "time.sleep(60)"
+    )
+    with pytest.raises(ToolError, match="the model's code has ended its sandbox"):
+        run(
+            section_of(kind="python_tool"),
+            scripted_turn("", python(0, kill)),
+            scripted_turn("", python(1, "1")),
+            "15",
+        )
+
+
+@pytest.mark.procs
+def test_without_a_sandbox_the_episode_is_interrupted() -> None:
+    section = section_of(kind="python_tool")
+    environment = build_environment(section, Bubblewrap(program="/no/such/bwrap"))
+    with pytest.raises(EpisodeInterrupted, match="a sandbox cannot be started"):
+        asyncio.run(environment.rollout(TASK, ScriptedAgent("15")))
+    (problem,) = check_environment(section, Bubblewrap(program="/no/such/bwrap"))
+    assert problem.field == "sandbox.kind"
+
+
+def episode(section: EnvironmentSection, model: ScriptedGenerator, tokenizer: Any) -> EpisodeOutcome:
+    """An episode of a model without a chat template."""
+    episodes = Episodes(
+        build_environment(section),
+        build_renderer(tokenizer, chat_template=False),
+        name=environment_name(section),
+        roles=[AgentRole(name="agent", is_trainable=True)],
+        has_one_agent=True,
+        max_context_length=200,
+        section=EpisodesSection(),
+        limit_s=300.0,
+    )
+
+    async def sample(episode: EpisodeId, request: Any) -> Any:
+        return await model(request)
+
+    return asyncio.run(
+        episodes.run(
+            TASK, EpisodeId(group_id=1, index=0), max_turn_tokens=50, sample=sample, keeps_record=True
+        )
+    )
+
+
+@pytest.mark.procs
+def test_a_model_without_a_chat_template_calls_python_in_plain_text() -> None:
+    tokenizer = make_tokenizer(None, newline=False)
+    # The generator cuts a turn's text where a text of ``stop`` begins.
+    model = ScriptedGenerator(tokenizer, ["so [7+8", "[7+", "#15"])
+    section = section_of(kind="python_tool", answer={"prefix": "#"}, plain_calls=PLAIN)
+    outcome = episode(section, model, tokenizer)
+    assert outcome.ending is Ending.COMPLETED
+    (agent,) = outcome.agents
+    assert agent.score is not None and agent.score.value == 1.0
+    assert agent.tool_calls == {ToolStatus.OK: 1, ToolStatus.FAILED: 1}
+    assert [request.stop for request in model.requests] == [("]",)] * 3
+    assert tokenizer.decode(model.ids) == "7+8=so [7+8<|im_end|>15;[7+<|im_end|>?;#15<|im_end|>"
+    assert agent.num_rewritten == 0
+
+
+@pytest.mark.procs
+def test_half_a_plain_call_is_told() -> None:
+    section = section_of(kind="python_tool", plain_calls=PLAIN | {"error_text": None})
+    half = dataclasses.replace(scripted_turn("[7+"), finish_reason=FinishReason.LENGTH)
+    score, agent = run(section, half, "15")
+    assert agent.heard[1][-1] == {"role": "user", "content": "it was cut off before ']';"}
+    assert agent.tool_calls == {ToolStatus.UNREADABLE: 1}
+    assert score.penalties == {"failed_calls": 1.0}
+    assert agent.tools == [(), ()]
+
+
+@pytest.mark.procs
+def test_tools_of_a_server_lead_to_an_answer() -> None:
+    section = section_of(kind="mcp", servers={"tests": SERVER}, answer={"match": "number"}, max_rounds=1)
+    add = ToolCall(id="call_0", name="add", arguments={"a": 7, "b": 8})
+    score, agent = run(section, scripted_turn("", add), "15.0")
+    assert (score.value, told(agent)) == (1.0, ["15"])
+    score, agent = run(section, scripted_turn("", add), scripted_turn("15", add))
+    assert (score.value, agent.tool_calls) == (1.0, {ToolStatus.OK: 1})
+
+
+@pytest.mark.procs
+def test_a_server_that_cannot_be_used_is_found_before_the_run() -> None:
+    wrong = SERVER | {"command": [sys.executable, "-c", "raise SystemExit('no licence')"]}
+    section = section_of(kind="mcp", servers={"good": SERVER, "wrong": wrong}, start_s=60.0)
+    (problem,) = check_environment(section)
+    assert problem.field == "environment.servers.wrong"
+    assert "exit code 1: no licence" in problem.remedy
+
+
+@pytest.mark.parametrize(
+    ("environment", "field"),
+    [
+        ("{kind: pyton_tool}", "environment.kind"),
+        ("{kind: python_tool, max_rounds: 0}", "environment.max_rounds"),
+        (
+            "{kind: python_tool, plain_calls: {call_prefix: '|', call_suffix: '|'}}",
+            "environment.plain_calls.call_suffix",
+        ),
+        ("{kind: python_tool, answer: {match: close}}", "environment.answer.match"),
+        ("{kind: mcp, servers: {}}", "environment.servers"),
+        ("{kind: mcp, servers: {a: {kind: stdio, command: []}}}", "environment.servers.a.command"),
+        ("{kind: mcp, servers: {a: {kind: http, url: 'localhost:80'}}}", "environment.servers.a.url"),
+        ("{kind: mcp}", "environment.servers"),
+        ("{kind: mcp, servers: null}", "environment.servers"),
+        ("{kind: mcp, servers: {a: [x]}}", "environment.servers.a"),
+        ("{kind: mcp, servers: {a: {kind: pipe}}}", "environment.servers.a.kind"),
+        ("{kind: mcp, servers: {a: {kind: stdio}}}", "environment.servers.a.command"),
+        ("{kind: mcp, servers: {a: {kind: stdio, command: [x], ur: y}}}", "environment.servers.a.ur"),
+        ("{kind: mcp, servers: {A: {kind: stdio, command: [x]}}}", "environment.servers.A"),
+        ("{kind: mcp, servers: {a: {kind: stdio, command: [' ']}}}", "environment.servers.a.command"),
+        (
+            "{kind: mcp, servers: {a: {kind: stdio, command: [x], env: {'A=B': c}}}}",
+            "environment.servers.a.env",
+        ),
+    ],
+)
+def test_wrong_sections_are_named(environment: str, field: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(MINIMAL)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, [f"environment={environment}"])
+    assert [problem.field for problem in caught.value.problems] == [field]
+
+
+@pytest.mark.parametrize(
+    ("override", "remedy"),
+    [
+        ("agents=a", "expected sections by name, such as {a: {...}}"),
+        ("agents={a: {trainabel: true}}", "did you mean agents.a.trainable?"),
+        ("environment={kind: mcp, servers: {}}", "must have at least one entry (Servers by name."),
+        ("environment={kind: mcp, servers: {a: {kind: stdio}}}", "required key is missing (Program and"),
+        (
+            "environment={kind: mcp, servers: {a-b: {kind: stdio, command: [x]}}}",
+            "must have up to 31 small letters, digits and '_'",
+        ),
+        (
+            "environment={kind: mcp, servers: {a: {kind: http, url: 'localhost:80'}}}",
+            "must be a URL of http or https, such as",
+        ),
+    ],
+)
+def test_what_would_be_right_is_told_of_sections_by_name(override: str, remedy: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(MINIMAL)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, [override])
+    assert remedy in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fields"),
+    [
+        (["environment={kind: python_tool}"], ["data.chat_template"]),
+        (["environment={kind: mcp, servers: {a: {command: [x], kind: stdio}}}"], ["data.chat_template"]),
+        (["environment={kind: python_tool}", "data.chat_template=true"], []),
+        (["environment={kind: python_tool, plain_calls: {call_prefix: '[', call_suffix: ']'}}"], []),
+        (
+            [
+                "environment={kind: python_tool, max_rounds: 5}",
+                "data.chat_template=true",
+                "episodes.max_turns=5",
+            ],
+            ["environment.max_rounds"],
+        ),
+        (
+            ["environment={kind: python_tool}", "data.chat_template=true", "episodes.tool_s=120"],
+            ["episodes.tool_s"],
+        ),
+        (
+            [
+                "environment={kind: mcp, start_s: 60, servers: {a: {kind: stdio, command: [x]}}}",
+                "data.chat_template=true",
+                "episodes.setup_s=60",
+            ],
+            ["environment.start_s"],
+        ),
+        (["environment={kind: python_tool}", "data.chat_template=true", "agents={a: {}, b: {}}"], ["agents"]),
+    ],
+)
+def test_what_an_environment_needs_of_the_config(
+    overrides: list[str], fields: list[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(MINIMAL)
+    config = load_config(path, overrides)
+    assert [problem.field for problem in check_without_model(config)] == fields
+
+
+def test_sections_survive_being_written(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(MINIMAL)
+    for environment in (
+        "{kind: python_tool, plain_calls: {call_prefix: '[', call_suffix: ']'}}",
+        "{kind: mcp, servers: {a: {kind: stdio, command: [x, y]}, b: {kind: http, url: 'http://h/mcp'}}}",
+        "{kind: coding}",
+    ):
+        config = load_config(path, [f"environment={environment}", "sandbox=unsafe"])
+        assert config.sandbox == UnsafeSubprocess()
+        again = type(config).model_validate(config.model_dump(mode="json"))
+        assert again == config

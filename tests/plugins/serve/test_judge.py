@@ -1,0 +1,97 @@
+"""What a judge is asked, and which of its answers count."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forgeasync.environments import ContextFull, Turn
+from forgeasync.plugins.serve import MAX_CHARACTERS, Exchange, exchanges, judge_session, read_answer
+from forgeasync.testing import ScriptedAgent, scripted_turn
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def ours(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, "num_tokens": 3}
+
+
+def test_which_replies_are_judged() -> None:
+    """Those of ours that the person has answered, and those that branches share only once."""
+    shared = [user("hi"), ours("hello"), user("2 + 2?")]
+    theirs = {"role": "assistant", "content": "written by the client"}
+    branches = [
+        [*shared, ours("5"), user("no"), ours("4")],
+        [
+            *shared,
+            ours("4"),
+            user("thanks"),
+            theirs,
+            user("more"),
+            ours("?"),
+            {"role": "tool", "content": "1"},
+        ],
+    ]
+    assert list(exchanges(branches)) == [
+        Exchange(reply="hello", next_message="2 + 2?"),
+        Exchange(reply="5", next_message="no"),
+        Exchange(reply="4", next_message="thanks"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("good", 1.0), ("bad", 0.0), (" Good.\n", 1.0), ("BAD", 0.0)]
+    + [(text, None) for text in ("", "good or bad", "goodbad", "not bad", "1", "good" + " " * 40, "gut")],
+)
+def test_which_answers_count(text: str, value: float | None) -> None:
+    assert read_answer(text) == value
+
+
+@given(st.text(max_size=60))
+def test_no_other_answer_counts(text: str) -> None:
+    is_one = text.strip().lower().removesuffix(".") in ("good", "bad") and len(text) <= 40
+    assert (read_answer(text) is not None) == is_one
+
+
+def test_the_mean_is_over_the_replies_that_were_rated() -> None:
+    branch = [
+        user("a"),
+        ours("1"),
+        user("b"),
+        ours("2"),
+        user("c"),
+        ours("3"),
+        user("d"),
+        ours("4"),
+        user("e"),
+    ]
+
+    class Judge(ScriptedAgent):
+        async def respond(self, *arguments: Any, **options: Any) -> Turn:
+            turn = await super().respond(*arguments, **options)
+            if turn.text == "full":
+                raise ContextFull
+            return turn
+
+    judge = Judge(scripted_turn("good"), scripted_turn("well"), scripted_turn("full"), scripted_turn("bad"))
+    judgement = asyncio.run(judge_session(judge, [branch]))
+    assert (judgement.value, judgement.num_judged, judgement.num_unreadable) == (0.5, 2, 2)
+    assert "<reply>\n2\n</reply>\n\n<next_message>\nc\n</next_message>" in judge.heard[1][0]["content"]
+    nothing = asyncio.run(judge_session(Judge(scripted_turn("?")), [branch[:3]]))
+    assert (nothing.value, nothing.num_judged, nothing.num_unreadable) == (None, 0, 1)
+    assert asyncio.run(judge_session(Judge(), [branch[:2]])).value is None
+
+
+def test_long_texts_are_cut_in_the_middle() -> None:
+    judge = ScriptedAgent(scripted_turn("good"))
+    reply = "x" * MAX_CHARACTERS + "y" * MAX_CHARACTERS
+    asyncio.run(judge_session(judge, [[user("a"), ours(reply), user("b" * 10 * MAX_CHARACTERS)]]))
+    content = judge.heard[0][0]["content"]
+    assert len(content) < 2 * MAX_CHARACTERS + 1000
+    assert content.count("x") + content.count("y") - 3 * content.count("xx") < MAX_CHARACTERS
+    assert "x\n[...]\ny" in content
