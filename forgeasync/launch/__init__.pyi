@@ -1,10 +1,10 @@
 from .bootstrap_main import STOP_SIGNALS as STOP_SIGNALS
 from .host_checks import HostGpus as HostGpus
 from .host_checks import RolePlan as RolePlan
-from .host_checks import check_hosts_gpus as check_hosts_gpus
-from .host_checks import gpu_warnings as gpu_warnings
-from .host_checks import gather_gpu_facts as gather_gpu_facts
 from .host_checks import check_host_limits as check_host_limits
+from .host_checks import check_hosts_gpus as check_hosts_gpus
+from .host_checks import gather_gpu_facts as gather_gpu_facts
+from .host_checks import gpu_warnings as gpu_warnings
 from .host_checks import lock_warning as lock_warning
 from .hosts import Host as Host
 from .hosts import HostLost as HostLost
@@ -16,9 +16,9 @@ from .hosts import kill_with_children as kill_with_children
 from .hosts import stop as stop
 from .job_hosts import build_hosts as build_hosts
 from .jobs import HostRole as HostRole
-from .placement import spawn_role as spawn_role
 from .jobs import check_prerequisites as check_prerequisites
 from .jobs import render_launch as render_launch
+from .placement import spawn_role as spawn_role
 from .restart_policy import End as End
 from .restart_policy import Ending as Ending
 from .restart_policy import RestartPolicy as RestartPolicy
@@ -26,18 +26,18 @@ from .restart_policy import StartAgain as StartAgain
 from .restart_policy import is_death as is_death
 
 # Only tests import these.
-from .job_hosts import HostAgent as HostAgent
 from .bootstrap_main import visible_devices as visible_devices
 from .host_checks import FLASH_ATTENTION_PACKAGES as FLASH_ATTENTION_PACKAGES
 from .host_checks import Gpu as Gpu
 from .host_checks import GpuFacts as GpuFacts
 from .host_checks import HostLimits as HostLimits
 from .host_checks import gather_host_limits as gather_host_limits
+from .job_hosts import HostAgent as HostAgent
 from .job_hosts import JobHost as JobHost
 from .job_hosts import JobHosts as JobHosts
 from .job_hosts import lost_words as lost_words
+from .jobs import LaunchFailed as LaunchFailed
+from .jobs import Submission as Submission
 from .jobs import build_job as build_job
 from .placement import GpuAllocator as GpuAllocator
 from .restart_policy import MAX_STARTS_WITHOUT_STEP as MAX_STARTS_WITHOUT_STEP
-from .jobs import LaunchFailed as LaunchFailed
-from .jobs import Submission as Submission
