@@ -1,6 +1,6 @@
 """The buffer actor: a thin shell around the replay buffer, in a proc of its own.
 
-Who waits for whom: see ``forgeasync.buffer.async_buffer``; calls overlap freely, and those that wait do so
+Who waits for whom: see ``forgeasync.buffer.replay_buffer``; calls overlap freely, and those that wait do so
 here. Only small facts about groups are sent; their arrays stay where they were sampled.
 """
 

@@ -1,16 +1,16 @@
-"""Rollout accounting: is what trains composed as what was submitted, and what makes up for a difference?
+"""Rollout accounting: compares the composition of what trains with what was submitted, and corrects it.
 
-A group's stratum is its data source and the power of two below its longest rollout, since that one decides
-how long the group takes. Responses are as long as their tokens, episodes as their milliseconds. A resolved
-group was trained or is gone for good. The ledger knows two histograms of the rollouts
-of resolved ones, over a trailing window: as submitted, each group counting once, and as trained, with the
-weights they were trained with. Nothing lost: they are equal, and the distance is 0.
+The stratum of a group is its data source and the power of two at or below its longest rollout, which decides
+how long the group takes. The length of a response is its tokens, that of an episode its milliseconds. A group
+is resolved when it was trained on or lost for good. Two histograms count the rollouts of resolved groups over
+a trailing window: as submitted, each group with weight 1, and as trained, with the weights of the batches. If
+nothing is lost the two are equal, and their distance is 0.
 
-With ``Replacement.WEIGHT`` a lost group leaves a deficit of 1 in its stratum, and the next trained groups
-there carry it, up to ``max_weight`` each. Where a share p of a stratum's groups survives, the weights tend to
-1 / p: the estimator of Horvitz and Thompson, "A Generalization of Sampling Without Replacement from a Finite
-Universe", 1952, without having to know p. A stratum of which nothing survives keeps its deficit, and the
-metrics show it.
+With ``Replacement.WEIGHT`` a lost group leaves a deficit of 1 in its stratum. The next trained groups of that
+stratum compensate for it with weights up to ``max_weight``. If a share p of a stratum's groups survives, the
+weights tend to 1 / p, without p being known: the estimator of Horvitz and Thompson, "A Generalization of
+Sampling Without Replacement from a Finite Universe", 1952. A stratum of which nothing survives keeps its
+deficit, which the metrics show.
 """
 
 from collections import Counter, defaultdict, deque
@@ -18,41 +18,36 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from forgeasync.buffer.decisions import AGE_REASONS, Deficit, DropReason
+from forgeasync.buffer.prompts import AGE_REASONS, Deficit, DropReason
 from forgeasync.config import AccountingPolicy, AccountingSection, Replacement
 from forgeasync.rollouts import Task
 
 K = TypeVar("K")
 
 
-@dataclass(frozen=True, slots=True)
-class Stratum:
-    """Groups that are lost alike."""
-
-    source: str
-    length_bucket: int
-    """Longest rollout of the group: at least 2 ** bucket tokens or milliseconds, less than twice that."""
+Stratum = tuple[str, int]
+"""Source and length bucket: groups that are lost alike."""
 
 
 def length_bucket(num_tokens: int) -> int:
-    """The power of two at or below a length; -1 for an empty response."""
+    """Return the exponent of the power of two at or below a length; -1 for an empty response."""
     return num_tokens.bit_length() - 1
 
 
 def stratum_of(task: Task, lengths: Sequence[int]) -> Stratum:
     """Return the stratum of a group by the lengths of its rollouts."""
-    return Stratum(task.source, length_bucket(max(lengths)))
+    return task.source, length_bucket(max(lengths))
 
 
 def comes_again(reason: DropReason, section: AccountingSection) -> bool:
-    """Whether the prompt of a group that was lost for ``reason`` is submitted again, attempts permitting."""
+    """Whether the prompt of a group lost for ``reason`` is submitted again, if it has attempts left."""
     if reason in AGE_REASONS:
         return section.policy is AccountingPolicy.EXACT and section.replacement is Replacement.REISSUE
     return reason is not DropReason.FILTERED
 
 
 class AccountingLedger:
-    """Counts what became of groups, and computes the weights of the next ones."""
+    """Counts resolved groups, and computes the weights of the next ones."""
 
     def __init__(self, section: AccountingSection) -> None:
         self._carries_deficits = (
@@ -64,9 +59,9 @@ class AccountingLedger:
         self._num_censored = 0
 
     def train(self, task: Task, lengths: Sequence[int], *, submitted: Sequence[int]) -> float:
-        """A group goes into a batch; what it weighs there.
+        """Count a group that goes into a batch; returns its weight.
 
-        ``submitted`` are the lengths of its prompt's first group, another one where that was lost.
+        ``submitted`` are the lengths of its prompt's first group, which differ if that one was lost.
         """
         weight = 1.0
         if self._carries_deficits:
@@ -78,7 +73,7 @@ class AccountingLedger:
         return weight
 
     def lose(self, task: Task, lengths: Sequence[int] | None) -> None:
-        """A group is gone for good; None: before all its lengths were known."""
+        """Count a group that is lost for good; ``lengths`` is None if it was not sampled completely."""
         if lengths is None:
             self._num_censored += 1
             return
@@ -88,26 +83,26 @@ class AccountingLedger:
 
     @property
     def deficits(self) -> tuple[Deficit, ...]:
-        """Deficits that are still to be made up for."""
+        """Deficits that remain."""
         return tuple(
-            Deficit(source=stratum.source, length_bucket=stratum.length_bucket, weight=float(weight))
-            for stratum, weight in self._deficits.items()
+            Deficit(source=source, length_bucket=bucket, weight=float(weight))
+            for (source, bucket), weight in self._deficits.items()
             if weight
         )
 
     @property
     def num_censored(self) -> int:
-        """Groups lost before all their lengths were known."""
+        """Groups lost before they were sampled completely."""
         return self._num_censored
 
     def restore(self, deficits: Iterable[Deficit], num_censored: int) -> None:
-        """Continue with what another ledger had left to make up for."""
+        """Continue with the deficits of another ledger."""
         for one in deficits:
-            self._deficits[Stratum(one.source, one.length_bucket)] += one.weight
+            self._deficits[one.source, one.length_bucket] += one.weight
         self._num_censored = num_censored
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics under their names in metrics.jsonl."""
+        """Return metrics by their names in metrics.jsonl."""
         return self._composition.metrics() | {
             "accounting/outstanding_deficit": float(sum(self._deficits.values())),
             "accounting/num_censored": self._num_censored,
@@ -128,7 +123,7 @@ def _rollouts(source: str, lengths: Sequence[int], weight: float) -> _Rollouts:
 
 
 class Composition:
-    """Rollouts of the groups resolved last, as submitted and as trained. Adding one costs O(rollouts)."""
+    """Histograms of the latest resolved groups, as submitted and as trained. Adding one costs O(rollouts)."""
 
     def __init__(self, num_groups: int) -> None:
         self._window: deque[tuple[_Rollouts, _Rollouts]] = deque()
@@ -137,7 +132,7 @@ class Composition:
         self._trained = _Histograms()
 
     def add(self, source: str, *, submitted: Sequence[int], trained: Sequence[int], weight: float) -> None:
-        """A resolved group, by the lengths of its rollouts; weight 0: it did not train."""
+        """Add a resolved group by the lengths of its rollouts; weight 0 if it did not train."""
         group = (_rollouts(source, submitted, 1.0), _rollouts(source, trained, weight))
         self._window.append(group)
         self._count(group, +1)
@@ -149,7 +144,7 @@ class Composition:
             histograms.add(rollouts, sign * rollouts.weight)
 
     def metrics(self) -> dict[str, float]:
-        """Distances are total variation: half the sum of the absolute differences of shares."""
+        """Return metrics. Distances are total variation: half the sum of absolute differences of shares."""
         if self._trained.num_rollouts < 0.5:
             return {}
         return {
@@ -163,7 +158,7 @@ class Composition:
         }
 
     def _share_ratios(self) -> dict[int, float]:
-        """Trained share over submitted share, of the buckets with something in them."""
+        """Return trained share over submitted share of each bucket that is not empty."""
         submitted, trained = self._submitted, self._trained
         return {
             bucket: trained.by_bucket.get(bucket, 0.0)

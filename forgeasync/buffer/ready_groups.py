@@ -1,15 +1,85 @@
-"""Complete groups in the order in which batches take them. Adding and taking one costs O(log n)."""
+"""Age of groups, and the order in which batches take complete groups.
+
+The age of a group counts from its reference version r. Optimizer steps up to r + max_off_policy_steps, its
+deadline, may train on it. During sampling only a lower bound of r is known, which rises and never falls.
+"""
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
-from forgeasync.config import BatchOrder
+from forgeasync.config import AgeOf, BatchOrder
+from forgeasync.rollouts import GroupProgress, StoredRollout, VersionSpan
+
+
+def reference_version(rollouts: Sequence[StoredRollout], age_of: AgeOf) -> int:
+    """Return the version from which the age of a finished group counts."""
+    match age_of:
+        case AgeOf.OLDEST_TOKEN:
+            return min(rollout.first_version for rollout in rollouts)
+        case AgeOf.NEWEST_TOKEN:
+            return min(rollout.last_version for rollout in rollouts)
+        case AgeOf.MEAN:
+            return min(_floor_of_mean(rollout.version_spans) for rollout in rollouts)
+        case AgeOf.TOKEN:
+            return max(rollout.last_version for rollout in rollouts)
+
+
+def known_reference(progress: GroupProgress, group_size: int, age_of: AgeOf) -> int:
+    """Return a lower bound of the reference version of a group in flight; 0 if its progress implies none."""
+    all_run = progress.num_running == group_size
+    if all_run and progress.num_tokens == 0:
+        return progress.version
+    match age_of:
+        case AgeOf.NEWEST_TOKEN if all_run:
+            return progress.version
+        case AgeOf.TOKEN if progress.num_running:
+            return progress.version
+        case _:
+            return 0
+
+
+def _floor_of_mean(spans: Sequence[VersionSpan]) -> int:
+    # Tokens between spans were not sampled and have no age.
+    num_tokens = sum(span.end - span.start for span in spans)
+    return sum(span.version * (span.end - span.start) for span in spans) // num_tokens
+
+
+class Deadlines:
+    """Group ids by deadline."""
+
+    def __init__(self) -> None:
+        self._ids: dict[int, set[int]] = {}
+
+    def add(self, group_id: int, deadline: int) -> None:
+        self._ids.setdefault(deadline, set()).add(group_id)
+
+    def remove(self, group_id: int, deadline: int) -> None:
+        self._ids[deadline].remove(group_id)
+        if not self._ids[deadline]:
+            del self._ids[deadline]
+
+    def before(self, step: int) -> list[tuple[int, list[int]]]:
+        """Return a copy of the deadlines earlier than ``step``, each with its groups."""
+        return [(deadline, sorted(self._ids[deadline])) for deadline in self._ids if deadline < step]
+
+    def are_feasible(self, step: int, taken: Iterable[tuple[int, int]], *, groups_per_step: int) -> bool:
+        """Whether the groups that remain after ``step`` can all train in later steps by their deadlines.
+
+        ``taken`` holds deadlines, each with the number of its groups that ``step`` takes.
+        """
+        num_taken = dict(taken)
+        num_due = 0
+        for deadline in sorted(self._ids):
+            num_due += len(self._ids[deadline]) - num_taken.get(deadline, 0)
+            if num_due > (deadline - step) * groups_per_step:
+                return False
+        return True
 
 
 class ReadyGroups(Protocol):
-    """Group ids that a batch may take."""
+    """Group ids that a batch may take. Adding and taking one costs O(log n)."""
 
     def __len__(self) -> int: ...
 
@@ -18,16 +88,16 @@ class ReadyGroups(Protocol):
     def remove(self, group_id: int, deadline: int) -> None: ...
 
     def pop(self, num_groups: int) -> list[int]:
-        """Take that many, the first first."""
+        """Take the first ``num_groups``."""
         ...
 
 
 class EarliestDeadlineFirst:
-    """Groups by deadline; among equal deadlines, the group that started first."""
+    """Orders groups by deadline, then by start."""
 
     def __init__(self) -> None:
-        # Deadlines are versions, at most max_off_policy_steps + 1 different ones at a time. Removed ids
-        # stay in the heaps until they come up.
+        # At most max_off_policy_steps + 1 different deadlines exist at a time. Removed ids stay in the heaps
+        # until they are popped.
         self._heaps: dict[int, list[int]] = {}
         self._ids: dict[int, set[int]] = {}
         self._num = 0
@@ -47,7 +117,7 @@ class EarliestDeadlineFirst:
             del self._ids[deadline], self._heaps[deadline]
 
     def num_taken_by_deadline(self, num_groups: int) -> Iterator[tuple[int, int]]:
-        """(deadline, number of groups) of what ``pop`` would take, deadlines ascending."""
+        """Yield (deadline, number of groups) of what ``pop`` would take, by ascending deadline."""
         for deadline in sorted(self._ids):
             num_taken = min(num_groups, len(self._ids[deadline]))
             num_groups -= num_taken
@@ -67,10 +137,10 @@ class EarliestDeadlineFirst:
 
 
 class FirstCompleteFirst:
-    """In the order of ``add``."""
+    """Orders groups by ``add``."""
 
     def __init__(self) -> None:
-        # A plain dict takes longer to its first entry the more were removed before it.
+        # Finding the first entry of a plain dict takes longer the more entries were removed before it.
         self._ids: OrderedDict[int, None] = OrderedDict()
 
     def __len__(self) -> int:
@@ -87,7 +157,7 @@ class FirstCompleteFirst:
 
 
 class StartWindow:
-    """The oldest ``size`` groups under way; None: all of them. Every operation costs O(1), amortized."""
+    """The oldest ``size`` groups that are present; None: all of them. Operations cost O(1), amortized."""
 
     def __init__(self, size: int | None) -> None:
         self._size = size
@@ -95,19 +165,19 @@ class StartWindow:
         self._outside: OrderedDict[int, None] = OrderedDict()
 
     def start(self, group_id: int) -> None:
-        """The youngest group."""
+        """Add a group, the youngest."""
         self._outside[group_id] = None
         self._fill()
 
     def end(self, group_ids: Iterable[int]) -> list[int]:
-        """Groups leave, if they have not left before; those that come inside for it."""
+        """Remove groups that may have left before; returns the groups that enter the window."""
         for group_id in group_ids:
             self._inside.discard(group_id)
             self._outside.pop(group_id, None)
         return self._fill()
 
     def come_back(self, group_id: int) -> None:
-        """A group that had left is under way after all; inside, since it is older than others there."""
+        """Put a group back that had left, into the window: it is older than others there."""
         self._inside.add(group_id)
 
     def __contains__(self, group_id: int) -> bool:
@@ -123,36 +193,36 @@ class StartWindow:
 
 
 class BatchLine:
-    """Groups under way: those of them that are complete and in the window are ready, in a batch's order."""
+    """Groups that are present. Those that are complete and in the window are ready, in batch order."""
 
     def __init__(self, order: BatchOrder, window_groups: int | None) -> None:
-        """``window_groups`` is the size of the window; None: all groups are inside."""
+        """``window_groups`` is the size of the window; None: no limit."""
         is_by_deadline = order is BatchOrder.DEADLINE
         self._ready: ReadyGroups = EarliestDeadlineFirst() if is_by_deadline else FirstCompleteFirst()
         self._window = StartWindow(window_groups)
         self._deadlines: dict[int, int] = {}
-        """Of the complete groups."""
+        """Deadlines of complete groups."""
 
     @property
     def num_ready(self) -> int:
         return len(self._ready)
 
     def start(self, group_id: int) -> None:
-        """The youngest group."""
+        """Add a group, the youngest."""
         self._window.start(group_id)
 
     def come_back(self, group_id: int) -> None:
-        """A group that had left is under way after all."""
+        """Put a group back that had left."""
         self._window.come_back(group_id)
 
     def complete(self, group_id: int, deadline: int) -> None:
-        """A group can be trained on, up to a step."""
+        """Mark a group as complete, with its deadline."""
         self._deadlines[group_id] = deadline
         if group_id in self._window:
             self._ready.add(group_id, deadline)
 
     def end(self, group_ids: Iterable[int]) -> None:
-        """Groups leave, if they have not left before; others come inside for it."""
+        """Remove groups that may have left before; others enter the window."""
         group_ids = tuple(group_ids)
         for group_id in group_ids:
             deadline = self._deadlines.pop(group_id, None)
@@ -163,12 +233,14 @@ class BatchLine:
                 self._ready.add(entered, self._deadlines[entered])
 
     def num_taken_by_deadline(self, num_groups: int) -> Iterator[tuple[int, int]]:
-        """(deadline, number of groups) of what ``pop`` would take, deadlines ascending."""
-        assert isinstance(self._ready, EarliestDeadlineFirst), "what the proof of the age bound is about"
+        """Yield (deadline, number of groups) of what ``pop`` would take, by ascending deadline."""
+        assert isinstance(self._ready, EarliestDeadlineFirst), (
+            "the proof of the age bound is about this order"
+        )
         return self._ready.num_taken_by_deadline(num_groups)
 
     def pop(self, num_groups: int) -> list[int]:
-        """Take that many, the first first: they leave."""
+        """Take the first ``num_groups``, which leave."""
         group_ids = self._ready.pop(num_groups)
         for group_id in group_ids:
             del self._deadlines[group_id]

@@ -1,43 +1,93 @@
-"""The replay buffer as a pure state machine: no clock, no I/O, no actors.
+"""The replay buffer: a pure state machine, and its shell for loops that wait.
 
-Events come in: a prompt was submitted, a group made progress, finished, was scored or failed, the generators
-serve another version, a batch was trained on. Decisions go out: start this prompt, these groups are the next
-batch, those are given up, that prompt is submitted again. A group is
+``ReplayBuffer`` has no clock, no I/O and no actors. Events come in: a prompt was submitted, a group made
+progress, finished, was scored or failed, the generators serve another version, a batch was trained on.
+Decisions go out: start this prompt, train on these groups, give those up, submit that prompt again. The
+states of a group are
 
     pending -> in flight -> complete -> in a batch -> trained
                   |            |
                   +------------+--> lost: dropped with a reason, or its prompt submitted again
 
-The largest age that anything trains at follows from the policies; docs/off_policy.md states and proves it,
-tests/buffer/test_replay_buffer.py looks for counterexamples. Every event costs O(log n) at most in the number
-n of groups, most of them O(1).
+The largest age at which anything trains follows from the policies. docs/off_policy.md states and proves it,
+and tests/buffer/test_replay_buffer.py looks for counterexamples. Every event costs at most O(log n) in the
+number n of groups, most of them O(1).
 """
 
 import dataclasses
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from forgeasync.buffer.accounting import AccountingLedger, comes_again
-from forgeasync.buffer.ages import Deadlines, known_reference, reference_version
-from forgeasync.buffer.batch_replay import BatchReplayPlan
-from forgeasync.buffer.decisions import (
+from forgeasync.buffer.limits import LoadController, StepLoad
+from forgeasync.buffer.prompts import (
     Batch,
     BufferSnapshot,
     Committed,
     Deficit,
+    Dropped,
     DropReason,
+    PromptEvents,
+    Restored,
+    Sampled,
+    Scored,
     Start,
+    Started,
+    Submission,
+    Submissions,
+    Submitted,
+    Trained,
+    Update,
 )
-from forgeasync.buffer.events import PromptEvents, Update
-from forgeasync.buffer.load import LoadController, StepLoad
-from forgeasync.buffer.ready_groups import BatchLine
-from forgeasync.buffer.submissions import Entry, Submission, Submissions
+from forgeasync.buffer.ready_groups import BatchLine, Deadlines, known_reference, reference_version
+from forgeasync.buffer.restoring import BatchReplayPlan
 from forgeasync.config import AccountingPolicy, AccountingSection, AgeOf, BufferSection, StaleGroups
-from forgeasync.rollouts import Group, GroupProgress, Score, SpilledGroup, Task
+from forgeasync.rollouts import Group, GroupProgress, Score, SpilledGroup, Task, steps_of
+from forgeasync.waiting import Monitor
+
+
+@dataclass(slots=True, kw_only=True)
+class Entry:
+    """State of a group in the buffer."""
+
+    submission: Submission
+    deadline: int
+    """Last optimizer step that may train on it, as far as is known. It rises with progress."""
+    sampled: Group | None = None
+    """The group with all rollouts; None until they are sampled."""
+    group: Group | None = None
+    """The group with the rollouts that train and their rewards; None until it is complete."""
+    is_expired: bool = False
+    """Whether the group is in flight after its deadline, so that the trainer does not wait for it."""
+
+    def complete(self, rewards: Sequence[float], kept: Sequence[int], scores: Sequence[Score] | None) -> None:
+        """Complete the group: the rollouts at ``kept`` train, with these rewards."""
+        assert self.sampled is not None and self.group is None, "finished, and scored once"
+        assert kept and len(kept) == len(rewards) and (scores is None or len(scores) == len(kept))
+        self.group = dataclasses.replace(
+            self.sampled,
+            rollouts=tuple(self.sampled.rollouts[index] for index in kept),
+            rewards=tuple(rewards),
+            scores=None if scores is None else tuple(scores),
+            steps=None if scores is None else steps_of(scores),
+        )
+
+    @property
+    def lengths(self) -> tuple[int, ...] | None:
+        """Lengths of all rollouts, in tokens of responses or milliseconds of episodes; None until sampled.
+
+        These decide how old the group gets.
+        """
+        if self.sampled is None:
+            return None
+        if self.sampled.durations_ms is not None:
+            return self.sampled.durations_ms
+        return tuple(rollout.num_sampled_tokens for rollout in self.sampled.rollouts)
 
 
 class ReplayBuffer:
-    """Groups on their way from submission to training."""
+    """Decides when groups start, train and are lost."""
 
     def __init__(
         self,
@@ -49,7 +99,7 @@ class ReplayBuffer:
         section: BufferSection,
         accounting: AccountingSection,
     ) -> None:
-        """The run starts ``num_groups_in_run`` groups in all, not counting lost ones."""
+        """The run starts ``num_groups_in_run`` groups in total, without lost ones."""
         self._groups_per_step = groups_per_step
         self._group_size = group_size
         self._max_off_policy_steps = max_off_policy_steps
@@ -70,7 +120,7 @@ class ReplayBuffer:
         self._num_admitted = 0
         self._entries: dict[int, Entry] = {}
         self._num_in_flight = 0
-        # Deadlines of the groups that can still be trained on.
+        # Deadlines of the groups that can train.
         self._due = Deadlines()
         self._batch: dict[int, Entry] = {}
         self._deficits_before_batch: tuple[Deficit, ...] = ()
@@ -86,11 +136,12 @@ class ReplayBuffer:
     # ---- events
 
     def submit(self, task: Task) -> None:
-        """Take in a prompt."""
-        self.events.submitted(self._submissions.submit(task))
+        """Submit a prompt."""
+        submission = self._submissions.submit(task)
+        self.events.add(Submitted(prompt=submission.submission_id, source=task.source, task_id=task.task_id))
 
     def progressed(self, progress: GroupProgress) -> None:
-        """Take in a generator's report on a group; reports on groups that have ended are ignored."""
+        """Handle a generator's report on a group. Reports on groups that have ended are ignored."""
         entry = self._entries.get(progress.group_id)
         if entry is None or entry.sampled is not None:
             return
@@ -98,10 +149,10 @@ class ReplayBuffer:
         self._move_deadline(progress.group_id, entry, reference + self._max_off_policy_steps)
 
     def finished(self, group: Group) -> None:
-        """Take in a group whose rollouts are all sampled; it still has to be scored."""
+        """Handle a group whose rollouts are all sampled and which will be scored."""
         entry = self._entries[group.group_id]
         assert entry.sampled is None, "finished once"
-        self.events.sampled(entry.submission, group.group_id)
+        self.events.add(Sampled(prompt=entry.submission.submission_id, group=group.group_id))
         self._take_in(entry, group)
 
     def _take_in(self, entry: Entry, group: Group) -> None:
@@ -111,9 +162,9 @@ class ReplayBuffer:
         reference = reference_version(group.rollouts, self._section.age_of)
         deadline = reference + self._max_off_policy_steps
         if self._section.age_of is AgeOf.TOKEN:
-            # Episodes that were lost, with the newest tokens perhaps, may have raised it.
+            # Lost episodes, which may have had the newest tokens, may have raised it.
             deadline = max(deadline, entry.deadline)
-        assert deadline >= entry.deadline, "what was known of it on the way was a lower bound"
+        assert deadline >= entry.deadline, "progress gave a lower bound"
         self._move_deadline(group.group_id, entry, deadline)
 
     def scored(
@@ -125,13 +176,12 @@ class ReplayBuffer:
     ) -> tuple[Group, ...]:
         """Complete a group: the rollouts at ``kept`` train, with these rewards.
 
-        ``scores`` are what the reward said of them. Returns the group if it is too old by now: its arrays
-        can be freed.
+        ``scores`` are their scores. Returns the group if it is too old: its arrays can be freed.
         """
         entry = self._entries[group_id]
         entry.complete(rewards, kept, scores)
         self._num_in_flight -= 1
-        self.events.scored(entry.submission, group_id)
+        self.events.add(Scored(prompt=entry.submission.submission_id, group=group_id))
         if entry.is_expired:
             return self._lose(group_id, DropReason.STALE)
         self._line.complete(group_id, entry.deadline)
@@ -143,16 +193,19 @@ class ReplayBuffer:
         self._lose(group_id, reason)
 
     def set_served_version(self, version: int) -> None:
-        """Note that all generators sample under ``version`` (or a later one) from now on."""
+        """Record that all generators sample under ``version`` or a later one."""
         assert version >= self._served_version
         self._served_version = version
 
     def committed(self, *, trainer_wait_share: float, update: Update = Update.MADE) -> Committed:
-        """Note that the batch was trained on; return what follows from it."""
+        """Record that the batch was trained on; returns the decisions that follow."""
         assert self._batch, "a batch was taken"
         self.num_trained += len(self._batch)
         self._trainer_version += 1
-        self.events.trained(self._batch, step=self._trainer_version, update=update)
+        prompts = tuple(entry.submission.submission_id for entry in self._batch.values())
+        self.events.add(
+            Trained(step=self._trainer_version, prompts=prompts, groups=tuple(self._batch), update=update)
+        )
         self._batch.clear()
         if self._section.adapt_load:
             self._load.step(
@@ -167,13 +220,13 @@ class ReplayBuffer:
     # ---- decisions
 
     def start(self) -> Start | None:
-        """Choose the prompt to sample now; None while a bound, the run's end or a lack of prompts forbids."""
+        """Choose the prompt to sample next; None if a bound, the run's end or a lack of prompts forbids."""
         if not len(self._submissions) or self._is_bound():
             return None
         submission = self._submissions.pop()
         group_id = self._admit(submission, self._served_version + self._max_off_policy_steps)
         self._num_in_flight += 1
-        self.events.started(submission, group_id)
+        self.events.add(Started(prompt=submission.submission_id, attempt=submission.attempt, group=group_id))
         return Start(group_id=group_id, draw_id=submission.draw_id, task=submission.task)
 
     def _admit(self, submission: Submission, deadline: int) -> int:
@@ -191,9 +244,7 @@ class ReplayBuffer:
         return max(0, self._groups_per_step - len(self._submissions))
 
     def take(self) -> Batch | None:
-        """Take the groups of the next optimizer step, ordered by their prompts' places in the data's order;
-        None while not ready.
-        """
+        """Take the groups of the next optimizer step, in the data's order; None if they are not ready."""
         assert not self._batch, "the batch before it was committed"
         ids = self._next_ids()
         if ids is None:
@@ -222,7 +273,7 @@ class ReplayBuffer:
     def snapshot(self) -> BufferSnapshot:
         """Return the state that a buffer needs to continue from here.
 
-        A batch that was taken and not committed counts as complete: as far as is known it did not train.
+        The groups of a batch that was not committed count as complete: they may not have trained.
         """
         entries = [self._entries[group_id] for group_id in sorted(self._entries)]
         return BufferSnapshot(
@@ -243,9 +294,10 @@ class ReplayBuffer:
     def restore(
         self, snapshot: BufferSnapshot, *, batches: Sequence[tuple[int, ...]] = (), num_groups: int = 0
     ) -> None:
-        """Continue from a snapshot; generators serve its version before anything starts.
+        """Continue from a snapshot. Generators must serve its version before anything starts.
 
-        So many groups will be ``restored``, among them those of the next steps, with the prompts ``batches``.
+        ``num_groups`` calls of ``restored`` will follow. ``batches`` are the prompts of the next steps, whose
+        groups are among these.
         """
         assert not self._trainer_version and not self._entries, "before the first step"
         started, pending = (*snapshot.started, *snapshot.complete), snapshot.pending
@@ -259,7 +311,10 @@ class ReplayBuffer:
         self._again.plan(batches, num_groups=num_groups)
 
     def restored(self, kept: SpilledGroup) -> Group:
-        """Take in a finished group from before the run was resumed, whose prompt was submitted."""
+        """Add a finished group from before the run was resumed, whose prompt was submitted.
+
+        Returns it with its new id.
+        """
         submission = self._submissions.claim(kept.group.draw_id, kept.group.task)
         reference = reference_version(kept.group.rollouts, self._section.age_of)
         group_id = self._admit(submission, reference + self._max_off_policy_steps)
@@ -268,7 +323,7 @@ class ReplayBuffer:
         self._take_in(entry, group)
         entry.complete(kept.rewards, kept.kept, kept.scores)
         self._again.came()
-        self.events.restored(submission, group_id)
+        self.events.add(Restored(prompt=submission.submission_id, attempt=submission.attempt, group=group_id))
         self._line.complete(group_id, entry.deadline)
         return group
 
@@ -280,7 +335,7 @@ class ReplayBuffer:
 
     @property
     def num_present(self) -> int:
-        """Groups started and neither trained on nor lost."""
+        """Groups that were started and neither taken for training nor lost."""
         return len(self._entries)
 
     @property
@@ -296,7 +351,7 @@ class ReplayBuffer:
         return self._submissions.num_submitted
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics under their names in metrics.jsonl."""
+        """Return metrics by their names in metrics.jsonl."""
         counts = {
             "buffer/num_in_flight": self.num_in_flight,
             "buffer/num_complete": self.num_complete,
@@ -317,10 +372,11 @@ class ReplayBuffer:
         return len(self._entries) >= self._load.bound
 
     def _next_ids(self) -> list[int] | None:
-        """The groups of the next batch, which leave the line; None while they are not all there."""
+        """Return the groups of the next batch, which leave the line; None if they are not all ready."""
         if self._again:
-            # The step was feasible when it was made before, and nothing has come that is due earlier.
-            ids = self._again.pop(self._entries)
+            # The step was feasible before, and no group that is due earlier has come.
+            present = ((group_id, entry.submission) for group_id, entry in self._entries.items())
+            ids = self._again.pop(present)
             self._line.end(ids or ())
             return ids
         if self._line.num_ready < self._groups_per_step or not self._leaves_rest_feasible():
@@ -328,7 +384,7 @@ class ReplayBuffer:
         return self._line.pop(self._groups_per_step)
 
     def _leaves_rest_feasible(self) -> bool:
-        """Whether every group left can still be taken by its deadline, groups_per_step groups per step."""
+        """Whether every other group can train by its deadline, with groups_per_step groups per step."""
         if self._section.stale_groups is StaleGroups.DROP:
             return True
         return self._due.are_feasible(
@@ -350,7 +406,7 @@ class ReplayBuffer:
                 self._line.come_back(group_id)
 
     def _expire(self) -> Committed:
-        """Drop complete groups past their deadline; groups in flight past theirs no longer count."""
+        """Drop complete groups after their deadline. Batches no longer wait for such groups in flight."""
         cancelled: list[int] = []
         lost: list[Group] = []
         for deadline, group_ids in self._due.before(self._trainer_version):
@@ -363,12 +419,12 @@ class ReplayBuffer:
                     cancelled.append(group_id)
                 else:
                     lost += self._lose(group_id, DropReason.STALE)
-        # Batches do not wait for these at the head of the line.
+        # Expired groups in the window must not hold back others.
         self._line.end(cancelled)
         return Committed(cancelled=tuple(cancelled), lost=tuple(lost))
 
     def _lose(self, group_id: int, reason: DropReason) -> tuple[Group, ...]:
-        """Drop a group: its place is free, and its prompt may be submitted again."""
+        """Drop a group, which frees its place. Its prompt may be submitted again."""
         entry = self._entries[group_id]
         self._line.end([group_id])
         self._forget(group_id)
@@ -376,7 +432,7 @@ class ReplayBuffer:
         self.num_dropped[reason] += 1
         submission = entry.submission
         again = comes_again(reason, self._accounting) and submission.attempt + 1 < self._section.max_attempts
-        self.events.dropped(submission, group_id, reason, again=again)
+        self.events.add(Dropped(prompt=submission.submission_id, group=group_id, reason=reason, again=again))
         if again:
             self._submissions.reissue(submission, entry.lengths)
             self.num_reissued += 1
@@ -388,3 +444,77 @@ class ReplayBuffer:
         entry = self._entries.pop(group_id)
         if not entry.is_expired:
             self._due.remove(group_id, entry.deadline)
+
+
+class AsyncReplayBuffer(Monitor[ReplayBuffer]):
+    """A ``ReplayBuffer`` that the tasks of one event loop share and wait for.
+
+    The collecting loop waits in ``start`` until the bounds let a group start; ``set_served_version`` of the
+    serving loop and ``take`` of the training loop move them. The training loop waits in ``take`` for
+    ``scored`` of the scoring loop.
+    """
+
+    async def submit(self, tasks: Sequence[Task]) -> None:
+        """Submit prompts."""
+
+        def submit(buffer: ReplayBuffer) -> None:
+            for task in tasks:
+                buffer.submit(task)
+
+        self.change(submit)
+
+    async def start(self, most: int) -> tuple[tuple[Start, ...], int]:
+        """Wait until a group may start; returns up to ``most`` starts and the number of prompts wanted."""
+        starts = [await self.until(lambda buffer: buffer.start())]
+        while len(starts) < most and (start := self.change(lambda buffer: buffer.start())) is not None:
+            starts.append(start)
+        return tuple(starts), self.state.num_wanted
+
+    async def progressed(self, groups: Sequence[GroupProgress]) -> None:
+        """Handle a generator's reports on its groups at an update."""
+
+        def report(buffer: ReplayBuffer) -> None:
+            for progress in groups:
+                buffer.progressed(progress)
+
+        self.change(report)
+
+    async def finished(self, group: Group) -> None:
+        """Handle a group that is sampled."""
+        self.change(lambda buffer: buffer.finished(group))
+
+    async def scored(
+        self,
+        group_id: int,
+        rewards: Sequence[float],
+        kept: Sequence[int],
+        scores: Sequence[Score] | None = None,
+    ) -> tuple[Group, ...]:
+        """Complete a group; returns it if it is too old."""
+        return self.change(lambda buffer: buffer.scored(group_id, rewards, kept, scores))
+
+    async def restored(self, kept: SpilledGroup) -> Group:
+        """Add a finished group from before the run was resumed; returns it with its new id."""
+        return self.change(lambda buffer: buffer.restored(kept))
+
+    async def failed(self, group_id: int, reason: DropReason) -> None:
+        """Give up a group in flight."""
+        self.change(lambda buffer: buffer.failed(group_id, reason))
+
+    async def set_served_version(self, version: int) -> None:
+        """Record that all generators sample under ``version``."""
+        self.change(lambda buffer: buffer.set_served_version(version))
+
+    async def take(self) -> Batch:
+        """Wait for the next batch. Taking it makes room for other groups."""
+        return await self.until(lambda buffer: buffer.take())
+
+    async def committed(self, *, trainer_wait_share: float, update: Update = Update.MADE) -> Committed:
+        """Record that the batch was trained on."""
+        return self.change(
+            lambda buffer: buffer.committed(trainer_wait_share=trainer_wait_share, update=update)
+        )
+
+    def snapshot(self) -> BufferSnapshot:
+        """Return the state that a buffer needs to continue from here."""
+        return self.state.snapshot()

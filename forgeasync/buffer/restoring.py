@@ -1,67 +1,67 @@
-"""Decides which finished groups of a run that was killed are trained on when it is resumed. Pure.
+"""Which finished groups of a killed run are trained on when it is resumed. Pure.
 
-The run goes on from a checkpoint of step s. Steps that it had made after s are lost with the process, but
-their groups are on the disk: the steps are made again, each with the groups that it had. So the weights of
-every version come about as before, and a group that was sampled under version v is trained on under v or
-later, as before. That ends at the first step of which a group is missing, after step m. Of the other groups
-those come back that were sampled under m or earlier and are not too old at m.
+The run goes on from a checkpoint of step s. Steps after s are lost with the process, but their groups are on
+disk. These steps are made again, each with the same groups. So the weights of every version are the same as
+before, and a group that was sampled under version v is trained on under v or later, as before. This ends at
+the first step that lacks a group; let m be the step before it. Of the other groups, those are restored that
+were sampled under m or earlier and are not too old at m.
 """
 
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from forgeasync.buffer.decisions import BufferSnapshot
+from forgeasync.buffer.prompts import BufferSnapshot, Submission
 
 
 class LeftOut(StrEnum):
-    """Why a group on the disk is not trained on."""
+    """Why a group on disk is not trained on."""
 
     ENDED = "ended"
-    """Nothing is lost: its prompt had ended by the checkpoint, or the group was dropped after it was kept."""
+    """Nothing is lost: its prompt ended before the checkpoint, or the group was dropped later."""
     TORN = "torn"
-    """Its file is not what was written."""
+    """Its file is incomplete or damaged."""
     OLD = "old"
     """It would be older than max_off_policy_steps when the trainer could take it."""
     LOST_WEIGHTS = "lost_weights"
-    """It was sampled under weights that were lost: a step before them cannot be made again."""
+    """It was sampled under weights that are lost, because an earlier step cannot be made again."""
     OTHER_CONFIG = "other_config"
-    """The run goes on with settings under which the group would be another one."""
+    """The run goes on with settings that would change the group."""
     NO_LEDGER = "no_ledger"
-    """Nothing says what became of it."""
+    """There is no ledger to say what happened to it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LostSteps:
-    """What happened after the checkpoint that a run is resumed from, by its ledger."""
+    """What happened after the checkpoint, by the run's ledger."""
 
     batches: tuple[tuple[int, ...], ...]
-    """The prompts of each step, the first one first."""
+    """The prompts of each step, in order."""
     first_attempts: Mapping[int, int]
-    """Prompts of which earlier attempts than this were lost, after the checkpoint or before."""
+    """First attempt of a prompt that was not lost, for prompts with lost attempts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A whole group on the disk."""
+    """A complete group on disk."""
 
     prompt: int
     attempt: int
     reference: int
-    """The version that its age counts from."""
+    """Version from which its age counts."""
     last_version: int
-    """The newest version that has sampled a token of it."""
+    """Newest version that sampled a token of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestorePlan:
-    """Decision: which groups come back, and in which steps."""
+    """Decision: which groups are restored, and in which steps."""
 
     batches: tuple[tuple[int, ...], ...] = ()
-    """The prompts of the next steps, in order; a later step takes what there is then."""
+    """The prompts of the next steps, in order. Later steps take what is ready."""
     restored: tuple[Candidate, ...] = ()
-    """In the data's order; those of the batches among them."""
+    """All groups that are restored, in the data's order."""
     left_out: Mapping[LeftOut, int]
 
 
@@ -73,7 +73,7 @@ def plan_restore(
     groups_per_step: int,
     max_off_policy_steps: int,
 ) -> RestorePlan:
-    """Choose among the groups on the disk for a run that goes on from ``snapshot``."""
+    """Choose among the groups on disk for a run that goes on from ``snapshot``."""
     left_out: Counter[LeftOut] = Counter()
     waiting = {
         one.submission_id: one.attempt for one in (*snapshot.started, *snapshot.complete, *snapshot.pending)
@@ -84,7 +84,7 @@ def plan_restore(
             left_out[LeftOut.ENDED] += 1
             continue
         if one.prompt in usable:
-            # Of two attempts the later one stands.
+            # The later of two attempts counts.
             left_out[LeftOut.ENDED] += 1
         usable[one.prompt] = one
     version = snapshot.trainer_version
@@ -107,7 +107,7 @@ def plan_restore(
 
 
 def _has_ended(one: Candidate, waiting: Mapping[int, int], snapshot: BufferSnapshot, lost: LostSteps) -> bool:
-    """Whether the prompt had ended by the checkpoint, or this attempt was lost later."""
+    """Whether the prompt ended before the checkpoint, or this attempt was lost later."""
     if one.prompt < snapshot.num_submitted and one.attempt < waiting.get(one.prompt, one.attempt + 1):
         return True
     return one.attempt < lost.first_attempts.get(one.prompt, 0)
@@ -122,3 +122,33 @@ def _can_train(
         one is not None and one.last_version <= version <= one.reference + max_off_policy_steps
         for one in groups
     )
+
+
+class BatchReplayPlan:
+    """The batches of the steps that a resumed run makes again."""
+
+    def __init__(self) -> None:
+        self._batches: deque[tuple[int, ...]] = deque()
+        self._num_to_come = 0
+        self.num_came = 0
+        """Number of groups that were restored."""
+
+    def __bool__(self) -> bool:
+        return bool(self._batches or self._num_to_come)
+
+    def plan(self, batches: Sequence[tuple[int, ...]], *, num_groups: int) -> None:
+        """Set the prompts of the next batches, whose groups are among the ``num_groups`` to be restored."""
+        self._batches.extend(batches)
+        self._num_to_come = num_groups
+
+    def came(self) -> None:
+        """Record that a group was restored."""
+        self._num_to_come -= 1
+        self.num_came += 1
+
+    def pop(self, present: Iterable[tuple[int, Submission]]) -> list[int] | None:
+        """Return the groups of the next batch; None until all are restored, as each may be due first."""
+        if self._num_to_come:
+            return None
+        prompts = set(self._batches.popleft())
+        return [group_id for group_id, submission in present if submission.submission_id in prompts]

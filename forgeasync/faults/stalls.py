@@ -1,19 +1,35 @@
-"""Whether a run that has no fault stands still, by its own history: a pure policy; times are passed in.
+"""Whether a run has stalled, and what its tasks and threads are waiting for.
 
-A run is said to stand still
+``StallPolicy`` is pure; times are passed in. It compares a run that reports no fault with its own history:
 
-    as a whole      if nothing has moved for ``ALL_FACTOR`` times as long as it has ever been quiet
-    in its steps    if no optimizer step has come for ``STEP_FACTOR`` times the longest that one has taken,
-                    whatever else moves
+    the whole run      has stalled if nothing has progressed for ``ALL_FACTOR`` times the longest quiet time
+    optimizer steps    have stalled if none was made for ``STEP_FACTOR`` times the longest time of a step,
+                       even if everything else progresses
 
-and for the floors below at least. Until ``NUM_STEPS`` steps were made, in which models are compiled and
-caches are filled, only the first rule holds, with a floor of its own; these quiet times say nothing of those
-to come.
+Each rule also has a floor. During the first ``NUM_STEPS`` steps, which compile models and fill caches, only
+the first rule applies, with its own floor; their quiet times are not part of the history.
+
+``awaited_calls`` reads what the tasks of this process wait for from their coroutines: a waiting task is a
+chain of coroutines, each awaiting the next. ``read_stacks`` reads the Python stacks of another process with
+py-spy. That process may be stopped, because its memory is read from outside. The kernel must allow it: the
+same user and, with Yama's ptrace_scope at 1, more rights than that.
 """
 
-from collections.abc import Hashable, Mapping
+import asyncio
+import contextlib
+import linecache
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any
+
+import msgspec
+import psutil
 
 ALL_FACTOR = 5.0
 STEP_FACTOR = 10.0
@@ -24,9 +40,52 @@ FIRST_FLOOR_S = 300.0
 
 NUM_STEPS = 3
 
+MAX_CALLS = 8
+"""Most calls that are named."""
+
+MAX_SOURCE = 80
+"""Most characters of a line of code."""
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+WATCHES = ("watch", "until_lost", "_fail_with", "_look_after")
+"""Names of coroutines that supervise processes and wait for no call."""
+
+ROOMS = ("forgeasync", "apps")
+"""Folders with a run's own code."""
+
+LIMIT_S = 10.0
+"""Time limit of reading a process, in seconds. A large one takes seconds if every core is busy."""
+
+MAX_THREADS = 4
+"""Most threads that are shown, the most informative first."""
+
+MAX_FRAMES = 7
+"""Most frames of a thread that are shown, from the innermost."""
+
+MAX_CHARACTERS = 1500
+
+NUM_ATTEMPTS = 3
+"""Attempts to read a process. One that runs changes its stack meanwhile, which can make an attempt fail."""
+
+PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
+
+OWN = ("forgeasync/", "apps/", "examples/")
+"""Parts of paths of a run's own code."""
+
+IDLE = ("threading.py", "queue.py", "selectors.py", "concurrent/futures/thread.py")
+"""Files in which the innermost frame of a waiting thread is."""
+
+STATES = {
+    psutil.STATUS_STOPPED: "it was stopped by a signal; ",
+    psutil.STATUS_TRACING_STOP: "a debugger has stopped it; ",
+    psutil.STATUS_DISK_SLEEP: "it waits in the kernel, as for a disk; ",
+}
+"""Messages for states in which a process runs no code."""
+
 
 class Progress(StrEnum):
-    """What moves in a run that goes on."""
+    """What progresses in a run."""
 
     STEP = "optimizer step"
     TOKENS = "sampled token"
@@ -36,26 +95,26 @@ class Progress(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stall:
-    """A run stands still."""
+    """A run has stalled."""
 
     is_whole: bool
-    """Whether nothing moves at all; else optimizer steps do not come."""
+    """Whether nothing progresses at all; otherwise only optimizer steps do not."""
     quiet_s: float
     longest_s: float
-    """The longest before."""
+    """Longest quiet time before."""
     since_s: Mapping[Progress, float]
-    """How long ago each was seen; since the watch began, if it never was."""
+    """Seconds since each kind of progress, or since the watch began."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumed:
-    """What stood still goes on."""
+    """A stalled run progresses again."""
 
     quiet_s: float
 
 
 class StallPolicy:
-    """What was seen of a run's progress."""
+    """Detects stalls in the progress of one run."""
 
     def __init__(self) -> None:
         self._marks: dict[Progress, Hashable] = {}
@@ -67,9 +126,9 @@ class StallPolicy:
         self.num_found = 0
 
     def look(self, passed_s: float, marks: Mapping[Progress, Hashable]) -> Stall | Resumed | None:
-        """Take in a look at the run; a mark that differs from the one before says that there was progress.
+        """Take in the marks of each kind of progress; a mark that changed means progress.
 
-        ``passed_s`` is the time since the look before. A stall is returned once.
+        ``passed_s`` is the time since the previous call. A stall is returned once.
         """
         quiet_s, step_s = min(self._since_s.values()) + passed_s, self._since_s[Progress.STEP] + passed_s
         moved = {kind for kind in marks if kind in self._marks and marks[kind] != self._marks[kind]}
@@ -90,7 +149,7 @@ class StallPolicy:
         return resumed or self._find()
 
     def rest(self) -> None:
-        """The time since the look before counts for nothing: what holds the run up is known and seen to."""
+        """Ignore the time so far, because the reason for the delay is known and handled."""
         self._since_s = dict.fromkeys(Progress, 0.0)
         self._stall = None
 
@@ -110,3 +169,172 @@ class StallPolicy:
         self.num_found += 1
         since_s = dict(self._since_s)
         return Stall(is_whole=is_whole, quiet_s=quiet_s, longest_s=longest_s, since_s=since_s)
+
+
+def awaited_calls(tasks: "Iterable[asyncio.Task[Any]]", about: Sequence[str] = ()) -> str:
+    """Return in one line what tasks wait for: the loop, its line, and the innermost function of the call.
+
+    A call that several tasks wait for is named once, with their number. If ``about`` is given, only tasks
+    whose code contains one of these words are named, if there are any. Tasks that sleep between polls, that
+    supervise processes, or that are not a run's own code are left out. Tasks of apps come first.
+    """
+    found: Counter[tuple[bool, str]] = Counter()
+    relevant: Counter[tuple[bool, str]] = Counter()
+    for task in tasks:
+        own = [] if task.done() else _own_frames(task)
+        if not own:
+            continue
+        call = _call(own)
+        found[call] += 1
+        text = " ".join([call[1], *(f"{_place(frame)} {frame.f_code.co_qualname}" for frame in own)]).lower()
+        if any(word in text for word in about):
+            relevant[call] += 1
+    ordered = sorted((relevant or found).items())
+    named = [words if count == 1 else f"{words} ({count} of these)" for (_, words), count in ordered]
+    if len(named) > MAX_CALLS:
+        named = [*named[:MAX_CALLS], f"{len(named) - MAX_CALLS} more"]
+    return "; ".join(named)
+
+
+def _own_frames(task: "asyncio.Task[Any]") -> list[FrameType]:
+    """Return a task's frames in a run's code, outermost first; none if the task polls or supervises."""
+    own: list[FrameType] = []
+    for frame in _chain(task.get_coro()):
+        if frame.f_code.co_name == "sleep" and frame.f_code.co_filename.endswith("asyncio/tasks.py"):
+            return []
+        if _place(frame):
+            own.append(frame)
+    return [] if any(frame.f_code.co_name in WATCHES for frame in own) else own
+
+
+def _call(own: Sequence[FrameType]) -> tuple[bool, str]:
+    """Return whether a task is not an app's, and a description of what it waits for."""
+    of_app = [frame for frame in own if _place(frame).startswith("apps")]
+    # The innermost function of an app is the loop; main may have called it.
+    loop, innermost = of_app[-1] if of_app else own[0], own[-1].f_code.co_qualname
+    source = " ".join(linecache.getline(loop.f_code.co_filename, loop.f_lineno).split())
+    if len(source) > MAX_SOURCE:
+        source = source[: MAX_SOURCE - 1] + "…"
+    name = loop.f_code.co_qualname
+    inside = "" if innermost == name else f", in {innermost}"
+    return not of_app, f"{name} ({_place(loop)}:{loop.f_lineno}: {source}{inside})"
+
+
+def _chain(waiting: object) -> Iterator[FrameType]:
+    """Yield the frames of a waiting coroutine, outermost first."""
+    while waiting is not None:
+        # Coroutines, awaited generators and asynchronous generators have different attributes.
+        kind = next((one for one in ("cr", "gi", "ag") if hasattr(waiting, f"{one}_frame")), None)
+        if kind is None:
+            return
+        frame: FrameType | None = getattr(waiting, f"{kind}_frame")
+        if frame is not None:
+            yield frame
+        waiting = getattr(waiting, "gi_yieldfrom" if kind == "gi" else f"{kind}_await")
+
+
+def _place(frame: FrameType) -> str:
+    """Return the path of a frame's code relative to the repository; empty if it is not a run's own code."""
+    path = Path(frame.f_code.co_filename)
+    if not path.is_relative_to(REPOSITORY):
+        return ""
+    place = path.relative_to(REPOSITORY)
+    return str(place) if place.parts[0] in ROOMS else ""
+
+
+class Frame(msgspec.Struct, frozen=True):
+    """A call in the output of py-spy; other fields are ignored."""
+
+    name: str
+    filename: str
+    short_filename: str | None
+    line: int
+
+
+class Thread(msgspec.Struct, frozen=True):
+    """A thread with its calls, innermost first."""
+
+    frames: tuple[Frame, ...]
+    os_thread_id: int | None = None
+    thread_name: str | None = None
+    owns_gil: bool = False
+
+
+_Threads = Annotated[list[Thread], msgspec.Meta(max_length=100_000)]
+
+
+def read_stacks(pid: int) -> str:
+    """Return in one line what the threads of a process are doing, or why that cannot be read."""
+    program = Path(sys.executable).with_name("py-spy")
+    command = [str(program), "dump", "--nonblocking", "--json", "--pid", str(pid)]
+    problem = ""
+    for _ in range(NUM_ATTEMPTS):
+        try:
+            answer = subprocess.run(
+                command, stdin=subprocess.DEVNULL, capture_output=True, timeout=LIMIT_S, check=False
+            )
+        except FileNotFoundError:
+            return f"its stack is not known: {program} is not there (py-spy)"
+        except subprocess.TimeoutExpired:
+            return f"its stack is not known: py-spy has not read it within {LIMIT_S:g} s"
+        if answer.returncode == 0:
+            return _state(pid) + describe(msgspec.json.decode(answer.stdout, type=_Threads))
+        problem = answer.stderr.decode(errors="replace").strip()
+    first, *_ = problem.splitlines() or ["nothing"]
+    if any(word in problem.lower() for word in ("permission denied", "not permitted")):
+        return f"its stack is not known: this user may not read its memory{_scope()}"
+    return f"its stack is not known: py-spy says {first[:200]!r}"
+
+
+def _state(pid: int) -> str:
+    """Return a message if a process is stopped or blocked in the kernel; empty otherwise."""
+    status = ""
+    with contextlib.suppress(psutil.Error):
+        status = psutil.Process(pid).status()
+    return STATES.get(status, "")
+
+
+def _scope() -> str:
+    try:
+        scope = PTRACE_SCOPE.read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+    return "" if scope == "0" else f" ({PTRACE_SCOPE} is {scope}; at 0 a user may read its own processes)"
+
+
+def describe(threads: Sequence[Thread]) -> str:
+    """Describe threads in one line. Those that compute or are in a run's own code come first."""
+    if not threads:
+        return "it has no Python thread"
+    counts = Counter(_thread_words(one) for one in sorted(threads, key=_rank))
+    shown = [words if num == 1 else f"{words} ({num} of these)" for words, num in counts.items()]
+    words = "; ".join(shown[:MAX_THREADS])
+    if num_left := sum([*counts.values()][MAX_THREADS:]):
+        words += f"; and {num_left} more threads"
+    return words if len(words) <= MAX_CHARACTERS else words[: MAX_CHARACTERS - 1] + "…"
+
+
+def _waits(thread: Thread) -> bool:
+    return not thread.frames or (thread.frames[0].short_filename or "").endswith(IDLE)
+
+
+def _is_own(thread: Thread) -> bool:
+    """Whether a run's own code is on the thread's stack."""
+    return any(part in frame.filename for frame in thread.frames for part in OWN)
+
+
+def _rank(thread: Thread) -> tuple[bool, bool, bool, int]:
+    return not thread.owns_gil, _waits(thread), not _is_own(thread), thread.os_thread_id or 0
+
+
+def _thread_words(thread: Thread) -> str:
+    name = thread.thread_name or f"thread {thread.os_thread_id}"
+    if _waits(thread) and not _is_own(thread) and not thread.owns_gil:
+        return f"{name} waits for something to do"
+    frames = [
+        f"{frame.name} ({frame.short_filename or frame.filename}:{frame.line})"
+        for frame in thread.frames[:MAX_FRAMES]
+    ]
+    if len(thread.frames) > MAX_FRAMES:
+        frames.append("...")
+    return f"{name} in {' < '.join(frames)}" if frames else f"{name} in no Python code"

@@ -1,12 +1,12 @@
-"""The first code of every proc, run as ``python -m forgeasync.launch.bootstrap_main``.
+"""The first code of every process that the controller spawns: ``python -m forgeasync.launch.bootstrap_main``.
 
-Slurm, and whoever else stops a job, sends SIGTERM to all of its processes at once. The controller then
-decides what is still done: a checkpoint, an export. It needs the procs for that, so they do not end by
-themselves: they end when the controller stops them, or when it has ended itself (Monarch has the kernel kill
-a proc whose parent is gone).
+Slurm, and anything else that stops a job, sends SIGTERM to all of its processes at once. The controller then
+decides what is still done, such as a checkpoint or an export, and needs the other processes for it. So they
+ignore SIGTERM. They end when the controller stops them, or when it has ended: Monarch has the kernel kill a
+process whose parent is gone.
 
-A proc sees its own GPUs only. Which they are is found here, on the proc's host: a job that shares a host with
-others is given some of its GPUs in CUDA_VISIBLE_DEVICES, and the controller may be on another host.
+A process sees only its own GPUs. They are chosen here, on the process's host: a job that shares a host gets
+some of its GPUs in CUDA_VISIBLE_DEVICES, and the controller may be on another host.
 """
 
 import itertools
@@ -18,29 +18,29 @@ from types import FrameType
 from forgeasync.faults import name_shared_memory
 
 GPUS_VARIABLE = "FORGEASYNC_GPUS"
-"""Environment variable with the places of a proc's GPUs among those of its host, such as "0,1"."""
+"""Environment variable with the indices of a process's GPUs among those of its host, such as "0,1"."""
 
 HOST_DEVICES_VARIABLE = "FORGEASYNC_HOST_DEVICES"
-"""Environment variable with the CUDA_VISIBLE_DEVICES of a proc's whole host; missing if it has none."""
+"""Environment variable with the CUDA_VISIBLE_DEVICES of the whole host; not set if the host has none."""
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def stay(number: int, frame: FrameType | None) -> None:
-    """Do nothing. Unlike SIG_IGN it is not inherited by programs that a proc starts."""
+    """Do nothing. Unlike SIG_IGN, programs that a process starts do not inherit it."""
 
 
 def visible_devices(places: str, inherited: str | None) -> str:
-    """CUDA_VISIBLE_DEVICES of a proc with the GPUs at ``places`` of ``inherited``; None: the host has all.
+    """Return CUDA_VISIBLE_DEVICES for the GPUs at ``places`` of ``inherited``; None: all GPUs are visible.
 
     Raises:
-        ValueError: the host may use fewer GPUs than that.
+        ValueError: ``inherited`` has fewer GPUs.
     """
     wanted = [int(place) for place in places.split(",") if place]
     if inherited is None:
         return places
     names = [name.strip() for name in inherited.split(",")]
-    # CUDA ignores what comes after the first name that it does not know, which -1 and nothing are for.
+    # CUDA ignores names after the first unknown one; -1 and an empty name are used for that.
     names = list(itertools.takewhile(lambda name: name not in ("", "-1"), names))
     if wanted and max(wanted) >= len(names):
         raise ValueError(

@@ -1,22 +1,26 @@
-"""The hosts of a run as the controller sees them: where roles are spawned, and who keeps their folders."""
+"""The hosts of a run: the interfaces ``Host`` and ``Hosts``, and the controller's own machine.
+
+``forgeasync.launch.job_hosts`` has hosts that a job starts.
+"""
 
 import asyncio
+import contextlib
 import os
+import signal
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import psutil
 import torch
 from monarch.actor import ProcMesh, this_host
 from monarch.config import configure
 
 from forgeasync.faults import read_stacks
 from forgeasync.launch import MONARCH_LIMITS  # type: ignore[attr-defined]  # the stub lists other rooms' names
-from forgeasync.launch.gpu_facts import GpuFacts, gather_gpu_facts
-from forgeasync.launch.host_limits import HostLimits, gather_host_limits
+from forgeasync.launch.host_checks import GpuFacts, HostLimits, gather_gpu_facts, gather_host_limits
 from forgeasync.launch.jobs import HostRole
-from forgeasync.launch.kill_tree import kill_tree
 from forgeasync.launch.placement import GpuAllocator, spawn_role
 from forgeasync.rollouts import (
     InFlightRead,
@@ -35,143 +39,152 @@ configure(**MONARCH_LIMITS)
 
 
 class HostLost(RuntimeError):
-    """A host of the run is gone, with all procs on it."""
+    """A host of the run is gone, with all processes on it."""
 
 
 class Host(Protocol):
-    """One machine; procs of different ids share no memory."""
+    """One machine. Processes on hosts with different ids share no memory."""
 
     id: str
 
     async def make_folder(self, num_bytes: int) -> Path:
-        """A folder in its shared memory, there until the run ends.
+        """Create a folder in the host's shared memory, which stays until the run ends.
 
         Raises:
-            ValueError: the host has not that much left.
+            ValueError: the host has less than ``num_bytes`` left.
         """
         ...
 
     async def is_running(self, pid: int) -> bool:
-        """Whether it has a process of that id."""
+        """Whether the host has a process with this id that has not ended."""
         ...
 
     async def kill(self, pid: int) -> None:
-        """Kill a process of the run with all that it has started; no error if it has ended."""
+        """Kill a process of the run and its descendants. No error if it has ended."""
         ...
 
     async def read_stacks(self, pid: int) -> str:
-        """Say in one line what the Python threads of a process are doing, or why that cannot be read."""
+        """Return the Python stacks of a process in one line, or why they cannot be read."""
         ...
 
     async def remove_files(self, files: Sequence[str]) -> None:
-        """Remove files from the run's folders, whose writer is gone; no error if they are not there."""
+        """Remove files of a dead writer from the run's folders. No error if they do not exist."""
         ...
 
     async def read_in_flight(self, folder: Path, group_ids: Sequence[int]) -> InFlightRead:
-        """Read what a process of this host that is gone had in flight of some groups."""
+        """Read the tokens that a dead process of this host had in flight for some groups."""
         ...
 
     async def remove_in_flight(self, folder: Path) -> None:
-        """Remove what such a process has logged; no error if there is nothing."""
+        """Remove the log of tokens in flight of a dead process. No error if there is none."""
         ...
 
     async def keep_group(self, target: Path, facts: bytes, source: str) -> str | None:
-        """Write a finished group, whose arrays lie in ``source``, to a disk; what prevents it, in words."""
+        """Write a finished group, whose arrays are in ``source``, to disk; returns what prevents it."""
         ...
 
 
 class Hosts(Protocol):
-    """All machines of a run besides the controller's own processes."""
+    """All machines of a run. The controller's own processes are not among what they run."""
 
     async def open(self, tell: Callable[[str], None]) -> None:
-        """Start them; to be called before anything is spawned. What they wait for is told in words."""
+        """Start the hosts, before anything is spawned. ``tell`` is called with what they wait for."""
         ...
 
     def spawn(self, role: HostRole, name: str, num_procs: int, *, gpus_per_proc: int) -> ProcMesh:
-        """Spread procs evenly over a role's hosts, in order; each proc sees its own GPUs only.
+        """Spread processes evenly over a role's hosts, in order. Each process sees only its own GPUs.
 
-        A role that is spawned once more, after its procs have ended, gets the same GPUs.
+        A role that is spawned again after its processes have ended gets the same GPUs.
 
         Raises:
-            ValueError: a host has not that many GPUs left.
+            ValueError: a host has too few GPUs left.
         """
         ...
 
     def allot(self, role: HostRole, num_procs: int, *, gpus_per_proc: int) -> None:
-        """Keep places and GPUs for procs of a role that ``spawn_one`` will spawn, as ``spawn`` spreads them.
+        """Reserve places and GPUs for processes that ``spawn_one`` will start, spread as ``spawn`` does.
 
         Raises:
-            ValueError: a host has not that many GPUs left.
+            ValueError: a host has too few GPUs left.
         """
         ...
 
     def allot_more(self, role: HostRole, *, gpus_per_proc: int) -> Host:
-        """Keep a place and GPUs for one more proc of a role, which gets the next rank; returns its host.
+        """Reserve a place and GPUs for one more process of a role, at the next rank; returns its host.
 
         Raises:
-            ValueError: there is no such place, or not that many GPUs are left.
+            ValueError: there is no such place, or too few GPUs are left.
         """
         ...
 
     def spawn_one(self, role: HostRole, name: str, rank: int) -> ProcMesh:
-        """Spawn one proc at the place of that rank of the role, which is free or has ended."""
+        """Spawn one process at a rank of the role that is free, or whose process has ended."""
         ...
 
     async def stop_one(self, mesh: ProcMesh) -> None:
-        """Stop what ``spawn_one`` has returned; waits until the proc answers, unless it was killed."""
+        """Stop a mesh that ``spawn_one`` returned. Waits for the process to answer, unless it was killed."""
         ...
 
     def of_procs(self, role: HostRole, num_procs: int) -> Sequence[Host]:
-        """Return the host of each proc of a role, by rank."""
+        """Return the host of each process of a role, by rank."""
         ...
 
     async def gpus(self, role: HostRole) -> Mapping[str, GpuFacts]:
-        """What each host of a role says of its GPUs, by the host's name in the run."""
+        """Return the GPUs of each host of a role, by the host's name in the run."""
         ...
 
     def limits(self, role: HostRole) -> Mapping[str, HostLimits]:
-        """What each host of a role had when it was opened, by the host's name in the run."""
+        """Return the limits of each host of a role when it was opened, by the host's name in the run."""
         ...
 
     def master_address_is_ip(self) -> bool:
-        """Whether the trainer's first host is to be found by its address instead of its name."""
+        """Whether others reach the trainer's first host by its IP address instead of its name."""
         ...
 
     async def watch(self) -> None:
-        """Show every host that the controller lives, for as long as each does the same.
+        """Exchange heartbeats with every host, until one of them is lost.
 
         Raises:
-            HostLost: one does not, always.
+            HostLost: always, when a host does not answer.
         """
         ...
 
     async def close(self) -> None:
-        """Stop every proc and leave nothing behind, in any state.
+        """Stop every process and remove everything that the run has left, in any state.
 
         Raises:
-            HostLost: one is, whatever the run has ended with.
+            HostLost: a host is lost, whatever the run has ended with.
         """
         ...
 
 
-def remove_from(folders: Sequence[Path], files: Sequence[str]) -> None:
-    """Remove files from folders of a run; no error if they are not there."""
-    for file in map(Path, files):
-        assert file.parent in folders, f"{file} is in none of the run's folders"
-        file.unlink(missing_ok=True)
+def kill_with_children(process: psutil.Process) -> None:
+    """Kill a process and its descendants. No error if it has ended."""
+    with contextlib.suppress(psutil.Error):
+        started = process.children(recursive=True)
+        # The process comes first, so that it cannot start more.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
+        for one in started:
+            with contextlib.suppress(psutil.Error):
+                one.kill()
 
 
 async def stop(mesh: ProcMesh) -> None:
-    """Stop a mesh's procs."""
+    """Stop the processes of a mesh."""
     await mesh.stop()
 
 
 @dataclass(slots=True)
 class LocalHost:
-    """The controller's machine."""
+    """The machine of this process, which is the controller or the agent of a host.
+
+    What may take long runs in a thread, so that heartbeats go on.
+    """
 
     id: str
     folders: list[Path]
+    """Folders of the run in this machine's shared memory."""
 
     async def make_folder(self, num_bytes: int) -> Path:
         if not self.folders:
@@ -180,20 +193,28 @@ class LocalHost:
         self.folders.append(folder)
         return folder
 
+    def remove_folders(self) -> None:
+        """Remove everything of the run from shared memory."""
+        while self.folders:
+            remove_run_folder(self.folders[-1])
+            self.folders.pop()
+
     async def is_running(self, pid: int) -> bool:
         return is_running(pid)
 
     async def kill(self, pid: int) -> None:
-        kill_tree(pid)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            kill_with_children(psutil.Process(pid))
 
     async def read_stacks(self, pid: int) -> str:
         return await asyncio.to_thread(read_stacks, pid)
 
     async def remove_files(self, files: Sequence[str]) -> None:
-        remove_from(self.folders, files)
+        for file in map(Path, files):
+            assert file.parent in self.folders, f"{file} is in none of the run's folders"
+            file.unlink(missing_ok=True)
 
     async def read_in_flight(self, folder: Path, group_ids: Sequence[int]) -> InFlightRead:
-        # In a thread: the log of a busy engine has hundreds of MiB.
         return await asyncio.to_thread(read_in_flight, folder, group_ids)
 
     async def remove_in_flight(self, folder: Path) -> None:
@@ -204,22 +225,22 @@ class LocalHost:
 
 
 class LocalHosts:
-    """One machine for all roles, which share its GPUs."""
+    """The controller's machine, whose GPUs all roles share."""
 
     def __init__(self, *, trainer_id: str = LOCAL_HOST_ID, reserved_gpus: Collection[int] = ()) -> None:
-        """With an id of its own the trainer reads nothing from shared memory, as on another machine.
+        """With its own ``trainer_id`` the trainer does not use shared memory, as if on another machine.
 
-        ``reserved_gpus`` are places, among the GPUs that the run may use, that no role gets.
+        ``reserved_gpus`` are indices, among the GPUs visible to the run, that no role gets.
         """
-        self._folders: list[Path] = []
+        self._host = LocalHost(LOCAL_HOST_ID, [])
         self._meshes: list[ProcMesh] = []
         self._ids = {role: LOCAL_HOST_ID for role in HostRole} | {HostRole.TRAINER: trainer_id}
         self._gpus = GpuAllocator(torch.cuda.device_count(), reserved_gpus)
         self._gpus_of: dict[HostRole, list[list[int]]] = {}
-        """GPUs of each proc of the roles that were spawned."""
+        """GPUs of each process, by role."""
 
     async def open(self, tell: Callable[[str], None]) -> None:
-        """See ``Hosts``; this machine is there."""
+        """See ``Hosts``. This machine is running."""
 
     def spawn(self, role: HostRole, name: str, num_procs: int, *, gpus_per_proc: int) -> ProcMesh:
         """See ``Hosts``."""
@@ -235,7 +256,8 @@ class LocalHosts:
     def allot_more(self, role: HostRole, *, gpus_per_proc: int) -> Host:
         """See ``Hosts``."""
         self._gpus_of[role].append(self._gpus.take(gpus_per_proc, role=role))
-        return LocalHost(self._ids[role], self._folders)
+        (host,) = self.of_procs(role, 1)
+        return host
 
     def spawn_one(self, role: HostRole, name: str, rank: int) -> ProcMesh:
         """See ``Hosts``."""
@@ -254,7 +276,7 @@ class LocalHosts:
 
     def of_procs(self, role: HostRole, num_procs: int) -> Sequence[Host]:
         """See ``Hosts``."""
-        return [LocalHost(self._ids[role], self._folders)] * num_procs
+        return [LocalHost(self._ids[role], self._host.folders)] * num_procs
 
     async def gpus(self, role: HostRole) -> Mapping[str, GpuFacts]:
         """See ``Hosts``."""
@@ -270,14 +292,13 @@ class LocalHosts:
         return False
 
     async def watch(self) -> None:
-        """See ``Hosts``; this machine is the controller's own."""
+        """See ``Hosts``. The controller's own machine is never lost."""
         await asyncio.get_running_loop().create_future()
 
     async def close(self) -> None:
-        """See ``Hosts``; procs that are gone already are no error."""
+        """See ``Hosts``. Processes may have ended before."""
         try:
             await asyncio.gather(*(stop(mesh) for mesh in self._meshes))
         finally:
             self._meshes.clear()
-            while self._folders:
-                remove_run_folder(self._folders.pop())
+            self._host.remove_folders()

@@ -1,15 +1,23 @@
-"""Hosts that one of Monarch's jobs starts, with an agent on each of them."""
+"""Hosts that one of Monarch's jobs starts, with an agent on each of them.
+
+Monarch 0.7.0 does not report that a host is gone: there is no supervision event within 90 s, and calls hang.
+Hosts also outlive a controller that was killed. So the controller calls every agent periodically, and an
+agent that is no longer called ends its host.
+"""
 
 import asyncio
 import logging
 import os
+import signal
+import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
-from monarch.actor import ActorError, HostMesh, ProcMesh
+from monarch.actor import Actor, ActorError, HostMesh, ProcMesh, concurrent_endpoint
 
 from forgeasync.config import (
     KubernetesLauncher,
@@ -24,35 +32,114 @@ from forgeasync.config import (
     places_of,
     reward_gpus,
 )
-from forgeasync.launch.agent import HostAgent
-from forgeasync.launch.gpu_facts import GpuFacts
-from forgeasync.launch.host_limits import HostLimits
-from forgeasync.launch.hosts import Host, HostLost, Hosts, LocalHosts, stop
-from forgeasync.launch.jobs import JOB_ROLES, HostRole, build_job, mesh_name
+from forgeasync.launch.bootstrap_main import HOST_DEVICES_VARIABLE
+from forgeasync.launch.host_checks import GpuFacts, HostLimits, gather_gpu_facts, gather_host_limits
+from forgeasync.launch.hosts import Host, HostLost, Hosts, LocalHost, LocalHosts, stop
+from forgeasync.launch.jobs import (
+    JOB_ROLES,
+    HostRole,
+    LaunchFailed,
+    Submission,
+    build_job,
+    mesh_name,
+)
 from forgeasync.launch.placement import GpuAllocator, spawn_role
-from forgeasync.launch.submission import LaunchFailed, Submission
-from forgeasync.rollouts import InFlightRead, sweep_stale_folders
+from forgeasync.observability import redirect_process_output
+from forgeasync.rollouts import InFlightRead, is_running, sweep_stale_folders
 from forgeasync.waiting import DeadlineExceeded, deadline, forget
 
 BEAT_S = 1.0
+"""Seconds between two heartbeats."""
 LOOK_S = 0.5
-"""Seconds between two looks for a host's process while a call to it is under way."""
+"""Seconds between two checks that a host's process exists, during a call to its agent."""
 ASK_JOB_S = 5.0
-"""Seconds between two looks at the job while its hosts start."""
+"""Seconds between two checks of the job while its hosts start."""
 CLOSE_S = 20.0
-"""Seconds for each of the steps that hosts take at the end."""
+"""Time limit of each step of closing hosts, in seconds."""
 SILENCE_FACTOR = 2.0
-"""A host waits this much longer for the controller than the controller for it: it is the one to tell."""
+"""A host waits this many times longer than the controller, so that the controller reports a loss first."""
+WATCH_S = 1.0
+"""Seconds between two checks of an agent that it is still called."""
+ANSWER_S = 1.0
+"""Seconds for an answer to leave before its host ends."""
 
 logger = logging.getLogger(__name__)
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 
 def build_hosts(config: RunConfig, log_dir: Path) -> Hosts:
-    """The hosts that a run's launcher asks for, not yet started; made before Monarch is used."""
+    """Create the hosts that a run's launcher asks for, before Monarch is used. They are not yet started."""
     if isinstance(config.launcher, LocalLauncher):
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         return LocalHosts(reserved_gpus=places_of(reward_gpus(config), visible))
     return JobHosts(config.launcher, config.name, log_dir, config.timeouts)
+
+
+class HostAgent(Actor):
+    """One process on every host of a job, for as long as the run lasts."""
+
+    def __init__(self, log_file: Path, max_silence_s: float) -> None:
+        """After ``max_silence_s`` without a call the agent ends this host with all its processes."""
+        redirect_process_output(log_file)
+        self._host = LocalHost("", [])
+        self._max_silence_s = max_silence_s
+        self._heard_s = time.monotonic()
+        sweep_stale_folders()
+        threading.Thread(target=self._watch, name="silence", daemon=True).start()
+
+    @concurrent_endpoint
+    async def beat(self) -> int:
+        """Note that the controller is alive; returns the id of the process that is this host's worker."""
+        self._heard_s = time.monotonic()
+        return os.getppid()
+
+    @concurrent_endpoint
+    async def limits(self) -> HostLimits:
+        """Return memory and limits of this host."""
+        return gather_host_limits()
+
+    @concurrent_endpoint
+    async def gpus(self) -> GpuFacts:
+        """Return the GPUs that this host's processes may use. The agent itself sees none of them."""
+        # In a thread, because the driver may be slow.
+        return await asyncio.to_thread(gather_gpu_facts, os.environ.get(HOST_DEVICES_VARIABLE))
+
+    @concurrent_endpoint
+    async def on_host(self, method: Callable[..., Coroutine[Any, Any, R]], arguments: tuple[Any, ...]) -> R:
+        """Call a method of this machine's ``LocalHost``."""
+        return await method(self._host, *arguments)
+
+    @concurrent_endpoint
+    async def remove_folders(self) -> None:
+        """Remove everything of this run from the host's shared memory."""
+        self._host.remove_folders()
+
+    @concurrent_endpoint
+    async def end_host(self) -> None:
+        """End this host's worker, and all its processes with it, after this call was answered."""
+        try:
+            self._host.remove_folders()
+        finally:
+            threading.Timer(ANSWER_S, _end_host).start()
+
+    def _watch(self) -> None:
+        while time.monotonic() - self._heard_s < self._max_silence_s:
+            time.sleep(WATCH_S)
+        print(f"nobody has called for {self._max_silence_s:.0f} s: the run is gone, and this host ends")
+        try:
+            self._host.remove_folders()
+        finally:
+            _end_host()
+
+
+def _end_host() -> None:
+    # The processes of a host end with the worker, which started them.
+    worker = os.getppid()
+    # In a pod the worker is process 1, and the kernel ignores SIGKILL from inside the pod. SIGINT ends it:
+    # Python handles it, and Monarch's loop looks for it.
+    os.kill(worker, signal.SIGINT if worker == 1 else signal.SIGKILL)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,13 +151,13 @@ class JobHost:
     agent: HostAgent
     log_file: Path
     worker_pid: int = 0
-    """Process id, on that host, of the process that started the host's procs."""
+    """Process id, on that host, of the worker that started the host's processes."""
     limits: HostLimits | None = None
-    """None: its agent has not answered yet."""
+    """None until its agent has answered."""
     heard_s: float = field(default_factory=time.monotonic)
     """When it last answered."""
     problem: str | None = None
-    """How it was lost; None: it was not."""
+    """How it was lost; None if it was not."""
 
     @property
     def is_lost(self) -> bool:
@@ -78,7 +165,7 @@ class JobHost:
 
     @property
     def name(self) -> str:
-        """In words, with what the machine calls itself."""
+        """Name for messages, with the host name of the machine."""
         machine = None if self.limits is None else self.limits.machine
         place = self.role if machine in (None, self.id) else f"{self.role}, {machine}"
         return f"{self.id} ({place})"
@@ -86,7 +173,7 @@ class JobHost:
     async def make_folder(self, num_bytes: int) -> Path:
         """See ``Host``."""
         try:
-            return await self.agent.make_folder.call_one(num_bytes)
+            return await self._call(LocalHost.make_folder, num_bytes)
         except ActorError as error:
             if isinstance(error.exception, ValueError):
                 raise ValueError(f"host {self.id}: {error.exception}") from error
@@ -94,38 +181,48 @@ class JobHost:
 
     async def is_running(self, pid: int) -> bool:
         """See ``Host``."""
-        return await self.agent.is_running.call_one(pid)
+        return await self._call(LocalHost.is_running, pid)
 
     async def kill(self, pid: int) -> None:
-        """See ``Host``; the procs of a host that is lost end with it."""
+        """See ``Host``. The processes of a lost host end with it."""
         if not self.is_lost:
-            await self.agent.kill.call_one(pid)
+            await self._call(LocalHost.kill, pid)
 
     async def read_stacks(self, pid: int) -> str:
         """See ``Host``."""
-        return await self.agent.read_stacks.call_one(pid)
+        return await self._call(LocalHost.read_stacks, pid)
 
     async def remove_files(self, files: Sequence[str]) -> None:
         """See ``Host``."""
-        await self.agent.remove_files.call_one(list(files))
+        await self._call(LocalHost.remove_files, list(files))
 
     async def read_in_flight(self, folder: Path, group_ids: Sequence[int]) -> InFlightRead:
         """See ``Host``."""
-        return await self.agent.read_in_flight.call_one(folder, group_ids)
+        return await self._call(LocalHost.read_in_flight, folder, group_ids)
 
     async def remove_in_flight(self, folder: Path) -> None:
         """See ``Host``."""
-        await self.agent.remove_in_flight.call_one(folder)
+        await self._call(LocalHost.remove_in_flight, folder)
 
     async def keep_group(self, target: Path, facts: bytes, source: str) -> str | None:
         """See ``Host``."""
-        return await self.agent.keep_group.call_one(target, facts, source)
+        return await self._call(LocalHost.keep_group, target, facts, source)
+
+    async def _call(
+        self,
+        method: Callable[Concatenate[LocalHost, P], Coroutine[Any, Any, R]],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> R:
+        assert not kwargs
+        answer: R = await self.agent.on_host.call_one(method, args)
+        return answer
 
 
 def lost_words(hosts: Sequence[JobHost], why: str | None) -> str:
-    """Words about those of ``hosts`` that are lost, the first one first: it may be why the others are.
+    """Describe which of ``hosts`` are lost. The first to be lost comes first: it may have caused the others.
 
-    ``why`` says what has ended the whole job, if anything has.
+    ``why`` is what ended the whole job, if anything did.
     """
     first, *others = sorted((host for host in hosts if host.is_lost), key=lambda host: host.heard_s)
     problem = first.problem if why is None else f"{why}, and {first.problem}"
@@ -134,7 +231,7 @@ def lost_words(hosts: Sequence[JobHost], why: str | None) -> str:
 
 
 class JobHosts:
-    """Hosts of a job, by role."""
+    """The hosts of a job, by role."""
 
     def __init__(
         self, launcher: RemoteLauncher, run_name: str, log_dir: Path, timeouts: TimeoutSection
@@ -149,7 +246,7 @@ class JobHosts:
         self._hosts: dict[HostRole, list[JobHost]] = {}
         self._gpus = {role: GpuAllocator(gpus_per_host(launcher)) for role in JOB_ROLES}
         self._gpus_of: dict[HostRole, list[list[int]]] = {}
-        """GPUs of each proc of one host, for the roles that were spawned; all hosts of a role are alike."""
+        """GPUs of each process of one host, by role; all hosts of a role are alike."""
         self._watching: list[asyncio.Task[None]] = []
 
     @property
@@ -157,11 +254,11 @@ class JobHosts:
         return [host for hosts in self._hosts.values() for host in hosts]
 
     async def open(self, tell: Callable[[str], None]) -> None:
-        """See ``Hosts``; waits for the scheduler, then for every host's agent.
+        """See ``Hosts``. Waits for the scheduler, then for the agent of every host.
 
         Raises:
-            LaunchFailed: the job was refused or has ended, or waits too long.
-            DeadlineExceeded: a host has no agent within ``timeouts.setup_s``.
+            LaunchFailed: the job was refused, has ended, or has waited too long.
+            DeadlineExceeded: an agent has not answered within ``timeouts.setup_s``.
         """
         state = await self._submission.start(tell)
         call = "waiting for the agents of all hosts"
@@ -176,7 +273,7 @@ class JobHosts:
                 await answers
             except RuntimeError as error:
                 await self._submission.require_present()
-                # The first line of Monarch's error names the host, the others are a stack of its own.
+                # The first line of Monarch's error names the host; the others are Monarch's own stack.
                 raise LaunchFailed(str(error).splitlines()[0]) from error
             finally:
                 answers.cancel()
@@ -202,12 +299,12 @@ class JobHosts:
 
     @property
     def _python(self) -> str | None:
-        """The hosts' Python; None: the controller's."""
+        """Python of the hosts; None: the same as the controller's."""
         match self._launcher:
             case SshLauncher() | SlurmLauncher():
                 return self._launcher.python
             case KubernetesLauncher():
-                # As the pods' own command.
+                # The command that pods start with.
                 return "python"
             case ProcessLauncher():
                 return None
@@ -239,7 +336,7 @@ class JobHosts:
         self._gpus_of[role] = [self._gpus[role].take(gpus_per_proc, role=role) for _ in range(per_host)]
 
     def allot_more(self, role: HostRole, *, gpus_per_proc: int) -> Host:
-        """See ``Hosts``; what a job's hosts are for was decided when it was submitted."""
+        """See ``Hosts``. The places on a job's hosts are fixed when it is submitted."""
         num_procs = len(self._gpus_of[role]) * len(self._hosts[role])
         raise ValueError(
             f"the run has places for {num_procs} procs of {role} on hosts of launcher {self._launcher.kind}"
@@ -256,7 +353,7 @@ class JobHosts:
         return self._spawn(mesh, name, [self._gpus_of[role][place]])
 
     def _spawn(self, mesh: HostMesh, name: str, gpus: Sequence[list[int]] = ([],)) -> ProcMesh:
-        """Spawn one proc for each element of ``gpus`` on every host of a mesh."""
+        """Spawn one process for each element of ``gpus`` on every host of a mesh."""
         return spawn_role(mesh, name, num_procs=len(gpus), gpus_per_proc=list(gpus), python=self._python)
 
     def _per_host(self, role: HostRole, num_procs: int) -> int:
@@ -270,13 +367,13 @@ class JobHosts:
         return [self._hosts[role][proc // per_host] for proc in range(num_procs)]
 
     def master_address_is_ip(self) -> bool:
-        """See ``Hosts``: a pod's bare hostname means nothing to other pods."""
+        """See ``Hosts``. Other pods cannot resolve a pod's host name."""
         return isinstance(self._launcher, KubernetesLauncher)
 
     async def watch(self) -> None:
         """See ``Hosts``."""
-        # All go on until the hosts are closed: ending the run in order takes the hosts that are left, and
-        # one that is not called any more ends itself.
+        # All heartbeats go on until the hosts are closed. A run needs its remaining hosts to end in order,
+        # and a host that is not called ends itself.
         self._watching = [asyncio.create_task(self._watch(host)) for host in self._all]
         for watching in self._watching:
             watching.add_done_callback(forget)
@@ -293,9 +390,9 @@ class JobHosts:
         problem = None
         beat = asyncio.create_task(self._beat(host))
         try:
-            # A call to a process that ends meanwhile would only end by its deadline.
+            # A call to a process that ends during it would wait until its deadline.
             while not beat.done() and problem is None:
-                if isinstance(self._launcher, ProcessLauncher) and not _is_alive(host.worker_pid):
+                if isinstance(self._launcher, ProcessLauncher) and not is_running(host.worker_pid):
                     problem = "its process has ended"
                 else:
                     await asyncio.wait([beat], timeout=LOOK_S)
@@ -307,7 +404,7 @@ class JobHosts:
             raise HostLost(lost_words(self._all, await self._submission.why_gone()))
 
     async def _beat(self, host: JobHost) -> str | None:
-        """Call the host's agent; returns what is wrong, or None."""
+        """Call the agent of a host; returns what is wrong with it, if anything."""
         try:
             call = "waiting for an answer"
             async with deadline(self._timeouts.host_s, call=call, key="timeouts.host_s"):
@@ -320,18 +417,14 @@ class JobHosts:
         return None
 
     async def close(self) -> None:
-        """See ``Hosts``.
-
-        Raises:
-            HostLost: one is, whatever the run has ended with: connections to it break before it is missed.
-        """
+        """See ``Hosts``. Checks each host once more: connections to a lost one break before its heartbeat."""
         for watching in self._watching:
             watching.cancel()
         if self._is_open:
             await asyncio.gather(
                 *(self._check(host) for host in self._all if not host.is_lost), return_exceptions=True
             )
-        # Before the job is ended by this run.
+        # Ask before this run ends the job.
         lost = None
         if any(host.is_lost for host in self._all):
             lost = HostLost(lost_words(self._all, await self._submission.why_gone()))
@@ -340,17 +433,17 @@ class JobHosts:
             raise lost
 
     async def _clean_up(self) -> None:
-        # A host whose agent has not answered yet has no folders, and ends with its mesh as soon as it is up.
+        # A host whose agent has not answered has no folders, and ends with its mesh as soon as it is up.
         alive = [host for host in self._all if host.limits is not None and not host.is_lost]
         await asyncio.gather(
             *(_bounded(f"folders of {host.id}", host.agent.remove_folders.call_one()) for host in alive)
         )
-        # All procs of a host end with it. Of a mesh with a lost host nothing would answer.
+        # All processes of a host end with it. A mesh with a lost host would not answer.
         whole = [role for role in self._meshes if not any(host.is_lost for host in self._hosts[role])]
         await asyncio.gather(
             *(_bounded(f"end of the hosts of {role}", self._meshes[role].shutdown()) for role in whole)
         )
-        # The others of such a mesh end by themselves.
+        # The other hosts of such a mesh are ended one by one.
         await asyncio.gather(
             *(
                 _bounded(f"end of {host.id}", host.agent.end_host.call_one())
@@ -360,20 +453,12 @@ class JobHosts:
         )
         await self._submission.end()
         if isinstance(self._launcher, ProcessLauncher):
-            # A host that was killed has left its folder in what is this machine's shared memory.
+            # A host that was killed has left its folder in this machine's shared memory.
             sweep_stale_folders()
 
 
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
 async def _bounded(what: str, work: Awaitable[object]) -> None:
-    """Wait for a part of the end, but not for ever: the other parts come after it."""
+    """Wait for a step of closing, up to ``CLOSE_S``, so that the next steps run in any case."""
     try:
         async with deadline(CLOSE_S, call=what, key="CLOSE_S in job_hosts.py"):
             await work

@@ -1,26 +1,55 @@
-"""Turns the launcher section of a run into one of Monarch's jobs, with a host mesh for each role.
+"""Monarch's jobs, which start the hosts of a run: prerequisites, construction, life cycle, and a dry run.
 
-A job has to be made before anything else of Monarch's is used: it decides by which transport procs talk.
+Create a job before you use anything else of Monarch: it decides which transport processes use.
+
+Monarch 0.7.0 reports problems late or never. Slurm before 24.05 makes it say that a job is no longer active
+right after submission. Hosts that cannot reach the controller, and an ssh that failed, leave it waiting
+without an end. So ``check_prerequisites`` asks first, and ``Submission`` says what Slurm or ssh report.
 """
 
+import asyncio
+import concurrent.futures
+import contextlib
+import ipaddress
+import json
 import logging
+import os
 import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
 from enum import StrEnum
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from monarch._src.job.job import SSHJob  # not among the public names of Monarch 0.7.0
-from monarch.job import JobTrait, ProcessJob, SlurmJob
+import yaml
+from monarch._src.job.job import (
+    LoginJob,  # not among the public names of Monarch 0.7.0
+    SSHJob,  # not among the public names of Monarch 0.7.0
+)
+from monarch.job import JobState, JobTrait, ProcessJob, SlurmJob
 
 from forgeasync.config import (
     RESERVED_GPU_RESOURCE,
     KubernetesLauncher,
+    LocalLauncher,
     ProcessLauncher,
     RemoteLauncher,
+    RunConfig,
     SlurmLauncher,
     SshLauncher,
     num_hosts,
 )
+from forgeasync.rollouts import is_running
+from forgeasync.schema import Problem
+from forgeasync.waiting import DeadlineExceeded, deadline
 
 if TYPE_CHECKING:
     from monarch.job.kubernetes import KubeConfig, KubernetesJob
@@ -29,23 +58,23 @@ MAX_KUBERNETES_NAME = 63
 
 
 class HostRole(StrEnum):
-    """Roles that have hosts of their own."""
+    """Roles that have their own hosts."""
 
     TRAINER = "trainer"
     GENERATORS = "generators"
     TEACHERS = "teachers"
-    """On the controller's machine only."""
+    """Only on the controller's machine."""
 
 
 JOB_ROLES = (HostRole.TRAINER, HostRole.GENERATORS)
-"""Roles that jobs have hosts for."""
+"""Roles whose hosts are started by a job."""
 
 
 def mesh_name(launcher: RemoteLauncher, run_name: str, role: HostRole) -> str:
-    """What a role's host mesh is called in the job.
+    """Return the name of a role's host mesh in the job.
 
-    In Kubernetes it is an object of the namespace, of lowercase letters and digits: there the run's name is
-    part of it.
+    In Kubernetes a mesh is an object of the namespace, so its name includes the run's name, in lowercase
+    letters and digits.
     """
     if not isinstance(launcher, KubernetesLauncher):
         return role.value
@@ -54,14 +83,12 @@ def mesh_name(launcher: RemoteLauncher, run_name: str, role: HostRole) -> str:
 
 
 def build_job(launcher: RemoteLauncher, run_name: str, log_dir: Path) -> JobTrait:
-    """The job, not yet started; schedulers write their own logs into ``log_dir``."""
-    # Monarch's jobs tell every step of theirs on stderr.
+    """Create the job, which is not yet started. Schedulers write their own logs into ``log_dir``."""
+    # Monarch's jobs log every step on stderr.
     logging.getLogger("monarch._src.job").setLevel(logging.WARNING)
     for name in ("job", "process", "slurm", "kubernetes"):
         logging.getLogger(f"monarch._src.job.{name}").setLevel(logging.WARNING)
-    counts = num_hosts(launcher)
-    by_role = {HostRole.TRAINER: counts.trainer, HostRole.GENERATORS: counts.generators}
-    meshes = {mesh_name(launcher, run_name, role): count for role, count in by_role.items()}
+    meshes = _meshes(launcher, run_name)
     match launcher:
         case ProcessLauncher():
             return ProcessJob(meshes)
@@ -76,15 +103,22 @@ def build_job(launcher: RemoteLauncher, run_name: str, log_dir: Path) -> JobTrai
             from monarch.job.kubernetes import KubeConfig
 
             kubeconfig = None if launcher.kubeconfig is None else KubeConfig.from_path(launcher.kubeconfig)
-            return build_kubernetes_job(launcher, meshes, kubeconfig)
+            return _kubernetes_job(launcher, meshes, kubeconfig)
+
+
+def _meshes(launcher: RemoteLauncher, run_name: str) -> dict[str, int]:
+    """Return the number of hosts in each mesh of a job, by the mesh's name."""
+    counts = num_hosts(launcher)
+    by_role = {HostRole.TRAINER: counts.trainer, HostRole.GENERATORS: counts.generators}
+    return {mesh_name(launcher, run_name, role): count for role, count in by_role.items()}
 
 
 def _slurm_job(launcher: SlurmLauncher, meshes: dict[str, int], run_name: str, log_dir: Path) -> SlurmJob:
     return SlurmJob(
         meshes,
         python_exe=launcher.python,
-        # Slurm starts a batch job again that has lost a node. Its hosts would wait for nobody: a run that has
-        # lost hosts asks for a new job.
+        # Slurm requeues a batch job that has lost a node. No run would use those hosts: a run that has lost
+        # hosts submits a new job.
         slurm_args=("--no-requeue", *launcher.slurm_args),
         monarch_port=launcher.port,
         job_name=run_name,
@@ -94,18 +128,17 @@ def _slurm_job(launcher: SlurmLauncher, meshes: dict[str, int], run_name: str, l
         gpus_per_node=launcher.gpus_per_host or None,
         cpus_per_task=launcher.cpus_per_task,
         mem=launcher.mem,
-        # Ours, which can say why (``Submission``).
+        # ``Submission`` has its own deadline, which gives the reason.
         job_start_timeout=None,
         account=launcher.account,
         qos=launcher.qos,
     )
 
 
-def build_kubernetes_job(
+def _kubernetes_job(
     launcher: KubernetesLauncher, meshes: dict[str, int], kubeconfig: "KubeConfig | None"
 ) -> "KubernetesJob":
-    """The same with another way to the cluster than the launcher's own."""
-    # Needs the kubernetes package, which other launchers do without.
+    # Only this launcher needs the kubernetes package.
     from monarch.job.kubernetes import ImageSpec, KubernetesJob
 
     gpus = {RESERVED_GPU_RESOURCE: launcher.gpus_per_host} if launcher.gpus_per_host else {}
@@ -123,3 +156,419 @@ def build_kubernetes_job(
             labels=dict(launcher.labels) or None,
         )
     return job
+
+
+COMMANDS = {"slurm": ("sbatch", "squeue", "scancel"), "ssh": ("ssh",)}
+"""Commands that Monarch's jobs call, by kind of launcher."""
+
+MIN_DATA_PARSER = 41
+"""First version of ``squeue --json`` with ``job_resources.nodes.allocation``, which Monarch 0.7.0 reads.
+
+v0.0.41 came with Slurm 24.05 (``src/plugins/data_parser/v0.0.41/parsers.c``, "nodes/allocation"). v0.0.40 of
+Slurm 23.11 has ``allocated_nodes`` instead. Versions up to v0.0.46 keep ``allocation``.
+"""
+
+MIN_SLURM = "24.05"
+
+CHECK_S = 60.0
+"""Time limit of the first question to Slurm, in seconds. Slurm's commands give up after 10 s by default
+(MessageTimeout), some of them after a retry."""
+
+
+def check_prerequisites(launcher: LocalLauncher | RemoteLauncher) -> list[Problem]:
+    """Return what prevents this machine from starting hosts with ``launcher``. Asks Slurm, starts nothing."""
+    if isinstance(launcher, LocalLauncher | ProcessLauncher | KubernetesLauncher):
+        # The first two run on this machine; for pods see ``KubernetesLauncher.kubeconfig``.
+        return []
+    problems = list(_check_commands(launcher.kind))
+    if isinstance(launcher, SlurmLauncher) and not problems:
+        problems += _check_slurm()
+    if isinstance(launcher, SlurmLauncher) or not _all_here(launcher):
+        problems += _check_own_name(launcher.kind)
+    return problems
+
+
+def _check_commands(kind: str) -> Iterator[Problem]:
+    absent = [command for command in COMMANDS[kind] if shutil.which(command) is None]
+    if absent:
+        client = "Slurm's client commands" if kind == "slurm" else "OpenSSH's client"
+        remedy = (
+            f"needs {', '.join(absent)}, which no folder of PATH has; install {client} on this machine, or "
+            "start the run on one that has them"
+        )
+        yield Problem(field="launcher.kind", value=kind, remedy=remedy)
+
+
+def _check_slurm() -> Iterator[Problem]:
+    try:
+        # Only the format matters, so ask only for this user's jobs.
+        asked = subprocess.run(
+            ["squeue", "--me", "--json"], capture_output=True, text=True, check=False, timeout=CHECK_S
+        )
+    except subprocess.TimeoutExpired:
+        yield _slurm_problem(f"squeue --json has not answered within {CHECK_S:.0f} s; is slurmctld up?")
+        return
+    if asked.returncode != 0:
+        words = " ".join(asked.stderr.split()) or f"exit code {asked.returncode}"
+        yield _slurm_problem(f"squeue --json fails on this machine: {words}")
+        return
+    form = _data_parser(asked.stdout)
+    if form is None or form < MIN_DATA_PARSER:
+        printed = "without the number of its form" if form is None else f"in the form v0.0.{form}"
+        yield _slurm_problem(
+            f"{_release()} prints jobs {printed}, but Monarch reads v0.0.{MIN_DATA_PARSER} and later, which "
+            f"Slurm has from {MIN_SLURM} on; use a cluster with such a release, or reserve nodes with "
+            "salloc and name them in launcher: {kind: ssh, ...}"
+        )
+
+
+def _slurm_problem(remedy: str) -> Problem:
+    return Problem(field="launcher.kind", value="slurm", remedy=remedy)
+
+
+def _data_parser(text: str) -> int | None:
+    """Return the last number of ``meta.plugin.data_parser`` (41 of data_parser/v0.0.41), if it has one."""
+    try:
+        parser = json.loads(text)["meta"]["plugin"]["data_parser"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    match = re.search(r"v0\.0\.(\d+)", str(parser))
+    return None if match is None else int(match[1])
+
+
+def _release() -> str:
+    command = ["squeue", "--version"]
+    asked = subprocess.run(command, capture_output=True, text=True, check=False, timeout=CHECK_S)
+    return asked.stdout.strip().replace("slurm", "Slurm", 1) or "this Slurm"
+
+
+def _check_own_name(kind: str) -> Iterator[Problem]:
+    """Hosts connect to an address of the controller's host name (Monarch 0.7.0: TcpWithHostname).
+
+    If the name has several addresses, Monarch takes one that is not loopback.
+    """
+    name = socket.gethostname()
+    try:
+        addresses = _addresses(name)
+    except socket.gaierror as error:
+        problem = f"no address ({error.strerror})"
+    else:
+        if not all(ipaddress.ip_address(address).is_loopback for address in addresses):
+            return
+        problem = f"{', '.join(addresses)} only, which no other machine can reach"
+    remedy = (
+        f"hosts call this machine by the address of its name, but {name!r} has {problem}; give the name the "
+        "address of this machine's network in /etc/hosts (ip address shows it), or start the run on a "
+        "machine whose name has one"
+    )
+    yield Problem(field="launcher.kind", value=kind, remedy=remedy)
+
+
+def _addresses(name: str) -> list[str]:
+    found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    # An IPv6 address may carry its interface.
+    return sorted({str(address[0]).partition("%")[0] for *_, address in found})
+
+
+def _all_here(launcher: SshLauncher) -> bool:
+    """Whether the name of each host is an address of this machine's loopback interface."""
+    for name in (*launcher.hosts.trainer, *launcher.hosts.generators):
+        try:
+            addresses = _addresses(name.rpartition("@")[2])
+        except socket.gaierror:
+            # The name may be defined in ssh's own configuration.
+            return False
+        if not all(ipaddress.ip_address(address).is_loopback for address in addresses):
+            return False
+    return True
+
+
+ASK_S = 30.0
+"""Time limit of Slurm's commands while a job exists, in seconds."""
+
+TELL_S = 15.0
+"""Seconds between two questions why a job is still in the queue."""
+
+SUBMIT_S = 60.0
+"""Seconds that the end of a run waits for a submission in progress, to cancel its job."""
+
+ENDINGS = {
+    "CANCELLED": "was cancelled by someone other than this run (scancel)",
+    "TIMEOUT": "has reached its time limit (launcher.time_limit, or the partition's)",
+    "PREEMPTED": "was preempted by another job",
+    "NODE_FAIL": "has lost a node",
+    "OUT_OF_MEMORY": "has used more memory than it asked for (launcher.mem)",
+    "FAILED": "has failed",
+    "BOOT_FAIL": "has failed: a node did not boot",
+    "DEADLINE": "has reached its deadline",
+    "COMPLETED": "has ended",
+}
+"""What happened to a job in each final state of Slurm (squeue(1), JOB STATE CODES)."""
+
+REQUEUED = "was put back into the queue (scontrol requeue), which ends its hosts"
+"""What happened to a job that is pending again after its hosts had started."""
+
+logger = logging.getLogger(__name__)
+
+
+class LaunchFailed(RuntimeError):
+    """The hosts of a run did not start, or their job has ended."""
+
+
+class Submission:
+    """One job, from submission to its end."""
+
+    def __init__(self, job: JobTrait, launcher: RemoteLauncher, log_dir: Path) -> None:
+        """``log_dir`` gets the scheduler's own logs, and the output of ssh."""
+        self._job = job
+        self._log_dir = log_dir
+        self._launcher = launcher
+        self._submitted = threading.Event()
+        self._slurm_id: str | None = None
+        self._is_started = False
+        self._has_hosts = False
+
+    async def start(self, tell: Callable[[str], None]) -> JobState:
+        """Submit the job and wait for its hosts, which can take hours in a scheduler's queue.
+
+        ``tell`` is called with the reason that Slurm gives for waiting, each time it changes.
+
+        Raises:
+            LaunchFailed: the job was refused, has not started within ``launcher.start_timeout_s``, or has
+                ended.
+        """
+        state = await self._start(tell)
+        self._has_hosts = True
+        return state
+
+    async def _start(self, tell: Callable[[str], None]) -> JobState:
+        self._is_started = True
+        waiting = asyncio.wrap_future(_in_thread(self._run))
+        if not isinstance(self._launcher, SlurmLauncher):
+            return await waiting
+        limit_s = self._launcher.start_timeout_s
+        try:
+            if limit_s is None:
+                return await self._wait(waiting, tell)
+            async with deadline(limit_s, call="the queue", key="launcher.start_timeout_s"):
+                return await self._wait(waiting, tell)
+        except DeadlineExceeded as late:
+            raise LaunchFailed(
+                f"{self._name} has not started within {limit_s} s (launcher.start_timeout_s): it is "
+                f"{await self._state_and_reason()}. It is cancelled now. Allow it more time, or ask for "
+                f"less: it wants {_total_hosts(self._launcher)} nodes of partition {self._launcher.partition}"
+            ) from late
+        except RuntimeError as error:
+            await self.require_present()
+            # Monarch's message includes the output of sbatch.
+            raise LaunchFailed(str(error)) from error
+
+    async def _wait(self, waiting: asyncio.Future[JobState], tell: Callable[[str], None]) -> JobState:
+        told = ""
+        while not (await asyncio.wait([waiting], timeout=TELL_S))[0]:
+            if (state := await self._state_and_reason()) != told:
+                tell(f"{self._name} is {state}")
+                told = state
+        return await waiting
+
+    def _run(self) -> JobState:
+        try:
+            self._job.apply()
+            if isinstance(self._job, SlurmJob):
+                self._slurm_id = self._job._slurm_job_id
+        finally:
+            self._submitted.set()
+        return self._job.state(cached_path=None)
+
+    async def require_present(self) -> None:
+        """Check that the job exists; to be called while hosts start.
+
+        Raises:
+            LaunchFailed: the job has ended.
+        """
+        if (words := await self.why_gone()) is not None:
+            raise LaunchFailed(f"{words} before all hosts had started; see {self._log_dir}")
+
+    async def why_gone(self) -> str | None:
+        """Return what ended the job; None if it exists, as far as this machine can tell."""
+        if isinstance(self._job, SlurmJob) and self._slurm_id is not None:
+            state = (await self._state_and_reason()).split(" ")[0]
+            if state == "PENDING" and self._has_hosts:
+                return f"{self._name} {REQUEUED}"
+            return f"{self._name} {ENDINGS[state]}" if state in ENDINGS else None
+        if isinstance(self._job, LoginJob):
+            ended = [name for name, one in self._job._host_to_pid.items() if not is_running(one.pid)]
+            if ended:
+                return f"ssh to {', '.join(ended)} has ended"
+        return None
+
+    @property
+    def _name(self) -> str:
+        return f"Slurm job {self._slurm_id}" if self._slurm_id is not None else "the Slurm job"
+
+    async def _state_and_reason(self) -> str:
+        """Return the state and the reason that Slurm prints, such as "PENDING (Resources)"."""
+        if self._slurm_id is None:
+            return "not submitted yet"
+        format_ = "--format=%T (%r)"
+        command = ["squeue", "--noheader", "--states=all", "--jobs", self._slurm_id, format_]
+        try:
+            asked = await asyncio.to_thread(
+                subprocess.run, command, capture_output=True, text=True, check=False, timeout=ASK_S
+            )
+        except subprocess.TimeoutExpired:
+            return f"in a state that squeue has not told within {ASK_S:.0f} s"
+        # Slurm forgets a job a few minutes after its end (MinJobAge).
+        return asked.stdout.strip() or f"unknown to squeue ({' '.join(asked.stderr.split())})"
+
+    async def end(self) -> None:
+        """Cancel the job, even if it is still being submitted. A second call does nothing."""
+        if self._is_started:
+            if not await asyncio.to_thread(self._submitted.wait, SUBMIT_S):
+                logger.warning("the job was still being submitted after %.0f s, and may stay", SUBMIT_S)
+            await asyncio.to_thread(self._job.kill)
+
+
+def _total_hosts(launcher: RemoteLauncher) -> int:
+    counts = num_hosts(launcher)
+    return counts.trainer + counts.generators
+
+
+def _in_thread(run: Callable[[], JobState]) -> "concurrent.futures.Future[JobState]":
+    """Run in a daemon thread, so that Ctrl-C does not wait for a scheduler."""
+    started: concurrent.futures.Future[JobState] = concurrent.futures.Future()
+    # A running future cannot be cancelled.
+    started.set_running_or_notify_cancel()
+
+    def start() -> None:
+        try:
+            started.set_result(run())
+        except BaseException as error:
+            started.set_exception(error)
+
+    threading.Thread(target=start, name="job", daemon=True).start()
+    return started
+
+
+PLANNED_LOGS = "runs/<name>-<time>/logs"
+"""Log folder that a dry run shows for a run without ``run_dir``."""
+
+COMMAND_DEADLINE_S = 30.0
+"""Time limit of a command that only writes a file, in seconds."""
+
+_RECORDS_INPUT = """#!{python}
+import os, pathlib, shlex, sys
+folder = pathlib.Path({folder!r})
+text = sys.stdin.read() if {reads_stdin} else shlex.join(["ssh", *sys.argv[1:]])
+unfinished = folder / f".{{os.getpid()}}"
+unfinished.write_text(text)
+unfinished.rename(folder / str(os.getpid()))
+print("Submitted batch job 0")
+"""
+
+
+def render_launch(config: RunConfig) -> str | None:
+    """Return the script, commands or manifests that start the hosts of a checked config; None for local ones.
+
+    Nothing is submitted. Monarch's jobs run up to the last call: Slurm's and ssh's commands are replaced by
+    scripts that record their input, and Kubernetes' API by a server on this machine that does the same.
+    """
+    launcher = config.launcher
+    match launcher:
+        case LocalLauncher():
+            return None
+        case ProcessLauncher():
+            return f"{_total_hosts(launcher)} host processes on this machine"
+        case SshLauncher():
+            return "\n".join(_commands(config, "ssh", num_commands=_total_hosts(launcher)))
+        case SlurmLauncher():
+            (script,) = _commands(config, "sbatch", num_commands=1)
+            return script
+        case KubernetesLauncher():
+            return yaml.safe_dump_all(_manifests(config, launcher), sort_keys=False)
+
+
+def _commands(config: RunConfig, command: str, *, num_commands: int) -> list[str]:
+    """Return what the job passes to a command, in order: the input of sbatch or the arguments of ssh."""
+    assert not isinstance(config.launcher, LocalLauncher)
+    with tempfile.TemporaryDirectory() as scratch:
+        written, commands, logs = (Path(scratch) / name for name in ("written", "bin", "logs"))
+        for folder in (written, commands, logs):
+            folder.mkdir()
+        stand_in = commands / command
+        text = _RECORDS_INPUT.format(
+            python=sys.executable, folder=str(written), reads_stdin=command == "sbatch"
+        )
+        stand_in.write_text(text)
+        stand_in.chmod(0o700)
+        with _first_in_path(commands):
+            build_job(config.launcher, config.name, logs).apply()
+            deadline = time.monotonic() + COMMAND_DEADLINE_S
+            while len(files := [file for file in written.iterdir() if file.name[0] != "."]) < num_commands:
+                assert time.monotonic() < deadline, f"{command} was called {len(files)} times"
+                time.sleep(0.02)
+        planned = PLANNED_LOGS if config.run_dir is None else str(Path(config.run_dir) / "logs")
+        # Process ids ascend: ssh is called for one host after the other.
+        ordered = sorted(files, key=lambda file: int(file.name))
+        return [file.read_text().replace(str(logs), planned) for file in ordered]
+
+
+@contextlib.contextmanager
+def _first_in_path(folder: Path) -> Iterator[None]:
+    before = os.environ["PATH"]
+    os.environ["PATH"] = f"{folder}{os.pathsep}{before}"
+    try:
+        yield
+    finally:
+        os.environ["PATH"] = before
+
+
+class _RecordsCreated(BaseHTTPRequestHandler):
+    """Answers that nothing exists yet, and records what is created."""
+
+    server: "_ApiServer"
+
+    def do_GET(self) -> None:
+        self._answer(HTTPStatus.NOT_FOUND, {"kind": "Status", "code": 404})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.created.append(body)
+        self._answer(HTTPStatus.CREATED, body)
+
+    def _answer(self, status: HTTPStatus, body: object) -> None:
+        text = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Print nothing on the terminal."""
+
+
+class _ApiServer(HTTPServer):
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _RecordsCreated)
+        self.created: list[dict[str, object]] = []
+
+
+def _manifests(config: RunConfig, launcher: KubernetesLauncher) -> list[dict[str, object]]:
+    """Return the MonarchMesh objects that the job creates."""
+    from kubernetes.client import Configuration
+    from monarch.job.kubernetes import KubeConfig
+
+    with _ApiServer() as server:
+        serving = threading.Thread(target=server.serve_forever, daemon=True)
+        serving.start()
+        # Ignore a proxy that the environment may name.
+        client = Configuration(host=f"http://127.0.0.1:{server.server_port}")
+        client.proxy = None
+        try:
+            kubeconfig = KubeConfig.from_config(client)
+            _kubernetes_job(launcher, _meshes(launcher, config.name), kubeconfig).apply()
+        finally:
+            server.shutdown()
+            serving.join()
+        return server.created

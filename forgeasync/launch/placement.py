@@ -1,30 +1,33 @@
-"""Chooses where the procs of a role run, and in what environment."""
+"""Spawns the processes of a role: their GPUs, environment and interpreter.
 
-import itertools
-from collections.abc import Collection, Iterator
+Each process imports this module first, so it imports nothing else of forgeasync's.
+"""
+
+from collections.abc import Collection
 
 from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
 from monarch.actor import HostMesh, ProcMesh, default_bootstrap_cmd
 
 from forgeasync.launch.bootstrap_main import GPUS_VARIABLE
 
-OF_A_PROC = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-"""Variables of procs without GPUs: with two threads in each of several procs on few cores, every proc is
-several times slower than with one."""
+CPU_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+"""Variables of processes without GPUs. Several processes with two threads each on few cores are several times
+slower than with one thread each."""
 
 
 class GpuAllocator:
-    """Hands out the GPUs of a host in order, but not those that are reserved; without any, nothing.
-
-    Raises:
-        ValueError: a role asks for more GPUs than are left.
-    """
+    """Hands out the GPUs of a host in order, except for reserved ones. A host without GPUs hands out none."""
 
     def __init__(self, num_gpus: int, reserved: Collection[int] = ()) -> None:
         self._num_gpus = num_gpus
         self._left = [gpu for gpu in range(num_gpus) if gpu not in reserved]
 
     def take(self, num_gpus: int, *, role: str) -> list[int]:
+        """Return the indices of the next GPUs.
+
+        Raises:
+            ValueError: fewer GPUs are left.
+        """
         if self._num_gpus == 0:
             return []
         if num_gpus > len(self._left):
@@ -36,24 +39,9 @@ class GpuAllocator:
         return taken
 
 
-def _environment(gpus: list[int]) -> dict[str, str]:
-    environment = {GPUS_VARIABLE: ",".join(map(str, gpus))}
-    return environment if gpus else environment | OF_A_PROC
-
-
 def preimport() -> None:
-    """Runs first in every proc: torch is imported once, before messages that need it arrive concurrently."""
+    """Runs first in every process. Imports torch once, before messages that need it arrive concurrently."""
     import torch as torch
-
-
-def _bootstrap(python: str | None) -> BootstrapCommand:
-    """How a proc is started: with the Python at hand, or with another one of its own host's.
-
-    Monarch 0.7.0 has a public way to ask for another Python, and one to set a proc's environment, but none
-    for both, nor for what a proc runs first; this can go when it has.
-    """
-    own = default_bootstrap_cmd()
-    return BootstrapCommand(python or own.program, None, ["-m", "forgeasync.launch.bootstrap_main"], own.env)
 
 
 def spawn_role(
@@ -64,13 +52,21 @@ def spawn_role(
     gpus_per_proc: list[list[int]] | None = None,
     python: str | None = None,
 ) -> ProcMesh:
-    """Spawn ``num_procs`` of a role's procs on each host; proc i of a host sees only ``gpus_per_proc[i]``.
+    """Spawn ``num_procs`` processes of a role on each host. Process i of a host sees ``gpus_per_proc[i]``.
 
-    These count among the GPUs that the host itself lets its procs see. ``python`` is the interpreter of the
-    hosts; None: the one that runs this.
+    These are indices among the GPUs that the host makes visible. ``python`` is the interpreter on the hosts;
+    None: the interpreter of this process.
     """
-    gpus: Iterator[list[int]] = iter(gpus_per_proc or []) if gpus_per_proc else itertools.repeat([])
-    commands = [_bootstrap(python).with_env(_environment(next(gpus))) for _ in range(num_procs)]
+    # Monarch 0.7.0 has a public way to choose another Python, and one to set a process's environment, but
+    # none for both, nor for the module that a process runs first.
+    own = default_bootstrap_cmd()
+    command = BootstrapCommand(
+        python or own.program, None, ["-m", "forgeasync.launch.bootstrap_main"], own.env
+    )
+    commands = []
+    for gpus in gpus_per_proc or [[]] * num_procs:
+        environment = {GPUS_VARIABLE: ",".join(map(str, gpus))}
+        commands.append(command.with_env(environment if gpus else environment | CPU_ENVIRONMENT))
     return hosts.spawn_procs(
         per_host={"procs": num_procs},
         name=role,

@@ -1,5 +1,5 @@
-from .journal_file import cut_torn_line as cut_torn_line
-from .journaled_buffer import open_buffer as open_buffer
+from .journal import cut_torn_line as cut_torn_line
+from .journal import open_buffer as open_buffer
 from .lines import AnyEvent as AnyEvent
 from .lines import BadLine as BadLine
 from .lines import Checkpointed as Checkpointed
@@ -11,19 +11,19 @@ from .lines import Resumed as Resumed
 from .lines import ResumedBuffer as ResumedBuffer
 from .reading import LedgerLines as LedgerLines
 from .reading import LedgerUnreadable as LedgerUnreadable
-from .report import verify as verify
-from .resuming import check_ledger as check_ledger
+from .reading import check_ledger as check_ledger
+from .reading import verify as verify
 
 # Only tests import these.
-from .account import Contradiction as Contradiction
-from .account import Place as Place
 from .book import Book as Book
+from .book import Contradiction as Contradiction
+from .book import Place as Place
 from .journal import Journal as Journal
-from .journal_file import JournalFile as JournalFile
-from .journal_file import JournalInUse as JournalInUse
-from .journal_file import JournalNotWritten as JournalNotWritten
-from .journaled_buffer import JournaledBuffer as JournaledBuffer
-from .journaled_buffer import RunHasEnded as RunHasEnded
+from .journal import JournalFile as JournalFile
+from .journal import JournalInUse as JournalInUse
+from .journal import JournalNotWritten as JournalNotWritten
+from .journal import JournaledBuffer as JournaledBuffer
+from .journal import RunHasEnded as RunHasEnded
 from .lines import FORMAT as FORMAT
 from .lines import START as START
 from .lines import encode_line as encode_line

@@ -1,4 +1,4 @@
-"""What became of every prompt by a ledger's events, or what contradicts what. Pure: no files.
+"""What happened to every prompt, by the events of a ledger. Contradictions are found. Pure: no files.
 
 A prompt is in one place at a time:
 
@@ -7,14 +7,17 @@ A prompt is in one place at a time:
        +----------+----------+---------+--> filtered or dropped
       again
 
-A run that is resumed goes on from the state at a line ``checkpointed``: all that happened after it is undone,
-and prompts whose groups were under way there wait again. Those whose scored groups come back from the disk
-are ``restored``, which leads from waiting to scored. Steps may be made again, each with the prompts that it
-had. What was undone stays on record.
+A resumed run goes on from the state at a line ``checkpointed``. Everything after that line is undone, and
+prompts whose groups were in flight wait again. Those whose scored groups are read from disk are ``restored``,
+which leads from waiting to scored. Steps may be made again, each with the same prompts. Undone events stay in
+the ledger.
 """
 
+import copy
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import NoReturn
 
 from forgeasync.buffer import (
@@ -29,33 +32,127 @@ from forgeasync.buffer import (
     Trained,
     Update,
 )
-from forgeasync.ledger.account import (
-    ENDS,
-    LOSSES,
-    OPEN,
-    UNDER_WAY,
-    Contradiction,
-    Place,
-    PromptState,
-    Resumption,
-    Totals,
-    TrainedStep,
-)
 from forgeasync.ledger.lines import AnyEvent, Checkpointed, Ended, Opened, Resumed
+
+
+class Place(StrEnum):
+    """Where a prompt is, or how it ended."""
+
+    WAITING = "waiting"
+    STARTED = "started"
+    SAMPLED = "sampled"
+    SCORED = "scored"
+    TRAINED = "trained"
+    SKIPPED = "skipped"
+    """In the batch of a step that did not change the weights."""
+    FILTERED = "filtered"
+    DROPPED = "dropped"
+    UNFINISHED = "unfinished"
+
+
+UNDER_WAY = frozenset({Place.STARTED, Place.SAMPLED, Place.SCORED})
+OPEN = UNDER_WAY | {Place.WAITING}
+LOSSES = frozenset({Place.FILTERED, Place.DROPPED, Place.UNFINISHED})
+ENDS = (Place.TRAINED, Place.SKIPPED, Place.FILTERED, Place.DROPPED, Place.UNFINISHED)
+
+
+class Contradiction(ValueError):
+    """A line contradicts the lines before it."""
+
+    def __init__(self, line: int, words: str) -> None:
+        super().__init__(f"line {line}: {words}")
+        self.line = line
+
+
+@dataclass(slots=True)
+class PromptState:
+    """Place of a prompt since a line. It is replaced, never changed."""
+
+    place: Place
+    attempt: int
+    line: int
+    group: int | None = None
+    step: int | None = None
+    reason: DropReason | None = None
+
+    def words(self) -> str:
+        """Return the state as the predicate of a sentence about the prompt."""
+        match self.place:
+            case Place.TRAINED | Place.SKIPPED:
+                what = f"was {self.place} at step {self.step}"
+            case Place.DROPPED:
+                what = f"was dropped for good ({self.reason})"
+            case Place.FILTERED | Place.UNFINISHED:
+                what = f"ended as {self.place}"
+            case Place.WAITING:
+                what = f"waits for attempt {self.attempt} to start"
+            case _:
+                what = f"has its group {self.group} {self.place}"
+        return f"{what} (line {self.line})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedStep:
+    """A step that was not undone."""
+
+    step: int
+    line: int
+    num_groups: int
+    update: Update
+    life: int
+    """First line of the controller that made the step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumption:
+    """A resumption from a checkpoint, and what it undid."""
+
+    line: int
+    step: int
+    from_line: int
+    undone_steps: tuple[int, ...]
+    undone_prompts: tuple[int, ...]
+    """Prompts that had ended and no longer have."""
+    untrained_prompts: tuple[int, ...]
+    """Those of them that were trained on."""
+    restarted_prompts: tuple[int, ...]
+    """Prompts whose groups were in flight at the checkpoint. Their samples are lost unless restored."""
+    num_steps_again: int = 0
+    """Steps that are made again with the same groups."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Totals:
+    """Counts without what was undone."""
+
+    step: int = 0
+    groups_per_step: int = 0
+    num_submitted: int = 0
+    next_group: int = 0
+    num_attempts: int = 0
+    num_reissued: int = 0
+    num_restarted: int = 0
+    num_restored: int = 0
+    """Groups that were read from disk when the run was resumed."""
+    num_lost: Counter[DropReason] = field(default_factory=Counter)
+    """Groups that did not train, including those whose prompts were submitted again."""
+    num_ended: Counter[Place] = field(default_factory=Counter)
+    num_dropped: Counter[DropReason] = field(default_factory=Counter)
+    """Prompts that ended as dropped."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Mark:
-    """A line ``checkpointed``, and what has changed between it and the next one."""
+    """A line ``checkpointed``, and what changed between it and the next one."""
 
     line: int
     totals: Totals
     before: dict[int, PromptState | None] = field(default_factory=dict)
-    """States at this line of the prompts that have changed since; None: not submitted yet."""
+    """States at this line of prompts that changed since; None if not yet submitted."""
 
 
 class Book:
-    """Takes events line by line. Memory: some hundred bytes a prompt."""
+    """Applies events line by line. It needs a few hundred bytes of memory for each prompt."""
 
     def __init__(self) -> None:
         self.totals = Totals()
@@ -64,7 +161,7 @@ class Book:
         self.is_ended = False
         self.steps: list[TrainedStep] = []
         self.losses: list[tuple[int, DropReason]] = []
-        """Groups that were dropped, by line."""
+        """Line and reason of each dropped group."""
         self.resumptions: list[Resumption] = []
         self._prompts: dict[int, PromptState] = {}
         self._open: set[int] = set()
@@ -72,13 +169,13 @@ class Book:
         self._marks: list[_Mark] = []
         self._life = 0
         self._planned: list[tuple[int, ...]] = []
-        """Prompts of the next steps, if these are made again."""
+        """Prompts of the next steps that are made again."""
 
     def apply(self, event: AnyEvent) -> None:
-        """Take the next line's event.
+        """Apply the event of the next line.
 
         Raises:
-            Contradiction: the lines before it do not allow it. The book takes no further events then.
+            Contradiction: the lines before it do not allow it. The book must not be used afterwards.
         """
         self.num_lines += 1
         if self.opened is None and not isinstance(event, Opened):
@@ -104,7 +201,7 @@ class Book:
                 self._train(event)
             case Checkpointed():
                 self._check_step(event.step, "a checkpoint")
-                self._marks.append(_Mark(line=self.num_lines, totals=self.totals.copied()))
+                self._marks.append(_Mark(line=self.num_lines, totals=copy.deepcopy(self.totals)))
             case Resumed():
                 self._resume(event)
             case Ended():
@@ -112,11 +209,11 @@ class Book:
 
     @property
     def open_prompts(self) -> dict[int, int]:
-        """Prompts that have not ended, each with its attempt."""
+        """Attempt of each prompt that has not ended."""
         return {prompt: self._prompts[prompt].attempt for prompt in sorted(self._open)}
 
     def lost_after(self, step: int) -> LostSteps:
-        """What a run loses that goes on from the checkpoint of ``step`` now."""
+        """Return what a run loses when it is resumed from the checkpoint of ``step``."""
         batches: dict[int, list[int]] = {one.step: [] for one in self.steps if one.step > step}
         first_attempts: dict[int, int] = {}
         for prompt, state in self._prompts.items():
@@ -129,7 +226,7 @@ class Book:
         return LostSteps(batches=(*made, *self._planned), first_attempts=first_attempts)
 
     def prompt(self, prompt: int) -> PromptState | None:
-        """Return where a prompt is; None if it was not submitted, or ended before the ledger began."""
+        """Return the state of a prompt; None if it was not submitted or ended before the ledger began."""
         return self._prompts.get(prompt)
 
     # ---- events
@@ -280,7 +377,7 @@ class Book:
         mark = self._marks[number]
         mark.before.clear()
         self._planned = list(event.batches)
-        self.totals = mark.totals.copied()
+        self.totals = copy.deepcopy(mark.totals)
         self.totals.groups_per_step = event.groups_per_step
         self.is_ended = False
         undone = [one for one in sorted(ended) if one not in self._prompts or one in self._open]

@@ -1,11 +1,11 @@
-"""The lines of ``ledger.jsonl``: what they say, and how a damaged one is told from a good one.
+"""The lines of ``ledger.jsonl``: their events, and checksums that detect damage.
 
-A line is a JSON object, with its number first and its checksum last:
+A line is a JSON object that begins with its number and ends with its checksum:
 
     {"n":17,"event":"sampled","prompt":3,"group":5,"crc":"9f21c0aa"}
 
 ``crc`` is the CRC-32 of zlib over the line's bytes before ``,"crc":``, in eight hexadecimal digits. It starts
-from the checksum of the line before (0 for the first line), so that it holds for all lines up to its own.
+from the checksum of the line before (0 for the first line), so that it covers all lines up to this one.
 """
 
 import re
@@ -29,18 +29,17 @@ from forgeasync.buffer import (
 )
 
 FORMAT = 1
-"""Version of the format; written into the first line."""
+"""Version of the format, which is in the first line."""
 
 
 class LedgerEvent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="event"):
-    """Something that happened to the run as a whole."""
+    """An event of the whole run."""
 
 
 class Opened(LedgerEvent, frozen=True, kw_only=True, tag="opened"):
-    """The first line. A new run has no steps, groups and prompts behind it.
+    """The first line. In a new run, all counts are 0.
 
-    A ledger can begin later, if a run is resumed in a folder that has none: prompts that ended before are not
-    in it.
+    The ledger of a resumed run whose folder has none begins later, without the prompts that ended before.
     """
 
     format: Count
@@ -51,35 +50,35 @@ class Opened(LedgerEvent, frozen=True, kw_only=True, tag="opened"):
     next_group: Count = 0
     num_submitted: Count = 0
     waiting: tuple[tuple[Count, Count], ...] = ()
-    """Prompts that were submitted before and have not ended, each with its attempt."""
+    """Prompt and attempt of each prompt that was submitted before and has not ended."""
 
 
 class Checkpointed(LedgerEvent, frozen=True, kw_only=True, tag="checkpointed"):
-    """A checkpoint of this state was begun. It may never have been finished."""
+    """A checkpoint of this state was begun. It may not have been finished."""
 
     step: Count
 
 
 class Resumed(LedgerEvent, frozen=True, kw_only=True, tag="resumed"):
-    """The run goes on from a checkpoint: all that happened after its line is undone."""
+    """The run goes on from a checkpoint. Everything after the checkpoint's line is undone."""
 
     step: Count
     line: Count
-    """Line that the checkpoint's ``checkpointed`` is in."""
+    """Number of the checkpoint's line ``checkpointed``."""
     groups_per_step: Count
     batches: tuple[tuple[Count, ...], ...] = ()
-    """Prompts of the next steps, which are made again with the groups that they had before."""
+    """Prompts of the next steps, which are made again with the same groups."""
 
 
 class Ended(LedgerEvent, frozen=True, kw_only=True, tag="ended"):
-    """The run has made all its steps; these prompts had not ended and never will."""
+    """The run has made all its steps. These prompts have not ended and never will."""
 
     unfinished: tuple[Count, ...]
 
 
 AnyEvent = AnyPromptEvent | Opened | Checkpointed | Resumed | Ended
 
-# A union that is written out, as its decoder wants it.
+# msgspec needs the union written out.
 _DECODER: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(
     Submitted
     | Started
@@ -101,11 +100,11 @@ _LINE = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerPosition:
-    """A place in a ledger: its lines up to there."""
+    """A position in a ledger, after its first ``num_lines`` lines."""
 
     num_lines: int
     checksum: int
-    """Checksum of the last of them; 0 before the first."""
+    """Checksum of the last of these lines; 0 at the beginning."""
 
 
 START = LedgerPosition(num_lines=0, checksum=0)
@@ -117,7 +116,7 @@ class CheckpointedBuffer:
 
     snapshot: BufferSnapshot
     ledger: LedgerPosition
-    """The ledger with all that had happened by then; its last line is the ``checkpointed``."""
+    """The ledger up to the line ``checkpointed``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,11 +131,11 @@ class ResumedBuffer:
 
 
 class BadLine(ValueError):
-    """A line that is not what was once written at its place."""
+    """A line that differs from what was written at its position."""
 
 
 def encode_line(event: AnyEvent, after: LedgerPosition) -> tuple[bytes, LedgerPosition]:
-    """Write an event as the line that follows a position; return the line and the position behind it."""
+    """Encode an event as the line at a position; returns the line and the position after it."""
     number = after.num_lines + 1
     said = b'{"n":%d,' % number + msgspec.json.encode(event)[1:-1]
     checksum = zlib.crc32(said, after.checksum)
@@ -144,7 +143,7 @@ def encode_line(event: AnyEvent, after: LedgerPosition) -> tuple[bytes, LedgerPo
 
 
 def encode_lines(events: Sequence[AnyEvent], after: LedgerPosition) -> tuple[bytes, LedgerPosition]:
-    """Write events one after the other; see ``encode_line``."""
+    """Encode events in order; see ``encode_line``."""
     lines = []
     for event in events:
         line, after = encode_line(event, after)
@@ -153,10 +152,10 @@ def encode_lines(events: Sequence[AnyEvent], after: LedgerPosition) -> tuple[byt
 
 
 def decode_line(line: bytes, after: LedgerPosition) -> tuple[AnyEvent, LedgerPosition]:
-    """Read the line that follows a position, without its newline.
+    """Decode the line at a position, without its newline.
 
     Raises:
-        BadLine: it is not the line that was written there; says why.
+        BadLine: it is not the line that was written there.
     """
     number = after.num_lines + 1
     match = _LINE.fullmatch(line)
@@ -181,7 +180,7 @@ def decode_line(line: bytes, after: LedgerPosition) -> tuple[AnyEvent, LedgerPos
 
 
 def position_after(line: bytes) -> LedgerPosition | None:
-    """Return the position that a line says it ends at, unchecked; None if it is no line of a ledger."""
+    """Return the position after a line by its own number and checksum; None if it is not a ledger's line."""
     match = _LINE.fullmatch(line)
     if match is None:
         return None

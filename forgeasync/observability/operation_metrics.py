@@ -131,7 +131,7 @@ LOAD = Topic(
         ),
         Metric(
             key="dropped/<reason>",
-            meaning="Groups lost in the step, by reason (`DropReason` in forgeasync/buffer/decisions.py).",
+            meaning="Groups lost in the step, by reason (`DropReason` in forgeasync/buffer/prompts.py).",
             when="every step, for each reason",
         ),
         Metric(

@@ -28,7 +28,7 @@ class Holder:
     since_s: float
     """When it began, as ``time.time`` says it."""
     mark: str
-    """What everything that it starts carries (``forgeasync.faults.run_mark``)."""
+    """What everything that it starts carries (``forgeasync.faults.files``)."""
     has_ended: bool = False
     """Whether it has ended in order."""
 

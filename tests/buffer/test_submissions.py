@@ -2,8 +2,7 @@
 
 import pytest
 
-from forgeasync.buffer import ATTEMPT_STRIDE, LengthHistory, Submission, Submissions
-from forgeasync.buffer import submissions as submissions_module
+from forgeasync.buffer import ATTEMPT_STRIDE, LengthHistory, Submission, Submissions, prompts
 from tests.support.buffer_world import make_task, make_world, started
 
 
@@ -63,7 +62,7 @@ def test_expected_lengths_follow_the_newest_ones() -> None:
 
 
 def test_the_history_forgets_what_was_measured_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(submissions_module, "MAX_PROMPTS_IN_HISTORY", 2)
+    monkeypatch.setattr(prompts, "MAX_PROMPTS_IN_HISTORY", 2)
     history = LengthHistory()
     for index in (0, 1, 0, 2):
         history.measure(make_task(index), 8.0 * (index + 1))

@@ -198,7 +198,7 @@ def test_the_end_of_a_run_removes_what_its_killed_processes_have_left(
 ROLE = """
 import sys
 from multiprocessing import shared_memory
-from forgeasync.faults.run_mark import name_shared_memory
+from forgeasync.faults import name_shared_memory
 
 name_shared_memory()
 file = open("/dev/shm/" + shared_memory._make_filename()[1:], "x")

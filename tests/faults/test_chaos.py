@@ -313,7 +313,7 @@ def test_a_disk_refuses_what_is_below_its_folder_until_the_order_is_ended(
 ) -> None:
     body = f"""
 from pathlib import Path
-from forgeasync.faults.appended_file import AppendedFile
+from forgeasync.faults import AppendedFile
 folder = Path({str(tmp_path / "disk")!r})
 folder.mkdir()
 inside, outside = AppendedFile.open(folder / "lines"), AppendedFile.open(Path({str(tmp_path)!r}) / "lines")

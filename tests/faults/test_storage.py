@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgeasync.faults import RUN_MARK, AppendedFile, FaultLog, Refusal, StorageFaults, is_refusal, storage
+from forgeasync.faults import RUN_MARK, AppendedFile, FaultLog, Refusal, StorageFaults, fault_log, is_refusal
 from forgeasync.observability import RunDir, release_claims
 from tests.support.disks import Disk, install
 
@@ -124,7 +124,7 @@ class Writer:
 
 
 def test_an_outage_of_several_files_is_one_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "RETRY_S", 0.0)
+    monkeypatch.setattr(fault_log, "RETRY_S", 0.0)
     told: list[str] = []
     log = FaultLog(tell=told.append)
     faults = StorageFaults(log)
@@ -145,7 +145,7 @@ def test_an_outage_of_several_files_is_one_fault(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_call_that_waits_for_a_disk_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "PATIENCE_S", 0.001)
+    monkeypatch.setattr(fault_log, "PATIENCE_S", 0.001)
     log = FaultLog()
     faults = StorageFaults(log)
 

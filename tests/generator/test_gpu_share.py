@@ -21,7 +21,7 @@ from forgeasync.models import SHIPPED_MODELS, read_model_facts
 from forgeasync.planning import Machine, least_bytes, teacher_memory, total_bytes
 from forgeasync.rollouts import CaptureSpec
 from forgeasync.testing import write_tiny_model
-from tests.launch.test_gpu_checks import H100, facts
+from tests.launch.test_host_checks import H100, facts
 from tests.support.config_samples import CONFIGS
 from tests.support.models import write_process_reward_model
 

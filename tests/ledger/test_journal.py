@@ -16,7 +16,6 @@ from forgeasync.ledger import (
     JournalNotWritten,
     LedgerPosition,
     cut_torn_line,
-    journal_file,
     read_ledger,
 )
 from forgeasync.ledger import journal as journal_module
@@ -107,7 +106,7 @@ def test_a_torn_last_line_is_cut_and_nothing_else(path: Path, num_bytes: int) ->
 
 
 def test_one_process_writes_at_a_time(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal_file, "LOCK_WAIT_S", 0.1)
+    monkeypatch.setattr(journal_module, "LOCK_WAIT_S", 0.1)
     file = JournalFile.create(path)
     for act in (JournalFile.reopen, cut_torn_line):
         with pytest.raises(JournalInUse, match="another process writes this ledger"):

@@ -1,4 +1,4 @@
-"""Disks that are full or fail, for writers that use ``forgeasync.faults.appended_file``."""
+"""Disks that are full or fail."""
 
 import contextlib
 import errno
@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from forgeasync.faults import appended_file
 
 
 class Disk:
@@ -40,8 +38,8 @@ class Disk:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, disk: Disk) -> None:
-    monkeypatch.setattr(appended_file.os, "pwrite", disk.pwrite)
-    monkeypatch.setattr(appended_file.os, "fsync", disk.fsync)
+    monkeypatch.setattr(os, "pwrite", disk.pwrite)
+    monkeypatch.setattr(os, "fsync", disk.fsync)
 
 
 @contextlib.contextmanager

@@ -1,8 +1,11 @@
-"""What is said of GPUs that a run cannot use: made-up facts, a made-up nvidia-smi, no GPU."""
+"""What prevents a run on a host: GPUs, software, memory and limits, from invented facts. No GPU is needed."""
 
 import asyncio
 import dataclasses
 import importlib.util
+import os
+import resource
+import shutil
 import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,25 +16,28 @@ import torch
 from monarch.actor import this_host
 
 from forgeasync.config import FlashAttention, SlurmLauncher, load_config
-from forgeasync.controller import check_gpus_of_hosts, check_local_gpus
+from forgeasync.controller import check_gpus_of_hosts, check_hosts, check_local_gpus
 from forgeasync.launch import (
     FLASH_ATTENTION_PACKAGES,
     Gpu,
     GpuFacts,
     HostAgent,
     HostGpus,
+    HostLimits,
     HostRole,
     LocalHosts,
     RolePlan,
+    check_host_limits,
     check_hosts_gpus,
     gather_gpu_facts,
-    gpu_facts,
+    gather_host_limits,
     gpu_warnings,
-    parse_cuda_version,
+    host_checks,
+    lock_warning,
     spawn_role,
-    visible_gpus,
 )
 from forgeasync.models import PACKAGES, SHIPPED_MODELS, read_model_facts
+from forgeasync.planning import HostNeeds, role_needs
 from forgeasync.schema import ConfigError
 from tests.support.config_samples import CONFIGS, only
 
@@ -221,14 +227,8 @@ def test_a_plan_within_its_own_error_is_a_warning() -> None:
     (warning,) = gpu_warnings([host(facts(), plan=tight)], FlashAttention.AUTO)
     assert "plan of 84 GiB is more than the 79 GiB of GPU 0" in warning
     assert "see trainer.parallel.num_procs = 8: shard more" in warning
-    assert "needs 90 GiB" in only_text(
-        problems(host(facts(), plan=dataclasses.replace(PLAN, num_bytes=90 * GIB)))
-    )
-
-
-def only_text(texts: list[str]) -> str:
-    (text,) = texts
-    return text
+    (problem,) = problems(host(facts(), plan=dataclasses.replace(PLAN, num_bytes=90 * GIB)))
+    assert "needs 90 GiB" in problem
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,8 @@ def only_text(texts: list[str]) -> str:
 )
 def test_hosts_of_a_role_must_be_alike(change: GpuFacts, message: str) -> None:
     hosts = [host(facts()), host(facts(), name="node1"), host(change, name="node2")]
-    assert only_text(problems(*hosts)).startswith(f"host node2: {message}")
+    (problem,) = problems(*hosts)
+    assert problem.startswith(f"host node2: {message}")
     other_role = [*hosts[:2], host(change, name="node2", is_trainer=False)]
     assert problems(*other_role) == []
     generators = [dataclasses.replace(one, is_trainer=False) for one in hosts]
@@ -291,12 +292,6 @@ def test_nvidia_smi_is_read(smi: Path) -> None:
     assert not torch.cuda.is_initialized()
 
 
-def test_a_host_without_devices_has_none(smi: Path) -> None:
-    make_smi(smi, "No devices were found\n")
-    found = gather_gpu_facts(None)
-    assert found.gpus == () and found.trouble is None and found.driver_cuda == (13, 0)
-
-
 @pytest.mark.parametrize(
     ("visible", "indices"),
     [
@@ -315,15 +310,20 @@ def test_only_visible_gpus_count(smi: Path, visible: str, indices: list[int]) ->
 
 
 @pytest.mark.parametrize(
-    "text", ["CUDA Version: 12.4 ", "CUDA UMD Version: 12.4", "CUDA Version       : 12.4"]
+    ("header", "version"),
+    [
+        ("CUDA Version: 12.4 ", (12, 4)),
+        ("CUDA UMD Version: 12.4", (12, 4)),
+        ("CUDA Version       : 12.4", (12, 4)),
+        ("CUDA Version: N/A", None),
+    ],
 )
-def test_the_drivers_cuda_is_read_in_every_form(text: str) -> None:
-    assert parse_cuda_version(f"| {text} |") == (12, 4)
-    assert parse_cuda_version("| CUDA Version: N/A |") is None
-
-
-def test_no_gpu_is_visible_without_any() -> None:
-    assert visible_gpus([], None) == () == visible_gpus([], "0")
+def test_a_host_without_devices_still_has_a_driver(
+    smi: Path, header: str, version: tuple[int, ...] | None
+) -> None:
+    make_smi(smi, "No devices were found\n", header=f"| {header} |")
+    found = gather_gpu_facts("0")
+    assert (found.gpus, found.trouble, found.driver_cuda) == ((), None, version)
 
 
 @pytest.mark.parametrize(
@@ -348,13 +348,14 @@ def test_a_driver_in_trouble_is_told(smi: Path, table: str | None, exit_code: in
         make_smi(smi, table, exit_code=exit_code)
     found = gather_gpu_facts(None)
     assert found.trouble is not None and words in found.trouble and found.gpus == ()
-    assert words in only_text(problems(host(dataclasses.replace(found, torch_cuda=(13, 0), nccl=(2, 29, 7)))))
+    (problem,) = problems(host(dataclasses.replace(found, torch_cuda=(13, 0), nccl=(2, 29, 7))))
+    assert words in problem
 
 
 def test_a_stuck_driver_is_told(smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (smi / "nvidia-smi").write_text("#!/bin/sh\nexec sleep 60\n")
     (smi / "nvidia-smi").chmod(0o755)
-    monkeypatch.setattr(gpu_facts, "ASK_S", 0.2)
+    monkeypatch.setattr(host_checks, "NVIDIA_SMI_S", 0.2)
     assert "did not answer" in str(gather_gpu_facts(None).trouble)
 
 
@@ -469,3 +470,121 @@ class TestBeforeARun:
             asyncio.run(check_gpus_of_hosts(config, model, Hosts()))
         names = [problem.field for problem in refused.value.problems]
         assert names == ["host trainer-1: GPUs", "host generators-1: GPUs"]
+
+
+NEEDS = HostNeeds(
+    num_cpus=8, shared_bytes=100 * GIB, memory_bytes=300 * GIB, buffer_bytes=200 * GIB, locked_bytes=50 * GIB
+)
+ENOUGH = HostLimits(
+    machine="gpu7",
+    shared_bytes=120 * GIB,
+    shared_free_bytes=100 * GIB,
+    available_bytes=200 * GIB,
+    lockable_bytes=None,
+    num_rdma_devices=4,
+)
+
+
+def limits(**changed: object) -> HostLimits:
+    return dataclasses.replace(ENOUGH, **changed)
+
+
+def test_what_just_fits_is_taken() -> None:
+    assert list(check_host_limits("trainer-0", ENOUGH, NEEDS)) == []
+    assert list(check_host_limits("trainer-0", limits(lockable_bytes=50 * GIB), NEEDS)) == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        (
+            {"shared_free_bytes": 100 * GIB - 1},
+            ["host trainer-0 (gpu7): /dev/shm", "'100 GiB free of 120'", "100 GiB free", "--shm-size"],
+        ),
+        (
+            {"available_bytes": 64 * GIB},
+            ["host trainer-0 (gpu7): memory", "'64 GiB available'", "200 GiB and more", "launcher.mem"],
+        ),
+        (
+            {"lockable_bytes": 64 * 1024},
+            ["host trainer-0 (gpu7): locked memory", "'6.1e-05 GiB for each process'", "50 GiB", "ulimit -l"],
+        ),
+    ],
+)
+def test_what_is_too_small_is_named_with_figure_and_remedy(changed: dict[str, int], words: list[str]) -> None:
+    (problem,) = check_host_limits("trainer-0", limits(**changed), NEEDS)
+    assert all(word in str(problem) for word in words), str(problem)
+    assert lock_warning("trainer-0", limits(**changed), NEEDS) is None
+
+
+def test_all_that_is_too_small_is_named_at_once() -> None:
+    bad = limits(shared_free_bytes=0, available_bytes=0, lockable_bytes=0)
+    assert len(list(check_host_limits("trainer-0", bad, NEEDS))) == 3
+
+
+def test_a_low_lock_limit_without_rdma_devices_is_only_told() -> None:
+    low = limits(lockable_bytes=8 * 2**20, num_rdma_devices=0)
+    assert list(check_host_limits("trainer-0", low, NEEDS)) == []
+    words = lock_warning("trainer-0", low, NEEDS)
+    assert words is not None and "0.00781 GiB" in words and "50 GiB" in words and "ulimit -l" in words
+    assert lock_warning("trainer-0", limits(num_rdma_devices=0), NEEDS) is None
+
+
+def test_a_host_says_what_it_has() -> None:
+    found = gather_host_limits()
+    assert found.machine == os.uname().nodename
+    disk = shutil.disk_usage("/dev/shm")
+    assert found.shared_bytes == disk.total
+    assert found.shared_free_bytes == pytest.approx(disk.free, abs=64 * 2**20)
+    assert 0 < found.available_bytes
+
+
+def test_the_lock_limit_is_that_of_the_process() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    user = os.geteuid()
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (64 * 1024, hard))
+    try:
+        if user == 0:
+            # Root may have the capability to lock all memory.
+            os.seteuid(65534)
+        assert gather_host_limits().lockable_bytes == 64 * 1024
+    finally:
+        os.seteuid(user)
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (soft, hard))
+
+
+class _Hosts:
+    """Only what ``check_hosts`` asks of hosts."""
+
+    def __init__(self, trainer: HostLimits, generators: HostLimits) -> None:
+        self._limits = {HostRole.TRAINER: trainer, HostRole.GENERATORS: generators}
+
+    def limits(self, role: HostRole) -> dict[str, HostLimits]:
+        return {f"{role}-0": self._limits[role]}
+
+
+def test_each_role_is_held_to_its_own_needs() -> None:
+    config = load_config([CONFIGS / "qwen3_30b_a3b.yaml", CONFIGS / "launchers" / "slurm.yaml"])
+    model = read_model_facts(config.model.path)
+    needs = role_needs(config, model, config.launcher)
+    large = limits(shared_free_bytes=2**50, available_bytes=2**50)
+    assert check_hosts(config, model, _Hosts(large, large)) == []
+    # Two staged versions of 56.9 GiB and two snapshots over two hosts are more than a generator's host has.
+    assert needs.trainer.shared_bytes > needs.generators.shared_bytes
+    tight = dataclasses.replace(large, shared_free_bytes=needs.generators.shared_bytes)
+    assert check_hosts(config, model, _Hosts(large, tight)) == []
+    with pytest.raises(ConfigError) as refused:
+        check_hosts(config, model, _Hosts(tight, tight))
+    (problem,) = refused.value.problems
+    assert problem.field == "host trainer-0 (gpu7): /dev/shm"
+
+
+def test_locked_memory_is_told_of_hosts_with_gpus() -> None:
+    config = load_config([CONFIGS / "qwen3_30b_a3b.yaml", CONFIGS / "launchers" / "slurm.yaml"])
+    model = read_model_facts(config.model.path)
+    low = limits(shared_free_bytes=2**50, available_bytes=2**50, lockable_bytes=2**16, num_rdma_devices=0)
+    warnings = check_hosts(config, model, _Hosts(low, low))
+    assert [words.split(":")[0] for words in warnings] == [
+        "host trainer-0 (gpu7)",
+        "host generators-0 (gpu7)",
+    ]

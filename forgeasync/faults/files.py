@@ -1,0 +1,188 @@
+"""Files that survive crashes and full disks, locks, and the mark on everything that a run starts.
+
+Once a controller is dead, the kernel no longer knows what it had started. The mark is an environment
+variable, which programs inherit, and a part of the names of a run's files in shared memory, so that a later
+start finds both.
+"""
+
+import contextlib
+import errno
+import fcntl
+import multiprocessing.process
+import multiprocessing.shared_memory
+import os
+import re
+import secrets
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+REFUSALS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO})
+"""Errors after which the same write can succeed later."""
+
+LOOK_S = 0.05
+"""Seconds between two attempts to lock a file."""
+
+RUN_MARK = "FORGEASYNC_RUN"
+"""Environment variable that holds the mark."""
+
+_SHARED_MEMORY = Path("/dev/shm")
+
+_NAMES = "forgeasync-"
+
+_MARK = re.compile(r"[0-9a-f]{32}")
+
+_NUM_RANDOM_CHARACTERS = 16
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Whether an error says that a disk is full or fails, so that the same write can succeed later."""
+    return isinstance(error, OSError) and error.errno in REFUSALS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """A write that a disk refuses at this moment."""
+
+    path: str
+    reason: str
+
+
+class AppendedFile:
+    """A file that one process appends to, on a disk that may be full or fail for a while.
+
+    After a refused write the file ends with the last ``write`` that was complete. The refused bytes are kept,
+    and the next call writes them first, so that nothing is lost or duplicated. After a failed flush, all
+    bytes since the last successful one are kept, because Linux marks pages as written that are not.
+    """
+
+    def __init__(self, descriptor: int, *, is_flushed: bool) -> None:
+        """Append to a file that is open for writing, without O_APPEND.
+
+        ``is_flushed``: each write is on the disk when it returns.
+        """
+        self._descriptor = descriptor
+        self._is_flushed = is_flushed
+        self._end = os.lseek(descriptor, 0, os.SEEK_END)
+        self._kept = b""
+
+    @classmethod
+    def open(cls, path: Path) -> "AppendedFile":
+        """Open or create a file. What was written survives the death of the process, not of the machine."""
+        return cls(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644), is_flushed=False)
+
+    @property
+    def num_kept_bytes(self) -> int:
+        """Number of bytes that the disk has refused and that wait to be written."""
+        return len(self._kept)
+
+    def write(self, data: bytes) -> None:
+        """Append the kept bytes and ``data``.
+
+        Raises:
+            OSError: the disk refuses. All bytes are kept, and the file ends as before.
+        """
+        self._kept += data
+        left, position = memoryview(self._kept), self._end
+        try:
+            while left:
+                num_written = os.pwrite(self._descriptor, left, position)
+                left, position = left[num_written:], position + num_written
+            if self._is_flushed:
+                os.fsync(self._descriptor)
+        except OSError:
+            # No partial line may stay. If truncating fails too, the next call overwrites it.
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._descriptor, self._end)
+            raise
+        self._end, self._kept = position, b""
+
+    def close(self) -> None:
+        """Close the file. Kept bytes are lost."""
+        os.close(self._descriptor)
+
+
+class FileLocked(RuntimeError):
+    """Another process has locked the file."""
+
+
+def lock(descriptor: int, *, wait_s: float) -> bool:
+    """Lock an open file (flock). The kernel releases the lock when the process ends, in whatever way.
+
+    Returns whether the file system supports locks; some network file systems do not.
+
+    Raises:
+        FileLocked: another process still has the lock after ``wait_s`` seconds.
+    """
+    end_s = time.monotonic() + wait_s
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > end_s:
+                raise FileLocked from None
+            time.sleep(LOOK_S)
+        except OSError:
+            return False
+        else:
+            return True
+
+
+def mark_this_run() -> str:
+    """Create a new mark, put it into the environment of this process, and return it."""
+    mark = secrets.token_hex(16)
+    os.environ[RUN_MARK] = mark
+    name_shared_memory()
+    return mark
+
+
+def own_prefix() -> str | None:
+    """Return the prefix of this run's files in shared memory; None if this process has no mark."""
+    mark = os.environ.get(RUN_MARK)
+    return None if mark is None else f"{_NAMES}{mark}-"
+
+
+def name_shared_memory() -> None:
+    """Name this process's semaphores and shared memory after the mark, if there is one.
+
+    Python removes both when a process ends in order, or from a process that outlives it. SIGKILL of all of
+    them leaves ``/dev/shm/sem.mp-...`` and ``/dev/shm/psm_...``, which could belong to any program. Spawned
+    processes inherit the prefix of semaphores, but not that of shared memory. Python 3.11 has no public way
+    to set either.
+    """
+    if (prefix := own_prefix()) is None:
+        return
+    process = multiprocessing.process.current_process()
+    # typeshed declares public attributes alone.
+    process._config["semprefix"] = f"/{prefix.removesuffix('-')}"  # type: ignore[attr-defined]
+    memory = multiprocessing.shared_memory
+    memory._SHM_NAME_PREFIX = f"/{prefix}"  # type: ignore[attr-defined]
+    memory._SHM_SAFE_NAME_LENGTH = len(f"/{prefix}") + _NUM_RANDOM_CHARACTERS  # type: ignore[attr-defined]
+
+
+def files_of(mark: str) -> Iterator[Path]:
+    """Find the files of a run in shared memory, and those of its engines in the folder for temporary files.
+
+    The locked folders of ``forgeasync.rollouts.run_folder`` are not included.
+    """
+    if _MARK.fullmatch(mark) is None:
+        return
+    yield from _SHARED_MEMORY.glob(f"sem.{_NAMES}{mark}-*")
+    yield from _SHARED_MEMORY.glob(f"{_NAMES}{mark}-*")
+    yield from Path(tempfile.gettempdir()).glob(f"{_NAMES}{mark}-*")
+
+
+def remove_files_of(mark: str) -> list[Path]:
+    """Remove the files of a run whose processes have all ended, except for this one; returns the files.
+
+    Files that this process has mapped stay. It removes them when it ends.
+    """
+    used = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
+    removed = []
+    for file in files_of(mark):
+        if str(file) not in used:
+            file.unlink(missing_ok=True)
+            removed.append(file)
+    return removed

@@ -1,0 +1,379 @@
+"""Hosts on one machine: the GPUs of each process, lost hosts, and the ends of processes."""
+
+import asyncio
+import dataclasses
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import psutil
+import pytest
+import torch
+from monarch.actor import Actor, concurrent_endpoint, this_host
+from monarch.config import get_global_config
+
+from forgeasync.config import (
+    ProcessLauncher,
+    ProcessRewardModel,
+    SlurmLauncher,
+    TimeoutSection,
+    check_gpus,
+    num_gpus_needed,
+    places_of,
+)
+from forgeasync.controller import places_of_rewards
+from forgeasync.launch import (
+    GpuAllocator,
+    HostAgent,
+    HostLost,
+    HostRole,
+    JobHost,
+    JobHosts,
+    build_hosts,
+    gather_host_limits,
+    job_hosts,
+    lost_words,
+    spawn_role,
+    visible_devices,
+)
+from forgeasync.rollouts import is_running
+from forgeasync.schema import ConfigError, Problem
+from forgeasync.testing import HandTime, tiny_config
+from tests.support.app_runs import END_S, REPOSITORY
+from tests.support.processes import free_port, run_alone
+from tests.support.warm_python import REAL_PYTHON
+
+
+@pytest.mark.parametrize(
+    ("places", "inherited", "seen"),
+    [
+        ("", None, ""),
+        ("", "4,5", ""),
+        ("0,1", None, "0,1"),
+        ("1", "4,5", "5"),
+        ("0,2", " 7 ,GPU-5d12, MIG-9 ,3", "7,MIG-9"),
+        ("1", "2,0,-1,1", "0"),
+    ],
+)
+def test_places_count_among_the_gpus_of_the_job(places: str, inherited: str | None, seen: str) -> None:
+    assert visible_devices(places, inherited) == seen
+
+
+@pytest.mark.parametrize(
+    ("inherited", "num"), [("4", 1), ("", 0), ("3,-1,5", 1), ("-1", 0)], ids=["few", "none", "cut", "off"]
+)
+def test_a_gpu_that_the_job_does_not_have_is_refused(inherited: str, num: int) -> None:
+    with pytest.raises(ValueError, match=rf"CUDA_VISIBLE_DEVICES={inherited} .* see {num} GPUs.*number 1"):
+        visible_devices("0,1", inherited)
+
+
+def test_gpus_are_handed_out_once() -> None:
+    allocator = GpuAllocator(3)
+    assert [allocator.take(1, role="a"), allocator.take(2, role="b")] == [[0], [1, 2]]
+    with pytest.raises(ValueError, match="c needs 1 GPUs, but 0 of this host's 3 are left"):
+        allocator.take(1, role="c")
+
+
+def test_a_reserved_gpu_is_handed_out_to_nobody() -> None:
+    allocator = GpuAllocator(4, reserved={1, 7})
+    assert [allocator.take(2, role="a"), allocator.take(1, role="b")] == [[0, 2], [3]]
+    with pytest.raises(ValueError, match="c needs 1 GPUs, but 0 of this host's 4 are left"):
+        allocator.take(1, role="c")
+    assert GpuAllocator(0, reserved={1}).take(2, role="a") == [], "CPU processes"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "visible", "expected"),
+    [([7, 2], None, {2, 7}), ([7, 2], "4, 7,6,2,", {1, 3}), ([7], "4,5", set()), ([], "GPU-5d12", set())],
+)
+def test_gpus_of_rewards_are_found_among_those_of_the_run(
+    gpus: list[int], visible: str | None, expected: set[int]
+) -> None:
+    assert places_of(gpus, visible) == expected
+
+
+def test_gpus_that_cannot_be_told_apart_are_refused() -> None:
+    with pytest.raises(ValueError, match="must name GPUs by number"):
+        places_of([7], "GPU-5d12,7")
+
+
+def test_a_local_run_keeps_the_gpus_of_its_process_reward_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine of four, of which the first is the reward's."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    config = tiny_config(Path("x"))
+    reward = ProcessRewardModel(kind="process_reward_model", model_path="prm", gpu=4)
+    config = config.model_copy(update={"data": config.data.model_copy(update={"reward": reward})})
+    assert places_of_rewards(config, 4) == {0}
+    hosts = build_hosts(config, Path("x"))
+    hosts.allot(HostRole.GENERATORS, 3, gpus_per_proc=1)
+    with pytest.raises(ValueError, match="0 of this host's 4 are left"):
+        hosts.allot(HostRole.TRAINER, 1, gpus_per_proc=1)
+    needed = num_gpus_needed(config)
+
+    def few(num_gpus: int) -> list[Problem]:
+        found = check_gpus(config, num_gpus, num_of_rewards=1)
+        return [one for one in found if one.field == "generator.num_replicas"]
+
+    assert few(needed + 1) == []
+    (problem,) = few(needed)
+    assert "less 1 of process reward models" in str(problem)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4")
+    with pytest.raises(ConfigError, match="must be below 4, the GPUs of this machine"):
+        places_of_rewards(config, 4)
+
+
+class Seen(Actor):
+    @concurrent_endpoint
+    async def devices(self) -> str:
+        return os.environ["CUDA_VISIBLE_DEVICES"]
+
+
+@pytest.mark.procs
+def test_procs_of_a_job_with_some_of_a_hosts_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-5d12,6")
+
+    async def look() -> list[str]:
+        mesh = spawn_role(this_host(), "seen", num_procs=2, gpus_per_proc=[[2], [0, 1]])
+        answers = await mesh.spawn("seen", Seen).devices.call()
+        await mesh.stop()
+        return [seen for _, seen in answers.items()]
+
+    assert asyncio.run(look()) == ["6", "4,GPU-5d12"]
+
+
+CONTROLLER = """
+import os, sys
+from monarch.actor import Actor, endpoint, this_host
+from forgeasync.launch import spawn_role
+
+class Asked(Actor):
+    @endpoint
+    def pid(self):
+        return os.getpid()
+
+procs = spawn_role(this_host(), "trainer", num_procs=1)
+print(procs.spawn("asked", Asked).pid.call_one().get(), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.procs
+def test_a_proc_is_a_program_and_ends_with_the_process_that_has_started_it() -> None:
+    controller = subprocess.Popen(
+        [REAL_PYTHON, "-c", CONTROLLER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=REPOSITORY,
+    )
+    try:
+        assert controller.stdout is not None
+        pid = int(controller.stdout.readline())
+        proc = psutil.Process(pid)
+        assert proc.cmdline() == [REAL_PYTHON, "-m", "forgeasync.launch.bootstrap_main"]
+        assert proc.ppid() == controller.pid
+    finally:
+        controller.kill()
+        controller.wait()
+    end_s = time.monotonic() + END_S
+    while is_running(pid) and time.monotonic() < end_s:
+        time.sleep(0.05)
+    outlives = is_running(pid)
+    if outlives:
+        proc.kill()
+    assert not outlives
+
+
+WORKER = """
+import os, signal, time
+from pathlib import Path
+# A pod starts with this handler. Under a shell's background job SIGINT would stay ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from monarch.actor import run_worker_loop_forever
+from forgeasync.launch import job_hosts
+if os.fork() == 0:
+    # 0A: a socket that listens (tcp_states.h). It is the worker's, as nobody else takes this port.
+    while not any(
+        fields[1].endswith(":PORT") and fields[3] == "0A"
+        for fields in map(str.split, Path("/proc/net/tcp").read_text().splitlines())
+    ):
+        time.sleep(0.01)
+    assert os.getppid() == 1
+    job_hosts._end_host()
+    time.sleep(60.0)
+    print("still here", flush=True)
+    os._exit(0)
+print("waits for the controller", flush=True)
+run_worker_loop_forever(address="tcp://127.0.0.1:NUMBER", ca="trust_all_connections")
+"""
+
+
+def can_make_pid_namespaces() -> bool:
+    if shutil.which("unshare") is None:
+        return False
+    return subprocess.run(["unshare", "--pid", "--fork", "true"], capture_output=True).returncode == 0
+
+
+@pytest.mark.procs
+@pytest.mark.skipif(not can_make_pid_namespaces(), reason="this machine makes no namespaces of processes")
+def test_a_worker_that_is_process_one_is_ended() -> None:
+    port = free_port()
+    worker = WORKER.replace("PORT", f"{port:04X}").replace("NUMBER", str(port))
+    ended = subprocess.run(
+        ["unshare", "--pid", "--fork", "--kill-child", sys.executable, "-c", worker],
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode != 0 and "KeyboardInterrupt" in ended.stderr, ended.stderr
+    assert "waits for the controller" in ended.stdout and "still here" not in ended.stdout
+
+
+def host(name: str, machine: str, *, heard_s: float, problem: str | None) -> JobHost:
+    return JobHost(
+        id=name,
+        role=HostRole.TRAINER,
+        agent=cast(HostAgent, None),
+        log_file=Path(f"logs/host-{name}.log"),
+        limits=dataclasses.replace(gather_host_limits(), machine=machine),
+        heard_s=heard_s,
+        problem=problem,
+    )
+
+
+HOSTS = [
+    host("trainer-0", "node1", heard_s=11.0, problem="no answer"),
+    host("trainer-1", "node2", heard_s=10.0, problem="its agent cannot be reached"),
+    host("trainer-2", "node3", heard_s=5.0, problem=None),
+]
+
+
+def test_the_host_that_was_silent_first_is_named_first() -> None:
+    """A scheduler may end a job that has lost a node, and hosts are missed in any order."""
+    assert lost_words(HOSTS, None) == (
+        "host trainer-1 (trainer, node2) is lost: its agent cannot be reached; "
+        "see logs/host-trainer-1.log; lost after it: trainer-0 (trainer, node1)"
+    )
+
+
+def test_what_has_ended_the_job_comes_before_what_was_seen_of_it() -> None:
+    why = "Slurm job 7 was preempted by another job"
+    words = lost_words(HOSTS[:1], why)
+    assert words.startswith(f"host trainer-0 (trainer, node1) is lost: {why}, and no answer; ")
+
+
+def test_a_host_that_is_called_as_its_machine_is_named_once() -> None:
+    named = [host("node1", "node1", heard_s=0.0, problem="no answer")]
+    assert lost_words(named, None).startswith("host node1 (trainer) is lost: no answer")
+
+
+class Agent:
+    """An agent in this process, whose host can be cut off."""
+
+    def __init__(self) -> None:
+        self.num_beats = 0
+        self.is_cut_off = False
+        answers = SimpleNamespace(call_one=self._answer)
+        self.beat = self.limits = self.on_host = self.remove_folders = self.end_host = answers
+
+    async def _answer(self, *arguments: object) -> int:
+        self.num_beats += 1
+        if self.is_cut_off:
+            await asyncio.Event().wait()
+        return 0
+
+
+def test_hosts_that_are_left_are_called_until_the_run_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that nobody calls ends itself: the trainer would, while it saves the weights."""
+    monkeypatch.setattr(job_hosts, "BEAT_S", 0.005)
+    clock = HandTime()
+
+    async def scenario() -> None:
+        launcher = SlurmLauncher(kind="slurm", gpus_per_host=0, partition="main")
+        hosts = JobHosts(launcher, "test", tmp_path, TimeoutSection(host_s=0.2))
+        agents = [Agent(), Agent()]
+        hosts._hosts = {
+            HostRole.TRAINER: [
+                dataclasses.replace(one, agent=cast(HostAgent, agent), problem=None)
+                for one, agent in zip(HOSTS, agents, strict=False)
+            ]
+        }
+        watching = asyncio.create_task(hosts.watch())
+        agents[0].is_cut_off = True
+        await clock.pass_until(watching.done, step_s=0.005)
+        with pytest.raises(HostLost, match=r"host trainer-0 .* is lost: waiting for an answer took longer"):
+            await watching
+        num_before = agents[1].num_beats
+        await clock.pass_until(lambda: agents[1].num_beats >= num_before + 3, step_s=0.005)
+        hosts._is_open = True
+        with pytest.raises(HostLost, match="trainer-0"):
+            await hosts.close()
+        num_before = agents[1].num_beats
+        over_s = clock() + 0.05
+        await clock.pass_until(lambda: clock() >= over_s, step_s=0.005)
+        assert agents[1].num_beats == num_before, "nothing of a run that has ended is called"
+
+    clock.run(scenario())
+
+
+def test_a_host_that_ends_during_a_call_is_missed_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The call would only end by its deadline."""
+    monkeypatch.setattr(job_hosts, "BEAT_S", 0.005)
+    monkeypatch.setattr(job_hosts, "LOOK_S", 0.01)
+
+    async def scenario() -> None:
+        launcher = ProcessLauncher(kind="process")
+        hosts = JobHosts(launcher, "test", tmp_path, TimeoutSection(host_s=50.0))
+        process = await asyncio.create_subprocess_exec("sleep", "600")
+        agent = Agent()
+        agent.is_cut_off = True
+        hosts._hosts = {
+            HostRole.TRAINER: [
+                dataclasses.replace(HOSTS[2], agent=cast(HostAgent, agent), worker_pid=process.pid)
+            ]
+        }
+        watching = asyncio.create_task(hosts.watch())
+        while not agent.num_beats:
+            await asyncio.sleep(0.001)
+        process.kill()
+        await process.wait()
+        with pytest.raises(HostLost, match=r"trainer-2 .* is lost: its process has ended"):
+            await watching
+
+    asyncio.run(scenario())
+
+
+def test_nothing_is_asked_of_a_host_that_is_lost_to_end_its_procs() -> None:
+    """Its answer would never come, and the run waits for the end of its procs."""
+
+    async def scenario(problem: str | None) -> int:
+        agent = Agent()
+        one = dataclasses.replace(HOSTS[0], agent=cast(HostAgent, agent), problem=problem)
+        await one.kill(7)
+        return agent.num_beats
+
+    assert asyncio.run(scenario(None)) == 1
+    assert asyncio.run(scenario("no answer")) == 0
+
+
+def _limits() -> dict[str, str]:
+    """Of a process that imports Monarch first, as this module does."""
+    return {name: str(value) for name, value in get_global_config().items()}
+
+
+def test_a_run_gives_processes_up_and_monarch_does_not() -> None:
+    """By its own limits Monarch 0.7 ends a controller half a minute after the death of a worker, and the
+    agents of hosts before these can end their hosts.
+    """
+    limits = run_alone(_limits)
+    assert "month" in limits["message_delivery_timeout"] and "month" in limits["channel_reconnect_timeout"]
+    assert limits["mesh_orphan_timeout"] == "1day"
