@@ -1,7 +1,7 @@
 """What a process reward model reads: a task and the steps of a response, in the model's own tokens.
 
 The policy's tokens are not the model's, so the text is tokenized anew here; scores go back to characters of
-the text, and from there to the policy's tokens (``forgeasync.trainer.advantage_spans``).
+the text, and from there to the policy's tokens (``forgeasync.trainer.batch``).
 
 A model wrote the response, and somebody else the task: neither may write a step tag or another token with a
 meaning. Both are tokenized without any added token, so that ``<extra_0>`` in a text is a few ordinary

@@ -3,7 +3,7 @@
 Counted on TorchTitan 0.3.0's layers as this repository runs them, in bytes per token of a rank. Two things
 differ without an accelerator: norms of lower precision, or of tensor-parallel ranks, are computed step by
 step and keep x / rms(x) too, and attention works on copies that are laid out by sequence
-(``forgeasync.trainer.workarounds.attention_kernel``). With context
+(``forgeasync.trainer.workarounds.cpu_attention``). With context
 parallelism a rank has the activations of its part of a row, but keys and values of the whole row.
 """
 
