@@ -8,13 +8,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from monarch.actor import ProcMesh
 
 from forgeasync.config import BUILT_IN_TRANSPORTS, LocalLauncher, RunConfig, TransportChoice, WeightsSection
 from forgeasync.schema import Problem, PythonCode, load_code
 from forgeasync.weights.layout import BLOCK_BYTES, WeightLayout
+
+if TYPE_CHECKING:
+    # Importing Monarch starts threads, and many processes that use this module do not need it.
+    from monarch.actor import ProcMesh
 
 ByteRange = tuple[int, int]
 """First byte, and the byte after the last one."""
@@ -22,7 +26,7 @@ ByteRange = tuple[int, int]
 Arrived = Callable[[ByteRange], None]
 """Called for every part of the ranges as soon as it has arrived; may be called from any thread."""
 
-SpawnProc = Callable[[str], ProcMesh]
+SpawnProc = Callable[[str], "ProcMesh"]
 """Starts a process of this name on the controller's machine; it ends with the run."""
 
 
