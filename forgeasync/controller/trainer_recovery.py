@@ -3,7 +3,7 @@
 Loops of the run call the trainer through ``TrainerRecovery`` and see nothing of a restart: a call that was
 under way is made again on the new trainer, which is then where the old one was when the call began. It gets
 there from the newest snapshot that all ranks have (``forgeasync.trainer.snapshots``), and by making the steps
-after it again (``forgeasync.trainer.step_memory``). Generators go on meanwhile.
+after it again (``forgeasync.trainer.step``). Generators go on meanwhile.
 
 ``forgeasync.actors.trainer_incarnation`` notices that a trainer is lost.
 """

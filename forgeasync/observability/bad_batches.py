@@ -1,7 +1,7 @@
 """Batches with a bad optimizer step: counted, and the newest of them kept for looking at.
 
 bad_steps/step-00000007/rollouts.json    why it is bad, and every rollout of the batch as in rollouts.jsonl
-bad_steps/step-00000007/rank-0.npz       the packed rows of a trainer rank (``forgeasync.trainer.bad_rows``)
+bad_steps/step-00000007/rank-0.npz       the packed rows of a trainer rank (``forgeasync.trainer.packing``)
 """
 
 import json

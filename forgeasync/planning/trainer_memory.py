@@ -3,7 +3,7 @@
 Activations are the tensors that autograd saves, counted on TorchTitan 0.3.0's layers as this repository
 runs them, in bytes per token of a rank. Two things differ without an accelerator: norms of lower precision,
 or of tensor-parallel ranks, are computed step by step and keep x / rms(x) too, and attention works on copies
-that are laid out by sequence (``forgeasync.trainer.workarounds.attention_kernel``). With context parallelism
+that are laid out by sequence (``forgeasync.trainer.workarounds.cpu_attention``). With context parallelism
 a rank has the activations of its part of a row, but keys and values of the whole row.
 
 FSDP2 gathers a layer's weights before it runs, and the next one's meanwhile. In the backward pass a layer's

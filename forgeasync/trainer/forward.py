@@ -1,10 +1,18 @@
 """A packed row through a model: log-probabilities of its targets, over recorded experts and kept sets.
 
+The reference is the policy that a run starts from, for the penalty on moving away from it. With adapters it
+is the trained model with its adapters switched off. Otherwise it is a second, frozen model in the compute
+dtype, sharded like the trained one; its gathered weights are freed after every row. It sees a row as the
+trained policy does (kept sets, temperature), except that its own gate chooses the experts.
+
 Shape suffixes: L packed row length, T its targets (the response tokens trained on), D model dim, M MoE
 layers, K top-k.
 """
 
+import dataclasses
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -12,17 +20,20 @@ import torch.nn.functional as F
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torchtitan.distributed import ParallelDims
+from torchtitan.models.common.attention import AttentionMasksType
 from torchtitan.models.common.decoder import Decoder
 
-from forgeasync.config import RouterBias, TrainerSection
+from forgeasync.config import ModelFacts, RouterBias, TrainerSection
 from forgeasync.models import DEVICE_TYPE
 from forgeasync.rollouts import NO_RECORD
-from forgeasync.trainer.attention import attention_masks
-from forgeasync.trainer.head import Targets
-from forgeasync.trainer.logprobs import Predictions
+from forgeasync.trainer import hf_checkpoint
+from forgeasync.trainer.logprobs import Predictions, SumRanks, Targets
+from forgeasync.trainer.lora import without_adapters
+from forgeasync.trainer.model import build_parallel_model
 from forgeasync.trainer.packing import NO_SEQUENCE, PackedRow
 from forgeasync.trainer.replay_router import replay, replay_routers
-from forgeasync.trainer.vocabulary_slice import SumRanks
+from forgeasync.trainer.workarounds.cpu_attention import PackedAttention, PackedSequences, packed_sequences
+from forgeasync.trainer.workarounds.gpu_attention import ContextAttention, PartMetadata, part_metadata
 
 
 class RowForward:
@@ -35,8 +46,8 @@ class RowForward:
         self._temperature = temperature
         self.routers = replay_routers(model)
         self._counts_experts = section.router_bias is RouterBias.UPDATED
-        # A compiled layer keeps to one graph, and tensor-parallel ranks to one order of adding up gradients:
-        # without records they replay that there are none.
+        # Compiled layers need one graph, and tensor-parallel ranks one order of summing gradients: rows
+        # without records replay empty ones.
         self._always_replays = bool(self.routers) and (
             section.compile or section.parallel.tensor > 1 or self._counts_experts
         )
@@ -46,20 +57,19 @@ class RowForward:
         self._num_context_ranks = 1 if context_mesh is None else context_mesh.size()
 
     def replay(self, row: PackedRow, noted_ML: torch.Tensor | None = None) -> AbstractContextManager[None]:
-        """While it lasts, the row's recorded experts are taken; a backward pass belongs into it too.
+        """A context in which the row's recorded experts are used; the backward pass has to run in it too.
 
-        ``noted_ML`` (``ReplayedDecisions.note``) gets what became of the decisions that this rank computes.
+        Outcomes of the decisions that this rank computes are written to ``noted_ML``
+        (``ReplayedDecisions.note``).
         """
         mine = self.own_part(row)
         is_counted_BL = None
         if self._counts_experts:
-            # Padding is no load that an expert should be relieved of.
+            # Padding does not count as load of an expert.
             is_real_L = torch.from_numpy(row.sequence_ids_L[mine] != NO_SEQUENCE)
             is_counted_BL = is_real_L[None].to(DEVICE_TYPE)
         if row.expert_ids_LMK is not None:
             ids_BLMK = torch.from_numpy(row.expert_ids_LMK[mine])[None].to(DEVICE_TYPE)
-            if noted_ML is None:
-                return replay(self.routers, ids_BLMK, is_counted_BL)
             positions_BL = torch.arange(mine.start, mine.stop, device=DEVICE_TYPE)[None]
             return replay(self.routers, ids_BLMK, is_counted_BL, noted_ML=noted_ML, positions_BL=positions_BL)
         if not self._always_replays:
@@ -74,27 +84,27 @@ class RowForward:
         return slice(self._context_rank * width, (self._context_rank + 1) * width)
 
     def logprobs(self, row: PackedRow) -> torch.Tensor:
-        """Float32 [T], over the row's kept sets, with gradients; call it inside of ``replay``."""
+        """Float32 [T], over the row's kept sets, with gradients; call it inside ``replay``."""
         return self.predictions(row, with_entropies=False).logprobs_T
 
     def predictions(
         self, row: PackedRow, *, with_entropies: bool = True, asked_ids_TK: np.ndarray | None = None
     ) -> Predictions:
-        """Log-probabilities and entropies of a row's targets; call it inside of ``replay``.
+        """Log-probabilities and entropies of a row's targets; call it inside ``replay``.
 
         ``asked_ids_TK``: int64, for each target the ids whose log-probabilities over the full vocabulary at
-        temperature 1 are asked for.
+        temperature 1 are also wanted.
         """
         mine = self.own_part(row)
         positions_L = torch.from_numpy(row.positions_L[mine])
         hidden_BLD = self._model(
             torch.from_numpy(row.token_ids_L[mine])[None].to(DEVICE_TYPE),
             positions=positions_L[None].to(DEVICE_TYPE),
-            attention_masks=attention_masks(self._model, row.positions_L[None], part=mine),
+            attention_masks=_attention_masks(self._model, row.positions_L[None], part=mine),
         )
         if isinstance(hidden_BLD, DTensor):
             hidden_BLD = hidden_BLD.to_local()
-        # Targets of this rank's part: the same tokens counted within the part, and among all targets.
+        # This rank's targets: their positions in its part, and the index of the first among all targets.
         positions_T = row.mask_L[mine].nonzero()[0]
         first = int(row.mask_L[: mine.start].sum())
         kept = row.kept_tokens.slice(first, first + len(positions_T))
@@ -113,7 +123,7 @@ class RowForward:
         group = self._context_group
         if group is None:
             return found
-        # Objectives look at whole sequences: every rank of the row goes on with all of its targets.
+        # Objectives need whole sequences: every rank of the row continues with all of its targets.
         around = (first, row.num_targets - first - len(positions_T))
 
         def of_row(part: torch.Tensor) -> torch.Tensor:
@@ -126,13 +136,65 @@ class RowForward:
         )
 
     def _reshard(self) -> None:
-        """Free what FSDP2 keeps gathered (root, last norm and head) for a backward pass that does not come.
+        """Free the parameters that FSDP2 keeps gathered (root, last norm and head) for the backward pass.
 
-        Otherwise whole parameters would stand in for the shards that are stepped and published, and go stale.
-        The public ``reshard`` of torch 2.13 does nothing here: called by itself, the head leaves its group,
-        which the last norm belongs to, in the middle of a forward pass.
+        Without a backward pass the whole parameters would replace the shards that are stepped and published,
+        and become stale. The public ``reshard`` of torch 2.13 does nothing here: because the head is called
+        by itself, its group, which includes the last norm, stays in the middle of a forward pass.
         """
         for module in self._model.modules():
             if isinstance(module, FSDPModule):
                 for group in module._get_fsdp_state()._fsdp_param_groups:
                     group._to_sharded()
+
+
+def _attention_masks(
+    model: Decoder, positions_BL: np.ndarray, *, part: slice
+) -> AttentionMasksType | PackedSequences | PartMetadata:
+    """What attention needs to keep the packed sequences of whole rows (int64 [B, L]) apart.
+
+    ``part`` are the positions of each row that this rank computes.
+    """
+    match model.config.first_attention.inner_attention:
+        case PackedAttention.Config():
+            return packed_sequences(torch.from_numpy(positions_BL), query_start=part.start)
+        case ContextAttention.Config():
+            return part_metadata(positions_BL, start=part.start, stop=part.stop, device=DEVICE_TYPE)
+    return model.get_attention_masks(torch.from_numpy(positions_BL).to(DEVICE_TYPE))
+
+
+ReferenceLogprobs = Callable[[PackedRow], torch.Tensor]
+"""A row's log-probabilities under the reference, float32 [T], without gradients; collective."""
+
+
+def frozen_copy(
+    facts: ModelFacts,
+    section: TrainerSection,
+    *,
+    parallel_dims: ParallelDims,
+    temperature: float,
+    checkpoint: Path,
+) -> ReferenceLogprobs:
+    """The reference as a second model, read from a Hugging Face folder."""
+    model = build_parallel_model(facts, section, parallel_dims=parallel_dims, is_frozen=True)
+    hf_checkpoint.load(model, facts, checkpoint)
+    forward = RowForward(model, parallel_dims=parallel_dims, section=section, temperature=temperature)
+
+    return lambda row: _unrecorded(forward, row)
+
+
+def base_model(model: torch.nn.Module, forward: RowForward) -> ReferenceLogprobs:
+    """The reference as the trained model without its adapters."""
+
+    def logprobs(row: PackedRow) -> torch.Tensor:
+        with without_adapters(model):
+            return _unrecorded(forward, row)
+
+    return logprobs
+
+
+@torch.no_grad()
+def _unrecorded(forward: RowForward, row: PackedRow) -> torch.Tensor:
+    unrecorded = dataclasses.replace(row, expert_ids_LMK=None)
+    with forward.replay(unrecorded):
+        return forward.logprobs(unrecorded)

@@ -1,8 +1,8 @@
-"""Products of hidden states with the output layer's weight, whose gradient is added up in float32.
+"""Products of hidden states with the output layer's weight, whose gradient is summed in float32.
 
-Tokens come in chunks, and a chunk may read single rows of the weight. Autograd would add up what they give in
-the dtype of the weight: in bfloat16 every addition rounds to 8 bits, which costs percents for rows that many
-tokens read. Here all of it is summed in float32 and rounded once.
+Tokens come in chunks, and a chunk may read single rows of the weight. Autograd would sum their gradients in
+the dtype of the weight: in bfloat16 every addition rounds to 8 bits, an error of percents for rows that many
+tokens read. Here the whole gradient is summed in float32 and rounded once.
 
 Shape suffixes: T tokens, U tokens whose logits are all computed, N pairs of a token and an id, D model dim,
 v this rank's slice of the vocabulary, R rows of the weight that pairs read.
@@ -18,14 +18,14 @@ from forgeasync.models import GATHER_BLOCK_BYTES
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype to add up values of a dtype in: at least float32."""
+    """The dtype for sums of values of a dtype: at least float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
 class RowSums:
     """A sum with the shape of a weight [v, D], in at least float32, of products and of single rows.
 
-    As long as only rows are added, only those take memory, unless the weight itself has the sum's dtype.
+    While only rows are added, only these rows take memory, unless the weight itself has the sum's dtype.
     """
 
     def __init__(self, weight_vD: torch.Tensor) -> None:
@@ -41,7 +41,7 @@ class RowSums:
         self._row_of_v: torch.Tensor | None = None
 
     def begin(self) -> None:
-        """Forget what an earlier backward pass added and did not take."""
+        """Discard what an earlier backward pass added without taking the sum."""
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self._task = task
@@ -50,7 +50,7 @@ class RowSums:
     def add_product(self, grad_Uv: torch.Tensor, hidden_UD: torch.Tensor) -> None:
         """Add ``grad.T @ hidden``."""
         if self._whole_vD is None and self._rows_RD is None:
-            # Nothing is added to it so far: the product itself sums in float32.
+            # Nothing was added before: the product itself sums in float32.
             self._whole_vD = grad_Uv.T @ hidden_UD
             return
         whole_vD = self._whole()
@@ -60,7 +60,7 @@ class RowSums:
             whole_vD += grad_Uv.T @ hidden_UD
 
     def rows_of(self, id_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """A tensor to add rows to in place, and which of its rows stands for each id [N]."""
+        """A tensor to add rows to in place, and the index of its row for each id [N]."""
         if self._whole_vD is not None or self._weight_vD.dtype == self._dtype:
             return self._whole(), id_N
         if self._row_of_v is None or self._rows_RD is None:
@@ -88,7 +88,7 @@ class RowSums:
         return whole_vD
 
     def take(self) -> torch.Tensor:
-        """The sum so far in the weight's dtype; the next one begins at zero."""
+        """Return the sum in the weight's dtype, and start the next one at zero."""
         dtype = self._weight_vD.dtype
         total_vD = self._with_rows(dtype) if self._whole_vD is None else self._whole_vD.to(dtype)
         self._clear()
@@ -103,7 +103,7 @@ class HeadWeight:
     """The weight, without a gradient of its own."""
     sums: RowSums
     handle: torch.Tensor
-    """A number that every product depends on; its gradient is the weight's."""
+    """A scalar that every product depends on; its backward pass gives the weight's gradient."""
 
     @classmethod
     def of(cls, weight_vD: torch.Tensor) -> "HeadWeight":
@@ -129,7 +129,7 @@ class _Context(FunctionCtx):
 
 
 class _Summed(torch.autograd.Function):
-    """What products depend on in place of the weight: the backward pass gets here after all of theirs."""
+    """Takes the weight's place in products: its backward pass runs after those of all products."""
 
     @staticmethod
     def forward(ctx: _Context, weight_vD: torch.Tensor, sums: RowSums) -> torch.Tensor:
@@ -220,7 +220,7 @@ class _SomeLogits(torch.autograd.Function):
 
 
 def _blocks(hidden_TD: torch.Tensor, num_pairs: int) -> Iterator[slice]:
-    """Parts of the pairs; of each, two rows in float32 (float64) exist at once."""
+    """Slices of the pairs; of each pair two rows in float32 (float64) exist at once."""
     element = sum_dtype(hidden_TD.dtype).itemsize
     size = max(1, GATHER_BLOCK_BYTES // (2 * element * hidden_TD.shape[1]))
     return (slice(start, start + size) for start in range(0, num_pairs, size))

@@ -1,24 +1,90 @@
-"""Reading and writing Hugging Face folders, one tensor at a time.
+"""Reading and writing Hugging Face folders, and writing peft folders of adapters.
 
-No rank ever holds the model: of every tensor a rank reads the part that its shard holds; on writing a
-parameter is gathered (a layer's experts together), handed to rank 0 and dropped.
+No rank ever holds the whole model. For reading, a rank reads only its shard's part of every tensor. For
+writing, one parameter at a time (a layer's experts together) is gathered, handed to rank 0 and dropped.
+
+Every adapted expert is a peft module of its own, ``mlp.experts.{e}.gate_proj``. peft (0.21) understands that
+for models whose experts transformers 5 fuses into [E, 2F, D] parameters: on loading it joins gate and up into
+one adapter of twice the rank, block-diagonal in B, which computes the same. vLLM (0.32) reads the same names.
+All three projections of experts are written, with zeros for those without adapters: vLLM requires all three,
+and peft silently drops gate and up if down is missing.
 """
 
 import functools
+import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
-from forgeasync.config import ModelFacts
-from forgeasync.models import FAMILIES, MAX_FILE_BYTES, CheckpointTensors, HfFolderWriter
-from forgeasync.trainer.lora import adapted_parameter, is_adapter
+from forgeasync.config import LoraSection, ModelFacts
+from forgeasync.models import FAMILIES, MAX_FILE_BYTES, CheckpointTensors, HfFolderWriter, use_umask, writing
+from forgeasync.trainer.lora import EXPERT_PARAMETERS, adapted_parameter, adapter_parameters, is_adapter
 from forgeasync.trainer.model import titan_config
 from forgeasync.trainer.replay_router import checkpoint_weights
-from forgeasync.weights import shard_box
+from forgeasync.weights import NamedWeight, shard_box
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+
+
+_WRAPPERS = re.compile(r"_checkpoint_wrapped_module\.|_orig_mod\.")
+
+
+@functools.cache
+def _templates(facts: ModelFacts) -> dict[str, str]:
+    """Hugging Face name template by TorchTitan name template."""
+    adapter = FAMILIES[facts.model_type].titan().adapter(titan_config(facts), None)
+    return {titan: hf for hf, titan in adapter.from_hf_map.items() if titan is not None}
+
+
+def is_experts(name: str) -> bool:
+    """Whether a TorchTitan parameter stacks a layer's experts."""
+    return ".inner_experts." in name
+
+
+def canonical_name(name: str) -> str:
+    """A TorchTitan parameter name without the parts that activation checkpointing and compile add."""
+    return _WRAPPERS.sub("", name)
+
+
+def hf_names(name: str, facts: ModelFacts) -> list[str]:
+    """The Hugging Face (or peft) tensors that make up a TorchTitan parameter: one, or one per expert."""
+    if is_adapter(name):
+        base, side = adapted_parameter(name)
+        modules = (hf_name.removesuffix(".weight") for hf_name in hf_names(base, facts))
+        return [f"base_model.model.{module}.lora_{side}.weight" for module in modules]
+    layer_ids = re.findall(r"layers\.(\d+)\.", name)
+    key = re.sub(r"layers\.\d+\.", "layers.{}.", canonical_name(name))
+    if facts.tie_word_embeddings and key == "lm_head.weight":
+        # The tied tensor has two names; files use the embedding's.
+        key = "tok_embeddings.weight"
+    template = _templates(facts)[key]
+    if is_experts(name):
+        return [template.format(*layer_ids, expert) for expert in range(facts.num_experts)]
+    return [template.format(*layer_ids)]
+
+
+def unstack_experts(tensor: torch.Tensor, name: str) -> list[torch.Tensor]:
+    """One TorchTitan parameter as Hugging Face tensors."""
+    return list(tensor.unbind(0)) if is_experts(name) else [tensor]
+
+
+def published_tensors(model: torch.nn.Module, *, has_adapters: bool) -> Iterable[tuple[str, torch.Tensor]]:
+    """The tensors that generators get, by TorchTitan's names: the adapters, or else the whole model."""
+    return adapter_parameters(model) if has_adapters else checkpoint_weights(model)
+
+
+def named_weights(model: torch.nn.Module, facts: ModelFacts, *, has_adapters: bool) -> list[NamedWeight]:
+    """This rank's shards of a policy's weights, by Hugging Face (peft) names; without a tied head."""
+    return [
+        NamedWeight(names=tuple(hf_names(name, facts)), tensor=tensor)
+        for name, tensor in published_tensors(model, has_adapters=has_adapters)
+    ]
 
 
 @torch.no_grad()
@@ -46,7 +112,7 @@ def load(model: torch.nn.Module, facts: ModelFacts, folder: Path) -> None:
 def _fill_shard(
     weight: torch.Tensor, tensors: CheckpointTensors, names: Sequence[str], *, is_stacked: bool
 ) -> None:
-    """Read what this rank holds of a weight, straight into its place."""
+    """Read this rank's part of a weight into its place."""
     box = shard_box(weight)
     shard = weight.to_local() if isinstance(weight, DTensor) else weight
     if not box.num_elements:
@@ -84,7 +150,7 @@ def save(
                 writer.add(name, tensor)
             writer.finish()
     finally:
-        # The other ranks gather all tensors, also where rank 0 could not write them.
+        # All ranks take part in gathering every tensor, even if rank 0 could not write them.
         for _ in tensors:
             pass
         dist.barrier()
@@ -97,48 +163,71 @@ def full_tensors(model: torch.nn.Module, facts: ModelFacts) -> Iterator[tuple[st
         yield from zip(hf_names(name, facts), unstack_experts(full, name), strict=True)
 
 
-_WRAPPERS = re.compile(r"_checkpoint_wrapped_module\.|_orig_mod\.")
+@torch.no_grad()
+def save_adapters(
+    model: torch.nn.Module, facts: ModelFacts, lora: LoraSection, folder: Path, *, source: Path
+) -> None:
+    """Write the adapters of the model at ``source``, in float32; collective, files appear on rank 0."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name, parameter in adapter_parameters(model):
+        full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        if dist.get_rank() == 0:
+            of_experts = unstack_experts(full, name)
+            tensors |= {
+                peft_name: tensor.cpu().clone()
+                for peft_name, tensor in zip(hf_names(name, facts), of_experts, strict=True)
+            }
+    try:
+        if dist.get_rank() == 0:
+            write_folder(tensors, facts, lora, folder, source=source)
+    finally:
+        # The other ranks wait here, even if rank 0 could not write.
+        dist.barrier()
 
 
-@functools.cache
-def _templates(facts: ModelFacts) -> dict[str, str]:
-    """Hugging Face name template by TorchTitan name template."""
-    adapter = FAMILIES[facts.model_type].titan().adapter(titan_config(facts), None)
-    return {titan: hf for hf, titan in adapter.from_hf_map.items() if titan is not None}
+def write_folder(
+    tensors: Mapping[str, torch.Tensor], facts: ModelFacts, lora: LoraSection, folder: Path, *, source: Path
+) -> None:
+    """Write whole adapters, by peft's names, as a folder that gets its name once it is complete.
+
+    Raises:
+        FolderNotWritten: the disk is full or fails; nothing of it is left.
+    """
+    with writing(folder) as partial:
+        file = partial / WEIGHTS_FILE
+        save_file(dict(tensors) | dict(_zeros(facts, lora)), file, metadata={"format": "pt"})
+        use_umask(file)
+        (partial / CONFIG_FILE).write_text(json.dumps(_peft_config(facts, lora, source), indent=1))
 
 
-def is_experts(name: str) -> bool:
-    """Whether a TorchTitan parameter stacks a layer's experts."""
-    return ".inner_experts." in name
+def _filled_up(facts: ModelFacts, lora: LoraSection) -> list[str]:
+    """Projections of experts that have no adapters, but are written as zeros."""
+    if not facts.num_experts or not EXPERT_PARAMETERS.keys() & lora.targets:
+        return []
+    return [target for target in EXPERT_PARAMETERS if target not in lora.targets]
 
 
-def canonical_name(name: str) -> str:
-    """A TorchTitan parameter name without what activation checkpointing and compile put into it."""
-    return _WRAPPERS.sub("", name)
+def _zeros(facts: ModelFacts, lora: LoraSection) -> Iterator[tuple[str, torch.Tensor]]:
+    """Zeros as adapters of the projections in ``_filled_up``."""
+    for target in _filled_up(facts, lora):
+        sizes = (facts.hidden_size, facts.expert_hidden_size)
+        in_features, out_features = reversed(sizes) if target == "down_proj" else sizes
+        for layer in range(facts.num_layers):
+            for expert in range(facts.num_experts):
+                module = f"base_model.model.model.layers.{layer}.mlp.experts.{expert}.{target}"
+                yield f"{module}.lora_A.weight", torch.zeros(lora.rank, in_features)
+                yield f"{module}.lora_B.weight", torch.zeros(out_features, lora.rank)
 
 
-def hf_names(name: str, facts: ModelFacts) -> list[str]:
-    """The Hugging Face (or peft) tensors that make up a TorchTitan parameter: one, or one per expert."""
-    if is_adapter(name):
-        base, side = adapted_parameter(name)
-        modules = (hf_name.removesuffix(".weight") for hf_name in hf_names(base, facts))
-        return [f"base_model.model.{module}.lora_{side}.weight" for module in modules]
-    layer_ids = re.findall(r"layers\.(\d+)\.", name)
-    key = re.sub(r"layers\.\d+\.", "layers.{}.", canonical_name(name))
-    if facts.tie_word_embeddings and key == "lm_head.weight":
-        # One tensor under two names; the files have it under the embedding's.
-        key = "tok_embeddings.weight"
-    template = _templates(facts)[key]
-    if is_experts(name):
-        return [template.format(*layer_ids, expert) for expert in range(facts.num_experts)]
-    return [template.format(*layer_ids)]
-
-
-def stack_experts(tensors: list[torch.Tensor], name: str) -> torch.Tensor:
-    """Hugging Face tensors as one TorchTitan parameter."""
-    return torch.stack(tensors) if is_experts(name) else tensors[0]
-
-
-def unstack_experts(tensor: torch.Tensor, name: str) -> list[torch.Tensor]:
-    """One TorchTitan parameter as Hugging Face tensors."""
-    return list(tensor.unbind(0)) if is_experts(name) else [tensor]
+def _peft_config(facts: ModelFacts, lora: LoraSection, source: Path) -> dict[str, object]:
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(source),
+        "r": lora.rank,
+        "lora_alpha": int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,
+        "target_modules": [*lora.targets, *_filled_up(facts, lora)],
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "inference_mode": True,
+    }

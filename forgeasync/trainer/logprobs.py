@@ -1,39 +1,125 @@
 """Log-probabilities of given tokens under the distribution the generator drew from, and its entropies.
 
 The generator divides logits by the temperature, cuts the vocabulary (top-k, top-p, min-p) and renormalizes
-over what it kept. Here the softmax runs over the same kept sets, token by token. Kept sets are CSR: the set
-of token t is ``kept_ids[kept_offsets[t]:kept_offsets[t + 1]]``; an empty one means the whole vocabulary.
+over the tokens it kept. Here the softmax of each token runs over the same kept set. Kept sets are CSR: the
+set of token t is ``kept_ids[kept_offsets[t]:kept_offsets[t + 1]]``; an empty one means the whole vocabulary.
+
+``LogprobHead`` is the model's output layer: it returns log-probabilities and never holds the logits of all
+tokens. Its weight may be sharded over the vocabulary (``VocabularySlice``).
 
 Shape suffixes: T tokens, V vocabulary, v this rank's slice of it, N kept ids of all tokens, D model dim,
-C tokens with a cut vocabulary, U tokens without.
+C tokens with a cut vocabulary, U tokens without, K ids that are asked for, of each token.
 """
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
+import torch.distributed as dist
+from torch.autograd.function import FunctionCtx
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
+from torchtitan.models.common import Linear
 
 from forgeasync.models import GATHER_COST, LOGITS_CHUNK_TOKENS
-from forgeasync.trainer.entropies import kept_entropies, slice_entropies
-from forgeasync.trainer.full_logprobs import full_logprobs
 from forgeasync.trainer.head_weight import HeadWeight, sum_dtype
-from forgeasync.trainer.vocabulary_slice import VocabularySlice
+
+CPU_BLOCK_BYTES = 2**20
+"""Scaled logits that a CPU works on at once: blocks that fit into its caches take a third of the time."""
+
+SMALLEST_LOG = -1e4
+"""Its exponential is 0 in every dtype. With minus infinity, 0 * log 0 would be nan."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VocabularySlice:
+    """The part of the vocabulary that this rank's logits cover; ``group`` is None if it is the whole."""
+
+    size: int
+    """Size of the whole vocabulary."""
+    start: int
+    end: int
+    group: dist.ProcessGroup | None
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, *, dim: int) -> "VocabularySlice":
+        """The slice that a tensor's local part covers along its vocabulary dimension."""
+        size = tensor.shape[dim]
+        if not isinstance(tensor, DTensor) or tensor.device_mesh.size() == 1:
+            return cls(size=size, start=0, end=size, group=None)
+        mesh, (placement, *others) = tensor.device_mesh, tensor.placements
+        if placement.is_replicate():
+            return cls(size=size, start=0, end=size, group=None)
+        assert placement == Shard(dim) and not others, "logits are sharded over the vocabulary or not at all"
+        width = -(-size // mesh.size())
+        start = min(size, width * mesh.get_local_rank())
+        return cls(size=size, start=start, end=min(size, start + width), group=mesh.get_group())
+
+    def has(self, ids: torch.Tensor) -> torch.Tensor:
+        """Which ids lie in this slice (bool)."""
+        return (ids >= self.start) & (ids < self.end)
+
+    def sum(self, partial: torch.Tensor) -> torch.Tensor:
+        """The sum over all slices, the same on every rank; each rank gets its gradient unchanged."""
+        return partial if self.group is None else SumRanks.apply(partial, self.group)
+
+    def max(self, partial: torch.Tensor) -> torch.Tensor:
+        """The maximum over all slices, without gradient."""
+        partial = partial.detach()
+        if self.group is not None:
+            dist.all_reduce(partial, dist.ReduceOp.MAX, self.group)
+        return partial
+
+    def share(self, whole: torch.Tensor) -> torch.Tensor:
+        """Use a tensor that every rank has with this rank's slice: gradients of all slices are summed."""
+        return whole if self.group is None else _ShareWithSlices.apply(whole, self.group)
+
+
+class SumRanks(torch.autograd.Function):
+    """All-reduce forward, identity backward: every rank continues with the same sum and the same loss."""
+
+    @staticmethod
+    def forward(ctx: object, partial: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        total = partial.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: object, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+class _Context(FunctionCtx):
+    group: dist.ProcessGroup
+
+
+class _ShareWithSlices(torch.autograd.Function):
+    """Identity forward, all-reduce backward: the counterpart of ``SumRanks``."""
+
+    @staticmethod
+    def forward(ctx: _Context, whole: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: _Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        total = gradient.contiguous().clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
 
 
 class Predictions(NamedTuple):
-    """What the output layer says of tokens; a tuple, since FSDP2 finds no tensors in dataclasses."""
+    """Output of ``LogprobHead``. A tuple, because FSDP2 does not find tensors in dataclasses."""
 
     logprobs_T: torch.Tensor
     """At least float32, differentiable."""
     entropies_T: torch.Tensor | None
     """Entropies of the distributions that the tokens were drawn from, in nats: the same dtype, without
-    gradients; None where nobody asked."""
+    gradients; None if not asked for."""
     asked_TK: torch.Tensor | None = None
     """Log-probabilities of the ids that were asked for, over the full vocabulary at temperature 1, at least
-    float32, differentiable; None where nobody asked."""
+    float32, differentiable; None if not asked for."""
 
 
 def kept_logprobs(
@@ -75,10 +161,10 @@ def chunked_predictions(
     ``with_entropies`` adds the entropies of softmax(logits / temperature) over the same kept sets,
     ``asked_ids_TK`` (int64) log softmax(logits) over the full vocabulary at these ids.
 
-    A chunk's logits are computed, used and dropped, and computed again in the backward pass. Where the kept
-    sets are small, only the logits in them are computed at all; however large they are, a chunk takes no more
-    memory than the whole logits of its tokens would, and ``GATHER_BLOCK_BYTES``. Gradients of both arguments
-    are added up in at least float32 and rounded once. ``weight_VD`` may be a DTensor sharded over the
+    A chunk's logits are computed, used and dropped, and computed again in the backward pass. If the kept sets
+    are small, only the logits in them are computed. A chunk never takes more memory than all logits of its
+    tokens and ``GATHER_BLOCK_BYTES``. Gradients of both arguments are summed in at least float32 and rounded
+    once. ``weight_VD`` may be a DTensor sharded over the
     vocabulary; ``hidden_TD`` is then the same on all of its ranks.
     """
     vocabulary = VocabularySlice.of(weight_VD, dim=0)
@@ -114,7 +200,7 @@ def chunked_predictions(
         parts = zip(
             wide_TD.to(hidden_TD.dtype).split(chunk_tokens), asked_ids_TK.split(chunk_tokens), strict=True
         )
-        asked_TK = torch.cat([again(full_logprobs, *part, weight, vocabulary) for part in parts])
+        asked_TK = torch.cat([again(_full_logprobs, *part, weight, vocabulary) for part in parts])
     return Predictions(logprobs_T=logprobs_T, entropies_T=entropies_T, asked_TK=asked_TK)
 
 
@@ -128,9 +214,9 @@ def _chunk_predictions(
     vocabulary: VocabularySlice,
     with_entropies: bool,
 ) -> Predictions:
-    """Log-probabilities first: their recomputation for the backward pass stops before the entropies."""
+    """Compute log-probabilities before entropies: recomputation for the backward pass stops between them."""
     num_whole = int((kept_offsets[1:] == kept_offsets[:-1]).sum())
-    # Less time, and less memory too: the list of kept ids takes some 60 bytes an id, in all its forms.
+    # Below this size gathering takes less time, and less memory too: a kept id takes some 60 bytes in all.
     if (len(kept_ids) * GATHER_COST) < (len(token_ids_T) - num_whole) * vocabulary.size:
         return _gathered_predictions(
             hidden_TD,
@@ -142,30 +228,30 @@ def _chunk_predictions(
             vocabulary,
             with_entropies,
         )
-    # The ids become a mask before there are logits: as pairs of indices wide sets take more than those do.
+    # Make the mask before the logits: as pairs of indices, wide sets take more memory than logits do.
     is_cut_away_Tv = _cut_away(kept_offsets, kept_ids, vocabulary)
     scaled_Tv = _cut(_scaled(weight.logits(hidden_TD), temperature), is_cut_away_Tv)
     logprobs_T, log_sums_T = _uncut_logprobs(token_ids_T.long(), vocabulary, scaled_Tv)
     if not with_entropies:
         return Predictions(logprobs_T=logprobs_T, entropies_T=None)
-    entropies_T = vocabulary.sum(slice_entropies(scaled_Tv.detach(), log_sums_T.detach()))
+    entropies_T = vocabulary.sum(_slice_entropies(scaled_Tv.detach(), log_sums_T.detach()))
     return Predictions(logprobs_T=logprobs_T, entropies_T=entropies_T)
 
 
 def _cut_away(
     kept_offsets: torch.Tensor, kept_ids: torch.Tensor, vocabulary: VocabularySlice
 ) -> torch.Tensor | None:
-    """Which ids of the slice are not in the tokens' kept sets, bool [T, v]; None where nothing is cut."""
+    """Which ids of the slice are not in the tokens' kept sets, bool [T, v]; None if nothing is cut."""
     if len(kept_ids) == 0:
         return None
     widths_T = kept_offsets.diff()
     token_N = torch.repeat_interleave(torch.arange(len(widths_T), device=widths_T.device), widths_T)
     ids_N = kept_ids.long()
     if vocabulary.group is not None:
-        is_mine_N = (ids_N >= vocabulary.start) & (ids_N < vocabulary.end)
+        is_mine_N = vocabulary.has(ids_N)
         token_N, ids_N = token_N[is_mine_N], ids_N[is_mine_N] - vocabulary.start
     width = vocabulary.end - vocabulary.start
-    # All of a cut token's ids, none of another's; then less the kept ones.
+    # Cut all ids of tokens that have a kept set, then put the kept ones back.
     is_cut_away_Tv = (widths_T > 0)[:, None].expand(-1, width).clone()
     is_cut_away_Tv[token_N, ids_N] = False
     return is_cut_away_Tv
@@ -186,7 +272,7 @@ def _gathered_predictions(
     vocabulary: VocabularySlice,
     with_entropies: bool,
 ) -> Predictions:
-    """Cut and uncut tokens, each in their own way, back in one order."""
+    """Compute only the kept logits of cut tokens and all logits of the others; return them in order."""
     widths_T = kept_offsets.diff()
     token_C = widths_T.nonzero().squeeze(1)
     token_U = (widths_T == 0).nonzero().squeeze(1)
@@ -195,7 +281,7 @@ def _gathered_predictions(
     if vocabulary.group is None:
         mine_N, local_ids_N = None, kept_ids_N
     else:
-        mine_N = ((kept_ids_N >= vocabulary.start) & (kept_ids_N < vocabulary.end)).nonzero().squeeze(1)
+        mine_N = vocabulary.has(kept_ids_N).nonzero().squeeze(1)
         token_N, local_ids_N = token_N[mine_N], kept_ids_N[mine_N] - vocabulary.start
     dots_N, logits_Uv = weight.some_logits(hidden_TD, token_N, local_ids_N, token_U)
     # Rounded to the dtype a matrix product would give, as in the generator.
@@ -215,24 +301,25 @@ def _gathered_predictions(
     logprobs_T = in_order(cut_C, uncut_U)
     if not with_entropies:
         return Predictions(logprobs_T=logprobs_T, entropies_T=None)
-    entropies_C = kept_entropies(values_N.detach(), cut_N, log_sums_C.detach())
-    entropies_U = vocabulary.sum(slice_entropies(scaled_Uv.detach(), log_sums_U.detach()))
+    entropies_C = _kept_entropies(values_N.detach(), cut_N, log_sums_C.detach())
+    entropies_U = vocabulary.sum(_slice_entropies(scaled_Uv.detach(), log_sums_U.detach()))
     return Predictions(logprobs_T=logprobs_T, entropies_T=in_order(entropies_C, entropies_U))
 
 
 def _cut_logprobs(
     values_N: torch.Tensor, cut_N: torch.Tensor, is_sampled_N: torch.Tensor, *, num_cut: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[C] from the scaled logits of all kept ids, each with its token's index and whether it was drawn.
+    """Log-probabilities [C], and the log of the sum of the exponentials of each token's scaled logits [C].
 
-    Besides, the log of the sum of the exponentials of each token's scaled logits [C].
+    ``values_N`` are the scaled logits of all kept ids, ``cut_N`` their tokens' indices, and ``is_sampled_N``
+    says which of them were drawn.
     """
     if num_cut == 0:
         return values_N, values_N
     largest_C = torch.full((num_cut,), -torch.inf, dtype=values_N.dtype, device=values_N.device)
     largest_C = largest_C.scatter_reduce(0, cut_N, values_N.detach(), "amax")
     sums_C = torch.zeros_like(largest_C).index_add(0, cut_N, (values_N - largest_C[cut_N]).exp())
-    # The sampled token's own entry: the very number that is in the sum, so that a single kept token gives 0.
+    # Read the sampled token's own entry, the same number as in the sum: a single kept token gives exactly 0.
     entry_N = torch.where(is_sampled_N, torch.arange(len(cut_N), device=cut_N.device), -1)
     entry_C = torch.full((num_cut,), -1, device=cut_N.device).scatter_reduce(0, cut_N, entry_N, "amax")
     log_sums_C = sums_C.log()
@@ -243,34 +330,104 @@ def _cut_logprobs(
 def _uncut_logprobs(
     token_ids_U: torch.Tensor, vocabulary: VocabularySlice, scaled_Uv: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[U], and the log of the sum of the exponentials of each token's scaled logits [U]."""
+    """Log-probabilities [U], and the log of the sum of the exponentials of each token's scaled logits [U]."""
     if vocabulary.group is None:
         sampled_U = scaled_Uv.gather(-1, token_ids_U[:, None]).squeeze(-1)
         log_sums_U = scaled_Uv.logsumexp(dim=-1)
         return sampled_U - log_sums_U, log_sums_U
     largest_U = vocabulary.max(scaled_Uv.amax(dim=-1))
     sums_U = vocabulary.sum((scaled_Uv - largest_U[:, None]).exp().sum(dim=-1))
-    row_U = torch.arange(len(token_ids_U), device=token_ids_U.device)
-    sampled_U = _read_slice(row_U, token_ids_U, vocabulary, lambda row, ids: scaled_Uv[row, ids])
+    mine = vocabulary.has(token_ids_U).nonzero().squeeze(1)
+    own = scaled_Uv[mine, token_ids_U[mine] - vocabulary.start]
+    zeros_U = torch.zeros(len(token_ids_U), dtype=own.dtype, device=own.device)
+    sampled_U = vocabulary.sum(zeros_U.index_put((mine,), own))
     log_sums_U = sums_U.log()
     return sampled_U - largest_U - log_sums_U, largest_U + log_sums_U.detach()
 
 
-def _read_slice(
-    token_N: torch.Tensor,
-    id_N: torch.Tensor,
-    vocabulary: VocabularySlice,
-    read: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-) -> torch.Tensor:
-    """Scaled logits at any ids, whichever slice they lie in."""
-    if vocabulary.group is None:
-        return read(token_N, id_N)
-    mine = ((id_N >= vocabulary.start) & (id_N < vocabulary.end)).nonzero().squeeze(1)
-    values = read(token_N[mine], id_N[mine] - vocabulary.start)
-    values_N = torch.zeros(len(id_N), dtype=values.dtype, device=values.device)
-    return vocabulary.sum(values_N.index_put((mine,), values))
-
-
 def _scaled(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """New memory, of at least float32."""
+    """Scaled logits in new memory, in at least float32."""
     return logits.to(sum_dtype(logits.dtype)) / temperature
+
+
+def _full_logprobs(
+    hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weight: HeadWeight, vocabulary: VocabularySlice
+) -> torch.Tensor:
+    """log softmax(hidden @ weight.T) of the given ids (int64) of each token: at least float32 [T, K].
+
+    This is the model's own distribution, which a teacher's is compared with: the full vocabulary, at
+    temperature 1, whatever distribution the tokens were drawn from. Differentiable in hidden states and
+    weight. Ranks that split the vocabulary pass the same hidden states.
+    """
+    logits_Tv = weight.logits(hidden_TD)
+    logits_Tv = logits_Tv.to(sum_dtype(logits_Tv.dtype))
+    if vocabulary.group is None:
+        return logits_Tv.gather(1, ids_TK) - logits_Tv.logsumexp(-1, keepdim=True)
+    largest_T1 = vocabulary.max(logits_Tv.amax(-1, keepdim=True))
+    sums_T1 = vocabulary.sum((logits_Tv - largest_T1).exp().sum(-1, keepdim=True))
+    is_mine_TK = vocabulary.has(ids_TK)
+    local_TK = (ids_TK - vocabulary.start).where(is_mine_TK, 0)
+    known_TK = vocabulary.sum(logits_Tv.gather(1, local_TK).where(is_mine_TK, 0.0))
+    return known_TK - largest_T1 - sums_T1.log()
+
+
+@torch.no_grad()
+def _slice_entropies(scaled_Uv: torch.Tensor, log_sums_U: torch.Tensor) -> torch.Tensor:
+    """The share [U] of a vocabulary slice in the entropies; ``log_sums_U`` are those of all slices.
+
+    H = -sum over kept ids of p * log p, with log p = scaled logit - log of the sum of their exponentials, in
+    nats. Logits that are cut away (minus infinity) add nothing.
+    """
+    entropies_U = torch.empty_like(log_sums_U)
+    num_rows = max(1, len(entropies_U))
+    if scaled_Uv.device.type == "cpu":
+        num_rows = max(1, CPU_BLOCK_BYTES // (scaled_Uv.element_size() * max(1, scaled_Uv.shape[1])))
+    blocks = zip(*(part.split(num_rows) for part in (scaled_Uv, log_sums_U, entropies_U)), strict=True)
+    for scaled, log_sums, entropies in blocks:
+        logs = (scaled - log_sums[:, None]).clamp_(min=SMALLEST_LOG)
+        torch.sum(logs.exp().mul_(logs), dim=-1, out=entropies)
+    return entropies_U.neg_()
+
+
+@torch.no_grad()
+def _kept_entropies(values_N: torch.Tensor, cut_N: torch.Tensor, log_sums_C: torch.Tensor) -> torch.Tensor:
+    """The entropies [C] from the scaled logits of all kept ids, each with its token's index."""
+    logs_N = values_N - log_sums_C[cut_N]
+    return torch.zeros_like(log_sums_C).index_add_(0, cut_N, logs_N.exp().mul_(logs_N)).neg_()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Targets:
+    """Tokens to predict and their kept sets (CSR: int64 ``kept_offsets`` [T + 1], int32 ``kept_ids``)."""
+
+    token_ids_T: torch.Tensor
+    kept_offsets: torch.Tensor
+    kept_ids: torch.Tensor
+    asked_ids_TK: torch.Tensor | None = None
+    """int64: ids whose log-probabilities over the full vocabulary are also wanted."""
+
+
+class LogprobHead(Linear):
+    """An output layer that returns log-probabilities instead of logits.
+
+    They are computed in ``forward``, so that FSDP2 gathers and frees its weight as for any other layer.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Linear.Config):
+        pass
+
+    def forward(
+        self, hidden_TD: torch.Tensor, targets: Targets, temperature: float, with_entropies: bool
+    ) -> Predictions:
+        """Predictions of float32 [T]; without entropies if ``with_entropies`` is False."""
+        return chunked_predictions(
+            hidden_TD,
+            self.weight,
+            targets.token_ids_T,
+            targets.kept_offsets,
+            targets.kept_ids,
+            temperature,
+            with_entropies=with_entropies,
+            asked_ids_TK=targets.asked_ids_TK,
+        )

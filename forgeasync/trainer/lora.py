@@ -1,8 +1,12 @@
 """Low-rank adapters of a frozen model: y = W x + (alpha / rank) B A x (Hu et al., "LoRA", 2021, section 4.1).
 
-Attention projections get TorchTitan's own adapters, by its ``LoRAConverter``, which also freezes everything
-else and derives the adapters' tensor-parallel layout. Two things it cannot do are done here: adapt k_proj and
-v_proj apart (its model builds both from one config), and adapt experts (it knows linear layers only).
+TorchTitan's ``LoRAConverter`` gives linear layers their adapters, freezes everything else and derives the
+adapters' tensor-parallel layout. This module adds two things that it cannot do: adapters of k_proj and v_proj
+apart, which its model builds from one config, and adapters of experts, because it handles linear layers only.
+Each expert has its own adapter, computed by the same grouped products as the experts.
+
+Shape suffixes: E experts on this rank, F expert hidden size, D model dim, R tokens routed to this rank; I and
+O the input and output size of one projection, r the rank of its adapter.
 """
 
 import re
@@ -10,16 +14,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+import spmd_types as spmd
 import torch
-from torch.distributed.tensor import DTensor, distribute_tensor
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torchtitan.components.lora import LoRAConverter
 from torchtitan.models.common.attention import QKVLinear
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.linear import Linear
+from torchtitan.models.common.moe_sharding import expert_param_placement_dense, expert_param_placement_sparse
+from torchtitan.protocols.module import Module, ModuleDict
+from torchtitan.protocols.sharding import ShardingConfig, SpmdLayout
 
 from forgeasync.config import LoraSection
-from forgeasync.trainer.lora_experts import GroupedAdapter, LoraExperts, adapter_sharding
-from forgeasync.trainer.workarounds.experts import TrainingDtypeExperts
+from forgeasync.trainer.workarounds.experts import TrainingDtypeExperts, grouped_mm
 
 ATTENTION_MODULES = {"q_proj": "wq", "k_proj": "wk", "v_proj": "wv", "o_proj": "wo"}
 """TorchTitan's name of a linear layer by the last part of its Hugging Face name."""
@@ -30,10 +39,89 @@ NETWORK_MODULES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 EXPERT_PARAMETERS = {"gate_proj": "w1_EFD", "up_proj": "w3_EFD", "down_proj": "w2_EDF"}
 """TorchTitan's name of a projection of all experts by the last part of its Hugging Face name."""
 
+_GROUPED_STRIDE_BYTES = 16
+"""Rows of the operands of a grouped product have to start at multiples of this many bytes."""
+
 _ADAPTER = re.compile(
     r"(?P<linear>.*)\.lora_(?P<linear_side>[ab])\.weight|"
     r"(?P<experts>.*)\.adapters\.(?P<parameter>\w+)\.lora_(?P<experts_side>[ab])_\w+"
 )
+
+
+class GroupedAdapter(Module):
+    """One adapter per expert: [R, I] to B A x, [R, O], tokens sorted by expert."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        num_experts: int
+        in_features: int
+        out_features: int
+        rank: int
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.lora_a_ErI = nn.Parameter(torch.empty(config.num_experts, config.rank, config.in_features))
+        self.lora_b_EOr = nn.Parameter(torch.empty(config.num_experts, config.out_features, config.rank))
+
+    def forward(self, x_RI: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
+        a_ErI, b_EOr = _own_part(self.lora_a_ErI), _own_part(self.lora_b_EOr)
+        # Pad with zeros to a rank that grouped products accept; zeros add nothing.
+        padding = -a_ErI.shape[1] % (_GROUPED_STRIDE_BYTES // a_ErI.element_size())
+        a_ErI, b_EOr = F.pad(a_ErI, (0, 0, 0, padding)), F.pad(b_EOr, (0, padding))
+        hidden_Rr = grouped_mm(x_RI, a_ErI.transpose(-2, -1), offsets_E)
+        return grouped_mm(hidden_Rr, b_EOr.transpose(-2, -1), offsets_E)
+
+
+def _own_part(parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a parameter, as a plain tensor.
+
+    With tensor parallelism inside experts, A or B is whole on every rank but multiplies only this rank's part
+    of the other one: its gradient is a partial sum.
+    """
+    if not isinstance(parameter, DTensor):
+        return parameter
+    gradients = [Partial() if isinstance(p, Replicate) else p for p in parameter.placements]
+    return parameter.to_local(grad_placements=gradients)
+
+
+def adapter_sharding(base: SpmdLayout) -> ShardingConfig:
+    """Return the layout of the adapters of an expert parameter [E, O, I], given the parameter's layout."""
+    a_layout = b_layout = base
+    if base != expert_param_placement_sparse():
+        whole = expert_param_placement_dense(tp_placement=spmd.R)
+        # If the parameter is split over its output, every rank needs all of A; if over its input, all of B.
+        if base == expert_param_placement_dense(tp_placement=spmd.S(1)):
+            a_layout = whole
+        else:
+            assert base == expert_param_placement_dense(tp_placement=spmd.S(2)), base
+            b_layout = whole
+    return ShardingConfig(state_shardings={"lora_a_ErI": a_layout, "lora_b_EOr": b_layout})
+
+
+class LoraExperts(TrainingDtypeExperts):
+    """Experts with adapters of some projections."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(TrainingDtypeExperts.Config):
+        adapters: dict[str, GroupedAdapter.Config]
+        """Adapters by the name of the parameter that they adapt."""
+        scaling: float
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self._lora_scaling = config.scaling
+        self.adapters = ModuleDict({name: adapter.build() for name, adapter in config.adapters.items()})
+
+    def _project(self, name: str, x_RI: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
+        base_RO = super()._project(name, x_RI, offsets_E)
+        if name not in self.adapters:
+            return base_RO
+        return base_RO + self._lora_scaling * self.adapters[name](x_RI, offsets_E)
+
+    def _down(self, gate_RF: torch.Tensor, up_RF: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
+        if "w2_EDF" not in self.adapters:
+            return super()._down(gate_RF, up_RF, offsets_E)
+        return self._project("w2_EDF", F.silu(gate_RF) * up_RF, offsets_E)
 
 
 class SeparateQKVLinear(QKVLinear):
@@ -51,7 +139,7 @@ class SeparateQKVLinear(QKVLinear):
 
 
 def with_adapters(model: Decoder.Config, lora: LoraSection) -> Decoder.Config:
-    """The config of the same model, frozen and with adapters; its shardings are set already."""
+    """The config of the same model, frozen and with adapters. Its shardings must be set already."""
     for layer in model.layers:
         qkv = layer.attention.qkv_linear
         layer.attention.qkv_linear = SeparateQKVLinear.Config(
@@ -60,7 +148,7 @@ def with_adapters(model: Decoder.Config, lora: LoraSection) -> Decoder.Config:
         if layer.moe is not None:
             routed = layer.moe.routed_experts
             routed.inner_experts = _experts_with_adapters(routed.inner_experts, lora)
-    # Experts are no linear layers: the converter leaves them alone.
+    # The converter ignores experts, which are no linear layers.
     linear = ATTENTION_MODULES | NETWORK_MODULES
     modules = [module for target, module in linear.items() if target in lora.targets]
     converter = LoRAConverter.Config(rank=lora.rank, alpha=lora.alpha, target_modules=modules).build()
@@ -114,7 +202,7 @@ def adapter_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.P
 @contextmanager
 def without_adapters(model: torch.nn.Module) -> Iterator[None]:
     """Run the block with the base model, without its adapters."""
-    # TorchTitan makes the classes of its adapted layers as it goes: the attribute is what they share.
+    # TorchTitan creates the classes of adapted layers dynamically: only this attribute identifies them.
     adapted = [module for module in model.modules() if "_lora_scaling" in vars(module)]
     scalings = [module._lora_scaling for module in adapted]
     for module in adapted:
@@ -128,7 +216,7 @@ def without_adapters(model: torch.nn.Module) -> Iterator[None]:
 
 
 def store_base_in(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Keep frozen weights in the compute dtype: they need no float32 masters. On the meta device."""
+    """Store frozen weights in the compute dtype, without float32 masters. Call it on the meta device."""
     for parameter in model.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)

@@ -11,9 +11,10 @@ from torchtitan.models.common import Embedding
 from torchtitan.models.common.decoder import Decoder, TransformerBlock
 from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.models.common.rope import RoPE
+from torchtitan.protocols.module import Module
 from torchtitan.protocols.sharding import ShardingConfig
 
-# For every process group that is made after this import.
+# Importing it changes every process group made afterwards.
 import forgeasync.trainer.workarounds.gloo_threads as _gloo_threads  # noqa: F401
 from forgeasync.config import ActivationCheckpointing, LoraSection, ModelFacts, TrainerSection
 from forgeasync.models import (
@@ -25,11 +26,12 @@ from forgeasync.models import (
     unpin_offloaded,
 )
 from forgeasync.models.workarounds import flash_attention
-from forgeasync.trainer.attention import inner_attention
-from forgeasync.trainer.head import LogprobHead
+from forgeasync.trainer.logprobs import LogprobHead
 from forgeasync.trainer.lora import initialize_adapters, store_base_in, with_adapters
-from forgeasync.trainer.replay_router import replay_config
+from forgeasync.trainer.replay_router import ReplayRouter
+from forgeasync.trainer.workarounds.cpu_attention import PackedAttention
 from forgeasync.trainer.workarounds.experts import TrainingDtypeExperts
+from forgeasync.trainer.workarounds.gpu_attention import ContextAttention, WholeRowAttention
 from forgeasync.trainer.workarounds.low_precision_sums import (
     CpuEmbedding,
     Float32Gate,
@@ -73,23 +75,25 @@ def _adapt_layer(layer: TransformerBlock.Config, *, context: int) -> None:
     """Change a TorchTitan layer's router, experts' dtype and sums, and attention."""
     if layer.moe is not None:
         layer.moe.router.gate = as_config(Float32Gate, layer.moe.router.gate)
-        layer.moe.router = replay_config(layer.moe.router)
+        layer.moe.router = as_config(ReplayRouter, layer.moe.router)
         experts = layer.moe.routed_experts.inner_experts
-        layer.moe.routed_experts.inner_experts = TrainingDtypeExperts.Config(
-            dim=experts.dim,
-            hidden_dim=experts.hidden_dim,
-            num_experts=experts.num_experts,
-            param_init=experts.param_init,
-        )
+        layer.moe.routed_experts.inner_experts = as_config(TrainingDtypeExperts, experts)
         dispatcher = layer.moe.routed_experts.token_dispatcher
         layer.moe.routed_experts.token_dispatcher = as_config(SummingDispatcher, dispatcher)
     layer.attention.inner_attention = inner_attention(DEVICE_TYPE, context=context)
 
 
 def build_meta_model(facts: ModelFacts) -> Decoder:
-    """The whole model without memory (meta device), for counting its parameters."""
+    """The whole model on the meta device, without memory, for counting its parameters."""
     with torch.device("meta"):
         return titan_config(facts).build()
+
+
+def inner_attention(device_type: str, *, context: int) -> Module.Config:
+    """Config of the attention over packed rows for a context-parallel degree."""
+    if device_type == "cpu":
+        return PackedAttention.Config()
+    return WholeRowAttention.Config() if context == 1 else ContextAttention.Config()
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -101,7 +105,7 @@ class _TitanRun:
 
 
 def build_parallel_dims(section: TrainerSection, *, world_size: int) -> ParallelDims:
-    """The device meshes of the trainer; torch.distributed is up already."""
+    """The device meshes of the trainer; torch.distributed must be initialized."""
     parallelism = _parallelism(section)
     parallel_dims = ParallelDims.from_config(parallelism, world_size)
     dist_utils.set_spmd_backend(parallelism.spmd_backend)
@@ -134,8 +138,8 @@ def build_parallel_model(
 ) -> Decoder:
     """Build, shard and randomly initialize the model on this rank.
 
-    Trained weights are float32 masters; FSDP2 casts to ``section.dtype`` for compute. With ``lora`` those are
-    the adapters', and the rest is frozen and kept in ``section.dtype``, as is all of it with ``is_frozen``.
+    Trained weights are float32 masters; FSDP2 casts them to ``section.dtype`` for compute. With ``lora`` only
+    the adapters are trained. Frozen weights, which are all with ``is_frozen``, are kept in ``section.dtype``.
     """
     parallelism = _parallelism(section)
     training = TrainingConfig(
@@ -149,7 +153,7 @@ def build_parallel_model(
     model_config.update_from_config(config=_TitanRun(parallelism=parallelism, training=training))
     head = model_config.lm_head
     if head.sharding_config is not None:
-        # Its weight stays sharded over the vocabulary, but it returns log-probabilities, the same everywhere.
+        # Its weight stays sharded over the vocabulary, but its log-probabilities are the same on every rank.
         head.sharding_config = ShardingConfig(state_shardings=head.sharding_config.state_shardings)
     if lora is not None:
         model_config = with_adapters(model_config, lora)
@@ -157,7 +161,6 @@ def build_parallel_model(
         model = model_config.build()
     if is_frozen:
         model.requires_grad_(False)
-    # Where all is trained, nothing changes.
     store_base_in(model, TORCH_DTYPE_MAP[section.dtype.value])
     checkpointing = ActivationCheckpointing.NONE if is_frozen else section.activation_checkpointing
     FAMILIES[facts.model_type].titan().parallelize(
@@ -174,12 +177,12 @@ def build_parallel_model(
     torch.manual_seed(seed)
     with torch.no_grad():
         model.init_states(buffer_device=None)
-    # FSDP2 brings offloaded parameters to the device layer by layer, buffers it leaves where they are.
+    # FSDP2 moves offloaded parameters to the device layer by layer, but no buffers.
     _move_buffers(model, DEVICE_TYPE)
     share_rotary_caches(model)
     initialize_adapters(model, seed)
     allow_gloo_reduction(model)
-    # The head is called by itself, with the tokens whose log-probabilities are wanted.
+    # RowForward calls the head by itself, with the row's targets.
     model._skip_lm_head = True
     model.train(not is_frozen)
     return model
@@ -192,9 +195,9 @@ def _move_buffers(model: torch.nn.Module, device: str) -> None:
 
 
 def share_rotary_caches(model: Decoder) -> None:
-    """Keep one cache of cosines and sines; TorchTitan 0.3.0 gives every layer its own of all positions.
+    """Share one cache of cosines and sines; TorchTitan 0.3.0 gives every layer its own, for all positions.
 
-    For 262,144 positions and 48 layers with heads of 128 they would take 12 GiB.
+    Separate caches would take 12 GiB for 262,144 positions and 48 layers with heads of 128.
     """
     first = None
     for module in model.modules():

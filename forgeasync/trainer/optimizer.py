@@ -1,11 +1,13 @@
-"""The optimizer and its learning rate."""
+"""The optimizer, its learning rate, and an average of the weights over its steps."""
 
 from collections.abc import Sequence
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from forgeasync.config import OptimizerSection
+from forgeasync.config import ModelFacts, OptimizerSection
+from forgeasync.trainer.hf_checkpoint import hf_names, published_tensors
+from forgeasync.weights import NamedWeight, WeightSet, name_in
 
 
 def scheduled_learning_rate(optimizer: OptimizerSection, step: int) -> float:
@@ -18,7 +20,7 @@ def scheduled_learning_rate(optimizer: OptimizerSection, step: int) -> float:
 
 
 def set_learning_rate(optimizer: torch.optim.AdamW, section: OptimizerSection, step: int) -> float:
-    """Give the optimizer the learning rate of a batch, counted from 1; returns it."""
+    """Set and return the learning rate of a batch, counted from 1."""
     learning_rate = scheduled_learning_rate(section, step)
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
@@ -30,7 +32,7 @@ def build_optimizer(
 ) -> torch.optim.AdamW:
     """AdamW over these parameters, by name."""
     # AdamW's fused loops cannot mix device meshes: experts (sharded over the expert mesh) and the rest
-    # (sharded over the data mesh) are groups of their own.
+    # (sharded over the data mesh) are separate groups.
     by_mesh: dict[object, list[torch.nn.Parameter]] = {}
     for _, parameter in trained:
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
@@ -43,3 +45,61 @@ def build_optimizer(
         weight_decay=optimizer.weight_decay,
         fused=True,
     )
+
+
+AVERAGE = "average."
+"""Beginning of the names of averages in a checkpoint."""
+
+
+class WeightAverage:
+    """The exponential moving average of each trained parameter, in float32, sharded like the parameter.
+
+    Teachers that follow the policy slowly use it.
+
+    After a step: average <- alpha * average + (1 - alpha) * parameter (Polyak & Juditsky, 1992; as the mean
+    teacher of Tarvainen & Valpola, 2017). It starts as the first weights, without bias correction.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, facts: ModelFacts, alpha: float | None, *, has_adapters: bool
+    ) -> None:
+        """Start with the current parameters; if ``alpha`` is None, nothing is averaged."""
+        self._model, self._facts, self._has_adapters = model, facts, has_adapters
+        self._alpha = 0.0 if alpha is None else alpha
+        self._parameters: dict[str, torch.nn.Parameter] = {}
+        if alpha is not None:
+            self._parameters = {name: one for name, one in model.named_parameters() if one.requires_grad}
+        self._averages = {
+            name: parameter.detach().to(torch.float32, copy=True)
+            for name, parameter in self._parameters.items()
+        }
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Add the parameters after an optimizer step; every rank updates its own shards."""
+        for name, parameter in self._parameters.items():
+            average, newest = _local(self._averages[name]), _local(parameter.detach())
+            average.mul_(self._alpha).add_(newest.float(), alpha=1.0 - self._alpha)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The averages by their names in a checkpoint; they share this object's memory."""
+        return {f"{AVERAGE}{name}": tensor for name, tensor in self._averages.items()}
+
+    def named_weights(self) -> list[NamedWeight]:
+        """This rank's shards of the averages, under the names of ``WeightSet.AVERAGE``.
+
+        Biases of routers, which are published but not trained, have their current values.
+        """
+        if not self._averages:
+            return []
+        return [
+            NamedWeight(
+                names=tuple(name_in(WeightSet.AVERAGE, one) for one in hf_names(name, self._facts)),
+                tensor=self._averages.get(name, tensor),
+            )
+            for name, tensor in published_tensors(self._model, has_adapters=self._has_adapters)
+        ]
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,15 +1,17 @@
-"""Packs sequences into rows and assigns rows to data-parallel ranks: pure functions on numpy arrays.
+"""Packs sequences into rows and assigns rows to data-parallel ranks, on numpy arrays.
 
 A sequence is a prompt followed by its response. Position t of a row predicts ``target_ids_L[t]``, the token
-after it; only positions whose target is a sampled token of a response are trained on. What an environment put
-between two turns of the model is attended to like a prompt.
+after it. Only positions whose target is a sampled token of a response are trained on. Text that an
+environment put between two turns of the model is attended to like a prompt.
 
 Shape suffixes: P prompt tokens, T response tokens (of a sequence, or of all in a row), L row length, M MoE
 layers, K top-k.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -31,11 +33,11 @@ NO_SEQUENCE = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Which branch a sequence is, where somebody wants to know of its tokens."""
+    """Identifies the branch that a sequence is, in runs that report single tokens."""
 
     key: BranchKey
     is_recorded: bool
-    """Whether the values of all its trained tokens are wanted."""
+    """Whether the values of all its trained tokens are reported."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,9 +56,9 @@ class TrainingSequence:
 
     int32 ids; float32 ``behavior_logprobs_T``; int32 ``ages_T``: policy versions between sampling and
     this optimizer step. ``expert_ids_SMK``: int16 [P + T, M, K] to replay, ``NO_RECORD`` where the trainer
-    is to choose; None: it chooses for all. ``kept_tokens`` None: all tokens were kept. ``is_sampled_T``:
-    bool, False for response tokens that are no targets; None: all are. What such a token has in the other
-    arrays is not read.
+    chooses; None: it chooses for all. ``kept_tokens`` None: all tokens were kept. ``is_sampled_T``: bool,
+    False for response tokens that are no targets; None: all are. Values of such tokens in the other arrays
+    are ignored.
     """
 
     prompt_ids_P: np.ndarray
@@ -72,7 +74,7 @@ class TrainingSequence:
     is_sampled_T: np.ndarray | None = None
     teacher: TeacherRecord | None = None
     source: Source | None = None
-    """None where nobody asks about single tokens."""
+    """None if single tokens are not reported."""
 
     @property
     def num_tokens(self) -> int:
@@ -83,8 +85,8 @@ class TrainingSequence:
 class PackedRow:
     """Sequences laid end to end; ``positions_L`` restart at 0 with each of them.
 
-    ``kept_tokens`` has one set per target, in the order of the row; so has ``teacher``, None where no teacher
-    has seen the row or nothing is in it.
+    ``kept_tokens`` has one set per target, in the order of the row. ``teacher`` has one record per target; it
+    is None for an empty row, and in runs without a teacher.
     """
 
     token_ids_L: np.ndarray
@@ -104,7 +106,7 @@ class PackedRow:
 
     @property
     def num_targets(self) -> int:
-        """Positions that are trained on."""
+        """Number of positions that are trained on."""
         return int(self.mask_L.sum())
 
 
@@ -147,7 +149,7 @@ def pack_row(sequences: Sequence[TrainingSequence]) -> PackedRow:
         if row.expert_ids_LMK is not None and sequence.expert_ids_SMK is not None:
             row.expert_ids_LMK[start:end] = sequence.expert_ids_SMK
         start = end
-    # Padding is one more sequence: real tokens never attend to it, it attends to itself.
+    # Padding is one more sequence, which attends to itself only.
     row.positions_L[start:] = np.arange(length - start)
     return row
 
@@ -207,3 +209,26 @@ def pack_rows(
         [pack_row([sequences[index] for index in microbatch[rank]]) for microbatch in plan]
         for rank in range(num_ranks)
     ]
+
+
+def write_rows(folder: Path, rows: Sequence[PackedRow], *, rank: int, reason: str) -> None:
+    """Write ``rank-<rank>.npz``, to be read with ``numpy.load``.
+
+    It holds ``reason``, every array of each ``PackedRow`` as ``row<i>.<name>``, the kept sets as
+    ``row<i>.kept_offsets`` and ``row<i>.kept_ids``, and what a teacher gave as ``row<i>.teacher_<name>``.
+
+    Raises:
+        OSError: the disk is full or fails.
+    """
+    arrays: dict[str, np.ndarray] = {"reason": np.asarray(reason)}
+    for index, row in enumerate(rows):
+        for field in dataclasses.fields(row):
+            value = getattr(row, field.name)
+            if isinstance(value, np.ndarray):
+                arrays[f"row{index}.{field.name}"] = value
+        arrays[f"row{index}.kept_offsets"] = row.kept_tokens.offsets
+        arrays[f"row{index}.kept_ids"] = row.kept_tokens.ids_N
+        if row.teacher is not None:
+            arrays |= {f"row{index}.{name}": array for name, array in row.teacher.arrays().items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    np.savez_compressed(folder / f"rank-{rank}.npz", allow_pickle=False, **arrays)

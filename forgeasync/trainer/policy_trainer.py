@@ -1,56 +1,54 @@
 """One rank of the trainer: model, optimizer and the optimizer step over packed rows.
 
-Every rank of the mesh calls the same methods in the same order; the collectives inside are the only thing
-they wait for each other in. No Monarch here: actors and tests alike build this class under an initialized
-torch.distributed.
+Every rank of the mesh calls the same methods in the same order; ranks wait for each other only in the
+collectives of these methods. The module does not use Monarch: actors and tests build ``PolicyTrainer`` under
+an initialized torch.distributed.
 
 Shape suffixes: L packed row length, T its targets (the response tokens trained on).
 """
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torchtitan.distributed import utils as dist_utils
 
-from forgeasync.algorithms import RowTokens, means_of_taught
+from forgeasync.algorithms import means_of_taught
 from forgeasync.config import OnBadStep, RouterBias
 from forgeasync.models import DEVICE_TYPE
-from forgeasync.trainer import hf_checkpoint, lora_checkpoint, reference
-from forgeasync.trainer.finite import (
+from forgeasync.trainer import hf_checkpoint
+from forgeasync.trainer.forward import ReferenceLogprobs, RowForward, base_model, frozen_copy
+from forgeasync.trainer.hf_checkpoint import named_weights
+from forgeasync.trainer.loss_inputs import TargetCounts, asked_ids, count_targets, row_tokens, trained_mask
+from forgeasync.trainer.model import build_parallel_dims, build_parallel_model
+from forgeasync.trainer.optimizer import WeightAverage, build_optimizer, set_learning_rate
+from forgeasync.trainer.packing import PackedRow
+from forgeasync.trainer.replay_router import RouterBiasUpdate
+from forgeasync.trainer.run_checkpoint import CheckpointWriter, TrainerState
+from forgeasync.trainer.setup import TrainerSetup
+from forgeasync.trainer.snapshots import Snapshots, snapshot_bytes
+from forgeasync.trainer.step import (
+    MinibatchResult,
     MismatchTooLarge,
+    NonFiniteWeights,
+    StepJudge,
+    StepResult,
     describe_fresh_mismatch,
     describe_row,
+    merged,
     require_finite,
     value_ranges,
 )
-from forgeasync.trainer.forward import RowForward
-from forgeasync.trainer.model import build_parallel_dims, build_parallel_model
-from forgeasync.trainer.optimizer import build_optimizer, set_learning_rate
-from forgeasync.trainer.packing import PackedRow
-from forgeasync.trainer.replay_router import RouterBiasUpdate
-from forgeasync.trainer.replayed_decisions import ReplayedDecisions
-from forgeasync.trainer.rolling_back import roll_back_if_needed
-from forgeasync.trainer.run_checkpoint import CheckpointWriter
-from forgeasync.trainer.setup import TrainerSetup
-from forgeasync.trainer.snapshots import Snapshots, snapshot_bytes
-from forgeasync.trainer.step_judge import StepJudge
-from forgeasync.trainer.step_result import MinibatchResult, StepResult, merged
 from forgeasync.trainer.step_sums import Probe, StepSums
-from forgeasync.trainer.teacher_rows import asked_ids, full_logprobs, teacher_tokens
-from forgeasync.trainer.token_collector import TokenCollector
-from forgeasync.trainer.trained_targets import TargetCounts, count_targets, trained_mask
-from forgeasync.trainer.trainer_state import TrainerState
-from forgeasync.trainer.weight_average import WeightAverage, named_weights
+from forgeasync.trainer.token_collector import ReplayedDecisions, TokenCollector
 from forgeasync.weights import NamedWeight
 
 
 class PolicyTrainer:
-    """Trains a policy."""
+    """Trains a policy on packed rows, and writes its weights and checkpoints."""
 
     def __init__(self, setup: TrainerSetup, *, checkpoints: CheckpointWriter | None = None) -> None:
         """Build the model on this rank; collective.
@@ -71,12 +69,12 @@ class PolicyTrainer:
         temperature = setup.temperature
         self._forward = RowForward(self.model, parallel_dims=dims, section=section, temperature=temperature)
         self._decisions = ReplayedDecisions(dims, num_layers=len(self._forward.routers))
-        self._reference: reference.ReferenceLogprobs | None = None
+        self._reference: ReferenceLogprobs | None = None
         if loss.needs_reference and lora is not None:
-            self._reference = reference.base_model(self.model, self._forward)
+            self._reference = base_model(self.model, self._forward)
         elif loss.needs_reference:
             assert setup.checkpoint is not None, "a penalty is on moving away from a checkpoint"
-            self._reference = reference.frozen_copy(
+            self._reference = frozen_copy(
                 facts, section, parallel_dims=dims, temperature=temperature, checkpoint=setup.checkpoint
             )
         self._router_bias: RouterBiasUpdate | None = None
@@ -92,7 +90,7 @@ class PolicyTrainer:
         self._checkpoints = checkpoints or CheckpointWriter()
         self._snapshots: Snapshots | None = None
         self._readers: list[Callable[[], None]] = []
-        # Context-parallel ranks go through the same losses and metrics: they count once.
+        # Context-parallel ranks compute the same losses and metrics: they count once.
         batch_mesh = self._loss_mesh = dims.get_optional_mesh("batch")
         self.data_rank = 0 if batch_mesh is None else batch_mesh.get_local_rank()
         self.num_data_ranks = 1 if batch_mesh is None else batch_mesh.size()
@@ -101,38 +99,38 @@ class PolicyTrainer:
 
     @property
     def policy_version(self) -> int:
-        """The number of batches that it has taken."""
+        """The number of batches trained on so far."""
         return self.state.policy_version
 
     def logprobs(self, row: PackedRow, *, replay_routing: bool = True) -> torch.Tensor:
         """Log-probabilities [T] of a row's targets under the current weights; float32, with gradients.
 
-        Over the row's kept sets, and through its recorded experts unless ``replay_routing`` is False.
+        Computed over the row's kept sets, with its recorded experts unless ``replay_routing`` is False.
         """
         row = row if replay_routing else dataclasses.replace(row, expert_ids_LMK=None)
         with self._forward.replay(row):
             return self._forward.logprobs(row)
 
     def train_step(self, rows: Sequence[PackedRow], *, max_fresh_mismatch: float | None = None) -> StepResult:
-        """A batch that makes one optimizer step: ``train_batch`` of one minibatch."""
+        """Train on a batch of one optimizer step: ``train_batch`` of one minibatch."""
         return self.train_batch([rows], max_fresh_mismatch=max_fresh_mismatch)
 
     def train_batch(
         self, minibatches: Sequence[Sequence[PackedRow]], *, max_fresh_mismatch: float | None = None
     ) -> StepResult:
-        """One optimizer step on each minibatch, over this rank's rows (as many on every rank).
+        """Make one optimizer step on each minibatch, over this rank's rows (the same number on every rank).
 
-        The loss of a step is that of all ranks' rows as one: neither packing nor the number of ranks changes
-        the gradient. Where a loss or a gradient of any rank is not finite, every rank leaves weights and
-        optimizer as they are, and the result says why; ``trainer.bad_steps`` says whether the next minibatch
-        has its turn or the whole batch is taken back. The version counts batches, so that it goes on by one
-        however many steps were made; the learning rate follows from it.
+        The loss of a step is that of all ranks' rows together: neither packing nor the number of ranks
+        changes the gradient. If a loss or a gradient of any rank is not finite, every rank leaves weights and
+        optimizer unchanged, and the result says why. ``trainer.bad_steps`` decides whether the next minibatch
+        follows or the whole batch is rolled back. The version counts batches: it grows by one, however many
+        steps were made. The learning rate follows from the version.
 
         Raises:
             NonFiniteWeights: the weights after a step, and there is no snapshot of those before.
             ValueError: a step is to be rolled back, and there is no snapshot.
-            MismatchTooLarge: on tokens sampled under the present weights, log-probabilities differ from the
-                generator's by more than ``max_fresh_mismatch`` nats on average. No step was taken.
+            MismatchTooLarge: on tokens sampled under the current weights, log-probabilities differ from the
+                generator's by more than ``max_fresh_mismatch`` nats on average. No step was made.
         """
         start_s = time.perf_counter()
         self._waited_s = 0.0
@@ -148,10 +146,7 @@ class PolicyTrainer:
             num_rows += len(rows)
             if result.bad is not None and result.bad.remedy is not OnBadStep.SKIP:
                 break
-        weights = ((weight.names[0], weight.tensor) for weight in self.named_weights())
-        is_rolled_back = roll_back_if_needed(
-            results, weights, judge=self._judge, snapshots=self._snapshots, state=self.state
-        )
+        is_rolled_back = self._roll_back_if_needed(results)
         self.state.policy_version += 1
         of_batch = merged(
             results,
@@ -165,10 +160,39 @@ class PolicyTrainer:
             self._snapshots.begin_if_due(self.policy_version, self.state.tensors())
         return of_batch
 
+    def _roll_back_if_needed(self, results: list[MinibatchResult]) -> bool:
+        """Roll back a batch if its last result says so, or if its weights are not finite; collective.
+
+        Weights, moments and random states become those of the batch's start. Returns whether they do. A
+        problem of the weights is added to the result of the last step made. Nobody may read the weights
+        meanwhile.
+        """
+        made = [index for index, result in enumerate(results) if result.bad is None]
+        bad = self._judge.judge_weights(value_ranges(self._weights_by_name())) if made else None
+        step = self.policy_version + 1
+        if bad is not None:
+            results[made[-1]] = dataclasses.replace(results[made[-1]], bad=bad)
+        elif results[-1].bad is None or results[-1].bad.remedy is not OnBadStep.ROLLBACK:
+            return False
+        if self._snapshots is None or self._snapshots.newest != self.policy_version:
+            if bad is not None:
+                raise NonFiniteWeights(
+                    f"step {step} is refused, and there is no snapshot before it: {bad.reason}"
+                )
+            assert results[-1].bad is not None
+            raise ValueError(
+                f"trainer.bad_steps: step {step} is to be rolled back, and this trainer takes no snapshots; "
+                f"must be skip or stop here. It is bad because {results[-1].bad.reason}"
+            )
+        tensors = self.state.tensors()
+        self._snapshots.roll_back(tensors)
+        self.state.take_over(tensors)
+        return True
+
     def _proximal_logprobs(
         self, minibatches: Sequence[Sequence[PackedRow]]
     ) -> list[Sequence[torch.Tensor | None]]:
-        """Each row's log-probabilities [T] at the batch's start; None where those are the current ones."""
+        """Each row's log-probabilities [T] at the batch's start; None if the current ones are the same."""
         proximal: list[Sequence[torch.Tensor | None]] = [[None] * len(rows) for rows in minibatches]
         if self._loss.needs_proximal:
             with torch.no_grad():
@@ -183,7 +207,7 @@ class PolicyTrainer:
         first_row: int,
         max_fresh_mismatch: float | None,
     ) -> MinibatchResult:
-        """One optimizer step, unless it is bad; the batch has ``first_row`` rows before."""
+        """Make one optimizer step, unless it is bad; ``first_row`` rows of the batch precede it."""
         sums = StepSums(num_layers=len(self._forward.routers), device=DEVICE_TYPE, is_first=first_row == 0)
         taken = TokenCollector(self._loss.objective, self._decisions, trained_version=self.policy_version)
         masks = [trained_mask(row, self._max_token_age) for row in rows]
@@ -192,7 +216,7 @@ class PolicyTrainer:
             self._accumulate_gradients(first_row + index, row, mask_T, proximal[index], counts, sums, taken)
             for index, (row, mask_T) in enumerate(zip(rows, masks, strict=True))
         ]
-        # Before clipping: a norm that is nan makes every gradient nan.
+        # Before clipping, because a norm of nan makes every gradient nan.
         gradients = value_ranges(
             (f"the reduced gradient of {name}", parameter.grad) for name, parameter in self._trained()
         )
@@ -207,7 +231,8 @@ class PolicyTrainer:
         metrics["grad_norm"] = grad_norm
         if self._max_token_age is not None:
             metrics["off_policy/rejected_token_share"] = 1.0 - counts.num_trained / max(1, counts.num_targets)
-        # Before a collective: no rank begins its next snapshot while another one has only older ones.
+        # Before a collective, so that no rank begins its next snapshot while another rank has only older
+        # ones.
         if self._snapshots is not None:
             self._waited_s += self._snapshots.until_written()
         bad = self._judge.judge(problems, gradients, grad_norm)
@@ -245,29 +270,19 @@ class PolicyTrainer:
         sums: StepSums,
         taken: TokenCollector,
     ) -> str | None:
-        """A row's share of the gradients; what is wrong with its loss, if that is not finite."""
-
-        def targets(values_L: np.ndarray) -> torch.Tensor:
-            return torch.from_numpy(values_L[row.mask_L]).to(DEVICE_TYPE)
-
-        behavior_T = targets(row.behavior_logprobs_L)
+        """Add a row's share of the gradients; returns what is wrong with its loss, if it is not finite."""
         ref_logprobs_T = None if self._reference is None else self._reference(row)
-        # The backward pass recomputes checkpointed layers: it has to find the same experts there.
+        # The backward pass recomputes checkpointed layers, which have to use the same experts.
         noted_ML = self._decisions.note(row)
         with self._forward.replay(row, noted_ML):
             predictions = self._forward.predictions(row, asked_ids_TK=asked_ids(row, self._loss))
-            tokens = RowTokens(
-                logprobs_T=predictions.logprobs_T,
-                behavior_logprobs_T=behavior_T,
-                advantages_T=targets(row.advantages_L),
+            tokens = row_tokens(
+                row,
+                predictions,
+                self._loss,
                 mask_T=mask_T,
-                sequence_ids_T=targets(row.sequence_ids_L),
-                ages_T=targets(row.ages_L),
-                sample_weights_T=targets(row.sample_weights_L),
                 ref_logprobs_T=ref_logprobs_T,
                 proximal_logprobs_T=proximal_logprobs_T,
-                full_logprobs_T=full_logprobs(predictions),
-                teacher=teacher_tokens(row, predictions, self._loss),
             )
             result = self._loss.with_terms(tokens, total=counts.total, term_totals=counts.term_totals)
             if row.expert_ids_LMK is not None:
@@ -275,7 +290,7 @@ class PolicyTrainer:
             if self._router_bias is not None:
                 self._router_bias.add(self._forward.routers)
             result.loss.backward()
-        logprobs_T = tokens.logprobs_T.detach()
+        logprobs_T, behavior_T = tokens.logprobs_T.detach(), tokens.behavior_logprobs_T
         assert predictions.entropies_T is not None
         sums.add_row(row, tokens, result, predictions.entropies_T)
         taken.add(row, tokens, result, predictions.entropies_T, noted_ML)
@@ -303,25 +318,29 @@ class PolicyTrainer:
         return named_weights(self.model, self._facts, has_adapters=self._lora is not None)
 
     def published_weights(self) -> list[NamedWeight]:
-        """This rank's shards of what is published: the policy's weights, and those of the average."""
+        """This rank's shards of all published weights: the policy's and the average's."""
         return [*self.named_weights(), *self._average.named_weights()]
 
     def require_finite_weights(self, what: str) -> None:
-        """Refuse weights that are not finite by ``NonFiniteWeights``, which names ``what``; collective."""
-        require_finite(((weight.names[0], weight.tensor) for weight in self.named_weights()), what=what)
+        """Raise ``NonFiniteWeights``, naming ``what``, if weights are not finite; collective."""
+        require_finite(self._weights_by_name(), what=what)
+
+    def _weights_by_name(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((weight.names[0], weight.tensor) for weight in self.named_weights())
 
     def _trained(self) -> list[tuple[str, torch.nn.Parameter]]:
         return [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
 
     def let_read(self, until_read: Callable[[], None]) -> None:
-        """Let another thread read the weights as they are; forward and backward passes go on meanwhile.
+        """Let another thread read the current weights during the next forward and backward passes.
 
-        Before the weights change, the training thread calls ``until_read``, which returns when they may.
+        Before the weights change, the training thread calls ``until_read``, which returns once they may
+        change.
         """
         self._readers.append(until_read)
 
     def _until_read(self) -> None:
-        """Wait until the weights may change; whoever reads them beside training has to be done."""
+        """Wait until the weights may change: all threads that read them must have finished."""
         start_s = time.perf_counter()
         self._checkpoints.until_staged()
         for until_read in self._readers:
@@ -330,13 +349,13 @@ class PolicyTrainer:
         self._waited_s += time.perf_counter() - start_s
 
     def snapshot_bytes(self) -> int:
-        """Bytes of shared memory that this rank's snapshots take."""
+        """Bytes of shared memory for this rank's snapshots."""
         return snapshot_bytes(self.state.tensors())
 
     def open_snapshots(self, folder: Path, *, every_steps: int, at_most: int) -> int:
-        """Take snapshots in ``folder``, having gone on from the newest one not after ``at_most``; collective.
+        """Take snapshots in ``folder``, and continue from the newest one not after ``at_most``; collective.
 
-        Returns its version; where ranks have none in common, that of the weights that were loaded.
+        Returns its version. If the ranks have no common snapshot, returns the version of the loaded weights.
 
         Raises:
             ValueError: the host has not enough shared memory.
@@ -346,20 +365,20 @@ class PolicyTrainer:
         if self._snapshots.restore(state, at_most=at_most) is not None:
             self.state.take_over(state)
         else:
-            # The first batch too can be rolled back.
+            # So that the first batch can be rolled back too.
             self._snapshots.begin_if_due(self.policy_version, state)
         return self.policy_version
 
     def finish_snapshot(self) -> int | None:
-        """Wait for the snapshot begun last, in any thread; the version of this rank's newest whole one."""
+        """Wait for the last snapshot, in any thread; returns the version of the newest complete one."""
         assert self._snapshots is not None, "opened"
         self._snapshots.until_written()
         return self._snapshots.newest
 
     def begin_checkpoint(self, folder: Path, *, run_state: bytes, keep: int) -> None:
-        """Start to write a checkpoint beside training (collective); older ones than ``keep`` are removed.
+        """Start to write a checkpoint beside training; the newest ``keep`` checkpoints are kept. Collective.
 
-        Waits for the one before. What goes wrong with writing is raised by ``finish_checkpoint``.
+        Waits for the previous one. ``finish_checkpoint`` raises errors of writing.
 
         Raises:
             NonFiniteWeights: weights or moments have nan or inf. Nothing is written or removed.
@@ -369,7 +388,7 @@ class PolicyTrainer:
         self._checkpoints.begin(state, folder, run_state=run_state, keep=keep)
 
     def finish_checkpoint(self) -> None:
-        """Wait until the checkpoint begun last is on the disk.
+        """Wait until the last checkpoint is on the disk.
 
         Raises:
             CheckpointNotWritten: it could not be written; nothing of it is left.
@@ -377,7 +396,7 @@ class PolicyTrainer:
         self._checkpoints.finish()
 
     def resume(self, folder: Path) -> None:
-        """Go on from a checkpoint, which may be of another parallel layout; collective.
+        """Continue from a checkpoint, which may be of another parallel layout; collective.
 
         Raises:
             ValueError: it is a checkpoint of another model or of other adapters.
@@ -387,7 +406,7 @@ class PolicyTrainer:
     def save_hf(self, folder: Path, *, source: Path) -> None:
         """Write a Hugging Face folder, or with adapters a peft folder; collective.
 
-        Config and tokenizer are copied from ``source``, which is the folder of the adapters' model.
+        Config and tokenizer are copied from ``source``, the folder of the model (the adapters' base model).
 
         Raises:
             NonFiniteWeights: weights have nan or inf. Nothing is written.
@@ -396,4 +415,4 @@ class PolicyTrainer:
         if self._lora is None:
             hf_checkpoint.save(self.model, self._facts, folder, source=source)
         else:
-            lora_checkpoint.save(self.model, self._facts, self._lora, folder, source=source)
+            hf_checkpoint.save_adapters(self.model, self._facts, self._lora, folder, source=source)

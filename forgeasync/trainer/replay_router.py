@@ -1,7 +1,7 @@
-"""TorchTitan's router, taking the experts that the generator took (Keep Routing).
+"""TorchTitan's router, using the experts that the generator used (Keep Routing).
 
 Only the choice is replaced: the scores are the trainer's own, gathered at the recorded experts, normalized
-and scaled as ever, so that gradients reach the gate. Rollout routing replay: DeepSeek-AI, "DeepSeek-V3.2",
+and scaled as usual, so that gradients reach the gate. Rollout routing replay: DeepSeek-AI, "DeepSeek-V3.2",
 2025, section 3.1 (Keep Routing); Ma et al., "Stabilizing MoE Reinforcement Learning by Aligning Training and
 Inference Routers", 2025.
 
@@ -23,11 +23,11 @@ from forgeasync.rollouts import NO_RECORD, Decision
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotedPlaces:
-    """Where a router writes what became of its decisions, uint8 (``Decision``), of one row of length L."""
+    """Where a router writes the outcomes of its decisions, uint8 (``Decision``), for one row of length L."""
 
     decisions_L: torch.Tensor
     positions_BL: torch.Tensor
-    """int64, laid out as the ids: each token's place in the row."""
+    """int64, in the layout of the ids: each token's place in the row."""
 
 
 class ReplayRouter(TokenChoiceTopKRouter):
@@ -42,10 +42,10 @@ class ReplayRouter(TokenChoiceTopKRouter):
         self._replayed_BLK: torch.Tensor | None = None
         self._is_counted_BL: torch.Tensor | None = None
         self._noted: NotedPlaces | None = None
-        # [replayed decisions, those in which this router would have chosen another set of experts], of the
-        # last forward pass. Overwritten, not added to: recomputation in the backward pass changes nothing.
+        # [replayed decisions, those in which this router would have chosen another set of experts] of the
+        # last forward pass. Overwritten, so that recomputation in the backward pass changes nothing.
         self.register_buffer("replay_counts", torch.zeros(2, dtype=torch.int64), persistent=False)
-        # Tokens that each expert got in it, of those that were to be counted.
+        # Tokens of each expert in that pass, among the tokens of ``is_counted_BL``.
         counts_E = torch.zeros(config.num_experts, dtype=torch.int64)
         self.register_buffer("expert_counts_E", counts_E, persistent=False)
 
@@ -59,10 +59,10 @@ class ReplayRouter(TokenChoiceTopKRouter):
         """Route by these ids (any integer type) in forward passes until the context ends.
 
         A token with ``NO_RECORD`` in any place is routed by the router's own choice. With tensor parallelism
-        every rank gives the ids of all tokens, with context parallelism those of its own. Where activation
-        checkpointing recomputes the forward pass, the backward pass belongs into the context too. The tokens
-        of ``is_counted_BL`` (bool, laid out as the ids) are counted by the experts that they take. ``noted``
-        gets what became of each token's decision.
+        every rank passes the ids of all tokens, with context parallelism those of its own. With activation
+        checkpointing, which recomputes the forward pass, the backward pass has to run in the context too. The
+        tokens of ``is_counted_BL`` (bool, in the layout of the ids) are counted per expert. The outcome of
+        each token's decision is written to ``noted``.
         """
         assert self._replayed_BLK is None, "replay contexts of one router do not nest"
         self._replayed_BLK = expert_ids_BLK.long()
@@ -96,9 +96,8 @@ class ReplayRouter(TokenChoiceTopKRouter):
                 decisions_BL1 = torch.where(is_same_BL1, Decision.SAME.value, Decision.OTHER.value)
                 decisions_BL1 = (decisions_BL1 * has_record_BL1).to(torch.uint8)
                 self._noted.decisions_L.index_copy_(0, positions_BL.flatten(), decisions_BL1.flatten())
-        # A record lists experts in another order than the router does. Where it is the same set, the router's
-        # own scores are taken, only put into that order: replaying its own choices changes no bit, forward or
-        # backward, however they are listed.
+        # A record may list experts in another order than the router. If the set is the same, use the router's
+        # own scores in the record's order: replaying its own choices changes no bit, forward or backward.
         place_BLK = is_match_BLKK.to(torch.uint8).argmax(-1)
         scores_BLK = torch.where(
             _wrapped_like(is_same_BL1, own_ids_BLK),
@@ -121,7 +120,7 @@ class ReplayRouter(TokenChoiceTopKRouter):
 
 
 def replay_config(router: TokenChoiceTopKRouter.Config) -> ReplayRouter.Config:
-    """Return the router's config with replay."""
+    """The config of the same router with replay."""
     return ReplayRouter.Config(
         num_experts=router.num_experts,
         gate=router.gate,
@@ -152,7 +151,7 @@ def replay(
 ) -> Iterator[None]:
     """Replay in all layers; the ids of layer m are ``expert_ids_BLMK[:, :, m]``.
 
-    ``noted_ML`` gets what became of the decisions of the tokens that lie at ``positions_BL`` of the row.
+    Outcomes of the decisions are written to ``noted_ML``, for tokens at ``positions_BL`` of the row.
     """
     assert expert_ids_BLMK.shape[2] == len(routers)
     with ExitStack() as contexts:
@@ -195,13 +194,13 @@ def router_biases(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def checkpoint_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield everything that a checkpoint of the model holds: parameters, and biases of routers."""
+    """All tensors of a checkpoint of the model: parameters, and biases of routers."""
     yield from model.named_parameters()
     yield from router_biases(model)
 
 
 class RouterBiasUpdate:
-    """Counts the tokens that experts get in a step, and moves biases against the difference."""
+    """Counts the tokens per expert in a step, and moves biases against the imbalance."""
 
     def __init__(self, model: nn.Module, speed: float) -> None:
         self._layers = [module for module in model.modules() if isinstance(module, MoE)]
@@ -216,8 +215,8 @@ class RouterBiasUpdate:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Move all biases by ``speed``, up where fewer tokens came than on average; collective."""
-        # Ranks that go through the same tokens count them as often for every expert: only signs matter.
+        """Move all biases by ``speed``: up for experts with fewer tokens than the average; collective."""
+        # Ranks that compute the same tokens count them equally for every expert: only signs matter.
         dist.all_reduce(self._counts_ME)
         missing_ME = self._counts_ME.mean(-1, keepdim=True) - self._counts_ME
         change_ME = self._speed * torch.sign(missing_ME)

@@ -1,8 +1,9 @@
 """Checkpoints of the trainer, by torch.distributed.checkpoint: written beside training, read by any layout.
 
-Every rank copies its shards to host memory in a thread while the next forward pass runs; the optimizer waits
-for that copy. A second thread writes the copies, over a gloo group of its own, so that its collectives and
-those of training cannot meet. Rank 0 then shows the checkpoint (``forgeasync.checkpoint.folders``).
+``TrainerState`` is all that the next step depends on besides its batch, as tensors by name. Every rank copies
+its shards to host memory in a thread while the next forward pass runs; the optimizer waits for that copy. A
+second thread writes the copies over its own gloo group, so that its collectives cannot mix with those of
+training. Rank 0 then publishes the checkpoint (``forgeasync.checkpoint``).
 """
 
 from collections.abc import Callable, Mapping
@@ -25,23 +26,25 @@ from forgeasync.checkpoint import (
     remove_partial,
 )
 from forgeasync.models import DEVICE_TYPE
-from forgeasync.trainer.host_copies import HostCopies
+from forgeasync.trainer.optimizer import WeightAverage
+from forgeasync.trainer.step import SpikeRule
+from forgeasync.trainer.step_sums import Probe
 from forgeasync.trainer.workarounds.checkpoint_reader import SafeFileSystemReader
 
 State = dict[str, torch.Tensor]
 """Tensors by their names in a checkpoint."""
 
 RNG = "rng."
-"""Beginning of the names of random states: each rank has its own, and another layout none of them."""
+"""Prefix of the names of random states. Each rank has its own; other layouts do not use them."""
 
 NORMS = "grad_norms."
-"""Beginning of the name of the norms that spikes are judged by, with their number: only with ``on_spike``."""
+"""Prefix of the name of the norms that spikes are judged by, before their number; only with ``on_spike``."""
 
 _OPTIONAL = (RNG, NORMS)
 
 
 def training_state(model: torch.nn.Module, optimizer: torch.optim.AdamW) -> State:
-    """Return what is trained, its moments and the model's running state; shares the trainer's memory."""
+    """Return trained parameters, their moments and persistent buffers; they share the trainer's memory."""
     state: State = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -54,10 +57,10 @@ def training_state(model: torch.nn.Module, optimizer: torch.optim.AdamW) -> Stat
 
 
 def _moments(optimizer: torch.optim.AdamW, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
-    """Return a parameter's moments; if it has none yet, those that AdamW makes at its first step."""
+    """Return a parameter's moments. Before the first step, make those that AdamW would make in it."""
     moments = optimizer.state[parameter]
     if not moments:
-        # Where AdamW has it with ``fused``: on the parameter's device.
+        # With ``fused`` AdamW keeps it on the parameter's device.
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         moments["step"] = local.new_zeros((), dtype=torch.float32)
         moments["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
@@ -75,7 +78,7 @@ def random_state() -> State:
 
 
 def set_random_state(state: Mapping[str, torch.Tensor]) -> None:
-    """Take over what ``random_state`` gave; nothing of it: the random state stays."""
+    """Restore the states of ``random_state``; devices that are missing in ``state`` keep theirs."""
     for name, tensor in state.items():
         device = name.rpartition(".")[2]
         if device == "cpu":
@@ -87,11 +90,11 @@ def set_random_state(state: Mapping[str, torch.Tensor]) -> None:
 def load(state: State, folder: Path) -> None:
     """Fill the tensors of ``state`` from a checkpoint that ranks of any number wrote; collective.
 
-    Random states and norms that the checkpoint does not have are taken out of ``state``.
+    Random states and norms that the checkpoint does not have are removed from ``state``.
 
     Raises:
         ValueError: the checkpoint is of another model or of other adapters; names a tensor and both shapes.
-            Or its metadata is damaged, or names code to run; names the file, and none of it was run.
+            Or its metadata is damaged, or refers to code; names the file. No such code is run.
     """
     reader = SafeFileSystemReader(folder / TRAINER_FOLDER)
     try:
@@ -112,7 +115,7 @@ def load(state: State, folder: Path) -> None:
 
 
 def _first_failure(error: CheckpointException) -> BaseException:
-    """Return a rank's failure. DCP's own exception is no ``Exception``: it would end an actor's proc."""
+    """Return a rank's failure. DCP's own exception is no ``Exception`` and would end an actor's process."""
     return next(iter(error.failures.values()))[0]
 
 
@@ -129,17 +132,108 @@ def _difference(state: Mapping[str, torch.Tensor], saved: Mapping[str, object]) 
     return None
 
 
-def _remove_on_first_rank(folder: Path) -> None:
-    """Remove what there is of a checkpoint that could not be written; its room may be needed."""
-    if dist.get_rank() == 0:
-        remove_partial(folder)
+class TrainerState:
+    """The state of one rank. Its ``policy_version`` is also the position in the learning rate schedule."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.AdamW,
+        average: WeightAverage,
+        *,
+        probe: Probe,
+        spikes: SpikeRule | None,
+    ) -> None:
+        self.policy_version = 0
+        self._model = model
+        self._optimizer = optimizer
+        self._probe = probe
+        self._spikes = spikes
+        self._average = average
+
+    def tensors(self) -> State:
+        """The current state; parameters and moments share the trainer's memory."""
+        state = {
+            **training_state(self._model, self._optimizer),
+            **self._average.tensors(),
+            **random_state(),
+            "policy_version": torch.tensor(self.policy_version),
+            "probe_owed": torch.tensor(self._probe.owed, dtype=torch.float64),
+        }
+        if self._spikes is not None:
+            # Every norm is more than 0: zeros mark unused places.
+            norms = torch.zeros(self._spikes.window, dtype=torch.float64)
+            norms[: len(self._spikes.norms)] = torch.tensor(self._spikes.norms, dtype=torch.float64)
+            state[f"{NORMS}{self._spikes.window}"] = norms
+        return state
+
+    def take_over(self, state: State) -> None:
+        """Restore the parts of a state that do not share the trainer's memory."""
+        self.policy_version = int(state["policy_version"])
+        self._probe.owed = float(state["probe_owed"])
+        set_random_state({name: tensor for name, tensor in state.items() if name.startswith(RNG)})
+        if self._spikes is not None:
+            norms = state.get(f"{NORMS}{self._spikes.window}", torch.empty(0)).tolist()
+            self._spikes.take_over([norm for norm in norms if norm > 0.0])
+
+    def load(self, folder: Path) -> None:
+        """Continue from a checkpoint, which may be of another parallel layout; collective.
+
+        Raises:
+            ValueError: it is a checkpoint of another model or of other adapters.
+        """
+        state = self.tensors()
+        load(state, folder)
+        self.take_over(state)
+
+
+class HostCopies:
+    """Copies named tensors to the host, beside the computation; the same tensors every time.
+
+    From a GPU they are copied on a separate stream, into page-locked memory that is reused for the next copy.
+    Without a GPU every copy gets new memory.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._stream: torch.Stream | None = None
+
+    def now(self) -> torch.Event | None:
+        """Return the event that a copy has to wait for. Call it in the thread that trains."""
+        if DEVICE_TYPE == "cpu":
+            return None
+        return torch.get_device_module(DEVICE_TYPE).current_stream().record_event()
+
+    @torch.no_grad()
+    def copy(self, tensors: Mapping[str, torch.Tensor], after: torch.Event | None) -> dict[str, torch.Tensor]:
+        """Return copies of the tensors as they are at ``after``; shards stay shards.
+
+        Blocks until the copies are complete. The tensors must not change meanwhile. The tensors returned by
+        the previous call are overwritten.
+        """
+        if after is None:
+            return {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
+        device = torch.get_device_module(DEVICE_TYPE)
+        if self._stream is None:
+            self._stream = device.Stream()
+        with device.stream(self._stream):
+            self._stream.wait_event(after)
+            for name, tensor in tensors.items():
+                self._buffer_for(name, tensor).copy_(tensor, non_blocking=True)
+        self._stream.synchronize()
+        return {name: self._buffers[name] for name in tensors}
+
+    def _buffer_for(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if name not in self._buffers:
+            self._buffers[name] = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        return self._buffers[name]
 
 
 class CheckpointWriter:
     """Writes checkpoints of one rank, one at a time; every rank calls the same methods in the same order."""
 
     def __init__(self, open_storage: Callable[[Path], dcp.StorageWriter] = dcp.FileSystemWriter) -> None:
-        """``open_storage`` gives what files are written with; by default they are flushed one by one."""
+        """``open_storage`` makes DCP's writer for a folder; the default one flushes every file."""
         self._open_storage = open_storage
         self._copying = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-copy")
         self._writing = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-write")
@@ -149,7 +243,7 @@ class CheckpointWriter:
         self._written: Future[None] | None = None
 
     def begin(self, state: State, folder: Path, *, run_state: bytes, keep: int) -> None:
-        """Start to write ``state``; collective. Waits for the checkpoint before, if that is not written yet.
+        """Start to write ``state``; collective. Waits until the previous checkpoint is written.
 
         Nothing may change the tensors before ``until_staged`` has returned.
         """
@@ -164,8 +258,9 @@ class CheckpointWriter:
         try:
             dcp.save(staged.result(), storage_writer=storage, process_group=self._group)
         except CheckpointException as error:
-            # Every rank has ended: none writes there any more.
-            _remove_on_first_rank(folder)
+            # Every rank has stopped writing. The disk space may be needed.
+            if dist.get_rank() == 0:
+                remove_partial(folder)
             raise CheckpointNotWritten(
                 f"checkpoint {folder} could not be written: {_first_failure(error)}"
             ) from error
@@ -186,7 +281,7 @@ class CheckpointWriter:
 
     @property
     def is_writing(self) -> bool:
-        """Whether the checkpoint begun last is still being written; may be asked from any thread."""
+        """Whether the last checkpoint is still being written; safe to call from any thread."""
         written = self._written
         return written is not None and not written.done()
 
@@ -194,7 +289,7 @@ class CheckpointWriter:
         """Wait until the checkpoint is written.
 
         Raises:
-            CheckpointNotWritten: on every rank or on rank 0 only; said once.
+            CheckpointNotWritten: on every rank or on rank 0 only; raised once.
         """
         self._staged = None
         if self._written is not None:

@@ -1,4 +1,4 @@
-"""Everything that a trainer is started with, equal on every rank."""
+"""Everything that a trainer starts with, equal on every rank. Imports nothing of TorchTitan."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,23 +9,23 @@ from forgeasync.config import LoraSection, ModelFacts, TrainerSection
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSetup:
-    """Travels from the controller to every rank as it is: a new option of the trainer is one field here."""
+    """The options of a trainer; the controller sends it to every rank."""
 
     section: TrainerSection
     facts: ModelFacts
     temperature: float
-    """The one that the generators sample with."""
+    """Sampling temperature of the generators."""
     loss: Loss
     seed: int
     checkpoint: Path | None
-    """Hugging Face folder with the first weights; None: they are random."""
+    """Hugging Face folder with the initial weights; None: they are random."""
     lora: LoraSection | None = None
-    """With it the model is frozen, and adapters of it are trained, published and saved instead."""
+    """If set, the model is frozen, and adapters are trained, published and saved instead."""
     average_alpha: float | None = None
-    """Share that an average of what is trained keeps of itself at a step; None: there is none."""
+    """Decay of the moving average of the trained weights per step; None: there is no average."""
     max_token_age: int | None = None
-    """Tokens older than so many versions are left out of the loss and of what it is divided by."""
+    """Tokens older than this many versions are left out of the loss and its denominator."""
     resume_from: Path | None = None
-    """Checkpoint of a run to go on from."""
+    """Checkpoint of a run to continue from."""
     bad_steps: Path | None = None
     """Folder for the rows of batches with a bad step; None: they are not kept."""

@@ -1,40 +1,123 @@
-"""Snapshots of one trainer rank in its host's shared memory, for a trainer that is started again.
+"""Snapshots of one trainer rank in its host's shared memory, from which a restarted trainer continues.
 
-A rank has two files and writes them in turn, so that the snapshot before stays whole while the next one is
-written. Files outlive the process; ``forgeasync.trainer.snapshot_format`` says what is in them.
-
-The thread that trains begins a snapshot after an optimizer step and goes on with the next forward and
-backward pass; a thread here writes. ``until_written`` has to return before the collective that ends the next
-step: who passes that collective knows that every rank has the snapshot before, and may overwrite the one
-before that.
+A rank has two files and writes them in turn, so that the previous snapshot stays whole while the next one is
+written. The files outlive the process. A file is a header of ``HEADER_BYTES``, then the tensors, each at a
+multiple of ``ALIGNMENT`` bytes. The header has the version, the layout, a checksum of the body, and a
+checksum of its own. It is invalidated before the first byte of a new snapshot is written, and written after
+the last one. A file that is incomplete at any byte therefore has no snapshot, and the rank's other file has
+the previous one.
 """
 
+import hashlib
+import math
+import struct
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch.distributed.tensor import DTensor
 
 from forgeasync.trainer.run_checkpoint import State
-from forgeasync.trainer.snapshot_format import (
-    Part,
-    finish,
-    invalidate,
-    lay_out,
-    newest_common,
-    read_version,
-    slot_of,
-)
 from forgeasync.weights import DeviceCopies, SharedFile, StartedCopies, page_lock
 
 NUM_SLOTS = 2
+HEADER_BYTES = 4096
+ALIGNMENT = 64
+_MAGIC = b"forgesnp"
+_FIELDS = struct.Struct("<8sqQQ16s")
+"""Magic, version, bytes of the body, checksum of the body, digest of the layout."""
+_CHECKSUM = struct.Struct("<Q")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """The place of one tensor in a file."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+    """First byte in the file."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.dtype.itemsize * math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotLayout:
+    """The places of all tensors of a rank, in order."""
+
+    parts: tuple[Part, ...]
+    num_bytes: int
+    """Size of a file."""
+
+    @property
+    def digest(self) -> bytes:
+        """16 bytes that differ where names, dtypes, shapes or places differ."""
+        text = repr([(part.name, str(part.dtype), part.shape, part.offset) for part in self.parts])
+        return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+
+def lay_out(named: Sequence[tuple[str, torch.Tensor]]) -> SnapshotLayout:
+    """Assign a place to every tensor (a rank's own shard), in the given order."""
+    parts, offset = [], HEADER_BYTES
+    for name, tensor in named:
+        part = Part(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape), offset=offset)
+        parts.append(part)
+        offset += -(-part.num_bytes // ALIGNMENT) * ALIGNMENT
+    return SnapshotLayout(parts=tuple(parts), num_bytes=offset)
+
+
+def body_checksum(memory: memoryview) -> int:
+    """The xxh3 checksum (64 bits) of everything after the header."""
+    return xxhash.xxh3_64_intdigest(memory[HEADER_BYTES:])
+
+
+def invalidate(memory: memoryview) -> None:
+    """Mark a file as having no snapshot. Call it before its body is changed."""
+    memory[: len(_MAGIC)] = bytes(len(_MAGIC))
+
+
+def finish(memory: memoryview, *, version: int, digest: bytes) -> None:
+    """Write the header after the body is complete: the file then has a snapshot of ``version``."""
+    fields = _FIELDS.pack(_MAGIC, version, len(memory) - HEADER_BYTES, body_checksum(memory), digest)
+    header = fields + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(fields))
+    memory[: len(header)] = header
+
+
+def read_version(memory: memoryview, *, digest: bytes) -> int | None:
+    """The version of the snapshot in a file; None if it has no complete snapshot of this layout."""
+    if len(memory) < HEADER_BYTES:
+        return None
+    fields = bytes(memory[: _FIELDS.size])
+    (own,) = _CHECKSUM.unpack_from(memory, _FIELDS.size)
+    magic, version, num_bytes, checksum, found = _FIELDS.unpack(fields)
+    if magic != _MAGIC or own != xxhash.xxh3_64_intdigest(fields):
+        return None
+    if found != digest or num_bytes != len(memory) - HEADER_BYTES or checksum != body_checksum(memory):
+        return None
+    return int(version)
+
+
+def slot_of(version: int, *, every_steps: int) -> int:
+    """Which of the two files a version is written to; versions are multiples of ``every_steps``."""
+    return version // every_steps % 2
+
+
+def newest_common(versions_by_rank: Sequence[Collection[int]], *, at_most: int) -> int | None:
+    """The newest version, not after ``at_most``, of which every rank has a whole snapshot."""
+    common = set.intersection(*map(set, versions_by_rank))
+    return max((version for version in common if version <= at_most), default=None)
 
 
 def local_parts(state: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
-    """This rank's own part of every tensor, by name; shares their memory."""
+    """This rank's own part of every tensor, by name; they share memory."""
     return [
         (name, (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach())
         for name, tensor in state.items()
@@ -50,9 +133,9 @@ class Snapshots:
     """The two files of this rank."""
 
     def __init__(self, folder: Path, state: State, *, every_steps: int) -> None:
-        """Make the files in ``folder`` of this host, or open those of the process that was here before.
+        """Make the files in ``folder`` of this host, or open those of an earlier process.
 
-        A snapshot is taken of versions that ``every_steps`` divides. ``state`` shows what one holds.
+        Snapshots are taken of versions that ``every_steps`` divides. ``state`` has the tensors of a snapshot.
 
         Raises:
             ValueError: the host has not that much shared memory left.
@@ -70,13 +153,13 @@ class Snapshots:
         self._writing = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
         self._written: Future[None] | None = None
         self.newest: int | None = None
-        """Version of the newest whole snapshot that this process has written or gone on from."""
+        """Version of the newest complete snapshot that this process wrote or continued from."""
 
     @torch.no_grad()
     def restore(self, state: State, *, at_most: int) -> int | None:
         """Fill ``state`` from the newest snapshot that all ranks have, not after ``at_most``; collective.
 
-        Returns its version; None if there is none, and ``state`` is as it was.
+        Returns its version. If there is none, returns None and leaves ``state`` unchanged.
         """
         found = {
             version: file
@@ -94,7 +177,7 @@ class Snapshots:
 
     @torch.no_grad()
     def roll_back(self, state: State) -> None:
-        """Fill ``state`` from the newest snapshot of this rank, which is whole.
+        """Fill ``state`` from this rank's newest snapshot, which is complete.
 
         Raises:
             RuntimeError: the memory has changed since it was written.
@@ -108,7 +191,7 @@ class Snapshots:
             tensor.copy_(_stored(file, part))
 
     def begin_if_due(self, version: int, state: State) -> None:
-        """Begin to write a snapshot if it is this version's turn; to be called by the thread that trains.
+        """Begin to write a snapshot if this version is due. Call it in the thread that trains.
 
         The tensors must not change before ``until_written`` has returned.
         """
@@ -118,25 +201,11 @@ class Snapshots:
         file = self._files[slot_of(version, every_steps=self._every_steps)]
         targets = [_stored(file, part) for part in self._layout.parts]
         sources = [tensor for _, tensor in local_parts(state)]
-        # From here on a kill leaves the other file.
+        # If the process is killed after this line, the other file still has its snapshot.
         invalidate(file.memory)
         self._written = self._writing.submit(
-            self._write, version, file, targets, sources, self._start_copies(targets, sources)
+            self._write, version, file, targets, sources, self._copies.start(targets, sources)
         )
-
-    def _start_copies(
-        self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
-    ) -> StartedCopies | None:
-        """Begin to copy what lies on a device."""
-        on_device = [
-            (target.view(-1), source)
-            for target, source in zip(targets, sources, strict=True)
-            if source.device.type != "cpu"
-        ]
-        if not on_device:
-            return None
-        device_targets, device_sources = zip(*on_device, strict=True)
-        return self._copies.start(device_targets, device_sources)
 
     @torch.no_grad()
     def _write(
@@ -156,7 +225,7 @@ class Snapshots:
         self.newest = version
 
     def until_written(self) -> float:
-        """Wait until the snapshot that was begun is whole; returns the seconds, or raises what went wrong."""
+        """Wait until the snapshot in progress is complete; returns the seconds waited or raises its error."""
         start_s = time.perf_counter()
         if self._written is not None:
             self._written.result()
@@ -164,5 +233,5 @@ class Snapshots:
 
 
 def _stored(file: SharedFile, part: Part) -> torch.Tensor:
-    """A tensor's place in a file, as a tensor."""
+    """The tensor at a place in a file."""
     return file.bytes[part.offset : part.offset + part.num_bytes].view(part.dtype).view(part.shape)

@@ -1,4 +1,4 @@
-"""What the rows of one optimizer step add up to, on this rank and then over the mesh.
+"""Sums over the rows of one optimizer step, on this rank and then over the mesh, and the metrics they become.
 
 Shape suffixes: T targets of a row, S its sequences, M MoE layers.
 """
@@ -17,17 +17,17 @@ from forgeasync.trainer.packing import NO_SEQUENCE, PackedRow
 
 
 class StepSums:
-    """Sums over trained tokens, under the names of the means they become in metrics.jsonl."""
+    """Sums over trained tokens, under the names of their means in metrics.jsonl."""
 
     def __init__(self, *, num_layers: int, device: str, is_first: bool = True) -> None:
-        """``is_first`` False: earlier steps of the batch have moved the weights, so that nothing is fresh."""
+        """``is_first`` False: earlier steps of the batch changed the weights, so no token is fresh."""
         self._device = device
         self._is_first = is_first
         self._sums: dict[str, torch.Tensor] = {}
         self._largest = torch.zeros((), device=device)
         # Per layer: replayed decisions, and those in which the gate would have chosen otherwise.
         self._routing_M2 = torch.zeros((num_layers, 2), dtype=torch.float64, device=device)
-        # Tokens fed to the model whose output something depends on; those of them with a record; padding.
+        # Tokens whose output in the model matters; those of them with a record; padding.
         self._coverage = torch.zeros(3, dtype=torch.float64)
         # Per probe: sum of abs(logprob difference), sum of k3, tokens.
         self._probes: dict[str, torch.Tensor] = {}
@@ -37,7 +37,7 @@ class StepSums:
 
     @property
     def num_padding_tokens(self) -> int:
-        """Over the mesh, once ``metrics`` was called."""
+        """Over the mesh; call ``metrics`` first."""
         return int(self._coverage[2])
 
     def add_loss(self, loss: torch.Tensor) -> None:
@@ -56,7 +56,7 @@ class StepSums:
             self._sums[name] = self._sums.get(name, torch.zeros((), device=self._device)) + value
 
     def add_row(self, row: PackedRow, tokens: RowTokens, result: RowLoss, entropies_T: torch.Tensor) -> None:
-        """Add all that a row's loss and its log-probabilities say."""
+        """Add a row's loss, log-probabilities and coverage."""
         mask_T = tokens.mask_T
         self.add_loss(result.loss.detach())
         self.add(result.sums)
@@ -69,11 +69,11 @@ class StepSums:
     def add_mismatch(
         self, logprobs_T: torch.Tensor, behavior_T: torch.Tensor, mask_T: torch.Tensor, row: PackedRow
     ) -> None:
-        """How far the trainer's log-probabilities are from the generator's, on the tokens masked in.
+        """Add how far the trainer's log-probabilities are from the generator's, on the tokens of the mask.
 
-        Fresh tokens are those of responses sampled from end to end under the very weights that train now:
-        there the difference is numerics alone. A response that crossed an update is not fresh behind it
-        either: what it attends to was computed under older weights.
+        Fresh tokens are those of responses that were sampled entirely under the weights being trained: their
+        difference is purely numerical. A response that was sampled across an update has no fresh tokens,
+        because later tokens attend to states that older weights computed.
         """
         difference_T = (logprobs_T - behavior_T)[mask_T]
         is_fresh_T = torch.from_numpy(_is_fresh(row) & self._is_first).to(self._device)[mask_T]
@@ -94,7 +94,7 @@ class StepSums:
         self._routing_M2 += torch.stack(list(counts_of_layers))
 
     def add_coverage(self, row: PackedRow) -> None:
-        """Count a row's tokens with a record. The last of each sequence never was input to the generator."""
+        """Count a row's tokens with a record. The last token of a sequence is no input of the generator."""
         is_real_L = row.sequence_ids_L != NO_SEQUENCE
         num_needed = int(is_real_L.sum()) - len(set(row.sequence_ids_L[is_real_L].tolist()))
         num_recorded = 0
@@ -103,7 +103,7 @@ class StepSums:
         self._coverage += torch.tensor([num_needed, num_recorded, int((~is_real_L).sum())])
 
     def add_probe(self, name: str, difference_T: torch.Tensor) -> None:
-        """Logprob differences of a row measured once more, for comparison."""
+        """Add logprob differences of a row that were computed again for comparison."""
         added = torch.stack(
             [
                 difference_T.abs().sum(),
@@ -133,7 +133,7 @@ class StepSums:
         if fresh_share:
             metrics["mismatch/fresh_logprob_abs_mean"] /= fresh_share
         else:
-            # Nothing was sampled under the current weights: there is no such mean.
+            # No token was sampled under the current weights: there is no such mean.
             del metrics["mismatch/fresh_logprob_abs_mean"]
         metrics["mismatch/logprob_abs_max"] = dist_utils.dist_max(self._largest.float(), mesh)
         for name, probe in self._probes.items():
@@ -144,8 +144,8 @@ class StepSums:
         return metrics | self._routing_metrics(mesh)
 
     def _routing_metrics(self, mesh: DeviceMesh | None) -> dict[str, float]:
-        # Tensor-parallel ranks hold parts of a row's tokens, or all of them: summing over every rank and
-        # dividing is right for both.
+        # Tensor-parallel ranks count parts of a row's tokens, or all of them. The sum over all ranks gives
+        # the right share in both cases.
         dist.all_reduce(self._routing_M2)
         coverage = [dist_utils.dist_sum(count.to(self._device), mesh) for count in self._coverage]
         self._coverage = torch.tensor(coverage, dtype=torch.float64)
@@ -165,7 +165,7 @@ class StepSums:
 
 
 def _names_of_all_ranks(sums: Mapping[str, torch.Tensor], mesh: DeviceMesh | None) -> list[str]:
-    """The same list on every rank; collective. A user's own objective may give a sum for some rows only."""
+    """Names of any rank's sums; collective. A user's objective may give a sum for some rows only."""
     if mesh is None:
         return list(sums)
     names_by_rank: list[list[str]] = [[] for _ in range(mesh.size())]
@@ -174,7 +174,7 @@ def _names_of_all_ranks(sums: Mapping[str, torch.Tensor], mesh: DeviceMesh | Non
 
 
 class _WeightSums:
-    """Mean and maximum of n samples' weights w, and the share of the samples that they are worth.
+    """Mean and maximum of n samples' weights w, and their effective share of the samples.
 
     That is (sum w)^2 / (n * sum w^2): Kong, "A Note on Importance Sampling Using Standardized Weights", 1992.
     """
@@ -197,7 +197,7 @@ class _WeightSums:
 
     def effective_share(self, count: int, *, mesh: DeviceMesh | None) -> float:
         total, squares = (dist_utils.dist_sum(part, mesh) for part in self._sums)
-        # Where every weight is 0 nothing is left of the batch.
+        # If every weight is 0, nothing of the batch counts.
         return total**2 / (count * squares) if squares else 0.0
 
 
@@ -212,7 +212,7 @@ def _is_fresh(row: PackedRow) -> np.ndarray:
 def _k3(difference_T: torch.Tensor) -> torch.Tensor:
     """KL(behavior || current) by the k3 estimator of Schulman, "Approximating KL Divergence", 2020.
 
-    A difference counts up to ``MAX_LOG_RATIO``, 5e8 nats: one token must not make the mean infinite.
+    Differences are capped at ``MAX_LOG_RATIO``, so that one token cannot make the mean infinite.
     """
     capped_T = capped(difference_T)
     return capped_T.expm1() - capped_T
@@ -224,7 +224,7 @@ class Probe:
     def __init__(self, share: float) -> None:
         self._share = share
         self.owed = 0.0
-        """All that its choices depend on."""
+        """The state that its choices depend on."""
 
     def is_due(self) -> bool:
         """Whether the next row is one of them."""

@@ -1,26 +1,55 @@
-"""Takes the values of single tokens out of an optimizer step: rollouts that people will read, and the worst.
+"""Reports values of single tokens of an optimizer step: all tokens of chosen rollouts, and the worst ones.
 
-The step has computed all of them; they are copied to the host row by row, and only what is wanted is kept.
+The step computes these values anyway. They are copied to the host row by row, and only those that are
+reported are kept. For each reported token the report also says in which layers the trainer's own gate would
+have taken the experts that were replayed; the ranks of a row note this together (``ReplayedDecisions``).
 
-Shape suffixes: T targets of a row, N those that are wanted, M MoE layers, L row length.
+Shape suffixes: T targets of a row, N the reported ones, M MoE layers, L packed row length, S sequences.
 """
 
 import dataclasses
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from torchtitan.distributed import ParallelDims
 
 from forgeasync.algorithms import Objective, RowLoss, RowTokens
+from forgeasync.models import DEVICE_TYPE
 from forgeasync.rollouts import NUM_WORST, BranchValues, TokenReport, TokenValues, WorstToken, merged_reports
 from forgeasync.trainer.packing import PackedRow, PlacedSource
-from forgeasync.trainer.replayed_decisions import ReplayedDecisions
+
+
+class ReplayedDecisions:
+    """Makes notes of rows' replayed decisions, and merges the notes of a row's ranks."""
+
+    def __init__(self, parallel_dims: ParallelDims, *, num_layers: int) -> None:
+        meshes = [parallel_dims.get_optional_mesh(name) for name in ("cp", "tp")]
+        self._groups = [mesh.get_group() for mesh in meshes if mesh is not None]
+        self.is_first = all(mesh is None or mesh.get_local_rank() == 0 for mesh in meshes)
+        """Whether this is the first of the ranks that share its rows."""
+        self._num_layers = num_layers
+
+    def note(self, row: PackedRow) -> torch.Tensor | None:
+        """Return an empty note for a row, uint8 [M, L]; None if nothing is replayed or reported."""
+        if not row.sources or row.expert_ids_LMK is None:
+            return None
+        return torch.zeros((self._num_layers, len(row.token_ids_L)), dtype=torch.uint8, device=DEVICE_TYPE)
+
+    def whole(self, noted_ML: torch.Tensor | None) -> torch.Tensor | None:
+        """Merge the notes of a row's ranks; collective over them."""
+        if noted_ML is not None:
+            # Decisions that a rank has not computed are ``Decision.OWN``, the smallest value.
+            for group in self._groups:
+                dist.all_reduce(noted_ML, op=dist.ReduceOp.MAX, group=group)
+        return noted_ML
 
 
 class TokenCollector:
     """Collects the tokens of one optimizer step on this rank."""
 
     def __init__(self, objective: Objective, decisions: ReplayedDecisions, *, trained_version: int) -> None:
-        """``trained_version``: the version of the weights that ages count from."""
+        """``trained_version``: the version of the weights being trained, from which ages count."""
         self._objective = objective
         self._decisions = decisions
         self._trained_version = trained_version
@@ -35,10 +64,10 @@ class TokenCollector:
         entropies_T: torch.Tensor,
         noted_ML: torch.Tensor | None,
     ) -> None:
-        """Take a row's tokens, with this rank's note of its decisions; collective over the ranks of the row.
+        """Add a row's tokens, with this rank's note of its decisions; collective over the ranks of the row.
 
-        Nothing is taken where the row does not say which branches its sequences are, and by other ranks than
-        the first of the row, so that no token is there twice.
+        Rows without sources add nothing. Of the ranks of a row only the first one adds tokens, so that none
+        is reported twice.
         """
         decisions_ML = self._decisions.whole(noted_ML)
         if not row.sources or not self._decisions.is_first:
@@ -82,9 +111,9 @@ class TokenCollector:
 def _worst(
     values: TokenValues, trained_N: np.ndarray, sequence_T: np.ndarray, sources: tuple[PlacedSource, ...]
 ) -> np.ndarray:
-    """Return which of the trained tokens are this row's worst, at most ``NUM_WORST``; as ``WorstToken.rank``.
+    """The row's worst trained tokens, at most ``NUM_WORST``, in the order of ``WorstToken.rank``.
 
-    Of tokens whose mismatch is equal those are taken that the whole batch would take.
+    Ties are broken as for the whole batch.
     """
     sizes_N = np.abs(values.mismatch_N[trained_N])
     sizes_N = np.where(np.isnan(sizes_N), np.inf, sizes_N)

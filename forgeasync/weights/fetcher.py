@@ -1,8 +1,8 @@
 """Fetches versions from the trainer ranks' staging buffers into a host's own memory and checks them.
 
-The receive buffer holds an image of each rank's staging buffer. A host has one, however many generators it
-has: each fetches its share of every version. Only ``WeightFetcher`` writes it, so what was checked does not
-change afterwards. A block counts as held once its checksum equals the manifest's.
+The receive buffer holds an image of each rank's staging buffer. A host has one receive buffer for all of its
+generators, and each generator fetches its share of every version. Only ``WeightFetcher`` writes the buffer,
+so checked blocks do not change. A block counts as held once its checksum equals the manifest's.
 """
 
 import asyncio
@@ -14,18 +14,25 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from forgeasync.weights.layout import SEGMENT_BYTES, RankLayout, WeightLayout
-from forgeasync.weights.manifest import BLOCK_BYTES, Manifest, block_range, checksum
+from forgeasync.weights.layout import (
+    BLOCK_BYTES,
+    SEGMENT_BYTES,
+    Manifest,
+    RankLayout,
+    WeightLayout,
+    block_range,
+    checksum,
+)
 from forgeasync.weights.staging import SharedFile
 from forgeasync.weights.transports.transport import ByteRange, Transport
 
 MAX_ATTEMPTS = 3
-"""Most attempts at blocks whose checksums differ from the manifest's."""
+"""Attempts to fetch blocks whose checksums differ from the manifest's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostShare:
-    """One generator among those of its host, which fetch and stage every version together."""
+    """One generator among those of its host, which fetch every version together."""
 
     index: int = 0
     count: int = 1
@@ -33,17 +40,17 @@ class HostShare:
     def of_blocks(self, rank: RankLayout, granularity: int) -> np.ndarray:
         """Blocks (bool) of a rank's staging buffer that this generator fetches.
 
-        Stripes of a segment go round, and start with another generator for each rank, so that all of them
-        read from all ranks at once.
+        Stripes of a segment are assigned in turn, starting with another generator for each rank, so that all
+        generators read from all ranks at once.
         """
         blocks_per_stripe = granularity * max(1, SEGMENT_BYTES // granularity) // BLOCK_BYTES
         stripes = np.arange(rank.num_blocks) // blocks_per_stripe
         return (stripes + rank.rank) % self.count == self.index
 
     def of_sizes(self, sizes: Mapping[str, int]) -> list[str]:
-        """Names that this generator is in charge of: large ones first, each to the one with the least so far.
+        """Names assigned to this generator: large ones first, each to the generator with the least so far.
 
-        Every generator of the host must be given the same sizes.
+        Every generator of the host must pass the same sizes.
         """
         load = [0] * self.count
         own = []
@@ -56,7 +63,7 @@ class HostShare:
 
 
 ALONE = HostShare()
-"""The share of a generator that has its host for itself."""
+"""The share of the only generator of a host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,16 +72,16 @@ class FetchReport:
 
     version: int
     is_complete: bool
-    """Every block arrived as the manifest says; otherwise the old weights stay."""
+    """Whether every block has the manifest's checksum; otherwise the old weights stay."""
     num_bytes_moved: int
     num_bytes_needed: int
-    """Bytes that the engine takes: the least that a fetch without delta could move."""
+    """Bytes that the engine needs: the least that a fetch without delta could move."""
     num_bad_blocks: int
     fetch_s: float
 
 
 def of_host(shares: Sequence[FetchReport]) -> FetchReport:
-    """Join what the generators of a host, which all need the same, have fetched of a version."""
+    """Join the reports of a host's generators, which all need the same bytes of a version."""
     return FetchReport(
         version=shares[0].version,
         is_complete=all(share.is_complete for share in shares),
@@ -86,10 +93,10 @@ def of_host(shares: Sequence[FetchReport]) -> FetchReport:
 
 
 class ReceiveBuffer:
-    """A host's memory for fetched weights: one file in shared memory, which all of its workers read."""
+    """A host's memory for fetched weights: one file in shared memory that all of its workers read."""
 
     def __init__(self, path: Path, layout: WeightLayout, *, is_new: bool = True) -> None:
-        """Make the file, or open it; pages of what is never fetched are never allocated."""
+        """Make or open the file. Pages of bytes that are never fetched are never allocated."""
         self.path = path
         num_bytes = _image_starts(layout)[-1]
         self._images = _images(SharedFile(path, num_bytes, is_new=is_new), layout)
@@ -100,7 +107,7 @@ class ReceiveBuffer:
 
 
 def _image_starts(layout: WeightLayout) -> list[int]:
-    """Return where each rank's image starts in a receive buffer, and where the last one ends; in bytes."""
+    """The first byte of each rank's image in a receive buffer, and the end of the last one."""
     starts = [0]
     for rank in layout.ranks:
         starts.append(starts[-1] + rank.num_blocks * BLOCK_BYTES)
@@ -115,13 +122,13 @@ def _images(file: SharedFile, layout: WeightLayout) -> list[torch.Tensor]:
 
 
 def received_images(path: Path, layout: WeightLayout) -> list[torch.Tensor]:
-    """The images in another proc's receive buffer, by rank, in the weights' dtype."""
+    """The images in another process's receive buffer, by rank, in the weights' dtype."""
     file = SharedFile(path, _image_starts(layout)[-1], is_new=False)
     return [image.view(layout.dtype) for image in _images(file, layout)]
 
 
 class WeightFetcher:
-    """Fetches versions one after the other."""
+    """Fetches versions one after the other, each into the receive buffer."""
 
     def __init__(
         self,
@@ -134,7 +141,7 @@ class WeightFetcher:
         delta: bool,
         share: HostShare = ALONE,
     ) -> None:
-        """``needed`` says for every rank which of its blocks the engine takes (bool)."""
+        """``needed`` are the blocks (bool) that the engine needs, for every rank."""
         self._layout = layout
         self._needed_by_all = list(needed)
         self._num_bytes_needed = num_bytes_needed
@@ -146,8 +153,11 @@ class WeightFetcher:
         self.take_share(share)
 
     def take_share(self, share: HostShare) -> None:
-        """Fetch another share from now on. What was fetched before counts for nothing: the generators of
-        the host have changed, and others may have written over it."""
+        """Fetch another share from now on.
+
+        Blocks fetched before no longer count as held: the generators of the host have changed, and others may
+        have overwritten them.
+        """
         self._needed = [
             blocks & share.of_blocks(rank, self._transports[rank.rank].granularity)
             if rank.num_bytes
@@ -162,7 +172,7 @@ class WeightFetcher:
         self._transports = transports
 
     async def fetch(self, manifest: Manifest) -> FetchReport:
-        """Copy and check what the engine needs of a version, as long as its slot is leased.
+        """Copy and check the blocks of a version that the engine needs, while its slot is leased.
 
         Raises:
             ValueError: the manifest was written in another layout.
@@ -217,7 +227,7 @@ class _RankRead:
         self._memory = self.received.numpy()
 
     def invalidate(self, *, is_delta: bool) -> None:
-        """Forget what is not part of the version; without a delta, everything."""
+        """Drop blocks that are not part of the version; without a delta, drop all."""
         self.is_held &= (self.held == self.expected) if is_delta else np.False_
 
     def is_complete(self, needed: np.ndarray) -> bool:

@@ -1,27 +1,86 @@
-"""The layout of a version's weights in the staging buffers of the trainer's ranks.
+"""Where the bytes of a version lie: pieces in staging buffers, checksummed blocks, copies to parameters.
 
 A layout is made once, when trainer and generators meet, and holds for every version. Each rank publishes the
-shards it holds, cut into pieces; of shards that several ranks hold (replicas) one rank publishes each.
+shards it holds, cut into pieces; a shard that several ranks hold is published by one of them. The
+``Manifest`` of a version has the checksum of every block of ``BLOCK_BYTES``.
+
+Both sides cut the same tensors into boxes in their own way. Every overlap of a published piece with a box of
+an engine's parameter is one strided copy, planned once and run for every version (``plan_copies``). Copies at
+equal distances, such as those of a layer's experts, are joined into one with another dimension.
 """
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
+from typing import Protocol
 
+import numpy as np
 import torch
+import xxhash
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from forgeasync.config import Dtype
-from forgeasync.weights.manifest import BLOCK_BYTES
+
+TORCH_DTYPES = {Dtype.FLOAT32: torch.float32, Dtype.BFLOAT16: torch.bfloat16}
+
+BLOCK_BYTES = 256 * 2**10
+"""Bytes that one checksum covers: few enough to be in the cache still after they were copied."""
+
+
+ALIGNMENT = 64
+"""Alignment of pieces in their buffer, in bytes: a cache line, enough for any dtype."""
+
+SEGMENT_BYTES = 128 * BLOCK_BYTES
+"""Bytes that a transport between hosts moves at once: 32 MiB, 1,900 handles for a model of 61 GB."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagedShard:
+    """One rank's part of a version, copied into one of its staging buffers."""
+
+    rank: int
+    version: int
+    checksums: np.ndarray
+    """Checksum of every block, uint64."""
+    staging_s: float
+    """Seconds from the start of the copies until the shard was staged, while training continued."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """A whole version. It is made after the version's last byte was staged."""
+
+    version: int
+    slot: int
+    """Index of the staging buffer, of the two that every rank has."""
+    layout_digest: str
+    checksums: tuple[np.ndarray, ...]
+    """Checksums of every rank's blocks, by rank."""
+    waited_s: float
+    """Seconds until training could continue, of the slowest rank: checking weights and starting copies."""
+    staging_s: float
+    """Seconds from the start of the copies until the version was staged, of the slowest rank."""
+
+
+def checksum(block: memoryview | np.ndarray) -> int:
+    """Compute the xxh3 checksum (64 bits) of a block: at most ``BLOCK_BYTES``, faster than a copy."""
+    # numpy declares the buffer protocol from Python 3.12 on.
+    return xxhash.xxh3_64_intdigest(block)  # type: ignore[arg-type]
+
+
+def block_range(block: int, num_bytes: int) -> slice:
+    """The bytes of a block in a buffer of ``num_bytes``; the last one may be shorter."""
+    return slice(block * BLOCK_BYTES, min((block + 1) * BLOCK_BYTES, num_bytes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedWeight:
-    """A tensor (or this rank's shard of one, as a DTensor) and what generators call it.
+    """A tensor (or this rank's shard of one, as a DTensor) and its names in generators.
 
     Several ``names`` mean that the tensor stacks that many tensors along its first dimension (experts).
     """
@@ -38,14 +97,6 @@ def merged(base: torch.Tensor, lora_a: torch.Tensor, lora_b: torch.Tensor, scali
     """
     delta = lora_b.float() @ lora_a.float()
     return torch.add(base.float(), delta, alpha=scaling).to(base.dtype)
-
-
-ALIGNMENT = 64
-"""Alignment of pieces in their buffer, in bytes: a cache line, enough for any dtype."""
-
-
-SEGMENT_BYTES = 128 * BLOCK_BYTES
-"""Bytes that a transport between hosts moves at once: 32 MiB, 1,900 handles for a model of 61 GB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,18 +151,18 @@ class RankLayout:
 
 
 class WeightSet(StrEnum):
-    """Which of the weights of a version a reader takes."""
+    """The set of a version's weights that a reader uses."""
 
     POLICY = "policy"
     AVERAGE = "average"
-    """The trainer's average of the policy's, for teachers that follow it."""
+    """The moving average of the policy's weights, for teachers that follow it."""
 
 
 AVERAGE_PREFIX = "forgeasync.average."
 
 
 def name_in(weights: WeightSet, name: str) -> str:
-    """What a tensor of a set is called in the layout of all that is published."""
+    """The name of a tensor of a set in the layout of all published weights."""
     return name if weights is WeightSet.POLICY else f"{AVERAGE_PREFIX}{name}"
 
 
@@ -122,10 +173,10 @@ class WeightLayout:
     dtype: torch.dtype
     ranks: tuple[RankLayout, ...]
     part_of: str | None = None
-    """Digest of the layout that this is a part of; None: it is all that is published."""
+    """Digest of the layout that this is a part of; None if it is the layout of all published weights."""
 
     def of(self, weights: WeightSet) -> "WeightLayout":
-        """The part that has one set of weights, each under its own name and where it was."""
+        """The part with one set of weights, under their own names, at unchanged places."""
         is_average = weights is WeightSet.AVERAGE
         ranks = tuple(
             replace(
@@ -147,7 +198,7 @@ class WeightLayout:
 
     @cached_property
     def digest(self) -> str:
-        """Tells layouts apart: a manifest names the whole layout that it was written in."""
+        """Identifies a layout. A manifest has the digest of the whole layout that it was written in."""
         return (
             self.part_of
             or hashlib.blake2b(repr((self.dtype, self.ranks)).encode(), digest_size=16).hexdigest()
@@ -172,7 +223,7 @@ class WeightLayout:
 
 
 def shard_box(tensor: torch.Tensor) -> Box:
-    """Which part of the whole tensor this rank holds."""
+    """The part of the whole tensor that this rank holds."""
     if not isinstance(tensor, DTensor):
         return Box(start=(0,) * tensor.dim(), size=tuple(tensor.shape))
     size, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -181,9 +232,9 @@ def shard_box(tensor: torch.Tensor) -> Box:
 
 
 def assign_boxes(boxes_by_rank: Sequence[Sequence[Box]]) -> list[list[int]]:
-    """Which weights each rank publishes, by index, given the box of every weight on every rank.
+    """The indices of the weights that each rank publishes, given the box of every weight on every rank.
 
-    Where several ranks hold the same box, the one with the least to publish so far publishes it.
+    If several ranks hold the same box, the one with the least to publish so far publishes it.
     """
     assigned: list[list[int]] = [[] for _ in boxes_by_rank]
     load = [0] * len(boxes_by_rank)
@@ -223,7 +274,7 @@ def _piece(weight: NamedWeight) -> Piece:
 
 
 def whole_tensors(layout: WeightLayout, images: Sequence[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of a receive buffer by name; those in one piece are views, the others are put together."""
+    """Every tensor of the ranks' buffers by name: views of those in one piece, new tensors of the others."""
     parts: dict[str, list[tuple[tuple[slice, ...], torch.Tensor]]] = {}
     for rank, image in zip(layout.ranks, images, strict=True):
         for piece in rank.pieces:
@@ -243,4 +294,145 @@ def whole_tensors(layout: WeightLayout, images: Sequence[torch.Tensor]) -> Itera
         yield name, whole
 
 
-TORCH_DTYPES = {Dtype.FLOAT32: torch.float32, Dtype.BFLOAT16: torch.bfloat16}
+class Destination(Protocol):
+    """A box of a tensor and its target (see ``forgeasync.generator.workarounds.load_trace.Region``)."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def box(self) -> Box: ...
+    @property
+    def parameter(self) -> str: ...
+    @property
+    def target_offset(self) -> int: ...
+    @property
+    def target_strides(self) -> tuple[int, ...]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StridedCopy:
+    """Copies elements of a receive buffer to elements of a parameter; offsets and strides count elements."""
+
+    rank: int
+    source_offset: int
+    source_strides: tuple[int, ...]
+    parameter: str
+    target_offset: int
+    target_strides: tuple[int, ...]
+    size: tuple[int, ...]
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.size)
+
+    def source(self, image: torch.Tensor) -> torch.Tensor:
+        """The view to copy from; ``image`` is the rank's part of the receive buffer in the weights' dtype."""
+        return image.as_strided(self.size, self.source_strides, image.storage_offset() + self.source_offset)
+
+    def target(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The view to copy into."""
+        start = parameter.storage_offset() + self.target_offset
+        return parameter.as_strided(self.size, self.target_strides, start)
+
+
+def plan_copies(layout: WeightLayout, destinations: Iterable[Destination]) -> list[StridedCopy]:
+    """All copies that fill the destinations from the staged pieces."""
+    by_name: dict[str, list[Destination]] = defaultdict(list)
+    for destination in destinations:
+        by_name[destination.name].append(destination)
+    copies: list[StridedCopy] = []
+    for rank in layout.ranks:
+        for piece in rank.pieces:
+            strides = tuple(math.prod(piece.box.size[dim + 1 :]) for dim in range(len(piece.box.size)))
+            for index, name in enumerate(piece.names):
+                start = piece.offset // layout.dtype.itemsize + index * piece.box.num_elements
+                for destination in by_name[name]:
+                    copy = _copy(rank.rank, piece.box, start, strides, destination)
+                    if copy is not None:
+                        copies.append(copy)
+    return join(copies)
+
+
+def _copy(
+    rank: int, held: Box, start: int, strides: tuple[int, ...], destination: Destination
+) -> StridedCopy | None:
+    shared = held.overlap(destination.box)
+    if shared is None:
+        return None
+    inside = [a - b for a, b in zip(shared.start, held.start, strict=True)]
+    target = [a - b for a, b in zip(shared.start, destination.box.start, strict=True)]
+    return StridedCopy(
+        rank=rank,
+        source_offset=start + sum(i * s for i, s in zip(inside, strides, strict=True)),
+        source_strides=strides,
+        parameter=destination.parameter,
+        target_offset=destination.target_offset
+        + sum(i * s for i, s in zip(target, destination.target_strides, strict=True)),
+        target_strides=destination.target_strides,
+        size=shared.size,
+    )
+
+
+def join(copies: Sequence[StridedCopy]) -> list[StridedCopy]:
+    """Join copies: equal ones at equal distances become one."""
+    alike: dict[tuple[object, ...], list[StridedCopy]] = defaultdict(list)
+    for copy in copies:
+        key = (copy.rank, copy.parameter, copy.size, copy.source_strides, copy.target_strides)
+        alike[key].append(copy)
+    joined: list[StridedCopy] = []
+    for group in alike.values():
+        start = 0
+        while start < len(group):
+            stop = _run_end(group, start)
+            joined.append(_stack(group[start:stop]))
+            start = stop
+    return joined
+
+
+def _distance(a: StridedCopy, b: StridedCopy) -> tuple[int, int]:
+    return b.source_offset - a.source_offset, b.target_offset - a.target_offset
+
+
+def _run_end(group: Sequence[StridedCopy], start: int) -> int:
+    """The end of the longest run from ``start`` on whose members lie at equal distances."""
+    if start + 1 == len(group):
+        return start + 1
+    step = _distance(group[start], group[start + 1])
+    if min(step) < 0:
+        return start + 1  # as_strided has no negative strides
+    stop = start + 2
+    while stop < len(group) and _distance(group[stop - 1], group[stop]) == step:
+        stop += 1
+    return stop
+
+
+def _stack(run: Sequence[StridedCopy]) -> StridedCopy:
+    first = run[0]
+    if len(run) == 1:
+        return first
+    source_step, target_step = _distance(run[0], run[1])
+    return StridedCopy(
+        rank=first.rank,
+        source_offset=first.source_offset,
+        source_strides=(source_step, *first.source_strides),
+        parameter=first.parameter,
+        target_offset=first.target_offset,
+        target_strides=(target_step, *first.target_strides),
+        size=(len(run), *first.size),
+    )
+
+
+def needed_blocks(layout: WeightLayout, copies: Iterable[StridedCopy]) -> list[np.ndarray]:
+    """For every rank the blocks of its staging buffer that hold something to copy (bool).
+
+    A strided copy counts as needing everything from its first element to its last.
+    """
+    needed = [np.zeros(rank.num_blocks, bool) for rank in layout.ranks]
+    itemsize = layout.dtype.itemsize
+    for copy in copies:
+        last = copy.source_offset + sum(
+            (n - 1) * s for n, s in zip(copy.size, copy.source_strides, strict=True)
+        )
+        first_block = copy.source_offset * itemsize // BLOCK_BYTES
+        needed[copy.rank][first_block : last * itemsize // BLOCK_BYTES + 1] = True
+    return needed

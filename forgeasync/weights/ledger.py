@@ -1,15 +1,23 @@
-"""Decides who may write and who may read which staging buffer: a pure state machine, time is an argument.
+"""Decides who may write and who may read which staging buffer.
 
 There are two buffers (slots). The publisher writes a version into a slot that nobody reads, if possible not
-into the slot of the newest version; readers lease the newest version while they copy it. With no slot free a
-version is skipped and owed: it is published when a lease ends. A lease that outlives its deadline no longer
-counts; if its reader is still copying, the checksums show it that its bytes changed.
+into the slot of the newest version. Readers lease the newest version while they copy it. If no slot is free,
+a version is skipped and owed: it is published when a lease ends. A lease that outlives its deadline no longer
+counts; if its reader is still copying, checksums show it that its bytes changed.
+
+``WeightLedger`` is a pure state machine with time as an argument. ``WeightExchange`` lets loops wait for it:
+nobody waits for a reader. ``until_owed`` returns once a publisher that skipped a version can publish again,
+and ``lease`` waits for a version newer than the reader's.
 """
 
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from forgeasync.weights.manifest import Manifest
+from forgeasync.waiting import Monitor
+from forgeasync.weights.layout import Manifest
 
 NUM_SLOTS = 2
 """Staging buffers of every trainer rank."""
@@ -66,14 +74,14 @@ class WeightLedger:
             self.is_owing = True
             self.num_skipped += 1
             return None
-        # Late readers can still have the newest version, if there is another slot to write.
+        # Prefer a slot other than that of the newest version, which late readers may still lease.
         choice = min(free, key=lambda i: newest is not None and self._slots[i].manifest is newest)
         self._slots[choice] = _Slot(state=SlotState.WRITING)
         self.is_owing = False
         return choice
 
     def commit(self, manifest: Manifest) -> None:
-        """Note that a version is complete in its slot."""
+        """Record that a version is complete in its slot."""
         slot = self._slots[manifest.slot]
         assert slot.state is SlotState.WRITING, f"slot {manifest.slot} is {slot.state}"
         slot.state, slot.manifest = SlotState.COMMITTED, manifest
@@ -85,9 +93,9 @@ class WeightLedger:
         self.is_owing = True
 
     def forget_committed(self) -> None:
-        """The staging buffers are new ones, and empty: no version can be read, and the newest one is owed.
+        """Record that the staging buffers are new and empty: no version can be read, and the newest is owed.
 
-        Leases end. A slot that is being written stays so: the new buffers get what is written.
+        Leases end. A slot that is being written keeps its state, because it is written to the new buffers.
         """
         for index, slot in enumerate(self._slots):
             if slot.state is SlotState.COMMITTED:
@@ -97,9 +105,9 @@ class WeightLedger:
     def acquire(
         self, reader: int, *, newer_than: int, now_s: float, preferred: int | None = None
     ) -> Manifest | None:
-        """Lease the ``preferred`` version to a reader, or the newest one where a slot does not have that.
+        """Lease the ``preferred`` version to a reader, or the newest one if no slot has it.
 
-        None if there is none newer than ``newer_than``.
+        None if no version is newer than ``newer_than``.
         """
         readable = [slot.manifest for slot in self._slots if slot.state is SlotState.COMMITTED]
         manifest = next(
@@ -116,7 +124,7 @@ class WeightLedger:
         return manifest
 
     def release(self, reader: int) -> None:
-        """End a reader's lease, after its copy or its failure; without a lease nothing happens."""
+        """End a reader's lease, if it has one, after its copy or its failure."""
         for slot in self._slots:
             slot.deadline_s_by_reader.pop(reader, None)
 
@@ -133,3 +141,52 @@ class WeightLedger:
             for reader in late:
                 del slot.deadline_s_by_reader[reader]
             self.num_expired_leases += len(late)
+
+
+Stage = Callable[[int], Awaitable[Manifest]]
+"""Copies the trainer's current weights into a slot."""
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()
+
+
+class WeightExchange(Monitor[WeightLedger]):
+    """A ``WeightLedger`` shared by the loops of one event loop."""
+
+    async def publish(self, stage: Stage) -> Manifest | None:
+        """Stage and commit the weights. None if every slot is in use: the version is skipped and owed."""
+        slot = self.change(lambda ledger: ledger.begin(_now_s()))
+        if slot is None:
+            return None
+        try:
+            manifest = await stage(slot)
+        except BaseException:
+            self.change(lambda ledger: ledger.abandon(slot))
+            raise
+        self.change(lambda ledger: ledger.commit(manifest))
+        return manifest
+
+    async def until_owed(self) -> None:
+        """Wait until a version was skipped that could be published now."""
+        await self.until(
+            lambda ledger: ledger.is_owing and ledger.can_begin(_now_s()),
+            # No event tells that a lease has run out: check the clock.
+            look_at_s=lambda ledger: ledger.next_deadline_s() if ledger.is_owing else None,
+        )
+
+    @asynccontextmanager
+    async def lease(
+        self, reader: int, *, newer_than: int, preferred: int | None = None
+    ) -> AsyncIterator[Manifest]:
+        """Wait for a version newer than ``newer_than``, and keep its slot from being overwritten.
+
+        The version is the ``preferred`` one if a slot still has it, else the newest.
+        """
+        manifest = await self.until(
+            lambda ledger: ledger.acquire(reader, newer_than=newer_than, now_s=_now_s(), preferred=preferred)
+        )
+        try:
+            yield manifest
+        finally:
+            self.change(lambda ledger: ledger.release(reader))

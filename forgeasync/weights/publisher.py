@@ -1,7 +1,7 @@
 """One trainer rank's side of publishing: it chooses shards and copies them into its staging buffers.
 
-The thread that trains begins a publication and goes on with the next forward and backward pass; a thread of
-the publisher completes the copies. The optimizer waits for them before it changes the weights
+The thread that trains begins a publication and continues with the next forward and backward pass, while a
+thread of the publisher completes the copies. The optimizer waits for them before it changes the weights
 (``Publication.until_copied``). Generators wait for ``Publication.finished`` of every rank.
 """
 
@@ -15,15 +15,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from forgeasync.weights.layout import Box, NamedWeight, assign_boxes, lay_out, shard_box
+from forgeasync.weights.layout import Box, NamedWeight, StagedShard, assign_boxes, lay_out, shard_box
 from forgeasync.weights.ledger import NUM_SLOTS
-from forgeasync.weights.manifest import StagedShard
 from forgeasync.weights.staging import SlotWrite, StagingBuffers, staging_file
 from forgeasync.weights.transports.transport import RankStaging, StagingSource, Transport
 
 
 class Publication:
-    """A version of this rank on its way to the generators."""
+    """A version of this rank that is being published."""
 
     def __init__(
         self,
@@ -35,7 +34,7 @@ class Publication:
         version: int,
         slot: int,
     ) -> None:
-        """``copying`` has the thread that completes the copies."""
+        """``copying`` is the executor that completes the copies."""
         self._rank = rank
         self._version = version
         self._slot = slot
@@ -45,10 +44,10 @@ class Publication:
         self._checksums = copying.submit(write.finish)
 
     def until_copied(self) -> None:
-        """Return once the shards may change; to be called by the thread that trains.
+        """Wait until the shards may change. Call it in the thread that trains.
 
-        Shards on a GPU may change by what this thread gives the GPU from now on. If the copying fails,
-        ``finished`` raises the error.
+        Later work of this thread on the GPU may change shards there. If copying fails, ``finished`` raises
+        the error.
         """
         self._write.hold_stream()
         if self._write.reads_host:
@@ -86,10 +85,10 @@ class WeightPublisher:
     ) -> StagingSource:
         """Allocate the staging buffers, as files in ``folder`` of this host, and open ``transport`` on them.
 
-        Returns how generators reach them. Must be called before the first ``begin``.
+        Returns how generators reach them. Call it before the first ``begin``.
         """
         for slot in range(NUM_SLOTS):
-            # A rank that is gone may have left it. Who has mapped it still reads what was in it.
+            # An earlier rank may have left the file. Readers that have mapped it keep its contents.
             staging_file(folder, self.layout.rank, slot).unlink(missing_ok=True)
         self.buffers = StagingBuffers(folder, self.layout, self._dtype)
         self.staging = RankStaging(
@@ -103,13 +102,13 @@ class WeightPublisher:
         address = await transport.open(self.staging)
         return StagingSource(host_id=self._host_id, paths=self.buffers.paths, address=address)
 
-    # Without gradients a DTensor hands out its local tensor as it is.
+    # With gradients a DTensor would wrap its local tensor.
     @torch.no_grad()
     def begin(self, slot: int, version: int, weights: Sequence[NamedWeight]) -> Publication:
         """Begin to copy the shards that this rank publishes into a slot.
 
-        To be called by the thread that trains, which must call ``until_copied`` of the result before the
-        weights change.
+        Call it in the thread that trains, which must call ``until_copied`` of the result before the weights
+        change.
         """
         tensors = [weights[index].tensor for index in self._indices]
         shards = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]

@@ -1,32 +1,42 @@
 """The staging buffers of one trainer rank: two files in its host's shared memory, allocated once.
 
-The trainer copies its shards into one of them while generators may still read the other. Which one it may
-write into is the ledger's decision.
+The trainer copies its shards into one buffer while generators may still read the other one; the ledger
+decides which buffer it may write. A version is written in two parts. ``StagingBuffers.begin``, called by the
+thread that trains, starts copies from the GPU. ``SlotWrite.finish``, called by another thread during
+training, waits for them, copies shards that lie on the host, and computes checksums. Before the shards
+change, the thread that trains calls ``SlotWrite.hold_stream``, and waits for the end of ``finish`` if shards
+lie on the host.
 
-A version is written in two parts. ``StagingBuffers.begin``, called by the thread that trains, gives the GPU
-its copies. ``SlotWrite.finish``, called by another thread while training goes on, waits for them, copies
-shards that lie on the host and computes checksums. Before the shards change, the thread that trains calls
-``SlotWrite.hold_stream``, and waits for the end of ``finish`` if shards lie on the host.
+The files outlive the trainer's processes, as long as the run's folder there exists: ``StagedVersion`` reads a
+version back when the trainer itself cannot be asked.
 """
 
 import errno
 import mmap
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from forgeasync.weights.device_copies import DeviceCopies, StartedCopies, page_lock
-from forgeasync.weights.layout import RankLayout
+from forgeasync.weights.layout import (
+    BLOCK_BYTES,
+    Manifest,
+    RankLayout,
+    WeightLayout,
+    block_range,
+    checksum,
+    whole_tensors,
+)
 from forgeasync.weights.ledger import NUM_SLOTS
-from forgeasync.weights.manifest import BLOCK_BYTES, block_range, checksum
+from forgeasync.weights.transports.transport import StagingSource
 
 
 class SharedFile:
-    """A file in shared memory, mapped for writing; its pages are allocated when they are first written."""
+    """A file in shared memory, mapped for writing. Its pages are allocated on the first write."""
 
     def __init__(self, path: Path, num_bytes: int, *, is_new: bool, reserve: bool = False) -> None:
         """Make or open the file; ``reserve`` allocates all of its pages now.
@@ -40,7 +50,7 @@ class SharedFile:
             if is_new:
                 os.ftruncate(descriptor, max(1, num_bytes))
             if reserve and num_bytes:
-                # Without this a full /dev/shm shows as SIGBUS in the middle of a copy.
+                # Otherwise a full /dev/shm causes SIGBUS in the middle of a copy.
                 os.posix_fallocate(descriptor, 0, num_bytes)
             self.memory = memoryview(mmap.mmap(descriptor, max(1, num_bytes), flags=mmap.MAP_SHARED))
         except OSError as error:
@@ -60,8 +70,77 @@ class SharedFile:
         return torch.frombuffer(self.memory, dtype=torch.uint8)
 
 
+def page_lock(buffer: torch.Tensor) -> None:
+    """Let a GPU write to a host buffer directly, not through memory of the driver; no-op without CUDA.
+
+    The lock lasts as long as the process.
+
+    Raises:
+        ValueError: the operating system does not let this process lock that much memory.
+    """
+    if not torch.cuda.is_available() or not buffer.numel():
+        return
+    cudart = torch.cuda.cudart()
+    error = cudart.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)
+    if int(error) != 0:
+        raise ValueError(
+            f"{buffer.nbytes:,} bytes of shared memory cannot be page-locked (CUDA says "
+            f"{cudart.cudaGetErrorString(error)}); raise the limit on locked memory (ulimit -l, or "
+            "docker run --ulimit memlock=-1)"
+        )
+
+
+class StartedCopies:
+    """Copies that a device was given and may not have completed."""
+
+    def __init__(self, device: torch.device, done: torch.Event) -> None:
+        self._device = device
+        self._done = done
+
+    def hold_stream(self) -> None:
+        """Make the calling thread's later work on the device wait for the copies; the host does not wait."""
+        torch.get_device_module(self._device).current_stream(self._device).wait_event(self._done)
+
+    def wait(self) -> None:
+        """Block until the copies are complete; callable from any thread."""
+        self._done.synchronize()
+
+
+class DeviceCopies:
+    """Copies shards of one device to the host, on a separate stream, beside training."""
+
+    def __init__(self) -> None:
+        self._stream: torch.Stream | None = None
+
+    def start(self, targets: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> StartedCopies | None:
+        """Start to copy the shards on the device into their targets on the host; None if there are none.
+
+        Shards are cast to the dtype of their targets on the device; a target may be flat. The copies wait for
+        the work that the calling thread has already given to the device. The shards must not change before
+        they are copied: see ``StartedCopies.hold_stream``. Shards on the host are left to the caller.
+        """
+        pairs = [pair for pair in zip(targets, shards, strict=True) if pair[1].device.type != "cpu"]
+        if not pairs:
+            return None
+        (device,) = {shard.device for _, shard in pairs}
+        module = torch.get_device_module(device)
+        if self._stream is None:
+            self._stream = module.Stream(device)
+        self._stream.wait_event(module.current_stream(device).record_event())
+        # Memory of a cast belongs to this stream: the allocator reuses it only for a later cast of the same
+        # stream, which is computed after the first one was copied. So no cast has to be kept, and only one at
+        # a time takes memory.
+        with module.stream(self._stream):
+            for target, shard in pairs:
+                target.view(shard.shape).copy_(shard.to(target.dtype), non_blocking=True)
+        # Blocking: a thread that waits for this event sleeps instead of polling.
+        done = module.Event(blocking=True)
+        self._stream.record_event(done)
+        return StartedCopies(device, done)
+
+
 def staging_file(folder: Path, rank: int, slot: int) -> Path:
-    """Return the file of one of a rank's buffers in its folder."""
+    """The file of one of a rank's buffers."""
     return folder / f"weights-{rank}-{slot}"
 
 
@@ -69,7 +148,7 @@ class StagingBuffers:
     """Writes versions of one rank's shards."""
 
     def __init__(self, folder: Path, layout: RankLayout, dtype: torch.dtype) -> None:
-        """Allocate both buffers as files in ``folder``, page-locked where there is a GPU to copy from."""
+        """Allocate both buffers as files in ``folder``, page-locked if there is a GPU."""
         self._layout = layout
         self._copies = DeviceCopies()
         self._files = [
@@ -96,25 +175,17 @@ class StagingBuffers:
 
     @torch.no_grad()
     def begin(self, slot: int, shards: Sequence[torch.Tensor]) -> "SlotWrite":
-        """Begin to write the local ``shards`` (one per piece, cast on the way) into a buffer.
+        """Begin to write the local ``shards`` (one per piece, cast if needed) into a buffer.
 
-        To be called by the thread that trains.
+        Call it in the thread that trains.
         """
         targets = self._targets[slot]
-        on_device = [
-            (target, shard)
-            for target, shard in zip(targets, shards, strict=True)
-            if shard.device.type != "cpu"
-        ]
-        copies = None
-        if on_device:
-            device_targets, device_shards = zip(*on_device, strict=True)
-            copies = self._copies.start(device_targets, device_shards)
+        copies = self._copies.start(targets, shards)
         return SlotWrite(self._layout, self._files[slot].memory, targets, shards, copies)
 
 
 class SlotWrite:
-    """A version on its way into a slot."""
+    """A version that is being written into a slot."""
 
     def __init__(
         self,
@@ -124,7 +195,7 @@ class SlotWrite:
         shards: Sequence[torch.Tensor],
         copies: StartedCopies | None,
     ) -> None:
-        """``copies`` are those of the shards that lie on a GPU; None: none does."""
+        """``copies`` are those of the shards on a GPU; None if there are none."""
         self._layout = layout
         self._memory = memory
         self._targets = targets
@@ -133,19 +204,19 @@ class SlotWrite:
 
     @property
     def reads_host(self) -> bool:
-        """Whether ``finish`` reads shards, so that they must not change before it has returned."""
+        """Whether ``finish`` reads shards on the host, which must not change before it returns."""
         return any(shard.device.type == "cpu" for shard in self._shards)
 
     def hold_stream(self) -> None:
-        """Have the calling thread's stream wait for the copies from the GPU, if there are any."""
+        """Make the calling thread's stream wait for the copies from the GPU, if there are any."""
         if self._copies is not None:
             self._copies.hold_stream()
 
     @torch.no_grad()
     def finish(self) -> np.ndarray:
-        """Return the checksum of every block, uint64, once the slot holds all shards.
+        """Wait until the slot holds all shards, and return the checksum of every block, uint64.
 
-        Blocks: it is meant for another thread than the one that trains.
+        Call it in another thread than the one that trains.
         """
         if self._copies is not None:
             self._copies.wait()
@@ -159,7 +230,7 @@ class SlotWrite:
                 sums.advance(piece.offset + target.nbytes)
                 continue
             for written in _copy_blocks(target, source.view(-1), piece.offset):
-                # While the block is still in the cache.
+                # The block is still in the cache.
                 sums.advance(written)
         return sums.values
 
@@ -169,7 +240,7 @@ def _copy_blocks(target: torch.Tensor, source: torch.Tensor, offset: int) -> Ite
     stop = offset + target.nbytes
     cuts = [offset, *range((offset // BLOCK_BYTES + 1) * BLOCK_BYTES, stop, BLOCK_BYTES), stop]
     if source.dtype == target.dtype:
-        # Numpy bytes, because slicing a tensor takes ten times as long as slicing an array.
+        # Numpy, because slicing a tensor takes ten times as long as slicing an array.
         to, of = target.view(torch.uint8).numpy(), source.view(torch.uint8).numpy()
         for first, last in pairwise(cuts):
             np.copyto(to[first - offset : last - offset], of[first - offset : last - offset])
@@ -182,7 +253,7 @@ def _copy_blocks(target: torch.Tensor, source: torch.Tensor, offset: int) -> Ite
 
 
 class _Checksums:
-    """Computes checksums of blocks in order, as soon as they are written."""
+    """Computes checksums of blocks in order, as soon as the blocks are written."""
 
     def __init__(self, memory: memoryview, layout: RankLayout) -> None:
         self._memory = memory
@@ -191,8 +262,62 @@ class _Checksums:
         self.values = np.zeros(layout.num_blocks, np.uint64)
 
     def advance(self, written: int) -> None:
-        """Note that everything before byte ``written`` is there."""
+        """Record that everything before byte ``written`` is written."""
         while self._next_stop <= written and self._next < len(self.values):
             self.values[self._next] = checksum(self._memory[block_range(self._next, self._num_bytes)])
             self._next += 1
             self._next_stop = block_range(self._next, self._num_bytes).stop
+
+
+class VersionUnreadable(OSError):
+    """A staged version is missing, is on another host, or does not match its manifest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagedWeights:
+    """A staged version, and the addresses of its buffers."""
+
+    manifest: Manifest
+    layout: WeightLayout
+    sources: tuple[StagingSource, ...]
+    """Staging sources by trainer rank."""
+
+
+class StagedVersion:
+    """Reads one staged version as whole tensors."""
+
+    def __init__(self, staged: StagedWeights) -> None:
+        """Map the buffers of all ranks and check every block.
+
+        Raises:
+            VersionUnreadable: a buffer is not a file of this host, or a block has another checksum than the
+                manifest says.
+        """
+        manifest, layout = staged.manifest, staged.layout
+        self._layout = layout
+        self._buffers = [
+            _open(source.paths[manifest.slot], rank.num_bytes)
+            for source, rank in zip(staged.sources, layout.ranks, strict=True)
+        ]
+        for rank, buffer, checksums in zip(layout.ranks, self._buffers, manifest.checksums, strict=True):
+            for block, expected in enumerate(checksums.tolist()):
+                if checksum(buffer.memory[block_range(block, rank.num_bytes)]) != expected:
+                    raise VersionUnreadable(
+                        f"block {block} of rank {rank.rank} is not that of version {manifest.version}"
+                    )
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every tensor whole, with its name, one at a time."""
+        images = [
+            buffer.bytes[: rank.num_bytes].view(self._layout.dtype)
+            for buffer, rank in zip(self._buffers, self._layout.ranks, strict=True)
+        ]
+        for name, tensor in whole_tensors(self._layout, images):
+            yield name, tensor.clone()
+
+
+def _open(path: Path, num_bytes: int) -> SharedFile:
+    try:
+        return SharedFile(path, num_bytes, is_new=False)
+    except (OSError, ValueError) as error:
+        raise VersionUnreadable(f"{path} cannot be read: {error}") from error

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forgeasync.trainer import chunked_predictions
-from forgeasync.trainer import entropies as entropies_module
 from forgeasync.trainer import logprobs as logprobs_module
 from tests.trainer.test_kept_logprobs import ALWAYS_GATHER, NEVER_GATHER, make_case
 
@@ -53,7 +52,7 @@ def test_entropies_are_the_definitions(
     logits *= scale
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(logprobs_module, "GATHER_COST", cost)
-        patch.setattr(entropies_module, "CPU_BLOCK_BYTES", block_bytes)
+        patch.setattr(logprobs_module, "CPU_BLOCK_BYTES", block_bytes)
         for dtype, tolerance in ((torch.float64, 1e-14), (torch.float32, 1e-6)):
             # Products with unit vectors: the logits are these very numbers.
             logits_TV = logits.to(dtype)
@@ -115,9 +114,10 @@ def test_entropies_are_computed_once_and_change_no_bit_of_the_rest(
     def counted(scaled_Uv: torch.Tensor, log_sums_U: torch.Tensor) -> torch.Tensor:
         nonlocal num_calls
         num_calls += 1
-        return entropies_module.slice_entropies(scaled_Uv, log_sums_U)
+        return slice_entropies(scaled_Uv, log_sums_U)
 
-    monkeypatch.setattr(logprobs_module, "slice_entropies", counted)
+    slice_entropies = logprobs_module._slice_entropies
+    monkeypatch.setattr(logprobs_module, "_slice_entropies", counted)
     _, tokens, offsets, ids = make_case(3, 23, 64, largest_set=8)
     generator = torch.Generator().manual_seed(0)
     hidden_TD = torch.randn(23, 16, generator=generator, requires_grad=True)

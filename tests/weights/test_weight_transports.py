@@ -166,7 +166,7 @@ def test_auto_registers_nothing_where_all_are_on_one_host() -> None:
 def test_torchstore_is_imported_only_where_it_is_used() -> None:
     code = (
         "import sys; import apps.grpo; "
-        "from forgeasync.weights.transports.build import build_transport; "
+        "from forgeasync.weights import build_transport; "
         "[build_transport(name) for name in ('auto', 'shared_memory', 'rdma')]; "
         "assert 'torchstore' not in sys.modules; "
         "build_transport('torchstore'); assert 'torchstore' in sys.modules"

@@ -1,9 +1,9 @@
-"""A reader of torch.distributed.checkpoint that runs nothing of what it reads. For torch 2.13.
+"""A reader of torch.distributed.checkpoint that runs no code from the checkpoint. For torch 2.13.
 
-There ``FileSystemReader`` unpickles a checkpoint's ``.metadata`` as it is, and a pickle can name any function
-to call: resuming from a foreign folder would execute it. Tensors are safe: torch reads them with
-``weights_only=True``; objects other than tensors are not, and ``run_checkpoint.load`` asks for none. Can go
-when torch reads the metadata in such a way too.
+In torch 2.13 ``FileSystemReader`` unpickles a checkpoint's ``.metadata`` without restrictions, and a pickle
+can call any function: resuming from a foreign folder would execute it. Tensors are safe, because torch reads
+them with ``weights_only=True``. Other objects are not, and ``run_checkpoint.load`` reads none. Can go when
+torch restricts the metadata too.
 """
 
 import pickle
@@ -34,19 +34,18 @@ _ADMITTED = {
     ("pathlib", "PosixPath"),
     ("pathlib._local", "PosixPath"),
 }
-"""Module and name of all that the metadata of tensors consists of, besides dtypes. None of them does anything
-when it is made."""
+"""Modules and names in the metadata of tensors, besides dtypes. Creating any of them has no side effect."""
 
 
 class SafeFileSystemReader(FileSystemReader):
-    """A ``FileSystemReader`` whose metadata may only consist of what DCP itself writes of tensors."""
+    """A ``FileSystemReader`` that accepts only metadata that DCP itself writes for tensors."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self._file = folder / METADATA_FILE
 
     def read_metadata(self, *_: object, **__: object) -> Metadata:
-        """As of every rank: the metadata of a checkpoint is one file.
+        """Read the metadata, which is one file for all ranks.
 
         Raises:
             ValueError: the file is damaged, or holds something else; names the file and what was found.
@@ -60,7 +59,7 @@ class SafeFileSystemReader(FileSystemReader):
                     f"{self._file} names {error}, which is no part of a checkpoint's metadata: it was not "
                     "written by this package, and nothing of it was run"
                 ) from None
-            # Whatever bytes make of the classes above.
+            # Damaged bytes can raise anything in the classes above.
             except Exception as error:
                 raise ValueError(f"{self._file} is damaged: {error!r}") from error
         if not isinstance(metadata, Metadata):
@@ -72,7 +71,7 @@ class SafeFileSystemReader(FileSystemReader):
 
 
 class _NotAdmittedError(pickle.UnpicklingError):
-    """The module and name that a pickle asks for."""
+    """The module and name that a pickle refers to."""
 
 
 class _MetadataUnpickler(pickle.Unpickler):

@@ -1,10 +1,11 @@
-"""Products of tokens, sorted by group, with a matrix of each group, also in dtypes that are not compiled.
+"""Experts in the dtype of their weights: products of tokens, sorted by group, with a matrix of each group.
 
-Inductor of torch 2.13 lowers grouped products in bfloat16 only. In another dtype they are an operator that
-compiled layers call as it is. Can go when it lowers float32 too.
+Inductor of torch 2.13 lowers grouped products in bfloat16 only. In other dtypes they are a custom operator
+that compiled layers call as it is. Can go when Inductor lowers float32 too. TorchTitan 0.3.0 always computes
+experts in bfloat16. Can go when it uses their own dtype.
 
-The last product of an expert keeps what its input is computed from, and computes it again for the backward
-pass: autograd would keep two tensors more for every token and expert, half of what it keeps otherwise.
+The last product of an expert computes its input again for the backward pass. Autograd would keep two more
+tensors for every token and expert, half of what it keeps otherwise.
 
 Shape suffixes: E groups, R tokens, I and O the sizes of a matrix, F the hidden size of an expert, D the
 model's.
@@ -106,7 +107,7 @@ class TrainingDtypeExperts(GroupedExperts):
 
     def _down(self, gate_RF: torch.Tensor, up_RF: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_compiling():
-            # Inductor chooses what is computed again.
+            # Inductor chooses what to recompute.
             return self._project("w2_EDF", F.silu(gate_RF) * up_RF, offsets_E)
         return _Down.apply(gate_RF, up_RF, self._matrices("w2_EDF"), offsets_E)
 

@@ -1,10 +1,10 @@
-"""Gives every gloo process group of this process one thread; importing it is enough.
+"""Gives every gloo process group of this process one thread. Importing the module is enough.
 
-A gloo group of torch 2.13 runs its collectives in two threads. A thread that has run one moves the name of
-the collective into a string of the group, without a lock (``lastCompletedWorkName``, in
+A gloo group of torch 2.13 runs its collectives in two threads. After a collective, its thread moves the name
+of the collective into a string of the group without a lock (``lastCompletedWorkName``, in
 ``ProcessGroupGloo::runLoop``). A name of more than 15 characters lies on the heap. Two threads that move such
-names at once can both free the name before, and the process dies of signal 6 or 11 at a later ``malloc``.
-Functional all-gathers, which DTensor makes, are called ``ALLGATHER_COALESCED``.
+names at once can both free the previous name, and the process dies of signal 6 or 11 at a later ``malloc``.
+Functional all-gathers, which DTensor uses, are called ``ALLGATHER_COALESCED``.
 
 Waiting for each collective before the next is not enough: a collective is done before its name is moved. With
 one thread the collectives of a group run one after the other, in the order in which every rank asks for them.
@@ -26,7 +26,7 @@ _init = ProcessGroupGloo.__init__
 def _init_with_one_thread(
     group: ProcessGroupGloo, store: Store, rank: int, size: int, *given: Any, **named: Any
 ) -> None:
-    """As ``ProcessGroupGloo``: the last argument is a timeout, or options, or left out."""
+    """Same as ``ProcessGroupGloo``: the last argument is a timeout, or options, or missing."""
     (last,) = (*given, *named.values()) or (default_pg_timeout,)
     options = _default_options(last) if isinstance(last, timedelta) else last
     options._threads = 1
@@ -34,8 +34,8 @@ def _init_with_one_thread(
 
 
 def _default_options(timeout: timedelta) -> Any:
-    """What torch makes of a timeout, which it does not do by a public name."""
-    # torch's stub has it by another name.
+    """The options that torch makes of a timeout; it has no public function for this."""
+    # torch's stub has it under another name.
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
     interfaces = os.environ.get("GLOO_SOCKET_IFNAME")

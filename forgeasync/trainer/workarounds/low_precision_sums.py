@@ -1,8 +1,8 @@
-"""Sums of TorchTitan 0.3.0 and torch 2.13 that are rounded at every addition in a low dtype, in float32.
+"""Computes sums in float32 that TorchTitan 0.3.0 and torch 2.13 round at every addition in a low dtype.
 
-Those of a token's experts and of what experts give back to a token, and, on CPUs, that of what all places of
-a token in the batch give its embedding. In float32 and float64 nothing is changed. Each can go when the
-original adds up in float32.
+These are the outputs of a token's experts, the gradients that experts give back to a token and, on CPUs, the
+gradients of an embedding from all places of its token in the batch. Float32 and float64 are not changed. Each
+part can go when the original sums in float32.
 
 Shape suffixes: T tokens, D model dim, K top-k, N routed tokens (T * K), R those of this rank's experts, V
 this rank's slice of the vocabulary, L any leading dims.
@@ -34,7 +34,7 @@ def is_low(dtype: torch.dtype) -> bool:
 
 
 def as_config(module: type[Module], config: Module.Config) -> Module.Config:
-    """The config of a subclass of the module that a config builds, otherwise the same."""
+    """The same config, for a subclass of the module that it builds."""
     return module.Config(**{one.name: getattr(config, one.name) for one in dataclasses.fields(config)})
 
 
@@ -45,7 +45,7 @@ class _Context(FunctionCtx):
 
 
 class _Routed(torch.autograd.Function):
-    """The rows [N, D] of tokens that each are taken ``top_k`` times."""
+    """The rows [N, D] of tokens, each taken ``top_k`` times."""
 
     @staticmethod
     def forward(ctx: _Context, x_TD: torch.Tensor, token_N: torch.Tensor, top_k: int) -> torch.Tensor:
@@ -59,14 +59,14 @@ class _Routed(torch.autograd.Function):
         (token_N,) = ctx.saved_tensors
         place_TK = token_N.argsort(stable=True).view(-1, ctx.top_k)
         total_TD = grad_ND.new_zeros(len(place_TK), grad_ND.shape[1], dtype=torch.float32)
-        # One of each token's rows at a time: all of them in float32 would take a multiple of the memory.
+        # One row of each token at a time: all of them in float32 would take several times the memory.
         for place_T in place_TK.unbind(1):
             total_TD += grad_ND[place_T]
         return total_TD.to(grad_ND.dtype), None, None
 
 
 class SummingDispatcher(AllToAllTokenDispatcher):
-    """TorchTitan's dispatcher; what a token's experts give it, forward and backward, is rounded once."""
+    """TorchTitan's dispatcher; sums over a token's experts, forward and backward, are rounded once."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(AllToAllTokenDispatcher.Config):
@@ -91,14 +91,14 @@ class SummingDispatcher(AllToAllTokenDispatcher):
             return super().combine(routed_output_RD, metadata, x_TD)
         if self.ep_mesh is None:
             routed_output_RD = routed_output_RD.float()
-        # All that is read of it is shape, dtype and device.
+        # Only its shape, dtype and device are read.
         wide_TD = x_TD.new_zeros((), dtype=torch.float32).expand(x_TD.shape)
         return super().combine(routed_output_RD, metadata, wide_TD).to(x_TD.dtype)
 
     def _combine_token_exchange(
         self, routed_output_RD: torch.Tensor, *arguments: object, **keywords: object
     ) -> torch.Tensor:
-        """Sent as it is, summed in float32."""
+        """Send in the low dtype, sum in float32."""
         received_ND = super()._combine_token_exchange(routed_output_RD, *arguments, **keywords)
         return received_ND.float() if is_low(received_ND.dtype) else received_ND
 
@@ -106,7 +106,7 @@ class SummingDispatcher(AllToAllTokenDispatcher):
 class Float32Gate(Linear):
     """A router's gate in float32.
 
-    TorchTitan asks autocast for it, which knows only lower dtypes on CPUs and then does nothing.
+    TorchTitan uses autocast for this, which supports only lower dtypes on CPUs and does nothing there.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -140,9 +140,9 @@ class _Embedded(torch.autograd.Function):
 
 
 class CpuEmbedding(Embedding):
-    """TorchTitan's embedding; a token that comes up often has its gradient rounded once.
+    """TorchTitan's embedding; the gradient of a token that occurs often is rounded once.
 
-    On GPUs torch's own backward pass adds up in float32.
+    On GPUs torch's own backward pass sums in float32.
     """
 
     @dataclass(kw_only=True, slots=True)

@@ -1,6 +1,6 @@
 """RMSNorm on CPUs as one function for autograd.
 
-torch 2.13 has a kernel for it on GPUs only. On CPUs it is six operators, whose backward passes are ten more,
+torch 2.13 has a kernel for it on GPUs only. On CPUs it is six operators with ten more in the backward pass,
 and autograd keeps the normalized input besides the input. Can go when ``torch.rms_norm`` is one operator on
 CPUs too.
 
@@ -56,8 +56,8 @@ class _Normalized(torch.autograd.Function):
 class CpuRMSNorm(RMSNorm):
     """TorchTitan's RMSNorm, with the function above where it applies.
 
-    It does not to DTensors, to other dtypes than float32 and float64, which torch computes in float32, and to
-    compiled layers, which Inductor fuses.
+    It does not apply to DTensors, to compiled layers, which Inductor fuses, and to dtypes other than float32
+    and float64, which torch computes in float32.
     """
 
     @dataclass(kw_only=True, slots=True)

@@ -13,14 +13,14 @@ from forgeasync.weights.layout import SEGMENT_BYTES
 from forgeasync.weights.transports.transport import Arrived, ByteRange, RankSource, RankStaging, Transport
 
 MAX_READS_IN_FLIGHT = 4
-"""Enough to hide a round trip behind the others' bytes."""
+"""Enough to hide a round trip behind the bytes of other segments."""
 
 Segments = tuple[tuple[RDMABuffer, ...], ...]
 """Handles of consecutive ``SEGMENT_BYTES``, by slot."""
 
 
 class RdmaTransport(Transport):
-    """Reads whole segments. ``open`` and ``read`` are to be called inside an actor."""
+    """Reads whole segments. Call ``open`` and ``read`` inside an actor."""
 
     granularity = SEGMENT_BYTES
 

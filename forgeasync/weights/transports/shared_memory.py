@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from forgeasync.weights.manifest import BLOCK_BYTES
+from forgeasync.weights.layout import BLOCK_BYTES
 from forgeasync.weights.staging import SharedFile
 from forgeasync.weights.transports.transport import Arrived, ByteRange, RankSource, RankStaging, Transport
 
@@ -30,7 +30,7 @@ class SharedMemoryTransport(Transport):
     async def read(
         self, slot: int, ranges: Sequence[ByteRange], received: torch.Tensor, arrived: Arrived
     ) -> None:
-        """See ``Transport``; runs in a thread, so that decoding goes on meanwhile."""
+        """See ``Transport``; runs in a thread, so that the engine keeps decoding."""
         await asyncio.to_thread(self._copy, slot, ranges, received, arrived)
 
     def _copy(self, slot: int, ranges: Sequence[ByteRange], received: torch.Tensor, arrived: Arrived) -> None:

@@ -1,7 +1,16 @@
-"""Weights through torchstore: the general path, where procs share neither memory nor RDMA handles.
+"""Weights through torchstore: the general path, for processes that share neither memory nor RDMA handles.
 
-The publisher puts every segment of a staging buffer under a key of its slot and generators get them: each
+The publisher puts every segment of a staging buffer under a key of its slot, and generators get them: each
 byte is moved twice.
+
+The module makes torchstore 0.1.2 run on Monarch 0.7.0. Import it before torchstore is used, in every process.
+Monarch 0.7.0 refuses actors that mix synchronous and asynchronous endpoints, as torchstore's controller does;
+``Controller`` declares its synchronous endpoints as asynchronous ones. Can go with the first torchstore
+release that supports Monarch 0.7.
+
+Without ibverbs hardware torchstore 0.1.2 sends tensors as messages of actors, 100 MB in 7 s. Monarch's
+RDMABuffer works there too, over TCP, at least ten times as fast, and ``Pipe`` is changed to use it. Can go
+when torchstore asks for ``get_rdma_backend()`` instead of ibverbs.
 """
 
 import asyncio
@@ -9,9 +18,16 @@ from collections.abc import Awaitable, Iterable, Sequence
 
 import torch
 import torchstore
+import torchstore.api
+from monarch.actor import endpoint
+from monarch.rdma import RDMABuffer, get_rdma_backend
+from torchstore.controller import Controller as _ReleasedController
+from torchstore.controller import StorageInfo
+from torchstore.strategy import TorchStoreStrategy
+from torchstore.transport.buffers import MonarchTransportBuffer, RDMATransportBuffer, TransportBuffer
+from torchstore.transport.pipe import Pipe, Request
 
 from forgeasync.weights.layout import SEGMENT_BYTES
-from forgeasync.weights.transports import torchstore_adapter as torchstore_adapter
 from forgeasync.weights.transports.transport import (
     Arrived,
     ByteRange,
@@ -21,17 +37,81 @@ from forgeasync.weights.transports.transport import (
     Transport,
 )
 
+
+class Controller(_ReleasedController):
+    """torchstore's controller with asynchronous endpoints only."""
+
+    @endpoint
+    async def get_controller_strategy(self) -> TorchStoreStrategy:
+        self.assert_initialized()
+        assert self.strategy is not None
+        return self.strategy
+
+    @endpoint
+    async def locate_volumes(self, key: str) -> dict[str, StorageInfo]:
+        return _ReleasedController.locate_volumes._method(self, key)
+
+    @endpoint
+    async def notify_put(self, key: str, request: Request, storage_volume_id: str) -> None:
+        _ReleasedController.notify_put._method(self, key, request, storage_volume_id)
+
+    @endpoint
+    async def keys(self, prefix: str | None = None) -> list[str]:
+        return _ReleasedController.keys._method(self, prefix)
+
+    @endpoint
+    async def notify_delete(self, key: str, storage_volume_id: str) -> None:
+        _ReleasedController.notify_delete._method(self, key, storage_volume_id)
+
+
+class FlatTransportBuffer(RDMATransportBuffer):
+    """Moves flat tensors in place, without the two copies that the released class makes."""
+
+    def allocate(self, tensor_like: torch.Tensor | tuple[torch.Size, torch.dtype] | str | None) -> None:
+        """Register the tensor to put, or memory for the one to get, by its shape and dtype."""
+        if tensor_like is None or isinstance(tensor_like, str):
+            return  # an object is sent in the message
+        if isinstance(tensor_like, torch.Tensor):
+            tensor = tensor_like
+        else:
+            tensor = torch.empty(tensor_like[0], dtype=tensor_like[1])
+        assert tensor.dim() == 1 and tensor.is_contiguous() and tensor.device.type == "cpu"
+        self.shape, self.dtype, self.dim = tensor.shape, tensor.dtype, 1
+        self.tensor_refs = [tensor]
+        self.rdma_buffers = [RDMABuffer(tensor.view(torch.uint8))]
+
+    async def read_into(self, tensor: torch.Tensor | None = None) -> torch.Tensor:
+        """The received tensor on the client, the tensor to store in the volume."""
+        if self.tensor_refs is None:
+            return await super().read_into(tensor)
+        assert tensor is None
+        return self.tensor_refs[0]
+
+    async def write_from(self, tensor: torch.Tensor | None) -> None:
+        """Nothing is left to do on the client; the volume writes what it received."""
+        if self.tensor_refs is None:
+            await super().write_from(tensor)
+
+
+def _create_transport_buffer(self: Pipe) -> TransportBuffer:
+    return MonarchTransportBuffer() if get_rdma_backend() == "none" else FlatTransportBuffer()
+
+
+torchstore.api.Controller = Controller
+Pipe.create_transport_buffer = _create_transport_buffer
+
+
 MAX_SEGMENTS_IN_FLIGHT = 4
-"""Enough to hide the store's several messages a segment behind the others' bytes."""
+"""Enough to hide the store's several messages per segment behind the bytes of other segments."""
 
 
 class TorchstoreTransport(Transport):
-    """Puts and gets whole segments; all but ``start`` is to be called inside an actor."""
+    """Puts and gets whole segments. Call all methods but ``start`` inside an actor."""
 
     granularity = SEGMENT_BYTES
 
     async def start(self, spawn: SpawnProc) -> None:
-        """Start torchstore, with one storage volume in a proc of its own."""
+        """Start torchstore, with one storage volume in its own process."""
         await torchstore.initialize(num_storage_volumes=1, mesh=spawn("weights"))
 
     async def open(self, staging: RankStaging) -> None:

@@ -1,14 +1,24 @@
-"""Transports move published weights from the trainer's ranks into a generator's own memory."""
+"""Transports move published weights from the trainer's ranks into a generator's own memory.
+
+``Transport`` is the base class of all of them, built-in or the user's own. ``build_transport`` makes the one
+that ``weights.transport`` names.
+"""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from monarch.actor import ProcMesh
 
-from forgeasync.weights.manifest import BLOCK_BYTES
+from forgeasync.config import BUILT_IN_TRANSPORTS, LocalLauncher, RunConfig, TransportChoice, WeightsSection
+from forgeasync.schema import Problem, PythonCode, load_code
+from forgeasync.weights.layout import BLOCK_BYTES, WeightLayout
+
+if TYPE_CHECKING:
+    # Importing Monarch starts threads, and many processes that use this module do not need it.
+    from monarch.actor import ProcMesh
 
 ByteRange = tuple[int, int]
 """First byte, and the byte after the last one."""
@@ -16,13 +26,13 @@ ByteRange = tuple[int, int]
 Arrived = Callable[[ByteRange], None]
 """Called for every part of the ranges as soon as it has arrived; may be called from any thread."""
 
-SpawnProc = Callable[[str], ProcMesh]
-"""Starts a proc of this name on the controller's machine; it ends with the run."""
+SpawnProc = Callable[[str], "ProcMesh"]
+"""Starts a process of this name on the controller's machine; it ends with the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStaging:
-    """The staging buffers of one trainer rank, as that rank sees them; fields by slot where there are two."""
+    """The staging buffers of one trainer rank, as that rank sees them; tuples are by slot."""
 
     rank: int
     host_id: str
@@ -31,7 +41,7 @@ class RankStaging:
     buffers: tuple[torch.Tensor, ...]
     """The bytes of ``paths`` as tensors, uint8; their addresses stay the same for the whole run."""
     generator_hosts: frozenset[str]
-    """Hosts of the generators that will read them."""
+    """Hosts of the generators that read them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,17 +66,17 @@ class RankSource:
     generator_host: str
     """The host that reads."""
     lease_timeout_s: float
-    """A fetch that takes longer may find that the trainer has begun to write the next version."""
+    """If a fetch takes longer, the trainer may begin to overwrite the slot with the next version."""
 
 
 class Transport(ABC):
     """Moves bytes out of staging buffers; one class has both the trainer's side and the generator's.
 
     A trainer rank has two staging buffers (slots). It copies each version into a slot that nobody reads, and
-    generators fetch it from there and check every block against its checksum. A transport only moves bytes:
-    others decide which slot is written, which ranges are needed and what is fetched again.
+    generators fetch it from there and check every block against its checksum. A transport only moves bytes.
+    It does not decide which slot is written, which ranges are needed, or what is fetched again.
 
-    Every process that takes part makes an object of its own:
+    Every process that takes part makes its own object:
 
     ==========================================  =================================  =========================
     where                                       what is called                     how often
@@ -138,13 +148,14 @@ class Transport(ABC):
 
     - Making an object is cheap and has no effect: the check of a config makes one too. The keywords of
       ``__init__`` are the section's ``options``.
-    - Generators wait for ``staged``, and so does the next version; training goes on. After it the slot's
-      bytes stay as they are while a generator leases the version; only a generator that outlives its lease
-      can see them change.
-    - ``read`` calls ``arrived`` for every byte of the ranges. Bytes that are torn, late or wrong are found by
-      their checksum and asked for again; an exception ends the run.
-    - Both sides run in an actor's event loop. Run blocking calls in ``asyncio.to_thread``, so that decoding
-      goes on, and the trainer takes its next call.
+    - Generators and the next version wait for ``staged``; training continues. After ``staged`` the slot's
+    bytes
+      do not change while a generator leases the version. Only a generator that outlives its lease can see
+      changes.
+    - ``read`` calls ``arrived`` for every byte of the ranges. Wrong bytes are found by their checksum and
+      fetched again. An exception ends the run.
+    - Both sides run in an actor's event loop. Run blocking calls in ``asyncio.to_thread``, so that the engine
+      keeps decoding and the trainer can take its next call.
     """
 
     granularity: int = BLOCK_BYTES
@@ -155,7 +166,7 @@ class Transport(ABC):
     """Whether it reaches generators on other hosts than the trainer's. If not, such runs are refused."""
 
     async def start(self, spawn: SpawnProc) -> None:  # noqa: B027
-        """Start what the whole run shares; ``spawn`` gives it procs. Needs nothing by default."""
+        """Start what the whole run shares; ``spawn`` starts processes for it. Does nothing by default."""
 
     @abstractmethod
     async def open(self, staging: RankStaging) -> object:
@@ -180,3 +191,93 @@ class Transport(ABC):
         self, slot: int, ranges: Sequence[ByteRange], received: torch.Tensor, arrived: Arrived
     ) -> None:
         """Copy ``ranges`` of a slot into the same places of ``received`` (uint8, as long as the buffer)."""
+
+
+def build_transport(choice: TransportChoice) -> Transport:
+    """Build one process's side of a transport; imports its class.
+
+    Raises:
+        ValueError: the class does not exist, or does not make a transport from these options.
+    """
+    code = choice if isinstance(choice, PythonCode) else PythonCode(factory=BUILT_IN_TRANSPORTS[choice])
+    make = load_code(code)
+    try:
+        made = make(**code.options)
+    except Exception as error:
+        # Report anything that the user's class raises.
+        raise ValueError(
+            f"{code.factory} cannot be built with options {code.options} ({type(error).__name__}: {error})"
+        ) from error
+    if not isinstance(made, Transport):
+        raise ValueError(
+            f"{code.factory} makes a {type(made).__name__}; must make a subclass of "
+            f"{Transport.__module__}.{Transport.__name__}"
+        )
+    return made
+
+
+def check_transport(config: RunConfig) -> Iterator[Problem]:
+    """Check that the transport of a run can be made, and reaches the run's hosts."""
+    choice = config.weights.transport
+    value = choice.factory if isinstance(choice, PythonCode) else choice
+    try:
+        transport = build_transport(choice)
+    except ValueError as error:
+        yield Problem(field="weights.transport", value=value, remedy=str(error))
+        return
+    if not transport.crosses_hosts and not isinstance(config.launcher, LocalLauncher):
+        yield Problem(
+            field="weights.transport",
+            value=value,
+            remedy="must be one that crosses hosts (auto, rdma or torchstore) with launcher.kind = "
+            f"{config.launcher.kind!r}: trainer and generators are on different hosts",
+        )
+
+
+def require_reach(transport: Transport, choice: TransportChoice, host_ids: Iterable[str]) -> None:
+    """Refuse a transport that does not reach all hosts of a run.
+
+    Raises:
+        ValueError: it stays on one host, and there are several.
+    """
+    hosts = sorted(set(host_ids))
+    if len(hosts) > 1 and not transport.crosses_hosts:
+        name = choice.factory if isinstance(choice, PythonCode) else choice
+        raise ValueError(
+            f"weights.transport = {name!r}, but trainer and generators are on the hosts {', '.join(hosts)}; "
+            "must be one that crosses hosts: auto, rdma or torchstore"
+        )
+
+
+def connect_transports(
+    section: WeightsSection,
+    layout: WeightLayout,
+    sources: Sequence[StagingSource],
+    *,
+    generator_host: str,
+) -> dict[int, Transport]:
+    """Connect a generator's side, by trainer rank; ranks that publish nothing need none.
+
+    Raises:
+        ValueError: a rank's buffers cannot be reached, or read in units of whole blocks.
+    """
+    transports: dict[int, Transport] = {}
+    for rank, source in zip(layout.ranks, sources, strict=True):
+        if not rank.num_bytes:
+            continue
+        transport = transports[rank.rank] = build_transport(section.transport)
+        transport.connect(
+            RankSource(
+                rank=rank.rank,
+                num_bytes=rank.num_bytes,
+                staging=source,
+                generator_host=generator_host,
+                lease_timeout_s=section.lease_timeout_s,
+            )
+        )
+        if transport.granularity < BLOCK_BYTES or transport.granularity % BLOCK_BYTES:
+            raise ValueError(
+                f"{type(transport).__name__}.granularity = {transport.granularity}; must be a multiple of "
+                f"{BLOCK_BYTES}, the bytes of a block"
+            )
+    return transports
