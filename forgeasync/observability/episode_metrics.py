@@ -83,7 +83,7 @@ EPISODES = Topic(
         ),
         Metric(
             key="episode/num_tool_calls_<status>",
-            meaning="Calls of tools so far that ended so (`ToolStatus` in forgeasync/rollouts/outcome.py), "
+            meaning="Calls of tools so far that ended so (`ToolStatus` in forgeasync/rollouts/rollout.py), "
             "in attempts at episodes of training. The model is told of every failure.",
             when="runs with an environment, for each status",
         ),

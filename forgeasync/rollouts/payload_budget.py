@@ -1,38 +1,36 @@
 """Bounds the bytes of payloads, as a pure state machine: no clock, no I/O, no actors.
 
-Back-pressure: a group reserves the most that it should take before its first token is sampled, so that what
-was generated finds its place. Once written it counts with its real size, until its optimizer step has
-committed or it is dropped. A few groups are larger than that (where logits tie, more tokens are kept than
-top_k says): they may go beyond their reservations into the excess, which all groups share, and are refused
-where that is used up.
+Back-pressure: a group reserves the most that it should take before its first token is sampled, so that there
+is room for it once it is generated. Once written it counts with its real size, until its optimizer step has
+committed or it is dropped. A few groups are larger than what they reserve: where logits tie, more tokens are
+kept than top_k says. These may go into the excess, which all groups share, and are refused when that is used
+up.
 
 The bound. ``reserve`` keeps held + reserved <= capacity; ``settle`` raises that sum only where it stays so;
 ``release`` lowers it.
 
-No deadlock. Let G be groups_per_step, W the most that a group reserves, and capacity >= G * W, which ``fits``
-checks. What groups take beyond their reservations is, for all groups present together, at most the excess E =
-capacity - G * W (``largest_excess``). Suppose ``reserve`` refuses a group. With g groups present, which take
-g * W + E at most, it would have fitted if g * W + E + W <= capacity, that is g + 1 <= G; so g >= G. If every
-admitted group eventually finishes, there comes a time at which all of them, G or more, are complete (or
-dropped or refused, which releases them), and then the replay buffer gives the trainer its batch:
-buffer/replay_buffer.py proves that the trainer never waits once all groups are complete. That step commits
-and releases G groups, whose place is free for others. ``settle`` waits for nothing: a group that waited there
-for room would be one that does not finish. Were it allowed to grow into all of the capacity, G - 1 complete
-groups could keep the last one of their step out for ever. With several hosts the same holds for each host's
-budget on its own, as a group lies on one host. Groups must reserve in the order in which they are admitted:
-small ones that overtake could keep a large one out for ever.
+No deadlock. Let G be groups_per_step, W the most that a group reserves, and capacity >= G * W. What groups
+take beyond their reservations is, for all groups present together, at most the excess E = capacity - G * W
+(``largest_excess``). Suppose ``reserve`` refuses a group. With g groups present, which take g * W + E at
+most, it would have fitted if g * W + E + W <= capacity, that is g + 1 <= G; so g >= G. If every admitted
+group eventually finishes, there comes a time at which all of them, G or more, are complete (or dropped or
+refused, which releases them), and then the replay buffer gives the trainer its batch: buffer/replay_buffer.py
+proves that the trainer never waits once all groups are complete. That step commits and releases G groups,
+whose place is free for others. ``settle`` waits for nothing: a group that waited there for room would be one
+that does not finish. Were it allowed to grow into all of the capacity, G - 1 complete groups could keep the
+last one of their step out for ever. With several hosts the same holds for each host's budget on its own, as a
+group lies on one host. Groups must reserve in the order in which they are admitted: small ones that overtake
+could keep a large one out for ever.
 """
 
 from forgeasync.waiting import Monitor
 
 
-def fits(capacity_bytes: int, groups_per_step: int, worst_case_bytes: int) -> bool:
-    """Whether a run with this capacity cannot stall: one step's groups fit, each with all it reserves."""
-    return largest_excess(capacity_bytes, groups_per_step, worst_case_bytes) >= 0
-
-
 def largest_excess(capacity_bytes: int, groups_per_step: int, worst_case_bytes: int) -> int:
-    """Return the bytes that groups together may take beyond their reservations so that a run cannot stall."""
+    """Return the bytes that groups together may take beyond their reservations so that a run cannot stall.
+
+    Below 0 the run can stall: one step's groups do not fit, each with all it reserves.
+    """
     return capacity_bytes - groups_per_step * worst_case_bytes
 
 

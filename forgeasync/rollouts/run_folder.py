@@ -1,12 +1,9 @@
-"""The folder in shared memory in which a run keeps its payloads: made, removed, and swept after a crash.
+"""The folder in shared memory where a run keeps its payloads: made, removed, and swept after a crash.
 
-The process that makes a folder holds a lock on it (flock) for as long as it lives. The kernel lets go of the
+The process that makes a folder holds a lock on it (flock) for as long as it lives. The kernel releases the
 lock when that process ends, in whatever way, and shows it to every container that shares ``/dev/shm``, where
 a process id would mean nothing. So a folder whose lock can be taken belongs to nobody, and any later run
 removes it: a run killed by SIGKILL must not hold its host's memory until the next reboot.
-
-Folders of releases that did not lock name their process instead, and are swept where that process would be
-seen: in the same pid namespace.
 """
 
 import fcntl
@@ -14,7 +11,6 @@ import os
 import re
 import secrets
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 
 from forgeasync.faults import RUN_MARK, remove_files_of
@@ -24,28 +20,11 @@ SHARED_MEMORY = Path("/dev/shm")
 
 _PREFIX = "forgeasync_payloads"
 
-_LOCKED_NAME = re.compile(rf"{_PREFIX}-\d+-[0-9a-f]{{16}}(?:-([0-9a-f]{{32}}))?")
+_NAME = re.compile(rf"{_PREFIX}-\d+-[0-9a-f]{{16}}(?:-([0-9a-f]{{32}}))?")
 """Ends with the mark of the run, if the process that makes the folder has one."""
-
-_UNLOCKED_NAME = re.compile(rf"{_PREFIX}-(\d+)-(\d+)-(\d+)-[0-9a-f]{{8}}")
-
 
 _held: dict[Path, int] = {}
 """This process's folders, each with the descriptor that holds its lock."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Creator:
-    """The process behind a folder without a lock: pids are reused, and differ between pid namespaces."""
-
-    pid_namespace: int
-    pid: int
-    start_ticks: int
-    """Clock ticks from the host's boot to the process's start."""
-
-    def is_gone(self) -> bool:
-        """Whether it has certainly ended."""
-        return self.pid_namespace == _own_pid_namespace() and start_ticks(self.pid) != self.start_ticks
 
 
 def start_ticks(pid: int) -> int | None:
@@ -65,18 +44,6 @@ def start_ticks(pid: int) -> int | None:
 def is_running(pid: int) -> bool:
     """Whether this host has a process of that id which has not ended."""
     return start_ticks(pid) is not None
-
-
-def _own_pid_namespace() -> int:
-    return Path("/proc/self/ns/pid").stat().st_ino
-
-
-def _creator(folder: Path) -> _Creator | None:
-    """Return the creator of a folder without a lock; None for any other name."""
-    if (match := _UNLOCKED_NAME.fullmatch(folder.name)) is None:
-        return None
-    pid_namespace, pid, ticks = map(int, match.groups())
-    return _Creator(pid_namespace=pid_namespace, pid=pid, start_ticks=ticks)
 
 
 def _is_same(folder: Path, descriptor: int) -> bool:
@@ -174,25 +141,18 @@ def sweep_stale_folders(*, root: Path = SHARED_MEMORY) -> list[Path]:
     removed = []
     marks: set[str] = set()
     for folder in sorted(root.glob(f"{_PREFIX}-*")):
-        creator, locked_name = _creator(folder), _LOCKED_NAME.fullmatch(folder.name)
-        if creator is None and locked_name is None:
+        match = _NAME.fullmatch(folder.name)
+        if match is None or (descriptor := _try_lock(folder)) is None:
             continue
-        if creator is not None and not creator.is_gone():
-            continue
-        if (descriptor := _try_lock(folder)) is None:
-            continue
-        # What is not removed, because this process dies over it or because a process of the dead run still
-        # writes, is again a folder that nobody has locked.
+        # If this process dies here, or a process of the dead run still writes, the folder stays unlocked.
         shutil.rmtree(folder, ignore_errors=True)
         os.close(descriptor)
         if not folder.exists():
             removed.append(folder)
-            if locked_name is not None and locked_name[1] is not None:
-                marks.add(locked_name[1])
+            if match[1] is not None:
+                marks.add(match[1])
     # Another host of a run whose folder is still there may be a process of this machine, and live.
-    living = {
-        match[1] for folder in root.glob(f"{_PREFIX}-*") if (match := _LOCKED_NAME.fullmatch(folder.name))
-    }
+    living = {match[1] for folder in root.glob(f"{_PREFIX}-*") if (match := _NAME.fullmatch(folder.name))}
     for mark in marks - living:
         removed += remove_files_of(mark)
     return removed

@@ -1,12 +1,34 @@
-"""The score of one response, and counts of responses that could not be verified."""
+"""A task, the score of a response to it, and counts of responses that could not be verified.
+
+Processes that verify answers import this module alone: it needs no numpy.
+"""
 
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from enum import StrEnum
 from numbers import Real
+from typing import Any
 
 from forgeasync.config import PART_NAME_RULE, is_part_name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One problem.
+
+    ``task_id`` is unique within a source and stable across runs; ``prompt`` is the text before any
+    chat template; ``answer`` is the reference; ``source_index`` finds the problem again in its source, whose
+    name is ``source``; ``record`` has all columns of its record that JSON can hold (``json_values``).
+    """
+
+    task_id: str
+    prompt: str
+    answer: str
+    source_index: int
+    source: str
+    record: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
 
 LARGEST = 1e30
 """Largest reward: numbers that groups and batches compute from rewards must fit into float32."""
@@ -219,17 +241,7 @@ class VerifierCounts:
 
     def metrics(self) -> dict[str, float]:
         """Return metrics under their names in metrics.jsonl."""
-        return {
-            "scoring/num_timeouts": self.num_timeouts,
-            "scoring/num_crashes": self.num_crashes,
-            "scoring/num_errors": self.num_errors,
-            "scoring/num_oversized": self.num_oversized,
-            "scoring/num_killed_rewards": self.num_killed_rewards,
-            "scoring/num_judge_requests": self.num_judge_requests,
-            "scoring/num_judge_cached": self.num_judge_cached,
-            "scoring/num_judge_malformed": self.num_judge_malformed,
-            "scoring/num_judge_down": self.num_judge_down,
-        }
+        return {f"scoring/{one.name}": getattr(self, one.name) for one in fields(self)}
 
 
 def steps_of(scores: Sequence[Score]) -> tuple[tuple[Step, ...], ...] | None:

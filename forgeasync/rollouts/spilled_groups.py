@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from forgeasync.rollouts.payload_format import EVERY_HOST, PayloadRef, align
+from forgeasync.rollouts.payloads import EVERY_HOST, PayloadRef, align
 from forgeasync.rollouts.rollout import Group
 from forgeasync.rollouts.score import Score
 

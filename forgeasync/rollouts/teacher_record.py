@@ -1,4 +1,4 @@
-"""What a teacher says of the tokens of one response: its log-probabilities, token by token.
+"""A teacher's record of the tokens of one response: its log-probabilities, token by token.
 
 They are over the teacher's full vocabulary at temperature 1, whatever the response was sampled with.
 
@@ -10,7 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from forgeasync.rollouts.student_ids import NO_ID
+from forgeasync.rollouts.token_records import KeptTokens
+
+NO_ID = -1
+"""Fills rows up that have fewer than K ids: vLLM and the loss know it as no id at all."""
 
 NOT_ASKED = -1
 """Version of the tokens of a response that the teacher was not asked about."""
@@ -29,7 +32,7 @@ class TeacherRecord:
     """float32, of the tokens themselves."""
     ids_TK: np.ndarray
     """int32: the teacher's K most likely ids, the likeliest first; or those that the policy could have drawn,
-    with ``NO_ID`` behind them (``forgeasync.rollouts.student_ids``). K may be 0."""
+    with ``NO_ID`` behind them (``student_ids``). K may be 0."""
     topk_TK: np.ndarray
     """float32, of these ids; nan where there is none."""
     versions_T: np.ndarray
@@ -51,21 +54,20 @@ class TeacherRecord:
 
     def take(self, is_taken_T: np.ndarray) -> "TeacherRecord":
         """The record of some of the tokens."""
-        return TeacherRecord(
-            logprobs_T=self.logprobs_T[is_taken_T],
-            ids_TK=self.ids_TK[is_taken_T],
-            topk_TK=self.topk_TK[is_taken_T],
-            versions_T=self.versions_T[is_taken_T],
-        )
+        return _record_of({name: array[is_taken_T] for name, array in self.arrays().items()})
 
     def slice(self, start: int, end: int) -> "TeacherRecord":
         """The record of tokens [start, end)."""
-        return TeacherRecord(
-            logprobs_T=self.logprobs_T[start:end],
-            ids_TK=self.ids_TK[start:end],
-            topk_TK=self.topk_TK[start:end],
-            versions_T=self.versions_T[start:end],
-        )
+        return _record_of({name: array[start:end] for name, array in self.arrays().items()})
+
+
+def _record_of(arrays: Mapping[str, np.ndarray]) -> TeacherRecord:
+    return TeacherRecord(
+        logprobs_T=arrays["teacher_logprobs"],
+        ids_TK=arrays["teacher_ids"],
+        topk_TK=arrays["teacher_topk"],
+        versions_T=arrays["teacher_versions"],
+    )
 
 
 def teacher_record(arrays: Mapping[str, np.ndarray]) -> TeacherRecord | None:
@@ -76,12 +78,7 @@ def teacher_record(arrays: Mapping[str, np.ndarray]) -> TeacherRecord | None:
     """
     if "teacher_logprobs" not in arrays:
         return None
-    record = TeacherRecord(
-        logprobs_T=arrays["teacher_logprobs"],
-        ids_TK=arrays["teacher_ids"],
-        topk_TK=arrays["teacher_topk"],
-        versions_T=arrays["teacher_versions"],
-    )
+    record = _record_of(arrays)
     _check_versions(record, num_tokens=len(record.logprobs_T), where="a stored record", lowest=NOT_ASKED)
     return record
 
@@ -98,12 +95,8 @@ def not_asked(num_tokens: int, num_ids: int) -> TeacherRecord:
 
 def concatenate_teacher_records(records: Sequence[TeacherRecord]) -> TeacherRecord:
     """The records of several responses, at least one, end to end."""
-    return TeacherRecord(
-        logprobs_T=np.concatenate([one.logprobs_T for one in records]),
-        ids_TK=np.concatenate([one.ids_TK for one in records]),
-        topk_TK=np.concatenate([one.topk_TK for one in records]),
-        versions_T=np.concatenate([one.versions_T for one in records]),
-    )
+    arrays = [one.arrays() for one in records]
+    return _record_of({name: np.concatenate([one[name] for one in arrays]) for name in arrays[0]})
 
 
 def check_teacher_record(
@@ -163,3 +156,31 @@ def _check_versions(record: TeacherRecord, *, num_tokens: int, where: str, lowes
         raise WrongTeacherRecord(
             f"{where} gave scores of the versions {found}; must be one, at least {lowest}"
         )
+
+
+def student_ids(kept: KeptTokens, ids_T: np.ndarray, is_sampled_T: np.ndarray, *, num_ids: int) -> np.ndarray:
+    """The ids that the policy could have drawn at each token, int32 [T, K], for a teacher to be asked about.
+
+    They are the kept ids of each sampled token, ascending, with ``NO_ID`` behind them: with ``top_k`` the
+    policy's own likeliest ids, at any temperature. A set of more than K ids, as ties at the last rank make
+    it, loses its highest ids, but never the sampled one. Tokens that were not sampled have no ids.
+
+    Raises:
+        ValueError: a sampled token has no kept set.
+    """
+    widths_T = np.diff(kept.offsets)
+    if (is_without_T := is_sampled_T & (widths_T == 0)).any():
+        place = int(is_without_T.argmax())
+        raise ValueError(f"response token {place} was drawn from the whole vocabulary; must have a kept set")
+    ids_TK = np.full((len(ids_T), num_ids), NO_ID, np.int32)
+    # Where a set has room all of it goes in at once; the few others one by one.
+    has_room_T = is_sampled_T & (widths_T <= num_ids)
+    row_of_N = np.repeat(np.arange(len(ids_T)), widths_T)
+    place_of_N = np.arange(len(row_of_N)) - kept.offsets[row_of_N]
+    is_put_N = has_room_T[row_of_N]
+    ids_TK[row_of_N[is_put_N], place_of_N[is_put_N]] = kept.ids_N[is_put_N]
+    for token in np.flatnonzero(is_sampled_T & (widths_T > num_ids)).tolist():
+        others = kept.row(token)
+        others = others[others != ids_T[token]][: num_ids - 1]
+        ids_TK[token] = np.sort(np.append(others, ids_T[token]))
+    return ids_TK

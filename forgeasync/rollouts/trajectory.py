@@ -23,9 +23,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from forgeasync.rollouts.kept_tokens import KeptTokens, all_kept, concatenate_kept_tokens
 from forgeasync.rollouts.rollout import FinishReason, Rollout, VersionRange, VersionSpan
-from forgeasync.rollouts.routing import RoutedExperts
+from forgeasync.rollouts.token_records import KeptTokens, RoutedExperts, all_kept, concatenate_kept_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,7 @@ from forgeasync.rollouts import (
     LoggedTurn,
     TokenBatch,
     group_turns,
-    in_flight_log,
+    in_flight,
     read_in_flight,
 )
 from forgeasync.testing import write_tiny_model
@@ -226,7 +226,7 @@ def test_without_room_a_log_is_given_up_and_later_groups_begin_another(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(in_flight_log, "_write", full)
+        patch.setattr(in_flight, "_write", full)
         engine.step(0, output("a", [7], rows=range(3)))
         assert engine.recorder.num_failures == 1 and not engine.folder.exists()
         assert "No space left on device" in caplog.text and "its 1 groups begin anew" in caplog.text

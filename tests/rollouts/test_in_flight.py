@@ -27,7 +27,7 @@ from forgeasync.rollouts import (
     decode,
     encode,
     group_turns,
-    in_flight_log,
+    in_flight,
     keep_group,
     read_in_flight,
     remove_in_flight,
@@ -196,7 +196,7 @@ def test_a_log_has_what_was_appended_and_not_forgotten(
     folder = tmp_path_factory.mktemp("logs") / "log"
     rng = np.random.default_rng(seed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(in_flight_log, "MIN_SEGMENT_BYTES", limit)
+        patch.setattr(in_flight, "MIN_SEGMENT_BYTES", limit)
         log = InFlightLog(folder)
         turns: dict[int, Turn] = {}
         for key in range(num_steps):
@@ -238,7 +238,7 @@ def test_a_log_has_what_was_appended_and_not_forgotten(
 
 def assert_reads_as(folder: Path, turns: dict[int, Turn]) -> None:
     # Rows are of any number here: nothing is cut for missing ones.
-    live = in_flight_log.LiveTurns(
+    live = in_flight.LiveTurns(
         decode(next(folder.glob("segment-*")).read_bytes()).records,
     )
     found = [turn for group_id in live.group_ids() for turn in live.of_group(group_id)]

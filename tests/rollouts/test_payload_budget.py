@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from forgeasync.rollouts import AsyncPayloadBudget, PayloadBudget, fits, largest_excess
+from forgeasync.rollouts import AsyncPayloadBudget, PayloadBudget, largest_excess
 
 
 class BudgetHistory(RuleBasedStateMachine):
@@ -17,9 +17,8 @@ class BudgetHistory(RuleBasedStateMachine):
     def start(self, groups_per_step: int, worst: int, spare: int) -> None:
         self.groups_per_step, self.worst = groups_per_step, worst
         self.capacity = groups_per_step * worst + spare
-        assert fits(self.capacity, groups_per_step, worst)
-        assert not fits(groups_per_step * worst - 1, groups_per_step, worst)
         self.excess = largest_excess(self.capacity, groups_per_step, worst)
+        assert self.excess == spare
         self.budget = PayloadBudget(self.capacity, excess_bytes=self.excess)
         self.beyond: dict[int, int] = {}
         self.reserved: dict[int, int] = {}

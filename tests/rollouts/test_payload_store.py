@@ -31,7 +31,7 @@ from forgeasync.rollouts import (
     run_folder,
     sweep_stale_folders,
 )
-from forgeasync.rollouts import payload_store as shared_memory
+from forgeasync.rollouts import payloads as shared_memory
 from tests.support.payloads import HOST, MIB, assert_same, make_payload, read_for_ever, write_and_die
 from tests.support.recorded_rollouts import make_rollout
 
@@ -234,7 +234,6 @@ def test_readers_killed_at_random_harm_neither_writer_nor_other_readers(folder: 
 CREATE_AND_WAIT = """
 import sys, time
 from pathlib import Path
-from forgeasync.rollouts.rollout import FinishReason
 from forgeasync.rollouts.run_folder import create_run_folder
 folder = create_run_folder(0, root=Path(sys.argv[1]))
 (folder / "x.group").write_bytes(b"x")
@@ -290,20 +289,6 @@ def test_a_folder_of_another_pid_namespace_is_swept_once_its_process_is_gone(tmp
     assert swept == [theirs] and not list(tmp_path.iterdir())
 
 
-def test_folders_without_a_lock_are_told_apart_by_their_process(tmp_path: Path) -> None:
-    namespace = run_folder._own_pid_namespace()
-    start = run_folder.start_ticks(os.getpid())
-    assert start is not None
-    alive, reused, elsewhere = (
-        tmp_path / f"forgeasync_payloads-{where}-{os.getpid()}-{ticks}-0123abcd"
-        for where, ticks in ((namespace, start), (namespace, start - 1), (namespace + 1, start - 1))
-    )
-    for folder in (alive, reused, elsewhere):
-        folder.mkdir()
-    assert sweep_stale_folders(root=tmp_path) == [reused]
-    assert sorted(tmp_path.iterdir()) == sorted([alive, elsewhere])
-
-
 def test_folders_of_another_user_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     process, theirs = make_elsewhere(tmp_path)
     process.kill()
@@ -324,7 +309,6 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
 CREATE_MANY = """
 import os, sys
 from pathlib import Path
-from forgeasync.rollouts.rollout import FinishReason
 from forgeasync.rollouts.run_folder import create_run_folder, remove_run_folder
 for number in range(int(sys.argv[2])):
     folder = create_run_folder(0, root=Path(sys.argv[1]))

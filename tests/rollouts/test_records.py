@@ -74,7 +74,7 @@ def test_any_group_survives_the_codec(
         if not is_recorded:
             assert trace.routed_experts is None and trace.kept_tokens is None
             continue
-        assert trace.routed_experts.equals(rollout.routed_experts)
+        assert trace.routed_experts.to_dense().tobytes() == rollout.routed_experts.to_dense().tobytes()
         assert trace.routed_experts.expert_ids_RMK.dtype == expert_dtype(num_experts)
         np.testing.assert_array_equal(trace.kept_tokens.offsets, rollout.kept_tokens.offsets)
         np.testing.assert_array_equal(trace.kept_tokens.ids_N, rollout.kept_tokens.ids_N)

@@ -1,0 +1,303 @@
+"""What the generator records of each token beside its log-probability, and checks that records are sound.
+
+``RoutedExperts`` has the experts that each token took (the record behind Keep Routing). ``KeptTokens`` has
+the tokens that could have been drawn at each step (the record behind Keep Sampling Mask).
+
+Shape suffixes: S tokens of one sequence, R those of them with a routing record, M MoE layers, K top-k;
+T response tokens, N kept ids of all of them.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from forgeasync.config import ModelFacts
+
+if TYPE_CHECKING:
+    from forgeasync.rollouts.rollout import Rollout
+
+NO_RECORD = -1
+"""Expert id of a token that the generator has no record of; expert 0 is a real expert."""
+
+NO_DISTRIBUTION = -1
+"""The one "id" in the row of a token whose log-probabilities were not numbers. An empty row would say that
+the whole vocabulary was kept; ``check_rollout`` refuses this one."""
+
+MAX_LOGPROB = 1e-3
+"""Rounding can put the log-probability of a sure token above 0, but no further than this."""
+
+
+class RecordError(ValueError):
+    """A rollout's record contradicts its tokens or the model: it must not be trained on."""
+
+    def __init__(self, field: str, found: str, expected: str) -> None:
+        super().__init__(f"{field}: found {found}; {expected}")
+        self.field = field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaptureSpec:
+    """The records that an engine makes beside tokens and log-probabilities."""
+
+    routing: bool
+    """The experts that each token took in each layer that has experts."""
+    kept_tokens: bool
+    """The tokens that could have been drawn at each step."""
+    num_dense_layers: int = 0
+    """The first layers, which have no experts and no record."""
+
+
+def expert_dtype(num_experts: int) -> np.dtype:
+    """The smallest integer type that holds every expert id: uint8 up to 256 experts, else uint16."""
+    return np.dtype(np.uint8) if num_experts <= 256 else np.dtype(np.uint16)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutedExperts:
+    """Expert ids of the recorded tokens of a sequence, in its order.
+
+    ``expert_ids_RMK``: uint8 or uint16, ascending within a token and layer: routing chooses a set, and the
+    order an engine lists it in means nothing. ``is_recorded_S``: bool, True for exactly R tokens.
+    """
+
+    expert_ids_RMK: np.ndarray
+    is_recorded_S: np.ndarray
+
+    @classmethod
+    def from_rows(cls, expert_ids_RMK: np.ndarray, *, num_tokens: int, num_experts: int) -> "RoutedExperts":
+        """Rows of the first R of ``num_tokens`` tokens, as an engine hands them out (any order within K)."""
+        is_recorded_S = np.arange(num_tokens) < len(expert_ids_RMK)
+        ids_RMK = np.sort(expert_ids_RMK, axis=-1)
+        # Ids that the narrow type cannot hold stay as they are, for ``check_rollout`` to name.
+        if ids_RMK.size == 0 or (ids_RMK.min() >= 0 and ids_RMK.max() < num_experts):
+            ids_RMK = ids_RMK.astype(expert_dtype(num_experts))
+        return cls(expert_ids_RMK=ids_RMK, is_recorded_S=is_recorded_S)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.is_recorded_S)
+
+    @property
+    def num_recorded(self) -> int:
+        return len(self.expert_ids_RMK)
+
+    def split(self, index: int) -> tuple["RoutedExperts", "RoutedExperts"]:
+        """The records of tokens [0, index) and of the rest; views."""
+        rows = np.split(self.expert_ids_RMK, [int(self.is_recorded_S[:index].sum())])
+        before, after = (
+            RoutedExperts(expert_ids_RMK=ids_RMK, is_recorded_S=is_recorded_S)
+            for ids_RMK, is_recorded_S in zip(rows, np.split(self.is_recorded_S, [index]), strict=True)
+        )
+        return before, after
+
+    def to_dense(self) -> np.ndarray:
+        """Ids of every token, int16 [S, M, K]; ``NO_RECORD`` where there is none."""
+        dense_SMK = np.full((self.num_tokens, *self.expert_ids_RMK.shape[1:]), NO_RECORD, np.int16)
+        dense_SMK[self.is_recorded_S] = self.expert_ids_RMK
+        return dense_SMK
+
+
+def concatenate_routing(parts: Sequence[RoutedExperts]) -> RoutedExperts:
+    """Records of consecutive tokens as one."""
+    return RoutedExperts(
+        expert_ids_RMK=np.concatenate([part.expert_ids_RMK for part in parts]),
+        is_recorded_S=np.concatenate([part.is_recorded_S for part in parts]),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptTokens:
+    """The kept sets of a response, as CSR: row t is ``ids_N[offsets[t]:offsets[t + 1]]``, ascending.
+
+    ``offsets``: int64 [T + 1]; ``ids_N``: int32. An empty row means that the whole vocabulary was kept.
+    """
+
+    offsets: np.ndarray
+    ids_N: np.ndarray
+
+    @classmethod
+    def of_widths(cls, widths_T: np.ndarray, ids_N: np.ndarray) -> "KeptTokens":
+        """The sets from their sizes and all their ids, which ascend in each set."""
+        offsets = np.zeros(len(widths_T) + 1, np.int64)
+        np.cumsum(widths_T, out=offsets[1:])
+        return cls(offsets=offsets, ids_N=ids_N)
+
+    @classmethod
+    def from_rows(cls, rows: Sequence[Sequence[int] | np.ndarray], *, vocab_size: int) -> "KeptTokens":
+        """Kept ids of each token, in any order; rows that keep all of ``vocab_size`` are stored empty."""
+        widths_T = np.asarray([len(row) for row in rows], np.int64)
+        ids_N = np.fromiter(itertools.chain.from_iterable(rows), np.int32, count=int(widths_T.sum()))
+        return cls.from_widths(widths_T, ids_N, vocab_size=vocab_size)
+
+    @classmethod
+    def from_widths(cls, widths_T: np.ndarray, ids_N: np.ndarray, *, vocab_size: int) -> "KeptTokens":
+        """As ``from_rows``, from the ids of all tokens (int32) and how many each token has of them."""
+        row_of_N = np.repeat(np.arange(len(widths_T)), widths_T)
+        is_cut_T = widths_T < vocab_size
+        is_stored_N = is_cut_T[row_of_N]
+        ids_N, row_of_N = ids_N[is_stored_N], row_of_N[is_stored_N]
+        return cls.of_widths(np.where(is_cut_T, widths_T, 0), ids_N[np.lexsort((ids_N, row_of_N))])
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.offsets) - 1
+
+    def slice(self, start: int, end: int) -> "KeptTokens":
+        """The sets of tokens [start, end)."""
+        first, last = self.offsets[start], self.offsets[end]
+        return KeptTokens(offsets=self.offsets[start : end + 1] - first, ids_N=self.ids_N[first:last])
+
+    def row(self, index: int) -> np.ndarray:
+        """Kept ids of one token; empty for the whole vocabulary."""
+        return self.ids_N[self.offsets[index] : self.offsets[index + 1]]
+
+    def take(self, is_taken_T: np.ndarray) -> "KeptTokens":
+        """The sets of the tokens that are marked (bool [T])."""
+        widths_T = np.diff(self.offsets)
+        return KeptTokens.of_widths(widths_T[is_taken_T], self.ids_N[np.repeat(is_taken_T, widths_T)])
+
+
+def all_kept(num_tokens: int) -> KeptTokens:
+    """The record of a response sampled from the whole vocabulary."""
+    return KeptTokens(offsets=np.zeros(num_tokens + 1, np.int64), ids_N=np.empty(0, np.int32))
+
+
+def concatenate_kept_tokens(parts: Sequence[KeptTokens]) -> KeptTokens:
+    """The kept sets of several responses, one after the other."""
+    parts = [all_kept(0), *parts]
+    return KeptTokens.of_widths(
+        np.concatenate([np.diff(part.offsets) for part in parts]),
+        np.concatenate([part.ids_N for part in parts]),
+    )
+
+
+def check_rollout(rollout: "Rollout", records: CaptureSpec, facts: ModelFacts) -> None:
+    """Check that a rollout has the records asked for, and that they fit its tokens and the model.
+
+    Raises:
+        RecordError: names field, value and what would be right.
+    """
+    num_response_tokens = rollout.num_response_tokens
+    if len(rollout.logprobs_T) != num_response_tokens:
+        raise RecordError(
+            "logprobs",
+            f"{len(rollout.logprobs_T)} values",
+            f"must be {num_response_tokens}, one for each token of the response",
+        )
+    # One NaN would be in every gradient of its batch.
+    is_sound_T = np.isfinite(rollout.logprobs_T) & (rollout.logprobs_T <= MAX_LOGPROB)
+    if not is_sound_T.all():
+        token = int(np.argmin(is_sound_T))
+        raise RecordError(
+            "logprobs",
+            f"{rollout.logprobs_T[token]:g} at response token {token}",
+            "must be finite and at most 0, as every logarithm of a probability",
+        )
+    if records.routing:
+        if rollout.routed_experts is None:
+            raise RecordError(
+                "routed_experts", "none", "trainer.routing_replay needs the engine to record them"
+            )
+        _check_routing(
+            rollout.routed_experts, num_tokens=len(rollout.prompt_ids_P) + num_response_tokens, facts=facts
+        )
+    if records.kept_tokens:
+        if rollout.kept_tokens is None:
+            raise RecordError(
+                "kept_tokens", "none", "trainer.keep_sampling_mask needs the engine to record them"
+            )
+        check_kept_tokens(rollout.kept_tokens, rollout.response_ids_T, vocab_size=facts.vocab_size)
+
+
+def _check_routing(record: RoutedExperts, *, num_tokens: int, facts: ModelFacts) -> None:
+    """Refuse another number of tokens, layers or experts a token, an id out of range, an expert twice."""
+    ids_RMK = record.expert_ids_RMK
+    if record.num_tokens != num_tokens:
+        raise RecordError(
+            "routed_experts", f"{record.num_tokens} tokens", f"must be the sequence's {num_tokens}"
+        )
+    if ids_RMK.ndim != 3 or ids_RMK.shape[1] != facts.num_moe_layers:
+        layers = ids_RMK.shape[1] if ids_RMK.ndim == 3 else ids_RMK.shape
+        raise RecordError(
+            "routed_experts", f"{layers} layers", f"must be the model's {facts.num_moe_layers} MoE layers"
+        )
+    if ids_RMK.shape[2] != facts.top_k:
+        raise RecordError(
+            "routed_experts",
+            f"{ids_RMK.shape[2]} experts per token",
+            f"must be the model's top_k = {facts.top_k}",
+        )
+    num_marked = int(record.is_recorded_S.sum())
+    if record.num_recorded != num_marked:
+        raise RecordError(
+            "routed_experts",
+            f"{record.num_recorded} rows",
+            f"must be one for each of the {num_marked} tokens marked as recorded",
+        )
+    if ids_RMK.size == 0:
+        return
+    _check_range("routed_experts", "expert", ids_RMK, facts.num_experts)
+    is_repeated_RM = (ids_RMK[..., 1:] == ids_RMK[..., :-1]).any(-1)
+    if is_repeated_RM.any():
+        row, layer = np.argwhere(is_repeated_RM)[0].tolist()
+        raise RecordError(
+            "routed_experts",
+            f"ids {ids_RMK[row, layer].tolist()} of recorded token {row} in layer {layer}",
+            "a token must have an expert at most once",
+        )
+
+
+def check_kept_tokens(kept: KeptTokens, response_ids_T: np.ndarray, *, vocab_size: int) -> None:
+    """Check kept sets against the tokens that were drawn.
+
+    Raises:
+        RecordError: a wrong number of sets, a row of ``NO_DISTRIBUTION``, an id outside the vocabulary or
+            twice in a row, or a set without its sampled token; names field, value and what would be right.
+    """
+    if kept.num_tokens != len(response_ids_T):
+        raise RecordError(
+            "kept_tokens",
+            f"{kept.num_tokens} sets",
+            f"must be {len(response_ids_T)}, one for each token of the response",
+        )
+    widths_T = np.diff(kept.offsets)
+    if kept.offsets[0] != 0 or (widths_T < 0).any() or kept.offsets[-1] != len(kept.ids_N):
+        raise RecordError(
+            "kept_tokens", f"offsets up to {kept.offsets[-1]}", f"must rise from 0 to {len(kept.ids_N)}"
+        )
+    if kept.ids_N.size == 0:
+        return
+    row_of_N = np.repeat(np.arange(len(widths_T)), widths_T)
+    is_unknown_N = kept.ids_N == NO_DISTRIBUTION
+    if is_unknown_N.any():
+        raise RecordError(
+            "kept_tokens",
+            f"no distribution at response token {int(row_of_N[np.argmax(is_unknown_N)])}",
+            "the generator's log-probabilities must be numbers there",
+        )
+    _check_range("kept_tokens", "token", kept.ids_N, vocab_size)
+    is_repeated_N = (np.diff(kept.ids_N) <= 0) & (np.diff(row_of_N) == 0)
+    if is_repeated_N.any():
+        row = int(row_of_N[np.argmax(is_repeated_N)])
+        raise RecordError(
+            "kept_tokens", f"set of token {row} not strictly ascending", "a set must list an id once only"
+        )
+    has_sampled_T = widths_T == 0
+    has_sampled_T[row_of_N[kept.ids_N == response_ids_T[row_of_N]]] = True
+    if not has_sampled_T.all():
+        row = int(np.argmin(has_sampled_T))
+        raise RecordError(
+            "kept_tokens",
+            f"set of token {row} without the sampled id {int(response_ids_T[row])}",
+            f"the sampled id must be among its {int(widths_T[row])} ids",
+        )
+
+
+def _check_range(field: str, what: str, ids: np.ndarray, num_ids: int) -> None:
+    lowest, highest = int(ids.min()), int(ids.max())
+    if lowest < 0 or highest >= num_ids:
+        value = lowest if lowest < 0 else highest
+        raise RecordError(field, f"{what} id {value}", f"must lie in [0, {num_ids})")
