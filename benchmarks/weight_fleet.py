@@ -58,8 +58,8 @@ class Bench:
     async def start(self, folder: Path) -> None:
         """Spawn everything, connect every transport, begin to decode."""
         # The fleet is to spawn actors that time themselves.
-        import_module("forgeasync.actors.start_trainer").TrainerActor = ProbedTrainer
-        import_module("forgeasync.actors.start_generators").GeneratorActor = ProbedGenerator
+        import_module("forgeasync.actors.trainer_mesh").TrainerActor = ProbedTrainer
+        import_module("forgeasync.actors.router").GeneratorActor = ProbedGenerator
         config, facts, manager = self._config, read_model_facts(str(folder)), self._manager
         generators = await start_generators(manager, config, facts, folder)
         self._generator = generators.pool.replicas[0].actor

@@ -48,7 +48,6 @@ from .step_clock import StepClock as StepClock
 from .stopping import run_main as run_main
 from .stopping import telling as telling
 from .supervisor import become_supervisor as become_supervisor
-from .trainer_recovery import TrainerRecovery as TrainerRecovery
 
 # Only tests import these.
 from .evaluation import evaluate as evaluate
@@ -79,5 +78,3 @@ from .spilled_groups import find_groups as find_groups
 from .spilled_groups import remove_others as remove_others
 from .supervisor import Supervisor as Supervisor
 from .supervisor_beat import STALL_S as STALL_S
-from .trainer_recovery import Minibatches as Minibatches
-from .trainer_recovery import start_recovery as start_recovery

@@ -4,7 +4,7 @@ import asyncio
 import shutil
 from pathlib import Path
 
-from forgeasync.actors import BufferActor
+from forgeasync.actors import BufferActor, TrainerRecovery
 from forgeasync.buffer import Update
 from forgeasync.checkpoint import (
     CheckpointLost,
@@ -22,7 +22,6 @@ from forgeasync.controller.exporting import cause_of
 from forgeasync.controller.preparation import Prepared
 from forgeasync.controller.recorder import RunRecorder
 from forgeasync.controller.step_clock import Part, StepClock
-from forgeasync.controller.trainer_recovery import TrainerRecovery
 from forgeasync.environments import digest_of
 from forgeasync.faults import FaultLog, Refusal, StorageFaults
 

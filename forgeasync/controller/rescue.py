@@ -14,14 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from forgeasync.actors import ActorDied
+from forgeasync.actors import ActorDied, TrainerRecovery
 from forgeasync.checkpoint import LAST, LAST_PUBLISHED, list_checkpoints
 from forgeasync.config import LoraSection, ModelFacts, RunConfig, TimeoutSection
 from forgeasync.controller.checkpointing import RunCheckpoints
 from forgeasync.controller.preparation import Prepared
 from forgeasync.controller.serving import WeightServing
 from forgeasync.controller.stopping import received_signal
-from forgeasync.controller.trainer_recovery import TrainerRecovery
 from forgeasync.launch import HostLost
 from forgeasync.models import HfFolderWriter
 from forgeasync.observability import RunDir, last_words, root_cause

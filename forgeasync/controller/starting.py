@@ -17,11 +17,13 @@ from forgeasync.actors import (
     ResponseGroups,
     Teaching,
     TrainerMesh,
+    TrainerRecovery,
     agent_roles,
     connect_weights,
     start_buffer,
     start_environment,
     start_generators,
+    start_recovery,
     start_scorer,
     start_teachers,
     start_trainer,
@@ -29,7 +31,6 @@ from forgeasync.actors import (
 from forgeasync.algorithms import Loss
 from forgeasync.config import AgeOf, RunConfig, average_alpha, is_served
 from forgeasync.controller.preparation import Prepared
-from forgeasync.controller.trainer_recovery import TrainerRecovery, start_recovery
 from forgeasync.faults import FaultLog
 from forgeasync.launch import build_hosts
 from forgeasync.observability import ProcsFile, RunDir, StepConsole
