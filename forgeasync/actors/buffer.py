@@ -4,21 +4,27 @@ Who waits for whom: see ``forgeasync.buffer.replay_buffer``; calls overlap freel
 here. Only small facts about groups are sent; their arrays stay where they were sampled.
 """
 
+import asyncio
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 from monarch.actor import Actor, concurrent_endpoint, current_rank
 
+from forgeasync.actors.process_manager import ProcessManager
+from forgeasync.actors.supervised import ActorDied, Heartbeat, evidence_here, is_running
 from forgeasync.buffer import Batch, BufferSnapshot, Committed, DropReason, ReplayBuffer, Start, Update
 from forgeasync.config import RunConfig
-from forgeasync.faults import Refusal
+from forgeasync.faults import FaultLog, Refusal, Role
+from forgeasync.launch import LOCAL_HOST_ID, kill_with_children
 from forgeasync.ledger import CheckpointedBuffer, ResumedBuffer, open_buffer
 from forgeasync.observability import redirect_process_output
 from forgeasync.rollouts import Group, GroupProgress, Score, SpilledGroup, Task
 from forgeasync.tracing import State, doing, open_trace, span, started
+from forgeasync.waiting import deadline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,3 +156,74 @@ class BufferActor(Actor):
     async def end(self) -> None:
         """Write the last line of the ledger: the run has made all its steps."""
         await self._buffer.end()
+
+
+LOOK_S = 0.5
+"""Seconds between two looks at the process."""
+
+
+class BufferWatch:
+    """Looks after the buffer's process, on the controller's machine."""
+
+    def __init__(
+        self, ask: Callable[[], Awaitable[None]], *, pid: int, heartbeat_s: float, faults: FaultLog
+    ) -> None:
+        """``ask`` is answered from the buffer's event loop, within ``heartbeat_s`` if it is well."""
+        self._process = psutil.Process(pid)
+        self._beat = Heartbeat(ask, limit_s=heartbeat_s)
+        self._heartbeat_s = heartbeat_s
+        self._faults = faults
+        self._is_lost = False
+
+    async def watch(self) -> None:
+        """Wait until the buffer is gone or does not answer.
+
+        Raises:
+            ActorDied: always.
+        """
+        while not self._look():
+            if self._beat.look():
+                evidence = await evidence_here(Role.BUFFER, self._process.pid)
+                limit = f"buffer.heartbeat_s = {self._heartbeat_s:g} s"
+                self._lose(f"has not answered for {limit}", evidence)
+                break
+            await asyncio.sleep(LOOK_S)
+        raise ActorDied(f"{self._who} is gone, and with it the groups that it held")
+
+    async def close(self) -> None:
+        """End watching; a death that has just ended the run is noted now."""
+        self._look()
+        self._beat.stop()
+
+    @property
+    def _who(self) -> str:
+        return f"the buffer (process {self._process.pid})"
+
+    def _look(self) -> bool:
+        """Whether the buffer is lost; notes its death."""
+        if not self._is_lost and not is_running(self._process):
+            self._lose("has died", None)
+        return self._is_lost
+
+    def _lose(self, what: str, evidence: str | None) -> None:
+        kill_with_children(self._process)
+        if not self._is_lost:
+            self._is_lost = True
+            self._faults.detected(Role.BUFFER, self._who, what, evidence=evidence)
+
+
+async def start_buffer(
+    procs: ProcessManager, config: RunConfig, ledger: Path, resumed: ResumedBuffer | None = None
+) -> BufferActor:
+    """Start the replay buffer, empty or restored; its endpoints are called with ``call_one``.
+
+    ``ledger`` is the file that says what becomes of prompts.
+    """
+    actor = procs.spawn_here("buffer").spawn("buffer", BufferActor, procs.log_dir)
+    async with deadline(config.timeouts.setup_s, call="setting up the replay buffer", key="timeouts.setup_s"):
+        pid = await actor.setup.call_one(config, ledger, resumed)
+    procs.listing.put("buffer", 0, pid=pid, host=LOCAL_HOST_ID)
+    procs.buffer = BufferWatch(
+        actor.beat.call_one, pid=pid, heartbeat_s=config.buffer.heartbeat_s, faults=procs.faults
+    )
+    return actor

@@ -11,6 +11,7 @@ import os
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,50 +20,206 @@ import torch
 from monarch.actor import Actor, Port, concurrent_endpoint
 from monarch.rdma import RDMABuffer
 
-from forgeasync.actors.generator_setup import GeneratorSetup
-from forgeasync.actors.generator_weights import connect_receiver
-from forgeasync.actors.stored_groups import (
-    CancelledGroup,
-    EndedEpisode,
-    FinishedResponse,
-    RefusedGroup,
-    SampledResponse,
-    SampledRollout,
-    sampled_response,
-    store_group,
-)
-from forgeasync.config import SamplingSection
-from forgeasync.environments import response_of
+from forgeasync.buffer import DropReason
+from forgeasync.config import GeneratorSection, LoraSection, ModelFacts, SamplingSection, WeightsSection
+from forgeasync.environments import Response, response_of
 from forgeasync.generator import DecodeTiming, EngineStats, GroupCancelled, PrefillTiming, SwapReport
 from forgeasync.models import expected_shapes
 from forgeasync.observability import redirect_process_output
 from forgeasync.process_memory import MemoryWatch
 from forgeasync.rollouts import (
+    CaptureSpec,
     EpisodeId,
+    EpisodeOutcome,
     FinishReason,
     PayloadRef,
     PayloadServer,
+    PayloadStoreFull,
     PayloadWriter,
     RecordError,
     Rollout,
     SampledTurn,
+    StoredBranch,
     StoredRollout,
+    VersionRange,
     check_rollout,
+    encode_group,
     ended_turns,
     group_turns,
 )
 from forgeasync.tracing import State, open_trace, span, started
 from forgeasync.weights import (
+    TORCH_DTYPES,
     FetchReport,
     HostShare,
     Manifest,
     StagingSource,
+    Transport,
     WeightLayout,
     connect_transports,
 )
 
 if TYPE_CHECKING:
-    from forgeasync.generator import GeneratorEngine
+    from forgeasync.generator import GeneratorEngine, WeightReceiver
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratorSetup:
+    """Everything that a generator is started with."""
+
+    model_path: Path
+    facts: ModelFacts
+    section: GeneratorSection
+    max_context_length: int
+    seed: int
+    records: CaptureSpec
+    weights: WeightsSection
+    lora: LoraSection | None
+    payload_capacity_bytes: int
+    gpu_bytes: int
+    """What each process of the engine takes of its GPU for certain, by the memory plan."""
+    num_scored_ids: int = 0
+    """Ids that a teacher is asked for at each token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RefusedGroup:
+    """A group that must not be trained on, or does not fit."""
+
+    problem: str | None
+    """Which rollout and why; None: nothing went wrong, but nobody has scored it."""
+    reason: DropReason = DropReason.BAD_RECORD
+    outcomes: tuple[EpisodeOutcome, ...] = ()
+    """All attempts at the episodes of the group, if it has episodes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishedResponse:
+    """A response of a group that has ended, while others of the group may go on."""
+
+    index: int
+    """Its place in the group."""
+    response: Response
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledResponse:
+    """A response that is not trained on."""
+
+    response: Response
+    versions: VersionRange
+    ids_T: np.ndarray
+    """Its tokens, int32."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CancelledGroup:
+    """A group that was given up because it would have been too old to train on at its end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndedEpisode:
+    """What an agent has sampled in an episode that trains."""
+
+    episode: EpisodeId
+    is_truncated: bool
+    """Whether the episode ended because its context was full."""
+
+
+def sampled_response(rollout: Rollout) -> SampledResponse:
+    """Return what is known of a rollout that is not trained on."""
+    spans = rollout.version_spans
+    return SampledResponse(
+        response=response_of(rollout),
+        versions=VersionRange(first=spans[0].version, last=spans[-1].version),
+        ids_T=rollout.response_ids_T,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledRollout:
+    """A rollout on its way into the payload store."""
+
+    branches: tuple[Rollout, ...]
+    finish_reason: FinishReason
+    episode: int
+    agent: int = 0
+
+
+def store_group(
+    writer: PayloadWriter, rollouts: Sequence[SampledRollout], *, group_id: int, generator_rank: int
+) -> tuple[StoredRollout, ...] | RefusedGroup:
+    """Write a group's arrays, or return that there is no room for them."""
+    payload = encode_group([branch for rollout in rollouts for branch in rollout.branches])
+    try:
+        refs = writer.write_group([*payload.prompts, *payload.responses])
+    except PayloadStoreFull as error:
+        return RefusedGroup(problem=f"group {group_id}: {error}", reason=DropReason.OVERSIZED)
+    prompts, responses = refs[: len(payload.prompts)], refs[len(payload.prompts) :]
+    stored = zip((prompts[index] for index in payload.prompt_of), responses, strict=True)
+    return tuple(
+        StoredRollout(
+            generator_rank=generator_rank,
+            branches=tuple(_stored_branch(branch, *next(stored)) for branch in rollout.branches),
+            finish_reason=rollout.finish_reason,
+            episode=rollout.episode,
+            agent=rollout.agent,
+        )
+        for rollout in rollouts
+    )
+
+
+def _stored_branch(branch: Rollout, prompt: PayloadRef, response: PayloadRef) -> StoredBranch:
+    return StoredBranch(
+        prompt=prompt,
+        response=response,
+        num_prompt_tokens=len(branch.prompt_ids_P),
+        num_response_tokens=branch.num_response_tokens,
+        version_spans=branch.version_spans,
+        text=branch.text,
+    )
+
+
+async def connect_receiver(
+    engine: "GeneratorEngine",
+    setup: GeneratorSetup,
+    *,
+    layout: WeightLayout,
+    transports: Mapping[int, Transport],
+    folder: Path,
+    share: HostShare,
+    is_joining: bool,
+) -> "WeightReceiver":
+    """Plan how versions of a layout get into an engine, by a receive buffer in ``folder``.
+
+    Raises:
+        ValueError: trainer and engine do not have the same tensors.
+    """
+    # They import vLLM, which takes 10 s.
+    from forgeasync.generator import AdapterBase, HostMemory, WeightReceiver
+
+    base = None
+    if setup.lora is not None:
+        base = AdapterBase(
+            folder=setup.model_path,
+            shapes=expected_shapes(setup.facts),
+            dtype=TORCH_DTYPES[setup.section.dtype],
+            scaling=setup.lora.alpha / setup.lora.rank,
+        )
+    return await WeightReceiver.connect(
+        engine,
+        layout=layout,
+        transports=transports,
+        host_memory=HostMemory(
+            receive_buffer=folder / "receive-buffer",
+            shadow=setup.weights.shadow,
+            share=share,
+            is_joining=is_joining,
+        ),
+        delta=setup.weights.delta,
+        base=base,
+    )
+
 
 ANSWER_S = 5.0
 """Seconds for the answer about a group to reach the controller: so long the group's tokens stay logged."""

@@ -10,21 +10,272 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TypeVar
 
-from forgeasync.actors.deaths import Proc
-from forgeasync.actors.generator_losses import GeneratorLosses
-from forgeasync.actors.hang_diagnosis import diagnose_hang
-from forgeasync.actors.replica import LiveReplica, SpawnedReplica
-from forgeasync.actors.replica_health import BEAT_S, LOOK_S, ReplicaHealth
+from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
+from monarch.actor import ActorError
+
+from forgeasync.actors.generator import GeneratorActor
+from forgeasync.actors.supervised import Proc, diagnose_hang
 from forgeasync.config import GeneratorSection
-from forgeasync.faults import FaultLog, ReplicaState, ReplicaTable, Role
+from forgeasync.faults import LIVE, Fault, FaultLog, Pace, ReplicaState, ReplicaTable, Role, SlowReplicas
 from forgeasync.generator import EngineStats
 from forgeasync.launch import Host
 from forgeasync.observability import ProcsFile
 from forgeasync.rollouts import InFlightRead
-from forgeasync.waiting import Monitor, comes_within
+from forgeasync.waiting import Monitor, comes_within, forget
+
+T = TypeVar("T")
+
+SEEN_S = 20.0
+"""Time for a process to be seen to be gone after a call to it has failed: heartbeats may have to tell."""
+
+
+class ReplicaLost(RuntimeError):
+    """A generator is gone, with what it was sampling."""
+
+
+@dataclass(slots=True, kw_only=True)
+class SpawnedReplica:
+    """A generator whose engine is loaded."""
+
+    actor: GeneratorActor
+    pid: int
+    host: Host
+    stop: Callable[[], Awaitable[None]]
+    """Give back what Monarch holds of its proc, which was killed."""
+    in_flight: Path | None = None
+    """Folder on its host where it logs its tokens in flight; None: it does not."""
+
+
+@dataclass(slots=True, kw_only=True)
+class LiveReplica:
+    """A generator that has not been lost, or had not been when it was chosen."""
+
+    number: int
+    """Its own: a generator that replaces it has another."""
+    rank: int
+    actor: GeneratorActor
+    pid: int
+    host: Host
+    stop: Callable[[], Awaitable[None]]
+    in_flight: Path | None = None
+    groups: set[int] = field(default_factory=set)
+    """Groups that it is sampling."""
+    left: "asyncio.Future[InFlightRead]" = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+    """What it had of its groups, some time after it was lost."""
+    role: Role = Role.GENERATOR
+    title: str = "generator"
+    """What it is called in messages."""
+    give_up: "Callable[[LiveReplica, str], None]"
+    """Have it killed and replaced; the words say what is wrong with it, as the rest of a sentence."""
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
+    beat_since_s: float
+    """When the heartbeat under way was sent, or the next one is due."""
+    beat: "asyncio.Task[EngineStats] | None" = None
+    stats: EngineStats = field(default_factory=lambda: EngineStats(num_generated_tokens=0, busy_s=0.0))
+    """What it had counted when it was last heard of."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.title} {self.rank} (process {self.pid})"
+
+    def proc(self) -> Proc:
+        return Proc(role=self.role.value, rank=self.rank, pid=self.pid, host=self.host)
+
+    async def while_there(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Make a call to this generator, and wait for its answer or its end.
+
+        Raises:
+            ReplicaLost: it is gone, or became so meanwhile, or its engine has died.
+        """
+        if self.gone.is_set():
+            # A message to a process that is gone comes back as an error of this one.
+            raise ReplicaLost(f"{self.name} is gone")
+        answer = asyncio.ensure_future(call())
+        gone = asyncio.ensure_future(self.gone.wait())
+        try:
+            await asyncio.wait([answer, gone], return_when=asyncio.FIRST_COMPLETED)
+            if answer.done() and not answer.cancelled() and may_be_a_death(answer.exception()):
+                # The call of one that dies can fail before its process is seen to be gone.
+                has_ended = gone.done() or await self.proc().has_ended()
+                if is_engine_dead(answer.exception()):
+                    self.give_up(self, "has an engine that has died")
+                elif has_ended or not isinstance(answer.exception(), ActorError):
+                    await asyncio.wait([gone], timeout=SEEN_S)
+            if self.gone.is_set():
+                raise ReplicaLost(f"{self.name} is gone")
+            return answer.result()
+        finally:
+            gone.cancel()
+            answer.add_done_callback(forget)
+            answer.cancel()
+
+
+def may_be_a_death(error: BaseException | None) -> bool:
+    """Whether a call may have failed because the process that was called is dying."""
+    return isinstance(error, ActorError | SupervisionError)
+
+
+def is_engine_dead(error: BaseException | None) -> bool:
+    """Whether an engine has died whose process lives."""
+    # By its name: importing vLLM (0.32, vllm/v1/engine/exceptions.py) takes the controller 10 s.
+    return isinstance(error, ActorError) and type(error.exception).__name__ == "EngineDeadError"
+
+
+LOOK_S = 0.5
+"""Seconds between two looks at the generators."""
+
+BEAT_S = 1.0
+"""Seconds between two heartbeats of a generator."""
+
+SUSPECT_SHARE = 0.5
+"""A generator whose answer takes so much of ``generator.heartbeat_s`` gets no new groups until it comes."""
+
+STALL_S = 1.0
+"""A look that comes later than this says that the controller itself stood still, not the generators."""
+
+
+class ReplicaHealth:
+    """Looks at the heartbeats of generators: ``begin_look`` at all of them, then ``look_at`` each."""
+
+    def __init__(
+        self,
+        section: GeneratorSection,
+        table: Monitor[ReplicaTable],
+        heard: Callable[[LiveReplica, EngineStats], None],
+    ) -> None:
+        """``heard`` takes in what a generator has counted."""
+        self._heartbeat_s = section.heartbeat_s
+        self._slow_factor = section.slow_factor
+        self._slow = None if section.slow_factor is None else SlowReplicas(section.slow_factor)
+        self._table = table
+        self._heard = heard
+        self._looked_s = time.monotonic()
+
+    def begin(self) -> None:
+        """The looks begin now."""
+        self._looked_s = time.monotonic()
+
+    def begin_look(self, replicas: Iterable[LiveReplica]) -> None:
+        """Do not hold against generators that this process stood still; compare their paces."""
+        now_s = time.monotonic()
+        late_s = now_s - self._looked_s - LOOK_S
+        self._looked_s = now_s
+        if late_s > STALL_S:
+            for replica in replicas:
+                replica.beat_since_s += late_s
+            if self._slow is not None:
+                self._slow.restart()
+        elif self._slow is not None:
+            self._slow.judge(now_s=now_s)
+
+    def look_at(self, replica: LiveReplica) -> str | None:
+        """Look at one generator; returns what is wrong with it, if it is to be given up."""
+        now_s = time.monotonic()
+        if replica.beat is None:
+            if now_s >= replica.beat_since_s:
+                replica.beat_since_s = now_s
+                replica.beat = asyncio.ensure_future(replica.actor.beat.call_one())
+                replica.beat.add_done_callback(forget)
+        elif replica.beat.done():
+            error = replica.beat.exception()
+            if error is None:
+                self._take_in(replica, replica.beat.result(), now_s)
+            elif is_engine_dead(error):
+                return "has an engine that has died"
+            replica.beat, replica.beat_since_s = None, now_s + BEAT_S
+        elif now_s - replica.beat_since_s > self._heartbeat_s:
+            return f"has not answered for generator.heartbeat_s = {self._heartbeat_s:g} s"
+        elif now_s - replica.beat_since_s > SUSPECT_SHARE * self._heartbeat_s:
+            self._suspect(replica, "it does not answer")
+        return self._slowness(replica)
+
+    def _take_in(self, replica: LiveReplica, stats: EngineStats, now_s: float) -> None:
+        self._heard(replica, stats)
+        if self._slow is not None and self._table.state.of(replica.number).state in LIVE:
+            counts = {load: (one.num_steps, one.took_s) for load, one in stats.decode_steps.items()}
+            self._slow.heard(replica.number, counts, now_s=now_s)
+        if self._slow is None or self._slow.pace(replica.number) is Pace.LIKE_PEERS or self._is_idle(replica):
+            # One that is slow and has nothing to do is given groups: nothing else shows whether it still is.
+            self._table.change(lambda table: table.clear(replica.number))
+
+    def _is_idle(self, replica: LiveReplica) -> bool:
+        return self._table.state.of(replica.number).num_live == 0
+
+    def _slowness(self, replica: LiveReplica) -> str | None:
+        if self._slow is None or (ratio := self._slow.ratio(replica.number)) is None:
+            return None
+        what = f"its steps take {ratio:.1f} times as long as those of its peers"
+        match self._slow.pace(replica.number):
+            case Pace.SLOW:
+                return f"is slow: {what} (generator.slow_factor = {self._slow_factor:g})"
+            case Pace.SUSPECT if not self._is_idle(replica):
+                self._suspect(replica, f"it is slow: {what}")
+        return None
+
+    def _suspect(self, replica: LiveReplica, why: str) -> None:
+        self._table.change(lambda table: table.suspect(replica.number, why))
+
+    def forget(self, replica: LiveReplica) -> None:
+        """A generator is gone."""
+        if replica.beat is not None:
+            replica.beat.cancel()
+        if self._slow is not None:
+            self._slow.forget(replica.number)
+
+
+@dataclass(slots=True)
+class GeneratorLosses:
+    """Counts of generators that are gone, and losses that nothing has made up for yet."""
+
+    faults: FaultLog
+    num_tokens_kept: int = 0
+    """Of what lost generators had in flight: those that others continue from."""
+    num_tokens_lost: int = 0
+    """The others that were logged."""
+    _num_generated_tokens: int = 0
+    _busy_s: float = 0.0
+    _open: dict[int, list[Fault]] = field(default_factory=dict)
+    """Faults by rank."""
+
+    def count(self, replica: LiveReplica) -> None:
+        """Keep what a generator that is gone had counted when it was last heard of."""
+        self._num_generated_tokens += replica.stats.num_generated_tokens
+        self._busy_s += replica.stats.busy_s
+
+    def read(self, left: InFlightRead) -> None:
+        """Count what a lost generator had in flight."""
+        self.num_tokens_kept += left.num_kept
+        self.num_tokens_lost += left.num_lost
+
+    def wait_for(self, rank: int, fault: Fault) -> None:
+        """A loss is made up for when the rank has a healthy generator."""
+        self._open.setdefault(rank, []).append(fault)
+
+    def heal(self, replica: LiveReplica) -> bool:
+        """A rank has a healthy generator; whether that makes up for a loss."""
+        faults = self._open.pop(replica.rank, [])
+        for fault in faults:
+            self.faults.recovered(fault, f"was replaced by process {replica.pid}")
+        return bool(faults)
+
+    @property
+    def stats(self) -> EngineStats:
+        """What all generators that are gone had counted."""
+        return EngineStats(num_generated_tokens=self._num_generated_tokens, busy_s=self._busy_s)
+
+    @property
+    def tokens_kept_share(self) -> float:
+        """Share of the tokens in flight that others continue from; 1 where none was lost."""
+        num_tokens = self.num_tokens_kept + self.num_tokens_lost
+        return self.num_tokens_kept / num_tokens if num_tokens else 1.0
+
 
 logger = logging.getLogger(__name__)
 

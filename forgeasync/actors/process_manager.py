@@ -3,32 +3,71 @@
 import asyncio
 import contextlib
 import logging
+import re
+import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 import monarch.actor
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import ActorError, MeshFailure, ProcMesh, this_host
 
-from forgeasync.actors.buffer_watch import BufferWatch
-from forgeasync.actors.deaths import (
-    BETTER_REPORT_S,
-    END_S,
-    REPORT_S,
-    WATCH_S,
-    ActorDied,
-    Proc,
-    first_ended,
-    read_report,
-)
-from forgeasync.actors.environment_pool import EnvironmentPool
-from forgeasync.actors.generator_pool import GeneratorPool
-from forgeasync.actors.watched_scorer import WatchedScorers
+from forgeasync.actors.supervised import PEER_END_S, ActorDied, Proc, first_ended
 from forgeasync.faults import Fault, FaultLog, Role
-from forgeasync.launch import HostLost, Hosts, LocalHosts, spawn_role, stop
+from forgeasync.launch import Host, HostLost, Hosts, LocalHosts, spawn_role, stop
 from forgeasync.observability import ProcsFile, real_errors
+
+if TYPE_CHECKING:
+    from forgeasync.actors.generator_pool import GeneratorPool
+
+REPORT_S = 15.0
+"""Seconds within which Monarch reports a death: it checks every few seconds."""
+BETTER_REPORT_S = 5.0
+"""Seconds to wait after a report without a signal for one that names the signal."""
+WATCH_S = 2.0
+"""Seconds between two checks of procs about which no error was reported."""
+
+_ACTOR = re.compile(r"([\w-]+)\{((?:'\w+': \d+/\d+(?:, )?)+)\}")
+_PLACE = re.compile(r"(\d+)/(\d+)")
+"""An actor's place in one dimension of its mesh: its procs, or its hosts and the procs of each."""
+_PROC = re.compile(r"The actor ([\w-]+?)(?:-\d+)?-(\d+)<")
+"""A proc: the role, the number of the mesh if that has replaced another one, and the rank."""
+_KILLED = re.compile(r"Killed\(sig=(\d+)\)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Death:
+    """The content of one of Monarch's reports."""
+
+    text: str
+    has_signal: bool
+
+
+def read_report(report: str, log_dir: Path) -> Death:
+    """Name rank, role, signal and log file of a death; or return the report as it is."""
+    killed = _KILLED.search(report)
+    if (actor := _ACTOR.search(report)) is not None:
+        # Monarch's own actor that tells trainer ranks of each other.
+        role = "trainer" if actor.group(1) == "_SPMDActor" else actor.group(1)
+        rank, num = 0, 1
+        for place in _PLACE.finditer(actor.group(2)):
+            rank, num = rank * int(place.group(2)) + int(place.group(1)), num * int(place.group(2))
+        of_how_many = f" of {num}"
+    elif (proc := _PROC.match(report)) is not None:
+        role, rank, of_how_many = proc.group(1), int(proc.group(2)), ""
+    else:
+        return Death(text=report, has_signal=False)
+    who, log = f"{role} rank {rank}{of_how_many}", log_dir / f"{role}-{rank}.log"
+    if killed is None:
+        return Death(text=f"{who} is gone ({' '.join(report.split())}); see {log}", has_signal=False)
+    number = int(killed.group(1))
+    name = signal.Signals(number).name if number in set(signal.Signals) else "unknown"
+    hint = "; the kernel does so when memory runs out" if number == signal.SIGKILL else ""
+    return Death(text=f"{who} was killed by signal {number} ({name}{hint}); see {log}", has_signal=True)
+
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +84,18 @@ GENERATOR = "generator-"
 """Begins the names of procs and actors of generators."""
 TEACHER = "teacher-"
 """Begins the names of procs and actors of teachers."""
+
+
+class Supervisor(Protocol):
+    """Looks after the processes of a role."""
+
+    async def watch(self) -> None:
+        """Look after them until cancelled; an error ends the run."""
+        ...
+
+    async def close(self) -> None:
+        """End them, or whatever of them the process manager cannot end."""
+        ...
 
 
 @dataclass(slots=True)
@@ -67,11 +118,11 @@ class ProcessManager:
     _own_meshes: list[ProcMesh] = field(default_factory=list)
     closing: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
     """What ends whoever looks after procs, before these are stopped."""
-    environment: EnvironmentPool | None = None
-    scorer: WatchedScorers | None = None
-    generators: GeneratorPool | None = None
-    teachers: list[GeneratorPool] = field(default_factory=list)
-    buffer: BufferWatch | None = None
+    environment: Supervisor | None = None
+    scorer: Supervisor | None = None
+    generators: "GeneratorPool | None" = None
+    teachers: list[Supervisor] = field(default_factory=list)
+    buffer: Supervisor | None = None
     _failure: asyncio.Future[None] = field(init=False)
     _watching: asyncio.Task[None] | None = None
     _host_fault: Fault | None = None
@@ -140,21 +191,20 @@ class ProcessManager:
             ActorDied: with Monarch's report, or
             HostLost: always one of them.
         """
-        watching = [asyncio.create_task(self._watch_peers())]
-        if self.environment is not None:
-            watching.append(asyncio.create_task(self._fail_with(self.environment.watch())))
-        if self.scorer is not None:
-            watching.append(asyncio.create_task(self._fail_with(self.scorer.watch())))
-        if self.generators is not None:
-            watching.append(asyncio.create_task(self._fail_with(self.generators.watch())))
-        watching += [asyncio.create_task(self._fail_with(one.watch())) for one in self.teachers]
-        if self.buffer is not None:
-            watching.append(asyncio.create_task(self._fail_with(self.buffer.watch())))
+        watching = [
+            asyncio.create_task(self._watch_peers()),
+            *(asyncio.create_task(self._fail_with(one.watch())) for one in self._supervisors()),
+        ]
         try:
             await asyncio.shield(self._failure)
         finally:
             for task in watching:
                 task.cancel()
+
+    def _supervisors(self) -> list[Supervisor]:
+        """Those that there are; the last one is closed first."""
+        all_of_them = (*self.teachers, self.generators, self.environment, self.scorer, self.buffer)
+        return [one for one in all_of_them if one is not None]
 
     async def _fail_with(self, watching: Awaitable[None]) -> None:
         """End the run if what looks after a role gives it up."""
@@ -190,7 +240,7 @@ class ProcessManager:
                     raise ActorDied(read_report(str(cause), self.log_dir).text) from error
             # A collective fails, or hangs, if one of its ranks is gone.
             if any(isinstance(cause, ActorError | TimeoutError) for cause in causes):
-                if (ended := await first_ended(self.peers, within_s=END_S)) is not None:
+                if (ended := await first_ended(self.peers, within_s=PEER_END_S)) is not None:
                     raise await self._death_of(ended) from error
             raise
 
@@ -240,9 +290,8 @@ class ProcessManager:
                 # Keep polling until now: a host that is not polled shuts itself down.
                 ending.callback(self._watching.cancel)
             ending.push_async_callback(_stop_all, self._own_meshes)
-            for watched in (*self.teachers, self.generators, self.environment, self.scorer, self.buffer):
-                if watched is not None:
-                    ending.push_async_callback(watched.close)
+            for one in self._supervisors():
+                ending.push_async_callback(one.close)
             for close in self.closing:
                 ending.push_async_callback(close)
         if self._failure.done() and not self._failure.cancelled():
@@ -253,3 +302,14 @@ class ProcessManager:
 
 async def _stop_all(meshes: Sequence[ProcMesh]) -> None:
     await asyncio.gather(*(stop(mesh) for mesh in meshes))
+
+
+async def make_folders(hosts: Sequence[Host], sizes: Sequence[int]) -> list[Path]:
+    """Make a folder on each host, large enough for all its sizes; return the folder of each entry."""
+    totals: dict[str, int] = {}
+    by_id = {host.id: host for host in hosts}
+    for host, size in zip(hosts, sizes, strict=True):
+        totals[host.id] = totals.get(host.id, 0) + size
+    made = await asyncio.gather(*(by_id[name].make_folder(total) for name, total in totals.items()))
+    folders = dict(zip(totals, made, strict=True))
+    return [folders[host.id] for host in hosts]

@@ -13,25 +13,63 @@ from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
+from monarch.actor import Channel, Port, PortReceiver
 
-from forgeasync.actors.finished_responses import OnFinished, told_of_finished
 from forgeasync.actors.generator import (
     CancelledGroup,
     EndedEpisode,
+    FinishedResponse,
     GeneratorActor,
+    GeneratorSetup,
     RefusedGroup,
     SampledResponse,
 )
-from forgeasync.actors.generator_pool import GeneratorPool
-from forgeasync.actors.host_updates import HostUpdates, SwappedReplica, named_generators
-from forgeasync.actors.replica import LiveReplica, ReplicaLost
-from forgeasync.actors.weight_connections import WeightConnections
+from forgeasync.actors.generator_pool import LOOK_S, GeneratorPool, LiveReplica, ReplicaLost, SpawnedReplica
+from forgeasync.actors.generator_weights import (
+    HostUpdates,
+    SwappedReplica,
+    WeightConnections,
+)
+from forgeasync.actors.process_manager import GENERATOR, ProcessManager, make_folders
 from forgeasync.buffer import DropReason
-from forgeasync.config import SamplingSection, TimeoutSection
+from forgeasync.config import ModelFacts, RoutingReplay, RunConfig, SamplingSection, TimeoutSection
+from forgeasync.environments import Response
 from forgeasync.generator import EngineStats
-from forgeasync.rollouts import EpisodeId, StoredRollout
+from forgeasync.launch import Host, HostRole
+from forgeasync.planning import Machine, count_parameters, generator_memory, least_bytes, total_bytes
+from forgeasync.rollouts import CaptureSpec, EpisodeId, StoredRollout
 from forgeasync.waiting import DeadlineExceeded, deadline, forget
-from forgeasync.weights import FetchReport, Manifest, StagingSource, WeightLayout
+from forgeasync.weights import (
+    FetchReport,
+    Manifest,
+    StagingSource,
+    WeightLayout,
+)
+
+OnFinished = Callable[[int, Response], None]
+"""Is told of a response and of its place in its group."""
+
+
+@contextmanager
+def told_of_finished(on_finished: OnFinished | None) -> Iterator[Port[FinishedResponse] | None]:
+    """While it lasts, ``on_finished`` is called for what is sent to the port; None where nobody wants it."""
+    if on_finished is None:
+        yield None
+        return
+    port, receiver = Channel[FinishedResponse].open()
+    telling = asyncio.create_task(_tell(receiver, on_finished))
+    try:
+        yield port
+    finally:
+        telling.cancel()
+        telling.add_done_callback(forget)
+
+
+async def _tell(receiver: PortReceiver[FinishedResponse], on_finished: OnFinished) -> None:
+    while True:
+        one = await receiver.recv()
+        on_finished(one.index, one.response)
+
 
 T = TypeVar("T")
 
@@ -377,4 +415,85 @@ class GeneratorRouter:
         }
 
 
-__all__ = ["GeneratorRouter", "GroupGivenUp", "named_generators"]
+async def start_generators(
+    procs: ProcessManager, config: RunConfig, facts: ModelFacts, model_path: Path
+) -> GeneratorRouter:
+    """Start the generators, with their engines loaded, behind a router that replaces those that are lost."""
+    section = config.generator
+    capacity_bytes = int(config.payload.capacity_gib * 2**30)
+    procs.hosts.allot(HostRole.GENERATORS, section.num_engines, gpus_per_proc=section.tensor_parallel)
+    hosts = procs.hosts.of_procs(HostRole.GENERATORS, section.num_engines)
+    # All generators together hold no more than that: on every host it is asked for once.
+    ids = [host.id for host in hosts]
+    sizes = [capacity_bytes if ids.index(name) == index else 0 for index, name in enumerate(ids)]
+    folders = procs.payload_folders = await make_folders(hosts, sizes)
+    setup = GeneratorSetup(
+        model_path=model_path,
+        facts=facts,
+        section=section,
+        max_context_length=config.model.max_context_length,
+        seed=config.seed,
+        records=CaptureSpec(
+            routing=config.trainer.routing_replay is not RoutingReplay.OFF,
+            kept_tokens=config.trainer.keep_sampling_mask and config.sampling.cuts_vocabulary,
+            num_dense_layers=facts.num_dense_layers,
+        ),
+        weights=config.weights,
+        lora=config.lora,
+        payload_capacity_bytes=capacity_bytes,
+        gpu_bytes=least_bytes(
+            total_bytes(generator_memory(config, facts, count_parameters(facts), Machine.GPU))
+        ),
+    )
+
+    folder_of = dict(zip(ids, folders, strict=True))
+
+    async def spawn(rank: int, number: int) -> SpawnedReplica:
+        # More ranks may be added later.
+        name, host = f"{GENERATOR}{rank}-{number}", pool.host_of(rank)
+        mesh = procs.hosts.spawn_one(HostRole.GENERATORS, name, rank)
+        actor = mesh.spawn(name, GeneratorActor, procs.log_dir, rank)
+        call = f"loading the engine of generator {rank}"
+        pid = 0
+        try:
+            async with deadline(config.timeouts.setup_s, call=call, key="timeouts.setup_s"):
+                pid = await actor.pid.call_one()
+                setting_up = actor.setup.call_one(setup, host.id, folder_of[host.id])
+                await while_running(host, pid, setting_up)
+                in_flight = await actor.in_flight.call_one()
+        except BaseException:
+            if pid:
+                await host.kill(pid)
+            procs.in_background(procs.hosts.stop_one(mesh))
+            raise
+        return SpawnedReplica(
+            actor=actor,
+            pid=pid,
+            host=host,
+            stop=lambda: procs.hosts.stop_one(mesh),
+            in_flight=in_flight,
+        )
+
+    pool = GeneratorPool(spawn, section, hosts, faults=procs.faults, listing=procs.listing)
+    procs.generators = pool
+    call = "loading the generators' engines"
+    async with deadline(config.timeouts.setup_s, call=call, key="timeouts.setup_s"):
+        await pool.start()
+    return GeneratorRouter(pool, config.timeouts, max_lost_per_group=section.max_lost_per_group)
+
+
+async def while_running(host: Host, pid: int, call: Awaitable[T]) -> T:
+    """Wait for an answer of a process that no pool looks after yet.
+
+    Raises:
+        ReplicaLost: it has ended.
+    """
+    answer = asyncio.ensure_future(call)
+    try:
+        while not (await asyncio.wait([answer], timeout=LOOK_S))[0]:
+            if not await host.is_running(pid):
+                raise ReplicaLost(f"its process {pid} has ended while it was started")
+        return answer.result()
+    finally:
+        answer.add_done_callback(forget)
+        answer.cancel()

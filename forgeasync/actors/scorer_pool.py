@@ -5,24 +5,312 @@ tells the dispatcher how it ended, and a timer for what becomes ready later.
 """
 
 import asyncio
+import dataclasses
 import functools
 import logging
+import math
 import operator
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
-from forgeasync.actors.scorer import ScoredResponses, Unavailable
-from forgeasync.actors.watched_scorer import ScorerLost
-from forgeasync.config import ScorerSection
+import psutil
+from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
+from monarch.actor import this_host
+
+from forgeasync.actors.process_manager import SCORER, ProcessManager
+from forgeasync.actors.scorer import ScoredResponses, ScorerActor, ScorerReady, Unavailable
+from forgeasync.actors.supervised import END_S, Heartbeat, evidence_here, is_running, kill_marked, until_gone
+from forgeasync.config import (
+    JudgeReward,
+    NamedSource,
+    PythonReward,
+    RunConfig,
+    ScoredUnit,
+    ScorerSection,
+    named_sets,
+    named_sources,
+)
 from forgeasync.environments import Response
-from forgeasync.observability import last_words
+from forgeasync.faults import Fault, FaultLog, Role
+from forgeasync.launch import LOCAL_HOST_ID, kill_with_children, spawn_role, stop
+from forgeasync.observability import ProcsFile, last_words
 from forgeasync.process_memory import MemoryPeak, largest
 from forgeasync.rollouts import Score, Task, VerifierCounts
-from forgeasync.scoring import Assignment, Dispatcher, Fate
-from forgeasync.waiting import Monitor
+from forgeasync.scoring import Assignment, Dispatcher, Fate, Judge, is_limited
+from forgeasync.waiting import Monitor, deadline, forget
 
 logger = logging.getLogger(__name__)
+
+LOOK_S = 0.5
+"""Seconds between two looks at the scorer."""
+
+RETRY_S = 1.0
+"""Seconds between two attempts at starting a scorer."""
+
+
+class ScorerLost(RuntimeError):
+    """The scorer's process was gone before it answered: nothing is known of the responses."""
+
+
+class ScorerFails(RuntimeError):
+    """The scorer ends or cannot be started again and again."""
+
+
+@dataclass(slots=True, kw_only=True)
+class SpawnedScorer:
+    """A scorer that has been set up."""
+
+    actor: ScorerActor
+    pid: int
+    mark: str
+    """What the scorer has started carries it, also when the scorer is gone."""
+    isolation: str
+    """What isolates verifiers, in words."""
+    stop: Callable[[], Awaitable[None]]
+    """Give back what Monarch holds of its proc, which may be gone."""
+
+
+SpawnScorer = Callable[[int], Awaitable[SpawnedScorer]]
+"""Starts and sets up a scorer; the number is new for each."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Life:
+    """One process."""
+
+    spawned: SpawnedScorer
+    process: psutil.Process
+    beat: Heartbeat[None]
+    counts: VerifierCounts = field(default_factory=VerifierCounts)
+    """What it has counted since it began, when it was last heard of."""
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class WatchedScorer:
+    """One scorer of a run."""
+
+    def __init__(
+        self,
+        spawn: SpawnScorer,
+        section: ScorerSection,
+        *,
+        limit_s: float,
+        faults: FaultLog,
+        listing: ProcsFile,
+        rank: int = 0,
+        on_change: Callable[[bool], None] = lambda is_up: None,
+    ) -> None:
+        """``limit_s`` is the longest time that a call takes once the scorer begins with it; it keeps that.
+
+        No more than ``scorer.max_in_flight`` responses are with it, ``num_workers`` of which at least are
+        scored at once, so that no call takes longer than that many rounds: a scorer that takes longer is
+        replaced. ``rank`` is its place among the run's scorers. ``on_change`` is told whether there is a
+        process, whenever that changes after the start.
+        """
+        self._rounds = math.ceil(section.max_in_flight / section.num_workers) + 1
+        self._backstop_s = limit_s * self._rounds
+        self._rank = rank
+        self._name = "the scorer" if section.num_replicas == 1 else f"scorer {rank}"
+        self._on_change = on_change
+        self._spawn = spawn
+        self._section = section
+        self._faults = faults
+        self._listing = listing
+        self._life: _Life | None = None
+        self._next_number = 0
+        self._has_changed = asyncio.Condition()
+        self._starting: asyncio.Task[None] | None = None
+        self._stopping: set[asyncio.Task[None]] = set()
+        self._lost: list[psutil.Process] = []
+        """Processes that were killed, or have died, and may take a moment to be gone."""
+        self._lost_counts = VerifierCounts()
+        self._num_restarts_in_a_row = 0
+        self._failure: ScorerFails | None = None
+
+    async def start(self) -> str:
+        """Start the scorer; returns what isolates its verifiers, in words.
+
+        Raises:
+            Exception: what kept it from starting.
+        """
+        self._life = await self._begin()
+        return self._life.spawned.isolation
+
+    async def score(
+        self, task: Task, responses: Sequence[Response], first: int
+    ) -> ScoredResponses | Unavailable:
+        """Return the score of each response, from the scorer that there is as soon as there is one.
+
+        ``first`` is the place of the first response in its group.
+
+        Raises:
+            ScorerLost: its process was gone before it answered.
+            ScorerFails: there will be no scorer any more.
+            Exception: whatever the scorer raises.
+        """
+        async with self._has_changed:
+            await self._has_changed.wait_for(lambda: self._life is not None or self._failure is not None)
+        if self._failure is not None:
+            raise self._failure
+        life = self._life
+        assert life is not None
+        scoring = asyncio.ensure_future(life.spawned.actor.score.call_one(task, responses, first))
+        gone = asyncio.ensure_future(life.gone.wait())
+        try:
+            ended, _ = await asyncio.wait(
+                [scoring, gone], timeout=self._backstop_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if not ended:
+                limit = f"{self._rounds} times its limit: scorer.max_in_flight, scorer.num_workers"
+                what = f"has not scored a response within {self._backstop_s:g} s ({limit})"
+                self._lose(life, what, await evidence_here(Role.SCORER, life.process.pid))
+            if scoring.done() and (error := scoring.exception()) is not None:
+                # A dying scorer's call can fail before its process is seen to be gone.
+                if isinstance(error, SupervisionError):
+                    self._lose(life, "is gone, as a call has shown")
+                elif not is_running(life.process):
+                    await gone
+            if life.gone.is_set():
+                raise ScorerLost(f"{self._name} (process {life.process.pid}) was gone before it answered")
+            scored = scoring.result()
+        finally:
+            gone.cancel()
+            scoring.add_done_callback(forget)
+            scoring.cancel()
+        if isinstance(scored, Unavailable):
+            return scored
+        self._num_restarts_in_a_row = 0
+        # Replies can arrive out of order, and counts only rise.
+        life.counts = life.counts.merged(scored.counts)
+        return dataclasses.replace(scored, counts=self._lost_counts + life.counts)
+
+    async def watch(self) -> None:
+        """Look after the scorer until cancelled.
+
+        Raises:
+            ScorerFails: it ends or cannot be started again and again.
+        """
+        while True:
+            await asyncio.sleep(LOOK_S)
+            if self._failure is not None:
+                raise self._failure
+            life = self._life
+            if life is None:
+                continue
+            if not is_running(life.process):
+                self._lose(life, "has died")
+            elif life.beat.look():
+                limit = f"scorer.heartbeat_s = {self._section.heartbeat_s:g} s"
+                evidence = await evidence_here(Role.SCORER, life.process.pid)
+                self._lose(life, f"has not answered for {limit}", evidence)
+
+    async def close(self) -> None:
+        """End the scorer with all that it has started, and wait until it is gone, for at most ``END_S``."""
+        tasks = [*self._stopping, *([] if self._starting is None else [self._starting])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._life is not None:
+            # Calls that are still under way fail, which is no loss of a scorer.
+            self._life.gone.set()
+            self._life.beat.stop()
+            kill_with_children(self._life.process)
+            await asyncio.to_thread(kill_marked, self._life.spawned.mark)
+            self._lost.append(self._life.process)
+        for process in await until_gone(self._lost):
+            logger.warning("%s (process %d) still runs %g s after its kill", self._name, process.pid, END_S)
+
+    async def _begin(self) -> _Life:
+        number, self._next_number = self._next_number, self._next_number + 1
+        spawned = await self._spawn(number)
+        self._listing.put(Role.SCORER, self._rank, pid=spawned.pid, host=LOCAL_HOST_ID)
+        return _Life(
+            spawned=spawned,
+            process=psutil.Process(spawned.pid),
+            beat=Heartbeat(spawned.actor.beat.call_one, limit_s=self._section.heartbeat_s),
+        )
+
+    def _lose(self, life: _Life, why: str, evidence: str | None = None) -> None:
+        """End a process and have another one started; no news if it was lost already."""
+        if life.gone.is_set():
+            return
+        life.gone.set()
+        assert life is self._life
+        self._life = None
+        life.beat.stop()
+        kill_with_children(life.process)
+        self._lost = [process for process in (*self._lost, life.process) if is_running(process)]
+        self._lost_counts += life.counts
+        who = f"{self._name} (process {life.process.pid})"
+        what = f"{why}: another one starts, and its responses are scored again"
+        fault = self._faults.detected(Role.SCORER, who, what, evidence=evidence)
+        self._listing.remove(Role.SCORER, self._rank)
+        cleaning = asyncio.create_task(_clean_up(life.spawned))
+        self._stopping.add(cleaning)
+        cleaning.add_done_callback(self._stopping.discard)
+        cleaning.add_done_callback(forget)
+        self._starting = asyncio.create_task(self._replace(fault))
+        self._starting.add_done_callback(forget)
+        self._on_change(False)
+
+    async def _replace(self, fault: Fault) -> None:
+        """Start a scorer in place of a lost one, as often as the budget allows."""
+        reason = f"{fault.who} {fault.what}"
+        while self._num_restarts_in_a_row < self._section.max_restarts:
+            self._num_restarts_in_a_row += 1
+            try:
+                self._life = await self._begin()
+            except Exception as error:
+                reason = f"it could not be started: {last_words(error)}"
+                logger.warning("a scorer could not be started", exc_info=True)
+                await asyncio.sleep(RETRY_S)
+            else:
+                self._faults.recovered(fault, f"was replaced by process {self._life.process.pid}")
+                break
+        else:
+            self._failure = ScorerFails(
+                f"{self._name} was restarted {self._section.max_restarts} times in a row without a response "
+                f"that it has scored (scorer.max_restarts); at last: {reason}"
+            )
+        async with self._has_changed:
+            self._has_changed.notify_all()
+        if self._failure is None:
+            self._on_change(True)
+
+
+async def _clean_up(scorer: SpawnedScorer) -> None:
+    """End what a scorer that is gone has left."""
+    await asyncio.to_thread(kill_marked, scorer.mark)
+    await scorer.stop()
+
+
+class WatchedScorers:
+    """All scorers of a run."""
+
+    def __init__(self, scorers: Sequence[WatchedScorer]) -> None:
+        self._scorers = tuple(scorers)
+
+    async def start(self) -> str:
+        """Start all of them; returns what isolates their verifiers, in words. Raises as ``start`` of one."""
+        async with asyncio.TaskGroup() as starting:
+            tasks = [starting.create_task(scorer.start()) for scorer in self._scorers]
+        isolation = tasks[0].result()
+        return isolation if len(tasks) == 1 else f"{len(tasks)} scorers, in each {isolation}"
+
+    async def watch(self) -> None:
+        """Look after all of them until cancelled. Raises as ``watch`` of one."""
+        watching = [asyncio.ensure_future(scorer.watch()) for scorer in self._scorers]
+        try:
+            await asyncio.gather(*watching)
+        finally:
+            for task in watching:
+                task.cancel()
+
+    async def close(self) -> None:
+        """End all of them."""
+        await asyncio.gather(*(scorer.close() for scorer in self._scorers))
+
 
 RETRY_WAIT_S = 0.2
 """Seconds before the second attempt; the wait doubles with every further one."""
@@ -224,3 +512,174 @@ class ScorerPool:
             if not isinstance(score, Score):
                 raise TypeError(f"{job.name}: the scorer gave {score!r}, which is no Score")
         return scores
+
+
+Scoring = asyncio.Future[tuple[Score, ...] | Unscored]
+
+
+class GroupScoring:
+    """Scores groups, up to ``scorer.max_concurrent`` finished ones at once, response by response.
+
+    ``finished`` begins to score a response while others of its group are still sampled; ``score_group`` then
+    only waits for it. The score counts only if the group ends with the very same response: one whose
+    generator was lost can be sampled again.
+    """
+
+    def __init__(
+        self,
+        pool: ScorerPool,
+        section: ScorerSection,
+        *,
+        compares: Callable[[Task], bool] = lambda task: False,
+    ) -> None:
+        """``compares`` says whether a reward of the task compares the responses of a group: they are then
+        scored together, once all are there."""
+        self._pool = pool
+        self._places = asyncio.Semaphore(section.max_concurrent)
+        self._compares = compares
+        self._early: dict[int, dict[int, tuple[Response, Scoring]]] = {}
+        """Responses of groups that are still being sampled, by group and place in it."""
+        self._num_early = 0
+
+    @property
+    def isolation(self) -> str:
+        """What isolates verifiers, in words."""
+        return self._pool.isolation
+
+    def finished(self, group_id: int, task: Task, index: int, response: Response) -> None:
+        """Begin to score a response of a group that is still being sampled, if there is room for it.
+
+        ``score_group`` or ``forget`` has to follow.
+        """
+        if self._compares(task):
+            return
+        name = f"response {index} of group {group_id}"
+        scoring = self._pool.try_score(name, task, [response], first=index)
+        if scoring is not None:
+            before = self._early.setdefault(group_id, {})
+            if index in before:
+                before[index][1].cancel()
+            before[index] = response, scoring
+
+    def forget(self, group_id: int) -> None:
+        """A group will not be scored; what was begun is withdrawn."""
+        for _, scoring in self._early.pop(group_id, {}).values():
+            scoring.cancel()
+
+    async def score_group(
+        self, group_id: int, task: Task, responses: Sequence[Response]
+    ) -> tuple[Score, ...] | Unscored:
+        """Return one score per response of a group, or why there are none."""
+        early = self._early.pop(group_id, {})
+        begun: dict[int, Scoring] = {}
+        for index, (response, scoring) in early.items():
+            if index < len(responses) and responses[index] == response:
+                begun[index] = scoring
+            else:
+                scoring.cancel()
+        self._num_early += len(begun)
+        return await self._score(f"group {group_id}", task, responses, begun)
+
+    async def score(
+        self, name: str, task: Task, responses: Sequence[Response]
+    ) -> tuple[Score, ...] | Unscored:
+        """Return one score per response, or why there are none; ``name`` is the group's name in messages."""
+        return await self._score(name, task, responses, {})
+
+    def metrics(self) -> dict[str, float]:
+        """Return counts since the run began and the scorers' memory, under their names in metrics.jsonl."""
+        return self._pool.metrics() | {"score/num_early": self._num_early}
+
+    async def _score(
+        self, name: str, task: Task, responses: Sequence[Response], begun: dict[int, Scoring]
+    ) -> tuple[Score, ...] | Unscored:
+        try:
+            async with self._places:
+                if self._compares(task):
+                    return await self._pool.score(name, task, responses)
+                rest = [index for index in range(len(responses)) if index not in begun]
+                for index in rest:
+                    one = f"response {index} of {name}" if len(responses) > 1 else name
+                    scored = self._pool.score(one, task, [responses[index]], first=index)
+                    begun[index] = asyncio.ensure_future(scored)
+                # The first that has no score decides: the others would be scored for nothing.
+                for scoring in asyncio.as_completed([begun[index] for index in range(len(responses))]):
+                    result = await scoring
+                    if isinstance(result, Unscored):
+                        return result
+                return tuple(score for index in range(len(responses)) for score in _scores(begun[index]))
+        finally:
+            for scoring in begun.values():
+                scoring.cancel()
+
+
+def _scores(scoring: Scoring) -> tuple[Score, ...]:
+    result = scoring.result()
+    assert not isinstance(result, Unscored)
+    return result
+
+
+async def start_scorer(procs: ProcessManager, config: RunConfig) -> GroupScoring:
+    """Start the scorers with their processes, and what has groups scored by them."""
+    section = config.scorer
+    sources = (*named_sources(config.data), *named_sets(config.evaluation))
+
+    async def spawn(rank: int, number: int) -> SpawnedScorer:
+        # A mesh of its own, which can be given back alone.
+        mesh = spawn_role(this_host(), "scorer", num_procs=1)
+        actor = mesh.spawn(f"{SCORER}-{rank}-{number}", ScorerActor, procs.log_dir, rank)
+        try:
+            async with deadline(config.timeouts.setup_s, call="setting up a scorer", key="timeouts.setup_s"):
+                ready: ScorerReady = await actor.setup.call_one(
+                    sources, section, config.timeouts.score_s, config.seed
+                )
+        except BaseException:
+            await stop(mesh)
+            raise
+        return SpawnedScorer(
+            actor=actor,
+            pid=ready.pid,
+            mark=ready.mark,
+            isolation=ready.isolation,
+            stop=lambda: stop(mesh),
+        )
+
+    def tell(rank: int, is_up: bool) -> None:
+        pool.set_up(rank, is_up)
+
+    pool: ScorerPool
+    scorers = [
+        WatchedScorer(
+            functools.partial(spawn, rank),
+            section,
+            limit_s=_longest_call_s(sources, config),
+            faults=procs.faults,
+            listing=procs.listing,
+            rank=rank,
+            on_change=functools.partial(tell, rank),
+        )
+        for rank in range(section.num_replicas)
+    ]
+    procs.scorer = WatchedScorers(scorers)
+    isolation = await procs.scorer.start()
+    pool = ScorerPool([scorer.score for scorer in scorers], section, isolation=isolation)
+    comparing = frozenset(source.name for source in sources if _compares(source))
+    return GroupScoring(pool, section, compares=lambda task: task.source in comparing)
+
+
+def _compares(source: NamedSource) -> bool:
+    """Whether a reward of a source gets all responses of a group at once."""
+    return any(isinstance(one, PythonReward) and one.scores is ScoredUnit.GROUP for one in source.rewards)
+
+
+def _longest_call_s(sources: Sequence[NamedSource], config: RunConfig) -> float:
+    """The longest time that a scorer takes for a response once it begins, waits for turns included."""
+    score_s = config.timeouts.score_s
+    longest_s = score_s
+    for source in sources:
+        for one in source.rewards:
+            if isinstance(one, JudgeReward):
+                longest_s = max(longest_s, Judge(one, num_replicas=config.scorer.num_replicas).longest_s)
+            elif is_limited(one):
+                longest_s = max(longest_s, 2 * one.max_attempts * score_s)
+    return longest_s

@@ -9,27 +9,33 @@ checksums and transport run beside it: the next optimizer step waits for the cop
 
 import asyncio
 import dataclasses
+import functools
+import logging
 import os
+import queue
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
 from monarch.actor import Actor, concurrent_endpoint, current_rank
 
 from forgeasync.actors.generator import GeneratorActor
-from forgeasync.actors.ordered_thread import OrderedThread
-from forgeasync.actors.payload_owners import PayloadOwners
 from forgeasync.config import Dtype, TransportChoice
 from forgeasync.observability import bad_batch_folder, redirect_process_output
 from forgeasync.process_memory import MemoryWatch
 from forgeasync.rollouts import (
     EVERY_HOST,
     Arrays,
+    PayloadGone,
     PayloadReader,
     PayloadRef,
+    PayloadTorn,
     RemotePayloadReader,
     decode_rollout,
 )
@@ -45,6 +51,7 @@ from forgeasync.trainer import (
     training_sequence,
     write_rows,
 )
+from forgeasync.waiting import comes_within, deadline, forget
 from forgeasync.weights import (
     TORCH_DTYPES,
     Publication,
@@ -57,6 +64,130 @@ from forgeasync.weights import (
 
 if TYPE_CHECKING:
     from forgeasync.trainer import CheckpointWriter, PolicyTrainer
+
+
+T = TypeVar("T")
+
+
+class OrderedThread:
+    """Runs functions one after the other; the callers are coroutines of one event loop.
+
+    Monarch 0.7.0 starts concurrent endpoints in the order in which one caller has called them
+    (``monarch.actor.concurrent_endpoint``), on every rank. A call that asks for its turn before it waits for
+    anything else keeps that order, so that collectives of different calls meet on no rank in another order.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._turn = asyncio.Lock()
+        """Wakes those who wait in the order in which they came."""
+        self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        # A thread that is stuck in a collective must not keep its process alive.
+        threading.Thread(target=self._serve, name=name, daemon=True).start()
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """Wait until the calls that came before have ended; those that come later wait for the body."""
+        async with self._turn:
+            yield
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """Run ``work`` in the thread; to be called in one's turn. Raises what ``work`` raises.
+
+        A coroutine that is cancelled here leaves ``work`` running: what comes later waits behind it.
+        """
+        assert self._turn.locked(), "a call that is not in its turn"
+        result: Future[T] = Future()
+
+        def do() -> None:
+            if not result.set_running_or_notify_cancel():
+                return
+            try:
+                found = work()
+            except BaseException as error:
+                # As in the standard executors: who waits gets it, whatever it is.
+                result.set_exception(error)
+            else:
+                result.set_result(found)
+
+        self._work.put(do)
+        return await asyncio.wrap_future(result)
+
+    async def call(self, work: Callable[[], T]) -> T:
+        """Run ``work`` in its turn."""
+        async with self.turn():
+            return await self.run(work)
+
+    def _serve(self) -> None:
+        while True:
+            # Nothing is kept here of work that is done: its arguments may be large.
+            self._work.get()()
+
+
+logger = logging.getLogger(__name__)
+
+AGAIN_S = 0.5
+"""Seconds until the generators of a host are asked once more."""
+
+
+class PayloadOwners:
+    """Generators by host: any of a host shows what lies in its shared memory."""
+
+    def __init__(self) -> None:
+        self._generators: Mapping[str, Sequence[GeneratorActor]] = {}
+        self._changed = asyncio.Event()
+
+    def change(self, generators: Mapping[str, Sequence[GeneratorActor]]) -> None:
+        """Set the generators that there are now; reads from others begin again."""
+        self._generators = generators
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def read(self, ref: PayloadRef, reader: RemotePayloadReader, *, limit_s: float) -> Arrays:
+        """Read a payload by way of any generator of its host, as soon as one shows it.
+
+        Raises:
+            PayloadGone: the file was freed, or never existed.
+            PayloadTorn: the bytes that arrived are not those that were written.
+            DeadlineExceeded: no generator has shown it within ``limit_s``.
+        """
+        call = f"reading payload {ref.payload_id} of host {ref.host_id}"
+        async with deadline(limit_s, call=call, key="timeouts.weights_s"):
+            while True:
+                changed = self._changed
+                for owner in self._generators.get(ref.host_id, ()):
+                    try:
+                        return await _unless(changed, functools.partial(_read, ref, reader, owner))
+                    except (PayloadGone, PayloadTorn):
+                        raise
+                    except _Changed:
+                        break
+                    except Exception:
+                        # Whatever Monarch raises for an owner that is gone; its replacement shows the same.
+                        logger.warning("cannot read payload %s; trying again", ref.payload_id, exc_info=True)
+                await comes_within(AGAIN_S, changed.wait())
+
+
+class _Changed(Exception):
+    """The generators are others now."""
+
+
+async def _read(ref: PayloadRef, reader: RemotePayloadReader, owner: GeneratorActor) -> Arrays:
+    return await reader.read(ref, owner.expose_payload.call_one)
+
+
+async def _unless(changed: asyncio.Event, call: Callable[[], Awaitable[Arrays]]) -> Arrays:
+    reading = asyncio.ensure_future(call())
+    other = asyncio.ensure_future(changed.wait())
+    try:
+        await asyncio.wait([reading, other], return_when=asyncio.FIRST_COMPLETED)
+        if not reading.done():
+            raise _Changed
+        return reading.result()
+    finally:
+        other.cancel()
+        reading.add_done_callback(forget)
+        reading.cancel()
+
 
 PAYLOAD_TIMEOUT_S = 60
 """Seconds for reading one payload from another host."""

@@ -34,7 +34,6 @@ from .starting import Roles as Roles
 from .starting import open_procs as open_procs
 from .starting import start_roles as start_roles
 from .starting import start_sampling as start_sampling
-from .trainer_recovery import TrainerRecovery as TrainerRecovery
 
 # Only tests import these.
 from .checkpoints import CheckpointTurns as CheckpointTurns
@@ -75,5 +74,3 @@ from .resume import resume_or_begin_anew as resume_or_begin_anew
 from .serving import WeightServing as WeightServing
 from .supervisor import STALL_S as STALL_S
 from .supervisor import Supervisor as Supervisor
-from .trainer_recovery import Minibatches as Minibatches
-from .trainer_recovery import start_recovery as start_recovery

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from monarch.actor import ActorError
 
-from forgeasync.actors import ActorDied, BufferActor
+from forgeasync.actors import ActorDied, BufferActor, TrainerRecovery
 from forgeasync.buffer import Update
 from forgeasync.checkpoint import (
     LAST,
@@ -37,7 +37,6 @@ from forgeasync.controller.cli import received_signal
 from forgeasync.controller.preparation import Prepared
 from forgeasync.controller.recorder import Part, RunRecorder, StepClock
 from forgeasync.controller.serving import WeightServing
-from forgeasync.controller.trainer_recovery import TrainerRecovery
 from forgeasync.environments import digest_of
 from forgeasync.faults import FaultLog, Refusal, StorageFaults
 from forgeasync.launch import HostLost

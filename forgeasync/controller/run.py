@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Coroutine, Sequence
 from typing import TypeVar
 
-from forgeasync.actors import GroupEpisodes, ProcessManager
+from forgeasync.actors import GroupEpisodes, Minibatches, ProcessManager
 from forgeasync.buffer import Batch
 from forgeasync.checkpoint import FINAL
 from forgeasync.config import LocalLauncher, RunConfig, named_sources
@@ -25,7 +25,6 @@ from forgeasync.controller.resume import RunFiles, open_files
 from forgeasync.controller.serving import WeightServing
 from forgeasync.controller.stall_watch import StallWatch
 from forgeasync.controller.starting import Roles, open_procs, start_roles
-from forgeasync.controller.trainer_recovery import Minibatches
 from forgeasync.environments import weighted_order
 from forgeasync.faults import StorageFaults
 from forgeasync.isolation import sandbox_warning

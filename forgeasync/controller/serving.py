@@ -14,10 +14,9 @@ import functools
 import time
 from collections.abc import Coroutine, Sequence
 
-from forgeasync.actors import ITS_HOST, BufferActor, GeneratorRouter, MovingTeacher
+from forgeasync.actors import ITS_HOST, BufferActor, GeneratorRouter, MovingTeacher, TrainerRecovery
 from forgeasync.config import WeightsSection
 from forgeasync.controller.recorder import RunRecorder
-from forgeasync.controller.trainer_recovery import TrainerRecovery
 from forgeasync.weights import WeightExchange, WeightLedger
 
 

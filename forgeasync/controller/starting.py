@@ -37,12 +37,14 @@ from forgeasync.actors import (
     TeacherFailure,
     Teaching,
     TrainerMesh,
+    TrainerRecovery,
     Unscored,
     agent_roles,
     connect_weights,
     start_buffer,
     start_environment,
     start_generators,
+    start_recovery,
     start_scorer,
     start_teachers,
     start_trainer,
@@ -52,7 +54,6 @@ from forgeasync.config import AgeOf, OnBadStep, RunConfig, average_alpha, is_ser
 from forgeasync.controller.evaluation import LocalModel, PreparedEvaluation, evaluate
 from forgeasync.controller.hosts import open_hosts
 from forgeasync.controller.preparation import Prepared, prepare
-from forgeasync.controller.trainer_recovery import TrainerRecovery, start_recovery
 from forgeasync.environments import response_of, sampling_seed, weighted_order
 from forgeasync.faults import FaultLog
 from forgeasync.launch import build_hosts

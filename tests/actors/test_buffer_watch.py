@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from forgeasync.actors import ActorDied, BufferWatch, buffer_watch, watched_process
+from forgeasync.actors import ActorDied, BufferWatch, buffer, supervised
 from forgeasync.faults import FaultLog, Role
 from tests.support.standing_still import CALL, standing_still
 
@@ -16,8 +16,8 @@ NUM_ANSWERS = 5
 
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buffer_watch, "LOOK_S", 0.01)
-    monkeypatch.setattr(watched_process, "BEAT_S", 0.01)
+    monkeypatch.setattr(buffer, "LOOK_S", 0.01)
+    monkeypatch.setattr(supervised, "BEAT_S", 0.01)
 
 
 async def _watched(number: signal.Signals | None, *, heartbeat_s: float) -> FaultLog:

@@ -73,7 +73,7 @@ def test_no_plain_timeout_is_left() -> None:
     outside = [file for file in files if not {"environments", "isolation"} & set(file.parts)]
     plain = {file.name for file in outside if PLAIN_TIMEOUT.search(file.read_text(encoding="utf-8"))}
     # What cannot be seen of a process in time is said in its stead.
-    assert plain == {"waiting.py", "hang_diagnosis.py"}
+    assert plain == {"waiting.py", "supervised.py"}
 
 
 class Calls:

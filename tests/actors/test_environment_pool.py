@@ -20,7 +20,7 @@ from forgeasync.actors import (
     WorkerReport,
     WorkersFail,
     environment_pool,
-    watched_process,
+    supervised,
 )
 from forgeasync.config import Ending, EpisodesSection, SamplingSection
 from forgeasync.environments import WORKER_MARK, marked_processes
@@ -149,7 +149,7 @@ async def started(
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment_pool, "LOOK_S", 0.01)
-    monkeypatch.setattr(watched_process, "BEAT_S", 0.01)
+    monkeypatch.setattr(supervised, "BEAT_S", 0.01)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])

@@ -172,7 +172,7 @@ def test_a_better_report_replaces_one_without_a_signal(monkeypatch: pytest.Monke
 )
 def test_a_death_that_somebody_looks_after_ends_nothing(monkeypatch: pytest.MonkeyPatch, report: str) -> None:
     """Monarch's own actor in the proc, by which ranks meet, is reported too, and a proc that is silent."""
-    monkeypatch.setattr("forgeasync.actors.process_manager.END_S", 0.1)
+    monkeypatch.setattr("forgeasync.actors.process_manager.PEER_END_S", 0.1)
     monkeypatch.setattr("forgeasync.actors.process_manager.BETTER_REPORT_S", 0.0)
 
     async def scenario(*owned: str) -> bool:
@@ -191,7 +191,7 @@ def test_a_death_that_somebody_looks_after_ends_nothing(monkeypatch: pytest.Monk
 
 
 def test_without_a_death_the_error_is_the_run_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forgeasync.actors.process_manager.END_S", 0.1)
+    monkeypatch.setattr("forgeasync.actors.process_manager.PEER_END_S", 0.1)
     with pytest.raises(ExceptionGroup) as caught:
         fail_beside_a_death(Machine(), lambda _: None)
     (error,) = caught.value.exceptions

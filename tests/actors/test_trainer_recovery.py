@@ -13,9 +13,12 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from forgeasync.actors import (
     OWN_ACTORS,
     ActorDied,
+    Minibatches,
     ProcessManager,
     SampledRollout,
+    TrainerRecovery,
     make_folders,
+    start_recovery,
     start_trainer,
     store_group,
 )
@@ -31,7 +34,6 @@ from forgeasync.config import (
     TimeoutSection,
     TrainerSection,
 )
-from forgeasync.controller import Minibatches, TrainerRecovery, start_recovery
 from forgeasync.faults import FaultLog
 from forgeasync.launch import LOCAL_HOST_ID, LocalHosts
 from forgeasync.models import read_model_facts

@@ -18,8 +18,8 @@ from forgeasync.actors import (
     ScorerLost,
     SpawnedScorer,
     WatchedScorer,
-    watched_process,
-    watched_scorer,
+    scorer_pool,
+    supervised,
 )
 from forgeasync.config import ScorerSection
 from forgeasync.environments import WORKER_MARK, Response, marked_processes
@@ -117,8 +117,8 @@ async def started(
 
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watched_scorer, "LOOK_S", 0.01)
-    monkeypatch.setattr(watched_process, "BEAT_S", 0.01)
+    monkeypatch.setattr(scorer_pool, "LOOK_S", 0.01)
+    monkeypatch.setattr(supervised, "BEAT_S", 0.01)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP])

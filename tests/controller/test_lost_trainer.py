@@ -8,11 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from forgeasync.actors import ActorDied
+from forgeasync.actors import ActorDied, TrainerRecovery, trainer_recovery
 from forgeasync.algorithms import Loss
 from forgeasync.checkpoint import RUN_FILE, CheckpointLost, partial_folder
 from forgeasync.config import RecoverySection, TimeoutSection
-from forgeasync.controller import TrainerRecovery, trainer_recovery
 from forgeasync.faults import FaultLog
 from forgeasync.trainer import StepResult, TrainerSetup
 

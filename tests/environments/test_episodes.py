@@ -22,7 +22,7 @@ from forgeasync.actors import (
     RefusedGroup,
     SampledGroup,
     Unscored,
-    group_episodes,
+    group_sampling,
 )
 from forgeasync.buffer import DropReason, NothingTrains
 from forgeasync.config import Ending, EndingPolicy, EndingsSection, EpisodesSection, SamplingSection
@@ -899,7 +899,7 @@ def test_a_group_that_is_given_up_meanwhile_is_dropped() -> None:
 
 def test_a_group_waits_while_the_cache_of_its_generator_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first one does not: with nothing under way nothing would ever make room."""
-    monkeypatch.setattr(group_episodes, "ADMISSION_S", 0.01)
+    monkeypatch.setattr(group_sampling, "ADMISSION_S", 0.01)
     released = asyncio.Event()
 
     class HeldPool(ScriptedPool):

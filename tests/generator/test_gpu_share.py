@@ -100,14 +100,14 @@ def set_up(**fields: Any) -> None:
 
 
 def test_generators_are_started_with_their_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(import_module("forgeasync.actors.start_generators"), "GeneratorSetup", set_up)
+    monkeypatch.setattr(import_module("forgeasync.actors.router"), "GeneratorSetup", set_up)
     config, model = tiny(tmp_path)
     expected = least_bytes(generator_plan(config, read_model_facts(str(model))).num_bytes)
     assert asked_for(tmp_path, config, model, with_teachers=False) == expected
 
 
 def test_teachers_are_started_with_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(import_module("forgeasync.actors.start_teachers"), "GeneratorSetup", set_up)
+    monkeypatch.setattr(import_module("forgeasync.actors.teachers"), "GeneratorSetup", set_up)
     config, model = tiny(tmp_path)
     (memory,) = (items for _, items in teacher_memory(config, Machine.GPU))
     assert asked_for(tmp_path, config, model, with_teachers=True) == least_bytes(total_bytes(memory))

@@ -19,7 +19,6 @@ from forgeasync.actors import (
     GeneratorRouter,
     SpawnedReplica,
     generator_pool,
-    replica_health,
 )
 from forgeasync.config import GeneratorSection, SamplingSection, TimeoutSection
 from forgeasync.faults import FaultLog, ReplicaState
@@ -159,7 +158,7 @@ class ScriptedGenerator:
 def looking_often() -> Iterator[None]:
     """Within the body generators that are gone are noticed at once."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (generator_pool, replica_health):
+        for module in (generator_pool,):
             patch.setattr(module, "LOOK_S", 0.01)
             patch.setattr(module, "BEAT_S", 0.02)
         yield

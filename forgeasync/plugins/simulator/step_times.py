@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from forgeasync.actors import GeneratorRouter, ProcessManager
+from forgeasync.actors import GeneratorRouter, ProcessManager, TrainerRecovery
 from forgeasync.config import RunConfig
 from forgeasync.controller import (
     Prepared,
@@ -19,7 +19,6 @@ from forgeasync.controller import (
     RunRecorder,
     StepRecord,
     StepTimes,
-    TrainerRecovery,
 )
 from forgeasync.observability import StepConsole
 from forgeasync.plugins.simulator.engine_times import (
