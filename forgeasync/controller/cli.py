@@ -74,9 +74,45 @@ SAME_S = 1.0
 
 SHOW_CURSOR = b"\x1b[?25h"
 
-
 _closing_words: list[str] = []
 """What the last line says besides the reason."""
+
+REPORT_COLUMNS = 120
+"""Width of the table, in a pipe too."""
+
+
+def run_training_app(
+    description: str,
+    start: Callable[[RunConfig, str | None], None],
+    *,
+    check: Callable[[RunConfig], None] = lambda config: None,
+    can_rehearse: bool = False,
+) -> int:
+    """Run the command line of an app that trains: ``start`` gets the config, and the choice of --resume.
+
+    ``check`` raises ConfigError if the app is not for this config. Returns the exit code.
+    """
+    arguments = parse_arguments(description, starts_run=True, can_rehearse=can_rehearse)
+    if can_rehearse and arguments.supervise:
+        become_supervisor(arguments.config, arguments.overrides, arguments.resume)
+
+    def run() -> None:
+        config = load_config(arguments.config, arguments.overrides)
+        check(config)
+        if arguments.dry_run:
+            show_plan(config, gpu_gib=arguments.gpu_gib)
+        elif can_rehearse and arguments.rehearse:
+            rehearse(config, lambda small: start(small, None), on_hosts=arguments.hosts)
+        else:
+            start(config, arguments.resume)
+
+    return exit_code(run)
+
+
+def run_app(main: Callable[[RunConfig], None], *, description: str) -> int:
+    """Load the config that the arguments name and run ``main`` on it; returns the exit code."""
+    arguments = parse_arguments(description)
+    return exit_code(lambda: main(load_config(arguments.config, arguments.overrides)))
 
 
 def config_parser(description: str) -> argparse.ArgumentParser:
@@ -197,44 +233,6 @@ def _leave_monarch() -> None:
     # If a host is lost, this would wait forever.
     with contextlib.suppress(TimeoutError):
         shutdown_context(host_timeout=0.3).get(timeout=1.0)
-
-
-def run_app(main: Callable[[RunConfig], None], *, description: str) -> int:
-    """Load the config that the arguments name and run ``main`` on it; returns the exit code."""
-    arguments = parse_arguments(description)
-    return exit_code(lambda: main(load_config(arguments.config, arguments.overrides)))
-
-
-def run_training_app(
-    description: str,
-    start: Callable[[RunConfig, str | None], None],
-    *,
-    check: Callable[[RunConfig], None] = lambda config: None,
-    can_rehearse: bool = False,
-) -> int:
-    """Run the command line of an app that trains: ``start`` gets the config, and the choice of --resume.
-
-    ``check`` raises ConfigError if the app is not for this config. Returns the exit code.
-    """
-    arguments = parse_arguments(description, starts_run=True, can_rehearse=can_rehearse)
-    if can_rehearse and arguments.supervise:
-        become_supervisor(arguments.config, arguments.overrides, arguments.resume)
-
-    def run() -> None:
-        config = load_config(arguments.config, arguments.overrides)
-        check(config)
-        if arguments.dry_run:
-            show_plan(config, gpu_gib=arguments.gpu_gib)
-        elif can_rehearse and arguments.rehearse:
-            rehearse(config, lambda small: start(small, None), on_hosts=arguments.hosts)
-        else:
-            start(config, arguments.resume)
-
-    return exit_code(run)
-
-
-REPORT_COLUMNS = 120
-"""Width of the table, in a pipe too."""
 
 
 def show_plan(config: RunConfig, *, gpu_gib: float | None = None) -> None:

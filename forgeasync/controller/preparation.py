@@ -1,4 +1,10 @@
-"""Finds everything that can be wrong with a run's input before any process starts."""
+"""Finds everything that can be wrong with a run's input before any process starts.
+
+take_up       claims the run's folder, and prepares the run or the one that --resume names
+prepare       checks everything, and loads the tokenizer and the tasks
+check         the part of it that needs neither the model's weights nor the data
+check_plan    what a dry run checks: ``check`` and a look at the data
+"""
 
 import asyncio
 import shutil
@@ -73,7 +79,7 @@ MADE_MODEL = "models/tiny_moe"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A checked run: its settings, its model's shape and folder, its prompts and its problems."""
+    """A checked run: its config, its model's shape and folder, its tokenizer and its tasks."""
 
     config: RunConfig
     """The config as the run uses it."""
@@ -83,15 +89,163 @@ class Prepared:
     train: Sequence[Task]
     held_out: list[Task]
     sets: Mapping[str, list[Task]]
-    """Problems of each evaluation set, by its name."""
+    """Tasks of each evaluation set, by its name."""
     resumed: Resumed | None
     """The checkpoint to resume from; None: a new run."""
     warnings: tuple[str, ...] = ()
-    """What the run can do with, but its user should know."""
+    """What ends no run, but its user should know."""
+
+
+def take_up(config: RunConfig, resume: str | None) -> Prepared | None:
+    """Claim the run's folder, end what a dead run has left there, and prepare; prints what was done.
+
+    Returns None, and says so, if ``resume`` names a run that has made all of its steps.
+
+    Raises:
+        ConfigError: lists every problem found, or a run goes on in the folder.
+        NotEnded: something of the run before does not end.
+    """
+    for line in take_over(config):
+        print(line)
+    if (done := words_if_done(config, resume)) is not None:
+        print(done)
+        return None
+    choice, words = resume_or_begin_anew(config, resume)
+    for line in words:
+        print(line)
+    return prepare(config, choice)
+
+
+def prepare(config: RunConfig, resume: str | None = None) -> Prepared:
+    """Check everything, and load what the controller itself needs: tokenizer and tasks.
+
+    ``resume`` is "latest" or the folder of a checkpoint.
+
+    Raises:
+        ConfigError: lists every problem found.
+    """
+    facts = check(config, is_resumed=resume is not None)
+    config = with_host_requests(resolve(config, facts), facts)
+    resumed = None if resume is None else find_checkpoint(config, facts, resume)
+    num_gpus = torch.cuda.device_count()
+    gpu_problems, warnings = check_local_gpus(config, facts)
+    # Before the memory of their engines is counted.
+    raise_if_any(check_teacher_models(config, facts))
+    raise_if_any(
+        [
+            *check_prerequisites(config.launcher),
+            *check_gpus(config, num_gpus, num_of_rewards=len(places_of_rewards(config, num_gpus))),
+            *gpu_problems,
+            *([] if num_gpus else check_memory(config, facts, host_bytes=available_host_bytes())),
+            *_check_shared_memory(config, facts),
+            *check_room(config, facts, checkpoints=planned_folder(config), export=planned_export(config)),
+        ]
+    )
+    folder = model_folder(config.model.path)
+    raise_if_any(check_checkpoint_shapes(folder, facts))
+    prompts = load_prompts(config, folder, facts)
+    train, held_out, of_sets = load_tasks(config, prompts)
+    raise_if_any(check_teacher_prompts(config, prompts, train))
+    raise_if_any(probe_teachers(config, facts, prompts, train))
+    if resumed is not None:
+        raise_if_any(check_problems(resumed.state, resumed.folder, digest_of(train)))
+    first_tasks = {task.source: task for tasks in (train, *of_sets.values()) for task in reversed(tasks)}
+    sources = (*named_sources(config.data), *named_sets(config.evaluation))
+    raise_if_any(try_rewards(sources, first_tasks))
+    return Prepared(
+        config=config,
+        facts=facts,
+        model_path=folder.resolve(),
+        prompts=prompts,
+        train=train,
+        held_out=held_out,
+        sets=of_sets,
+        resumed=resumed,
+        warnings=(*request_warnings(config, facts), *warnings),
+    )
+
+
+def load_tasks(
+    config: RunConfig, prompts: PromptEncoder | None, *, trains: bool = True
+) -> tuple[Sequence[Task], list[Task], dict[str, list[Task]]]:
+    """Load the tasks to train on, the held-out ones, and those of each evaluation set by its name.
+
+    With ``prompts`` every task must leave room for a full response. Without ``trains`` those to train on are
+    not looked at.
+
+    Raises:
+        ConfigError: the data cannot be read, or a task leaves no room.
+    """
+    named = named_sets(config.evaluation)
+    try:
+        source = build_source(config.data, seed=config.seed, sets=named)
+        held_out = source.held_out[: config.evaluation.num_problems]
+        sets = {
+            one.name: source.sets[of_set.name]
+            for one, of_set in zip(config.evaluation.sets, named, strict=True)
+        }
+        # An environment makes prompts of its own, and every turn is bounded by the room that is left.
+        if config.environment is None and prompts is not None:
+            checked = [(config.sampling, chain(source.train, source.held_out) if trains else held_out)]
+            checked += [(one.sampling or config.sampling, sets[one.name]) for one in config.evaluation.sets]
+            for sampling, tasks in checked:
+                for task in tasks:
+                    prompts.check_length(
+                        task,
+                        max_context_length=config.model.max_context_length,
+                        max_response_tokens=sampling.max_response_tokens,
+                    )
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError([Problem(field="data", remedy=str(error))]) from error
+    return source.train, held_out, sets
+
+
+def load_prompts(config: RunConfig, folder: Path, facts: ModelFacts) -> PromptEncoder:
+    """Return the encoder of prompts, with the tokenizer in the model's folder.
+
+    Raises:
+        ConfigError: the tokenizer cannot be loaded, is not one of the package tokenizers or has too many
+            tokens, or its chat template cannot do what ``data`` or the messages of an environment ask of it.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except ValueError as error:
+        remedy = f"its tokenizer cannot be loaded: {error}"
+        raise ConfigError([Problem(field="model.path", value=config.model.path, remedy=remedy)]) from error
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        remedy = (
+            f"its tokenizer is a {type(tokenizer).__name__}, which the package tokenizers does not run; "
+            "its folder must have one that does, as a tokenizer.json"
+        )
+        raise ConfigError([Problem(field="model.path", value=config.model.path, remedy=remedy)])
+    raise_if_any(_check_vocabulary(config, max(tokenizer.get_vocab().values()) + 1, facts))
+    try:
+        prompts = PromptEncoder.of_section(tokenizer, config.data)
+    except ValueError as error:
+        raise ConfigError([Problem(field="data", remedy=str(error))]) from error
+    if config.environment is not None:
+        # It imports the package renderers, which takes most of a second, and which no other run needs.
+        from forgeasync.environments import check_template
+
+        raise_if_any(check_template(tokenizer, config.data))
+    return prompts
+
+
+def _check_vocabulary(config: RunConfig, tokenizer_size: int, facts: ModelFacts) -> list[Problem]:
+    """Find an embedding that is smaller than its tokenizer's vocabulary; a larger one is padded."""
+    if tokenizer_size <= facts.vocab_size:
+        return []
+    remedy = (
+        f"its tokenizer has {tokenizer_size} token ids, its config.json vocab_size = {facts.vocab_size}; "
+        "the embedding must have a row for every token"
+    )
+    return [Problem(field="model.path", value=config.model.path, remedy=remedy)]
 
 
 def check(config: RunConfig, *, is_resumed: bool = False) -> ModelFacts:
-    """Check the config against itself, its model's shape and files of earlier runs.
+    """Check the config against itself, its model's shape and files of earlier runs; return that shape.
 
     Code of the user's own is called on made-up input, an environment is built, and what isolates verifiers
     is tried.
@@ -124,7 +278,7 @@ def check(config: RunConfig, *, is_resumed: bool = False) -> ModelFacts:
 
 
 def _check_built(config: RunConfig) -> list[Problem]:
-    """A model that the config itself describes is no hub's: it may not have been built yet."""
+    """Find a model that is described by the config's ``warmup`` section, and not built yet."""
     if config.warmup is None or Path(config.model.path).exists():
         return []
     make = "make model, or " if config.model.path == MADE_MODEL else ""
@@ -136,9 +290,9 @@ def _check_built(config: RunConfig) -> list[Problem]:
 
 
 def check_plan(config: RunConfig) -> tuple[ModelFacts, str]:
-    """What a dry run checks: ``check`` and a look at the data; the model's facts and what was looked at.
+    """Check what a dry run checks; return the model's facts, and in words which data were looked at.
 
-    The chat template is checked where the model's folder has its tokenizer.
+    The chat template is checked if the model's folder has its tokenizer.
 
     Raises:
         ConfigError: lists every problem.
@@ -187,157 +341,9 @@ def _check_shared_memory(config: RunConfig, facts: ModelFacts) -> list[Problem]:
 
 
 def gpu_memory_bytes() -> int | None:
-    """Memory of this machine's smallest GPU; None without any."""
+    """Return the memory of this machine's smallest GPU; None without any."""
     gpus = range(torch.cuda.device_count())
     return min((torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus), default=None)
-
-
-def _check_vocabulary(config: RunConfig, tokenizer_size: int, facts: ModelFacts) -> list[Problem]:
-    """An embedding may be larger than its tokenizer's vocabulary (padded), never smaller."""
-    if tokenizer_size <= facts.vocab_size:
-        return []
-    remedy = (
-        f"its tokenizer has {tokenizer_size} token ids, its config.json vocab_size = {facts.vocab_size}; "
-        "the embedding must have a row for every token"
-    )
-    return [Problem(field="model.path", value=config.model.path, remedy=remedy)]
-
-
-def load_prompts(config: RunConfig, folder: Path, facts: ModelFacts) -> PromptEncoder:
-    """The encoder of prompts, with the tokenizer in the model's folder.
-
-    Raises:
-        ConfigError: the tokenizer cannot be loaded, is not one of the package tokenizers or has too many
-            tokens, or its chat template cannot do what ``data`` or the messages of an environment ask of it.
-    """
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-    except ValueError as error:
-        remedy = f"its tokenizer cannot be loaded: {error}"
-        raise ConfigError([Problem(field="model.path", value=config.model.path, remedy=remedy)]) from error
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        remedy = (
-            f"its tokenizer is a {type(tokenizer).__name__}, which the package tokenizers does not run; "
-            "its folder must have one that does, as a tokenizer.json"
-        )
-        raise ConfigError([Problem(field="model.path", value=config.model.path, remedy=remedy)])
-    raise_if_any(_check_vocabulary(config, max(tokenizer.get_vocab().values()) + 1, facts))
-    try:
-        prompts = PromptEncoder.of_section(tokenizer, config.data)
-    except ValueError as error:
-        raise ConfigError([Problem(field="data", remedy=str(error))]) from error
-    if config.environment is not None:
-        # It imports the package renderers, which takes most of a second, and which no other run needs.
-        from forgeasync.environments import check_template
-
-        raise_if_any(check_template(tokenizer, config.data))
-    return prompts
-
-
-def load_tasks(
-    config: RunConfig, prompts: PromptEncoder | None, *, trains: bool = True
-) -> tuple[Sequence[Task], list[Task], dict[str, list[Task]]]:
-    """Load the tasks to train on, the held-out ones, and those of each evaluation set by its name.
-
-    With ``prompts`` every task must leave room for a full response. Without ``trains`` those to train on are
-    not looked at.
-
-    Raises:
-        ConfigError: the data cannot be read, or a task leaves no room.
-    """
-    named = named_sets(config.evaluation)
-    try:
-        source = build_source(config.data, seed=config.seed, sets=named)
-        held_out = source.held_out[: config.evaluation.num_problems]
-        sets = {
-            one.name: source.sets[of_set.name]
-            for one, of_set in zip(config.evaluation.sets, named, strict=True)
-        }
-        # An environment makes prompts of its own, and every turn is bounded by the room that is left.
-        if config.environment is None and prompts is not None:
-            checked = [(config.sampling, chain(source.train, source.held_out) if trains else held_out)]
-            checked += [(one.sampling or config.sampling, sets[one.name]) for one in config.evaluation.sets]
-            for sampling, tasks in checked:
-                for task in tasks:
-                    prompts.check_length(
-                        task,
-                        max_context_length=config.model.max_context_length,
-                        max_response_tokens=sampling.max_response_tokens,
-                    )
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError([Problem(field="data", remedy=str(error))]) from error
-    return source.train, held_out, sets
-
-
-def prepare(config: RunConfig, resume: str | None = None) -> Prepared:
-    """Check everything and load what the controller itself needs: tokenizer and problems.
-
-    ``resume`` is "latest" or the folder of a checkpoint.
-
-    Raises:
-        ConfigError: lists every problem found.
-    """
-    facts = check(config, is_resumed=resume is not None)
-    config = with_host_requests(resolve(config, facts), facts)
-    resumed = None if resume is None else find_checkpoint(config, facts, resume)
-    num_gpus = torch.cuda.device_count()
-    gpu_problems, warnings = check_local_gpus(config, facts)
-    # Before the memory of their engines is counted.
-    raise_if_any(check_teacher_models(config, facts))
-    raise_if_any(
-        [
-            *check_prerequisites(config.launcher),
-            *check_gpus(config, num_gpus, num_of_rewards=len(places_of_rewards(config, num_gpus))),
-            *gpu_problems,
-            *([] if num_gpus else check_memory(config, facts, host_bytes=available_host_bytes())),
-            *_check_shared_memory(config, facts),
-            *check_room(config, facts, checkpoints=planned_folder(config), export=planned_export(config)),
-        ]
-    )
-    folder = model_folder(config.model.path)
-    raise_if_any(check_checkpoint_shapes(folder, facts))
-    prompts = load_prompts(config, folder, facts)
-    train, held_out, of_sets = load_tasks(config, prompts)
-    raise_if_any(check_teacher_prompts(config, prompts, train))
-    raise_if_any(probe_teachers(config, facts, prompts, train))
-    if resumed is not None:
-        raise_if_any(check_problems(resumed.state, resumed.folder, digest_of(train)))
-    first_tasks = {task.source: task for tasks in (train, *of_sets.values()) for task in reversed(tasks)}
-    sources = (*named_sources(config.data), *named_sets(config.evaluation))
-    raise_if_any(try_rewards(sources, first_tasks))
-    return Prepared(
-        config=config,
-        facts=facts,
-        model_path=folder.resolve(),
-        prompts=prompts,
-        train=train,
-        held_out=held_out,
-        sets=of_sets,
-        resumed=resumed,
-        warnings=(*request_warnings(config, facts), *warnings),
-    )
-
-
-def take_up(config: RunConfig, resume: str | None) -> Prepared | None:
-    """Claim the run's folder, end what a dead run has left there, and prepare; prints what was done.
-
-    Returns None where ``resume`` names a run that has made all of its steps, after saying so.
-
-    Raises:
-        ConfigError: lists every problem found, or a run goes on in the folder.
-        NotEnded: something of the run before does not end.
-    """
-    for line in take_over(config):
-        print(line)
-    if (done := words_if_done(config, resume)) is not None:
-        print(done)
-        return None
-    choice, words = resume_or_begin_anew(config, resume)
-    for line in words:
-        print(line)
-    return prepare(config, choice)
 
 
 def check_teacher_models(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
@@ -390,9 +396,10 @@ def check_teacher_models(config: RunConfig, facts: ModelFacts) -> Iterator[Probl
 def check_teacher_prompts(
     config: RunConfig, prompts: PromptEncoder, tasks: Sequence[Task]
 ) -> Iterator[Problem]:
-    """Find teachers' prompts that cannot be filled in, or leave no room for a response: one for each teacher.
+    """Find prompts of teachers that cannot be filled in, or leave no room for a response.
 
-    ``tasks`` are those that train. What ``$sibling`` and ``$feedback`` will be is not known yet.
+    One problem for each teacher. ``tasks`` are those that train. ``$sibling`` and ``$feedback`` are not known
+    yet.
     """
     for name, section in config.teachers.items():
         if section.prompt is None:
@@ -423,7 +430,7 @@ def check_teacher_prompts(
 def probe_teachers(
     config: RunConfig, facts: ModelFacts, prompts: PromptEncoder, tasks: Sequence[Task]
 ) -> Iterator[Problem]:
-    """Ask every teacher behind a server about one prompt: whether it answers, as one with this tokenizer."""
+    """Ask every teacher behind a server about one prompt: it must answer, and have the policy's tokenizer."""
     for name, section in config.teachers.items():
         if section.endpoint is None:
             continue
@@ -442,7 +449,7 @@ async def _probe(
     prompts: PromptEncoder,
     task: Task,
 ) -> str | None:
-    """What is wrong with a teacher behind a server, in words."""
+    """Return what is wrong with a teacher behind a server, in words."""
     # It imports the SDK, which only runs with such a teacher need.
     from forgeasync.scoring import TeacherClient
 

@@ -133,15 +133,13 @@ async def start_roles(
                 task.add_done_callback(partial(_tell_ready, console, name))
             return task
 
-        generators_started = begin(
-            "generators", start_generators(manager, config, prepared.facts, prepared.model_path)
-        )
-        scorer_started = begin("scorer", start_scorer(manager, config))
+        starting_generators = start_generators(manager, config, prepared.facts, prepared.model_path)
+        generators_task = begin("generators", starting_generators)
+        scorer_task = begin("scorer", start_scorer(manager, config))
         resumed_buffer = None if resumed is None else resumed.buffer
-        buffer_started = begin(
-            "buffer", start_buffer(manager, config, run_dir.ledger.resolve(), resumed_buffer)
-        )
-        environment_started = begin(
+        starting_buffer = start_buffer(manager, config, run_dir.ledger.resolve(), resumed_buffer)
+        buffer_task = begin("buffer", starting_buffer)
+        environment_task = begin(
             "environment",
             start_environment(
                 manager,
@@ -153,12 +151,8 @@ async def start_roles(
             ),
             is_told=has_environment,
         )
-        trainer_started = begin("trainer", start_trainer(manager, setup, config.timeouts))
-    trainer, generators, scorer = (
-        trainer_started.result(),
-        generators_started.result(),
-        scorer_started.result(),
-    )
+        trainer_task = begin("trainer", start_trainer(manager, setup, config.timeouts))
+    trainer, generators, scorer = trainer_task.result(), generators_task.result(), scorer_task.result()
     if config.teachers:
         console.phase(f"starting {', '.join(f'teacher {name}' for name in config.teachers)}")
     teaching = await start_teachers(manager, config, prepared.facts, prepared.prompts)
@@ -167,7 +161,7 @@ async def start_roles(
     moving = teaching.moving
     for words in await connect_weights(manager, config, trainer, generators, moving):
         console.message(words)
-    groups = await connect_groups(config, prepared.prompts, environment_started.result(), generators, scorer)
+    groups = await connect_groups(config, prepared.prompts, environment_task.result(), generators, scorer)
     console.end_phase()
     recovery = await start_recovery(
         manager,
@@ -184,7 +178,7 @@ async def start_roles(
         trainer=recovery,
         generators=generators,
         scorer=scorer,
-        buffer=buffer_started.result(),
+        buffer=buffer_task.result(),
         groups=groups,
         teaching=teaching,
         faults=manager.faults,
@@ -196,6 +190,21 @@ def _tell_ready(console: StepConsole, name: str, starting: asyncio.Task[object])
     if not starting.cancelled() and starting.exception() is None:
         console.message(f"{name} ready")
         console.part_done()
+
+
+def trainer_setup(prepared: Prepared, loss: Loss) -> TrainerSetup:
+    """Return everything that the trainer of a new run is started with."""
+    config = prepared.config
+    return TrainerSetup(
+        section=config.trainer,
+        facts=prepared.facts,
+        temperature=config.sampling.temperature,
+        loss=loss,
+        seed=config.seed,
+        checkpoint=prepared.model_path,
+        lora=config.lora,
+        average_alpha=average_alpha(config.teachers),
+    )
 
 
 async def connect_groups(
@@ -271,53 +280,6 @@ async def start_sampling(
             yield responses
         finally:
             await responses.close()
-
-
-def trainer_setup(prepared: Prepared, loss: Loss) -> TrainerSetup:
-    """Return everything that the trainer of a new run is started with."""
-    config = prepared.config
-    return TrainerSetup(
-        section=config.trainer,
-        facts=prepared.facts,
-        temperature=config.sampling.temperature,
-        loss=loss,
-        seed=config.seed,
-        checkpoint=prepared.model_path,
-        lora=config.lora,
-        average_alpha=average_alpha(config.teachers),
-    )
-
-
-def _unused(config: RunConfig) -> Iterator[Problem]:
-    """Find settings that only apps.grpo acts on, which a loop of your own would silently ignore."""
-    algorithm, trainer, evaluation = config.algorithm, config.trainer, config.evaluation
-    bad_steps, acted_on = trainer.bad_steps, (None, OnBadStep.SKIP)
-    for field, value, is_set in (
-        ("algorithm.filters", algorithm.filters, bool(algorithm.filters)),
-        ("trainer.steps_per_batch", trainer.steps_per_batch, trainer.steps_per_batch != 1),
-        ("trainer.bad_steps.on_nan", bad_steps.on_nan, bad_steps.on_nan not in acted_on),
-        ("trainer.bad_steps.on_spike", bad_steps.on_spike, bad_steps.on_spike not in acted_on),
-        ("evaluation.sets", [one.name for one in evaluation.sets], bool(evaluation.sets)),
-    ):
-        if is_set:
-            remedy = "must be left out: a Fleet does not act on it, your own loop does what it likes"
-            yield Problem(field=field, value=value, remedy=remedy)
-
-
-def _check_loss(loss: Loss, config: RunConfig) -> None:
-    """Raise ValueError if a loss does not ask teachers for what they were started for."""
-    found, asked = (
-        (one.needs_teacher, one.num_teacher_ids if one.needs_teacher else 0, one.asks_student_ids)
-        for one in (loss, config.algorithm)
-    )
-    if found != asked:
-        needs, num_ids, are_students = asked
-        ids = "ids of the policy's" if are_students else "likeliest ids"
-        words = f"a teacher's {num_ids} {ids} a token" if needs else "no teacher"
-        raise ValueError(
-            f"loss: its terms must need {words}, as algorithm.terms of the config does: teachers of the run "
-            "are asked for that"
-        )
 
 
 class Fleet:
@@ -547,3 +509,35 @@ class Fleet:
     async def export(self, folder: str | Path) -> None:
         """Write the trainer's weights as a Hugging Face folder, which must not exist yet."""
         await self.trainer.save_hf(Path(folder).resolve(), source=self._prepared.model_path)
+
+
+def _unused(config: RunConfig) -> Iterator[Problem]:
+    """Find settings that only apps.grpo acts on, which a loop of your own would silently ignore."""
+    algorithm, trainer, evaluation = config.algorithm, config.trainer, config.evaluation
+    bad_steps, acted_on = trainer.bad_steps, (None, OnBadStep.SKIP)
+    for field, value, is_set in (
+        ("algorithm.filters", algorithm.filters, bool(algorithm.filters)),
+        ("trainer.steps_per_batch", trainer.steps_per_batch, trainer.steps_per_batch != 1),
+        ("trainer.bad_steps.on_nan", bad_steps.on_nan, bad_steps.on_nan not in acted_on),
+        ("trainer.bad_steps.on_spike", bad_steps.on_spike, bad_steps.on_spike not in acted_on),
+        ("evaluation.sets", [one.name for one in evaluation.sets], bool(evaluation.sets)),
+    ):
+        if is_set:
+            remedy = "must be left out: a Fleet does not act on it, your own loop does what it likes"
+            yield Problem(field=field, value=value, remedy=remedy)
+
+
+def _check_loss(loss: Loss, config: RunConfig) -> None:
+    """Raise ValueError if a loss does not ask teachers for what they were started for."""
+    found, asked = (
+        (one.needs_teacher, one.num_teacher_ids if one.needs_teacher else 0, one.asks_student_ids)
+        for one in (loss, config.algorithm)
+    )
+    if found != asked:
+        needs, num_ids, are_students = asked
+        ids = "ids of the policy's" if are_students else "likeliest ids"
+        words = f"a teacher's {num_ids} {ids} a token" if needs else "no teacher"
+        raise ValueError(
+            f"loss: its terms must need {words}, as algorithm.terms of the config does: teachers of the run "
+            "are asked for that"
+        )
