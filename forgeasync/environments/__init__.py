@@ -1,4 +1,4 @@
-"""Environments and agents: episodes, conversations, rendering, tools, sandboxes and served sessions."""
+"""Environments and agents: episodes, conversations, rendering, tools, sessions, tasks and their sources."""
 
 import lazy_loader
 

@@ -2,5 +2,6 @@
 
 A plug-in is a folder here. It imports the rooms of forgeasync through their fronts alone, has a front of its
 own, and its tests are in ``tests/plugins/<name>``. Apps, benchmarks and examples import plug-ins; the core
-never does, so that you can remove one without touching anything else.
+never does: it finds the kinds that plug-ins add to a config by their entry points in pyproject.toml, like
+those of other packages. You can remove a plug-in with its entry points and touch nothing else.
 """

@@ -422,44 +422,42 @@ def test_a_prompt_that_fills_the_context_is_no_truncation() -> None:
     assert "model.max_context_length = 1 leaves no room" in outcome.problem
 
 
-@pytest.mark.parametrize("swallows", [False, True])
-def test_a_group_that_is_given_up_is_no_failure(swallows: bool) -> None:
-    """Nor one of the environment where it goes on without the model."""
-
-    async def sample(episode: EpisodeId, request: TurnRequest) -> SampledTurn | None:
-        return None
+def without_the_turn(*, goes_on: bool) -> Environment:
+    """Has a turn that fails; goes on without it, or not."""
 
     async def rollout(task: Task, agent: Agent) -> Score:
         try:
             return await two_turns(task, agent)
-        except RuntimeError:
-            if swallows:
+        except Exception:
+            if goes_on:
                 return Score(value=1.0, is_correct=True)
             raise
 
-    with pytest.raises(EpisodeCancelled):
-        run(rollout, sample)
+    return FromFunction(rollout)
 
 
-@pytest.mark.parametrize("swallows", [False, True])
-def test_a_generator_that_fails_is_not_the_environments_fault(swallows: bool) -> None:
-    async def sample(episode: EpisodeId, request: TurnRequest) -> SampledTurn | None:
-        raise ConnectionError("the engine is dead")
-
-    async def rollout(task: Task, agent: Agent) -> Score:
-        try:
-            return await two_turns(task, agent)
-        except ConnectionError:
-            if swallows:
-                return Score(value=1.0, is_correct=True)
-            raise
-
-    with pytest.raises(ConnectionError, match="the engine is dead"):
-        run(rollout, sample)
+async def given_up(episode: EpisodeId, request: TurnRequest) -> SampledTurn | None:
+    return None
 
 
-@pytest.mark.parametrize("swallows", [False, True])
-def test_a_turn_that_is_lost_with_its_generator_ends_the_episode_alone(swallows: bool) -> None:
+async def dead(episode: EpisodeId, request: TurnRequest) -> SampledTurn | None:
+    raise ConnectionError("the engine is dead")
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+@pytest.mark.parametrize(
+    ("sample", "error", "words"),
+    [(given_up, EpisodeCancelled, ""), (dead, ConnectionError, "the engine is dead")],
+)
+def test_what_happens_to_a_turn_is_not_the_environments_fault(
+    sample: Sampler, error: type[Exception], words: str, goes_on: bool
+) -> None:
+    with pytest.raises(error, match=words):
+        run(without_the_turn(goes_on=goes_on), sample)
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_turn_that_is_lost_with_its_generator_ends_the_episode_alone(goes_on: bool) -> None:
     """The run goes on, and no score counts that an environment gives without the turn."""
     models = Models()
 
@@ -468,15 +466,7 @@ def test_a_turn_that_is_lost_with_its_generator_ends_the_episode_alone(swallows:
             raise EpisodeInterrupted("its generator is gone")
         return await models(episode, request)
 
-    async def rollout(task: Task, agent: Agent) -> Score:
-        try:
-            return await two_turns(task, agent)
-        except EpisodeInterrupted:
-            if swallows:
-                return Score(value=1.0, is_correct=True)
-            raise
-
-    outcomes = run(rollout, sample)
+    outcomes = run(without_the_turn(goes_on=goes_on), sample)
     assert [one.ending for one in outcomes] == [Ending.COMPLETED, Ending.INFRASTRUCTURE, Ending.COMPLETED]
     assert outcomes[1].agents[0].score is None
     assert "its generator is gone" in str(outcomes[1].problem)

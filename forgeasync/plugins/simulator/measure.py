@@ -180,7 +180,7 @@ def check_profiled(config: RunConfig) -> None:
         problems.append(Problem(field="teachers", value=sorted(config.teachers), remedy=remedy))
     if is_served(config):
         remedy = "must be another one: there are no clients whose requests could be profiled"
-        problems.append(Problem(field="data.source.kind", value=config.data.source.kind, remedy=remedy))
+        problems.append(Problem(field="data.source.kind", value="served", remedy=remedy))
     raise_if_any(problems)
 
 
