@@ -17,7 +17,7 @@ from pathlib import Path
 
 from forgeasync.checkpoint import FINAL
 from forgeasync.config import RunConfig, dump_config, load_config
-from forgeasync.observability import RunDir, default_run_dir
+from forgeasync.observability import RunDir, default_run_dir, read_json_lines
 from forgeasync.schema import EXIT_REFUSED, ConfigError, Problem, Section, code_of, section_of
 
 Overrides = Mapping[str, object] | Sequence[str]
@@ -193,9 +193,8 @@ def _follow(command: Sequence[str]) -> None:
 
 
 def _result(run_dir: RunDir) -> TrainResult:
-    lines = run_dir.metrics.read_text(encoding="utf-8").splitlines()
     return TrainResult(
         run_dir=run_dir.path,
-        metrics=tuple(json.loads(line) for line in lines),
+        metrics=tuple(read_json_lines(run_dir.metrics)),
         checkpoint=run_dir.checkpoints / FINAL,
     )

@@ -9,6 +9,7 @@ from .generator import GeneratorActor as GeneratorActor
 from .generator import RefusedGroup as RefusedGroup
 from .generator_pool import GeneratorPool as GeneratorPool
 from .generator_pool import LiveReplica as LiveReplica
+from .generator_weights import SwappedReplica as SwappedReplica
 from .generator_weights import connect_weights as connect_weights
 from .group_sampling import EndpointResponses as EndpointResponses
 from .group_sampling import GroupEpisodes as GroupEpisodes
@@ -30,9 +31,9 @@ from .teachers import MovingTeacher as MovingTeacher
 from .teachers import TeacherFailure as TeacherFailure
 from .teachers import Teaching as Teaching
 from .teachers import start_teachers as start_teachers
-from .trainer import TrainerActor as TrainerActor
 from .trainer_mesh import TrainerMesh as TrainerMesh
 from .trainer_mesh import start_trainer as start_trainer
+from .trainer_recovery import Minibatches as Minibatches
 from .trainer_recovery import TrainerRecovery as TrainerRecovery
 from .trainer_recovery import start_recovery as start_recovery
 
@@ -57,7 +58,6 @@ from .generator_pool import GeneratorsFail as GeneratorsFail
 from .generator_pool import ReplicaLost as ReplicaLost
 from .generator_pool import SpawnedReplica as SpawnedReplica
 from .generator_weights import MAX_FAILED_FETCHES as MAX_FAILED_FETCHES
-from .generator_weights import SwappedReplica as SwappedReplica
 from .generator_weights import named_generators as named_generators
 from .process_manager import make_folders as make_folders
 from .process_manager import read_report as read_report
@@ -77,5 +77,5 @@ from .teachers import PoolTeacher as PoolTeacher
 from .teachers import TaughtGroups as TaughtGroups
 from .teachers import Teacher as Teacher
 from .trainer import OrderedThread as OrderedThread
+from .trainer import TrainerActor as TrainerActor
 from .trainer_mesh import OWN_ACTORS as OWN_ACTORS
-from .trainer_recovery import Minibatches as Minibatches

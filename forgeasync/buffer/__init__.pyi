@@ -1,4 +1,3 @@
-from .accounting import length_bucket as length_bucket
 from .limits import StarvationWatch as StarvationWatch
 from .prompts import AnyPromptEvent as AnyPromptEvent
 from .prompts import Batch as Batch
@@ -27,6 +26,7 @@ from .restoring import plan_restore as plan_restore
 
 # Only tests import these.
 from .accounting import AccountingLedger as AccountingLedger
+from .accounting import length_bucket as length_bucket
 from .limits import LoadController as LoadController
 from .limits import NothingTrains as NothingTrains
 from .limits import StepLoad as StepLoad

@@ -62,6 +62,8 @@ from .model import LoraSection as LoraSection
 from .model import ModelFacts as ModelFacts
 from .model import ModelSection as ModelSection
 from .model import YarnRope as YarnRope
+from .plugin_sections import InstalledEnvironment as InstalledEnvironment
+from .plugin_sections import InstalledSource as InstalledSource
 from .rewards import DEFAULT_RUBRIC as DEFAULT_RUBRIC
 from .rewards import JudgeReward as JudgeReward
 from .rewards import LimitedReward as LimitedReward
@@ -77,8 +79,6 @@ from .rewards import StepsValue as StepsValue
 from .rewards import Votes as Votes
 from .rewards import is_part_name as is_part_name
 from .rewards import name_of as name_of
-from .plugin_sections import InstalledEnvironment as InstalledEnvironment
-from .plugin_sections import InstalledSource as InstalledSource
 from .rules import check_gpus as check_gpus
 from .rules import check_one_agent as check_one_agent
 from .rules import check_tools as check_tools

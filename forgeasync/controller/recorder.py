@@ -368,7 +368,7 @@ class RunRecorder:
         if self._records is not None:
             self._records.forget((group.group_id for group in batch.groups), written=written)
         self.console.now(metrics)
-        self.console.step(StepLine.from_metrics(metrics, waited_for=times.longest()))
+        self.console.step(StepLine(metrics=metrics, waited_for=times.longest()))
         self._num_generated_before = num_generated
         self._num_dropped_before = Counter(num_dropped)
         self._scored = ScoredGroups()

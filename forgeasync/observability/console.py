@@ -1,119 +1,103 @@
 """What a person sees of a run: messages, phases by name, one line per step and, on a terminal, progress bars.
 
-A terminal with room for it has a board above the bars (``forgeasync.observability.board``). In a pipe or a
-file there are plain lines only. Times are passed in; only the running clocks of board and bars are their own.
+A terminal with room for it has a board above the bars: how the run is doing, from its newest metrics, in a
+few lines. In a pipe or a file there are plain lines only. Times are passed in; only the running clocks of
+board and bars are their own.
 """
 
+import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Self, TextIO
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, Progress, ProgressColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from forgeasync.observability.board import Board, BoardProgress
+from forgeasync.faults import Role
+
+Numbers = Mapping[str, float | int]
+"""Metrics under their names in metrics.jsonl."""
 
 COLUMNS = 80
 """Longest line of a step in a pipe or a file, in characters."""
 
+MAX_COLUMNS = 170
+"""The same on a wide terminal, where there is room for what the optimizer does."""
+
 LINES = 24
 """Height of a terminal that does not know it."""
 
-MAX_COLUMNS = 170
-"""The same on a wide terminal, where there is room for what the optimizer does."""
+MIN_COLUMNS = 72
+MIN_LINES = 20
+"""On a smaller terminal the board would leave too little room for what scrolls above it."""
 
 SEPARATOR = "  "
 
 WAITED_WIDTH = 18
 
+LABEL_WIDTH = 11
+
+MEMORY = ("trainer", "generator", "scorer", "controller", "trainer_gpu", "generator_gpu")
+
+
+# --- the line of a step ---
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLine:
-    """The few numbers of a step that are worth a glance.
+    """The few numbers of a step that are worth a glance."""
 
-    ``mismatch`` is the mean absolute difference of logprobs in nats; ages count versions; ``elapsed_s`` runs
-    from the start of the first step, ``step_s`` is this step's with its evaluation, ``eval_s``;
-    ``waited_for`` is a short phrase such as ``batch 1.2s`` or ``train``;
-    ``entropy`` is in nats a token. What is None is not shown.
-    """
-
-    step: int
-    elapsed_s: float
-    step_s: float
-    eval_s: float
-    reward_mean: float
-    eval_accuracy: float | None
-    train_tokens_per_s: float
-    age_mean: float
-    age_max: int
-    mismatch: float
-    response_length_mean: float
+    metrics: Numbers
     waited_for: str
-    loss: float | None
-    grad_norm: float | None
-    learning_rate: float | None
-    entropy: float | None
-
-    @classmethod
-    def from_metrics(cls, metrics: Mapping[str, float | int], *, waited_for: str) -> "StepLine":
-        """Take the numbers from a step's metrics, under their keys in metrics.jsonl."""
-        return cls(
-            step=int(metrics["step"]),
-            elapsed_s=metrics["time/elapsed_s"],
-            step_s=metrics["time/step_s"],
-            eval_s=metrics["time/eval_s"],
-            reward_mean=metrics["reward/mean"],
-            eval_accuracy=metrics.get("eval/accuracy"),
-            train_tokens_per_s=metrics["throughput/train_tokens_per_s"],
-            age_mean=metrics["off_policy/age_mean"],
-            age_max=int(metrics["off_policy/age_max"]),
-            mismatch=metrics["mismatch/logprob_abs_mean"],
-            response_length_mean=metrics["response/length_mean"],
-            waited_for=waited_for,
-            loss=metrics["loss"],
-            grad_norm=metrics["grad_norm"],
-            learning_rate=metrics.get("learning_rate"),
-            entropy=metrics.get("policy/entropy"),
-        )
+    """A short phrase such as ``batch 1.2s`` or ``train``."""
 
     def format(self, max_steps: int, num_columns: int = COLUMNS) -> str:
-        """One line of aligned columns, at most ``num_columns`` long: what fits of them, by their worth."""
-        evaluation = "" if self.eval_accuracy is None else f"eval {self.eval_accuracy:.3f}"
+        """Return one line of aligned columns, at most ``num_columns`` long. Columns of least worth go first.
+
+        Ages count versions, the mismatch is the mean absolute difference of log-probabilities in nats, and
+        entropy is in nats a token.
+        """
+        metrics = self.metrics
+        accuracy = metrics.get("eval/accuracy")
+        evaluation = "" if accuracy is None else f"eval {accuracy:.3f}"
+        age_mean, age_max = metrics["off_policy/age_mean"], metrics["off_policy/age_max"]
+        optimizer = (
+            (8, "loss", "loss", "9.3g"),
+            (9, "entropy", "policy/entropy", "6.3f"),
+            (10, "grad", "grad_norm", "8.3g"),
+            (11, "lr", "learning_rate", "7.1e"),
+        )
         # In the order of the line, each with its worth: the smaller the number, the longer it stays.
         columns = (
-            (0, f"step {self.step:{len(str(max_steps))}d}/{max_steps}"),
-            (1, f"reward {self.reward_mean:6.3f}"),
+            (0, f"step {int(metrics['step']):{len(str(max_steps))}d}/{max_steps}"),
+            (1, f"reward {metrics['reward/mean']:6.3f}"),
             (2, f"{evaluation:10}"),
-            (3, f"{_with_unit(self.train_tokens_per_s):>5} tok/s"),
-            (5, f"age {self.age_mean:3.1f}/{self.age_max}"),
-            (4, f"mismatch {self.mismatch:5.0e}"),
-            (7, f"len {self.response_length_mean:5.0f}"),
-            *self._optimizer_columns(),
+            (3, f"{_with_unit(metrics['throughput/train_tokens_per_s']):>5} tok/s"),
+            (5, f"age {age_mean:3.1f}/{int(age_max)}"),
+            (4, f"mismatch {metrics['mismatch/logprob_abs_mean']:5.0e}"),
+            (7, f"len {metrics['response/length_mean']:5.0f}"),
+            *(
+                (worth, f"{name} {metrics[key]:{form}}")
+                for worth, name, key, form in optimizer
+                if key in metrics
+            ),
             (6, f"{_cut(self.waited_for, WAITED_WIDTH):{WAITED_WIDTH}}"),
         )
         shown: set[int] = set()
         left = num_columns + len(SEPARATOR)
         for worth, text in sorted(columns):
-            # The step is shown in any case, be it cut.
+            # The step is shown in any case, even if it is cut.
             if (width := len(text) + len(SEPARATOR)) <= left or not worth:
                 shown.add(worth)
                 left -= width
         line = SEPARATOR.join(text for worth, text in columns if worth in shown)
         return _cut(line.rstrip(), num_columns)
-
-    def _optimizer_columns(self) -> list[tuple[int, str]]:
-        values = (
-            (8, "loss", self.loss, "9.3g"),
-            (9, "entropy", self.entropy, "6.3f"),
-            (10, "grad", self.grad_norm, "8.3g"),
-            (11, "lr", self.learning_rate, "7.1e"),
-        )
-        return [(worth, f"{name} {value:{form}}") for worth, name, value, form in values if value is not None]
 
 
 def _cut(text: str, width: int) -> str:
@@ -126,6 +110,152 @@ def _with_unit(value: float) -> str:
     if value < 1e5:
         return f"{value / 1e3:.1f}k"
     return f"{value / 1e3:.0f}k" if value < 1e6 else f"{value / 1e6:.1f}M"
+
+
+# --- the board ---
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoardLine:
+    """A line of the board."""
+
+    label: str
+    words: str
+    is_alarm: bool = False
+
+
+def board_lines(metrics: Numbers, *, max_steps: int, left_s: float | None, age_s: float) -> list[BoardLine]:
+    """Return the lines of the board; those of which nothing is known yet are left out.
+
+    ``left_s`` is the estimate of the time left, ``age_s`` the time since the last step.
+    """
+
+    def number(key: str, form: str, *, is_shown: Callable[[float], bool] = lambda value: True) -> str:
+        """A metric in words; empty if it is not there."""
+        value = metrics.get(key)
+        if value is None or not is_shown(value):
+            return ""
+        # Also as a percentage.
+        return form.format(value) if math.isfinite(100.0 * value) else f"{key} is no number"
+
+    num_noticed = sum(metrics.get(f"faults/detected_{role}", 0) for role in Role)
+    num_open = round(num_noticed - sum(metrics.get(f"faults/recovered_{role}", 0) for role in Role))
+    alarms = {"generators": metrics.get("generator/num_healthy", 1) == 0, "faults": num_open > 0}
+    parts = {
+        "step": (
+            number("step", f"{{:.0f}} of {max_steps}"),
+            number("time/step_s", "took {:.1f} s"),
+            f"made {_time(age_s)} ago",
+            "" if left_s is None else f"{_time(left_s)} left",
+        ),
+        "learning": (
+            number("reward/mean", "reward {:.3f}"),
+            number("eval/accuracy", "held-out accuracy {:.3f}"),
+        ),
+        "rates": (
+            number("throughput/train_tokens_per_s", "{:,.0f} tokens/s trained"),
+            number("throughput/generated_tokens_per_s", "{:,.0f} tokens/s sampled"),
+        ),
+        "ages": (
+            number("off_policy/age_mean", "mean {:.2f} versions"),
+            number("off_policy/age_max", "at most {:.0f}"),
+        ),
+        "waits": (
+            # At most one of the first two is 1.
+            number("load/trainer_waits", "sampling and scoring bound the run", is_shown=bool),
+            number("load/generators_wait", "the trainer bounds the run", is_shown=bool),
+            number("load/trainer_wait_share", "trainer {:.0%} of the step for its batch"),
+            number("buffer/num_complete", "{:.0f} groups wait for it"),
+            number("buffer/num_in_flight", "{:.0f} under way"),
+        ),
+        "generators": (
+            number("generator/num_healthy", "{:.0f} healthy"),
+            number("generator/num_suspect", "{:.0f} suspect", is_shown=bool),
+            number("generator/num_starting", "{:.0f} starting", is_shown=bool),
+        ),
+        "faults": (
+            f"{num_noticed:.0f} noticed",
+            f"{num_open} open" if num_open else "",
+            number("stall/num_found", "{:.0f} times without progress", is_shown=bool),
+        ),
+        "memory": (
+            *(number(f"memory/{role}_gib", role.replace("_", " ") + " {:.1f} GiB") for role in MEMORY),
+        ),
+    }
+    words = {label: "   ".join(filter(None, some)) for label, some in parts.items()}
+    return [
+        BoardLine(label=label, words=said, is_alarm=alarms.get(label, False))
+        for label, said in words.items()
+        if said
+    ]
+
+
+def _time(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds))) if seconds >= 60 else f"{seconds:.0f} s"
+
+
+class Board:
+    """What the board shows now.
+
+    A thread of rich draws it once a second, so what it reads is replaced as a whole.
+    """
+
+    def __init__(self, max_steps: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._max_steps = max_steps
+        self._clock = clock
+        self._metrics: Numbers = {}
+        self._stepped: tuple[float, float] | None = None
+        """The estimate of the time left at the last step, and when that was."""
+
+    def now(self, metrics: Numbers) -> None:
+        """Take in the newest values of some metrics."""
+        self._metrics = {**self._metrics, **metrics}
+
+    def stepped(self, left_s: float) -> None:
+        """A step was made, whose metrics are known; ``left_s`` is the estimate of the time left."""
+        self._stepped = left_s, self._clock()
+
+    def lines(self) -> list[BoardLine]:
+        """Return the lines of this moment; none before the first step."""
+        if self._stepped is None:
+            return []
+        left_s, stepped_s = self._stepped
+        age_s = self._clock() - stepped_s
+        return board_lines(
+            self._metrics, max_steps=self._max_steps, left_s=max(0.0, left_s - age_s), age_s=age_s
+        )
+
+
+class _BoardProgress(Progress):
+    """Bars with the board above them, where the terminal has room for it."""
+
+    def __init__(
+        self, board: Board, size: Callable[[], tuple[int, int]], *columns: ProgressColumn, console: Console
+    ) -> None:
+        """``size`` returns how many columns and lines the terminal has."""
+        self._board = board
+        self._size = size
+        super().__init__(
+            *columns,
+            console=console,
+            # Once a second moves the clock; more would only take time from the processes that compute.
+            refresh_per_second=1,
+            transient=True,
+        )
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        """See ``rich.progress.Progress``."""
+        num_columns, num_lines = self._size()
+        if num_columns >= MIN_COLUMNS and num_lines >= MIN_LINES:
+            for line in self._board.lines():
+                words = Text(f"{line.label:{LABEL_WIDTH}}", style="bold", no_wrap=True, overflow="ellipsis")
+                words.append(line.words, style="bold red" if line.is_alarm else "not bold")
+                words.truncate(num_columns, overflow="ellipsis")
+                yield words
+        yield from super().get_renderables()
+
+
+# --- the console ---
 
 
 class StepConsole:
@@ -155,7 +285,7 @@ class StepConsole:
         self._training: TaskID | None = None
         # Asked of the stream itself: rich takes a pipe for a terminal when FORCE_COLOR is set.
         if self._stream.isatty() and console.is_interactive:
-            self._bars = BoardProgress(
+            self._bars = _BoardProgress(
                 self._board,
                 self._size,
                 TextColumn("{task.description}"),
@@ -193,7 +323,7 @@ class StepConsole:
 
     @contextmanager
     def _showing(self) -> Iterator[None]:
-        """A terminal or a pipe's reader that is gone ends no run: from then on only the log gets lines."""
+        """Go on if the terminal, or the reader of a pipe, is gone: from then on only the log gets lines."""
         try:
             yield
         except OSError as error:
@@ -206,7 +336,7 @@ class StepConsole:
                 self._log(f"nobody reads the console any more: {error}")
 
     def phase(self, text: str, *, num_parts: int | None = None) -> None:
-        """Say what begins now; a bar shows how long it has gone on, and how many of its parts are done."""
+        """Say what begins; a bar shows how long it has gone on, and how many of its parts are done."""
         self.message(text)
         if self._bars is not None:
             self.end_phase()
@@ -214,7 +344,7 @@ class StepConsole:
             self._phase = self._bars.add_task(text, total=num_parts, count=count, remaining="")
 
     def part_done(self) -> None:
-        """One more part of the phase."""
+        """One more part of the phase is done."""
         with self._showing():
             if self._bars is not None and self._phase is not None:
                 self._bars.advance(self._phase)
@@ -229,14 +359,20 @@ class StepConsole:
                 self._bars.remove_task(self._phase)
                 self._phase = None
 
-    def now(self, metrics: Mapping[str, float | int]) -> None:
+    def now(self, metrics: Numbers) -> None:
         """Show the newest values of metrics on the board; nothing in a pipe."""
         self._board.now(metrics)
 
     def step(self, line: StepLine) -> None:
         """Print one step's line and move the bar; what ``now`` is told is of this step."""
         self.message(line.format(self._max_steps, self._num_columns()))
-        self._remaining.add(line.step, elapsed_s=line.elapsed_s, step_s=line.step_s, eval_s=line.eval_s)
+        step = int(line.metrics["step"])
+        self._remaining.add(
+            step,
+            elapsed_s=line.metrics["time/elapsed_s"],
+            step_s=line.metrics["time/step_s"],
+            eval_s=line.metrics["time/eval_s"],
+        )
         with self._showing():
             if self._bars is None:
                 return
@@ -249,8 +385,8 @@ class StepConsole:
                 )
             self._bars.update(
                 self._training,
-                completed=line.step,
-                count=f"{line.step}/{self._max_steps}",
+                completed=step,
+                count=f"{step}/{self._max_steps}",
                 remaining=f"ETA {timedelta(seconds=round(left_s))}",
             )
 
@@ -268,7 +404,7 @@ class StepConsole:
         return size.columns or COLUMNS, size.lines or LINES
 
     def evaluated(self, eval_s: float) -> None:
-        """The evaluation before the first step took so long: the ones to come count as much."""
+        """Take note of how long the evaluation before the first step took; later ones count as much."""
         self._remaining.add_evaluation(eval_s)
 
     def stop(self) -> None:
@@ -286,7 +422,7 @@ class StepConsole:
 
 
 class RemainingTime:
-    """Estimates from the steps that this process has made; a run that was resumed begins anew."""
+    """Estimates the time left from the steps that this process has made."""
 
     def __init__(self, max_steps: int, eval_every_steps: int | None) -> None:
         """Evaluations come every ``eval_every_steps`` steps and after the last; None: there are none."""

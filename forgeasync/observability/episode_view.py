@@ -13,6 +13,8 @@ from typing import Any
 
 from rich.cells import chop_cells
 
+from forgeasync.observability.json_lines import read_json_lines
+
 FILES = ("rollouts.jsonl", "episodes.jsonl")
 """Of a run, and of an evaluation outside of a run."""
 
@@ -58,22 +60,15 @@ def find_file(folder: Path) -> Path:
 
 
 def read_episodes(file: Path) -> list[dict[str, Any]]:
-    """Read all lines. A last line without an end is being written at this moment, and is left out.
+    """Read the episodes of a file. A last line that is being written is left out.
 
     Raises:
-        NoEpisodes: another line is no JSON object; names it.
+        NoEpisodes: a line is no JSON object; names it.
     """
-    lines = file.read_bytes().split(b"\n")
-    episodes = []
-    for number, line in enumerate(lines[:-1], 1):
-        try:
-            episode = json.loads(line)
-        except ValueError as error:
-            raise NoEpisodes(f"{file}, line {number}: no JSON: {error}") from error
-        if not isinstance(episode, dict):
-            raise NoEpisodes(f"{file}, line {number}: no JSON object")
-        episodes.append(episode)
-    return episodes
+    try:
+        return read_json_lines(file)
+    except ValueError as error:
+        raise NoEpisodes(str(error)) from error
 
 
 def table(episodes: Sequence[Mapping[str, Any]]) -> list[str]:

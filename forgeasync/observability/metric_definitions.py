@@ -1,27 +1,67 @@
-"""Every metric of a run. docs/metrics.md is generated from here:
+"""The registry of every metric of a run. The definitions are data, in ``metric_definitions.yaml``.
 
-python -m forgeasync.observability.metric_definitions > docs/metrics.md
+docs/metrics.md is generated from them:
+
+    python -m forgeasync.observability.metric_definitions > docs/metrics.md
 """
 
+import re
 from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
 
-from forgeasync.observability.bad_step_metrics import BAD_STEPS
-from forgeasync.observability.episode_metrics import EPISODES
-from forgeasync.observability.fault_metrics import FAULTS
-from forgeasync.observability.metric import Metric, Reporter, as_markdown
-from forgeasync.observability.operation_metrics import OPERATION_TOPICS
-from forgeasync.observability.serving_metrics import SERVING
-from forgeasync.observability.teacher_metrics import TEACHERS
-from forgeasync.observability.training_metrics import TRAINING_TOPICS
+import msgspec
+import yaml
 
-TOPICS = (*TRAINING_TOPICS, *OPERATION_TOPICS, EPISODES, SERVING, TEACHERS, FAULTS, BAD_STEPS)
+_LOADER = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
+
+_PLACEHOLDER = re.compile(r"<\w+>")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    """One key of metrics.jsonl, or a pattern of keys."""
+
+    key: str
+    """A part in angle brackets stands for any name without a slash: ``reward/<part>``."""
+    meaning: str
+    """A complete sentence, with the unit unless the metric is a share or a count."""
+    when: str = "every step"
+    """Which lines have it."""
+    is_required: bool = False
+    """Whether a step without it is refused. A pattern names no key that could be missing."""
+
+    @property
+    def is_pattern(self) -> bool:
+        """Whether it stands for several keys."""
+        return _PLACEHOLDER.search(self.key) is not None
+
+    def matches(self, key: str) -> bool:
+        """Whether ``key`` is this metric's, or one of its pattern."""
+        literals = map(re.escape, _PLACEHOLDER.split(self.key))
+        return re.fullmatch("[^/]+".join(literals), key) is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topic:
+    """Metrics that belong together."""
+
+    heading: str
+    metrics: tuple[Metric, ...]
+    note: str = ""
+    """What is true of all of them."""
+
+
+def _read_topics() -> tuple[Topic, ...]:
+    text = Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
+    return msgspec.convert(yaml.load(text, Loader=_LOADER), tuple[Topic, ...])
+
+
+TOPICS = _read_topics()
 
 METRICS = tuple(metric for topic in TOPICS for metric in topic.metrics)
 
-TRAINER_KEYS = frozenset(metric.key for metric in METRICS if metric.required_of is Reporter.TRAINER)
-"""What the trainer has to report for every step."""
-
-REQUIRED_KEYS = frozenset(metric.key for metric in METRICS if metric.required_of is not None)
+REQUIRED_KEYS = frozenset(metric.key for metric in METRICS if metric.is_required)
 """Keys without which no step is written."""
 
 INTRODUCTION = """\
@@ -42,26 +82,33 @@ says so once, counts the lines (`metrics/num_wandb_errors`), and goes on; its en
 
 Code of your own (an objective, a correction) may report further names; they are not listed here.
 
-This page is generated from `forgeasync/observability/training_metrics.py`, `operation_metrics.py`,
-`episode_metrics.py`, `serving_metrics.py`, `teacher_metrics.py`, `fault_metrics.py`,
-`bad_step_metrics.py` and `prediction_metrics.py` by `make docs`.
+This page is generated from `forgeasync/observability/metric_definitions.yaml` by `make docs`.
 """
 
 
 def definition_of(key: str) -> Metric | None:
-    """The metric that a key of metrics.jsonl belongs to; one with exactly that key goes before a pattern."""
+    """Return the metric that a key of metrics.jsonl belongs to; an exact key goes before a pattern."""
     found = [metric for metric in METRICS if metric.matches(key)]
     return min(found, key=lambda metric: metric.is_pattern, default=None)
 
 
 def undefined(keys: Iterable[str]) -> list[str]:
-    """Keys that no definition covers, sorted."""
+    """Return the keys that no definition covers, sorted."""
     return sorted(key for key in keys if definition_of(key) is None)
 
 
 def markdown() -> str:
-    """The text of docs/metrics.md."""
-    return "\n".join([INTRODUCTION, *map(as_markdown, TOPICS)])
+    """Return the text of docs/metrics.md: the introduction, and a heading, a note and a table per topic."""
+    return "\n".join([INTRODUCTION, *map(_section, TOPICS)])
+
+
+def _section(topic: Topic) -> str:
+    rows = [("key", "meaning", "on lines of"), ("---", "---", "---")]
+    rows += [(f"`{metric.key}`", metric.meaning, metric.when) for metric in topic.metrics]
+    escaped = ([cell.replace("|", r"\|") for cell in row] for row in rows)
+    table = "\n".join(f"| {' | '.join(row)} |" for row in escaped)
+    note = f"{topic.note}\n\n" if topic.note else ""
+    return f"## {topic.heading}\n\n{note}{table}\n"
 
 
 if __name__ == "__main__":

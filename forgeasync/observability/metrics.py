@@ -1,13 +1,12 @@
-"""What a run records: metrics.jsonl (numbers, one object per step) and rollouts.jsonl (texts).
+"""Writes the numbers of a run: one line a step to metrics.jsonl, and the same to TensorBoard and W&B.
 
-Every key of metrics.jsonl is defined in ``forgeasync.observability.metric_definitions``.
+Every key is defined in ``metric_definitions.yaml``. metrics.jsonl has all numbers. What TensorBoard or W&B
+cannot take is counted, and the run goes on.
 """
 
 import contextlib
-import json
 import logging
 import math
-import random
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,11 +16,11 @@ from typing import Self
 import numpy as np
 from torch.utils.tensorboard import SummaryWriter
 
-from forgeasync.buffer import Batch
-from forgeasync.faults import AppendedFile, Refusal, is_refusal
-from forgeasync.observability.episode_records import EpisodeKey, EpisodeRecords
+from forgeasync.faults import is_refusal
+from forgeasync.observability.json_lines import JsonLines
 from forgeasync.observability.metric_definitions import REQUIRED_KEYS
-from forgeasync.observability.scored_groups import HeldOutScores, part_means
+from forgeasync.observability.outcome_metrics import HeldOutScores, part_means
+from forgeasync.observability.rollout_files import rewards_of
 from forgeasync.observability.wandb_log import WandbLog
 from forgeasync.rollouts import FinishReason, Group
 
@@ -59,7 +58,11 @@ class StepMetrics:
     eval_s: float = 0.0
 
     def to_dict(self) -> dict[str, float | int]:
-        """The line of metrics.jsonl, by key. Raises ValueError where a group has no rewards."""
+        """Return the line of metrics.jsonl, by key.
+
+        Raises:
+            ValueError: a group has no rewards.
+        """
         evaluation = {} if self.held_out is None else self.held_out.metrics()
         return {
             "step": self.step,
@@ -80,14 +83,8 @@ class StepMetrics:
         }
 
 
-def _rewards(group: Group) -> tuple[float, ...]:
-    if group.rewards is None:
-        raise ValueError(f"group {group.group_id} has not been scored")
-    return group.rewards
-
-
 def _reward_metrics(groups: Sequence[Group]) -> dict[str, float | int]:
-    rewards_N = np.array([reward for group in groups for reward in _rewards(group)], dtype=np.float64)
+    rewards_N = np.array([reward for group in groups for reward in rewards_of(group)], dtype=np.float64)
     parts = part_means([score for group in groups for score in group.scores or ()])
     return {
         "reward/mean": float(rewards_N.mean()),
@@ -112,52 +109,11 @@ def _rollout_metrics(groups: Sequence[Group], *, trained_version: int) -> dict[s
     }
 
 
-class JsonLines:
-    """Appends objects to a file, each as one whole line. Lines that the disk refuses are kept for later."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        # One write call per line: a run that is killed leaves no half of a line behind.
-        self._file: AppendedFile | None = AppendedFile.open(path)
-
-    def append(self, record: Mapping[str, object]) -> None:
-        """Append a line, now or once the disk takes it."""
-        self._write(json.dumps(record, allow_nan=False).encode() + b"\n")
-
-    def flush(self) -> Refusal | None:
-        """Write what was kept; returns what is in the way."""
-        return self._write(b"")
-
-    def _write(self, data: bytes) -> Refusal | None:
-        assert self._file is not None, "not after it was closed"
-        try:
-            self._file.write(data)
-        except OSError as error:
-            if not is_refusal(error):
-                raise
-            return Refusal(path=str(self._path), reason=error.strerror or str(error))
-        return None
-
-    def close(self) -> None:
-        """Close the file; a second call does nothing.
-
-        Raises:
-            OSError: lines are missing that the disk has refused to the end.
-        """
-        if self._file is None:
-            return
-        refusal, num_bytes = self.flush(), self._file.num_kept_bytes
-        self._file.close()
-        self._file = None
-        if refusal is not None:
-            raise OSError(f"{self._path} lacks its last {num_bytes} bytes: {refusal.reason}")
-
-
 class _Events:
     """TensorBoard's event files. Lines that the disk refuses are kept and written to further files.
 
-    Of a line that was refused, some values may then be there twice: a thread of TensorBoard's writes them,
-    and does not say which. After any other error the files are left alone: metrics.jsonl has all numbers too.
+    Some values of a refused line may then be there twice, because a thread of TensorBoard writes them and
+    does not say which. After any other error nothing more is written.
     """
 
     def __init__(self, folder: Path, first_step: int | None, say: Callable[[str], None]) -> None:
@@ -253,7 +209,11 @@ class MetricsWriter:
         self._events = None if tensorboard_dir is None else _Events(tensorboard_dir, first_step, say)
 
     def write(self, metrics: Mapping[str, float | int]) -> None:
-        """Record one step. Raises KeyError naming the required keys that are missing."""
+        """Record one step.
+
+        Raises:
+            KeyError: required keys are missing; names them.
+        """
         missing = sorted(REQUIRED_KEYS - metrics.keys())
         if missing:
             raise KeyError(f"metrics of a step lack {', '.join(missing)}")
@@ -297,87 +257,3 @@ class MetricsWriter:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-class RolloutWriter:
-    """Appends a few of each step's rollouts to rollouts.jsonl, for people to read."""
-
-    def __init__(self, rollouts_path: Path, *, per_step: int, episodes: EpisodeRecords | None = None) -> None:
-        """``episodes`` has the whole episodes of a run with an environment."""
-        self.lines = JsonLines(rollouts_path)
-        self._per_step = per_step
-        self._episodes = episodes
-
-    def picks(self, step: int, groups: Sequence[Group]) -> list[tuple[Group, int]]:
-        """Return ``per_step`` rollouts of the batch (all, if it has fewer), drawn with ``step`` as the seed.
-
-        Raises:
-            ValueError: a group has no rewards.
-        """
-        scored = [(group, index) for group in groups for index in range(len(_rewards(group)))]
-        picked = random.Random(step).sample(range(len(scored)), min(self._per_step, len(scored)))
-        return [scored[place] for place in sorted(picked)]
-
-    def write(self, step: int, groups: Sequence[Group]) -> list[EpisodeKey]:
-        """Record what ``picks`` says; returns the episodes that they are, and raises the same."""
-        written = []
-        for group, index in self.picks(step, groups):
-            key = group.group_id, group.rollouts[index].episode
-            record = _rollout_record(step, group, index)
-            if self._episodes is not None:
-                record["episode_record"] = self._episodes.of(*key)
-            self.lines.append(record)
-            written.append(key)
-        return written
-
-    def close(self) -> None:
-        """Close the file; a second call does nothing."""
-        self.lines.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-
-def batch_records(step: int, batch: Batch) -> list[dict[str, object]]:
-    """Every rollout of a batch as in rollouts.jsonl, with its group's ``weight`` besides."""
-    return [
-        _rollout_record(step, group, index) | {"weight": weight}
-        for group, weight in zip(batch.groups, batch.weights, strict=True)
-        for index in range(len(_rewards(group)))
-    ]
-
-
-def _rollout_record(step: int, group: Group, index: int) -> dict[str, object]:
-    rollout, reward = group.rollouts[index], _rewards(group)[index]
-    record: dict[str, object] = {
-        "step": step,
-        "group_id": group.group_id,
-        "episode": rollout.episode,
-        "agent": rollout.agent,
-        "task_id": group.task.task_id,
-        "prompt": group.task.prompt,
-        "response": rollout.text,
-        "answer": group.task.answer,
-        "reward": reward if math.isfinite(reward) else None,
-        "version_spans": [[span.version, span.start, span.end] for span in rollout.version_spans],
-        "prompt_tokens": rollout.branches[0].num_prompt_tokens,
-        "response_tokens": rollout.num_response_tokens,
-        "finish_reason": rollout.finish_reason.value,
-    }
-    if group.scores is not None:
-        score = group.scores[index]
-        record |= {
-            "is_correct": score.is_correct,
-            "has_answer": score.has_answer,
-            "parts": dict(score.parts),
-            "penalties": dict(score.penalties),
-            "score_status": score.status.value,
-            "scorer": score.scorer,
-            "scorer_version": score.scorer_version,
-            "feedback": score.feedback,
-            "steps": [[step.end, step.value] for step in score.steps],
-        }
-    return record

@@ -4,15 +4,16 @@ python -m forgeasync.observability.plot RUN_DIR [RUN_DIR ...] --out FILE.png
 """
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+
+from forgeasync.observability.json_lines import read_json_lines
 
 ACCURACY = "eval/accuracy"
 REWARD = "reward/mean"
@@ -39,9 +40,14 @@ class RunCurves:
 
 
 def read_run(run_dir: Path) -> RunCurves:
-    """Read a run's metrics.jsonl. Raises FileNotFoundError, or ValueError where no step was recorded."""
+    """Read a run's metrics.jsonl.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: no step was recorded, or a line is no JSON object.
+    """
     path = run_dir / "metrics.jsonl"
-    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    records = read_json_lines(path)
     if not records:
         raise ValueError(f"{path} holds no steps yet")
     return RunCurves(
@@ -49,19 +55,19 @@ def read_run(run_dir: Path) -> RunCurves:
     )
 
 
-def _curve(records: Sequence[dict[str, float | None]], key: str) -> Curve:
+def _curve(records: Sequence[dict[str, Any]], key: str) -> Curve:
     # A line may lack the key (no evaluation) or hold null (a non-finite value): neither is a point.
     points = [
         (record["step"], record["time/elapsed_s"], record[key])
         for record in records
-        if key in record and record[key] is not None
+        if record.get(key) is not None
     ]
     points_N3 = np.array(points, dtype=np.float64).reshape(-1, 3)
     return Curve(steps_N=points_N3[:, 0], minutes_N=points_N3[:, 1] / 60.0, values_N=points_N3[:, 2])
 
 
 def moving_average(values_N: np.ndarray, width: int) -> np.ndarray:
-    """Mean of the last ``width`` values at every point; of fewer, at the start."""
+    """Return the mean of the last ``width`` values at every point; of fewer, at the start."""
     sums = np.concatenate([[0.0], np.cumsum(values_N)])
     ends = np.arange(1, len(values_N) + 1)
     starts = np.maximum(0, ends - width)
@@ -75,9 +81,18 @@ def plot_runs(runs: Sequence[RunCurves], out: Path) -> None:
     axes = figure.subplots(2, 2, sharex="col", sharey="row")
     for index, run in enumerate(runs):
         color = f"C{index}"
+        accuracy, reward = run.accuracy, run.reward
+        width = max(1, round(SMOOTHING_SHARE * len(reward.values_N)))
+        smooth_N = moving_average(reward.values_N, width)
         for column in range(2):
-            _draw_accuracy(axes[0, column], run, over_minutes=column == 0, color=color)
-            _draw_reward(axes[1, column], run, over_minutes=column == 0, color=color)
+            above, below = axes[:, column]
+            x_N = accuracy.steps_N if column else accuracy.minutes_N
+            above.plot(
+                x_N, accuracy.values_N, color=color, marker="o", markersize=4, linewidth=1.8, label=run.name
+            )
+            x_N = reward.steps_N if column else reward.minutes_N
+            below.plot(x_N, reward.values_N, color=color, linewidth=0.8, alpha=0.3)
+            below.plot(x_N, smooth_N, color=color, linewidth=1.8)
     axes[0, 0].set_ylabel("held-out accuracy")
     axes[1, 0].set_ylabel("training reward")
     axes[1, 0].set_xlabel("minutes of training")
@@ -89,20 +104,6 @@ def plot_runs(runs: Sequence[RunCurves], out: Path) -> None:
     handles, labels = axes[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=min(3, len(runs)), frameon=False)
     figure.savefig(out, dpi=150, format="png")
-
-
-def _draw_accuracy(axis: Axes, run: RunCurves, *, over_minutes: bool, color: str) -> None:
-    curve = run.accuracy
-    x_N = curve.minutes_N if over_minutes else curve.steps_N
-    axis.plot(x_N, curve.values_N, color=color, marker="o", markersize=4, linewidth=1.8, label=run.name)
-
-
-def _draw_reward(axis: Axes, run: RunCurves, *, over_minutes: bool, color: str) -> None:
-    curve = run.reward
-    x_N = curve.minutes_N if over_minutes else curve.steps_N
-    width = max(1, round(SMOOTHING_SHARE * len(curve.values_N)))
-    axis.plot(x_N, curve.values_N, color=color, linewidth=0.8, alpha=0.3)
-    axis.plot(x_N, moving_average(curve.values_N, width), color=color, linewidth=1.8)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The folder of one run: where its config, metrics, rollouts, checkpoints and logs lie.
+"""The folder of one run: its files, the lock that keeps other runs out, and the list of its processes.
 
 runs/<name>-<time>/
     config.yaml      the resolved config, as the run used it
@@ -21,53 +21,179 @@ runs/<name>-<time>/
     wandb/           files of Weights & Biases, with logging.wandb
 """
 
+import contextlib
 import json
 import os
 import re
+import socket
+import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
+import psutil
+
 from forgeasync.config import RunConfig
-from forgeasync.faults import is_refusal, mark_this_run
-from forgeasync.observability.failures import say_on_stderr
-from forgeasync.observability.run_lock import Holder, RunInUse, RunLock
-from forgeasync.observability.truncation import put_aside
+from forgeasync.faults import FileLocked, is_refusal, lock, mark_this_run
+from forgeasync.observability.run_log import say_on_stderr
+from forgeasync.rollouts import start_ticks
 from forgeasync.schema import ConfigError, Problem, raise_if_any
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
-
 RUNS_FOLDER = Path("runs")
-"""Parent of the runs that do not name their own folder; relative to the working directory."""
+"""Parent of the runs that do not name their own folder, relative to the working directory."""
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+"""Has another content after every boot of a machine."""
+
+LOCK_WAIT_S = 1.0
+"""How long a start waits for a lock, so that a process that is just ending can be gone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """The process that a run is, or was."""
+
+    pid: int
+    host: str
+    since_s: float
+    """When it began, by ``time.time``."""
+    mark: str
+    """What everything that it starts carries (``forgeasync.faults.files``)."""
+    has_ended: bool = False
+    """Whether it has ended in order."""
+
+    def __str__(self) -> str:
+        since = datetime.fromtimestamp(self.since_s)
+        return f"process {self.pid} on {self.host}, since {since:%Y-%m-%d %H:%M:%S}"
+
+
+class RunInUse(RuntimeError):
+    """Another process is the run in this folder at this moment; the text says which."""
+
+
+class RunLock:
+    """The lock of a run's folder (``run.lock``), held by this process until ``release`` or its end.
+
+    The kernel releases the lock when the process ends, in whatever way: a dead run keeps nobody out. A
+    process that ends in order says so in the file. A free file that does not say so was left by a process
+    that died.
+    """
+
+    def __init__(self, descriptor: int, own: Holder, before: Holder | None) -> None:
+        self._descriptor = descriptor
+        self._own = own
+        self.before = before
+        """The process that had the lock before. None: none had, or the file system has no locks (some network
+        file systems have none), so that it may still be there."""
+
+    @classmethod
+    def take(cls, file: Path, mark: str) -> "RunLock":
+        """Lock the file, which is made if it is not there, and write this process into it.
+
+        Raises:
+            RunInUse: another process has it.
+        """
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            try:
+                has_locks = lock(descriptor, wait_s=LOCK_WAIT_S)
+            except FileLocked:
+                holder = _read_holder(descriptor)
+                raise RunInUse("another process" if holder is None else str(holder)) from None
+            before = _read_holder(descriptor) if has_locks else None
+            own = Holder(pid=os.getpid(), host=socket.gethostname(), since_s=time.time(), mark=mark)
+            _write_holder(descriptor, own)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return cls(descriptor, own, before)
+
+    @property
+    def mark(self) -> str:
+        """What everything that this process starts for the run carries."""
+        return self._own.mark
+
+    def release(self) -> None:
+        """Say that this process ends in order, and let others have the folder."""
+        try:
+            _write_holder(self._descriptor, replace(self._own, has_ended=True))
+        finally:
+            os.close(self._descriptor)
+
+
+def _write_holder(descriptor: int, holder: Holder) -> None:
+    line = json.dumps(asdict(holder)).encode() + b"\n"
+    os.pwrite(descriptor, line, 0)
+    os.ftruncate(descriptor, len(line))
+
+
+def _read_holder(descriptor: int) -> Holder | None:
+    """Return the process in the file; None if it is empty or was cut."""
+    try:
+        return Holder(**json.loads(os.pread(descriptor, 4096, 0)))
+    except (ValueError, TypeError):
+        return None
 
 
 _held: dict[Path, RunLock] = {}
 """Folders that this process has claimed for its runs."""
 
 
+class _Inside:
+    """A path inside a run's folder."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, run_dir: "RunDir", owner: type["RunDir"]) -> Path:
+        return run_dir.path / self._name
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunDir:
-    """Paths inside the folder of one run."""
+    """Paths inside the folder of one run; the module's docstring says what they hold."""
 
     path: Path
+
+    config = _Inside("config.yaml")
+    run_log = _Inside("run.log")
+    metrics = _Inside("metrics.jsonl")
+    ledger = _Inside("ledger.jsonl")
+    faults = _Inside("faults.jsonl")
+    procs = _Inside("procs.json")
+    lock = _Inside("run.lock")
+    control = _Inside("control")
+    rollouts = _Inside("rollouts.jsonl")
+    tokens = _Inside("tokens.jsonl")
+    serving = _Inside("serving.json")
+    artifacts = _Inside("artifacts")
+    bad_steps = _Inside("bad_steps")
+    payloads = _Inside("payloads")
+    checkpoints = _Inside("checkpoints")
+    logs = _Inside("logs")
+    tensorboard = _Inside("tensorboard")
+    wandb = _Inside("wandb")
+
+    def log(self, process: str) -> Path:
+        """Return the log file of a process, such as ``generator-0``."""
+        return self.logs / f"{process}.log"
 
     @classmethod
     def create(cls, config: RunConfig, config_yaml: str, now: datetime) -> "RunDir":
         """Make the folder of a new run: ``config.run_dir``, or runs/<name>-<now> where that is not set.
 
-        ``config_yaml`` is the resolved config as text. What a start that never trained left in the folder has
-        to be moved with ``put_start_aside`` before.
+        ``config_yaml`` is the resolved config as text. Call ``put_start_aside`` first if a start that never
+        trained may have left files in the folder.
 
         Raises:
             ConfigError: the folder already holds a run, is another run's at this moment, or cannot be one.
         """
         default = default_run_dir(config.name, now)
         run_dir = cls(path=default if config.run_dir is None else Path(config.run_dir))
-        raise_if_any(check_folder("run_dir", run_dir.path))
-        run_dir.path.mkdir(parents=True, exist_ok=True)
-        run_dir.claim()
+        run_dir._make()
         try:
             run_dir.metrics.open("x").close()
         except FileExistsError:
@@ -78,19 +204,31 @@ class RunDir:
 
     @classmethod
     def reopen(cls, path: Path) -> "RunDir":
-        """The folder of a run that is resumed; whatever it lacks is made, as of a run without a step."""
+        """Return the folder of a run that is resumed. What it lacks is made, as of a run without a step.
+
+        Raises:
+            ConfigError: the folder is another run's at this moment, or cannot be one.
+        """
         run_dir = cls(path=path)
-        raise_if_any(check_folder("run_dir", path))
-        path.mkdir(parents=True, exist_ok=True)
-        run_dir.claim()
+        run_dir._make()
         run_dir.metrics.touch()
         run_dir._fill_up()
         return run_dir
 
+    def _make(self) -> None:
+        raise_if_any(check_folder("run_dir", self.path))
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.claim()
+
+    def _fill_up(self) -> None:
+        self.rollouts.touch()
+        for folder in (self.checkpoints, self.logs, self.tensorboard):
+            folder.mkdir(exist_ok=True)
+
     def claim(self) -> None:
         """Keep other runs out of the folder until ``release_claims``, or as long as this process lives.
 
-        What this process starts from now on carries the mark that the claim says.
+        What this process starts after the call carries the mark of the claim.
 
         Raises:
             ConfigError: another process has it.
@@ -111,7 +249,7 @@ class RunDir:
         return None if claim is None else claim.before
 
     def put_start_aside(self) -> list[str]:
-        """Move what a start that never trained has left out of the way; the new names, if there are any.
+        """Move away what a start that never trained has left; return the new names, if there are any.
 
         Raises:
             ConfigError: the folder is another run's at this moment.
@@ -123,20 +261,19 @@ class RunDir:
         return self.put_all_aside() + faults
 
     def put_all_aside(self) -> list[str]:
-        """Move what a start without a checkpoint has left out of the way; the new names.
+        """Move away what a start without a checkpoint has left; return the new names.
 
-        Failures stay: their file is of the whole run, which begins anew. The caller has the folder's lock.
+        ``faults.jsonl`` stays: it is of the whole run, which begins again. The caller has the folder's lock.
         """
-        files = (self.metrics, self.rollouts, self.tokens, self.ledger, self.procs, self.config)
-        left = [*files, self.artifacts, self.bad_steps, self.payloads, self.logs]
-        left += [self.tensorboard, self.wandb]
+        left = [self.metrics, self.rollouts, self.tokens, self.ledger, self.procs, self.config]
+        left += [self.artifacts, self.bad_steps, self.payloads, self.logs, self.tensorboard, self.wandb]
         if self.checkpoints.is_dir() and any(self.checkpoints.iterdir()):
             left.append(self.checkpoints)
         return [put_aside(path).name for path in left if path.exists()]
 
     @property
     def has_trained(self) -> bool:
-        """Whether a step, or anything in ``checkpoints``, is there; what cannot be read counts as a step."""
+        """Whether a step, or anything in ``checkpoints``, is there. What cannot be read counts as a step."""
         if self.checkpoints.is_dir() and any(self.checkpoints.iterdir()):
             return True
         if not self.metrics.is_file():
@@ -145,105 +282,19 @@ class RunDir:
             steps = [json.loads(line)["step"] for line in self.metrics.read_bytes().splitlines()]
         except (ValueError, LookupError, TypeError):
             return True
-        # Step 0 is the evaluation before the first one.
+        # Step 0 is the evaluation before the first step.
         return any(step != 0 for step in steps)
-
-    def _fill_up(self) -> None:
-        self.rollouts.touch()
-        for folder in (self.checkpoints, self.logs, self.tensorboard):
-            folder.mkdir(exist_ok=True)
-
-    @property
-    def config(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def faults(self) -> Path:
-        return self.path / "faults.jsonl"
-
-    @property
-    def procs(self) -> Path:
-        return self.path / "procs.json"
-
-    @property
-    def lock(self) -> Path:
-        return self.path / "run.lock"
-
-    @property
-    def run_log(self) -> Path:
-        return self.path / "run.log"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def rollouts(self) -> Path:
-        return self.path / "rollouts.jsonl"
-
-    @property
-    def tokens(self) -> Path:
-        """Values of single tokens; there where rollouts are written."""
-        return self.path / "tokens.jsonl"
-
-    @property
-    def control(self) -> Path:
-        return self.path / "control"
-
-    @property
-    def ledger(self) -> Path:
-        return self.path / "ledger.jsonl"
-
-    @property
-    def serving(self) -> Path:
-        """Where people are served, if they are."""
-        return self.path / "serving.json"
-
-    @property
-    def artifacts(self) -> Path:
-        """Files that episodes have kept, in a folder for each attempt; made when the first is kept."""
-        return self.path / "artifacts"
-
-    @property
-    def payloads(self) -> Path:
-        return self.path / "payloads"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
-
-    @property
-    def bad_steps(self) -> Path:
-        """Batches with a bad step, in a folder for each; made when the first is kept."""
-        return self.path / "bad_steps"
-
-    @property
-    def tensorboard(self) -> Path:
-        return self.path / "tensorboard"
-
-    @property
-    def wandb(self) -> Path:
-        """Files of Weights & Biases, if the run has them."""
-        return self.path / "wandb"
-
-    def log(self, process: str) -> Path:
-        """Log file of the process called ``process``, such as ``generator-0``."""
-        return self.logs / f"{process}.log"
 
 
 def claimed_marks() -> tuple[str, ...]:
-    """The marks of what this process has started for its runs, up to ``release_claims``."""
+    """Return the marks of what this process has started for its runs, up to ``release_claims``."""
     return tuple(claim.mark for claim in _held.values())
 
 
 def release_claims() -> None:
     """Let others have the folders that this process has claimed: it ends in order.
 
-    Where the disk refuses to note that, it is told on stderr: what the run has done stays done.
+    If the disk refuses to note that, a line on stderr says so. The run itself is done.
     """
     while _held:
         path, claim = _held.popitem()
@@ -259,12 +310,12 @@ def release_claims() -> None:
 
 
 def default_run_dir(name: str, now: datetime) -> Path:
-    """Where a run lies whose config does not say: runs/<name>-<time>."""
+    """Return where a run lies whose config does not say: runs/<name>-<time>."""
     return RUNS_FOLDER / f"{name}-{now:%Y%m%d-%H%M%S}"
 
 
 def check_run_dir(config: RunConfig, *, is_resumed: bool) -> Iterator[Problem]:
-    """Whether the run's folder can be one, and a new run would write into the files of another."""
+    """Check that the run's folder can be one, and that a new run does not write into the files of another."""
     if config.run_dir is None:
         yield from check_folder("run_dir", RUNS_FOLDER)
         if NAME.fullmatch(config.name) is None:
@@ -282,7 +333,7 @@ def check_run_dir(config: RunConfig, *, is_resumed: bool) -> Iterator[Problem]:
 
 
 def check_folder(field: str, path: Path) -> Iterator[Problem]:
-    """Whether files can be written in a folder, or where it is to be made; makes nothing."""
+    """Check that files can be written in a folder, or where it would be made. Makes nothing."""
     if "\0" in str(path):
         yield Problem(field=field, value=str(path), remedy="has a NUL in it, which no path can have")
         return
@@ -311,3 +362,142 @@ def _taken(path: Path) -> Problem:
         remedy="already holds a run (steps in metrics.jsonl, or checkpoints); give another folder, move that "
         "run away or go on with it (--resume latest)",
     )
+
+
+# --- a run that goes on from an earlier step: later files and lines move aside, nothing is deleted ---
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """Lines that were moved into a side file."""
+
+    num_lines: int
+    file: Path
+
+
+def put_aside(path: Path) -> Path:
+    """Rename a file or folder to ``<stem>.cut-<n><suffix>``; return its new path."""
+    aside = _free_name(path)
+    path.rename(aside)
+    return aside
+
+
+def cut_after(path: Path, step: int) -> Cut | None:
+    """Move the lines of a .jsonl file whose ``step`` is later into a side file; None if there are none.
+
+    A last line that was not written to its end counts as later.
+    """
+    kept, cut = [], []
+    for line in path.read_bytes().splitlines(keepends=True):
+        is_kept = line.endswith(b"\n") and json.loads(line)["step"] <= step
+        (kept if is_kept else cut).append(line)
+    if not cut:
+        return None
+    aside = _free_name(path)
+    aside.write_bytes(b"".join(cut))
+    shortened = path.with_name(path.name + ".new")
+    shortened.write_bytes(b"".join(kept))
+    shortened.replace(path)
+    return Cut(num_lines=len(cut), file=aside)
+
+
+def _free_name(path: Path) -> Path:
+    number = 1
+    while (aside := path.with_name(f"{path.stem}.cut-{number}{path.suffix}")).exists():
+        number += 1
+    return aside
+
+
+# --- procs.json ---
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcEntry:
+    """One process of a run."""
+
+    role: str
+    rank: int
+    """Its place in its role; a process that replaces another has the other's."""
+    pid: int
+    """Its id on its host."""
+    host: str
+    since_s: float
+    """When it was listed, by ``time.time``."""
+    start_ticks: int | None
+    """Clock ticks from the boot of the controller's machine to the start of the process. No other process has
+    the same id and start. None: it is on another machine, whose agent ends it."""
+
+
+class ProcsFile:
+    """``procs.json`` of a run's folder: which process fills which role at this moment.
+
+    It is for people (which process is generator 2?), for programs that look at a run from outside, and for a
+    later start that has to end what a killed run has left.
+    """
+
+    def __init__(self, file: Path | None = None) -> None:
+        """Without a file the processes are kept in memory only."""
+        self._file = file
+        self._entries: dict[tuple[str, int], ProcEntry] = {}
+
+    def put(self, role: str, rank: int, *, pid: int, host: str) -> None:
+        """List a process, in place of the one that had its role and rank."""
+        self._entries[role, rank] = ProcEntry(
+            role=role,
+            rank=rank,
+            pid=pid,
+            host=host,
+            since_s=time.time(),
+            start_ticks=start_ticks(pid) if _is_descendant(pid) else None,
+        )
+        self._write()
+
+    def remove(self, role: str, rank: int) -> None:
+        """Take a process off the list; no error if it is not there."""
+        if self._entries.pop((role, rank), None) is not None:
+            self._write()
+
+    @property
+    def entries(self) -> tuple[ProcEntry, ...]:
+        return tuple(self._entries.values())
+
+    def _write(self) -> None:
+        if self._file is None:
+            return
+        procs = [asdict(one) for one in self.entries]
+        text = json.dumps({"controller": os.getpid(), "boot": _boot(), "procs": procs}, indent=1)
+        partial = self._file.with_name(f".{self._file.name}.partial")
+        # A full disk must not end a role that has just been started; the next change writes all of it.
+        with contextlib.suppress(OSError):
+            partial.write_text(text + "\n", encoding="utf-8")
+            partial.replace(self._file)
+
+
+def left_processes(file: Path) -> Iterator[psutil.Process]:
+    """Find the processes that the procs.json of a dead controller lists and that still run on this machine.
+
+    A process that only has the id of a listed one is not found, since ids are used again.
+    """
+    try:
+        listed = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return
+    if listed["boot"] != _boot():
+        return
+    for one in listed["procs"]:
+        with contextlib.suppress(psutil.Error):
+            # First: psutil takes a process that gets the id after this line for another one.
+            process = psutil.Process(one["pid"])
+            if one["start_ticks"] is not None and start_ticks(one["pid"]) == one["start_ticks"]:
+                yield process
+
+
+def _boot() -> str:
+    return BOOT_ID.read_text(encoding="utf-8").strip()
+
+
+def _is_descendant(pid: int) -> bool:
+    """Whether this process has started it, directly or not; an id of another machine says nothing here."""
+    with contextlib.suppress(psutil.Error):
+        return any(one.pid == os.getpid() for one in psutil.Process(pid).parents())
+    return False

@@ -1,11 +1,15 @@
-"""run.log: what a run was started with, what its console showed, and how it ended.
+"""What a run tells about itself in text: ``run.log``, the logs of its processes, and failures in one line.
 
-It is the file to look at, or to send, when a run is over and its terminal is gone.
+``run.log`` has what a run was started with, what its console showed, and how it ended. It is the file to
+look at, or to send, when a run is over and its terminal is gone. Output of libraries and processes goes to
+files in the run's ``logs/``, never to the terminal.
 """
 
+import contextlib
 import logging
 import os
 import platform
+import re
 import shlex
 import socket
 import subprocess
@@ -18,7 +22,6 @@ from types import TracebackType
 from typing import Self
 
 from forgeasync.faults import AppendedFile
-from forgeasync.observability.failures import failure_line, root_cause, say_on_stderr
 
 PACKAGES = (
     "forgeasync",
@@ -30,17 +33,151 @@ PACKAGES = (
     "torchstore",
     "transformers",
 )
-"""Those that a result may depend on; the ones that are not installed are left out."""
-
+"""Packages that a result may depend on; those that are not installed are left out."""
 
 WARNING_LOGGERS = ("py.warnings", "forgeasync")
 
+NOISY_LIBRARIES = ("monarch", "torchstore", "torchtitan", "vllm")
+"""Loggers, with their children, that bring handlers of their own which print to the terminal."""
 
 GIT_S = 5.0
 
+_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+_FRAME = re.compile(r'File "(.+)", line (\d+), in (.+)')
+
+
+# --- failures in one line ---
+
+
+def say_on_stderr(text: str) -> None:
+    """Print a line to stderr. That it is closed, or a file on a full disk, ends no run."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+
+
+def real_errors(error: BaseException) -> list[BaseException]:
+    """Return all errors inside exception groups, or the error itself."""
+    if isinstance(error, BaseExceptionGroup):
+        return [real for part in error.exceptions for real in real_errors(part)]
+    return [error]
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """Return the first real error inside exception groups: the one that ended the other loops."""
+    return real_errors(error)[0]
+
+
+def failure_line(error: BaseException) -> str:
+    """Return ``failed: <kind>: <last words>``, never without words."""
+    cause = root_cause(error)
+    # People know a deadline's standard name; its own says nothing that the message does not.
+    kind = TimeoutError if isinstance(cause, TimeoutError) else type(cause)
+    return f"failed: {kind.__name__}: {last_words(cause)}"
+
+
+def last_words(error: BaseException) -> str:
+    """Return one line: a short message whole, of a long one (an actor's remote traceback) its last line.
+
+    An error without a message is named by the place that it comes from.
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return f"no message, {_place(error)}"
+    if len(lines) <= 3:
+        return " ".join(lines)
+    # Python's own last line of a remote error without a message is "AssertionError" and nothing more.
+    is_bare = lines[-1].rstrip(": ").replace(".", "").isidentifier()
+    return f"{lines[-1]} {_remote_place(lines)}" if is_bare else lines[-1]
+
+
+def _place(error: BaseException) -> str:
+    """Return the innermost frame that an error passed."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"in {frames[-1].name} at {frames[-1].filename}:{frames[-1].lineno}" if frames else "never raised"
+
+
+def _remote_place(lines: list[str]) -> str:
+    """Return the innermost frame of a traceback that is a text."""
+    frames = [match.groups() for line in lines if (match := _FRAME.match(line))]
+    return "".join(f"in {name} at {file}:{number}" for file, number, name in frames[-1:])
+
+
+# --- output of processes and libraries ---
+
+
+def redirect_process_output(path: Path) -> None:
+    """Append everything that this process and its later children print to ``path``.
+
+    Call it inside an actor's process, before its engine starts. It works on file descriptors 1 and 2, so
+    that output of native libraries (NCCL, gloo, Rust) goes along.
+    """
+    _flush_streams()
+    _append_descriptors_to(path)
+    # New objects: a framework may have put something else than the descriptors behind the old ones.
+    sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+    sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+
+
+def separate_native_output(path: Path) -> None:
+    """Keep what Python prints in this process on the terminal, and append what native libraries print to
+    ``path``.
+
+    Native libraries write to file descriptors 1 and 2; Python's streams move to copies of the old ones.
+    """
+    _flush_streams()
+    sys.stdout = open(os.dup(1), "w", buffering=1, encoding="utf-8", errors="backslashreplace")
+    sys.stderr = open(os.dup(2), "w", buffering=1, encoding="utf-8", errors="backslashreplace")
+    _append_descriptors_to(path)
+
+
+def _flush_streams() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+def _append_descriptors_to(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    if descriptor > 2:
+        os.close(descriptor)
+
+
+def configure_controller_logging(log_file: Path) -> None:
+    """Send this process's Python logging and warnings to ``log_file`` (appended) instead of the terminal.
+
+    Call it once the noisy libraries are imported: some attach their handlers on import. Calling it again
+    replaces the file.
+    """
+    log_file.parent.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(log_file, encoding="utf-8")
+    handler.setFormatter(logging.Formatter(_FORMAT))
+    for library in NOISY_LIBRARIES:
+        logging.getLogger(library)
+    for name in list(logging.root.manager.loggerDict):
+        if name.split(".")[0] in NOISY_LIBRARIES:
+            logger = logging.getLogger(name)
+            _remove_handlers(logger)
+            logger.propagate = True
+    _remove_handlers(logging.root)
+    logging.root.addHandler(handler)
+    logging.root.setLevel(logging.INFO)
+    logging.captureWarnings(True)
+
+
+def _remove_handlers(logger: logging.Logger) -> None:
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
+        handler.close()
+
+
+# --- run.log ---
+
 
 def describe_start() -> list[str]:
-    """Command line, commit, versions and machine, a line each."""
+    """Return command line, commit, versions and machine, a line each."""
     return [
         f"command: {shlex.join([sys.executable, *sys.orig_argv[1:]])}",
         f"folder: {Path.cwd()}",
@@ -54,15 +191,13 @@ def describe_start() -> list[str]:
 def _versions() -> list[str]:
     found = []
     for package in PACKAGES:
-        try:
+        with contextlib.suppress(PackageNotFoundError):
             found.append(f"{package} {version(package)}")
-        except PackageNotFoundError:
-            continue
     return found
 
 
 def _commit() -> str:
-    """The commit that this package lies in, and whether its files differ from it."""
+    """Return the commit that this package lies in, and whether its files differ from it."""
     repository = Path(__file__).parents[2]
     try:
         commit = _git(repository, "rev-parse", "HEAD").strip()
@@ -81,7 +216,7 @@ class RunLog(logging.Handler):
     """Appends lines with their time; also the warnings of this process.
 
     A context manager: how its body ends is the last thing written. A file that cannot be written (a full
-    disk) is said, and neither ends the run nor hides how it ended; the lines are kept for later.
+    disk) is said once, and neither ends the run nor hides how it ended; the lines are kept for later.
     """
 
     def __init__(self, path: Path) -> None:

@@ -1,9 +1,22 @@
-"""What bounds a run, by means over its newest steps: for the last lines of a run and for ``apps.view``."""
+"""What a run says last: what bounded it, how held-out accuracy went, and the command that shows its curves.
+
+What bounds a run is read from means over its newest steps. ``apps.view`` shows it too, while the run goes on.
+"""
 
 import math
-from collections import deque
+import os
+import shlex
+import sys
+from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+
+from forgeasync.observability.json_lines import read_json_lines
+from forgeasync.observability.run_dir import RunDir
+
+Metrics = Mapping[str, float]
+"""A line of metrics.jsonl."""
 
 WINDOW_STEPS = 50
 """Newest steps that are measured."""
@@ -25,6 +38,12 @@ NUM_GENERATORS = "generator/num_healthy"
 
 OTHER_KEYS = (NUM_GENERATORS, "time/controller_s", "time/wait_for_disk_s", "time/checkpoint_s")
 """Metrics that are read where a line has them."""
+
+ACCURACY = "eval/accuracy"
+UNSCORED = "eval/num_unscored"
+
+PLOT = "learning.png"
+"""In the run's folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,22 +72,6 @@ class MeasuredSteps:
     eval_share: float = 0.0
     """What training waited for evaluations, as a share of the time without it: more than 1 where evaluations
     take longer than all else."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Step:
-    seconds: float
-    eval_s: float
-    num_tokens: float
-    wait_s: float
-    train_s: float
-    publish_s: float
-    controller_s: float
-    disk_s: float
-    checkpoint_s: float
-    busy_s: float
-    generators_s: float
-    """Seconds of all healthy generators together; 0: it is not known how many there were."""
 
 
 def num_first_steps(max_steps: int) -> int:
@@ -104,7 +107,7 @@ def steady_steps(num_steps: int, *, num_first: int, num_ahead: int) -> range:
 class MeasuredWindow:
     """The newest steps of a run, but for the first ones after its start and the last ones before its end.
 
-    A run that was started again begins anew here: its generators had nothing to do meanwhile.
+    A run that was started again begins from nothing here: its generators had nothing to do meanwhile.
     """
 
     def __init__(self, *, num_left_out: int, last_step: int) -> None:
@@ -113,8 +116,8 @@ class MeasuredWindow:
         self.num_left_out = num_left_out
         self.last_step = last_step
         self._num_seen = 0
-        self._steps: deque[_Step] = deque(maxlen=WINDOW_STEPS)
-        self._before: Mapping[str, float] | None = None
+        self._steps: deque[dict[str, float]] = deque(maxlen=WINDOW_STEPS)
+        self._before: Metrics | None = None
 
     @classmethod
     def of_run(cls, max_steps: int, *, num_steps_ahead: int) -> "MeasuredWindow":
@@ -123,7 +126,7 @@ class MeasuredWindow:
         steady = steady_steps(max_steps, num_first=num_first, num_ahead=num_steps_ahead)
         return cls(num_left_out=num_first, last_step=steady.stop)
 
-    def add(self, metrics: Mapping[str, float]) -> None:
+    def add(self, metrics: Metrics) -> None:
         """Take the line of the next step; it has all of ``KEYS``."""
         before, self._before = self._before, dict(metrics)
         # The generators' busy time begins at 0 whenever the command starts.
@@ -138,45 +141,53 @@ class MeasuredWindow:
             self._steps.clear()
         self._num_seen += 1
         if before is not None and self._num_seen > self.num_left_out and metrics["step"] <= self.last_step:
-            self._steps.append(_step(before, metrics))
+            self._steps.append(_seconds(before, metrics))
 
     def measured(self) -> MeasuredSteps | None:
         """Return the means; None before there is a step to measure."""
-        seconds = sum(one.seconds - one.eval_s for one in self._steps)
+        total: defaultdict[str, float] = defaultdict(float)
+        for step in self._steps:
+            for name, value in step.items():
+                total[name] += value
+        seconds = total["seconds"] - total["eval"]
         if seconds <= 0.0:
             return None
-        generators_s = sum(one.generators_s for one in self._steps)
-        busy_s = sum(one.busy_s for one in self._steps if one.generators_s)
         return MeasuredSteps(
             num_steps=len(self._steps),
             step_s=seconds / len(self._steps),
-            trained_tokens_per_s=sum(one.num_tokens for one in self._steps) / seconds,
-            wait_share=sum(one.wait_s for one in self._steps) / seconds,
-            train_share=sum(one.train_s for one in self._steps) / seconds,
-            publish_share=sum(one.publish_s for one in self._steps) / seconds,
-            busy_share=min(1.0, busy_s / generators_s) if generators_s else None,
-            controller_share=sum(one.controller_s for one in self._steps) / seconds,
-            disk_share=sum(one.disk_s for one in self._steps) / seconds,
-            checkpoint_share=sum(one.checkpoint_s for one in self._steps) / seconds,
-            eval_share=sum(one.eval_s for one in self._steps) / seconds,
+            trained_tokens_per_s=total["tokens"] / seconds,
+            wait_share=total["wait"] / seconds,
+            train_share=total["train"] / seconds,
+            publish_share=total["publish"] / seconds,
+            busy_share=min(1.0, total["busy"] / total["generators"]) if total["generators"] else None,
+            controller_share=total["controller"] / seconds,
+            disk_share=total["disk"] / seconds,
+            checkpoint_share=total["checkpoint"] / seconds,
+            eval_share=total["eval"] / seconds,
         )
 
 
-def _step(before: Mapping[str, float], metrics: Mapping[str, float]) -> _Step:
+def _seconds(before: Metrics, metrics: Metrics) -> dict[str, float]:
+    """Return what a step's seconds were spent on, with its tokens; generators' seconds are of all together.
+
+    Nothing is said of generators where the line does not say how many of them were healthy.
+    """
     seconds = metrics["time/elapsed_s"] - before["time/elapsed_s"]
-    return _Step(
-        seconds=seconds,
-        eval_s=min(seconds, metrics["time/eval_s"]),
-        num_tokens=metrics["throughput/train_tokens_per_s"] * metrics["time/step_s"],
-        wait_s=metrics["time/wait_for_batch_s"],
-        train_s=metrics["time/train_s"],
-        publish_s=metrics["time/publish_weights_s"],
-        controller_s=metrics.get("time/controller_s", 0.0),
-        disk_s=metrics.get("time/wait_for_disk_s", 0.0),
-        checkpoint_s=metrics.get("time/checkpoint_s", 0.0),
-        busy_s=metrics["generator/busy_s"] - before["generator/busy_s"],
-        generators_s=seconds * metrics[NUM_GENERATORS] if NUM_GENERATORS in metrics else 0.0,
-    )
+    found = {
+        "seconds": seconds,
+        "eval": min(seconds, metrics["time/eval_s"]),
+        "tokens": metrics["throughput/train_tokens_per_s"] * metrics["time/step_s"],
+        "wait": metrics["time/wait_for_batch_s"],
+        "train": metrics["time/train_s"],
+        "publish": metrics["time/publish_weights_s"],
+        "controller": metrics.get("time/controller_s", 0.0),
+        "disk": metrics.get("time/wait_for_disk_s", 0.0),
+        "checkpoint": metrics.get("time/checkpoint_s", 0.0),
+    }
+    if num_generators := metrics.get(NUM_GENERATORS):
+        found["generators"] = seconds * num_generators
+        found["busy"] = metrics["generator/busy_s"] - before["generator/busy_s"]
+    return found
 
 
 BUSY = 0.5
@@ -251,3 +262,43 @@ def bound_words(measured: MeasuredSteps | None) -> str:
         "scorers (scorer.num_replicas) or workers (episodes.num_workers), or let more groups wait "
         "(max_off_policy_steps, buffer.max_groups)"
     )
+
+
+def closing_lines(run_dir: RunDir) -> list[str]:
+    """Return two lines for people: how held-out accuracy went, and how to see the run's curves.
+
+    Raises:
+        FileNotFoundError: the run has no metrics.jsonl.
+    """
+    out = run_dir.path / PLOT
+    module = ("-m", "forgeasync.observability.plot")
+    command = shlex.join([_own_python(), *module, str(run_dir.path), "--out", str(out)])
+    return [_held_out_sentence(run_dir.metrics), f"its curves: {command}"]
+
+
+def _held_out_sentence(metrics: Path) -> str:
+    """Return how it went from the first evaluation to the last one, also of a run that was resumed."""
+    lines = read_json_lines(metrics)
+    # A line lacks the key where its step was not evaluated, or where no response was scored.
+    evaluated = [line for line in lines if line.get(ACCURACY) is not None]
+    if not evaluated:
+        num_unscored = [line[UNSCORED] for line in lines if UNSCORED in line]
+        if num_unscored and not any(num_unscored):
+            return "there were no held-out problems"
+        return "held-out accuracy is unknown: no response to a held-out problem was scored"
+    first, last = evaluated[0], evaluated[-1]
+    if first is last:
+        return f"held-out accuracy was {first[ACCURACY]:.1%} at step {first['step']}, and measured only then"
+    num_steps = last["step"] - first["step"]
+    steps = "step" if num_steps == 1 else "steps"
+    minutes = (last["time/elapsed_s"] - first["time/elapsed_s"]) / 60
+    return (
+        f"held-out accuracy went from {first[ACCURACY]:.1%} to {last[ACCURACY]:.1%} in {num_steps} {steps}, "
+        f"which took {minutes:.1f} minutes"
+    )
+
+
+def _own_python() -> str:
+    """Return the interpreter that runs this, written as short as works in the working directory."""
+    python, here = Path(sys.executable), Path.cwd()
+    return os.path.relpath(python, here) if python.is_relative_to(here) else str(python)

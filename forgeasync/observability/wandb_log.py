@@ -1,37 +1,49 @@
 """Weights & Biases beside TensorBoard, for runs whose config has ``logging.wandb``.
 
-Another process talks to W&B (``wandb_process.py``), over pipes that nobody here waits for: a W&B that hangs,
-fails or dies costs its own lines, which are counted, and nothing else. Only the end of a run waits, for at
-most ``END_S``.
+The ``wandb`` package runs in a process of its own, which is this module as a program. In the controller,
+``wandb.init``, ``finish`` and the package's own exit hook would wait for as long as W&B hangs. A W&B that
+hangs, fails or dies costs its own lines, which are counted. Only the end of a run waits, for at most
+``END_S``.
+
+The process reads JSON lines from its standard input: first what ``wandb.init`` is given, then the values of
+each step, until the end of file, which ends the W&B run. It answers each line on its standard output with
+``taken``, or with what has gone wrong.
 """
 
+import contextlib
 import importlib.util
 import json
 import math
 import os
+import secrets
 import signal
 import subprocess
 import sys
-import time
-from collections import deque
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from queue import SimpleQueue
+from typing import TYPE_CHECKING
 
-from forgeasync.config import LoggingSection, WandbSection
-from forgeasync.observability.wandb_process import TAKEN
 from forgeasync.schema import Problem
 
-MAX_KEPT_BYTES = 4 << 20
-"""So much is kept for a process that does not read; what comes then is lost."""
+if TYPE_CHECKING:  # the process of W&B starts without them
+    from forgeasync.config import LoggingSection, WandbSection
+
+MAX_KEPT_LINES = 1000
+"""Most lines that wait for W&B; further ones are lost."""
 
 END_S = 10.0
 """Time for the process to end the W&B run. What was not sent by then lies in the folder."""
 
-LOOK_S = 0.05
+TAKEN = "taken"
+
+MAX_PROBLEM = 300
+"""Characters of a problem that are told."""
 
 
-def check_wandb(section: LoggingSection) -> Iterator[Problem]:
-    """Whether a run that wants W&B has the package."""
+def check_wandb(section: "LoggingSection") -> Iterator[Problem]:
+    """Check that a run that wants W&B has the package."""
     if section.wandb is not None and importlib.util.find_spec("wandb") is None:
         yield Problem(
             field="logging.wandb",
@@ -41,11 +53,11 @@ def check_wandb(section: LoggingSection) -> Iterator[Problem]:
 
 
 class WandbLog:
-    """The W&B run of one run."""
+    """The W&B run of one run. A thread of its own waits for the process that has the ``wandb`` package."""
 
     def __init__(
         self,
-        section: WandbSection,
+        section: "WandbSection",
         folder: Path,
         *,
         log_file: Path,
@@ -53,30 +65,32 @@ class WandbLog:
         config: Mapping[str, object],
         say: Callable[[str], None],
     ) -> None:
-        """``folder`` gets W&B's files, ``log_file`` what it prints. ``config`` is shown with the run."""
+        """``folder`` gets W&B's files, ``log_file`` what it prints. ``config`` is shown with the run.
+
+        ``say`` is called once, from ``add`` or ``close``, if W&B does not take lines.
+        """
         self._folder = folder
         self._say = say
-        self._kept: deque[bytes] = deque()
-        self._num_kept_bytes = 0
-        self._num_sent = 0
-        self._num_answered = 0
-        self._num_lost = 0
-        self._answers = b""
+        self._problem: str | None = None
+        """The first one."""
         self._has_said = False
+        self._num_refused = 0
+        """Lines that were not handed on, because too many wait."""
+        self._num_failed = 0
+        """Lines that W&B has not taken. Only the thread counts them."""
+        self._lines: SimpleQueue[str | None] = SimpleQueue()
         log_file.parent.mkdir(parents=True, exist_ok=True)
         with log_file.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "forgeasync.observability.wandb_process"],
+                [sys.executable, "-m", "forgeasync.observability.wandb_log"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                # Ctrl-C ends the run, and the run ends this.
+                text=True,
+                encoding="utf-8",
+                # Ctrl-C ends the run, and the run ends this process.
                 start_new_session=True,
             )
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._writer, self._reader = self._process.stdin.fileno(), self._process.stdout.fileno()
-        for descriptor in (self._writer, self._reader):
-            os.set_blocking(descriptor, False)
         given = {
             "folder": str(folder.resolve()),
             "project": section.project,
@@ -85,101 +99,134 @@ class WandbLog:
             "name": name,
             "config": dict(config),
         }
-        self._keep(json.dumps(given))
-        # It begins at once: starting takes W&B longer than the run has for its end.
-        self._exchange()
+        self._thread = threading.Thread(target=self._hand_on, args=(given,), name="wandb", daemon=True)
+        self._thread.start()
 
     @property
     def num_errors(self) -> int:
         """Lines that W&B has not taken and will not."""
-        return self._num_lost
+        return self._num_refused + self._num_failed
 
     def add(self, values: Mapping[str, float | int]) -> None:
         """Hand a line of finite values on; waits for nothing."""
         assert all(map(math.isfinite, values.values())), "what is not finite is counted elsewhere"
-        if self._num_kept_bytes > MAX_KEPT_BYTES:
-            self._lose(1, "does not take lines any more")
-        elif self._process.poll() is not None:
-            self._lose(1, f"has ended with exit code {self._process.returncode}")
+        if self._lines.qsize() < MAX_KEPT_LINES:
+            self._lines.put(json.dumps(values, allow_nan=False))
         else:
-            self._num_sent += 1
-            self._keep(json.dumps(values, allow_nan=False))
-        self._exchange()
+            self._num_refused += 1
+            self._note("does not take lines any more")
+        self._tell()
 
     def close(self) -> None:
-        """End the W&B run, and its process; a second call does nothing."""
-        if self._process.stdin is None or self._process.stdin.closed:
+        """End the W&B run and its process; a second call does nothing."""
+        if self._process.stdout is None or self._process.stdout.closed:
             return
-        end_s = time.monotonic() + END_S
-        while self._kept and self._process.poll() is None and time.monotonic() < end_s:
-            self._exchange()
-            time.sleep(LOOK_S)
-        # The descriptor is closed even if the last bytes cannot be written.
-        self._process.stdin.close()
-        while self._process.poll() is None and time.monotonic() < end_s:
-            self._read_answers()
-            time.sleep(LOOK_S)
-        self._read_answers()
-        if self._process.poll() is None:
-            self._tell(f"has not ended within {END_S:g} s; `wandb sync` sends what is in {self._folder}")
-        try:
-            # With wandb's own processes, also those that are left.
+        self._lines.put(None)
+        self._thread.join(END_S)
+        if self._thread.is_alive():
+            self._note(f"has not ended within {END_S:g} s; `wandb sync` sends what is in {self._folder}")
+        # With wandb's own processes, also those that are left.
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        self._process.wait()
-        assert self._process.stdout is not None
+        self._thread.join()
         self._process.stdout.close()
-        if missing := self._num_sent - self._num_answered:
-            self._num_answered += missing
-            self._lose(missing, f"has not taken the last {missing} lines")
+        self._tell()
 
-    def _keep(self, line: str) -> None:
-        data = line.encode() + b"\n"
-        self._kept.append(data)
-        self._num_kept_bytes += len(data)
+    def _hand_on(self, given: Mapping[str, object]) -> None:
+        """Hand lines on until ``close``, and end the process."""
+        self._ask(json.dumps(given))
+        while (line := self._lines.get()) is not None:
+            self._num_failed += not self._ask(line)
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        self._process.wait()
 
-    def _exchange(self) -> None:
-        """Write what the process takes now, and read what it says."""
-        try:
-            while self._kept:
-                num_written = os.write(self._writer, self._kept[0])
-                self._num_kept_bytes -= num_written
-                rest = self._kept.popleft()[num_written:]
-                if rest:
-                    self._kept.appendleft(rest)
-        except BlockingIOError:
-            pass  # it is busy: later
-        except BrokenPipeError:
-            # It has ended, and says why below.
-            self._kept.clear()
-            self._num_kept_bytes = 0
-        self._read_answers()
-        if self._process.poll() is not None and (missing := self._num_sent - self._num_answered):
-            self._num_answered = self._num_sent
-            self._lose(missing, f"has ended with exit code {self._process.returncode}")
+    def _ask(self, line: str) -> bool:
+        """Return whether the process has taken a line."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
+        answer = self._process.stdout.readline().rstrip("\n")
+        if answer == TAKEN:
+            return True
+        self._note(answer or f"has ended with exit code {self._process.wait()}")
+        return False
 
-    def _read_answers(self) -> None:
-        try:
-            while data := os.read(self._reader, 1 << 16):
-                self._answers += data
-        except BlockingIOError:
-            pass  # no more for now
-        *lines, self._answers = self._answers.split(b"\n")
-        for line in lines:
-            words = line.decode(errors="replace")
-            if words.startswith("wandb.init: "):
-                self._tell(words)
-                continue
-            self._num_answered += 1
-            if words != TAKEN:
-                self._lose(1, words)
+    def _note(self, problem: str) -> None:
+        self._problem = self._problem or problem
 
-    def _lose(self, num: int, why: str) -> None:
-        self._num_lost += num
-        self._tell(why)
-
-    def _tell(self, why: str) -> None:
-        if not self._has_said:
-            self._say(f"W&B: {why}; the run goes on without it, metrics.jsonl has all numbers")
+    def _tell(self) -> None:
+        if self._problem is not None and not self._has_said:
+            self._say(f"W&B: {self._problem}; the run goes on without it, metrics.jsonl has all numbers")
             self._has_said = True
+
+
+# --- the process ---
+
+
+def _run_id(folder: Path) -> tuple[str, bool]:
+    """Return the id under which W&B knows the run of a folder, and whether it was made before."""
+    file = folder / "id"
+    if file.exists():
+        return file.read_text(encoding="utf-8").strip(), True
+    made = secrets.token_hex(8)
+    folder.mkdir(parents=True, exist_ok=True)
+    file.write_text(made + "\n", encoding="utf-8")
+    return made, False
+
+
+def _answer(descriptor: int, words: str) -> None:
+    # The other end may be gone, and the W&B run is to be ended all the same.
+    with contextlib.suppress(BrokenPipeError):
+        os.write(descriptor, " ".join(words.split())[:MAX_PROBLEM].encode() + b"\n")
+
+
+def main() -> int:
+    """Hand on what comes; return the exit code."""
+    # The end of file ends this process, after the last lines of a run that was told to stop.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    # What libraries print is no answer.
+    answers, sys.stdout = os.dup(1), sys.stderr
+    os.dup2(2, 1)
+    given = json.loads(sys.stdin.readline())
+    folder = Path(given["folder"])
+    try:
+        import wandb
+
+        run_id, was_there = _run_id(folder)
+        is_online = given["mode"] == "online"
+        run = wandb.init(
+            project=given["project"],
+            entity=given["entity"],
+            name=given["name"],
+            config=given["config"],
+            mode=given["mode"],
+            dir=str(folder),
+            id=run_id,
+            resume="allow" if was_there and is_online else None,
+            settings=wandb.Settings(
+                console="off", silent=True, disable_git=True, save_code=False, x_disable_stats=True
+            ),
+        )
+        # Steps that are made again after a resumption are further points, and no step is refused as too old.
+        run.define_metric("*", step_metric="step")
+    except Exception as error:
+        _answer(answers, f"wandb.init: {type(error).__name__}: {error}")
+        return 1
+    _answer(answers, TAKEN)
+    for line in sys.stdin:
+        try:
+            run.log(json.loads(line))
+        except Exception as error:
+            _answer(answers, f"run.log: {type(error).__name__}: {error}")
+        else:
+            _answer(answers, TAKEN)
+    run.finish()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

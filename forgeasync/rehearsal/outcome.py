@@ -1,6 +1,5 @@
 """What a rehearsal has shown, read from the files of its run, and the tables about it."""
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from rich.table import Table
 
 from forgeasync.checkpoint import FINAL, list_checkpoints
 from forgeasync.config import LocalLauncher, ModelFacts, RoutingReplay, RunConfig, named_sources, num_hosts
-from forgeasync.observability import RunDir
+from forgeasync.observability import RunDir, read_json_lines
 from forgeasync.rehearsal.rule import Change
 
 Line = Mapping[str, float]
@@ -35,7 +34,7 @@ class Finding:
 
 def findings(config: RunConfig, facts: ModelFacts, run_dir: RunDir) -> list[Finding]:
     """List what the run in a folder has exercised; ``config`` and ``facts`` are what it ran with."""
-    lines = [json.loads(text) for text in run_dir.metrics.read_text(encoding="utf-8").splitlines()]
+    lines = read_json_lines(run_dir.metrics)
     steps = [line for line in lines if line["step"] > 0]
     return [
         *_procs(config, run_dir),

@@ -1,23 +1,23 @@
 from .dispatch import Assignment as Assignment
 from .dispatch import Dispatcher as Dispatcher
 from .dispatch import Fate as Fate
+from .endpoints import RewardUnavailable as RewardUnavailable
 from .filtering import GroupFiltering as GroupFiltering
 from .judge import Judge as Judge
 from .limited import Limited as Limited
 from .limited import OneReward as OneReward
 from .limited import all_of as all_of
 from .limited import is_limited as is_limited
+from .limited import weighted_score as weighted_score
 from .process_rewards import ProcessRewardPool as ProcessRewardPool
 from .reward_pool import RewardPool as RewardPool
 from .reward_trial import check_verifiers as check_verifiers
 from .reward_trial import try_rewards as try_rewards
-from .verifier_pool import VerifiedScorer as VerifiedScorer
-from .verifier_pool import verifier_choice as verifier_choice
 from .teacher_endpoint import TeacherClient as TeacherClient
-from .endpoints import RewardUnavailable as RewardUnavailable
 from .verifier import CHOICE_CODEC as CHOICE_CODEC
+from .verifier_pool import VerifiedScorer as VerifiedScorer
 from .verifier_pool import math_reward as math_reward
-from .limited import weighted_score as weighted_score
+from .verifier_pool import verifier_choice as verifier_choice
 
 # Only tests import these.
 from .endpoints import Breaker as Breaker
@@ -33,10 +33,10 @@ from .judge import messages as messages
 from .judge import read_verdict as read_verdict
 from .limited import TokenBucket as TokenBucket
 from .math_answers import judge_answer as judge_answer
+from .process_rewards import StepTokenizer as StepTokenizer
 from .process_rewards import score_of_steps as score_of_steps
 from .process_rewards import score_without_steps as score_without_steps
 from .process_rewards import steps_of_response as steps_of_response
-from .process_rewards import StepTokenizer as StepTokenizer
 from .process_rewards import written_steps as written_steps
 from .reward_pool import RewardFailure as RewardFailure
 from .reward_pool import RewardTimeout as RewardTimeout

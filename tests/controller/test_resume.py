@@ -24,7 +24,7 @@ from forgeasync.controller import (
     take_over,
 )
 from forgeasync.faults import RUN_MARK, files_of
-from forgeasync.observability import ProcsFile, RunDir, left_processes, procs_file, release_claims
+from forgeasync.observability import ProcsFile, RunDir, left_processes, release_claims, run_dir
 from forgeasync.rollouts import is_running, sweep_stale_folders
 from forgeasync.schema import ConfigError
 from forgeasync.testing import tiny_config
@@ -35,8 +35,7 @@ pytestmark = pytest.mark.procs
 CONTROLLER = """
 import multiprocessing, multiprocessing.shared_memory, subprocess, sys, time
 from pathlib import Path
-from forgeasync.observability.procs_file import ProcsFile
-from forgeasync.observability.run_dir import RunDir
+from forgeasync.observability.run_dir import ProcsFile, RunDir
 from forgeasync.rollouts.run_folder import create_run_folder
 
 if __name__ == "__main__":
@@ -226,7 +225,7 @@ def test_a_process_that_only_has_the_same_id_is_none_of_the_run(
         listing.put("generator", 0, pid=process.pid, host="host-0")
         boot = tmp_path / "boot"
         boot.write_text("another\n")
-        monkeypatch.setattr(procs_file, "BOOT_ID", boot)
+        monkeypatch.setattr(run_dir, "BOOT_ID", boot)
         assert not list(left_processes(file)), "the machine was started anew"
     finally:
         process.kill()

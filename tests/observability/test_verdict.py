@@ -1,10 +1,141 @@
-"""What bounds a run, by its measured times, and what to do about it."""
+"""What a run says last: what bounded it, how held-out accuracy went, and its curves."""
 
 import dataclasses
+import json
+import shlex
+import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from forgeasync.observability import MeasuredSteps, bound_words, verdict_lines
+from forgeasync.observability import (
+    KEYS,
+    NUM_GENERATORS,
+    WINDOW_STEPS,
+    MeasuredSteps,
+    MeasuredWindow,
+    MetricsWriter,
+    RunDir,
+    closing_lines,
+    num_steps_ahead,
+    plot,
+    steady_steps,
+    verdict_lines,
+)
+from tests.support.step_records import NOW, make_config, make_held_out, make_step
+
+# --- means over the newest steps ---
+
+
+def line(step: int, elapsed_s: float, **values: float) -> dict[str, float]:
+    """A step of 4 s, of which 1 s is waited for a batch and 2 s train, on 40 tokens; one generator, always
+    busy."""
+    found = {
+        "step": step,
+        "time/elapsed_s": elapsed_s,
+        "time/step_s": 4.0,
+        "time/eval_s": 0.0,
+        "time/wait_for_batch_s": 1.0,
+        "time/train_s": 2.0,
+        "time/publish_weights_s": 0.5,
+        "throughput/train_tokens_per_s": 10.0,
+        "generator/busy_s": elapsed_s,
+        NUM_GENERATORS: 1.0,
+        "time/controller_s": 0.25,
+        "time/wait_for_disk_s": 1.0,
+    }
+    changed = {key: values.pop(key.rpartition("/")[2]) for key in found if key.rpartition("/")[2] in values}
+    assert not values
+    return found | changed
+
+
+def measured(lines: list[dict[str, float]], *, num_left_out: int = 0, last_step: int = 10**6):
+    window = MeasuredWindow(num_left_out=num_left_out, last_step=last_step)
+    for one in lines:
+        window.add(one)
+    return window.measured()
+
+
+def test_shares_and_rates_are_of_the_time_without_evaluations() -> None:
+    third = line(3, 25.0, eval_s=10.0, busy_s=20.0) | {"time/checkpoint_s": 0.5}
+    found = measured([line(1, 5.0), line(2, 10.0), third])
+    assert found is not None and found.num_steps == 2
+    assert found.step_s == pytest.approx(5.0), "10 s were an evaluation's"
+    assert found.trained_tokens_per_s == pytest.approx(80.0 / 10.0)
+    assert (found.wait_share, found.train_share, found.publish_share) == pytest.approx((0.2, 0.4, 0.1))
+    between = (found.controller_share, found.disk_share, found.checkpoint_share)
+    assert between == pytest.approx((0.05, 0.2, 0.05))
+    assert found.eval_share == pytest.approx(1.0)
+    assert found.busy_share == pytest.approx(15.0 / 20.0), "evaluations keep generators busy too"
+
+
+def test_busy_time_is_that_of_all_generators_and_unknown_without_their_number() -> None:
+    two = [line(1, 5.0, num_healthy=2.0), line(2, 10.0, num_healthy=2.0)]
+    found = measured(two)
+    assert found is not None and found.busy_share == pytest.approx(0.5)
+    found = measured([{key: one[key] for key in KEYS} for one in two])
+    assert found is not None and found.busy_share is None and found.step_s == 5.0
+
+
+def test_the_last_steps_of_a_run_are_left_out_as_it_has_ever_less_to_sample() -> None:
+    fast_last = [line(1, 5.0), line(2, 10.0), line(3, 15.0), line(4, 15.1), line(5, 15.2)]
+    found = measured(fast_last, last_step=3)
+    assert found is not None and (found.num_steps, found.step_s) == (2, 5.0)
+    window = MeasuredWindow.of_run(30, num_steps_ahead=3)
+    for step in range(1, 31):
+        window.add(line(step, 5.0 * min(step, 27) + 0.1 * max(0, step - 27)))
+    found = window.measured()
+    assert found is not None and (found.num_steps, found.step_s) == (17, pytest.approx(5.0))
+
+
+def test_a_short_run_keeps_half_of_its_steps() -> None:
+    for num_steps in range(1, 40):
+        for num_first in range(num_steps):
+            for num_ahead in range(40):
+                steady = steady_steps(num_steps, num_first=num_first, num_ahead=num_ahead)
+                assert steady.start >= num_first and num_steps - steady.stop <= num_ahead
+                num_between = steady.stop - num_first
+                assert 2 * num_between >= num_steps - num_first
+                num_waves = num_between // (num_ahead + 1)
+                assert len(steady) == (num_waves * (num_ahead + 1) if num_waves else num_between)
+
+
+def test_how_far_a_run_samples_ahead() -> None:
+    assert num_steps_ahead(max_off_policy_steps=4, max_groups=None, groups_per_step=24) == 4
+    assert num_steps_ahead(max_off_policy_steps=4, max_groups=72, groups_per_step=24) == 3
+    assert num_steps_ahead(max_off_policy_steps=4, max_groups=73, groups_per_step=24) == 4
+    assert num_steps_ahead(max_off_policy_steps=0, max_groups=72, groups_per_step=24) == 0
+
+
+def test_a_start_in_between_begins_anew() -> None:
+    """The clock of a resumed run goes on; its generators' busy time begins at 0."""
+    before = [line(step, 5.0 * step) for step in (1, 2, 3)]
+    found = measured([*before, line(4, 500.0, busy_s=1.0), line(5, 504.0, busy_s=5.0)])
+    assert found is not None and (found.num_steps, found.step_s) == (1, 4.0)
+    # A step that is made again.
+    assert measured([*before, line(3, 16.0)]) is None
+
+
+@given(st.lists(st.floats(0.1, 100.0), min_size=2, max_size=3 * WINDOW_STEPS), st.integers(0, 5))
+def test_the_mean_is_that_of_the_newest_steps(seconds: list[float], num_left_out: int) -> None:
+    elapsed, lines = 0.0, []
+    for step, one in enumerate(seconds, 1):
+        elapsed += one
+        lines.append(line(step, elapsed))
+    found = measured(lines, num_left_out=num_left_out)
+    counted = seconds[max(1, num_left_out) :][-WINDOW_STEPS:]
+    if not counted:
+        assert found is None
+    else:
+        assert found is not None and found.num_steps == len(counted)
+        assert found.step_s == pytest.approx(sum(counted) / len(counted))
+
+
+# --- the verdict ---
+
 
 MEASURED = MeasuredSteps(
     num_steps=20,
@@ -48,7 +179,7 @@ MEASURED = MeasuredSteps(
     ],
 )
 def test_what_takes_most_of_the_time_bounds_the_run(changes: dict[str, float | None], begin: str) -> None:
-    words = bound_words(dataclasses.replace(MEASURED, **changes))
+    words = verdict_lines(dataclasses.replace(MEASURED, **changes))[0]
     assert words.startswith(begin) and "last 20 steps" in words
     _, advice = words.split(";", 1)
     assert advice.strip(), "a person can act on it"
@@ -58,3 +189,77 @@ def test_it_says_how_to_find_out_what_would_help() -> None:
     _, how = verdict_lines(MEASURED)
     assert "python -m apps.profile" in how
     assert "too few steps" in verdict_lines(None)[0]
+
+
+# --- held-out accuracy and curves ---
+
+
+def write_run(folder: Path) -> Path:
+    run_dir = RunDir.create(make_config(folder), "", NOW)
+    with MetricsWriter(run_dir.metrics, tensorboard_dir=None) as writer:
+        writer.write_initial_evaluation(make_held_out(accuracy=0.1), eval_s=1.0)
+        for step in range(1, 5):
+            accuracy = 0.1 * step if step % 2 == 0 else None
+            writer.write(make_step(step=step, elapsed_s=30.0 * step, accuracy=accuracy).to_dict())
+    return folder
+
+
+def test_plot_reads_what_the_writer_wrote(tmp_path: Path) -> None:
+    run = plot.read_run(write_run(tmp_path / "sync"))
+    assert run.name == "sync"
+    assert run.accuracy.steps_N.tolist() == [0, 2, 4]
+    assert run.accuracy.minutes_N.tolist() == [0.0, 1.0, 2.0]
+    assert run.reward.steps_N.tolist() == [1, 2, 3, 4]
+
+
+def test_plot_of_nothing_ends_with_the_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["plot", str(tmp_path), "--out", str(tmp_path / "x.png")])
+    with pytest.raises(SystemExit):
+        plot.main()
+    assert str(tmp_path / "metrics.jsonl") in capsys.readouterr().err
+
+
+def test_moving_average_looks_back_only() -> None:
+    averaged = plot.moving_average(np.array([1.0, 3.0, 5.0, 7.0]), 2)
+    assert averaged.tolist() == [1.0, 2.0, 4.0, 6.0]
+
+
+def test_the_last_words_say_how_accuracy_went_and_how_to_see_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_run(tmp_path / "a run")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").symlink_to(sys.executable)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
+    monkeypatch.chdir(tmp_path)
+    sentence, curves = closing_lines(RunDir(path=Path("a run")))
+    assert sentence == "held-out accuracy went from 10.0% to 40.0% in 4 steps, which took 2.0 minutes"
+    command = curves.removeprefix("its curves: ")
+    assert command.startswith("bin/python -m")
+    # The link is not the environment that has our packages: the same arguments, run as a test runs them.
+    monkeypatch.setattr(sys, "argv", shlex.split(command)[2:])
+    plot.main()
+    image = (tmp_path / "a run" / "learning.png").read_bytes()
+    assert image.startswith(b"\x89PNG\r\n\x1a\n") and len(image) > 10_000
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "words"),
+    [
+        ([None, None], "accuracy is unknown"),
+        ([0.25, None], "accuracy was 25.0% at step 0, and measured only then"),
+        ([None, 0.25], "accuracy was 25.0% at step 1, and measured only then"),
+        ([0.5, 0.5], "from 50.0% to 50.0% in 1 step,"),
+    ],
+)
+def test_the_last_words_where_little_was_measured(
+    tmp_path: Path, accuracies: list[float | None], words: str
+) -> None:
+    lines = [
+        {"step": step, "time/elapsed_s": 60.0 * step, "eval/accuracy": one}
+        for step, one in enumerate(accuracies)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert words in closing_lines(RunDir(path=tmp_path))[0]

@@ -2,8 +2,6 @@
 
 import importlib.util
 import json
-import os
-import signal
 import struct
 import time
 from collections.abc import Iterator
@@ -29,14 +27,6 @@ def start(folder: Path, said: list[str], section: WandbSection = OFFLINE) -> Wan
         config={"seed": 3, "model": {"path": "here"}},
         say=said.append,
     )
-
-
-def until_taken(log: WandbLog, num: int) -> None:
-    """Wait until W&B has answered so many lines."""
-    while log._num_answered < num:
-        assert log._process.poll() is None, log._num_answered
-        log._exchange()
-        time.sleep(0.05)
 
 
 BLOCK = 32768
@@ -93,35 +83,79 @@ def test_every_line_is_in_the_files_of_an_offline_run(
     for line, kept in zip(lines, history, strict=True):
         assert line == {key: kept[key] for key in line}
     assert config["seed"] == 3 and config["model"] == {"path": "here"}
-    assert not is_running(wandb._process.pid)
     assert (tmp_path / "wandb/id").read_text().strip()
 
 
-def test_one_that_dies_or_stands_still_costs_its_lines_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+FAKE = """
+import os, pathlib, time
+
+class Settings:
+    def __init__(self, **settings): pass
+
+class Run:
+    def define_metric(self, *names, **options): pass
+    def finish(self): pass
+    def log(self, values):
+        if values["step"] == 2:
+            pathlib.Path(__file__).with_name("pid").write_text(f"{os.getpid()}\\n")
+            WHAT
+
+def init(**given): return Run()
+"""
+
+
+def start_fake(folder: Path, monkeypatch: pytest.MonkeyPatch, said: list[str], what: str) -> WandbLog:
+    """Start with a package in place of wandb that does something else than taking step 2."""
+    (folder / "wandb.py").write_text(FAKE.replace("WHAT", what))
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    return start(folder, said)
+
+
+def test_one_that_hangs_costs_its_lines_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wandb_log, "END_S", 0.1)
+    monkeypatch.setattr(wandb_log, "MAX_KEPT_LINES", 10)
     said: list[str] = []
-    wandb = start(tmp_path, said)
-    path = tmp_path / "m.jsonl"
-    monkeypatch.setattr(wandb_log, "MAX_KEPT_BYTES", 1 << 14)
-    monkeypatch.setattr(wandb_log, "END_S", 1.0)
+    wandb = start_fake(tmp_path, monkeypatch, said, "time.sleep(3600)")
+    path, pid = tmp_path / "m.jsonl", tmp_path / "pid"
     with MetricsWriter(path, tensorboard_dir=None, wandb=wandb) as writer:
-        writer.write(make_step(step=1).to_dict())
-        until_taken(wandb, 1)
-        os.kill(wandb._process.pid, signal.SIGSTOP)
-        # More than the pipe and what is kept have room for.
-        for step in range(2, 200):
+        for step in (1, 2):
             writer.write(make_step(step=step).to_dict())
-        num_lost = wandb.num_errors
-        assert 0 < num_lost < 198 and len(said) == 1 and "does not take lines any more" in said[0]
-        os.kill(wandb._process.pid, signal.SIGKILL)
-        wandb._process.wait()
-        writer.write(make_step(step=200).to_dict())
-        assert wandb.num_errors == 199, "all but the first"
+        while not (pid.exists() and pid.read_text().endswith("\n")):
+            time.sleep(0.01)
+        for step in range(3, 23):
+            writer.write(make_step(step=step).to_dict())
+        assert wandb.num_errors == 10
+        (words,) = said
+        assert words.startswith("W&B: does not take lines any more; the run goes on")
+    assert wandb.num_errors == 21, "all but the first"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [line["step"] for line in lines] == list(range(1, 201))
-    assert lines[0]["metrics/num_wandb_errors"] == 0 and lines[-1]["metrics/num_wandb_errors"] == 199
+    assert [line["step"] for line in lines] == list(range(1, 23))
+    assert (lines[0]["metrics/num_wandb_errors"], lines[-1]["metrics/num_wandb_errors"]) == (0, 10)
     assert len(said) == 1, "said once"
+    assert not is_running(int(pid.read_text()))
+
+
+def test_one_that_dies_costs_its_lines_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wandb_log, "END_S", LONG_S)
+    said: list[str] = []
+    wandb = start_fake(tmp_path, monkeypatch, said, "os._exit(3)")
+    for step in (1, 2, 3, 4):
+        wandb.add({"step": step})
+    wandb.close()
+    (words,) = said
+    assert words.startswith("W&B: has ended with exit code 3; the run goes on")
+    assert wandb.num_errors == 3
+
+
+def test_one_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wandb_log, "END_S", 0.1)
+    said: list[str] = []
+    wandb = start_fake(tmp_path, monkeypatch, said, "time.sleep(3600)")
+    wandb.add({"step": 2})
+    wandb.close()
+    (words,) = said
+    assert f"has not ended within 0.1 s; `wandb sync` sends what is in {tmp_path / 'wandb'}" in words
+    assert wandb.num_errors == 1
 
 
 def test_why_it_cannot_begin_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from forgeasync.tracing import Changed, Ended, Facts, Line, Lived, Opened, State, encode
+from forgeasync.tracing import Changed, Facts, Line, Lived, Opened, Span, State, encode
 from tests.support.viewer_runs import STEP_S
 
 TRACE_BEGIN_S = 1.8e9
@@ -44,4 +44,4 @@ def _changed(at_s: float, state: State) -> Line:
 
 
 def _span(at_s: float, took_s: float, name: str, facts: Facts) -> Line:
-    return Ended(at_s=TRACE_BEGIN_S + at_s, took_s=took_s, name=name, facts=facts)
+    return Span(begin_s=TRACE_BEGIN_S + at_s, took_s=took_s, name=name, facts=facts)

@@ -10,7 +10,6 @@ lie between the begin and the end of each.
 
 import heapq
 import itertools
-import json
 import math
 import os
 import statistics
@@ -19,7 +18,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -27,7 +25,7 @@ from forgeasync.buffer import Dropped, DropReason, Scored, Started, Submitted, T
 from forgeasync.config import RunConfig, is_served, load_config, resolve
 from forgeasync.ledger import BadLine, LedgerLines
 from forgeasync.models import read_model_facts
-from forgeasync.observability import KEYS, MeasuredWindow, RunDir, num_steps_ahead
+from forgeasync.observability import KEYS, MeasuredWindow, RunDir, num_steps_ahead, read_json_lines
 from forgeasync.plugins.simulator.lengths import fit_lengths
 from forgeasync.plugins.simulator.profile import (
     Cores,
@@ -235,17 +233,12 @@ def _metrics(file: Path) -> list[dict[str, float]]:
     """Return the lines of all steps since the command was started last."""
     lines: list[dict[str, float]] = []
     try:
-        text = file.read_text(encoding="utf-8")
+        records = read_json_lines(file)
     except OSError as error:
         raise _refusal(file, f"cannot be read: {error.strerror}") from error
-    for one in text.splitlines(keepends=True):
-        if not one.endswith("\n"):
-            # The run is writing it.
-            break
-        try:
-            line: dict[str, Any] = json.loads(one)
-        except ValueError as error:
-            raise _refusal(file, f"must have an object on every line: {error}") from error
+    except ValueError as error:
+        raise _refusal(file, f"must have an object on every line: {error}") from error
+    for line in records:
         if not line.keys() >= set(KEYS) or any(line[key] is None for key in KEYS):
             continue
         is_new_start = bool(lines) and line["generator/busy_s"] < lines[-1]["generator/busy_s"]

@@ -26,7 +26,7 @@ from forgeasync.plugins.simulator import (
 from forgeasync.rollouts import Task, padded_length, plan_rows
 from forgeasync.schema import ConfigError
 from forgeasync.testing import tiny_config, write_tiny_model
-from forgeasync.tracing import Ended, Line, Opened, State, encode
+from forgeasync.tracing import Line, Opened, Span, State, encode
 from tests.support.ledgers import ledger_text, opened
 
 NUM_STEPS, NUM_GROUPS, GROUP_SIZE = 60, 6, 4
@@ -95,7 +95,7 @@ def write_run(folder: Path, config: RunConfig, *, has_lengths: bool = True, num_
     }
 
     def span(name: str, at_s: float, took_s: float, what: str, **facts: int | str) -> None:
-        traces[name].append(Ended(at_s=at_s, took_s=took_s, name=what, facts=facts))
+        traces[name].append(Span(begin_s=at_s, took_s=took_s, name=what, facts=facts))
 
     events, metrics = [opened(NUM_GROUPS)], list[dict[str, float]]()
     sampling_s, busy_s = now_s, 0.0

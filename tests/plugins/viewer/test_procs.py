@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from forgeasync.plugins.viewer import RunReader
-from forgeasync.tracing import ORDER, Changed, Ended, Lived, Opened, State, encode
+from forgeasync.tracing import ORDER, Changed, Lived, Opened, Span, State, encode
 from tests.support.made_traces import TRACE_BEGIN_S, write_traces
 from tests.support.viewer_runs import STEP_S, asked, read, write_run
 
@@ -59,7 +59,7 @@ def test_some_steps_only(reader: RunReader) -> None:
 def test_a_step_that_was_made_again_is_the_newer_one(reader: RunReader) -> None:
     lines = [
         Opened(at_s=TRACE_BEGIN_S + 50.0, proc="controller", pid=9, host="here", state=State.STARTING),
-        Ended(at_s=TRACE_BEGIN_S + 60.0, took_s=1.0, name="train", facts={"step": 3}),
+        Span(begin_s=TRACE_BEGIN_S + 60.0, took_s=1.0, name="train", facts={"step": 3}),
     ]
     (reader.run_dir.logs / "controller-9.trace.jsonl").write_bytes(b"".join(map(encode, lines)))
     reader.read_all()

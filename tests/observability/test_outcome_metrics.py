@@ -12,7 +12,6 @@ from forgeasync.observability import (
     ProblemScores,
     mean_score,
     pass_at_k,
-    powers_of_two,
     proportion,
     summarize,
 )
@@ -30,11 +29,6 @@ def test_pass_at_k_of_many_samples_is_exact() -> None:
     exact = 1 - math.comb(4000 - 7, 1024) / math.comb(4000, 1024)
     assert pass_at_k(4000, 7, 1024) == pytest.approx(exact, rel=1e-9)
     assert pass_at_k(4000, 0, 4000) == 0.0 and pass_at_k(4000, 1, 4000) == 1.0
-
-
-def test_ks_are_powers_of_two() -> None:
-    assert powers_of_two(1) == [1] and powers_of_two(3) == [1, 2]
-    assert powers_of_two(8) == powers_of_two(9) == [1, 2, 4, 8]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,364 @@
+"""Traces: states, lines and what is read of them, for any order of events; and those of real processes."""
+
+import errno
+import itertools
+import math
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forgeasync.tracing import (
+    NOT_THERE,
+    ORDER,
+    SHORTEST_S,
+    Changed,
+    Lane,
+    Line,
+    Lived,
+    Opened,
+    Pending,
+    Span,
+    State,
+    StateClock,
+    UnknownTrace,
+    close_trace,
+    decode,
+    doing,
+    encode,
+    named_lanes,
+    open_trace,
+    process_trace,
+    shares,
+    span,
+    started,
+    states_between,
+)
+from tests.support.disks import Disk, install
+
+# --- states and lines ---
+
+
+STATES = st.sampled_from(ORDER)
+
+
+MOMENTS = st.floats(min_value=0.0, max_value=2e9).map(lambda value: round(value, 6))
+
+
+WORDS = st.text(max_size=20)
+
+
+LINES = st.one_of(
+    st.builds(Opened, at_s=MOMENTS, proc=WORDS, pid=st.integers(1, 1 << 30), host=WORDS, state=STATES),
+    st.builds(Changed, at_s=MOMENTS, state=STATES),
+    st.builds(
+        Span,
+        begin_s=MOMENTS,
+        took_s=MOMENTS,
+        name=WORDS,
+        facts=st.dictionaries(WORDS, st.one_of(WORDS, st.integers(-(1 << 60), 1 << 60)), max_size=3),
+    ),
+    st.builds(Lived, at_s=MOMENTS, num_lost=st.integers(0, 1 << 40)),
+)
+
+
+@given(st.lists(st.tuples(STATES, st.booleans()), max_size=60))
+def test_the_state_is_the_first_of_all_that_is_in_flight(steps: list[tuple[State, bool]]) -> None:
+    clock, in_flight = StateClock(State.WAITING_FOR_ROOM), []
+    for state, begins in steps:
+        if begins:
+            clock.begin(state)
+            in_flight.append(state)
+        elif state in in_flight:
+            clock.end(state)
+            in_flight.remove(state)
+        assert clock.state is min(in_flight, key=ORDER.index, default=State.WAITING_FOR_ROOM)
+
+
+@given(LINES)
+def test_a_line_says_what_was_written(line: Line) -> None:
+    data = encode(line)
+    assert data.count(b"\n") == 1 and data.endswith(b"\n")
+    assert decode(data[:-1]) == line
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"", "no line"),
+        (b"[1]", "no line"),
+        (b'{"at": "now"}', "no line"),
+        (b'{"at": 1, "state": "asleep"}', "asleep"),
+        (b'{"at": 1, "trace": 2, "proc": "x", "state": "starting"}', "format 2; this version reads 1"),
+        (b'{"at": 1, "trace": 1, "state": "starting"}', "proc"),
+        (b"[" * 100_000, "no line"),
+    ],
+)
+def test_other_lines_are_refused_with_their_reason(data: bytes, words: str) -> None:
+    with pytest.raises(UnknownTrace, match=words):
+        decode(data)
+
+
+@given(st.lists(st.tuples(st.floats(0.0, 3 * SHORTEST_S), STATES, st.booleans(), st.booleans()), max_size=80))
+def test_only_states_that_are_too_short_are_left_out(
+    events: list[tuple[float, State, bool, bool]],
+) -> None:
+    pending, now_s = Pending(State.STARTING, max_lines=1000), 100.0
+    true: list[tuple[float, State]] = [(0.0, State.STARTING)]
+    written: list[Line] = []
+    num_spans = 0
+    for passed_s, state, has_span, is_taken in events:
+        now_s += passed_s
+        pending.change(now_s, state)
+        true.append((now_s, state))
+        if has_span:
+            pending.add(Span(begin_s=now_s, took_s=0.0, name="x", facts={}))
+            num_spans += 1
+        if is_taken:
+            written += pending.take(now_s, says_lived=False)
+    written += pending.take(now_s, says_lived=False)
+    changes = [line for line in written if isinstance(line, Changed)]
+    assert sum(isinstance(line, Span) for line in written) == num_spans
+    assert [line.at_s for line in changes] == sorted(line.at_s for line in changes)
+    said = [State.STARTING, *(line.state for line in changes)]
+    assert all(one is not other for one, other in itertools.pairwise(said))
+    assert said[-1] is true[-1][1], "the newest state is never left out"
+    # Wherever a state has lasted for long enough, the lines say it at the end of that time.
+    true.append((now_s + 1.0, State.STARTING))
+    for (begin_s, state), (end_s, _) in itertools.pairwise(true):
+        if end_s - begin_s > 2 * SHORTEST_S:
+            moment_s = math.nextafter(end_s, 0.0)
+            at_then = [line.state for line in changes if line.at_s <= moment_s]
+            assert (at_then or [State.STARTING])[-1] is state
+
+
+def test_a_state_that_is_too_short_counts_as_the_one_after_it() -> None:
+    pending = Pending(State.STARTING, max_lines=10)
+    pending.change(1.0, State.COMPUTING)
+    pending.change(1.0 + SHORTEST_S / 2, State.FETCHING)
+    pending.change(2.0, State.COMPUTING)
+    pending.change(2.0 + SHORTEST_S / 2, State.FETCHING)
+    assert pending.take(3.0, says_lived=True) == [Changed(at_s=1.0, state=State.FETCHING)]
+
+
+def test_what_is_too_much_is_counted_and_the_newest_state_is_said() -> None:
+    pending = Pending(State.STARTING, max_lines=3)
+    for number in range(10):
+        pending.change(float(number), ORDER[number % 2 + 1])
+        pending.add(Span(begin_s=float(number), took_s=0.5, name="x", facts={}))
+    *kept, newest, lost = pending.take(20.0, says_lived=False)
+    assert [type(line) for line in kept] == [Changed] * 3 + [Span] * 3
+    assert newest == Changed(at_s=20.0, state=ORDER[2])
+    assert lost == Lived(at_s=20.0, num_lost=7 + 7)
+    assert pending.take(21.0, says_lived=True) == [Lived(at_s=21.0, num_lost=0)]
+
+
+# --- lanes ---
+
+
+IDLE, BUSY = State.WAITING_FOR_BATCH, State.COMPUTING
+
+
+def lane_of(*lines: Line, proc: str = "trainer-0", begin_s: float = 10.0) -> Lane:
+    lane = Lane()
+    opened = Opened(at_s=begin_s, proc=proc, pid=7, host="here", state=State.STARTING)
+    for line in (opened, *lines):
+        lane.add(encode(line)[:-1])
+    return lane
+
+
+def test_seconds_by_state_between_edges() -> None:
+    lane = lane_of(
+        Changed(at_s=12.0, state=BUSY), Changed(at_s=13.0, state=IDLE), Lived(at_s=20.0, num_lost=0)
+    )
+    seconds = lane.seconds_N(np.array([0.0, 11.0, 12.5, 30.0]))
+    rows = {state: seconds[ORDER.index(state)].tolist() for state in (State.STARTING, BUSY, IDLE)}
+    assert rows == {State.STARTING: [1.0, 1.0, 0.0], BUSY: [0.0, 0.5, 0.5], IDLE: [0.0, 0.0, 7.0]}
+    assert seconds.sum() == pytest.approx(10.0)
+
+
+@given(
+    st.lists(st.tuples(st.floats(0.001, 5.0), st.sampled_from(ORDER)), min_size=1, max_size=30),
+    st.lists(st.floats(0.0, 200.0), min_size=2, max_size=20, unique=True),
+)
+def test_each_second_lies_in_exactly_one_state(
+    changes: list[tuple[float, State]], edges: list[float]
+) -> None:
+    now_s, lines = 10.0, []
+    for passed_s, state in changes:
+        now_s += passed_s
+        lines.append(Changed(at_s=round(now_s, 6), state=state))
+    lane = lane_of(*lines)
+    seconds = lane.seconds_N(np.array(sorted(edges)))
+    lived = np.diff(np.clip(sorted(edges), lane.begin_s, lane.end_s))
+    assert seconds.min() >= 0.0
+    assert seconds.sum(axis=0) == pytest.approx(lived, abs=1e-6)
+    assert sum(end - begin for _, begin, end in lane.stretches()) == pytest.approx(lane.end_s - lane.begin_s)
+
+
+def test_processes_that_follow_each_other_are_one_lane_with_a_gap() -> None:
+    first = lane_of(Changed(at_s=11.0, state=BUSY), Lived(at_s=14.0, num_lost=2), proc="generator-0")
+    second = lane_of(
+        Changed(at_s=21.0, state=IDLE), Lived(at_s=24.0, num_lost=0), proc="generator-0", begin_s=20.0
+    )
+    other = lane_of(proc="generator-10")
+    loop = lane_of(proc="controller")
+    lanes = named_lanes([second, other, first, loop])
+    assert list(lanes) == ["controller", "generator-0", "generator-10"]
+    assert lanes["generator-0"] == [first, second]
+    states = states_between([first, second], np.arange(10.0, 25.0)).tolist()
+    starting, busy, idle = (ORDER.index(one) for one in (State.STARTING, BUSY, IDLE))
+    assert states == [starting, *[busy] * 3, *[NOT_THERE] * 6, starting, *[idle] * 3]
+    found = shares([first, second], 0.0, 100.0)
+    assert found[BUSY] == pytest.approx(3 / 8) and sum(found.values()) == pytest.approx(1.0)
+    assert first.num_lost == 2 and shares([first], 50.0, 60.0) == {}
+
+
+def test_damage_is_counted_and_the_rest_is_read() -> None:
+    lane = lane_of(Span(begin_s=11.0, took_s=2.0, name="train", facts={"version": 3}))
+    lane.add(b'{"at": 12, "sta')
+    lane.add(encode(Changed(at_s=13.5, state=BUSY))[:-1])
+    assert lane.num_damaged == 1 and lane.first_damage is not None and "no line" in lane.first_damage
+    assert lane.state is BUSY and lane.end_s == 13.5
+    assert [(one.name, one.facts) for one in lane.spans] == [("train", {"version": 3})]
+
+
+def test_a_file_without_its_first_line_is_no_lane() -> None:
+    lane = Lane()
+    lane.add(encode(Changed(at_s=1.0, state=BUSY))[:-1])
+    assert lane.opened is None and lane.num_damaged == 1
+    assert named_lanes([lane]) == {}
+
+
+# --- processes ---
+
+
+def lane_in(folder: Path) -> Lane:
+    (file,) = folder.glob("*.trace.jsonl")
+    lane = Lane()
+    for line in file.read_bytes().splitlines():
+        lane.add(line)
+    assert lane.num_damaged == 0
+    return lane
+
+
+def test_states_and_spans_reach_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_trace, "SHORTEST_S", 0.0)
+    open_trace(tmp_path / "logs", "scorer-0", idle=IDLE)
+    started()
+    with doing(BUSY), span("score", {"group": 5}), doing(State.FETCHING):
+        pass
+    with pytest.raises(KeyError), doing(State.SWAPPING), span("fails"):
+        raise KeyError
+    close_trace()
+    lane = lane_in(tmp_path / "logs")
+    assert [state for state, _, _ in lane.stretches()] == [
+        *(State.STARTING, IDLE, BUSY, IDLE, State.SWAPPING, IDLE)
+    ]
+    assert [(one.name, dict(one.facts)) for one in lane.spans] == [("score", {"group": 5}), ("fails", {})]
+    (computed_s,) = (end - begin for state, begin, end in lane.stretches() if state is BUSY)
+    assert computed_s >= lane.spans[0].took_s - 1e-5
+
+
+def test_threads_share_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_trace, "SHORTEST_S", 0.0)
+    open_trace(tmp_path, "scorer-0", idle=IDLE)
+    started()
+
+    def work() -> None:
+        for _ in range(200):
+            with doing(BUSY), span("x"):
+                pass
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    close_trace()
+    lane = lane_in(tmp_path)
+    assert len(lane.spans) == 800 and lane.num_lost == 0
+    assert lane.state is IDLE
+
+
+def test_nothing_is_recorded_without_a_trace(tmp_path: Path) -> None:
+    close_trace()
+    with doing(State.COMPUTING), span("x"):
+        started()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_made_costs_the_trace_only(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "logs").write_text("a file")
+    open_trace(tmp_path / "logs", "buffer-0", idle=IDLE)
+    assert "buffer-0 has no trace" in capfd.readouterr().err
+    with doing(State.COMPUTING):
+        pass
+
+
+def test_what_a_full_disk_refuses_comes_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class FullDisk(Disk):
+        def pwrite(self, descriptor: int, data: bytes, position: int) -> int:
+            try:
+                return super().pwrite(descriptor, data, position)
+            finally:
+                if position >= self.room:
+                    has_refused.set()
+
+    disk, has_refused = FullDisk(room=1 << 20), threading.Event()
+    install(monkeypatch, disk)
+    monkeypatch.setattr(process_trace, "WRITE_EVERY_S", 0.01)
+    open_trace(tmp_path, "buffer-0", idle=IDLE)
+    disk.room = 0
+    with span("while the disk is full"):
+        pass
+    has_refused.wait()
+    assert b"while the disk is full" not in next(tmp_path.iterdir()).read_bytes()
+    disk.room = 1 << 20
+    close_trace()
+    assert [one.name for one in lane_in(tmp_path).spans] == ["while the disk is full"]
+
+
+def test_a_disk_that_refuses_for_good_ends_the_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    disk = Disk(room=1 << 20)
+    install(monkeypatch, disk)
+    open_trace(tmp_path, "buffer-0", idle=IDLE)
+    disk.room, disk.error = 0, errno.EROFS
+    with span("x"):
+        pass
+    close_trace()
+    assert "this process's trace ends here" in capfd.readouterr().err
+
+
+def test_a_killed_process_leaves_what_it_did(tmp_path: Path) -> None:
+    program = f"""
+import sys, time
+from pathlib import Path
+from forgeasync.tracing import State, doing, open_trace, started
+open_trace(Path({str(tmp_path)!r}), "generator-0", idle=State.WAITING_FOR_ROOM)
+started()
+with doing(State.COMPUTING):
+    print("half", flush=True)
+    time.sleep(60)
+"""
+    child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    assert child.stdout is not None and child.stdout.readline() == b"half\n"
+    while b"computing" not in next(tmp_path.iterdir()).read_bytes():
+        time.sleep(0.01)
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    child.stdout.close()
+    lane = lane_in(tmp_path)
+    assert lane.state is State.COMPUTING
+    assert shares([lane], lane.begin_s, lane.end_s)
