@@ -10,10 +10,14 @@ import torch
 from monarch.rdma import RDMABuffer
 
 from forgeasync.weights.layout import SEGMENT_BYTES
-from forgeasync.weights.transports.transport import Arrived, ByteRange, RankSource, RankStaging, Transport
-
-MAX_READS_IN_FLIGHT = 4
-"""Enough to hide a round trip behind the bytes of other segments."""
+from forgeasync.weights.transports.transport import (
+    Arrived,
+    ByteRange,
+    RankSource,
+    RankStaging,
+    Transport,
+    move_segments,
+)
 
 Segments = tuple[tuple[RDMABuffer, ...], ...]
 """Handles of consecutive ``SEGMENT_BYTES``, by slot."""
@@ -42,15 +46,10 @@ class RdmaTransport(Transport):
         self, slot: int, ranges: Sequence[ByteRange], received: torch.Tensor, arrived: Arrived
     ) -> None:
         """See ``Transport``."""
-        limit = asyncio.Semaphore(MAX_READS_IN_FLIGHT)
 
         async def read_segment(first: int, last: int) -> None:
-            async with limit:
-                handle = self._segments[slot][first // SEGMENT_BYTES]
-                await handle.read_into(received[first:last], timeout=self._timeout_s)
-                await asyncio.to_thread(arrived, (first, last))
+            handle = self._segments[slot][first // SEGMENT_BYTES]
+            await handle.read_into(received[first:last], timeout=self._timeout_s)
+            await asyncio.to_thread(arrived, (first, last))
 
-        async with asyncio.TaskGroup() as reads:
-            for start, stop in ranges:
-                for first in range(start, stop, SEGMENT_BYTES):
-                    reads.create_task(read_segment(first, min(first + SEGMENT_BYTES, stop)))
+        await move_segments(ranges, read_segment)

@@ -14,7 +14,7 @@ when torchstore asks for ``get_rdma_backend()`` instead of ibverbs.
 """
 
 import asyncio
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torchstore
@@ -35,6 +35,7 @@ from forgeasync.weights.transports.transport import (
     RankStaging,
     SpawnProc,
     Transport,
+    move_segments,
 )
 
 
@@ -101,10 +102,6 @@ torchstore.api.Controller = Controller
 Pipe.create_transport_buffer = _create_transport_buffer
 
 
-MAX_SEGMENTS_IN_FLIGHT = 4
-"""Enough to hide the store's several messages per segment behind the bytes of other segments."""
-
-
 class TorchstoreTransport(Transport):
     """Puts and gets whole segments. Call all methods but ``start`` inside an actor."""
 
@@ -120,8 +117,12 @@ class TorchstoreTransport(Transport):
 
     async def staged(self, slot: int) -> None:
         """Put the buffer into the store."""
-        segments = enumerate(self._buffers[slot].split(SEGMENT_BYTES))
-        await _run_some(torchstore.put(self._key(slot, index), segment) for index, segment in segments)
+        buffer = self._buffers[slot]
+
+        async def put(first: int, last: int) -> None:
+            await torchstore.put(self._key(slot, first // SEGMENT_BYTES), buffer[first:last])
+
+        await move_segments([(0, len(buffer))], put)
 
     def connect(self, source: RankSource) -> None:
         """The store is found by its name."""
@@ -141,23 +142,7 @@ class TorchstoreTransport(Transport):
 
             await asyncio.to_thread(take)
 
-        await _run_some(
-            get(first, min(first + SEGMENT_BYTES, stop))
-            for start, stop in ranges
-            for first in range(start, stop, SEGMENT_BYTES)
-        )
+        await move_segments(ranges, get)
 
     def _key(self, slot: int, segment: int) -> str:
         return f"weights/{self._rank}/{slot}/{segment}"
-
-
-async def _run_some(moves: Iterable[Awaitable[None]]) -> None:
-    limit = asyncio.Semaphore(MAX_SEGMENTS_IN_FLIGHT)
-
-    async def run(move: Awaitable[None]) -> None:
-        async with limit:
-            await move
-
-    async with asyncio.TaskGroup() as running:
-        for move in moves:
-            running.create_task(run(move))

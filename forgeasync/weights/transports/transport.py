@@ -4,8 +4,9 @@
 that ``weights.transport`` names.
 """
 
+import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ import torch
 
 from forgeasync.config import BUILT_IN_TRANSPORTS, LocalLauncher, RunConfig, TransportChoice, WeightsSection
 from forgeasync.schema import Problem, PythonCode, load_code
-from forgeasync.weights.layout import BLOCK_BYTES, WeightLayout
+from forgeasync.weights.layout import BLOCK_BYTES, SEGMENT_BYTES, WeightLayout
 
 if TYPE_CHECKING:
     # Importing Monarch starts threads, and many processes that use this module do not need it.
@@ -25,6 +26,9 @@ ByteRange = tuple[int, int]
 
 Arrived = Callable[[ByteRange], None]
 """Called for every part of the ranges as soon as it has arrived; may be called from any thread."""
+
+MAX_SEGMENTS_IN_FLIGHT = 4
+"""Enough to hide the messages of one segment behind the bytes of the others."""
 
 SpawnProc = Callable[[str], "ProcMesh"]
 """Starts a process of this name on the controller's machine; it ends with the run."""
@@ -191,6 +195,20 @@ class Transport(ABC):
         self, slot: int, ranges: Sequence[ByteRange], received: torch.Tensor, arrived: Arrived
     ) -> None:
         """Copy ``ranges`` of a slot into the same places of ``received`` (uint8, as long as the buffer)."""
+
+
+async def move_segments(ranges: Iterable[ByteRange], move: Callable[[int, int], Awaitable[None]]) -> None:
+    """Call ``move(first, last)`` for every segment of ``SEGMENT_BYTES`` in the ranges, a few at once."""
+    limit = asyncio.Semaphore(MAX_SEGMENTS_IN_FLIGHT)
+
+    async def run(first: int, last: int) -> None:
+        async with limit:
+            await move(first, last)
+
+    async with asyncio.TaskGroup() as moves:
+        for start, stop in ranges:
+            for first in range(start, stop, SEGMENT_BYTES):
+                moves.create_task(run(first, min(first + SEGMENT_BYTES, stop)))
 
 
 def build_transport(choice: TransportChoice) -> Transport:
