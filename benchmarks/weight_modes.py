@@ -98,10 +98,11 @@ async def run_mode(
     num_sequences: int,
 ) -> ModeRun:
     """One update under a mode, which stays the engine's."""
-    from forgeasync.generator import WeightUpdates, interruption_policy
+    from forgeasync.generator import WeightUpdates
 
-    policy = interruption_policy(mode, client=engine._client, gate=engine._gate)
-    engine._updates = WeightUpdates(engine._client, engine._groups, policy, KvAfterSwap.KEEP)
+    engine._updates = WeightUpdates(
+        engine._client, engine._groups, engine._gate, interruption=mode, kv_cache=KvAfterSwap.KEEP
+    )
 
     streams = Streams(engine, f"{mode}-{manifest.version}")
     for index in range(1, num_sequences):
