@@ -526,7 +526,7 @@ class GeneratorActor(Actor):
     async def time_engine(
         self, timing: DecodeTiming | PrefillTiming, sampling: SamplingSection, seed: int
     ) -> float:
-        """See ``forgeasync.generator.timing``."""
+        """See ``forgeasync.generator.token_scores``."""
         from forgeasync.generator import time_engine
 
         assert self._engine is not None

@@ -7,7 +7,7 @@ what the same steps would have taken at the median of its peers. It is slow whil
 
 Where no peer has a like load, a bound of the ratio counts if it is above the factor. What is no evidence
 counts neither way, and time without it stands still; with one generator there never is any. Prompts that are
-computed, and updates, are no steps of decoding (``generator/step_times.py``).
+computed, and updates, are no steps of decoding (``generator/reports.py``).
 """
 
 import statistics

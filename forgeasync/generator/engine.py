@@ -12,6 +12,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 from vllm import SamplingParams
+from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs.engine import tokens_input
 from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
@@ -21,32 +22,106 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCore
 
 from forgeasync.config import GeneratorSection, SamplingSection, WeightsSection
-from forgeasync.generator.busy_clock import BusyClock
-from forgeasync.generator.engine_args import engine_args
 from forgeasync.generator.in_flight_recorder import PART_ARGUMENT, TURN_ARGUMENT, InFlightRecorder
-from forgeasync.generator.interruption import (
-    EPISODE_ARGUMENT,
-    GROUP_ARGUMENT,
-    SAMPLE_ARGUMENT,
+from forgeasync.generator.reports import (
+    BusyClock,
+    DecodeSteps,
+    DecodeTiming,
+    EngineStats,
+    GroupCancelled,
+    PrefillTiming,
+    SwapReport,
+)
+from forgeasync.generator.turns import (
+    EngineEpisode,
+    EngineTurn,
+    SequenceReader,
+    TurnEnd,
+    check_continued,
+    part_seed,
+)
+from forgeasync.generator.updates import (
     AdmissionGate,
     Groups,
     Prefetch,
     RunningGroup,
-    interruption_policy,
+    WeightUpdates,
+    request_arguments,
 )
-from forgeasync.generator.reports import EngineStats, GroupCancelled, SwapReport
-from forgeasync.generator.sequence import SequenceReader, TurnEnd, part_seed
-from forgeasync.generator.turns import EngineEpisode, EngineTurn, check_continued
-from forgeasync.generator.updates import WeightUpdates
-from forgeasync.generator.workarounds.batch_invariance import compute_batch_invariantly
-from forgeasync.generator.workarounds.cpu_latent import expand_latents, rotate_in_torch
 from forgeasync.generator.workarounds.inprocess_client import InProcessAsyncClient, scheduler_of, start_llm
-from forgeasync.generator.workarounds.served_adapters import AdapterSetup, ServedAdapter, install
-from forgeasync.generator.workarounds.vllm_process import adapt_process
+from forgeasync.generator.workarounds.served_adapters import (
+    AdapterSetup,
+    ServedAdapter,
+    engine_modules,
+    engine_rank,
+    install,
+)
+from forgeasync.generator.workarounds.vllm_process import (
+    adapt_process,
+    compute_batch_invariantly,
+    expand_latents,
+    gpu_share,
+    rotate_in_torch,
+)
 from forgeasync.rollouts import CaptureSpec, FinishReason, LoggedTurn, Rollout
 from forgeasync.tracing import State, doing
 
 R = TypeVar("R")
+
+CPU_WORKER = "forgeasync.generator.workarounds.cpu_worker.UpdatableCPUWorker"
+
+GPU_WORKER_EXTENSION = "forgeasync.generator.gpu_worker.UpdatableGPUWorker"
+
+MOST_TRIES = 5
+"""When other processes have the cores, sequences may begin so far apart that they never all decode."""
+
+NUM_RANDOM = 2
+"""Tokens at the begin of a prompt that are drawn: no two prompts have a prefix in common, or the engine would
+compute it once."""
+
+
+def engine_args(
+    *,
+    model_path: Path,
+    generator: GeneratorSection,
+    max_context_length: int,
+    seed: int,
+    records: CaptureSpec,
+    adapters: AdapterSetup | None,
+    is_cpu: bool,
+    num_scored_ids: int = 0,
+    gpu_bytes: int | None = None,
+) -> AsyncEngineArgs:
+    """Return vLLM's arguments for an engine of the CPU build or of another.
+
+    Raises:
+        ValueError: see ``gpu_share``.
+    """
+    return AsyncEngineArgs(
+        model=str(model_path),
+        dtype=generator.dtype.value,
+        max_model_len=max_context_length,
+        max_num_seqs=generator.max_num_seqs,
+        max_num_batched_tokens=generator.max_num_batched_tokens,
+        tensor_parallel_size=generator.tensor_parallel,
+        enable_expert_parallel=generator.expert_parallel,
+        worker_cls=CPU_WORKER if is_cpu else "auto",
+        worker_extension_cls="" if is_cpu else GPU_WORKER_EXTENSION,
+        kv_cache_memory_bytes=int(generator.kv_cache_gib * 2**30),
+        gpu_memory_utilization=gpu_share(gpu_bytes),
+        enforce_eager=not generator.compile,
+        # The distribution really drawn from: after temperature, top-k, top-p and min-p.
+        logprobs_mode="processed_logprobs",
+        max_logprobs=num_scored_ids,
+        # Step outputs then belong to the weights of that very step, which makes version labels exact.
+        async_scheduling=False,
+        seed=seed,
+        enable_return_routed_experts=records.routing and not is_cpu,
+        return_sampling_mask=records.kept_tokens and not is_cpu,
+        enable_lora=adapters is not None,
+        max_lora_rank=16 if adapters is None else engine_rank(adapters.lora.rank),
+        lora_target_modules=None if adapters is None else engine_modules(adapters),
+    )
 
 
 class GeneratorEngine:
@@ -59,7 +134,7 @@ class GeneratorEngine:
         records: CaptureSpec,
         *,
         weights: WeightsSection,
-        recorder: InFlightRecorder | None,
+        recorder: InFlightRecorder,
     ) -> None:
         model = llm.model_config
         self._llm = llm
@@ -78,8 +153,13 @@ class GeneratorEngine:
         """Reads what the engine has sampled."""
         self._gate = AdmissionGate()
         self._groups = Groups()
-        policy = interruption_policy(weights.interruption, client=client, gate=self._gate)
-        self._updates = WeightUpdates(client, self._groups, policy, weights.kv_cache)
+        self._updates = WeightUpdates(
+            client,
+            self._groups,
+            self._gate,
+            interruption=weights.interruption,
+            kv_cache=weights.kv_cache,
+        )
         self.adapter: ServedAdapter | None = None
         """Adapter that all requests are served with; None if weights are whole."""
         self._request_ids = itertools.count()
@@ -105,14 +185,14 @@ class GeneratorEngine:
     ) -> "GeneratorEngine":
         """Load a Hugging Face folder as policy version 0; with ``adapters`` of it that vLLM serves.
 
-        What named groups have in flight is logged in the folder ``in_flight``, which is made.
+        What named groups have in flight is logged in the folder ``in_flight``, which is made; None: nowhere.
         ``num_scored_ids`` is the most that ``forgeasync.generator.token_scores`` asks for. Each GPU must have
         ``gpu_bytes`` free; None: 92 % of it.
         """
         is_cpu = current_platform.is_cpu()
         adapt_process()
         if generator.batch_invariant:
-            compute_batch_invariantly()
+            compute_batch_invariantly(is_cpu=is_cpu)
         if is_cpu:
             expand_latents()
         args = engine_args(
@@ -130,19 +210,17 @@ class GeneratorEngine:
         vllm_config = await asyncio.to_thread(args.create_engine_config, UsageContext.ENGINE_CONTEXT)
         if is_cpu:
             # Imports the CPU build's model runner, which other builds need not have.
-            from forgeasync.generator.workarounds.cpu_capture import request_records
+            from forgeasync.generator.workarounds.cpu_model_runner import request_records
 
             rotate_in_torch(vllm_config)
             request_records(vllm_config, routing=records.routing, kept_tokens=records.kept_tokens)
-        recorder = None
-        if in_flight is not None:
-            vocab_size = vllm_config.model_config.get_vocab_size()
-            recorder = InFlightRecorder(in_flight, records=records, vocab_size=vocab_size)
+        vocab_size = vllm_config.model_config.get_vocab_size()
+        recorder = InFlightRecorder(in_flight, records=records, vocab_size=vocab_size)
         llm = await start_llm(
             vllm_config, salt_with_version=not weights.prefix_cache_across_versions, observer=recorder
         )
         if is_cpu and num_scored_ids:
-            from forgeasync.generator.workarounds.cpu_given_ids import accept_given_ids
+            from forgeasync.generator.workarounds.cpu_model_runner import accept_given_ids
 
             accept_given_ids(llm)
         engine = cls(llm, llm.engine_core, records, weights=weights, recorder=recorder)
@@ -227,7 +305,7 @@ class GeneratorEngine:
             ValueError: another group of this id is being sampled.
         """
         key, group = self._groups.open(group_id)
-        if self._recorder is not None and key >= 0:
+        if key >= 0:
             self._recorder.open_group(key)
         return key, group
 
@@ -237,13 +315,11 @@ class GeneratorEngine:
 
     def forget_group(self, group_key: int) -> None:
         """Nobody will ask another engine to go on with the group."""
-        if self._recorder is not None:
-            self._recorder.forget_group(group_key)
+        self._recorder.forget_group(group_key)
 
     def forget_turns(self, turns: Sequence[EngineTurn]) -> None:
         """Nobody will ask another engine to go on with these turns of a group."""
-        if self._recorder is not None:
-            self._recorder.forget_turns([turn.log_key for turn in turns if turn.log_key is not None])
+        self._recorder.forget_turns([turn.log_key for turn in turns if turn.log_key is not None])
 
     async def sample_turn(
         self,
@@ -265,7 +341,7 @@ class GeneratorEngine:
             turn.stop = sampling.stop
             self.log_turn(turn, group_key)
             self.resume_turn(turn, group, max_tokens=max_tokens)
-            while turn.finish_reason is None:
+            while turn.end is None:
                 if group.is_cancelled or episode.is_cancelled:
                     raise GroupCancelled
                 number = episode.num_requests
@@ -283,9 +359,7 @@ class GeneratorEngine:
                     stop=list(sampling.stop),
                     output_kind=RequestOutputKind.FINAL_ONLY,
                     extra_args={
-                        GROUP_ARGUMENT: group_key,
-                        SAMPLE_ARGUMENT: episode.sample,
-                        EPISODE_ARGUMENT: episode.number,
+                        **request_arguments(group=group_key, sample=episode.sample, episode=episode.number),
                         PART_ARGUMENT: number,
                         **({} if turn.log_key is None else {TURN_ARGUMENT: turn.log_key}),
                     },
@@ -299,7 +373,7 @@ class GeneratorEngine:
 
     def log_turn(self, turn: EngineTurn, group_key: int) -> None:
         """Log a turn that begins, with what another engine has sampled of it."""
-        if self._recorder is not None and group_key >= 0 and turn.log_key is None:
+        if turn.log_key is None:
             turn.log_key = self._recorder.begin_turn(turn.begun(group_key), turn.restored)
 
     def resume_turn(self, turn: EngineTurn, group: RunningGroup, *, max_tokens: int) -> None:
@@ -317,9 +391,8 @@ class GeneratorEngine:
         """Note how a turn has ended; None: it goes on."""
         if end is None:
             return
-        turn.finish_reason, turn.has_end_token = end.finish_reason, end.has_end_token
-        turn.stop_text = end.stop_text
-        if self._recorder is not None and turn.log_key is not None:
+        turn.end = end
+        if turn.log_key is not None:
             self._recorder.end_turn(turn.ended(turn.log_key))
 
     async def run_request(self, prompt_ids: list[int], params: SamplingParams) -> RequestOutput:
@@ -380,7 +453,7 @@ class GeneratorEngine:
             busy_s=self.busy.total_s,
             steps_s=self._client.step_times.total_s,
             decode_steps=self._client.step_times.counts(),
-            num_log_failures=0 if self._recorder is None else self._recorder.num_failures,
+            num_log_failures=self._recorder.num_failures,
             kv_block_tokens=self._llm.vllm_config.cache_config.block_size,
         )
 
@@ -390,3 +463,73 @@ class GeneratorEngine:
 
     def shutdown(self) -> None:
         self._llm.shutdown()
+
+
+class NothingTimed(RuntimeError):
+    """No step of the wanted kind was seen, for instance since the KV cache is too small."""
+
+
+async def time_engine(
+    engine: GeneratorEngine, timing: DecodeTiming | PrefillTiming, sampling: SamplingSection, *, seed: int
+) -> float:
+    """Time the engine with sequences of constant numbers and lengths, for a profile of the machine.
+
+    Returns the seconds of one decode step, or of one prompt token; not those between two steps. Nothing else
+    may run in the engine. Tokens are sampled as in a run, so that cut vocabularies, records and their copies
+    cost what they cost there, and are thrown away.
+
+    Raises:
+        NothingTimed: no step had so many sequences that all decoded.
+    """
+    rng = np.random.default_rng(seed)
+
+    def prompts(num_prompts: int) -> list[list[int]]:
+        length, text = timing.num_prompt_tokens, np.array(timing.text)
+        begins = rng.integers(0, len(text), (num_prompts, 1))
+        found = text[(begins + np.arange(length)) % len(text)]
+        num_random = min(NUM_RANDOM, length)
+        found[:, :num_random] = rng.integers(0, engine.vocab_size, (num_prompts, num_random))
+        return found.tolist()
+
+    if isinstance(timing, PrefillTiming):
+        before_s = engine.stats().steps_s
+        await _sample(engine, prompts(timing.num_prompts), sampling, num_tokens=1)
+        num_tokens = timing.num_prompts * timing.num_prompt_tokens
+        return (engine.stats().steps_s - before_s) / num_tokens
+    load = timing.num_running.bit_length()
+    for _ in range(MOST_TRIES):
+        before = engine.stats().decode_steps.get(load, DecodeSteps())
+        await _sample(engine, prompts(timing.num_running), sampling, num_tokens=timing.num_steps)
+        after = engine.stats().decode_steps.get(load, DecodeSteps())
+        num_steps = after.num_steps - before.num_steps
+        if num_steps:
+            return (after.took_s - before.took_s) / num_steps
+    raise NothingTimed(
+        f"of {timing.num_running} sequences with {timing.num_prompt_tokens} prompt tokens no step decoded "
+        f"one token each, {MOST_TRIES} times: generator.kv_cache_gib or generator.max_num_seqs is too small "
+        "for them, or other processes have the cores"
+    )
+
+
+async def _sample(
+    engine: GeneratorEngine, prompts: Sequence[list[int]], sampling: SamplingSection, *, num_tokens: int
+) -> None:
+    """Sample so many tokens of every prompt; none ends earlier."""
+
+    async def one(index: int, prompt: list[int]) -> None:
+        params = SamplingParams(
+            temperature=sampling.temperature,
+            top_k=sampling.top_k or engine.all_kept,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            max_tokens=num_tokens,
+            ignore_eos=True,
+            logprobs=0,
+            seed=index,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            extra_args=request_arguments(sample=index, episode=engine.new_episode(index).number),
+        )
+        await engine.run_request(prompt, params)
+
+    await asyncio.gather(*(one(index, prompt) for index, prompt in enumerate(prompts)))

@@ -1,28 +1,118 @@
-"""The workers of one engine, asked for what they need of a version, to make it ready, and to take it.
+"""The weights of one engine: what its workers need of a version, and how they take it.
 
-Everything runs as remote calls between two steps of the engine, which work for workers in this process and in
-others; what takes long runs in a thread of the worker.
+``EngineWeights`` asks the workers to make a version ready and to take it, by remote calls between two steps
+of the engine, which work for workers in this process and in others. What takes long runs in a thread of the
+worker (``stage_in_thread``). ``AdapterMerger`` makes whole tensors of adapters that an engine cannot serve.
 """
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
+from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from vllm.v1.engine.core import EngineCore
 
-from forgeasync.generator.host_memory import HostMemory
-from forgeasync.generator.weight_route import WeightRoute
+from forgeasync.config import ShadowMemory
 from forgeasync.generator.workarounds.load_trace import LoadTrace, WorkerTrace
-from forgeasync.weights import BLOCK_BYTES, HostShare, StridedCopy, WeightLayout, needed_blocks
+from forgeasync.models import CheckpointTensors
+from forgeasync.weights import (
+    ALIGNMENT,
+    ALONE,
+    BLOCK_BYTES,
+    Box,
+    HostShare,
+    Piece,
+    RankLayout,
+    ReceiveBuffer,
+    StridedCopy,
+    WeightLayout,
+    merged,
+    needed_blocks,
+    received_images,
+    whole_tensors,
+)
+
+PREFIX = "base_model.model."
+
+SIDES = (".lora_A.weight", ".lora_B.weight")
+
+MAX_NAMES = 20
+"""In an error message."""
+
+MAX_REASONS = 3
+"""In the log."""
 
 POLL_START_S, POLL_MAX_S = 0.0005, 0.02
 
 
-MAX_NAMES = 20
-"""In an error message."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostMemory:
+    """The receive buffer of a host and, with ``shadow: host``, the shadows of its workers."""
+
+    receive_buffer: Path
+    shadow: ShadowMemory = ShadowMemory.HOST
+    share: HostShare = ALONE
+    """Which part of every version this generator fetches, and fills of the host's shadows, as long as the
+    host's generators do not change; the first one makes the files."""
+    is_joining: bool = False
+    """Whether the files are there and in use: this generator comes later than the others."""
+
+    @property
+    def makes_files(self) -> bool:
+        return self.share.index == 0 and not self.is_joining
+
+    def shadow_file(self, worker_rank: int) -> Path:
+        """The file for the next version of a worker rank, which has the same weights in all generators."""
+        return self.receive_buffer.with_name(f"{self.receive_buffer.name}-shadow-{worker_rank}")
+
+
+def stage_in_thread(stage: Callable[[], None]) -> Future[None]:
+    """Run a worker's staging in a thread of its own, beside the engine's steps."""
+    staged: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            stage()
+        except Exception as error:
+            staged.set_exception(error)
+        else:
+            staged.set_result(None)
+
+    threading.Thread(target=run, name="weight-staging", daemon=True).start()
+    return staged
+
+
+def by_parameter(copies: Iterable[StridedCopy]) -> dict[str, list[StridedCopy]]:
+    """Copies by the parameter that they go to."""
+    found: dict[str, list[StridedCopy]] = {}
+    for copy in copies:
+        found.setdefault(copy.parameter, []).append(copy)
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightRoute:
+    """How an engine takes versions."""
+
+    reload_because: tuple[str, ...] = ()
+    """Reasons why vLLM's ``reload_weights`` has to load every version; empty: parameters are copied to."""
+
+    @property
+    def is_copy(self) -> bool:
+        return not self.reload_because
+
+    def __str__(self) -> str:
+        if self.is_copy:
+            return "weights are copied into the engine's parameters"
+        reasons = "; ".join(self.reload_because[:MAX_REASONS])
+        rest = len(self.reload_because) - MAX_REASONS
+        more = f" and {rest} more" if rest > 0 else ""
+        return f"weights are loaded by vLLM's reload_weights, while decoding stands still: {reasons}{more}"
 
 
 BetweenSteps = Callable[[Callable[[EngineCore], Any]], Awaitable[Any]]
@@ -150,3 +240,81 @@ def check_traces(
 def _some(lines: Sequence[str]) -> str:
     rest = len(lines) - MAX_NAMES
     return ", ".join(lines[:MAX_NAMES]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def base_name(adapter_name: str) -> str:
+    """The base tensor that an adapter's tensor adapts, by its name in peft's terms."""
+    for side in SIDES:
+        if adapter_name.startswith(PREFIX) and adapter_name.endswith(side):
+            return adapter_name.removeprefix(PREFIX).removesuffix(side) + ".weight"
+    raise AssertionError(f"{adapter_name} is no adapter's tensor")
+
+
+def merged_layout(
+    shapes: Mapping[str, tuple[int, ...]], names: Iterable[str], dtype: torch.dtype
+) -> WeightLayout:
+    """Whole tensors ``names``, one after the other, as if one rank had published them."""
+    pieces, end = [], 0
+    for name in names:
+        box = Box(start=(0,) * len(shapes[name]), size=shapes[name])
+        start = -(-end // ALIGNMENT) * ALIGNMENT
+        pieces.append(Piece(names=(name,), shape=shapes[name], box=box, offset=start))
+        end = start + box.num_elements * dtype.itemsize
+    rank = RankLayout(rank=0, host_id="", pieces=tuple(pieces), num_bytes=end)
+    return WeightLayout(dtype=dtype, ranks=(rank,))
+
+
+class AdapterMerger:
+    """Fills one receive buffer with merged weights, out of another one with adapters.
+
+    For engines that cannot serve adapters of experts themselves: only adapters travel, and the generator
+    makes whole tensors of them beside the engine, from the base model's own files. Tensors that share a
+    parameter of the engine with an adapted one (q with k and v, gate with up) are made along with it, since a
+    parameter is exchanged whole.
+    """
+
+    def __init__(
+        self,
+        *,
+        base: Path,
+        scaling: float,
+        adapters: WeightLayout,
+        fetched: Path,
+        merged: WeightLayout,
+        out: Path,
+    ) -> None:
+        """``base`` is the Hugging Face folder; ``fetched`` and ``out`` are the two receive buffers' files.
+
+        Raises:
+            ValueError: an adapter would not be merged: half of it is missing, or the engine does not take the
+                tensor that it adapts.
+        """
+        self._base = CheckpointTensors(base)
+        self._scaling = scaling
+        self._adapters = adapters
+        self._images = received_images(fetched, adapters)
+        image = ReceiveBuffer(out, merged).image(0).view(merged.dtype)
+        self._targets = dict(whole_tensors(merged, [image]))
+        self._adapted = {base_name(name) for name in adapters.shapes}
+        self._check(adapters.shapes.keys())
+        for name in self._targets.keys() - self._adapted:
+            self._targets[name].copy_(self._base[name])
+
+    def _check(self, published: Set[str]) -> None:
+        whole = {PREFIX + name.removesuffix(".weight") + side for name in self._adapted for side in SIDES}
+        problems = {
+            "the other half is missing of": sorted(whole - published),
+            "the engine does not take": sorted(self._adapted - self._targets.keys()),
+        }
+        found = [f"{text} {_some(names)}" for text, names in problems.items() if names]
+        if found:
+            raise ValueError("adapters that would not be merged: " + "; ".join(found))
+
+    @torch.no_grad()
+    def merge(self) -> None:
+        """Make every adapted tensor anew; takes long, and may run in any thread."""
+        sides = dict(whole_tensors(self._adapters, self._images))
+        for name in self._adapted:
+            stem = PREFIX + name.removesuffix(".weight")
+            lora_a, lora_b = (sides[stem + side] for side in SIDES)
+            self._targets[name].copy_(merged(self._base[name].float(), lora_a, lora_b, self._scaling))

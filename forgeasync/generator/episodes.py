@@ -13,9 +13,9 @@ import numpy as np
 
 from forgeasync.config import SamplingSection
 from forgeasync.generator.engine import GeneratorEngine
-from forgeasync.generator.interruption import RunningGroup
 from forgeasync.generator.reports import GroupCancelled
 from forgeasync.generator.turns import EngineEpisode, EngineTurn
+from forgeasync.generator.updates import RunningGroup
 from forgeasync.rollouts import EpisodeId, LoggedTurn, Rollout, SampledTurn
 
 MAX_ENDED_GROUPS = 65_536
@@ -51,7 +51,7 @@ class _OpenEpisode:
         ]
         if not candidates:
             return None
-        turn = max(candidates, key=lambda turn: (turn.finish_reason is None, turn.number))
+        turn = max(candidates, key=lambda turn: (turn.end is None, turn.number))
         turn.is_claimable = False
         return turn
 
@@ -173,7 +173,7 @@ class EngineEpisodes:
         self._end(group_id)
         opened = self._groups.pop(group_id)
         for tree in opened.episodes.values():
-            if any(turn.finish_reason is None for turn in tree.turns):
+            if any(turn.end is None for turn in tree.turns):
                 await self._engine.cancel_episode(tree.episode)
         self._engine.close_group(opened.key)
         return tuple(
@@ -207,4 +207,4 @@ class EngineEpisodes:
 
 
 def _finished(opened: _OpenEpisode) -> list[EngineTurn]:
-    return [turn for turn in opened.turns if turn.finish_reason is not None]
+    return [turn for turn in opened.turns if turn.end is not None]

@@ -1,25 +1,39 @@
-"""Extends vLLM's GPU worker to take weights under running sequences, as its ``worker_extension_cls``.
+"""vLLM's GPU worker, extended to take weights under running sequences (its ``worker_extension_cls``).
 
-Written against vLLM 0.32. Staging runs in a thread of its own, so that the engine goes on stepping;
-``staging_done`` is polled.
+Written against vLLM 0.32, for unquantized models. There are two ways to take a version:
+
+- Copies into the parameters (``GpuWeights``). The next version lies in a shadow, which has every parameter in
+  the order of its kernel, and is filled beside decoding. On the host the shadow is page-locked and shared by
+  the workers of equal rank of all generators there, each of which fills a part. On the device each worker has
+  its own. The swap copies, so that parameters stay where captured CUDA graphs expect them.
+- vLLM's own ``reload_weights``, while decoding stands still. A kernel may keep its weights in an order of its
+  own, or compute further tensors from them: then copies would be wrong. ``reload_reasons`` checks this on the
+  loaded model, by value, before the first update.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
-from forgeasync.generator.gpu_weights import GpuWeights
-from forgeasync.generator.host_memory import HostMemory
-from forgeasync.generator.staging_thread import StagingThread
-from forgeasync.generator.weight_route import reload_reasons
-from forgeasync.generator.workarounds.load_trace import WorkerTrace, trace_load
+from forgeasync.config import ShadowMemory
+from forgeasync.generator.engine_weights import HostMemory, by_parameter, stage_in_thread
+from forgeasync.generator.workarounds.load_trace import LoadTrace, Region, WorkerTrace, trace_load
 from forgeasync.models import CheckpointTensors
 from forgeasync.weights import (
+    ALIGNMENT,
+    Box,
     HostShare,
+    SharedFile,
     StridedCopy,
     WeightLayout,
+    page_lock,
     plan_copies,
     received_images,
     whole_tensors,
@@ -28,6 +42,222 @@ from forgeasync.weights import (
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+KNOWN_METHODS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod)
+"""Methods that compute from the parameters themselves, whatever order they keep them in."""
+
+MAX_COMPARED = 8
+"""Regions of a parameter, and rows of a region, that are compared with the checkpoint's files."""
+
+
+class GpuWeights:
+    """The parameters of one worker's model, on any device, and their shadow."""
+
+    def __init__(self, model: torch.nn.Module, *, worker_rank: int) -> None:
+        self._parameters = {name: parameter.data for name, parameter in model.named_parameters()}
+        self._worker_rank = worker_rank
+        self._copies: dict[str, list[StridedCopy]] = {}
+        self._shadow: _HostShadow | _DeviceShadow | None = None
+
+    def plan(self, copies: Iterable[StridedCopy], host_memory: HostMemory) -> None:
+        """Plan the copies of every version; parameters that nothing is copied to never change."""
+        self._copies = by_parameter(copies)
+        changing = {name: self._parameters[name] for name in self._copies}
+        if host_memory.shadow is ShadowMemory.DEVICE:
+            self._shadow = _DeviceShadow(changing, self._partly_filled())
+        else:
+            self._shadow = _HostShadow(changing, host_memory, self._worker_rank)
+
+    def _partly_filled(self) -> set[str]:
+        """Parameters with elements that no copy fills, such as the padding of a vocabulary."""
+        return {
+            name
+            for name, copies in self._copies.items()
+            if sum(copy.num_elements for copy in copies) < self._parameters[name].numel()
+        }
+
+    def take_share(self, share: HostShare) -> None:
+        """Fill another part of the shadow from now on."""
+        assert self._shadow is not None, "plan first"
+        self._shadow.take_share(share)
+
+    @torch.no_grad()
+    def stage(self, images: Sequence[torch.Tensor]) -> None:
+        """Fill this worker's part of the shadow from the receive buffer's images, while the model runs."""
+        assert self._shadow is not None, "plan first"
+        for name in self._shadow.own:
+            target = self._shadow.begin(name)
+            for copy in self._copies[name]:
+                copy.target(target).copy_(copy.source(images[copy.rank]))
+            self._shadow.end(name)
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        """Copy the shadow into the parameters; nothing may run the model meanwhile."""
+        assert self._shadow is not None, "plan first"
+        for name in self._copies:
+            self._parameters[name].copy_(self._shadow.whole(name), non_blocking=True)
+        # The host's part may be written over as soon as this returns.
+        _synchronize(self._parameters.values())
+
+
+class _HostShadow:
+    """A file in shared memory of the host, page-locked; it holds whole parameters one after the other."""
+
+    def __init__(
+        self, parameters: Mapping[str, torch.Tensor], host_memory: HostMemory, worker_rank: int
+    ) -> None:
+        starts, end = {}, 0
+        for name, parameter in parameters.items():
+            starts[name] = end
+            end += -(-_span(parameter) * parameter.itemsize // ALIGNMENT) * ALIGNMENT
+        makes_files = host_memory.makes_files
+        file = SharedFile(host_memory.shadow_file(worker_rank), end, is_new=makes_files, reserve=makes_files)
+        page_lock(file.bytes)
+        self._views = {
+            name: _like(parameter, file.bytes[starts[name] :]) for name, parameter in parameters.items()
+        }
+        self._sizes = {name: parameter.nbytes for name, parameter in parameters.items()}
+        self.own = host_memory.share.of_sizes(self._sizes)
+        if not host_memory.is_joining:
+            # What no copy fills stays as it was loaded.
+            for name in self.own:
+                self._views[name].copy_(parameters[name])
+
+    def take_share(self, share: HostShare) -> None:
+        self.own = share.of_sizes(self._sizes)
+
+    def begin(self, name: str) -> torch.Tensor:
+        return self._views[name]
+
+    def end(self, name: str) -> None:
+        """Do nothing: the swap reads what was written."""
+
+    def whole(self, name: str) -> torch.Tensor:
+        return self._views[name]
+
+
+class _DeviceShadow:
+    """Memory of the worker's own device; each parameter is put together on the host first."""
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor], partly_filled: set[str]) -> None:
+        self._shadows = {name: parameter.clone() for name, parameter in parameters.items()}
+        self._partly_filled = partly_filled
+        self.own = list(parameters)
+        largest = max((_span(parameter) * parameter.itemsize for parameter in parameters.values()), default=0)
+        self._scratch = torch.empty(largest, dtype=torch.uint8)
+        page_lock(self._scratch)
+        devices = {parameter.device for parameter in parameters.values()}
+        self._streams = {device: torch.Stream(device) for device in devices if device.type != "cpu"}
+
+    def take_share(self, share: HostShare) -> None:
+        """Do nothing: each worker fills all of its own."""
+
+    def begin(self, name: str) -> torch.Tensor:
+        shadow = self._shadows[name]
+        target = _like(shadow, self._scratch)
+        if name in self._partly_filled:
+            target.copy_(shadow)
+        return target
+
+    def end(self, name: str) -> None:
+        """Send a parameter on a stream of its own, so that decoding goes on, and wait for it."""
+        shadow = self._shadows[name]
+        source = _like(shadow, self._scratch)
+        if shadow.device.type == "cpu":
+            shadow.copy_(source)
+            return
+        stream = self._streams[shadow.device]
+        with stream:
+            shadow.copy_(source, non_blocking=True)
+        stream.synchronize()
+
+    def whole(self, name: str) -> torch.Tensor:
+        return self._shadows[name]
+
+
+def _span(tensor: torch.Tensor) -> int:
+    """Elements from the first to the last in memory."""
+    if not tensor.numel():
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _like(tensor: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+    """A view of the first bytes of ``memory`` (uint8) with the dtype, shape and strides of ``tensor``."""
+    num_bytes = _span(tensor) * tensor.itemsize
+    return memory[:num_bytes].view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+
+
+def _synchronize(tensors: Iterable[torch.Tensor]) -> None:
+    for device in {tensor.device for tensor in tensors if tensor.device.type != "cpu"}:
+        torch.get_device_module(device).synchronize(device)
+
+
+def reload_reasons(
+    model: torch.nn.Module, trace: LoadTrace, checkpoint: CheckpointTensors
+) -> tuple[str, ...]:
+    """Return what makes copies into a model's parameters wrong; the model is as ``checkpoint`` has it.
+
+    Tensors that the checkpoint does not have are left out: no route can take them.
+    """
+    parameters = {name: parameter.data for name, parameter in model.named_parameters()}
+    failed = [line for line in trace.untraceable if line.split(" ")[0] in checkpoint]
+    return (
+        *derived_tensors(model),
+        *(f"its loader does not copy {line}" for line in failed),
+        *(f"{line} has another dtype than what is published" for line in trace.other_dtypes),
+        *other_orders(parameters, trace.regions, checkpoint),
+    )
+
+
+def derived_tensors(model: torch.nn.Module) -> list[str]:
+    """Modules that compute tensors of their own from their weights once these are loaded."""
+    found = []
+    for name, module in model.named_modules():
+        if isinstance(module, MLAAttention):
+            found.append(f"{name} computes its projections of the latent from kv_b_proj")
+            continue
+        method = getattr(module, "quant_method", None)
+        if isinstance(method, QuantizeMethodBase) and not isinstance(method, KNOWN_METHODS):
+            found.append(f"{name} has {type(method).__name__}")
+    return found
+
+
+def other_orders(
+    parameters: Mapping[str, torch.Tensor], regions: Sequence[Region], checkpoint: CheckpointTensors
+) -> list[str]:
+    """Parameters whose values do not lie where their loader puts them, found by comparing samples of each."""
+    of_parameter: dict[str, list[Region]] = {}
+    for region in regions:
+        of_parameter.setdefault(region.parameter, []).append(region)
+    found = []
+    for name, parts in of_parameter.items():
+        parameter = parameters[name]
+        for index in _spread(len(parts)):
+            if (difference := _differs(parameter, parts[index], checkpoint)) is not None:
+                found.append(f"{name} is kept in an order of its kernel ({difference})")
+                break
+    return found
+
+
+def _spread(num_items: int) -> list[int]:
+    """Indices of at most ``MAX_COMPARED`` items, the first and the last among them."""
+    if num_items <= MAX_COMPARED:
+        return list(range(num_items))
+    return [index * (num_items - 1) // (MAX_COMPARED - 1) for index in range(MAX_COMPARED)]
+
+
+def _differs(parameter: torch.Tensor, region: Region, checkpoint: CheckpointTensors) -> str | None:
+    box = region.box
+    start = parameter.storage_offset() + region.target_offset
+    kept = parameter.as_strided(box.size, region.target_strides, start)
+    for row in _spread(box.size[0]):
+        part = Box(start=(box.start[0] + row, *box.start[1:]), size=(1, *box.size[1:]))
+        expected = checkpoint.part(region.name, part.start, part.size).to(parameter.dtype)
+        if not torch.equal(kept[row : row + 1].cpu(), expected):
+            return f"row {part.start[0]} of {region.name} is not there"
+    return None
 
 
 class UpdatableGPUWorker:
@@ -73,11 +303,11 @@ class UpdatableGPUWorker:
         weights = self._weights
         if weights is not None:
             weights.take_share(share)
-        self._staging = StagingThread(lambda: None if weights is None else weights.stage(self._images))
+        self._staging = stage_in_thread(lambda: None if weights is None else weights.stage(self._images))
 
     def staging_done(self) -> bool:
         """Whether this worker's part is complete; raises what went wrong."""
-        return self._staging.is_done()
+        return self._staging.done() and self._staging.result() is None
 
     def swap_weights(self) -> None:
         """Put the version in place: copies out of the shadow or, without one, vLLM's own loaders."""

@@ -1,10 +1,9 @@
-"""Writes the log of what an engine has in flight, from what vLLM says after each of its steps.
+"""Writes the log of what an engine has in flight, from vLLM's outputs of each of its steps.
 
-Every step's outputs name, for each request, the tokens that it has sampled with their log-probabilities and
+For each request, the outputs of a step have the tokens that it has sampled with their log-probabilities and
 kept sets, the rows of routed experts that have become known, and the version of the weights (vLLM 0.32,
-``v1/core/sched/scheduler.py``, ``update_from_output``, the same with every model runner). They are logged on
-the engine's thread before anybody else sees them; nothing of sampling knows of it. Turns begin and end on the
-event loop, so a lock stands around the log.
+``v1/core/sched/scheduler.py``, ``update_from_output``, the same with every model runner). The engine's thread
+logs them before anybody else sees them. Turns begin and end on the event loop, so a lock guards the log.
 
 Only turns of groups that were opened are logged. A log that cannot be written is given up with all groups in
 it, which is counted; groups that are opened later begin a new one.
@@ -71,8 +70,8 @@ class _Request:
 class InFlightRecorder:
     """The log of one engine."""
 
-    def __init__(self, folder: Path, *, records: CaptureSpec, vocab_size: int) -> None:
-        """Log into ``folder``, which is made anew for each log."""
+    def __init__(self, folder: Path | None, *, records: CaptureSpec, vocab_size: int) -> None:
+        """Log into ``folder``, which is made anew for each log; None: log nothing."""
         self._folder = folder
         self._records = records
         self._vocab_size = vocab_size
@@ -88,6 +87,8 @@ class InFlightRecorder:
 
     def open_group(self, group_id: int) -> None:
         """Log the turns of a group from now on; what there was of an earlier one of its id is forgotten."""
+        if self._folder is None:
+            return
         self.forget_group(group_id)
         with self._lock:
             if self._log is None:
@@ -99,21 +100,20 @@ class InFlightRecorder:
             self._turns_of_group[group_id] = []
 
     def forget_group(self, group_id: int) -> None:
-        """Nobody will ask for the group's tokens; one that is not logged is no news."""
+        """Forget a group, whose tokens nobody will ask for; it may not be logged."""
         with self._lock:
-            keys = self._turns_of_group.pop(group_id, [])
-            for key in keys:
-                self._turns.pop(key, None)
-            if keys:
-                self._append(ForgottenTurns(keys=tuple(keys)))
+            self._forget(self._turns_of_group.pop(group_id, []))
 
     def forget_turns(self, keys: list[int]) -> None:
-        """Nobody will ask for these turns; their group goes on."""
+        """Forget turns that nobody will ask for; their group goes on."""
         with self._lock:
-            for key in keys:
-                self._turns.pop(key, None)
-            if keys:
-                self._append(ForgottenTurns(keys=tuple(keys)))
+            self._forget(keys)
+
+    def _forget(self, keys: list[int]) -> None:
+        for key in keys:
+            self._turns.pop(key, None)
+        if keys:
+            self._append(ForgottenTurns(keys=tuple(keys)))
 
     def begin_turn(self, begun: BegunTurn, continued: LoggedTurn | None = None) -> int | None:
         """Log a turn that begins, with what another engine has sampled of it; returns its key in this log.
@@ -152,7 +152,7 @@ class InFlightRecorder:
             )
 
     def request_ended(self, request_id: str) -> None:
-        """A request was ended from outside; one that is not logged is no news (engine thread)."""
+        """A request was ended from outside; it may not be logged (engine thread)."""
         self._requests.pop(request_id, None)
 
     def stepped(self, outputs: EngineCoreOutputs) -> None:

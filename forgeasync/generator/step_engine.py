@@ -21,8 +21,7 @@ from vllm.platforms import current_platform
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from forgeasync.config import ProcessRewardModel
-from forgeasync.generator.engine_args import gpu_share
-from forgeasync.generator.workarounds.vllm_process import adapt_process
+from forgeasync.generator.workarounds.vllm_process import adapt_process, gpu_share
 from forgeasync.models import BYTES_PER_ELEMENT
 
 

@@ -1,4 +1,4 @@
-"""Log-probabilities that an engine gives to tokens that somebody else has sampled.
+"""Log-probabilities that an engine gives to tokens that another model has sampled.
 
 They are over the full vocabulary at temperature 1: vLLM's prompt log-probabilities know no temperature and no
 kept sets. A request for them never reads from the prefix cache, so that every position is computed under the
@@ -7,9 +7,10 @@ its weights change has to compute what runs again at every swap (``weights.kv_ca
 fills in all positions anew, and no score mixes two versions.
 
 Shape suffixes: S tokens of prompt and response, T response tokens, K ids of each token.
+
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from vllm import SamplingParams
@@ -17,33 +18,33 @@ from vllm.logprobs import FlatLogprobs
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
-from forgeasync.generator.interruption import EPISODE_ARGUMENT, GROUP_ARGUMENT, NO_GROUP, SAMPLE_ARGUMENT
+from forgeasync.generator.engine import GeneratorEngine
+from forgeasync.generator.updates import request_arguments
 from forgeasync.rollouts import NO_ID, TeacherRecord, WrongTeacherRecord, not_asked
 from forgeasync.tracing import State, doing
 
-if TYPE_CHECKING:
-    from forgeasync.generator.engine import GeneratorEngine
-
 
 async def score_tokens(
-    engine: "GeneratorEngine", ids_S: np.ndarray, *, num_prompt: int, num_ids: int
+    engine: GeneratorEngine, ids_S: np.ndarray, *, num_prompt: int, num_ids: int
 ) -> TeacherRecord:
-    """What an engine's model says of tokens that were sampled elsewhere, behind the first ``num_prompt``.
+    """Score tokens that were sampled elsewhere, those behind the first ``num_prompt``, and likely ids there.
 
     Raises:
         WrongTeacherRecord: the engine's answer is not about these tokens.
     """
-    params = scoring_params(num_ids, episode=engine.new_episode(0).number)
+    # The log-probability of every token and of the ``num_ids`` likeliest ids at its place.
+    params = SamplingParams(**_once(engine), prompt_logprobs=num_ids, flat_logprobs=True)
     with engine.busy.running(), doing(State.COMPUTING):
         output = await engine.run_request(ids_S.tolist(), params)
     return read_scores(output, ids_S, num_prompt=num_prompt, num_ids=num_ids)
 
 
 async def score_given_ids(
-    engine: "GeneratorEngine", ids_S: np.ndarray, given_TK: np.ndarray, *, num_prompt: int
+    engine: GeneratorEngine, ids_S: np.ndarray, given_TK: np.ndarray, *, num_prompt: int
 ) -> TeacherRecord:
-    """What an engine's model says of tokens that were sampled elsewhere, behind the first ``num_prompt``, and
-    of given ids (int32 [T, K]) in their places; of ``NO_ID`` nothing, which is nan.
+    """Score tokens that were sampled elsewhere, those behind the first ``num_prompt``, and given ids there.
+
+    ``given_TK`` is int32; the score of ``NO_ID`` is nan.
 
     Raises:
         WrongTeacherRecord: the engine's answer is not about these ids.
@@ -51,7 +52,10 @@ async def score_given_ids(
     asked_TK = np.concatenate([ids_S[num_prompt:, None], given_TK], axis=1, dtype=np.int32)
     if not len(asked_TK):
         return not_asked(0, given_TK.shape[1])
-    params = given_params(asked_TK, num_prompt=num_prompt, episode=engine.new_episode(0).number)
+    # Row i scores its ids as predictions of token num_prompt + i.
+    params = SamplingParams(
+        **_once(engine), prompt_logprob_token_ids=asked_TK, prompt_logprob_start=num_prompt - 1
+    )
     with engine.busy.running(), doing(State.COMPUTING):
         output = await engine.run_request(ids_S.tolist(), params)
     return read_given_scores(output, asked_TK)
@@ -75,20 +79,7 @@ def read_given_scores(output: RequestOutput, asked_TK: np.ndarray) -> TeacherRec
     )
 
 
-def scoring_params(num_ids: int, *, episode: int) -> SamplingParams:
-    """Ask for the log-probability of every token and of the ``num_ids`` likeliest ids at its place."""
-    return SamplingParams(**_once(episode), prompt_logprobs=num_ids, flat_logprobs=True)
-
-
-def given_params(asked_TK: np.ndarray, *, num_prompt: int, episode: int) -> SamplingParams:
-    """Ask for the log-probabilities of ids at the places of the tokens behind the first ``num_prompt``."""
-    # Row i scores its ids as predictions of token start + i + 1.
-    return SamplingParams(
-        **_once(episode), prompt_logprob_token_ids=asked_TK, prompt_logprob_start=num_prompt - 1
-    )
-
-
-def _once(episode: int) -> dict[str, Any]:
+def _once(engine: GeneratorEngine) -> dict[str, Any]:
     """What every request that scores has in common."""
     return {
         # vLLM samples at least one token.
@@ -96,7 +87,7 @@ def _once(episode: int) -> dict[str, Any]:
         "temperature": 1.0,
         "detokenize": False,
         "output_kind": RequestOutputKind.FINAL_ONLY,
-        "extra_args": {GROUP_ARGUMENT: NO_GROUP, SAMPLE_ARGUMENT: 0, EPISODE_ARGUMENT: episode},
+        "extra_args": request_arguments(episode=engine.new_episode(0).number),
     }
 
 

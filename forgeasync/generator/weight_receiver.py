@@ -17,12 +17,17 @@ from typing import Any
 import torch
 from vllm.v1.engine.core import EngineCore
 
-from forgeasync.generator.adapter_merger import AdapterMerger, base_name, merged_layout
 from forgeasync.generator.engine import GeneratorEngine
-from forgeasync.generator.engine_weights import EngineWeights, all_of
-from forgeasync.generator.host_memory import HostMemory
+from forgeasync.generator.engine_weights import (
+    AdapterMerger,
+    EngineWeights,
+    HostMemory,
+    WeightRoute,
+    all_of,
+    base_name,
+    merged_layout,
+)
 from forgeasync.generator.reports import SwapReport
-from forgeasync.generator.weight_route import WeightRoute
 from forgeasync.generator.workarounds.served_adapters import ServedAdapter, install
 from forgeasync.tracing import State, doing, span
 from forgeasync.weights import (

@@ -102,7 +102,6 @@ from .token_values import TokenValues as TokenValues
 from .token_values import WorstToken as WorstToken
 from .token_values import decoded as decoded
 from .token_values import merged_reports as merged_reports
-from .trajectory import Branch as Branch
 from .trajectory import EpisodeId as EpisodeId
 from .trajectory import SampledTokens as SampledTokens
 from .trajectory import SampledTurn as SampledTurn

@@ -19,7 +19,7 @@ import struct
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -123,9 +123,8 @@ class TokenBatch:
     def _changed(self, change: Callable[[str, np.ndarray], np.ndarray]) -> "TokenBatch":
         """The batch with other arrays; what is not recorded stays None."""
         arrays = {one.name: getattr(self, one.name) for one in fields(self)}
-        return TokenBatch(
-            **{name: None if array is None else change(name, array) for name, array in arrays.items()}
-        )
+        changed = {name: change(name, array) for name, array in arrays.items() if array is not None}
+        return replace(self, **changed)
 
 
 def joined(batches: Sequence[TokenBatch]) -> TokenBatch:

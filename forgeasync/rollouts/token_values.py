@@ -8,7 +8,7 @@ Shape suffixes: N tokens, M MoE layers, P tokens of a prompt, T tokens of a resp
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import IntEnum
 
 import numpy as np
@@ -83,9 +83,8 @@ class TokenValues:
     def take(self, indices: np.ndarray) -> "TokenValues":
         """Return the values of some of the tokens."""
         arrays = {one.name: getattr(self, one.name) for one in fields(self)}
-        return TokenValues(
-            **{name: None if array is None else array[..., indices] for name, array in arrays.items()}
-        )
+        taken = {name: array[..., indices] for name, array in arrays.items() if array is not None}
+        return replace(self, **taken)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

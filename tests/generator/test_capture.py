@@ -224,7 +224,7 @@ def test_masks_of_ties_of_everything_and_of_nan() -> None:
     """By hand; top_k 2 of which the second ties, by vLLM's own cut."""
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
-    from forgeasync.generator.workarounds.cpu_capture import _masks
+    from forgeasync.generator.workarounds.cpu_model_runner import _masks
 
     logits_BV = torch.tensor([[5.0, 1.0, 3.0, 3.0, 3.0], [5.0, 1.0, 4.0, 3.0, 2.0]])
     logprobs_BV = apply_top_k_top_p(logits_BV, torch.tensor([2, 2]), None).log_softmax(-1)

@@ -15,7 +15,8 @@ from vllm.v1.worker.utils import request_memory
 from forgeasync.actors import ProcessManager, start_generators, start_teachers
 from forgeasync.config import Dtype, FlashAttention, ProcessRewardModel, RunConfig, load_config
 from forgeasync.controller import generator_plan
-from forgeasync.generator import engine_args, step_engine
+from forgeasync.generator import engine, step_engine
+from forgeasync.generator.workarounds import vllm_process
 from forgeasync.launch import HostGpus, check_hosts_gpus
 from forgeasync.models import SHIPPED_MODELS, read_model_facts
 from forgeasync.planning import Machine, least_bytes, teacher_memory, total_bytes
@@ -44,7 +45,7 @@ class Gpu:
 
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_args, "current_platform", Gpu)
+    monkeypatch.setattr(vllm_process, "current_platform", Gpu)
     monkeypatch.setattr(step_engine, "current_platform", Gpu)
 
 
@@ -66,7 +67,7 @@ def test_vllm_starts_wherever_our_own_check_has_passed(name: str) -> None:
     config = load_config(CONFIGS / f"{name}.yaml")
     model = SHIPPED_MODELS / config.model.path.replace("/", "--")
     plan = generator_plan(config, read_model_facts(str(model)))
-    args = engine_args.engine_args(
+    args = engine.engine_args(
         model_path=model,
         generator=config.generator,
         max_context_length=config.model.max_context_length,
@@ -87,8 +88,8 @@ def test_vllm_starts_wherever_our_own_check_has_passed(name: str) -> None:
 
 def test_more_than_a_gpu_has_is_refused_with_both_figures() -> None:
     with pytest.raises(ValueError, match=r"needs 80 GiB of its GPU, which has 79; lower kv_cache_gib"):
-        engine_args.gpu_share(80 * GIB)
-    assert engine_args.gpu_share(NUM_BYTES) == 1.0
+        vllm_process.gpu_share(80 * GIB)
+    assert vllm_process.gpu_share(NUM_BYTES) == 1.0
 
 
 class SetUp(Exception):

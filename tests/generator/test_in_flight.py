@@ -94,13 +94,13 @@ class _Witness:
 
 def _die_within_a_write() -> None:
     """The next record is torn, and with it all tokens of its step."""
-    from forgeasync.rollouts import in_flight_log
+    from forgeasync.rollouts import in_flight
 
     def write_half(descriptor: int, data: bytes) -> None:
         os.write(descriptor, data[: len(data) // 2])
         os.kill(os.getpid(), signal.SIGKILL)
 
-    in_flight_log._write = write_half
+    in_flight._write = write_half
 
 
 def _die(folders: list[Path], log: Path, witness_file: Path) -> None:

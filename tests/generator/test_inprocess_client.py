@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from vllm.v1.engine.core_client import EngineCoreClient
@@ -43,7 +44,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def start() -> InProcessAsyncClient:
-    client = await start_llm(None, salt_with_version=False, observer=None)
+    client = await start_llm(None, salt_with_version=False, observer=Mock())
     assert isinstance(client, InProcessAsyncClient)
     return client
 

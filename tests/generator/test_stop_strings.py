@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from vllm.outputs import CompletionOutput
 
 from forgeasync.config import GeneratorSection, SamplingSection, WeightsSection
-from forgeasync.generator import SequenceReader
+from forgeasync.generator import EngineEpisode, EngineTurn, SequenceReader
 from forgeasync.models import read_model_facts
 from forgeasync.rollouts import (
     EpisodeId,
@@ -20,7 +20,6 @@ from forgeasync.rollouts import (
     Rollout,
     SampledTurn,
     VersionSpan,
-    branches,
     check_rollout,
 )
 from forgeasync.testing import write_tiny_model
@@ -149,8 +148,11 @@ def join(reader: SequenceReader, parts: Sequence[CompletionOutput], *, stop: Seq
     trajectory.give(PROMPT)
     *going_on, end = (reader.grow(trajectory, part, stop=stop) for part in parts)
     assert going_on == [None] * len(going_on) and end is not None
-    (branch,) = branches([trajectory])
-    return reader.rollout(branch, end.finish_reason, has_end_token=end.has_end_token, stop=stop)
+    episode = EngineEpisode(number=0, sample=0)
+    (rollout,) = reader.rollouts(
+        [EngineTurn(episode=episode, trajectory=trajectory, end=end, stop=tuple(stop))]
+    )
+    return rollout
 
 
 def ended_by(

@@ -68,10 +68,13 @@ def sample_rounds(folder: Path, rounds: Mapping[str, Round]) -> Sampled:
 
 
 async def _sample_rounds(folder: Path, rounds: Mapping[str, Round]) -> Sampled:
-    from forgeasync.generator import GeneratorEngine, engine_args
+    from forgeasync.generator import GeneratorEngine
+    from forgeasync.generator import engine as engine_module
 
     if any(one.drawn for one in rounds.values()):
-        engine_args.AsyncEngineArgs = functools.partial(engine_args.AsyncEngineArgs, enable_trace_replay=True)
+        engine_module.AsyncEngineArgs = functools.partial(
+            engine_module.AsyncEngineArgs, enable_trace_replay=True
+        )
     log = folder.parent / f"in-flight-{os.getpid()}"
     engine = await GeneratorEngine.start(
         model_path=folder,

@@ -68,10 +68,11 @@ async def _sample_before_and_after(
     out: Path,
     modules: list[str] | None,
 ) -> tuple[list[Rollout], list[Rollout]]:
-    from forgeasync.generator import AdapterSetup, GeneratorEngine, engine_args, install
+    from forgeasync.generator import AdapterSetup, GeneratorEngine, install
+    from forgeasync.generator import engine as engine_module
 
     if modules is not None:
-        engine_args.engine_modules = lambda _: modules
+        engine_module.engine_modules = lambda _: modules
     shapes = {name: tuple(t.shape) for name, t in load_file(folder / "model.safetensors").items()}
     engine = await GeneratorEngine.start(
         model_path=folder,

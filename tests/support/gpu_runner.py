@@ -35,7 +35,7 @@ def _as_on_a_gpu(function: Callable[..., R], arguments: tuple[object, ...]) -> R
     from vllm.platforms import current_platform
 
     from forgeasync.generator import engine
-    from forgeasync.generator.workarounds import batch_invariance, served_adapters
+    from forgeasync.generator.workarounds import served_adapters
     from tests.support import cuda_operators
 
     # The one kernel that the interpreter does not run ("'int' object has no attribute 'to'").
@@ -50,7 +50,7 @@ def _as_on_a_gpu(function: Callable[..., R], arguments: tuple[object, ...]) -> R
     # The choice of vllm.platforms.cuda, which the CPU build cannot import.
     wrapper = "vllm.lora.punica_wrapper.punica_gpu.PunicaWrapperGPU"
     type(current_platform).get_punica_wrapper = classmethod(lambda _: wrapper)
-    for module in (engine, batch_invariance, served_adapters):
+    for module in (engine, served_adapters):
         module.current_platform = _Gpu()
     return function(*arguments)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from forgeasync.rollouts import PayloadGone, PayloadReader, PayloadRef, PayloadWriter
-from forgeasync.rollouts import payload_store as shared_memory
+from forgeasync.rollouts import payloads as shared_memory
 
 MIB = 2**20
 HOST = "host-a"

@@ -37,7 +37,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor import Executor
 from vllm.v1.request import RequestStatus
 
-from forgeasync.generator.step_times import StepTimes
+from forgeasync.generator.reports import StepTimes
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -111,7 +111,7 @@ class InProcessAsyncClient(EngineCoreClient):
         *,
         loop: asyncio.AbstractEventLoop,
         salt_with_version: bool,
-        observer: StepObserver | None,
+        observer: StepObserver,
     ) -> None:
         """Serve ``loop``.
 
@@ -170,8 +170,7 @@ class InProcessAsyncClient(EngineCoreClient):
         self.step_times.stepped(outputs.get(0) if outputs else None, scheduler_of(self._core).running, step_s)
         self._core.post_step(model_executed=model_executed)
         if outputs and 0 in outputs:
-            if self._observer is not None:
-                self._observer.stepped(outputs[0])
+            self._observer.stepped(outputs[0])
             self._hand_over(outputs[0])
 
     def _hand_over(self, item: EngineCoreOutputs | BaseException) -> None:
@@ -211,8 +210,7 @@ class InProcessAsyncClient(EngineCoreClient):
             # served to a request that starts under new ones.
             if self._salt_with_version:
                 request.cache_salt = core.get_weight_version()
-            if self._observer is not None:
-                self._observer.request_added(request)
+            self._observer.request_added(request)
             core.add_request(*core.preprocess_add_request(request))
 
         await self.between_steps(add)
@@ -240,9 +238,8 @@ class InProcessAsyncClient(EngineCoreClient):
         """End requests with what they have (engine thread); they finish with vLLM's reason "abort"."""
         ended = list(request_ids)
         core.abort_requests(ended)
-        if self._observer is not None:
-            for one in ended:
-                self._observer.request_ended(one)
+        for one in ended:
+            self._observer.request_ended(one)
         # In its own process the core would send these itself; without them the caller waits for ever.
         outputs = [EngineCoreOutput(one, [], finish_reason=FinishReason.ABORT) for one in ended]
         self._hand_over(EngineCoreOutputs(finished_requests=set(ended), outputs=outputs))
@@ -274,9 +271,7 @@ _building = threading.Lock()
 """Held while ``AsyncLLM`` builds a client, through a static method that is replaced meanwhile."""
 
 
-async def start_llm(
-    vllm_config: VllmConfig, *, salt_with_version: bool, observer: StepObserver | None
-) -> AsyncLLM:
+async def start_llm(vllm_config: VllmConfig, *, salt_with_version: bool, observer: StepObserver) -> AsyncLLM:
     """Build an ``AsyncLLM`` over a core in this process, in a thread: the event loop goes on.
 
     Raises:

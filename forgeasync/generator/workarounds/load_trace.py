@@ -57,7 +57,7 @@ class WorkerTrace:
     foreign: tuple[str, ...] = ()
     """Tensors that the folder which the worker has loaded does not have."""
     reload_because: tuple[str, ...] = ()
-    """Reasons why copies into the parameters would be wrong (see ``forgeasync.generator.weight_route``)."""
+    """Reasons why copies into the parameters would be wrong (see ``forgeasync.generator.gpu_worker``)."""
 
 
 class _CopyRecorder(TorchDispatchMode):

@@ -12,7 +12,7 @@ written.
 
 The CPU build has no kernel for adapters of experts and refuses MoE models once adapters are on, whatever
 their targets. There, attention projections are served (``allow_dense_adapters_of_moe``), and anything else is
-merged (``forgeasync.generator.adapter_merger``). That can go when it selects its MoE kernel by what is
+merged (``forgeasync.generator.engine_weights``). That can go when it selects its MoE kernel by what is
 adapted.
 """
 
