@@ -4,24 +4,22 @@ Who waits for whom: see ``forgeasync.buffer.replay_buffer``; calls overlap freel
 here. Only small facts about groups are sent; their arrays stay where they were sampled.
 """
 
-import asyncio
 import os
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 from monarch.actor import Actor, concurrent_endpoint, current_rank
 
 from forgeasync.actors.process_manager import ProcessManager
-from forgeasync.actors.supervised import ActorDied, Heartbeat, evidence_here, is_running
+from forgeasync.actors.supervised import ActorDied, Heartbeat, Spawned, Supervised, SupervisedPool
 from forgeasync.buffer import Batch, BufferSnapshot, Committed, DropReason, ReplayBuffer, Start, Update
 from forgeasync.config import RunConfig
-from forgeasync.faults import FaultLog, Refusal, Role
-from forgeasync.launch import LOCAL_HOST_ID, kill_with_children
+from forgeasync.faults import Fault, FaultLog, Refusal, Role
+from forgeasync.launch import stop
 from forgeasync.ledger import CheckpointedBuffer, ResumedBuffer, open_buffer
-from forgeasync.observability import redirect_process_output
+from forgeasync.observability import ProcsFile, redirect_process_output
 from forgeasync.rollouts import Group, GroupProgress, Score, SpilledGroup, Task
 from forgeasync.tracing import State, doing, open_trace, span, started
 from forgeasync.waiting import deadline
@@ -158,58 +156,52 @@ class BufferActor(Actor):
         await self._buffer.end()
 
 
-LOOK_S = 0.5
-"""Seconds between two looks at the process."""
+class BufferWatch(SupervisedPool[Supervised[BufferActor]]):
+    """Looks after the buffer's process. What the buffer holds is gone with it, so its loss ends the run.
 
-
-class BufferWatch:
-    """Looks after the buffer's process, on the controller's machine."""
+    The next start (``--supervise``, ``--resume latest``) has all of it again, from the newest checkpoint, the
+    ledger and the finished groups that are kept on the disk.
+    """
 
     def __init__(
-        self, ask: Callable[[], Awaitable[None]], *, pid: int, heartbeat_s: float, faults: FaultLog
+        self,
+        spawn: Callable[[], Awaitable[Spawned[BufferActor]]],
+        *,
+        heartbeat_s: float,
+        faults: FaultLog,
+        listing: ProcsFile,
     ) -> None:
-        """``ask`` is answered from the buffer's event loop, within ``heartbeat_s`` if it is well."""
-        self._process = psutil.Process(pid)
-        self._beat = Heartbeat(ask, limit_s=heartbeat_s)
+        """The buffer answers within ``heartbeat_s`` if it is well."""
+        super().__init__(Role.BUFFER, faults=faults, listing=listing)
+        self._spawn = spawn
         self._heartbeat_s = heartbeat_s
-        self._faults = faults
-        self._is_lost = False
 
-    async def watch(self) -> None:
-        """Wait until the buffer is gone or does not answer.
+    def _begin(self, rank: int) -> int:
+        return 0
 
-        Raises:
-            ActorDied: always.
-        """
-        while not self._look():
-            if self._beat.look():
-                evidence = await evidence_here(Role.BUFFER, self._process.pid)
-                limit = f"buffer.heartbeat_s = {self._heartbeat_s:g} s"
-                self._lose(f"has not answered for {limit}", evidence)
-                break
-            await asyncio.sleep(LOOK_S)
-        raise ActorDied(f"{self._who} is gone, and with it the groups that it held")
+    async def _set_up(self, rank: int, number: int) -> Supervised[BufferActor]:
+        spawned = await self._spawn()
+        heartbeat = Heartbeat(
+            spawned.actor.beat.call_one, limit_s=self._heartbeat_s, key="buffer.heartbeat_s"
+        )
+        return Supervised(self, spawned, name="the buffer", rank=rank, number=number, heartbeat=heartbeat)
+
+    def _failed(self, rank: int, number: int, error: Exception) -> Exception | None:
+        return None
+
+    def _is_wanted(self, replica: Supervised[BufferActor], fault: Fault) -> bool:
+        self._failure = ActorDied(f"{fault.who} is gone, and with it the groups that it held")
+        return False
+
+    def _dies_at_the_end(self, replica: Supervised[BufferActor]) -> bool:
+        return False
 
     async def close(self) -> None:
         """End watching; a death that has just ended the run is noted now."""
-        self._look()
-        self._beat.stop()
-
-    @property
-    def _who(self) -> str:
-        return f"the buffer (process {self._process.pid})"
-
-    def _look(self) -> bool:
-        """Whether the buffer is lost; notes its death."""
-        if not self._is_lost and not is_running(self._process):
-            self._lose("has died", None)
-        return self._is_lost
-
-    def _lose(self, what: str, evidence: str | None) -> None:
-        kill_with_children(self._process)
-        if not self._is_lost:
-            self._is_lost = True
-            self._faults.detected(Role.BUFFER, self._who, what, evidence=evidence)
+        for replica in self.replicas:
+            if await replica.proc.has_ended():
+                self.lose(replica, "has died")
+        await super().close()
 
 
 async def start_buffer(
@@ -219,11 +211,19 @@ async def start_buffer(
 
     ``ledger`` is the file that says what becomes of prompts.
     """
-    actor = procs.spawn_here("buffer").spawn("buffer", BufferActor, procs.log_dir)
-    async with deadline(config.timeouts.setup_s, call="setting up the replay buffer", key="timeouts.setup_s"):
-        pid = await actor.setup.call_one(config, ledger, resumed)
-    procs.listing.put("buffer", 0, pid=pid, host=LOCAL_HOST_ID)
-    procs.buffer = BufferWatch(
-        actor.beat.call_one, pid=pid, heartbeat_s=config.buffer.heartbeat_s, faults=procs.faults
+
+    async def spawn() -> Spawned[BufferActor]:
+        mesh = procs.spawn_here("buffer")
+        actor = mesh.spawn("buffer", BufferActor, procs.log_dir)
+        call = "setting up the replay buffer"
+        async with deadline(config.timeouts.setup_s, call=call, key="timeouts.setup_s"):
+            pid = await actor.setup.call_one(config, ledger, resumed)
+        return Spawned(actor=actor, pid=pid, stop=lambda: stop(mesh))
+
+    watch = BufferWatch(
+        spawn, heartbeat_s=config.buffer.heartbeat_s, faults=procs.faults, listing=procs.listing
     )
-    return actor
+    await watch.start(1)
+    procs.buffer = watch
+    (buffer,) = watch.replicas
+    return buffer.actor

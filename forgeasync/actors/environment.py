@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from monarch.actor import Actor, concurrent_endpoint
+from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
+from monarch.actor import Actor, ActorError, concurrent_endpoint
 
 from forgeasync.actors.generator import CancelledGroup, GeneratorActor
-from forgeasync.actors.generator_pool import SEEN_S, may_be_a_death
+from forgeasync.actors.supervised import SEEN_S, ProcessLost, unless_lost
 from forgeasync.config import (
     AgentSection,
     DataSection,
@@ -47,7 +48,7 @@ from forgeasync.environments import (
 from forgeasync.observability import redirect_process_output
 from forgeasync.rollouts import EpisodeId, EpisodeOutcome, SampledTurn, Task
 from forgeasync.tracing import State, doing, open_trace, span, started
-from forgeasync.waiting import DeadlineExceeded, Monitor, deadline, forget
+from forgeasync.waiting import DeadlineExceeded, Monitor, deadline
 
 MAX_MOVES = 65_536
 """The last moves of groups that a worker knows: episodes of a group never wait for an older one."""
@@ -158,35 +159,41 @@ class EpisodeTurns:
         sampling = self._request.sampling
         if turn.stop:
             sampling = sampling.model_copy(update={"stop": (*sampling.stop, *turn.stop)})
-        turned = asyncio.ensure_future(
-            generator.continue_episode.call_one(
-                episode,
-                turn.after,
-                turn.given_ids,
-                sampling,
-                turn.max_tokens,
-                self._request.seed,
-                is_repeated,
-            )
-        )
-        gone = asyncio.ensure_future(self._losses.until(lambda losses: losses.is_lost(number)))
+        is_lost = self._losses.until(lambda losses: losses.is_lost(number))
         try:
-            call = f"a generator sampling a turn of group {episode.group_id}"
-            async with deadline(self._limit_s, call=call, key="timeouts.generate_s"):
-                await asyncio.wait([turned, gone], return_when=asyncio.FIRST_COMPLETED)
-            if not gone.done() and may_be_a_death(turned.exception()):
-                # The call can fail before anybody has seen that the process is gone.
-                await asyncio.wait([gone], timeout=SEEN_S)
-            if gone.done():
-                return None
-            answer: SampledTurn | CancelledGroup = turned.result()
-            return answer
+            return await unless_lost(
+                self._turn(generator, episode, turn, sampling, is_repeated), is_lost, ProcessLost
+            )
+        except ProcessLost:
+            return None
         except DeadlineExceeded as late:
             raise EpisodeInterrupted(str(late)) from late
-        finally:
-            gone.cancel()
-            turned.add_done_callback(forget)
-            turned.cancel()
+
+    async def _turn(
+        self,
+        generator: GeneratorActor,
+        episode: EpisodeId,
+        turn: TurnRequest,
+        sampling: SamplingSection,
+        is_repeated: bool,
+    ) -> SampledTurn | CancelledGroup:
+        call = f"a generator sampling a turn of group {episode.group_id}"
+        try:
+            async with deadline(self._limit_s, call=call, key="timeouts.generate_s"):
+                answer: SampledTurn | CancelledGroup = await generator.continue_episode.call_one(
+                    episode,
+                    turn.after,
+                    turn.given_ids,
+                    sampling,
+                    turn.max_tokens,
+                    self._request.seed,
+                    is_repeated,
+                )
+                return answer
+        except (ActorError, SupervisionError):
+            # The call can fail before anybody has seen that the process is gone.
+            await asyncio.sleep(SEEN_S)
+            raise
 
     async def _move_from(self, number: int, turn: TurnRequest) -> None:
         """Wait until the group goes on elsewhere; no news if that has happened meanwhile."""

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 from monarch.actor import ActorError
 
-from forgeasync.actors.generator_pool import GeneratorPool, LiveReplica, ReplicaLost, SpawnedReplica
+from forgeasync.actors.generator_pool import GeneratorPool, LiveReplica
 from forgeasync.actors.process_manager import ProcessManager, make_folders
+from forgeasync.actors.supervised import ProcessLost
 from forgeasync.config import Dtype, RunConfig, TimeoutSection
 from forgeasync.faults import ReplicaTable
 from forgeasync.generator import SwapReport
@@ -121,7 +122,7 @@ class HostUpdates:
             # Each stages a part for all: none may swap before the last has staged.
             staged = await self._of_all(replicas, what, lambda one: _done(one.actor.stage_update.call_one()))
         if None in staged:
-            await self._abandon([one for one in replicas if not one.gone.is_set()])
+            await self._abandon([one for one in replicas if not one.lost.is_set()])
             return []
         swaps: list[SwapReport | None] = await self._of_all(
             replicas, what, lambda one: one.actor.finish_update.call_one()
@@ -145,10 +146,10 @@ class HostUpdates:
             return
         self._num_failed[replica.number] += 1
         if (num_failed := self._num_failed[replica.number]) >= MAX_FAILED_FETCHES:
-            replica.give_up(
-                replica,
-                f"could not fetch weights: {num_failed} fetches in a row did not arrive as their manifests "
-                "say; a lease that is too short (weights.lease_timeout_s) or faulty memory does this",
+            replica.lose(
+                f"could not fetch weights: {num_failed} fetches in a row did not arrive as their "
+                "manifests say; a lease that is too short (weights.lease_timeout_s) or faulty memory does "
+                "this"
             )
 
     async def _of_all(
@@ -162,12 +163,12 @@ class HostUpdates:
 
         async def one_of_them(replica: LiveReplica) -> T | None:
             try:
-                async with deadline(limit_s, call=f"{replica.title} {replica.rank} {what}", key=key):
-                    return await replica.while_there(lambda: call(replica))
-            except ReplicaLost:
+                async with deadline(limit_s, call=f"{self._pool.title} {replica.rank} {what}", key=key):
+                    return await replica.call(lambda: call(replica))
+            except ProcessLost:
                 return None
             except DeadlineExceeded as late:
-                replica.give_up(replica, f"was too late: {late}")
+                replica.lose(f"was too late: {late}")
                 return None
 
         return list(await asyncio.gather(*map(one_of_them, replicas)))
@@ -213,7 +214,8 @@ class WeightConnections:
                 connect = one.actor.connect_weights
                 routes[await connect.call_one(layout, sources, folders[one.rank], share, False)] = None
 
-        async def join(spawned: SpawnedReplica, rank: int) -> None:
+        async def join(replica: LiveReplica) -> None:
+            rank = replica.rank
             index = self._pool.rank_on_host(rank)
             # It is told its real share with its first version.
             share = HostShare(index=index, count=index + 1)
@@ -221,11 +223,11 @@ class WeightConnections:
             call = f"connecting {self._pool.title} {rank} to the trainer's weights"
             async with deadline(self._timeouts.setup_s, call=call, key="timeouts.setup_s"):
                 known = self._sources
-                await spawned.actor.connect_weights.call_one(layout, known, folder, share, True)
+                await replica.actor.connect_weights.call_one(layout, known, folder, share, True)
                 while known is not self._sources:
                     # The trainer was started again meanwhile.
                     known = self._sources
-                    await spawned.actor.reconnect_weights.call_one(layout, known)
+                    await replica.actor.reconnect_weights.call_one(layout, known)
 
         call = f"connecting every {self._pool.title} to the trainer's weights"
         async with deadline(self._timeouts.setup_s, call=call, key="timeouts.setup_s"):
@@ -246,8 +248,8 @@ class WeightConnections:
         self._sources = sources
 
         async def reconnect(replica: LiveReplica) -> None:
-            with contextlib.suppress(ReplicaLost):
-                await replica.while_there(lambda: replica.actor.reconnect_weights.call_one(layout, sources))
+            with contextlib.suppress(ProcessLost):
+                await replica.call(lambda: replica.actor.reconnect_weights.call_one(layout, sources))
 
         call = f"connecting every {self._pool.title} to the trainer that was started again"
         async with deadline(self._timeouts.setup_s, call=call, key="timeouts.setup_s"):

@@ -13,9 +13,10 @@ from typing import Any, Protocol, TypeVar
 from forgeasync.actors.environment import EpisodeRequest, GroupMove
 from forgeasync.actors.environment_pool import EnvironmentPool
 from forgeasync.actors.generator import CancelledGroup, EndedEpisode, RefusedGroup
-from forgeasync.actors.generator_pool import LiveReplica, ReplicaLost
+from forgeasync.actors.generator_pool import LiveReplica
 from forgeasync.actors.router import GeneratorRouter, GroupGivenUp
 from forgeasync.actors.scorer_pool import GroupScoring, Unscored
+from forgeasync.actors.supervised import ProcessLost, unless_lost
 from forgeasync.buffer import DropReason
 from forgeasync.config import Ending, EndingPolicy, EpisodesSection, SamplingSection
 from forgeasync.environments import (
@@ -155,7 +156,7 @@ class NoReplica:
     number = rank = 0
     actor = None
 
-    async def while_there(self, call: Callable[[], Awaitable[T]]) -> T:
+    async def call(self, call: Callable[[], Awaitable[T]]) -> T:
         """Make a call."""
         return await call()
 
@@ -282,7 +283,7 @@ async def sampling_group(replica: LiveReplica, group_id: int) -> AsyncIterator[N
     try:
         yield
     finally:
-        if not replica.gone.is_set():
+        if not replica.lost.is_set():
             replica.groups.discard(group_id)
 
 
@@ -290,20 +291,10 @@ async def all_ended(running: "Sequence[asyncio.Future[EndedRun]]", replica: Live
     """Wait for all episodes of a group.
 
     Raises:
-        ReplicaLost: its generator is gone before.
+        ProcessLost: its generator is gone before.
     """
-    gathered = asyncio.gather(*(asyncio.shield(one) for one in running))
-    gone = asyncio.ensure_future(replica.gone.wait())
-    try:
-        either: list[asyncio.Future[list[EndedRun]] | asyncio.Task[bool]] = [gathered, gone]
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        if not gathered.done():
-            raise ReplicaLost(f"{replica.name} is gone")
-        return gathered.result()
-    finally:
-        gone.cancel()
-        gathered.add_done_callback(forget)
-        gathered.cancel()
+    ended = asyncio.gather(*(asyncio.shield(one) for one in running))
+    return await unless_lost(ended, replica.lost.wait(), lambda: ProcessLost(f"{replica.name} is gone"))
 
 
 MIN_ROLLOUTS = 2
@@ -378,7 +369,7 @@ class GroupEpisodes:
                                     await self._take_over(group, replica, start, is_cancelled)
                                 ended = await all_ended(group.running, replica)
                                 return await self._store(replica, group_id, ended)
-                    except ReplicaLost as lost:
+                    except ProcessLost as lost:
                         problem = f"group {group_id}: {lost}, as {num_lost} before it"
                         if group is not None and group.replica is replica:
                             group.data = (await asyncio.shield(replica.left)).groups.get(group_id)
@@ -401,7 +392,7 @@ class GroupEpisodes:
         """Have a generator take over the episodes of a lost one; they go on, those under way too.
 
         Raises:
-            ReplicaLost: it is gone as well.
+            ProcessLost: it is gone as well.
         """
         taken: Mapping[EpisodeId, frozenset[int]] = {}
         if group.data is not None:
@@ -433,7 +424,7 @@ class GroupEpisodes:
         for one in group.running:
             one.cancel()
         await asyncio.wait(group.running)
-        if group.replica.gone.is_set():
+        if group.replica.lost.is_set():
             self._pool.move_group(
                 GroupMove(
                     group_id=group.group_id, lost=group.replica.number, generator=None, number=-1, ended={}
@@ -504,9 +495,9 @@ class GroupEpisodes:
                     goes_on=False,
                 )
                 try:
-                    ended = await replica.while_there(run)
+                    ended = await replica.call(run)
                     break
-                except ReplicaLost as lost:
+                except ProcessLost as lost:
                     problem = str(lost)
                 finally:
                     await self._generators.drop_episodes(replica, group_id)

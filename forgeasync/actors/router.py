@@ -24,18 +24,19 @@ from forgeasync.actors.generator import (
     RefusedGroup,
     SampledResponse,
 )
-from forgeasync.actors.generator_pool import LOOK_S, GeneratorPool, LiveReplica, ReplicaLost, SpawnedReplica
+from forgeasync.actors.generator_pool import GeneratorPool, LiveReplica, spawn_engine
 from forgeasync.actors.generator_weights import (
     HostUpdates,
     SwappedReplica,
     WeightConnections,
 )
 from forgeasync.actors.process_manager import GENERATOR, ProcessManager, make_folders
+from forgeasync.actors.supervised import ProcessLost, Spawned
 from forgeasync.buffer import DropReason
 from forgeasync.config import ModelFacts, RoutingReplay, RunConfig, SamplingSection, TimeoutSection
 from forgeasync.environments import Response
 from forgeasync.generator import EngineStats
-from forgeasync.launch import Host, HostRole
+from forgeasync.launch import HostRole
 from forgeasync.planning import Machine, count_parameters, generator_memory, least_bytes, total_bytes
 from forgeasync.rollouts import CaptureSpec, EpisodeId, StoredRollout
 from forgeasync.waiting import DeadlineExceeded, deadline, forget
@@ -177,9 +178,7 @@ class GeneratorRouter:
             async with self.pinned(num_samples) as replica:
                 if group_id is not None:
                     replica.groups.add(group_id)
-                answer = asyncio.ensure_future(
-                    replica.while_there(functools.partial(call, replica, continued))
-                )
+                answer = asyncio.ensure_future(replica.call(functools.partial(call, replica, continued)))
                 try:
                     async with deadline(
                         self._timeouts.generate_s,
@@ -187,7 +186,7 @@ class GeneratorRouter:
                         key="timeouts.generate_s",
                     ):
                         return await asyncio.shield(answer)
-                except ReplicaLost as lost:
+                except ProcessLost as lost:
                     num_lost += 1
                     self._num_moved += 1
                     if num_lost >= self._max_lost_per_group:
@@ -209,7 +208,7 @@ class GeneratorRouter:
                 finally:
                     answer.add_done_callback(forget)
                     answer.cancel()
-                    if group_id is not None and not replica.gone.is_set():
+                    if group_id is not None and not replica.lost.is_set():
                         replica.groups.discard(group_id)
 
     async def _end_late(self, replica: LiveReplica, group_id: int, answer: "asyncio.Future[T]") -> None:
@@ -254,11 +253,11 @@ class GeneratorRouter:
         limit_s = self._timeouts.weights_s
         try:
             async with deadline(limit_s, call="a small call", key="timeouts.weights_s"):
-                await replica.while_there(call)
-        except ReplicaLost:
+                await replica.call(call)
+        except ProcessLost:
             return False
         except DeadlineExceeded:
-            replica.give_up(replica, f"has not answered a small call for timeouts.weights_s = {limit_s:g} s")
+            replica.lose(f"has not answered a small call for timeouts.weights_s = {limit_s:g} s")
             return False
         return True
 
@@ -277,12 +276,12 @@ class GeneratorRouter:
         """Have one generator take over the episodes of a group; see ``GeneratorActor.restore_episodes``.
 
         Raises:
-            ReplicaLost: it is gone.
+            ProcessLost: it is gone.
         """
         self._num_moved += 1
         call = f"generator {replica.rank} taking over the episodes of group {group_id}"
         async with deadline(self._timeouts.generate_s, call=call, key="timeouts.generate_s"):
-            return await replica.while_there(lambda: replica.actor.restore_episodes.call_one(group_id, data))
+            return await replica.call(lambda: replica.actor.restore_episodes.call_one(group_id, data))
 
     async def store_episodes(
         self, replica: LiveReplica, group_id: int, ended: Sequence[EndedEpisode]
@@ -290,11 +289,11 @@ class GeneratorRouter:
         """Have one generator store what was sampled in these episodes of a group, and close the group.
 
         Raises:
-            ReplicaLost: it is gone.
+            ProcessLost: it is gone.
         """
         call = f"generator {replica.rank} storing the episodes of group {group_id}"
         async with deadline(self._timeouts.generate_s, call=call, key="timeouts.generate_s"):
-            return await replica.while_there(lambda: replica.actor.store_episodes.call_one(group_id, ended))
+            return await replica.call(lambda: replica.actor.store_episodes.call_one(group_id, ended))
 
     async def drop_episode(self, replica: LiveReplica, episode: EpisodeId) -> None:
         """Have one generator forget one attempt at an episode; no error if it is gone."""
@@ -308,11 +307,11 @@ class GeneratorRouter:
         """Share of one generator's KV cache that running requests hold.
 
         Raises:
-            ReplicaLost: it is gone.
+            ProcessLost: it is gone.
         """
         call = f"asking generator {replica.rank} how full its KV cache is"
         async with deadline(self._timeouts.generate_s, call=call, key="timeouts.generate_s"):
-            return await replica.while_there(lambda: replica.actor.kv_usage.call_one())
+            return await replica.call(lambda: replica.actor.kv_usage.call_one())
 
     @asynccontextmanager
     async def pinned(self, num_samples: int) -> AsyncIterator[LiveReplica]:
@@ -397,8 +396,8 @@ class GeneratorRouter:
         async def ask(one: LiveReplica) -> EngineStats | None:
             try:
                 async with deadline(self._timeouts.weights_s, call="counters", key="timeouts.weights_s"):
-                    return await one.while_there(lambda: one.actor.stats.call_one())
-            except (ReplicaLost, DeadlineExceeded):
+                    return await one.call(lambda: one.actor.stats.call_one())
+            except (ProcessLost, DeadlineExceeded):
                 return None
 
         replicas = self.pool.replicas
@@ -448,52 +447,24 @@ async def start_generators(
 
     folder_of = dict(zip(ids, folders, strict=True))
 
-    async def spawn(rank: int, number: int) -> SpawnedReplica:
+    async def spawn(rank: int, number: int) -> Spawned[GeneratorActor]:
         # More ranks may be added later.
         name, host = f"{GENERATOR}{rank}-{number}", pool.host_of(rank)
-        mesh = procs.hosts.spawn_one(HostRole.GENERATORS, name, rank)
-        actor = mesh.spawn(name, GeneratorActor, procs.log_dir, rank)
-        call = f"loading the engine of generator {rank}"
-        pid = 0
-        try:
-            async with deadline(config.timeouts.setup_s, call=call, key="timeouts.setup_s"):
-                pid = await actor.pid.call_one()
-                setting_up = actor.setup.call_one(setup, host.id, folder_of[host.id])
-                await while_running(host, pid, setting_up)
-                in_flight = await actor.in_flight.call_one()
-        except BaseException:
-            if pid:
-                await host.kill(pid)
-            procs.in_background(procs.hosts.stop_one(mesh))
-            raise
-        return SpawnedReplica(
-            actor=actor,
-            pid=pid,
-            host=host,
-            stop=lambda: procs.hosts.stop_one(mesh),
-            in_flight=in_flight,
+        return await spawn_engine(
+            procs,
+            config,
+            HostRole.GENERATORS,
+            name,
+            rank,
+            host,
+            call=f"loading the engine of generator {rank}",
+            spawn=lambda mesh: mesh.spawn(name, GeneratorActor, procs.log_dir, rank),
+            set_up=lambda actor: actor.setup.call_one(setup, host.id, folder_of[host.id]),
         )
 
     pool = GeneratorPool(spawn, section, hosts, faults=procs.faults, listing=procs.listing)
     procs.generators = pool
     call = "loading the generators' engines"
     async with deadline(config.timeouts.setup_s, call=call, key="timeouts.setup_s"):
-        await pool.start()
+        await pool.start(len(hosts))
     return GeneratorRouter(pool, config.timeouts, max_lost_per_group=section.max_lost_per_group)
-
-
-async def while_running(host: Host, pid: int, call: Awaitable[T]) -> T:
-    """Wait for an answer of a process that no pool looks after yet.
-
-    Raises:
-        ReplicaLost: it has ended.
-    """
-    answer = asyncio.ensure_future(call)
-    try:
-        while not (await asyncio.wait([answer], timeout=LOOK_S))[0]:
-            if not await host.is_running(pid):
-                raise ReplicaLost(f"its process {pid} has ended while it was started")
-        return answer.result()
-    finally:
-        answer.add_done_callback(forget)
-        answer.cancel()

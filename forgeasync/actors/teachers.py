@@ -12,10 +12,11 @@ import numpy as np
 from monarch.actor import concurrent_endpoint
 
 from forgeasync.actors.generator import GeneratorActor, GeneratorSetup
-from forgeasync.actors.generator_pool import GeneratorPool, LiveReplica, ReplicaLost, SpawnedReplica
+from forgeasync.actors.generator_pool import GeneratorPool, LiveReplica, spawn_engine
 from forgeasync.actors.generator_weights import SwappedReplica
 from forgeasync.actors.process_manager import TEACHER, ProcessManager
-from forgeasync.actors.router import GeneratorRouter, while_running
+from forgeasync.actors.router import GeneratorRouter
+from forgeasync.actors.supervised import ProcessLost, Spawned
 from forgeasync.config import (
     AveragedPolicy,
     ModelFacts,
@@ -275,7 +276,7 @@ class TeacherModel(Protocol):
         """See ``TaughtGroups.teach``.
 
         Raises:
-            ReplicaLost: what it was asked of is gone.
+            ProcessLost: what it was asked of is gone.
             RewardUnavailable: it is not there now.
         """
         ...
@@ -296,7 +297,7 @@ class PoolTeacher:
     ) -> tuple[StoredRollout, ...] | TeacherFailure:
         replica = await self.pool.assigned(len(rollouts))
         try:
-            return await replica.while_there(functools.partial(_teach, replica, rollouts, reads))
+            return await replica.call(functools.partial(_teach, replica, rollouts, reads))
         finally:
             self.pool.table.change(lambda table: table.ended(replica.number, len(rollouts)))
 
@@ -440,7 +441,7 @@ class Teaching:
         while True:
             try:
                 found = await self._attempt(teacher, group_id, rollouts, reads)
-            except (ReplicaLost, DeadlineExceeded) as error:
+            except (ProcessLost, DeadlineExceeded) as error:
                 found = TeacherFailure(problem=str(error))
             except RewardUnavailable as error:
                 if (wait_s := away.wait_s(teacher.section, error, time.monotonic())) is not None:
@@ -602,23 +603,24 @@ async def _start_pool(
         num_scored_ids=groups.num_ids + groups.asks_student_ids,
     )
 
-    async def spawn(rank: int, number: int) -> SpawnedReplica:
+    async def spawn(rank: int, number: int) -> Spawned[GeneratorActor]:
         mesh_name = f"{TEACHER}{name}-{rank}-{number}"
-        mesh = procs.hosts.spawn_one(HostRole.TEACHERS, mesh_name, first_place + rank)
-        actor = mesh.spawn(mesh_name, TeacherActor, procs.log_dir, rank, name)
-        call = f"loading engine {rank} of teacher {name}"
-        pid = 0
-        try:
-            async with deadline(config.timeouts.setup_s, call=call, key="timeouts.setup_s"):
-                pid = await actor.pid.call_one()
-                await while_running(host, pid, actor.setup.call_one(setup, host.id, groups.folder))
-                await actor.open.call_one(groups)
-        except BaseException:
-            if pid:
-                await host.kill(pid)
-            procs.in_background(procs.hosts.stop_one(mesh))
-            raise
-        return SpawnedReplica(actor=actor, pid=pid, host=host, stop=lambda: procs.hosts.stop_one(mesh))
+
+        async def set_up(actor: GeneratorActor) -> None:
+            await actor.setup.call_one(setup, host.id, groups.folder)
+            await cast(TeacherActor, actor).open.call_one(groups)
+
+        return await spawn_engine(
+            procs,
+            config,
+            HostRole.TEACHERS,
+            mesh_name,
+            first_place + rank,
+            host,
+            call=f"loading engine {rank} of teacher {name}",
+            spawn=lambda mesh: mesh.spawn(mesh_name, TeacherActor, procs.log_dir, rank, name),
+            set_up=set_up,
+        )
 
     pool = GeneratorPool(
         spawn,
@@ -632,7 +634,7 @@ async def _start_pool(
     procs.teachers.append(pool)
     call = f"loading the engines of teacher {name}"
     async with deadline(config.timeouts.setup_s, call=call, key="timeouts.setup_s"):
-        await pool.start()
+        await pool.start(engine.num_engines)
     return pool
 
 

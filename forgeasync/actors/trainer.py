@@ -9,13 +9,12 @@ checksums and transport run beside it: the next optimizer step waits for the cop
 
 import asyncio
 import dataclasses
-import functools
 import logging
 import os
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -26,6 +25,7 @@ import torch.distributed as dist
 from monarch.actor import Actor, concurrent_endpoint, current_rank
 
 from forgeasync.actors.generator import GeneratorActor
+from forgeasync.actors.supervised import unless_lost
 from forgeasync.config import Dtype, TransportChoice
 from forgeasync.observability import bad_batch_folder, redirect_process_output
 from forgeasync.process_memory import MemoryWatch
@@ -51,7 +51,7 @@ from forgeasync.trainer import (
     training_sequence,
     write_rows,
 )
-from forgeasync.waiting import comes_within, deadline, forget
+from forgeasync.waiting import comes_within, deadline
 from forgeasync.weights import (
     TORCH_DTYPES,
     Publication,
@@ -156,7 +156,7 @@ class PayloadOwners:
                 changed = self._changed
                 for owner in self._generators.get(ref.host_id, ()):
                     try:
-                        return await _unless(changed, functools.partial(_read, ref, reader, owner))
+                        return await unless_lost(_read(ref, reader, owner), changed.wait(), _Changed)
                     except (PayloadGone, PayloadTorn):
                         raise
                     except _Changed:
@@ -173,20 +173,6 @@ class _Changed(Exception):
 
 async def _read(ref: PayloadRef, reader: RemotePayloadReader, owner: GeneratorActor) -> Arrays:
     return await reader.read(ref, owner.expose_payload.call_one)
-
-
-async def _unless(changed: asyncio.Event, call: Callable[[], Awaitable[Arrays]]) -> Arrays:
-    reading = asyncio.ensure_future(call())
-    other = asyncio.ensure_future(changed.wait())
-    try:
-        await asyncio.wait([reading, other], return_when=asyncio.FIRST_COMPLETED)
-        if not reading.done():
-            raise _Changed
-        return reading.result()
-    finally:
-        other.cancel()
-        reading.add_done_callback(forget)
-        reading.cancel()
 
 
 PAYLOAD_TIMEOUT_S = 60

@@ -10,8 +10,8 @@ after it again (``forgeasync.trainer.step``). Generators go on meanwhile.
 
 import asyncio
 import dataclasses
+import functools
 import logging
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,16 @@ from monarch.actor import ActorError
 
 from forgeasync.actors.process_manager import ProcessManager, make_folders
 from forgeasync.actors.router import GeneratorRouter
-from forgeasync.actors.supervised import PEER_END_S, ActorDied, Proc, diagnose_hang, first_ended
+from forgeasync.actors.supervised import (
+    LOOK_S,
+    PEER_END_S,
+    ActorDied,
+    Heartbeat,
+    Proc,
+    diagnose_hang,
+    first_ended,
+    unless_lost,
+)
 from forgeasync.actors.trainer_mesh import (
     OWN_ACTORS,
     TrainerMesh,
@@ -33,15 +42,11 @@ from forgeasync.checkpoint import CheckpointLost, is_whole, remove_partial
 from forgeasync.config import TimeoutSection
 from forgeasync.faults import Fault, Role
 from forgeasync.trainer import RestartBudget, StepMemory, StepResult, TrainerSetup, TrainingItem
-from forgeasync.waiting import DeadlineExceeded, Monitor, forget
+from forgeasync.waiting import DeadlineExceeded, Monitor, comes_within, forget
 from forgeasync.weights import Manifest, StagedWeights
 
 T = TypeVar("T")
 
-LOOK_S = 0.5
-"""Seconds between two looks at the ranks."""
-BEAT_S = 1.0
-"""Seconds between two heartbeats."""
 COLLECTIVE_ERRORS = ("gloo", "NCCL", "ProcessGroup", "c10d")
 """What errors of collectives name: the rank that reports one need not be the one that has caused it."""
 
@@ -61,39 +66,36 @@ class TrainerIncarnation:
 
     async def until_lost(self) -> None:
         """Look at the processes, and ask every rank for heartbeats, until the trainer is lost."""
-        beats = [_Beat(self.mesh, one.rank) for one in self.mesh.members]
+        key = "trainer.recovery.heartbeat_s"
+        heartbeats = [
+            Heartbeat(functools.partial(self.mesh.beat, one.rank), limit_s=self._heartbeat_s, key=key)
+            for one in self.mesh.members
+        ]
         try:
             while not self.lost.is_set():
                 await self._look_at_processes()
-                for one, beat in zip(self.mesh.members, beats, strict=True):
-                    if not self.lost.is_set() and beat.look() > self._heartbeat_s:
-                        what = f"has not answered for trainer.recovery.heartbeat_s = {self._heartbeat_s:g} s"
-                        evidence = await diagnose_hang(Role.TRAINER, (one.host, one.pid))
+                for one, heartbeat in zip(self.mesh.members, heartbeats, strict=True):
+                    if not self.lost.is_set() and (what := heartbeat.look()) is not None:
+                        evidence = await diagnose_hang(Role.TRAINER, one)
                         if not self.lost.is_set():
                             self._lose(_name(one), what, ActorDied(f"{_name(one)} {what}"), evidence)
-                await self._rest()
+                await comes_within(LOOK_S, self.lost.wait())
         finally:
-            for beat in beats:
-                beat.cancel()
+            for heartbeat in heartbeats:
+                heartbeat.stop()
 
     async def while_living(self, work: Awaitable[T]) -> T:
         """Return what ``work`` returns while the trainer is set up.
 
         Raises:
-            ActorDied: a rank's process has ended: nobody would answer ``work`` any more.
+            Exception: a rank's process has ended: nobody would answer ``work`` any more.
         """
-        working, dying = asyncio.ensure_future(work), asyncio.ensure_future(self._until_dead())
-        try:
-            await asyncio.wait([working, dying], return_when=asyncio.FIRST_COMPLETED)
-            if dying.done():
-                dying.result()
-                assert self.error is not None
-                raise self.error
-            return working.result()
-        finally:
-            dying.cancel()
-            working.add_done_callback(forget)
-            working.cancel()
+        return await unless_lost(work, self._until_dead(), self.lost_error)
+
+    def lost_error(self) -> Exception:
+        """What has ended it."""
+        assert self.error is not None
+        return self.error
 
     async def is_lost_with(self, error: BaseException) -> bool:
         """Whether a call has failed with ``error`` because the trainer is lost."""
@@ -102,8 +104,7 @@ class TrainerIncarnation:
         if self.lost.is_set():
             return True
         if isinstance(error, DeadlineExceeded):
-            ranks = [(one.host, one.pid) for one in self.mesh.members]
-            evidence = await diagnose_hang(Role.TRAINER, *ranks)
+            evidence = await diagnose_hang(Role.TRAINER, *self.mesh.members)
             if not self.lost.is_set():
                 self._lose("the trainer", f"is stuck: {error}", error, evidence)
         elif isinstance(error, ActorError) and _is_of_collective(error.exception):
@@ -113,14 +114,7 @@ class TrainerIncarnation:
     async def _until_dead(self) -> None:
         while not self.lost.is_set():
             await self._look_at_processes()
-            await self._rest()
-
-    async def _rest(self) -> None:
-        """Wait for the next look, or for a loss that somebody else has noticed."""
-        try:
-            await asyncio.wait_for(self.lost.wait(), LOOK_S)
-        except TimeoutError:
-            return
+            await comes_within(LOOK_S, self.lost.wait())
 
     async def _look_at_processes(self) -> None:
         """Every rank that has ended is a fault."""
@@ -138,40 +132,8 @@ class TrainerIncarnation:
         self.lost.set()
 
 
-class _Beat:
-    """The heartbeat of one rank."""
-
-    def __init__(self, mesh: TrainerMesh, rank: int) -> None:
-        self._mesh = mesh
-        self._rank = rank
-        self._answer: asyncio.Future[None] | None = None
-        self._looked_s = time.monotonic()
-        self._silent_s = 0.0
-        self._rest_s = 0.0
-
-    def look(self) -> float:
-        """Ask if it is time; returns for how many seconds the rank has left a question open.
-
-        A look that comes late counts as one in time: a controller that was busy says nothing of the rank.
-        """
-        now_s = time.monotonic()
-        passed_s, self._looked_s = min(now_s - self._looked_s, 2 * LOOK_S), now_s
-        if self._answer is None:
-            self._rest_s -= passed_s
-            if self._rest_s <= 0.0:
-                self._answer = asyncio.ensure_future(self._mesh.beat(self._rank))
-                self._answer.add_done_callback(forget)
-        elif self._answer.done():
-            # An error is the end of the process, which shows by itself.
-            self._answer, self._silent_s, self._rest_s = None, 0.0, BEAT_S
-        else:
-            self._silent_s += passed_s
-        return self._silent_s
-
-    def cancel(self) -> None:
-        """Wait for no answer any more."""
-        if self._answer is not None:
-            self._answer.cancel()
+class _Lost(Exception):
+    """The trainer is lost, and a call to it with it."""
 
 
 def _name(one: Proc) -> str:
@@ -382,21 +344,17 @@ class TrainerRecovery:
         """Make a call, and make it again on the next trainer whenever the one that has it is lost."""
         while True:
             life = await self._living()
-            working = asyncio.ensure_future(make(life.mesh))
-            lost = asyncio.ensure_future(life.lost.wait())
             try:
-                await asyncio.wait([working, lost], return_when=asyncio.FIRST_COMPLETED)
+                answer = await unless_lost(make(life.mesh), life.lost.wait(), _Lost)
                 # Where both have happened the answer does not count: the next trainer may be without it.
-                if life.lost.is_set():
-                    continue
-                error = working.exception()
+                if not life.lost.is_set():
+                    return answer
+            except _Lost:
+                continue
+            except Exception as error:
                 is_watched = self._section.snapshot_every_steps is not None
-                if error is None or not is_watched or not await life.is_lost_with(error):
-                    return working.result()
-            finally:
-                lost.cancel()
-                working.add_done_callback(forget)
-                working.cancel()
+                if not is_watched or not await life.is_lost_with(error):
+                    raise
 
     async def _living(self) -> TrainerIncarnation:
         """Wait for a trainer that is not lost.
@@ -404,15 +362,8 @@ class TrainerRecovery:
         Raises:
             Exception: there will be none any more.
         """
-        living = asyncio.ensure_future(self._life.until(lambda life: None if life.lost.is_set() else life))
-        try:
-            either: list[asyncio.Task[TrainerIncarnation] | asyncio.Future[None]] = [living, self._failure]
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if self._failure.done():
-                self._failure.result()
-            return living.result()
-        finally:
-            living.cancel()
+        living = self._life.until(lambda life: None if life.lost.is_set() else life)
+        return await unless_lost(living, asyncio.shield(self._failure), _Lost)
 
     # ---- how a trainer is started again
 

@@ -1,4 +1,4 @@
-"""A pool of workers that die, stop answering and cannot be started: real processes, scripted actors."""
+"""Episodes of workers that die, or that are stuck: real processes, scripted actors."""
 
 import asyncio
 import contextlib
@@ -12,24 +12,20 @@ import psutil
 import pytest
 
 from forgeasync.actors import (
-    MAX_FAILED_STARTS,
     MAX_STUCK,
     EnvironmentPool,
     EpisodeRequest,
-    SpawnedWorker,
+    Spawned,
     WorkerReport,
-    WorkersFail,
-    environment_pool,
     supervised,
 )
 from forgeasync.config import Ending, EpisodesSection, SamplingSection
-from forgeasync.environments import WORKER_MARK, marked_processes
 from forgeasync.faults import FaultLog
 from forgeasync.observability import ProcsFile
 from forgeasync.rollouts import EpisodeId, EpisodeOutcome
 from tests.support.buffer_world import make_task
 from tests.support.loops import Endpoint
-from tests.support.standing_still import CALL, standing_still
+from tests.support.standing_still import standing_still
 
 
 class ScriptedWorker:
@@ -79,13 +75,9 @@ class ScriptedWorker:
 @dataclass
 class World:
     pool: EnvironmentPool
-    faults: FaultLog
-    listing: ProcsFile
     workers: dict[int, ScriptedWorker] = field(default_factory=dict)
     told: list[str] = field(default_factory=list)
-    num_stopped: int = 0
-    fails_to_start: Callable[[int], bool] = lambda number: False
-    hangs_on_connecting: Callable[[int], bool] = lambda number: False
+    hangs_on_connecting: bool = False
     watching: "asyncio.Task[None] | None" = None
 
     async def until(self, is_reached: Callable[[], bool]) -> None:
@@ -107,93 +99,64 @@ def request(index: int) -> EpisodeRequest:
 
 
 @contextlib.asynccontextmanager
-async def started(
-    *, num_workers: int = 2, heartbeat_s: float = 10.0, max_live: int = 4
-) -> AsyncIterator[World]:
+async def started(*, num_workers: int = 2, max_live: int = 4) -> AsyncIterator[World]:
     world: World
 
-    async def spawn(number: int) -> SpawnedWorker:
-        if world.fails_to_start(number):
-            raise ValueError("no such module")
-        mark = f"mark-{os.getpid()}-{number}"
-        # The second one is what the worker has started, and does not end with it.
-        process = standing_still(child=True, env=os.environ | {WORKER_MARK: mark})
-        world.workers[number] = ScriptedWorker(process)
+    async def spawn(number: int) -> Spawned:
+        process = standing_still()
+        actor = world.workers[number] = ScriptedWorker(process)
+        actor.hangs_on_connecting = world.hangs_on_connecting
 
         async def stop() -> None:
-            world.num_stopped += 1
+            return None
 
-        actor = world.workers[number]
-        actor.hangs_on_connecting = world.hangs_on_connecting(number)
-        return SpawnedWorker(actor=actor, pid=process.pid, mark=mark, stop=stop)  # type: ignore[arg-type]
+        return Spawned(actor=actor, pid=process.pid, stop=stop)  # type: ignore[arg-type]
 
-    section = EpisodesSection(num_workers=num_workers, max_live_per_worker=max_live, heartbeat_s=heartbeat_s)
+    section = EpisodesSection(num_workers=num_workers, max_live_per_worker=max_live)
     told: list[str] = []
-    faults, listing = FaultLog(tell=told.append), ProcsFile()
-    pool = EnvironmentPool(spawn, section, num_agents=1, tell=told.append, faults=faults, listing=listing)
-    world = World(pool=pool, told=told, faults=faults, listing=listing)
+    faults = FaultLog(tell=told.append)
+    pool = EnvironmentPool(spawn, section, num_agents=1, tell=told.append, faults=faults, listing=ProcsFile())
+    world = World(pool=pool, told=told)
     try:
-        await world.pool.start()
+        await world.pool.start(num_workers)
         world.watching = asyncio.create_task(world.pool.watch())
         yield world
     finally:
         if world.watching is not None:
             world.watching.cancel()
         await world.pool.close()
-        for number, worker in world.workers.items():
+        for worker in world.workers.values():
             assert worker.process.wait() is not None
-            while marked_processes(f"mark-{os.getpid()}-{number}"):
-                await asyncio.sleep(0.01)
 
 
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment_pool, "LOOK_S", 0.01)
+    monkeypatch.setattr(supervised, "LOOK_S", 0.01)
     monkeypatch.setattr(supervised, "BEAT_S", 0.01)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_worker_that_is_gone_is_named_and_replaced(number: signal.Signals) -> None:
+def test_only_the_episodes_of_a_lost_worker_end() -> None:
     async def go() -> None:
-        async with started(heartbeat_s=0.5) as world:
-            pool = world.pool
-            running = [asyncio.create_task(pool.run_episode(request(index))) for index in range(4)]
+        async with started() as world:
+            running = [asyncio.create_task(world.pool.run_episode(request(index))) for index in range(4)]
             await world.until(lambda: sum(one.num_running for one in world.workers.values()) == 4)
             assert [one.num_running for one in world.workers.values()] == [2, 2]
-            os.kill(world.workers[0].process.pid, number)
+            os.kill(world.workers[0].process.pid, signal.SIGKILL)
             await world.until(lambda: sum(one.done() for one in running) == 2)
             lost = [one.result() for one in running if one.done()]
             assert all(one.ending is Ending.INFRASTRUCTURE for one in lost)
             assert "environment worker 0 (process" in lost[0].problem
             await world.until(lambda: 2 in world.workers)
             world.workers[1].is_released.set()
-            # Those of the other worker have not noticed.
             await world.until(lambda: all(one.done() for one in running))
             endings = [one.result().ending for one in running]
             assert sorted(endings) == [Ending.COMPLETED] * 2 + [Ending.INFRASTRUCTURE] * 2
-            assert (f"MainThread in {CALL} (" in world.told[0]) == (number is signal.SIGSTOP)
-            if number is signal.SIGSTOP:
-                assert "; the controller waits in EnvironmentPool.run_episode (forgeasync/" in world.told[0]
-            why = (
-                "has died"
-                if number is signal.SIGKILL
-                else "has not answered for episodes.heartbeat_s = 0.5 s"
-            )
-            await world.until(lambda: world.faults.metrics()["faults/recovered_environment"] == 1)
-            assert world.faults.metrics()["faults/detected_environment"] == 1 and not world.faults.open
-            assert len(world.told) == 2 and why in world.told[0]
-            replacement = world.workers[2].process.pid
-            assert f"was replaced by environment worker 2 (process {replacement})" in world.told[1]
-            listed = {one.rank: one.pid for one in world.listing.entries}
-            assert listed == {0: replacement, 1: world.workers[1].process.pid}
-            assert pool.metrics()["environment/num_restarted_workers"] == 1.0
-            await world.until(lambda: world.num_stopped == 1)
-            assert not marked_processes(f"mark-{os.getpid()}-0"), "nothing of it is left"
-            assert len(marked_processes(f"mark-{os.getpid()}-1")) == 2
-            again = asyncio.create_task(pool.run_episode(request(0)))
+            assert world.pool.metrics()["environment/num_restarted_workers"] == 1.0
+            assert world.pool.metrics()["environment/num_killed_processes"] >= 2, "also those of a lost one"
+            again = asyncio.create_task(world.pool.run_episode(request(0)))
             world.workers[2].is_released.set()
             assert (await again).ending is Ending.COMPLETED
-            assert pool.num_live == 0
+            assert world.pool.num_live == 0
 
     asyncio.run(go())
 
@@ -239,39 +202,13 @@ def test_a_worker_with_stuck_threads_retires_when_its_episodes_have_ended() -> N
     asyncio.run(go())
 
 
-def test_a_worker_that_was_starting_is_ended_too() -> None:
+def test_a_worker_that_is_connecting_at_the_end_is_ended_too() -> None:
     async def go() -> None:
         async with started() as world:
             await world.pool.connect(lambda: ((), ()))
-            world.hangs_on_connecting = lambda number: True
+            world.hangs_on_connecting = True
             os.kill(world.workers[0].process.pid, signal.SIGKILL)
             await world.until(lambda: 2 in world.workers and world.workers[2].is_connecting)
-        # Leaving has closed the pool, and ``started`` looks at what is left.
-
-    asyncio.run(go())
-
-
-def test_workers_that_cannot_be_started_any_more_end_the_run() -> None:
-    async def go() -> None:
-        async with started(num_workers=1) as world:
-            world.fails_to_start = lambda number: True
-            os.kill(world.workers[0].process.pid, signal.SIGKILL)
-            with pytest.raises(WorkersFail, match=r"cannot be started: no such module"):
-                await world.watching
-            assert len(world.told) == 1 + MAX_FAILED_STARTS - 1
-
-    asyncio.run(go())
-
-
-def test_a_worker_that_fails_once_is_started_again() -> None:
-    async def go() -> None:
-        async with started(num_workers=1) as world:
-            world.fails_to_start = lambda number: number == 1
-            os.kill(world.workers[0].process.pid, signal.SIGKILL)
-            await world.until(lambda: 2 in world.workers)
-            world.workers[2].is_released.set()
-            assert (await world.pool.run_episode(request(0))).ending is Ending.COMPLETED
-            counts = world.faults.metrics()
-            assert counts["faults/detected_environment"] == counts["faults/recovered_environment"] == 1
+        # Leaving has closed the pool, and ``started`` waits for the end of each process.
 
     asyncio.run(go())

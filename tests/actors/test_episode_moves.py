@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,15 +20,18 @@ from forgeasync.actors import (
     EpisodeTurns,
     GroupEpisodes,
     GroupMove,
+    Heartbeat,
     KnownLosses,
     LiveReplica,
+    ProcessLost,
     RefusedGroup,
-    ReplicaLost,
     SampledGroup,
+    Spawned,
 )
 from forgeasync.buffer import DropReason
 from forgeasync.config import Ending, EpisodesSection, SamplingSection
 from forgeasync.environments import AgentRole, EpisodeInterrupted, TurnRequest
+from forgeasync.faults import Role
 from forgeasync.launch import LocalHost
 from forgeasync.rollouts import (
     AgentOutcome,
@@ -174,24 +178,19 @@ class World:
         async def stop() -> None:
             pass
 
+        host = LocalHost("host-0", [])
+        spawned = Spawned(actor=self.generators[-1], pid=0, host=host, stop=stop)
+        pool = SimpleNamespace(role=Role.GENERATOR)
+        heartbeat = Heartbeat(stop, limit_s=8.0, key="")
         self.replicas.append(
-            LiveReplica(
-                number=number,
-                rank=0,
-                actor=self.generators[-1],  # type: ignore[arg-type]
-                pid=0,
-                host=LocalHost("host-0", []),
-                stop=stop,
-                give_up=lambda replica, what: None,
-                beat_since_s=0.0,
-            )
+            LiveReplica(pool, spawned, name="generator 0", rank=0, number=number, heartbeat=heartbeat)  # type: ignore[arg-type]
         )
 
     def lose(self, number: int, *, left: Callable[[Turns], Turns | None] = lambda turns: turns) -> None:
         replica, turns = self.replicas[number], left(self.generators[number].turns)
         assert GROUP in replica.groups
         self.next()
-        replica.gone.set()
+        replica.lost.set()
         self.workers.losses.change(lambda losses: losses.lose([number]))
         groups = {} if turns is None or not turns else {GROUP: encoded(turns)}
         replica.left.set_result(InFlightRead(groups=groups))
@@ -212,7 +211,7 @@ class World:
     ) -> Mapping[EpisodeId, frozenset[int]]:
         if replica.number in self.dies_on_restoring:
             self.lose(replica.number, left=lambda turns: None)
-            raise ReplicaLost("it died")
+            raise ProcessLost("it died")
         turns = self.generators[replica.number].turns = decoded(data)
         return {
             episode: frozenset(number for number, one in enumerate(tokens) if len(one) == TURN_TOKENS)
@@ -224,7 +223,7 @@ class World:
     ) -> tuple[StoredRollout, ...]:
         if replica.number in self.dies_on_storing:
             self.lose(replica.number)
-            raise ReplicaLost("it died")
+            raise ProcessLost("it died")
         self.stored = [one.episode for one in ended]
         turns = self.generators[replica.number].turns
         for one in self.stored:

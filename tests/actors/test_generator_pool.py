@@ -1,18 +1,16 @@
 """Generators that die, stop answering and cannot be started: real processes, scripted actors."""
 
 import asyncio
-import json
 import signal
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from forgeasync.actors import CancelledGroup, GeneratorsFail, GroupGivenUp, RefusedGroup, router
+from forgeasync.actors import CancelledGroup, GroupGivenUp, RefusedGroup, router
 from forgeasync.buffer import DropReason
 from forgeasync.config import SamplingSection, TimeoutSection
-from forgeasync.faults import ReplicaState, Role, slow_replicas
-from forgeasync.observability import ProcsFile
+from forgeasync.faults import ReplicaState, slow_replicas
 from forgeasync.testing import VirtualTime
 from forgeasync.waiting import DeadlineExceeded
 from tests.support.replicas import ReplicaWorld, generators_of
@@ -45,11 +43,11 @@ def test_a_generator_that_is_gone_is_replaced_and_its_groups_go_on_elsewhere(sen
             world.kill(0, sent)
             if sent is signal.SIGSTOP:
                 replica = world.pool.replicas[0]
-                await world.until(lambda: replica.beat is not None and not replica.beat.done())
+                await world.until(lambda: replica.heartbeat.is_late)
                 # As if the answer had taken so long.
-                replica.beat_since_s -= 600.0
+                replica.heartbeat.silent_s += 600.0
                 await world.until(lambda: world.state(0) is ReplicaState.SUSPECT)
-                replica.beat_since_s -= 600.0
+                replica.heartbeat.silent_s += 600.0
             await world.until(lambda: world.state(0) is ReplicaState.DEAD)
             assert (f"MainThread in {CALL} (" in world.told[0]) == (sent is signal.SIGSTOP)
             if sent is signal.SIGSTOP:
@@ -87,7 +85,7 @@ def test_only_what_was_in_flight_is_said_to_be_lost(
     async def go() -> None:
         async with generators_of(("a", "a"), folders=[tmp_path]) as world:
             for replica in world.pool.replicas:
-                replica.in_flight = tmp_path / "nothing"
+                replica.spawned.in_flight = tmp_path / "nothing"
             group = sample(world, 5) if has_group else None
             if group is not None:
                 await world.until(lambda: 5 in running(world))
@@ -183,31 +181,6 @@ def test_a_response_that_loses_all_generators_is_told_to_who_asked() -> None:
     asyncio.run(go())
 
 
-def test_generators_that_cannot_be_started_end_the_run() -> None:
-    async def go() -> None:
-        async with generators_of(("a", "a"), max_restarts=3) as world:
-            world.fails_to_start = lambda number: number > 1
-            world.kill(0)
-            assert world.watching is not None
-            with pytest.raises(GeneratorsFail, match=r"generator 0: 3 engines in a row .*no such model"):
-                await world.watching
-            assert set(world.generators) == {0, 1}
-
-    asyncio.run(go())
-
-
-def test_starts_that_fail_are_repeated() -> None:
-    async def go() -> None:
-        async with generators_of(("a",), max_restarts=3) as world:
-            world.fails_to_start = lambda number: number in (1, 2)
-            world.kill(0)
-            await world.until(lambda: 3 in world.generators and world.state(3) is ReplicaState.HEALTHY)
-            (event,) = world.faults.open or (None,)
-            assert event is None and world.faults.metrics()[f"faults/recovered_{Role.GENERATOR}"] == 1
-
-    asyncio.run(go())
-
-
 def test_one_that_joins_is_given_groups_after_its_update(tmp_path: Path) -> None:
     async def go() -> None:
         async with generators_of(("a", "a")) as world:
@@ -295,36 +268,6 @@ def test_one_that_is_slow_gets_no_groups_and_is_replaced(monkeypatch: pytest.Mon
     asyncio.run(go())
 
 
-def test_heartbeats_begin_with_the_looks_however_long_the_start_took() -> None:
-    async def go() -> None:
-        async with generators_of(("a",), heartbeat_s=30.0) as world:
-            world.watching.cancel()
-            world.pool._health._looked_s -= 3600.0
-            world.watching = asyncio.create_task(world.pool.watch())
-            before = world.generators[0].num_beats
-            await world.until(lambda: world.generators[0].num_beats > before)
-
-    asyncio.run(go())
-
-
-def test_generators_are_not_blamed_for_a_controller_that_stood_still() -> None:
-    async def go() -> None:
-        async with generators_of(("a",), heartbeat_s=1800.0) as world:
-            replica = world.pool.replicas[0]
-            world.generators[0].holds.add("beat")
-            await world.until(lambda: replica.beat is not None)
-            sent_s = replica.beat_since_s
-            # As after a stop of this process for an hour.
-            replica.beat_since_s -= 3600.0
-            world.pool._health._looked_s -= 3600.0
-            await world.until(lambda: replica.beat_since_s != sent_s - 3600.0)
-            assert world.state(0) is not ReplicaState.DEAD
-            replica.beat_since_s -= 1800.0
-            await world.until(lambda: world.state(0) is ReplicaState.DEAD)
-
-    asyncio.run(go())
-
-
 def test_a_suspect_is_healthy_again_once_it_answers() -> None:
     async def go() -> None:
         async with generators_of(("a",), heartbeat_s=30.0) as world:
@@ -350,9 +293,9 @@ def test_a_dead_engine_in_a_process_that_lives_is_replaced() -> None:
                 raise error
 
             with pytest.raises(Exception, match="is gone"):
-                await world.pool.replicas[0].while_there(fails)
+                await world.pool.replicas[0].call(fails)
             assert world.state(0) is ReplicaState.DEAD
-            assert "an engine that has died" in world.faults.open[0].what
+            assert "an engine that has died" in world.told[0], world.told
 
     asyncio.run(go())
 
@@ -365,32 +308,5 @@ def test_calls_of_other_lengths_have_their_own_deadline() -> None:
             world.generators[0].holds.add("beat")
             with pytest.raises(DeadlineExceeded, match="how full its KV cache is"):
                 await world.router.kv_usage(world.pool.replicas[0])
-
-    asyncio.run(go())
-
-
-def test_files_of_processes_follow(tmp_path: Path) -> None:
-    async def go() -> None:
-        async with generators_of(("a",)) as world:
-            world.pool._listing = ProcsFile(tmp_path / "procs.json")
-            world.kill(0)
-            await world.until(lambda: 1 in world.generators and world.state(1) is ReplicaState.HEALTHY)
-            (entry,) = json.loads((tmp_path / "procs.json").read_text())["procs"]
-            assert (entry["role"], entry["rank"]) == ("generator", 0)
-            assert entry["pid"] == world.generators[1].process.pid
-
-    asyncio.run(go())
-
-
-def test_nothing_is_started_after_the_end() -> None:
-    async def go() -> None:
-        async with generators_of(("a",)) as world:
-            world.kill(0)
-            await world.until(lambda: world.state(0) is ReplicaState.DEAD)
-            await world.pool.close()
-            num = len(world.generators)
-            for _ in range(50):
-                await asyncio.sleep(0)
-            assert len(world.generators) == num
 
     asyncio.run(go())

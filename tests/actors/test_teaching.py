@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from forgeasync.actors import OutageBackoff, PoolTeacher, ReplicaLost, Teacher, TeacherFailure, Teaching
+from forgeasync.actors import OutageBackoff, PoolTeacher, ProcessLost, Teacher, TeacherFailure, Teaching
 from forgeasync.config import TeacherEndpoint, TeacherSection
 from forgeasync.models import character_tokenizer
 from forgeasync.rollouts import Instead, PromptEncoder, Score, Task, TeacherPrompts, TeacherReads
@@ -58,7 +58,7 @@ class Engines:
         assert number == 7
         self.num_live -= num_rollouts
 
-    async def while_there(self, call: Callable[[], Awaitable[object]]) -> object:
+    async def call(self, call: Callable[[], Awaitable[object]]) -> object:
         if self.hold is not None:
             await self.hold.wait()
         answer = self.answers.pop(0)
@@ -88,7 +88,7 @@ def test_without_teachers_a_group_comes_back_as_it_is() -> None:
 
 
 def test_lost_engines_and_refused_answers_are_tried_again() -> None:
-    engines = Engines([ReplicaLost("it is gone"), TeacherFailure(problem="a nan"), NEW])
+    engines = Engines([ProcessLost("it is gone"), TeacherFailure(problem="a nan"), NEW])
     one = teaching(engines)
     assert teach(one) == NEW
     found = one.metrics()
@@ -97,7 +97,7 @@ def test_lost_engines_and_refused_answers_are_tried_again() -> None:
 
 
 def test_attempts_have_an_end_and_a_full_store_has_it_at_once() -> None:
-    one = teaching(Engines([ReplicaLost("one"), ReplicaLost("it is gone"), NEW]), max_attempts=2)
+    one = teaching(Engines([ProcessLost("one"), ProcessLost("it is gone"), NEW]), max_attempts=2)
     given_up = teach(one)
     assert given_up == TeacherFailure(problem="teacher t, group 4: it is gone")
     assert one.metrics()["teacher/num_failed"] == 1 and one.metrics()["teacher/num_tokens"] == 0

@@ -752,10 +752,10 @@ class PinnedReplica:
     rank, number, actor, name = 7, 70, None, "generator 7"
 
     def __init__(self) -> None:
-        self.gone = asyncio.Event()
+        self.lost = asyncio.Event()
         self.groups: set[int] = set()
 
-    async def while_there(self, call: Callable[[], Awaitable[R]]) -> R:
+    async def call(self, call: Callable[[], Awaitable[R]]) -> R:
         return await call()
 
 

@@ -12,11 +12,11 @@ import pytest
 
 from forgeasync.actors import (
     GroupScoring,
+    ProcessLost,
     ResponseGroups,
     ResponseScoring,
     SampledResponse,
     ScoredResponses,
-    ScorerLost,
     ScorerPool,
     Unscored,
 )
@@ -180,7 +180,7 @@ class TestGroupScoring:
         async def judge(task: Task, responses: Sequence[Response]) -> ScoredResponses:
             asked.append((task, responses))
             if len(asked) < MAX_LOST:
-                raise ScorerLost("gone")
+                raise ProcessLost("gone")
             return scored(0.5)
 
         scoring = make_scoring(judge, max_attempts=1)
@@ -210,14 +210,14 @@ class TestGroupScoring:
                         await asyncio.sleep(0)
                     lost = asyncio.Event()
                     mine.set()
-                    raise ScorerLost("the scorer (process 7) was gone before it answered")
+                    raise ProcessLost("the scorer (process 7) was gone before it answered")
                 if num_begun <= 4:
                     await mine.wait()
-                    raise ScorerLost("the scorer (process 7) was gone before it answered")
+                    raise ProcessLost("the scorer (process 7) was gone before it answered")
                 for _ in range(5):
                     await asyncio.sleep(0)
                 if mine.is_set():
-                    raise ScorerLost("the scorer (process 8) was gone before it answered")
+                    raise ProcessLost("the scorer (process 8) was gone before it answered")
                 return scored(0.5)
 
             scoring = make_scoring(judge, max_in_flight=4)
@@ -239,7 +239,7 @@ class TestGroupScoring:
             nonlocal num_running, most
             if task.source_index not in seen:
                 seen.add(task.source_index)
-                raise ScorerLost("gone")
+                raise ProcessLost("gone")
             num_running += 1
             most = max(most, num_running)
             for _ in range(5):

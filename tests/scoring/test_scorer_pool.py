@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 
-from forgeasync.actors import GroupScoring, ScoredResponses, ScorerLost, ScorerPool, Unavailable, Unscored
+from forgeasync.actors import GroupScoring, ProcessLost, ScoredResponses, ScorerPool, Unavailable, Unscored
 from forgeasync.config import ScorerSection
 from forgeasync.environments import Response
 from forgeasync.rollouts import FinishReason, Score, Task, VerifierCounts
@@ -39,7 +39,7 @@ class Scorers:
             opened = asyncio.ensure_future(self.is_open.wait())
             await asyncio.wait([lost, opened], return_when=asyncio.FIRST_COMPLETED)
             if lost.done():
-                raise ScorerLost(f"scorer {rank} was gone before it answered")
+                raise ProcessLost(f"scorer {rank} was gone before it answered")
             return scored(responses)
 
         return call

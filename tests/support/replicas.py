@@ -17,8 +17,8 @@ from forgeasync.actors import (
     CancelledGroup,
     GeneratorPool,
     GeneratorRouter,
-    SpawnedReplica,
-    generator_pool,
+    Spawned,
+    supervised,
 )
 from forgeasync.config import GeneratorSection, SamplingSection, TimeoutSection
 from forgeasync.faults import FaultLog, ReplicaState
@@ -158,9 +158,9 @@ class ScriptedGenerator:
 def looking_often() -> Iterator[None]:
     """Within the body generators that are gone are noticed at once."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (generator_pool,):
-            patch.setattr(module, "LOOK_S", 0.01)
-            patch.setattr(module, "BEAT_S", 0.02)
+        patch.setattr(supervised, "LOOK_S", 0.01)
+        patch.setattr(supervised, "BEAT_S", 0.02)
+        patch.setattr(supervised, "RETRY_S", 0.01)
         yield
 
 
@@ -216,7 +216,7 @@ async def generators_of(
 
     by_id = {name: LocalHost(name, list(folders)) for name in hosts}
 
-    async def spawn(rank: int, number: int) -> SpawnedReplica:
+    async def spawn(rank: int, number: int) -> Spawned:
         if world.fails_to_start(number):
             raise ValueError("no such model")
         process = standing_still()
@@ -225,7 +225,7 @@ async def generators_of(
         async def stop() -> None:
             world.num_stopped += 1
 
-        return SpawnedReplica(actor=generator, pid=process.pid, host=by_id[world.hosts[rank]], stop=stop)  # type: ignore[arg-type]
+        return Spawned(actor=generator, pid=process.pid, host=by_id[world.hosts[rank]], stop=stop)  # type: ignore[arg-type]
 
     config = GeneratorSection(**({"num_replicas": len(hosts)} | section))  # type: ignore[arg-type]
     told: list[str] = []
@@ -237,7 +237,7 @@ async def generators_of(
     )
     try:
         with looking_often():
-            await pool.start()
+            await pool.start(len(hosts))
             world.watching = asyncio.create_task(pool.watch())
             yield world
     finally:
