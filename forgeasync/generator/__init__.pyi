@@ -11,8 +11,6 @@ from .step_engine import ScoredTags as ScoredTags
 from .step_engine import StepEngine as StepEngine
 from .token_scores import score_given_ids as score_given_ids
 from .token_scores import score_tokens as score_tokens
-from .updates import GROUP_ARGUMENT as GROUP_ARGUMENT
-from .updates import WeightUpdates as WeightUpdates
 from .weight_receiver import AdapterBase as AdapterBase
 from .weight_receiver import WeightReceiver as WeightReceiver
 from .workarounds.served_adapters import AdapterSetup as AdapterSetup
@@ -43,6 +41,7 @@ from .turns import TurnEnd as TurnEnd
 from .turns import part_seed as part_seed
 from .weight_receiver import Install as Install
 from .workarounds.cpu_worker import keep_linear_weights as keep_linear_weights
+from .workarounds.inprocess_client import InProcessAsyncClient as InProcessAsyncClient
 from .workarounds.inprocess_client import start_llm as start_llm
 from .workarounds.load_trace import LoadTrace as LoadTrace
 from .workarounds.load_trace import Region as Region

@@ -12,7 +12,6 @@ from .hosts import Hosts as Hosts
 from .hosts import LOCAL_HOST_ID as LOCAL_HOST_ID
 from .hosts import LocalHost as LocalHost
 from .hosts import LocalHosts as LocalHosts
-from .hosts import kill_with_children as kill_with_children
 from .hosts import stop as stop
 from .job_hosts import build_hosts as build_hosts
 from .jobs import HostRole as HostRole
