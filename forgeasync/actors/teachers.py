@@ -1,4 +1,12 @@
-"""A teacher whose weights are versions of the policy: its engines take them as generators do."""
+"""Teachers: models that say how likely they find the tokens that the policy sampled.
+
+A teacher is engines of the run (a ``GeneratorPool`` of ``TeacherActor``), or a server. Its engines may take
+versions of the policy's weights, as generators do. ``Teaching`` sends each sampled group to the teacher of
+its task's source, and writes the group anew with the teacher's record.
+
+Who waits for whom: the collecting loop waits for a group's teacher before the buffer takes the group as
+finished. A group whose engine is lost goes to another one.
+"""
 
 import asyncio
 import functools
