@@ -59,6 +59,8 @@ class User:
     """What its messages call the first process."""
     num_failures: int
     """Starts that fail in a row, after a loss, until the pool gives up."""
+    gives_up: str
+    """What the pool says then."""
     answer: object = None
     """To a heartbeat."""
 
@@ -99,6 +101,7 @@ USERS = {
         build=generators(Role.GENERATOR, "generator"),
         who="generator 0",
         num_failures=MAX_RESTARTS,
+        gives_up=r"generator 0: 3 engines in a row .*\(generator.max_restarts = 3\); the last one: ",
         answer=STATS,
     ),
     "teacher": User(
@@ -107,6 +110,7 @@ USERS = {
         build=generators(Role.TEACHER, "teacher t"),
         who="teacher t 0",
         num_failures=MAX_RESTARTS,
+        gives_up=r"teacher t 0: 3 engines in a row .*\(generator.max_restarts = 3\); the last one: ",
         answer=STATS,
     ),
     "scorer": User(
@@ -115,6 +119,7 @@ USERS = {
         build=scorers,
         who="scorer 0",
         num_failures=MAX_RESTARTS,
+        gives_up=r"scorer 0 was restarted 3 times .*\(scorer.max_restarts\); .* could not be started: ",
     ),
     "environment": User(
         role=Role.ENVIRONMENT,
@@ -122,6 +127,7 @@ USERS = {
         build=workers,
         who="environment worker 0",
         num_failures=MAX_FAILED_STARTS,
+        gives_up=r"environment worker \d+ cannot be started: ",
         answer=WorkerReport(num_stuck=0, num_killed_processes=0, serving=None),
     ),
 }
@@ -307,7 +313,7 @@ def test_starts_that_fail_again_and_again_end_the_run(user: User) -> None:
             world.fails_to_start = lambda number: True
             os.kill(world.pids()[0], signal.SIGKILL)
             assert world.watching is not None
-            with pytest.raises(RestartsFail, match="no such module"):
+            with pytest.raises(RestartsFail, match=user.gives_up + "no such module"):
                 await world.watching
             assert world.num_spawned == NUM_PLACES + user.num_failures
             assert len(world.faults.open) == 1, "it was not recovered from"
