@@ -15,7 +15,6 @@ from .hosts import LocalHosts as LocalHosts
 from .hosts import stop as stop
 from .job_hosts import build_hosts as build_hosts
 from .jobs import HostRole as HostRole
-from .kill_tree import kill_with_children as kill_with_children
 from .placement import spawn_role as spawn_role
 from .prerequisites import check_prerequisites as check_prerequisites
 from .render import render_launch as render_launch

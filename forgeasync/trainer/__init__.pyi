@@ -24,7 +24,6 @@ from .replay_router import replay_routers as replay_routers
 from .run_checkpoint import CheckpointWriter as CheckpointWriter
 from .run_checkpoint import training_state as training_state
 from .setup import TrainerSetup as TrainerSetup
-from .step_memory import RestartBudget as RestartBudget
 from .step_memory import StepMemory as StepMemory
 from .step_result import StepResult as StepResult
 
@@ -80,6 +79,7 @@ from .snapshots import Snapshots as Snapshots
 from .snapshots import local_parts as local_parts
 from .snapshots import snapshot_bytes as snapshot_bytes
 from .step_judge import StepJudge as StepJudge
+from .step_memory import RestartBudget as RestartBudget
 from .step_result import BadStep as BadStep
 from .step_result import MinibatchResult as MinibatchResult
 from .step_result import merged as merged
