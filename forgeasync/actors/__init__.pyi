@@ -26,9 +26,9 @@ from .scorer_pool import Unscored as Unscored
 from .scorer_pool import start_scorer as start_scorer
 from .supervised import ActorDied as ActorDied
 from .supervised import stacks_of as stacks_of
+from .teacher import TeacherFailure as TeacherFailure
 from .teachers import ITS_HOST as ITS_HOST
 from .teachers import MovingTeacher as MovingTeacher
-from .teachers import TeacherFailure as TeacherFailure
 from .teachers import Teaching as Teaching
 from .teachers import start_teachers as start_teachers
 from .trainer_mesh import TrainerMesh as TrainerMesh
@@ -69,9 +69,9 @@ from .supervised import ProcessLost as ProcessLost
 from .supervised import RestartsFail as RestartsFail
 from .supervised import Spawned as Spawned
 from .supervised import SupervisedPool as SupervisedPool
+from .teacher import TaughtGroups as TaughtGroups
 from .teachers import OutageBackoff as OutageBackoff
 from .teachers import PoolTeacher as PoolTeacher
-from .teachers import TaughtGroups as TaughtGroups
 from .teachers import Teacher as Teacher
 from .trainer import OrderedThread as OrderedThread
 from .trainer import TrainerActor as TrainerActor

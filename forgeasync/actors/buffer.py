@@ -1,9 +1,10 @@
-"""The buffer actor: a thin shell around the replay buffer, in a proc of its own.
+"""The replay buffer in a process of its own, and its supervision.
 
-Who waits for whom: see ``forgeasync.buffer.replay_buffer``; calls overlap freely, and those that wait do so
-here. Only small facts about groups are sent; their arrays stay where they were sampled.
+Who waits for whom: see ``forgeasync.buffer.replay_buffer``; calls overlap freely, and those that wait do so in
+this process. Only small facts about groups are sent; their arrays stay where they were sampled.
 """
 
+import asyncio
 import os
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
@@ -17,7 +18,6 @@ from forgeasync.actors.supervised import ActorDied, Heartbeat, Spawned, Supervis
 from forgeasync.buffer import Batch, BufferSnapshot, Committed, DropReason, ReplayBuffer, Start, Update
 from forgeasync.config import RunConfig
 from forgeasync.faults import Fault, FaultLog, Refusal, Role
-from forgeasync.launch import stop
 from forgeasync.ledger import CheckpointedBuffer, ResumedBuffer, open_buffer
 from forgeasync.observability import ProcsFile, redirect_process_output
 from forgeasync.rollouts import Group, GroupProgress, Score, SpilledGroup, Task
@@ -213,12 +213,12 @@ async def start_buffer(
     """
 
     async def spawn() -> Spawned[BufferActor]:
-        mesh = procs.spawn_here("buffer")
-        actor = mesh.spawn("buffer", BufferActor, procs.log_dir)
+        actor = procs.spawn_here("buffer").spawn("buffer", BufferActor, procs.log_dir)
         call = "setting up the replay buffer"
         async with deadline(config.timeouts.setup_s, call=call, key="timeouts.setup_s"):
             pid = await actor.setup.call_one(config, ledger, resumed)
-        return Spawned(actor=actor, pid=pid, stop=lambda: stop(mesh))
+        # The process manager stops the mesh.
+        return Spawned(actor=actor, pid=pid, stop=lambda: asyncio.sleep(0))
 
     watch = BufferWatch(
         spawn, heartbeat_s=config.buffer.heartbeat_s, faults=procs.faults, listing=procs.listing

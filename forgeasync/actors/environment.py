@@ -1,7 +1,12 @@
-"""The environment worker: a thin shell around the episodes of one environment in one proc.
+"""The environment worker: a process that runs episodes of one environment.
 
-Runs episodes for the collecting loop and for evaluation. Has the generator that a group is pinned to sample
-the model's turns; token ids go there, and ids and texts come back. Calls overlap freely.
+It runs episodes for training and for evaluation, and has the generator that a group is pinned to sample the
+model's turns. Token ids go there; ids and texts come back. Calls overlap freely.
+
+A generator can be lost in the middle of a turn (``EpisodeTurns``). The episode goes on once the controller
+has had another generator take over its group, with all turns that had begun: the open turn is asked for again
+there. An episode is interrupted only if a turn that it has seen could not be taken over, or if its group does
+not go on.
 """
 
 import asyncio

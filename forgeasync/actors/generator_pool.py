@@ -9,7 +9,8 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 from monarch.actor import ProcMesh
@@ -74,6 +75,18 @@ class LiveReplica(Supervised[GeneratorActor]):
         """What it had of its groups, some time after it was lost."""
         self.stats = EngineStats(num_generated_tokens=0, busy_s=0.0)
         """What it had counted when it was last heard of."""
+
+
+@contextmanager
+def sampling_group(replica: LiveReplica, group_id: int | None) -> Iterator[None]:
+    """Count a group among those that a generator is sampling; it stays there if the generator is lost."""
+    if group_id is not None:
+        replica.groups.add(group_id)
+    try:
+        yield
+    finally:
+        if group_id is not None and not replica.lost.is_set():
+            replica.groups.discard(group_id)
 
 
 class GeneratorPool(SupervisedPool[LiveReplica]):

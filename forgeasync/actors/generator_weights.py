@@ -1,8 +1,8 @@
-"""Versions for the generators of one host, which share memory and so take each of them together.
+"""How weight versions get from the trainer into generators, also into those that join later.
 
-The generators of an update are those that are live when it begins and have an older version. One that is lost
-on the way ends the update for the others too, unless all have staged their shares already; they keep their
-weights, and the next update is made without it.
+Updates all generators of a host together, because they share one receive buffer. The generators of an update
+are those that are live when it begins and have an older version. If one is lost before all have staged their
+shares, the others keep their weights, and the next update is made without it.
 """
 
 import asyncio

@@ -1,4 +1,8 @@
-"""Has groups sampled: single responses to a prompt. ``group_episodes`` has the episodes of an environment."""
+"""Samples the rollouts of groups: responses of the generators, responses of an endpoint, or episodes.
+
+``GroupEpisodes`` runs the episodes of a group, applies the policy for each ending, and stores the result. If
+the generator of a group is lost, another one takes over the turns that had begun, and the episodes go on.
+"""
 
 import asyncio
 import dataclasses
@@ -13,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 from forgeasync.actors.environment import EpisodeRequest, GroupMove
 from forgeasync.actors.environment_pool import EnvironmentPool
 from forgeasync.actors.generator import CancelledGroup, EndedEpisode, RefusedGroup
-from forgeasync.actors.generator_pool import LiveReplica
+from forgeasync.actors.generator_pool import LiveReplica, sampling_group
 from forgeasync.actors.router import GeneratorRouter, GroupGivenUp
 from forgeasync.actors.scorer_pool import GroupScoring, Unscored
 from forgeasync.actors.supervised import ProcessLost, unless_lost
@@ -138,13 +142,24 @@ class ResponseGroups:
             )
         except GroupGivenUp as given_up:
             return HeldOutRollout(result=Unscored(reason=f"held-out problem {task.task_id}: {given_up}"))
-        scores = await self._scorer.score(f"held-out problem {task.task_id}", task, [sampled.response])
-        result = scores if isinstance(scores, Unscored) else scores[0]
-        record = None
-        if keeps_record:
-            score, problem = (None, result.reason) if isinstance(result, Unscored) else (result, None)
-            record = response_record(task, sampled.response, score, problem, versions=sampled.versions)
-        return HeldOutRollout(result=result, versions=sampled.versions, record=record)
+        return await _score_held_out(self._scorer, task, sampled.response, sampled.versions, keeps_record)
+
+
+async def _score_held_out(
+    scorer: GroupScoring,
+    task: Task,
+    response: Response,
+    versions: VersionRange | None,
+    keeps_record: bool,
+) -> HeldOutRollout:
+    """Score a response that is not trained on."""
+    scores = await scorer.score(f"held-out problem {task.task_id}", task, [response])
+    result: Score | Unscored = scores if isinstance(scores, Unscored) else scores[0]
+    record = None
+    if keeps_record:
+        score, problem = (None, result.reason) if isinstance(result, Unscored) else (result, None)
+        record = response_record(task, response, score, problem, versions=versions)
+    return HeldOutRollout(result=result, versions=versions, record=record)
 
 
 T = TypeVar("T")
@@ -218,19 +233,14 @@ class EndpointResponses:
             max_turns=1,
             client=self._client,
         )
-        name = f"held-out problem {task.task_id}"
         try:
             turn = await agent.respond([*self._system, {"role": "user", "content": task.prompt}])
         except (ContextFull, EpisodeInterrupted) as error:
-            return HeldOutRollout(result=Unscored(reason=f"{name}: {error}"), num_turns=0)
+            return HeldOutRollout(
+                result=Unscored(reason=f"held-out problem {task.task_id}: {error}"), num_turns=0
+            )
         response = Response(turn.text, turn.num_tokens, turn.finish_reason)
-        scores = await self._scorer.score(name, task, [response])
-        result: Score | Unscored = scores if isinstance(scores, Unscored) else scores[0]
-        record = None
-        if keeps_record:
-            score, problem = (None, result.reason) if isinstance(result, Unscored) else (result, None)
-            record = response_record(task, response, score, problem, versions=None)
-        return HeldOutRollout(result=result, record=record)
+        return await _score_held_out(self._scorer, task, response, None, keeps_record)
 
     async def close(self) -> None:
         """Close the connections."""
@@ -274,17 +284,6 @@ class EpisodeGroup:
     num_moves: int = 0
     running: "list[asyncio.Future[EndedRun]]" = dataclasses.field(default_factory=list)
     """One for each episode."""
-
-
-@asynccontextmanager
-async def sampling_group(replica: LiveReplica, group_id: int) -> AsyncIterator[None]:
-    """Count a group among those that a generator is sampling; it stays there if the generator is lost."""
-    replica.groups.add(group_id)
-    try:
-        yield
-    finally:
-        if not replica.lost.is_set():
-            replica.groups.discard(group_id)
 
 
 async def all_ended(running: "Sequence[asyncio.Future[EndedRun]]", replica: LiveReplica) -> list[EndedRun]:
@@ -361,7 +360,7 @@ class GroupEpisodes:
                 for num_lost in range(self._max_lost_per_group):
                     try:
                         async with self._generators.pinned(self._group_size) as replica:
-                            async with self._admitted(replica), sampling_group(replica, group_id):
+                            async with self._admitted(replica, group_id):
                                 if group is None:
                                     group = EpisodeGroup(group_id=group_id, replica=replica)
                                     group.running = [start(group, one) for one in range(self._group_size)]
@@ -433,7 +432,7 @@ class GroupEpisodes:
         self._pool.forget_moves(group.group_id)
 
     @asynccontextmanager
-    async def _admitted(self, replica: LiveReplica) -> AsyncIterator[None]:
+    async def _admitted(self, replica: LiveReplica, group_id: int) -> AsyncIterator[None]:
         """Wait while the generator's KV cache is short, unless it has no group at all.
 
         A group that starts then would only push others out of the cache, to be computed again.
@@ -446,7 +445,8 @@ class GroupEpisodes:
             await asyncio.sleep(ADMISSION_S)
         self._num_groups[number] += 1
         try:
-            yield
+            with sampling_group(replica, group_id):
+                yield
         finally:
             self._num_groups[number] -= 1
 

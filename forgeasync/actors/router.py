@@ -24,7 +24,7 @@ from forgeasync.actors.generator import (
     RefusedGroup,
     SampledResponse,
 )
-from forgeasync.actors.generator_pool import GeneratorPool, LiveReplica, spawn_engine
+from forgeasync.actors.generator_pool import GeneratorPool, LiveReplica, sampling_group, spawn_engine
 from forgeasync.actors.generator_weights import (
     HostUpdates,
     SwappedReplica,
@@ -175,9 +175,7 @@ class GeneratorRouter:
         while True:
             if group_id is not None and self._cancelled[group_id]:
                 raise GroupGivenUp(f"{what} was cancelled", DropReason.CANCELLED)
-            async with self.pinned(num_samples) as replica:
-                if group_id is not None:
-                    replica.groups.add(group_id)
+            async with self._sampling(num_samples, group_id) as replica:
                 answer = asyncio.ensure_future(replica.call(functools.partial(call, replica, continued)))
                 try:
                     async with deadline(
@@ -208,8 +206,12 @@ class GeneratorRouter:
                 finally:
                     answer.add_done_callback(forget)
                     answer.cancel()
-                    if group_id is not None and not replica.lost.is_set():
-                        replica.groups.discard(group_id)
+
+    @asynccontextmanager
+    async def _sampling(self, num_samples: int, group_id: int | None) -> AsyncIterator[LiveReplica]:
+        async with self.pinned(num_samples) as replica:
+            with sampling_group(replica, group_id):
+                yield replica
 
     async def _end_late(self, replica: LiveReplica, group_id: int, answer: "asyncio.Future[T]") -> None:
         """Have a generator give up a group that is late, before it is sampled anew."""

@@ -444,9 +444,9 @@ class SupervisedPool(Generic[ReplicaT]):
         """
         while True:
             await asyncio.sleep(LOOK_S)
+            await self._look()
             if self._failure is not None:
                 raise self._failure
-            await self._look()
 
     async def _look(self) -> None:
         """Look at every process, and lose those with which something is wrong."""

@@ -1,8 +1,9 @@
-"""All ranks of the trainer as one trainer: every call goes to all ranks; each gets only its own rows."""
+"""All ranks of the trainer as one: every call goes to all ranks, and each gets only its own rows."""
 
 import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -70,9 +71,12 @@ class TrainerMesh:
         return self._stuck_by is not None
 
     async def _on_every_rank(
-        self, calls: Callable[[], Sequence[Awaitable[T]]], limit_s: float, *, call: str, key: str
+        self, make: Callable[[TrainerActor, int], Awaitable[T]], *, call: str, key: str
     ) -> list[T]:
         """Return the ranks' replies by rank, once the calls before this one have ended.
+
+        ``make`` makes the call to a rank, given its actor and number; ``key`` is that of its limit in
+        ``timeouts``, and ``call`` names it in messages.
 
         Raises:
             Exception: a rank's own error, also that of a call before which has left other ranks in a
@@ -84,16 +88,20 @@ class TrainerMesh:
             raise self._stuck_by
 
         async def answers() -> list[T]:
-            async with deadline(limit_s, call=f"the trainer {call}", key=f"timeouts.{key}"):
-                return await self._together([asyncio.ensure_future(one) for one in calls()])
+            async with self._deadline(call, key):
+                return await self._together(make)
 
         # Ranks go on where the caller is cancelled: the next call's turn comes when they are done.
         work = asyncio.create_task(answers())
         work.add_done_callback(self._end_turn)
         return await asyncio.shield(work)
 
-    async def _together(self, answers: Sequence[asyncio.Future[T]]) -> list[T]:
+    def _deadline(self, call: str, key: str) -> AbstractAsyncContextManager[None]:
+        return deadline(getattr(self._timeouts, key), call=f"the trainer {call}", key=f"timeouts.{key}")
+
+    async def _together(self, make: Callable[[TrainerActor, int], Awaitable[T]]) -> list[T]:
         """Return all replies, or raise the first error once the other ranks have ended too or cannot."""
+        answers = [asyncio.ensure_future(make(actor, rank)) for rank, actor in enumerate(self._ranks)]
         try:
             return list(await asyncio.gather(*answers))
         except Exception as error:
@@ -111,11 +119,7 @@ class TrainerMesh:
     async def setup(self, setup: TrainerSetup, *, host_ids: Sequence[str]) -> None:
         """Build the model on every rank; ``host_ids`` says by rank where each of them is."""
         self._data_ranks = await self._on_every_rank(
-            lambda: [
-                rank.setup.call_one(setup, host_id)
-                for rank, host_id in zip(self._ranks, host_ids, strict=True)
-            ],
-            self._timeouts.setup_s,
+            lambda actor, rank: actor.setup.call_one(setup, host_ids[rank]),
             call="building its model",
             key="setup_s",
         )
@@ -123,8 +127,7 @@ class TrainerMesh:
     async def pids(self) -> list[int]:
         """Return the process id of each rank's proc on its host, by rank."""
         return await self._on_every_rank(
-            lambda: [rank.pid.call_one() for rank in self._ranks],
-            self._timeouts.setup_s,
+            lambda actor, _: actor.pid.call_one(),
             call="starting its procs",
             key="setup_s",
         )
@@ -148,8 +151,7 @@ class TrainerMesh:
         """Let every rank read payloads that lie on the generators' hosts."""
         limit_s = self._timeouts.weights_s
         await self._on_every_rank(
-            lambda: [rank.connect.call_one(generators.actors, limit_s) for rank in self._ranks],
-            self._timeouts.setup_s,
+            lambda actor, _: actor.connect.call_one(generators.actors, limit_s),
             call="connecting to the generators",
             key="setup_s",
         )
@@ -183,10 +185,7 @@ class TrainerMesh:
     ) -> StepResult:
         """Have every rank train on what belongs to its data rank."""
         results = await self._on_every_rank(
-            lambda: [
-                train(rank, data_rank) for rank, data_rank in zip(self._ranks, self._data_ranks, strict=True)
-            ],
-            self._timeouts.train_step_s,
+            lambda actor, rank: train(actor, self._data_ranks[rank]),
             call=f"making step {step}",
             key="train_step_s",
         )
@@ -206,8 +205,7 @@ class TrainerMesh:
     async def snapshot_bytes(self) -> list[int]:
         """Return the shared memory that each rank's snapshots take, by rank."""
         return await self._on_every_rank(
-            lambda: [rank.snapshot_bytes.call_one() for rank in self._ranks],
-            self._timeouts.setup_s,
+            lambda actor, _: actor.snapshot_bytes.call_one(),
             call="measuring its state",
             key="setup_s",
         )
@@ -218,11 +216,7 @@ class TrainerMesh:
         Returns the version, which is not after ``at_most``.
         """
         versions = await self._on_every_rank(
-            lambda: [
-                rank.open_snapshots.call_one(folder, every_steps, at_most)
-                for rank, folder in zip(self._ranks, folders, strict=True)
-            ],
-            self._timeouts.setup_s,
+            lambda actor, rank: actor.open_snapshots.call_one(folders[rank], every_steps, at_most),
             call="reading its snapshots",
             key="setup_s",
         )
@@ -234,14 +228,8 @@ class TrainerMesh:
 
         Returns the newest version of which all ranks have a whole one; None without any.
         """
-        async with deadline(
-            self._timeouts.train_step_s,
-            call="the trainer finishing its snapshot",
-            key="timeouts.train_step_s",
-        ):
-            versions = await self._together(
-                [asyncio.ensure_future(rank.finish_snapshot.call_one()) for rank in self._ranks]
-            )
+        async with self._deadline("finishing its snapshot", "train_step_s"):
+            versions = await self._together(lambda actor, _: actor.finish_snapshot.call_one())
         written = [version for version in versions if version is not None]
         return min(written) if len(written) == len(versions) else None
 
@@ -267,8 +255,7 @@ class TrainerMesh:
     async def lay_out_weights(self, dtype: Dtype) -> WeightLayout:
         """Assign shards to the ranks that publish them, and lay out their staging buffers."""
         ranks = await self._on_every_rank(
-            lambda: [rank.lay_out_weights.call_one(dtype) for rank in self._ranks],
-            self._timeouts.setup_s,
+            lambda actor, _: actor.lay_out_weights.call_one(dtype),
             call="laying out its weights",
             key="setup_s",
         )
@@ -284,11 +271,7 @@ class TrainerMesh:
             dtype=self._dtype, folders=folders, transport=transport, generator_hosts=generator_hosts
         )
         self._sources = await self._on_every_rank(
-            lambda: [
-                rank.open_staging.call_one(folder, transport, generator_hosts)
-                for rank, folder in zip(self._ranks, folders, strict=True)
-            ],
-            self._timeouts.setup_s,
+            lambda actor, rank: actor.open_staging.call_one(folders[rank], transport, generator_hosts),
             call="allocating its staging buffers",
             key="setup_s",
         )
@@ -309,15 +292,13 @@ class TrainerMesh:
         Raises:
             NonFiniteWeights: the weights have nan or inf; ``when_begun`` is not called.
         """
-        what, limit_s, key = f"staging {self._staged}", self._timeouts.weights_s, "weights_s"
+        what, key = f"staging {self._staged}", "weights_s"
         waited_s = await self._on_every_rank(
-            lambda: [rank.begin_staging.call_one(slot) for rank in self._ranks], limit_s, call=what, key=key
+            lambda actor, _: actor.begin_staging.call_one(slot), call=what, key=key
         )
         when_begun()
-        async with deadline(limit_s, call=f"the trainer {what}", key=f"timeouts.{key}"):
-            shards = await self._together(
-                [asyncio.ensure_future(rank.finish_staging.call_one(slot)) for rank in self._ranks]
-            )
+        async with self._deadline(what, key):
+            shards = await self._together(lambda actor, _: actor.finish_staging.call_one(slot))
         assert len({shard.version for shard in shards}) == 1, "ranks are at different versions"
         assert self._layout is not None
         return Manifest(
@@ -332,8 +313,7 @@ class TrainerMesh:
     async def begin_checkpoint(self, folder: Path, *, run_state: bytes, keep: int) -> None:
         """Start to write a checkpoint beside training; waits for the one before."""
         await self._on_every_rank(
-            lambda: [rank.begin_checkpoint.call_one(folder, run_state, keep) for rank in self._ranks],
-            self._timeouts.train_step_s,
+            lambda actor, _: actor.begin_checkpoint.call_one(folder, run_state, keep),
             call=f"beginning checkpoint {folder.name}",
             key="train_step_s",
         )
@@ -341,8 +321,7 @@ class TrainerMesh:
     async def finish_checkpoint(self) -> None:
         """Wait until the checkpoint begun last is on the disk."""
         await self._on_every_rank(
-            lambda: [rank.finish_checkpoint.call_one() for rank in self._ranks],
-            self._timeouts.train_step_s,
+            lambda actor, _: actor.finish_checkpoint.call_one(),
             call="finishing its checkpoint",
             key="train_step_s",
         )
@@ -351,8 +330,7 @@ class TrainerMesh:
         """Whether a rank still writes the checkpoint begun last."""
         return any(
             await self._on_every_rank(
-                lambda: [rank.is_writing_checkpoint.call_one() for rank in self._ranks],
-                self._timeouts.train_step_s,
+                lambda actor, _: actor.is_writing_checkpoint.call_one(),
                 call="telling whether it writes a checkpoint",
                 key="train_step_s",
             )
@@ -361,8 +339,7 @@ class TrainerMesh:
     async def policy_version(self) -> int:
         """Which weights the ranks have, once the calls before this one have ended."""
         versions = await self._on_every_rank(
-            lambda: [rank.policy_version.call_one() for rank in self._ranks],
-            self._timeouts.train_step_s,
+            lambda actor, _: actor.policy_version.call_one(),
             call="telling its version",
             key="train_step_s",
         )
@@ -372,8 +349,7 @@ class TrainerMesh:
     async def save_hf(self, folder: Path, *, source: Path) -> int:
         """Write the weights as a Hugging Face folder; returns their version."""
         versions = await self._on_every_rank(
-            lambda: [rank.save_hf.call_one(folder, source) for rank in self._ranks],
-            self._timeouts.train_step_s,
+            lambda actor, _: actor.save_hf.call_one(folder, source),
             call=f"writing {folder}",
             key="train_step_s",
         )

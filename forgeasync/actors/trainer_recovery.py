@@ -1,11 +1,13 @@
 """The trainer of a run, started again when one of its ranks is gone, stopped, or stuck in a collective.
 
-Loops of the run call the trainer through ``TrainerRecovery`` and see nothing of a restart: a call that was
-under way is made again on the new trainer, which is then where the old one was when the call began. It gets
-there from the newest snapshot that all ranks have (``forgeasync.trainer.snapshots``), and by making the steps
-after it again (``forgeasync.trainer.step``). Generators go on meanwhile.
+Loops of the run call the trainer through ``TrainerRecovery`` and see nothing of a restart: a call in flight
+is made again on the new trainer, which is then where the old one was when the call began. It gets there from
+the newest snapshot that all ranks have (``forgeasync.trainer.snapshots``), and by making the steps after it
+again (``forgeasync.trainer.step``). Generators go on meanwhile.
 
-``forgeasync.actors.trainer_incarnation`` notices that a trainer is lost.
+Three things show that a trainer is lost (``TrainerIncarnation``): the process of a rank has ended; a rank
+does not answer heartbeats, which its event loop answers while its thread computes; a call has failed in a
+collective, or has exceeded its deadline. All ranks are lost together, since they wait for each other.
 """
 
 import asyncio
@@ -27,6 +29,7 @@ from forgeasync.actors.supervised import (
     ActorDied,
     Heartbeat,
     Proc,
+    RestartBudget,
     diagnose_hang,
     first_ended,
     unless_lost,
@@ -41,7 +44,7 @@ from forgeasync.actors.trainer_mesh import (
 from forgeasync.checkpoint import CheckpointLost, is_whole, remove_partial
 from forgeasync.config import TimeoutSection
 from forgeasync.faults import Fault, Role
-from forgeasync.trainer import RestartBudget, StepMemory, StepResult, TrainerSetup, TrainingItem
+from forgeasync.trainer import StepMemory, StepResult, TrainerSetup, TrainingItem
 from forgeasync.waiting import DeadlineExceeded, Monitor, comes_within, forget
 from forgeasync.weights import Manifest, StagedWeights
 
@@ -282,7 +285,7 @@ class TrainerRecovery:
         self._steps.state.begin(step, minibatches)
         result = await self._call(lambda mesh: mesh.train_items(minibatches, step=step))
         self._steps.state.complete(step)
-        self._budget.step_completed()
+        self._budget.reset()
         if step % self._section.snapshot_every_steps == 0:
             self._in_background(self._confirm())
         return result

@@ -1,21 +1,16 @@
-"""Calls that take too long: what their errors say, when their time begins, and whose time it is."""
+"""Calls that take too long, or fail elsewhere: what their errors say."""
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import nullcontext
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgeasync.actors import TrainerMesh, trainer_mesh
-from forgeasync.config import TimeoutSection
 from forgeasync.observability import last_words
 from forgeasync.testing import VirtualTime
-from forgeasync.trainer import StepResult
 from forgeasync.waiting import DeadlineExceeded, deadline
 
 REPOSITORY = Path(__file__).parents[2]
@@ -74,180 +69,6 @@ def test_no_plain_timeout_is_left() -> None:
     plain = {file.name for file in outside if PLAIN_TIMEOUT.search(file.read_text(encoding="utf-8"))}
     # What cannot be seen of a process in time is said in its stead.
     assert plain == {"waiting.py", "supervised.py"}
-
-
-class Calls:
-    """An endpoint of every rank: answers after a while."""
-
-    def __init__(self, rank: "Rank", name: str) -> None:
-        self._rank = rank
-        self._name = name
-
-    async def call_one(self, *arguments: object) -> object:
-        return await asyncio.shield(asyncio.ensure_future(self._rank.answer(self._name)))
-
-
-class Rank:
-    """A trainer rank in this process; ``slice`` makes it its own mesh.
-
-    It works on one call after the other, and finishes to stage beside them.
-    """
-
-    def __init__(self, **durations_s: float) -> None:
-        self._durations_s = durations_s
-        self._queue = asyncio.Lock()
-        self.log: list[str] = []
-
-    def slice(self, *, procs: int) -> "Rank":
-        return self
-
-    async def answer(self, name: str) -> object:
-        async with nullcontext() if name == "finish_staging" else self._queue:
-            self.log.append(f"{name} begins")
-            await asyncio.sleep(self._durations_s[name])
-            self.log.append(f"{name} ends")
-        if name == "train_rows":
-            return StepResult(
-                policy_version=3,
-                num_targets=1,
-                num_padding_tokens=0,
-                train_s=0.1,
-                metrics={},
-                skip_reason=None,
-                memory=None,
-            )
-        if name == "begin_staging":
-            return 0.25
-        return SimpleNamespace(version=1, checksums=(), staging_s=0.5, rank=0)
-
-    def __getattr__(self, name: str) -> Calls:
-        return Calls(self, name)
-
-
-def make_mesh(rank: Rank, **timeouts: float) -> TrainerMesh:
-    mesh = TrainerMesh(rank, 1, TimeoutSection(**timeouts))  # type: ignore[arg-type]
-    mesh._data_ranks = [0]
-    mesh._layout = SimpleNamespace(digest="")  # type: ignore[assignment]
-    return mesh
-
-
-def test_staging_behind_a_long_step_does_not_use_up_its_own_time() -> None:
-    async def scenario() -> None:
-        rank = Rank(train_rows=0.4, begin_staging=0.01, finish_staging=0.01)
-        mesh = make_mesh(rank, train_step_s=60.0, weights_s=0.2)
-        step = asyncio.create_task(mesh.train_rows([[]], step=3))
-        await asyncio.sleep(0)
-        manifest = await mesh.stage_weights(0)
-        await step
-        assert rank.log == [
-            "train_rows begins",
-            "train_rows ends",
-            "begin_staging begins",
-            "begin_staging ends",
-            "finish_staging begins",
-            "finish_staging ends",
-        ]
-        assert (manifest.waited_s, manifest.staging_s) == (0.25, 0.5)
-
-    VirtualTime().run(scenario())
-
-
-def test_the_next_step_begins_once_staging_has_begun() -> None:
-    async def scenario() -> None:
-        rank = Rank(train_rows=0.01, begin_staging=0.01, finish_staging=60.0)
-        mesh = make_mesh(rank)
-        begun = asyncio.Event()
-        staging = asyncio.create_task(mesh.stage_weights(0, when_begun=begun.set))
-        await begun.wait()
-        await mesh.train_rows([[]], step=3)
-        assert rank.log == [
-            "begin_staging begins",
-            "begin_staging ends",
-            "finish_staging begins",
-            "train_rows begins",
-            "train_rows ends",
-        ]
-        staging.cancel()
-
-    VirtualTime().run(scenario())
-
-
-def test_late_staging_is_told_by_its_version() -> None:
-    async def scenario() -> None:
-        mesh = make_mesh(Rank(begin_staging=0.0, finish_staging=60.0), weights_s=0.1)
-        with pytest.raises(
-            DeadlineExceeded, match=r"^the trainer staging the initial weights .* timeouts\.weights_s sets"
-        ):
-            await mesh.stage_weights(0)
-
-    VirtualTime().run(scenario())
-
-
-def test_a_call_after_a_cancelled_one_waits_until_the_ranks_are_free() -> None:
-    async def scenario() -> None:
-        rank = Rank(train_rows=0.4, save_hf=0.01)
-        mesh = make_mesh(rank, train_step_s=0.5)
-        step = asyncio.create_task(mesh.train_rows([[]], step=3))
-        never_begun = asyncio.create_task(mesh.train_rows([[]], step=4))
-        await asyncio.sleep(0.2)
-        for task in (step, never_begun):
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-        await mesh.save_hf(Path("final"), source=Path("model"))
-        assert rank.log == ["train_rows begins", "train_rows ends", "save_hf begins", "save_hf ends"]
-
-    VirtualTime().run(scenario())
-
-
-def test_late_ranks_are_told_by_their_step_and_hold_nobody_up() -> None:
-    async def scenario() -> None:
-        mesh = make_mesh(Rank(train_rows=60.0, save_hf=60.0), train_step_s=0.1)
-        with pytest.raises(
-            DeadlineExceeded, match=r"^the trainer making step 3 .* timeouts\.train_step_s sets"
-        ):
-            await mesh.train_rows([[]], step=3)
-        with pytest.raises(DeadlineExceeded, match=r"^the trainer writing final"):
-            await mesh.save_hf(Path("final"), source=Path("model"))
-
-    VirtualTime().run(scenario())
-
-
-def test_ranks_that_wait_for_one_that_has_failed_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainer_mesh, "PEERS_S", 0.05)
-
-    async def fails() -> None:
-        raise ValueError("one row")
-
-    async def scenario(other: Coroutine[None, None, None]) -> bool:
-        mesh = make_mesh(Rank())
-        with pytest.raises(ValueError, match="one row"):
-            await mesh._together([asyncio.ensure_future(one) for one in (fails(), other)])
-        return mesh.is_stuck
-
-    assert not asyncio.run(scenario(fails()))
-    assert asyncio.run(scenario(asyncio.sleep(60)))
-
-
-def test_ranks_in_a_collective_of_one_call_are_not_sent_into_those_of_another(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A rank that reads from a lost host fails in the step; the call that saves the weights comes next."""
-    monkeypatch.setattr(trainer_mesh, "PEERS_S", 0.05)
-
-    async def fails() -> None:
-        raise ValueError("its payload is on a host that is gone")
-
-    async def scenario() -> None:
-        mesh = make_mesh(rank := Rank())
-        with pytest.raises(ValueError, match="its payload"):
-            await mesh._together([asyncio.ensure_future(one) for one in (fails(), asyncio.sleep(60))])
-        for _ in range(2):
-            with pytest.raises(ValueError, match="its payload"):
-                await mesh.save_hf(Path("final"), source=Path("model"))
-        assert rank.log == []
-
-    asyncio.run(scenario())
 
 
 def raised(error: Exception) -> Exception:

@@ -1,7 +1,9 @@
-"""A generator's process answers while its engine is built, and who waits for the engine gets its error."""
+"""How the process of an engine starts: what it imports, and that it answers while the engine is built."""
 
 import asyncio
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -69,3 +71,12 @@ def test_a_process_answers_while_its_engine_is_built(tmp_path: Path) -> None:
     os.mkfifo(pipe)
     pid, message = asyncio.run(_answer_while_building(folder, pipe, tmp_path))
     assert pid != os.getpid() and "ValueError: told to fail" in message
+
+
+def test_the_process_of_an_engine_imports_no_web_server() -> None:
+    """vLLM asks every global of every module for its attributes, and some of werkzeug's refuse to answer."""
+    code = (
+        "import sys, forgeasync.actors.teacher as t; print(sorted({'flask', 'werkzeug'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -100,19 +100,6 @@ def test_only_what_was_in_flight_is_said_to_be_lost(
     assert ("what it had in flight is lost" in caplog.text) == has_group
 
 
-def test_the_only_generator_is_waited_for() -> None:
-    async def go() -> None:
-        async with generators_of(("a",)) as world:
-            group = sample(world, 5)
-            await world.until(lambda: 5 in running(world))
-            world.kill(0)
-            await world.until(lambda: running(world) == {5: 1})
-            world.generators[1].is_released.set()
-            assert await group == ()
-
-    asyncio.run(go())
-
-
 def test_a_group_that_ends_generators_is_given_up() -> None:
     async def go() -> None:
         async with generators_of(("a",), max_lost_per_group=2) as world:

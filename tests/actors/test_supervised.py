@@ -8,7 +8,7 @@ import contextlib
 import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -59,6 +59,8 @@ class User:
     """What its messages call the first process."""
     num_failures: int
     """Starts that fail in a row, after a loss, until the pool gives up."""
+    gives_up: str
+    """What the pool says then."""
     answer: object = None
     """To a heartbeat."""
 
@@ -99,6 +101,7 @@ USERS = {
         build=generators(Role.GENERATOR, "generator"),
         who="generator 0",
         num_failures=MAX_RESTARTS,
+        gives_up=r"generator 0: 3 engines in a row .*\(generator.max_restarts = 3\); the last one: ",
         answer=STATS,
     ),
     "teacher": User(
@@ -107,6 +110,7 @@ USERS = {
         build=generators(Role.TEACHER, "teacher t"),
         who="teacher t 0",
         num_failures=MAX_RESTARTS,
+        gives_up=r"teacher t 0: 3 engines in a row .*\(generator.max_restarts = 3\); the last one: ",
         answer=STATS,
     ),
     "scorer": User(
@@ -115,6 +119,7 @@ USERS = {
         build=scorers,
         who="scorer 0",
         num_failures=MAX_RESTARTS,
+        gives_up=r"scorer 0 was restarted 3 times .*\(scorer.max_restarts\); .* could not be started: ",
     ),
     "environment": User(
         role=Role.ENVIRONMENT,
@@ -122,6 +127,7 @@ USERS = {
         build=workers,
         who="environment worker 0",
         num_failures=MAX_FAILED_STARTS,
+        gives_up=r"environment worker \d+ cannot be started: ",
         answer=WorkerReport(num_stuck=0, num_killed_processes=0, serving=None),
     ),
 }
@@ -238,6 +244,9 @@ def test_a_process_that_is_gone_is_named_killed_and_replaced(user: User, number:
             for call in calls:
                 with pytest.raises(ProcessLost, match=rf"{user.who} \(process {first.pid}\) is gone"):
                     call.result()
+            with pytest.raises(ProcessLost):
+                await first.call(never)
+            first.lose("is lost, which is no news")
             await world.until(lambda: not world.faults.open and world.num_stopped == 1)
             assert not other.done(), "calls to others go on"
             assert await world.pool.at(0).call(world.pool.at(0).actor.work.call_one) == user.answer
@@ -253,22 +262,6 @@ def test_a_process_that_is_gone_is_named_killed_and_replaced(user: User, number:
             assert dead.popen.wait() < 0, "also one that had stopped"
             assert not marked_processes(dead.mark), "nothing that it has started is left"
             other.cancel()
-
-    asyncio.run(go())
-
-
-def test_calls_to_a_process_that_was_lost_before_end_at_once(user: User) -> None:
-    async def go() -> None:
-        async with started(user) as world:
-            lost = world.pool.at(0)
-            lost.lose("is not wanted")
-            lost.lose("is not wanted")
-            with pytest.raises(ProcessLost):
-                await lost.call(never)
-            await world.until(lambda: not world.faults.open)
-            assert (
-                sum(world.faults.metrics()[f"faults/{one}_{user.role.value}"] for one in ("detected",)) == 1
-            )
 
     asyncio.run(go())
 
@@ -320,7 +313,7 @@ def test_starts_that_fail_again_and_again_end_the_run(user: User) -> None:
             world.fails_to_start = lambda number: True
             os.kill(world.pids()[0], signal.SIGKILL)
             assert world.watching is not None
-            with pytest.raises(RestartsFail, match="no such module"):
+            with pytest.raises(RestartsFail, match=user.gives_up + "no such module"):
                 await world.watching
             assert world.num_spawned == NUM_PLACES + user.num_failures
             assert len(world.faults.open) == 1, "it was not recovered from"
@@ -391,21 +384,6 @@ def test_a_call_that_the_end_cuts_off_is_no_loss(user: User) -> None:
 # --- Heartbeats ---
 
 
-@dataclass
-class Asked:
-    """Answers heartbeats while it is well."""
-
-    is_well: bool = True
-    num_answers: int = 0
-    answers: asyncio.Event = field(default_factory=asyncio.Event)
-
-    async def beat(self) -> int:
-        if not self.is_well:
-            await self.answers.wait()
-        self.num_answers += 1
-        return self.num_answers
-
-
 def test_a_heartbeat_counts_silence_and_not_a_controller_that_stood_still(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -415,8 +393,16 @@ def test_a_heartbeat_counts_silence_and_not_a_controller_that_stood_still(
 
     async def go() -> None:
         nonlocal now_s
-        asked = Asked()
-        heartbeat = Heartbeat(asked.beat, limit_s=8.0, key="a.heartbeat_s")
+        num_answers, is_well, answers = 0, True, asyncio.Event()
+
+        async def beat() -> int:
+            nonlocal num_answers
+            if not is_well:
+                await answers.wait()
+            num_answers += 1
+            return num_answers
+
+        heartbeat = Heartbeat(beat, limit_s=8.0, key="a.heartbeat_s")
 
         async def look(passed_s: float) -> str | None:
             nonlocal now_s
@@ -429,13 +415,13 @@ def test_a_heartbeat_counts_silence_and_not_a_controller_that_stood_still(
         for _ in range(100):
             assert await look(supervised.LOOK_S) is None
         assert heartbeat.last is not None and heartbeat.last > 10, "asked again and again"
-        asked.is_well = False
+        is_well = False
         for _ in range(5):
             # As after a stop of this process for an hour.
             assert await look(3600.0) is None
         silent = [await look(supervised.LOOK_S) for _ in range(16)]
         assert silent[0] is None and silent[-1] == "has not answered for a.heartbeat_s = 8 s"
-        asked.answers.set()
+        answers.set()
         await asyncio.sleep(0)
         await look(supervised.LOOK_S)
         assert await look(supervised.LOOK_S) is None, "it has answered"

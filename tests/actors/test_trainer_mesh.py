@@ -1,62 +1,216 @@
-"""What the mesh makes of its ranks' answers."""
+"""What the mesh makes of its ranks' answers: whose turn it is, when time begins, and who is stuck."""
 
 import asyncio
 import dataclasses
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
-from forgeasync.actors import TrainerActor, TrainerMesh
+import pytest
+
+from forgeasync.actors import TrainerActor, TrainerMesh, trainer_mesh
 from forgeasync.config import TimeoutSection
 from forgeasync.process_memory import MemoryPeak
+from forgeasync.testing import VirtualTime
 from forgeasync.trainer import StepResult
+from forgeasync.waiting import DeadlineExceeded
+from tests.support.loops import Endpoint
+
+RESULT = StepResult(
+    policy_version=3,
+    num_targets=1,
+    num_padding_tokens=0,
+    train_s=0.1,
+    metrics={},
+    skip_reason=None,
+    memory=None,
+)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Endpoint:
-    """Answers a call to one rank."""
+class Calls:
+    """An endpoint of every rank: answers after a while."""
 
-    answer: Callable[..., object]
+    def __init__(self, rank: "Rank", name: str) -> None:
+        self._rank = rank
+        self._name = name
 
     async def call_one(self, *arguments: object) -> object:
-        return self.answer(*arguments)
+        return await asyncio.shield(asyncio.ensure_future(self._rank.answer(self._name)))
 
 
-class Ranks:
-    """Trainer ranks in this process, each with a memory of its own."""
+class Rank:
+    """A trainer rank in this process; ``slice`` makes it its own mesh.
 
-    def __init__(self, *memories: MemoryPeak) -> None:
-        self._memories = memories
+    It works on one call after the other, and finishes to stage beside them.
+    """
 
-    def slice(self, *, procs: int) -> SimpleNamespace:
-        def train(rows: list[int]) -> StepResult:
-            return StepResult(
-                policy_version=1,
-                num_targets=len(rows),
-                num_padding_tokens=0,
-                train_s=0.0,
-                metrics={"loss": 0.5, "payload/num_read_shared": float(procs)},
-                skip_reason="a spike",
-                not_kept="no room" if procs == 1 else None,
-                memory=self._memories[procs],
-            )
+    def __init__(self, **durations_s: float) -> None:
+        self._durations_s = durations_s
+        self._queue = asyncio.Lock()
+        self.log: list[str] = []
 
-        return SimpleNamespace(
-            setup=Endpoint(answer=lambda setup, host_id: procs), train_rows=Endpoint(answer=train)
-        )
+    def slice(self, *, procs: int) -> "Rank":
+        return self
+
+    async def answer(self, name: str) -> object:
+        async with nullcontext() if name == "finish_staging" else self._queue:
+            self.log.append(f"{name} begins")
+            await asyncio.sleep(self._durations_s[name])
+            self.log.append(f"{name} ends")
+        if name == "train_rows":
+            return RESULT
+        if name == "begin_staging":
+            return 0.25
+        return SimpleNamespace(version=1, checksums=(), staging_s=0.5, rank=0)
+
+    def __getattr__(self, name: str) -> Calls:
+        return Calls(self, name)
+
+
+def make_mesh(rank: Rank, **timeouts: float) -> TrainerMesh:
+    mesh = TrainerMesh(rank, 1, TimeoutSection(**timeouts))  # type: ignore[arg-type]
+    mesh._data_ranks = [0]
+    mesh._layout = SimpleNamespace(digest="")  # type: ignore[assignment]
+    return mesh
+
+
+def test_staging_behind_a_long_step_does_not_use_up_its_own_time() -> None:
+    async def scenario() -> None:
+        rank = Rank(train_rows=0.4, begin_staging=0.01, finish_staging=0.01)
+        mesh = make_mesh(rank, train_step_s=60.0, weights_s=0.2)
+        step = asyncio.create_task(mesh.train_rows([[]], step=3))
+        await asyncio.sleep(0)
+        manifest = await mesh.stage_weights(0)
+        await step
+        assert rank.log == [
+            "train_rows begins",
+            "train_rows ends",
+            "begin_staging begins",
+            "begin_staging ends",
+            "finish_staging begins",
+            "finish_staging ends",
+        ]
+        assert (manifest.waited_s, manifest.staging_s) == (0.25, 0.5)
+
+    VirtualTime().run(scenario())
+
+
+def test_the_next_step_begins_once_staging_has_begun() -> None:
+    async def scenario() -> None:
+        rank = Rank(train_rows=0.01, begin_staging=0.01, finish_staging=60.0)
+        mesh = make_mesh(rank)
+        begun = asyncio.Event()
+        staging = asyncio.create_task(mesh.stage_weights(0, when_begun=begun.set))
+        await begun.wait()
+        await mesh.train_rows([[]], step=3)
+        assert rank.log == [
+            "begin_staging begins",
+            "begin_staging ends",
+            "finish_staging begins",
+            "train_rows begins",
+            "train_rows ends",
+        ]
+        staging.cancel()
+
+    VirtualTime().run(scenario())
+
+
+def test_late_staging_is_told_by_its_version() -> None:
+    async def scenario() -> None:
+        mesh = make_mesh(Rank(begin_staging=0.0, finish_staging=60.0), weights_s=0.1)
+        with pytest.raises(
+            DeadlineExceeded, match=r"^the trainer staging the initial weights .* timeouts\.weights_s sets"
+        ):
+            await mesh.stage_weights(0)
+
+    VirtualTime().run(scenario())
+
+
+def test_a_call_after_a_cancelled_one_waits_until_the_ranks_are_free() -> None:
+    async def scenario() -> None:
+        rank = Rank(train_rows=0.4, save_hf=0.01)
+        mesh = make_mesh(rank, train_step_s=0.5)
+        step = asyncio.create_task(mesh.train_rows([[]], step=3))
+        never_begun = asyncio.create_task(mesh.train_rows([[]], step=4))
+        await asyncio.sleep(0.2)
+        for task in (step, never_begun):
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        await mesh.save_hf(Path("final"), source=Path("model"))
+        assert rank.log == ["train_rows begins", "train_rows ends", "save_hf begins", "save_hf ends"]
+
+    VirtualTime().run(scenario())
+
+
+def test_late_ranks_are_told_by_their_step_and_hold_nobody_up() -> None:
+    async def scenario() -> None:
+        mesh = make_mesh(Rank(train_rows=60.0, save_hf=60.0), train_step_s=0.1)
+        with pytest.raises(
+            DeadlineExceeded, match=r"^the trainer making step 3 .* timeouts\.train_step_s sets"
+        ):
+            await mesh.train_rows([[]], step=3)
+        with pytest.raises(DeadlineExceeded, match=r"^the trainer writing final"):
+            await mesh.save_hf(Path("final"), source=Path("model"))
+
+    VirtualTime().run(scenario())
+
+
+class RankOf:
+    """A rank that does one thing for each call."""
+
+    def __init__(self, **acts: Callable[..., Awaitable[object]]) -> None:
+        self._acts = acts
+        self.num_calls = 0
+
+    def __getattr__(self, name: str) -> Endpoint:
+        self.num_calls += 1
+        return Endpoint(self._acts[name])
+
+
+def mesh_of(*ranks: RankOf) -> TrainerMesh:
+    actors = SimpleNamespace(slice=lambda procs: ranks[procs])
+    return TrainerMesh(actors, len(ranks), TimeoutSection())  # type: ignore[arg-type]
+
+
+def gives(answer: object) -> Callable[..., Awaitable[object]]:
+    async def give(*arguments: object) -> object:
+        return answer
+
+    return give
+
+
+async def fails(*arguments: object) -> None:
+    raise ValueError("its payload is on a host that is gone")
+
+
+async def waits(*arguments: object) -> None:
+    await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize(("other", "is_stuck"), [(fails, False), (waits, True)])
+def test_ranks_that_wait_in_a_collective_for_one_that_has_failed_get_no_other_call(
+    other: Callable[[], Awaitable[None]], is_stuck: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that reads from a lost host fails in the step; the call that saves the weights comes next."""
+    monkeypatch.setattr(trainer_mesh, "PEERS_S", 0.05)
+
+    async def scenario() -> None:
+        ranks = [RankOf(save_hf=fails), RankOf(save_hf=other)]
+        mesh = mesh_of(*ranks)
+        for _ in range(3):
+            with pytest.raises(ValueError, match="its payload"):
+                await mesh.save_hf(Path("final"), source=Path("model"))
+        assert mesh.is_stuck == is_stuck
+        assert [one.num_calls for one in ranks] == [1 if is_stuck else 3] * 2
+
+    asyncio.run(scenario())
 
 
 def test_rows_that_a_disk_refuses_are_told_with_the_step(tmp_path: Path) -> None:
     (tmp_path / "bad_steps").touch()
-    result = StepResult(
-        policy_version=3,
-        num_targets=1,
-        num_padding_tokens=0,
-        train_s=0.0,
-        metrics={},
-        skip_reason="nan",
-    )
+    result = dataclasses.replace(RESULT, skip_reason="nan")
 
     def keep(folder: Path | None, result: StepResult) -> StepResult:
         rank = SimpleNamespace(_bad_steps=folder, _rank=1)
@@ -72,10 +226,17 @@ def test_rows_that_a_disk_refuses_are_told_with_the_step(tmp_path: Path) -> None
 
 
 def test_the_largest_rank_says_how_much_memory_a_step_takes_and_any_what_was_not_kept() -> None:
-    ranks = Ranks(MemoryPeak(resident_bytes=3), MemoryPeak(resident_bytes=8, gpu_bytes=2))
-    mesh = TrainerMesh(ranks, 2, TimeoutSection())  # type: ignore[arg-type]
+    def rank(number: int, **fields: object) -> RankOf:
+        result = dataclasses.replace(
+            RESULT, metrics={"payload/num_read_shared": float(number)}, skip_reason="a spike", **fields
+        )
+        return RankOf(setup=gives(number), train_rows=gives(result))
 
     async def step() -> StepResult:
+        mesh = mesh_of(
+            rank(0, memory=MemoryPeak(resident_bytes=3)),
+            rank(1, memory=MemoryPeak(resident_bytes=8, gpu_bytes=2), not_kept="no room"),
+        )
         await mesh.setup(None, host_ids=["a", "a"])  # type: ignore[arg-type]
         return await mesh.train_rows([[], []], step=1)
 

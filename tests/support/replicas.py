@@ -106,7 +106,11 @@ class ScriptedGenerator:
         cancelled = self.running[group_id] = asyncio.Event()
         released = asyncio.ensure_future(self.is_released.wait())
         ended = asyncio.ensure_future(cancelled.wait())
-        await asyncio.wait([released, ended], return_when=asyncio.FIRST_COMPLETED)
+        try:
+            await asyncio.wait([released, ended], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            released.cancel()
+            ended.cancel()
         del self.running[group_id]
         await self._answering("sample_group")
         return CancelledGroup() if cancelled.is_set() else ()
