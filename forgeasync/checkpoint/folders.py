@@ -14,6 +14,8 @@ import re
 import shutil
 from pathlib import Path
 
+from forgeasync.faults import flush
+
 TRAINER_FOLDER = "trainer"
 RUN_FILE = "run.json"
 PARTIAL_SUFFIX = ".tmp"
@@ -86,10 +88,10 @@ def publish(folder: Path, run_state: bytes) -> None:
         file.write(run_state)
         file.flush()
         os.fsync(file.fileno())
-    _flush_folder(partial / TRAINER_FOLDER)
-    _flush_folder(partial)
+    flush(partial / TRAINER_FOLDER)
+    flush(partial)
     partial.rename(folder)
-    _flush_folder(folder.parent)
+    flush(folder.parent)
 
 
 def prune(parent: Path, *, keep: int) -> None:
@@ -99,11 +101,3 @@ def prune(parent: Path, *, keep: int) -> None:
         partial = partial_folder(folder)
         folder.rename(partial)
         shutil.rmtree(partial)
-
-
-def _flush_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

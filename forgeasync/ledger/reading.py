@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forgeasync.buffer import DropReason, LostSteps, Update
-from forgeasync.ledger.account import ENDS, Contradiction, Place, Resumption, TrainedStep
-from forgeasync.ledger.book import Book
+from forgeasync.ledger.book import ENDS, Book, Contradiction, Place, Resumption, TrainedStep
 from forgeasync.ledger.lines import (
     FORMAT,
     START,
