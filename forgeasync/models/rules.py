@@ -1,0 +1,388 @@
+"""A run and its model: sizes that follow from both, and rules that both must meet."""
+
+import math
+from collections.abc import Callable, Iterator
+
+from forgeasync.config import (
+    EXPERT_TARGETS,
+    Dtype,
+    LoraSection,
+    ModelFacts,
+    RouterBias,
+    RoutingReplay,
+    RunConfig,
+    check_without_model,
+    longest_response,
+    num_averages,
+    num_groups_held,
+)
+from forgeasync.models.facts import expected_shapes
+from forgeasync.schema import Problem
+
+LOGITS_CHUNK_TOKENS = 1024
+"""Tokens of a row whose logits exist at the same time in the trainer."""
+
+GATHER_COST = 64
+"""Time of a logit that is gathered row by row from the output matrix, in logits of a matrix product, forward
+and backward: 55 to 75 on a CPU core, for rows of 1,024 in float32."""
+
+GATHER_BLOCK_BYTES = 8 * 2**20
+"""Size of the rows of the output matrix and of hidden states that are gathered at once for kept logits.
+Blocks that fit into the caches take a fifth of the time, and memory returned to the system is slow to get
+again."""
+
+PAYLOAD_OVERHEAD_BYTES = 1024
+"""Upper bound of one payload's header, table, alignment and share of the file's last page."""
+
+BYTES_PER_ELEMENT = {Dtype.FLOAT32: 4, Dtype.BFLOAT16: 2}
+
+
+def kv_bytes_per_token(config: RunConfig, facts: ModelFacts) -> int:
+    """Return the bytes of KV cache that one token takes on one generator rank.
+
+    With more ranks than KV heads, every rank holds one head. Latents are the same on every rank. (vLLM's CPU
+    build expands them, and reports a cache that is too small for that.)
+    """
+    if facts.latent is not None:
+        latent_size = facts.latent.kv_rank + facts.latent.rope_head_dim
+        return facts.num_layers * latent_size * BYTES_PER_ELEMENT[config.generator.dtype]
+    heads_per_rank = max(1, facts.num_kv_heads // config.generator.tensor_parallel)
+    element = BYTES_PER_ELEMENT[config.generator.dtype]
+    return 2 * facts.num_layers * heads_per_rank * facts.head_dim * element
+
+
+def published_weight_bytes(config: RunConfig, facts: ModelFacts) -> int:
+    """Return the bytes of one version of the weights, as generators fetch it."""
+    num_elements = sum(math.prod(shape) for shape in expected_shapes(facts).values())
+    return num_elements * BYTES_PER_ELEMENT[config.generator.dtype]
+
+
+def num_adapter_parameters(facts: ModelFacts, lora: LoraSection) -> int:
+    """Return the parameters of all adapters: rank * (inputs + outputs) of every adapted matrix."""
+    return sum(
+        lora.rank * sum(shape)
+        for name, shape in expected_shapes(facts).items()
+        if name.removesuffix(".weight").rpartition(".")[2] in lora.targets
+    )
+
+
+def weight_copies_in_shared_memory(config: RunConfig) -> int:
+    """Return how many versions of all weights are in shared memory: two staged, one for each generator.
+
+    An average is staged with each version, and every teacher that moves fetches one too. With adapters, only
+    the merged weights of each generator's and teacher's engine count.
+    """
+    moving = [one for one in config.teachers.values() if one.moves]
+    if config.lora is not None:
+        return config.generator.num_replicas + sum(one.num_engines for one in moving)
+    return 2 * (1 + num_averages(config.teachers)) + config.generator.num_replicas + len(moving)
+
+
+def largest_group_payload_bytes(config: RunConfig, facts: ModelFacts) -> int:
+    """Return the bytes reserved for the recorded arrays of one group in the payload store.
+
+    It assumes the longest prompt and response in every rollout, no shared prompt record, and kept sets of
+    top_k. Only sets with ties can need more: CPU engines keep all logits that tie at rank top_k. A teacher
+    writes the group again, with its own arrays, before the first file is freed.
+    """
+    context, response = config.model.max_context_length, longest_response(config)
+    per_token = 4 + routing_bytes_per_token(config, facts)
+    per_response_token = 4 + kept_bytes_per_token(config, facts) + sampled_mark_bytes_per_token(config)
+    rollout = context * per_token + response * per_response_token + 2 * PAYLOAD_OVERHEAD_BYTES
+    if config.algorithm.needs_teacher:
+        rollout = 2 * rollout + response * teacher_bytes_per_token(config) + PAYLOAD_OVERHEAD_BYTES
+    return config.algorithm.group_size * rollout
+
+
+def teacher_bytes_per_token(config: RunConfig) -> int:
+    """Return the bytes of a teacher's arrays for one response token; 0 without a teacher."""
+    if not config.algorithm.needs_teacher:
+        return 0
+    return 4 + 4 + config.algorithm.num_teacher_ids * (4 + 4)
+
+
+def sampled_mark_bytes_per_token(config: RunConfig) -> int:
+    """Return the bytes per response token that mark it as sampled in a payload; 0 if all are."""
+    return 0 if config.environment is None else 1
+
+
+def routing_bytes_per_token(config: RunConfig, facts: ModelFacts) -> int:
+    """Return the bytes of one token's experts in a payload; 0 if they are not recorded."""
+    if config.trainer.routing_replay is RoutingReplay.OFF:
+        return 0
+    bytes_per_id = 1 if facts.num_experts <= 256 else 2
+    return facts.num_moe_layers * facts.top_k * bytes_per_id + 1
+
+
+def kept_bytes_per_token(config: RunConfig, facts: ModelFacts) -> int:
+    """Return the most bytes of a response token's kept set in a payload; 0 if it is not recorded.
+
+    Ties at rank top_k are ignored, as in ``largest_group_payload_bytes``.
+    """
+    if not (config.trainer.keep_sampling_mask and config.sampling.cuts_vocabulary):
+        return 0
+    return 4 + 4 * (config.sampling.top_k or facts.vocab_size)
+
+
+def check_nucleus(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
+    """Check top_p: the most likely token has at least the mean probability."""
+    top_p = config.sampling.top_p
+    if facts.vocab_size > 1 and top_p * facts.vocab_size <= 1.0:
+        yield Problem(
+            field="sampling.top_p",
+            value=top_p,
+            remedy=f"must be greater than 1 / {facts.vocab_size} (the vocabulary): otherwise only the most "
+            "likely token is ever kept, its probability is 1, and it gives no gradient",
+        )
+
+
+def check_trainer_divides_model(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
+    """Check that heads, experts and networks divide over the trainer's ranks."""
+    parallel = config.trainer.parallel
+    for name, size in (("num_attention_heads", facts.num_heads), ("num_key_value_heads", facts.num_kv_heads)):
+        if size % parallel.tensor:
+            yield Problem(
+                field="trainer.parallel.tensor",
+                value=parallel.tensor,
+                remedy=f"must divide the model's {name} = {size}",
+            )
+    if parallel.expert > 1 and not facts.num_experts:
+        yield Problem(
+            field="trainer.parallel.expert",
+            value=parallel.expert,
+            remedy=f"must be 1: a model of model_type {facts.model_type!r} has no experts",
+        )
+    elif facts.num_experts % parallel.expert:
+        yield Problem(
+            field="trainer.parallel.expert",
+            value=parallel.expert,
+            remedy=f"must divide the model's num_experts = {facts.num_experts}",
+        )
+    if parallel.expert == 1 and facts.expert_hidden_size % parallel.tensor:
+        yield Problem(
+            field="trainer.parallel.tensor",
+            value=parallel.tensor,
+            remedy=f"must divide the model's moe_intermediate_size = {facts.expert_hidden_size} "
+            "(without expert parallelism it splits every expert)",
+        )
+    if facts.dense_hidden_size % parallel.tensor:
+        yield Problem(
+            field="trainer.parallel.tensor",
+            value=parallel.tensor,
+            remedy=f"must divide the model's intermediate_size = {facts.dense_hidden_size}",
+        )
+    if facts.routing is not None and facts.shared_hidden_size % parallel.tensor:
+        yield Problem(
+            field="trainer.parallel.tensor",
+            value=parallel.tensor,
+            remedy=f"must divide the hidden size {facts.shared_hidden_size} of the model's shared experts",
+        )
+
+
+def check_generator_fits_model(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
+    """Check that the model divides over an engine's ranks, and that one sequence fits its KV cache."""
+    tensor = config.generator.tensor_parallel
+    # With expert parallelism every expert is on one rank.
+    experts = ("num_experts", facts.num_experts)
+    if not config.generator.expert_parallel:
+        experts = ("moe_intermediate_size", facts.expert_hidden_size)
+    sizes = (
+        ("num_attention_heads", facts.num_heads),
+        experts,
+        ("intermediate_size", facts.dense_hidden_size),
+    )
+    for name, size in sizes:
+        if size % tensor:
+            yield Problem(
+                field="generator.tensor_parallel",
+                value=tensor,
+                remedy=f"must divide the model's {name} = {size}",
+            )
+    # vLLM repeats KV heads when there are more ranks than heads.
+    if facts.num_kv_heads % tensor and tensor % facts.num_kv_heads:
+        yield Problem(
+            field="generator.tensor_parallel",
+            value=tensor,
+            remedy=f"must divide the model's num_key_value_heads = {facts.num_kv_heads} or be its multiple",
+        )
+    if config.generator.expert_parallel and not (facts.num_experts and tensor > 1):
+        reason = "there is one GPU to an engine, generator.tensor_parallel = 1"
+        if not facts.num_experts:
+            reason = f"a model of model_type {facts.model_type!r} has no experts"
+        yield Problem(field="generator.expert_parallel", value=True, remedy=f"must be false: {reason}")
+    needed_gib = config.model.max_context_length * kv_bytes_per_token(config, facts) / 2**30
+    if config.generator.kv_cache_gib < needed_gib:
+        yield Problem(
+            field="generator.kv_cache_gib",
+            value=config.generator.kv_cache_gib,
+            remedy=f"must be at least {needed_gib:.3g}, "
+            f"to hold one sequence of model.max_context_length = {config.model.max_context_length}",
+        )
+
+
+def check_sequence_parallelism(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
+    """Refuse layouts in which TorchTitan's MoE layers are wrong."""
+    parallel = config.trainer.parallel
+    if facts.num_experts and parallel.tensor > 1 and parallel.sequence != (parallel.expert > 1):
+        # TorchTitan 0.3.0 (partial_dtensor). Sequence parallelism without expert parallelism: the gradient
+        # that leaves an MoE layer towards its input is wrong by tens of percent. The other way round: "can
+        # not redistribute from S(1) to P(sum)".
+        yield Problem(
+            field="trainer.parallel.sequence",
+            value=parallel.sequence,
+            remedy="with tensor parallelism must be true if trainer.parallel.expert > 1 and false if it is "
+            f"1; it is {parallel.expert}, and TorchTitan's gradients would be wrong",
+        )
+
+
+def check_groups_of_experts(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
+    """Check the sizes of grouped routing against each other."""
+    routing = facts.routing
+    if routing is None:
+        return
+    per_group = facts.num_experts // routing.num_groups
+    limited = f"topk_group = {routing.num_limited_groups}"
+    if facts.num_experts % routing.num_groups or (routing.num_groups > 1 and per_group < 2):
+        text = f"n_group = {routing.num_groups}; groups of n_routed_experts = {facts.num_experts} must be "
+        remedy = text + "equally large, with at least 2 experts each"
+    elif routing.num_limited_groups > routing.num_groups:
+        remedy = f"{limited}; must be at most n_group = {routing.num_groups}"
+    elif routing.num_limited_groups * per_group < facts.top_k:
+        remedy = f"{limited}, groups of {per_group} experts; must hold num_experts_per_tok = {facts.top_k}"
+    else:
+        return
+    yield Problem(field="model.path", value=config.model.path, remedy=f"its config.json has {remedy}")
+
+
+def check_router_bias(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
+    """Check that router biases can be published, and that only models that have them train them."""
+    if facts.routing is not None and config.generator.dtype is not Dtype.FLOAT32:
+        # Weights are published in one dtype, and vLLM keeps biases in float32. Rounded biases would choose
+        # other experts.
+        yield Problem(
+            field="generator.dtype",
+            value=config.generator.dtype.value,
+            remedy=f"must be float32: routers of model_type {facts.model_type!r} have float32 biases",
+        )
+    if config.trainer.router_bias is not RouterBias.UPDATED:
+        return
+    if facts.routing is None:
+        yield Problem(
+            field="trainer.router_bias",
+            value=config.trainer.router_bias.value,
+            remedy=f"must be frozen: routers of model_type {facts.model_type!r} have no bias",
+        )
+    elif config.lora is not None:
+        yield Problem(
+            field="trainer.router_bias",
+            value=config.trainer.router_bias.value,
+            remedy="must be frozen with a lora section: adapters do not carry biases of routers",
+        )
+
+
+def check_lora_family(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
+    """Refuse adapters for latent attention and shared experts, whose layers they do not support."""
+    if config.lora is not None and facts.latent is not None:
+        yield Problem(
+            field="lora",
+            remedy=f"must be left out: models of model_type {facts.model_type!r} cannot have adapters",
+        )
+
+
+def check_lora_sharding(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
+    """Check the adapters' rank: with more ranks than experts, TorchTitan shards experts in equal parts."""
+    if config.lora is None or not facts.num_experts or not set(config.lora.targets) & set(EXPERT_TARGETS):
+        return
+    parallel = config.trainer.parallel
+    shards = parallel.data_shard * parallel.context
+    if parallel.expert > 1:
+        shards = max(1, shards * parallel.tensor // parallel.expert)
+        ranks = shards * parallel.expert
+    else:
+        ranks = shards * parallel.data_replicate
+    if ranks > facts.num_experts and config.lora.rank % shards:
+        yield Problem(
+            field="lora.rank",
+            value=config.lora.rank,
+            remedy=f"must be a multiple of {shards}: {ranks} ranks share the model's {facts.num_experts} "
+            f"experts, so that the adapters of each are split over {shards}",
+        )
+
+
+def check_config(config: RunConfig, model_facts: ModelFacts) -> list[Problem]:
+    """Return every problem of running ``config`` on this model; empty if there is none."""
+    problems = check_without_model(config)
+    for rule in _MODEL_RULES:
+        problems.extend(rule(config, model_facts))
+    return problems
+
+
+def check_generator(config: RunConfig, facts: ModelFacts) -> list[Problem]:
+    """Return every problem of sampling from this model, without training it."""
+    return [*_check_model_shape(config, facts), *check_generator_fits_model(config, facts)]
+
+
+def _check_payload(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
+    group_bytes = largest_group_payload_bytes(config, facts)
+    num_groups = num_groups_held(config)
+    needed_gib = num_groups * group_bytes / 2**30
+    if config.payload.capacity_gib < needed_gib:
+        sets_are_unbounded = config.sampling.cuts_vocabulary and config.sampling.top_k == 0
+        yield Problem(
+            field="payload.capacity_gib",
+            value=config.payload.capacity_gib,
+            remedy=f"must be at least {needed_gib:.3g}, to hold {_whose(config)} "
+            f"{num_groups} groups at their largest ({group_bytes / 2**20:.3g} MiB each)"
+            + ("; sampling.top_k > 0 would bound the recorded kept sets" if sets_are_unbounded else ""),
+        )
+
+
+def _whose(config: RunConfig) -> str:
+    """Say whose groups the payload store must be able to hold."""
+    num_steps = config.trainer.recovery.snapshot_every_steps or 1
+    if num_steps == 1:
+        return "one step's"
+    return f"the {num_steps} steps' between two snapshots (trainer.recovery.snapshot_every_steps)"
+
+
+def _check_model_shape(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
+    if facts.top_k > facts.num_experts:
+        yield Problem(
+            field="model.path",
+            value=config.model.path,
+            remedy=f"its config.json selects num_experts_per_tok = {facts.top_k} experts; "
+            f"must be at most num_experts = {facts.num_experts}",
+        )
+    if facts.num_heads % facts.num_kv_heads:
+        yield Problem(
+            field="model.path",
+            value=config.model.path,
+            remedy=f"its config.json has num_key_value_heads = {facts.num_kv_heads}; "
+            f"must divide num_attention_heads = {facts.num_heads}",
+        )
+    if config.sampling.top_k > facts.vocab_size:
+        yield Problem(
+            field="sampling.top_k",
+            value=config.sampling.top_k,
+            remedy=f"must be at most the model's vocabulary of {facts.vocab_size} tokens; 0 keeps all",
+        )
+    if config.model.max_context_length > facts.max_position_embeddings:
+        yield Problem(
+            field="model.max_context_length",
+            value=config.model.max_context_length,
+            remedy=f"must be at most the model's max_position_embeddings = {facts.max_position_embeddings}",
+        )
+
+
+_MODEL_RULES: tuple[Callable[[RunConfig, ModelFacts], Iterator[Problem]], ...] = (
+    _check_model_shape,
+    check_nucleus,
+    check_trainer_divides_model,
+    check_sequence_parallelism,
+    check_groups_of_experts,
+    check_router_bias,
+    check_generator_fits_model,
+    check_lora_family,
+    check_lora_sharding,
+    _check_payload,
+)
