@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from forgeasync.config import EXPERT_TARGETS, ModelFacts, RunConfig, num_averages
+from forgeasync.faults import flush
 from forgeasync.models import expected_shapes, num_adapter_parameters
 from forgeasync.schema import Problem
 
@@ -92,10 +93,10 @@ def publish(folder: Path, run_state: bytes) -> None:
         file.write(run_state)
         file.flush()
         os.fsync(file.fileno())
-    _flush_folder(partial / TRAINER_FOLDER)
-    _flush_folder(partial)
+    flush(partial / TRAINER_FOLDER)
+    flush(partial)
     partial.rename(folder)
-    _flush_folder(folder.parent)
+    flush(folder.parent)
 
 
 def prune(parent: Path, *, keep: int) -> None:
@@ -105,14 +106,6 @@ def prune(parent: Path, *, keep: int) -> None:
         partial = partial_folder(folder)
         folder.rename(partial)
         shutil.rmtree(partial)
-
-
-def _flush_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 FLOAT32_BYTES = 4

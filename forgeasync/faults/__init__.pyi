@@ -7,6 +7,7 @@ from .files import AppendedFile as AppendedFile
 from .files import FileLocked as FileLocked
 from .files import RUN_MARK as RUN_MARK
 from .files import Refusal as Refusal
+from .files import flush as flush
 from .files import is_refusal as is_refusal
 from .files import lock as lock
 from .files import mark_this_run as mark_this_run
@@ -31,15 +32,6 @@ from .files import files_of as files_of
 from .slow_replicas import REPLACE_S as REPLACE_S
 from .slow_replicas import SUSPECT_S as SUSPECT_S
 from .slow_replicas import WINDOW_S as WINDOW_S
-from .stalls import ALL_FACTOR as ALL_FACTOR
-from .stalls import ALL_FLOOR_S as ALL_FLOOR_S
-from .stalls import FIRST_FLOOR_S as FIRST_FLOOR_S
 from .stalls import Frame as Frame
-from .stalls import MAX_CALLS as MAX_CALLS
-from .stalls import MAX_CHARACTERS as MAX_CHARACTERS
-from .stalls import MAX_THREADS as MAX_THREADS
-from .stalls import NUM_STEPS as NUM_STEPS
-from .stalls import STEP_FACTOR as STEP_FACTOR
-from .stalls import STEP_FLOOR_S as STEP_FLOOR_S
 from .stalls import Thread as Thread
 from .stalls import describe as describe

@@ -104,6 +104,15 @@ class AppendedFile:
         os.close(self._descriptor)
 
 
+def flush(path: Path) -> None:
+    """Wait until a file, or the entries of a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 class FileLocked(RuntimeError):
     """Another process has locked the file."""
 

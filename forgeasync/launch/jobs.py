@@ -25,9 +25,9 @@ import time
 from collections.abc import Callable, Iterator
 from enum import StrEnum
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import yaml
 from monarch._src.job.job import (
@@ -471,7 +471,7 @@ def render_launch(config: RunConfig) -> str | None:
     """Return the script, commands or manifests that start the hosts of a checked config; None for local ones.
 
     Nothing is submitted. Monarch's jobs run up to the last call: Slurm's and ssh's commands are replaced by
-    scripts that record their input, and Kubernetes' API by a server on this machine that does the same.
+    scripts that record their input, and calls of Kubernetes' API are recorded too.
     """
     launcher = config.launcher
     match launcher:
@@ -523,52 +523,19 @@ def _first_in_path(folder: Path) -> Iterator[None]:
         os.environ["PATH"] = before
 
 
-class _RecordsCreated(BaseHTTPRequestHandler):
-    """Answers that nothing exists yet, and records what is created."""
-
-    server: "_ApiServer"
-
-    def do_GET(self) -> None:
-        self._answer(HTTPStatus.NOT_FOUND, {"kind": "Status", "code": 404})
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.created.append(body)
-        self._answer(HTTPStatus.CREATED, body)
-
-    def _answer(self, status: HTTPStatus, body: object) -> None:
-        text = json.dumps(body).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Print nothing on the terminal."""
-
-
-class _ApiServer(HTTPServer):
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _RecordsCreated)
-        self.created: list[dict[str, object]] = []
-
-
 def _manifests(config: RunConfig, launcher: KubernetesLauncher) -> list[dict[str, object]]:
     """Return the MonarchMesh objects that the job creates."""
-    from kubernetes.client import Configuration
+    from kubernetes.client import ApiException, Configuration, CustomObjectsApi
     from monarch.job.kubernetes import KubeConfig
 
-    with _ApiServer() as server:
-        serving = threading.Thread(target=server.serve_forever, daemon=True)
-        serving.start()
-        # Ignore a proxy that the environment may name.
-        client = Configuration(host=f"http://127.0.0.1:{server.server_port}")
-        client.proxy = None
-        try:
-            kubeconfig = KubeConfig.from_config(client)
-            _kubernetes_job(launcher, _meshes(launcher, config.name), kubeconfig).apply()
-        finally:
-            server.shutdown()
-            serving.join()
-        return server.created
+    kubeconfig = KubeConfig.from_config(Configuration())
+    job = _kubernetes_job(launcher, _meshes(launcher, config.name), kubeconfig)
+    created: list[str] = []
+    absent = mock.Mock(side_effect=ApiException(status=HTTPStatus.NOT_FOUND))
+    with (
+        mock.patch.object(CustomObjectsApi, "get_namespaced_custom_object", absent),
+        mock.patch.object(CustomObjectsApi, "create_namespaced_custom_object") as create,
+    ):
+        create.side_effect = lambda **sent: created.append(json.dumps(sent["body"]))
+        job.apply()
+    return [json.loads(body) for body in created]

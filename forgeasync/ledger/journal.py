@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from forgeasync.buffer import AsyncReplayBuffer, ReplayBuffer
 from forgeasync.config import RunConfig
-from forgeasync.faults import AppendedFile, FileLocked, Refusal, is_refusal, lock
+from forgeasync.faults import AppendedFile, FileLocked, Refusal, flush, is_refusal, lock
 from forgeasync.ledger.lines import (
     FORMAT,
     START,
@@ -71,11 +71,7 @@ class JournalFile:
             FileExistsError: it exists.
         """
         file = cls._open(path, os.O_CREAT | os.O_EXCL)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        flush(path.parent)
         return file
 
     @classmethod

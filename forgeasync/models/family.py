@@ -1,4 +1,4 @@
-"""The facts about a model family that are needed before any weight is read."""
+"""A model family: how its config.json is read, and which tensors its layers have. No weights, no torch."""
 
 from __future__ import annotations
 
@@ -7,12 +7,138 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from forgeasync.config import ModelFacts
-from forgeasync.models.config_json import ConfigReader
+from forgeasync.schema import Problem
 
 if TYPE_CHECKING:
     from forgeasync.models.titan_family import TitanFamily
-
 Shape = tuple[int, ...]
+
+
+class ConfigReader:
+    """Reads one config.json. What is missing or wrong is added to ``problems`` and read as a placeholder."""
+
+    def __init__(self, raw: Mapping[str, object], path: str) -> None:
+        self._raw = raw
+        self._path = path
+        self.problems: list[Problem] = []
+
+    def add_problem(self, remedy: str) -> None:
+        """Add a problem; ``remedy`` continues the sentence "its config.json ..."."""
+        remedy = f"its config.json {remedy}"
+        self.problems.append(Problem(field="model.path", value=self._path, remedy=remedy))
+
+    def integer(self, *names: str, default: int | None = None) -> int:
+        """Read a positive whole number under the first of ``names`` that exists."""
+        for name in names:
+            if name in self._raw:
+                value = self._raw[name]
+                if value is None and default is not None:
+                    return default
+                if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                    return value
+                self.add_problem(f"has {name} = {value!r}; expected a positive whole number")
+                return 1
+        if default is not None:
+            return default
+        self.add_problem(f"lacks {' or '.join(names)}, a positive whole number")
+        return 1
+
+    def count(self, name: str) -> int:
+        """Read a whole number that may be 0."""
+        if name in self._raw and self._raw[name] == 0 and not isinstance(self._raw[name], bool):
+            return 0
+        return self.integer(name)
+
+    def boolean(self, name: str, default: bool | None = None) -> bool:
+        if name in self._raw and isinstance(self._raw[name], bool):
+            return self._raw[name] is True
+        if name not in self._raw and default is not None:
+            return default
+        found = f"has {name} = {self._raw[name]!r}" if name in self._raw else f"lacks {name}"
+        self.add_problem(f"{found}; expected true or false")
+        return False
+
+    def number(self, name: str) -> float:
+        """Read a positive number."""
+        if name not in self._raw:
+            self.add_problem(f"lacks {name}, a positive number")
+            return 1.0
+        return self._positive(name, self._raw[name])
+
+    def rope_theta(self) -> float:
+        """Read it from ``rope_parameters``, where transformers 5 writes it, or from the top level."""
+        nested = self._mapping("rope_parameters")
+        if "rope_theta" in nested:
+            return self._positive("rope_parameters.rope_theta", nested["rope_theta"])
+        if "rope_theta" not in self._raw:
+            self.add_problem("lacks rope_theta (or rope_parameters.rope_theta), a positive number")
+            return 1.0
+        return self._positive("rope_theta", self._raw["rope_theta"])
+
+    def rope_type(self, *supported: str) -> str:
+        """Read the type of rotary frequencies, one of ``supported``; the first one is the placeholder."""
+        source, scaling = self._rope_scaling()
+        # Older files have rope_scaling.type.
+        name = next((name for name in ("rope_type", "type") if name in scaling), None)
+        kind = "default" if name is None else scaling[name]
+        if kind not in supported:
+            expected = " or ".join(map(repr, supported))
+            self.add_problem(f"has {source}.{name} = {kind!r}; only {expected} is supported")
+            return supported[0]
+        return str(kind)
+
+    def rope_number(self, name: str, default: float | None = None) -> float:
+        """Read a positive number of the rotary scaling."""
+        source, scaling = self._rope_scaling()
+        if name not in scaling and default is not None:
+            return default
+        if name not in scaling:
+            self.add_problem(f"lacks {source}.{name}, a positive number")
+            return 1.0
+        return self._positive(f"{source}.{name}", scaling[name])
+
+    def only(self, name: str, *accepted: object, required: str = "") -> None:
+        """Refuse values other than ``accepted``; also absence, if ``required`` says what absence means."""
+        if name in self._raw and self._raw[name] not in accepted:
+            self.add_problem(f"has {name} = {self._raw[name]!r}; only {accepted[0]!r} is supported")
+        if name not in self._raw and required:
+            self.add_problem(f"lacks {name}, which must be {_as_json(accepted[0])} ({required})")
+
+    def all_full_attention(self) -> None:
+        """Refuse layers with sliding-window attention."""
+        layer_types = self._raw.get("layer_types")
+        if isinstance(layer_types, list):
+            others = sorted({str(kind) for kind in layer_types} - {"full_attention"})
+            if others:
+                self.add_problem(f"has layer_types with {others[0]!r}; only 'full_attention' is supported")
+
+    def full_rotation(self) -> None:
+        """Refuse rotary embeddings of only a part of each head."""
+        for source, prefix in ((self._raw, ""), (self._mapping("rope_parameters"), "rope_parameters.")):
+            value = source.get("partial_rotary_factor", 1.0)
+            if value not in (None, 1.0):
+                self.add_problem(f"has {prefix}partial_rotary_factor = {value!r}; only 1.0 is supported")
+
+    def _rope_scaling(self) -> tuple[str, Mapping[str, object]]:
+        """Return the key of the rotary scaling, and its value."""
+        for name in ("rope_parameters", "rope_scaling"):
+            if values := self._mapping(name):
+                return name, values
+        return "rope_parameters", {}
+
+    def _mapping(self, name: str) -> Mapping[str, object]:
+        value = self._raw.get(name)
+        return value if isinstance(value, dict) else {}
+
+    def _positive(self, name: str, value: object) -> float:
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
+            return float(value)
+        self.add_problem(f"has {name} = {value!r}; expected a positive number")
+        return 1.0
+
+
+def _as_json(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,19 +147,19 @@ class Family:
 
     model_type: str
     architecture: str
-    """transformers' class, as config.json names it."""
+    """Class of transformers, as in config.json."""
     read: Callable[[ConfigReader], ModelFacts]
-    """Facts of a config.json; adds problems for all that TorchTitan's model would compute differently."""
+    """Reads the facts of a config.json. Adds a problem for each option that TorchTitan's model lacks."""
     sizes: Callable[[ModelFacts], Mapping[str, object]]
-    """The keys of config.json that hold sizes, with those of a model: what ``read`` reads, the other way."""
+    """Returns the sizes of a model as keys and values of config.json: the inverse of ``read``."""
     layer_shapes: Callable[[ModelFacts, int], Mapping[str, Shape]]
-    """Names (within the layer) and shapes of all tensors of the layer of this index."""
+    """Returns names (within the layer) and shapes of all tensors of the layer with an index."""
     titan: Callable[[], TitanFamily]
-    """TorchTitan's side of the family. Imports it when called: reading a config.json needs no torch."""
+    """Imports and returns TorchTitan's side of the family."""
 
 
 def refuse_common_variants(reader: ConfigReader) -> None:
-    """Options that transformers has for every family and TorchTitan for none."""
+    """Refuse options that transformers has for every family and TorchTitan for none."""
     reader.only("hidden_act", "silu")
     reader.only("attention_bias", False)
     reader.only("attention_dropout", 0.0, None)
@@ -43,7 +169,7 @@ def refuse_common_variants(reader: ConfigReader) -> None:
 
 
 def attention_shapes(facts: ModelFacts) -> dict[str, Shape]:
-    """Grouped-query attention without biases, and the layer's two norms."""
+    """Shapes of grouped-query attention without biases, and of the layer's two norms."""
     hidden = facts.hidden_size
     queries, keys = facts.num_heads * facts.head_dim, facts.num_kv_heads * facts.head_dim
     return {
@@ -55,7 +181,7 @@ def attention_shapes(facts: ModelFacts) -> dict[str, Shape]:
 
 
 def common_sizes(facts: ModelFacts) -> dict[str, object]:
-    """Keys of config.json that every family has."""
+    """Sizes in config.json that every family has."""
     return {
         "num_hidden_layers": facts.num_layers,
         "hidden_size": facts.hidden_size,
@@ -74,7 +200,7 @@ def norm_shapes(facts: ModelFacts) -> dict[str, Shape]:
 
 
 def network_shapes(prefix: str, *, hidden_size: int, inner_size: int) -> dict[str, Shape]:
-    """A gated feed-forward network."""
+    """Shapes of a gated feed-forward network."""
     return {
         f"{prefix}.gate_proj.weight": (inner_size, hidden_size),
         f"{prefix}.up_proj.weight": (inner_size, hidden_size),
@@ -83,7 +209,7 @@ def network_shapes(prefix: str, *, hidden_size: int, inner_size: int) -> dict[st
 
 
 def expert_shapes(facts: ModelFacts) -> dict[str, Shape]:
-    """The gate and all routed experts of a layer."""
+    """Shapes of the gate and all routed experts of a layer."""
     shapes: dict[str, Shape] = {"mlp.gate.weight": (facts.num_experts, facts.hidden_size)}
     for expert in range(facts.num_experts):
         shapes |= network_shapes(

@@ -1,7 +1,7 @@
-"""Models in GGUF, the file format of llama.cpp, as the config and tensors of a Hugging Face folder.
+"""Reads models in GGUF, the file format of llama.cpp, as config and tensors of a Hugging Face folder.
 
-GGUF stores most weights quantized in blocks; here they become the float32 numbers that the blocks stand for.
-Layout of queries and keys: llama.cpp's convert_hf_to_gguf.py, ``LlamaModel.permute``.
+GGUF stores most weights quantized in blocks, which are dequantized to float32. The layout of queries and keys
+is that of llama.cpp's convert_hf_to_gguf.py, ``LlamaModel.permute``.
 """
 
 from collections.abc import Iterator
@@ -13,15 +13,14 @@ from gguf import GGUFReader, ReaderTensor, dequantize
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
 
-from forgeasync.models.checkpoint_shapes import expected_shapes
-from forgeasync.models.config_file import parse_model_facts
+from forgeasync.models.facts import expected_shapes, parse_model_facts
 from forgeasync.schema import ConfigError, Problem
 
 Value = TypeVar("Value")
 
 
 ARCHITECTURE = "llama"
-"""The only ``general.architecture`` read here; SmolLM2 is one."""
+"""The only supported ``general.architecture``. SmolLM2 has it."""
 
 
 _SIZES = frozenset(
@@ -40,7 +39,7 @@ _SIZES = frozenset(
         "vocab_size",
     }
 )
-"""All metadata of the architecture that is understood; any other key might change what is computed."""
+"""All supported metadata of the architecture. Any other key might change the computation."""
 
 
 _OF_MODEL = {
@@ -63,11 +62,11 @@ _OF_LAYER = {
 
 
 class GgufModel:
-    """One GGUF file, its header checked.
+    """One GGUF file, whose header is checked before any tensor is dequantized.
 
     Raises:
-        ConfigError: not a readable GGUF file, another architecture, metadata or tensors that this reader
-            does not understand, or tensors that do not fit the metadata; nothing is dequantized before.
+        ConfigError: it is not a readable GGUF file, its architecture, metadata or tensors are not supported,
+            or its tensors do not fit the metadata.
     """
 
     def __init__(self, file: Path) -> None:
@@ -102,29 +101,29 @@ class GgufModel:
         return name in self._reader.fields
 
     def value(self, name: str) -> object:
-        """A value of the metadata.
+        """Return a value of the metadata.
 
         Raises:
-            ConfigError: there is none of this name.
+            ConfigError: the key does not exist.
         """
         if not self.has(name):
             raise self.error(f"lacks {name}")
         return self._reader.fields[name].contents()
 
     def text(self, name: str) -> str:
-        """A value that must be a text."""
+        """Return a value that must be a string."""
         return self._typed(name, str)
 
     def integer(self, name: str) -> int:
-        """A value that must be a whole number."""
+        """Return a value that must be an integer."""
         return self._typed(name, int)
 
     def texts(self, name: str) -> list[str]:
-        """A value that must be a list of texts."""
+        """Return a value that must be a list of strings."""
         return self._typed(name, list)
 
     def generation_config(self) -> GenerationConfig:
-        """Read where responses end; GGUF says nothing else about sampling."""
+        """Return the special tokens. GGUF has no other settings of sampling."""
         return GenerationConfig(
             bos_token_id=self.config.bos_token_id,
             eos_token_id=self.config.eos_token_id,
@@ -132,12 +131,12 @@ class GgufModel:
         )
 
     def quantization(self) -> dict[str, int]:
-        """Count the tensors stored in each of GGUF's types."""
+        """Return the number of tensors of each GGUF type."""
         kinds = [tensor.tensor_type.name for tensor in self._reader.tensors]
         return {kind: kinds.count(kind) for kind in sorted(set(kinds))}
 
     def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Hugging Face names and float32 weights."""
+        """Yield Hugging Face names and float32 weights."""
         for name, tensor in self._tensors.items():
             try:
                 weight = dequantize(tensor.data, tensor.tensor_type)
@@ -161,7 +160,7 @@ class GgufModel:
         return self.integer(f"{ARCHITECTURE}.{name}")
 
     def _number(self, name: str) -> float:
-        # GGUF stores float32: this is the shortest decimal that means the same, 1e-05 and not 9.99...e-06.
+        # GGUF stores float32. This is the shortest decimal for it: 1e-05, not 9.99...e-06.
         value = self._typed(f"{ARCHITECTURE}.{name}", float)
         return float(str(np.float32(value)))
 
@@ -217,21 +216,21 @@ def _shape(tensor: ReaderTensor) -> tuple[int, ...]:
 
 
 def _rotate_halves(weight_OI: np.ndarray, num_heads: int) -> np.ndarray:
-    """Rows of every head from llama.cpp's rotary order (pairs side by side) to transformers' (halves)."""
+    """Reorder the rows of every head from llama.cpp's rotary layout (pairs) to transformers' (halves)."""
     out_size, in_size = weight_OI.shape
     pairs = weight_OI.reshape(num_heads, out_size // num_heads // 2, 2, in_size)
     return np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(out_size, in_size))
 
 
 _CONTROL = 3
-"""llama.cpp's token type of special tokens."""
+"""Token type of special tokens in llama.cpp."""
 
 
 _NORMAL = 1
 
 
 def _splits(name: str) -> pre_tokenizers.PreTokenizer | None:
-    """Return how a text is split before merges, by llama.cpp's name for it (llama-vocab.cpp)."""
+    """Return the pre-tokenizer with a name of llama.cpp (llama-vocab.cpp); None if it is not supported."""
     if name == "smollm":
         digits = pre_tokenizers.Digits(individual_digits=True)
         return pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
@@ -239,10 +238,10 @@ def _splits(name: str) -> pre_tokenizers.PreTokenizer | None:
 
 
 def read_tokenizer(model: GgufModel) -> PreTrainedTokenizerFast:
-    """Vocabulary, merges, special tokens and chat template of a byte-level BPE.
+    """Read the vocabulary, merges, special tokens and chat template of a byte-level BPE tokenizer.
 
     Raises:
-        ConfigError: another kind of tokenizer, or one whose texts are split in a way not known here.
+        ConfigError: the kind of tokenizer or its pre-tokenizer is not supported.
     """
     split = _check(model)
     tokens = model.texts("tokenizer.ggml.tokens")

@@ -1,7 +1,6 @@
-"""Hugging Face folders: their tensors read one at a time or in parts, and new folders written."""
+"""Reads tensors of Hugging Face folders, whole or in parts, and writes new folders."""
 
 import json
-import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,8 +10,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from forgeasync.faults import flush
+
 MAX_FILE_BYTES = 4 * 2**30
-"""A weight file is closed and the next one opened at this size."""
+"""Size at which a weight file is closed and the next one is opened."""
 
 
 COPIED_FILES = (
@@ -30,17 +31,17 @@ COPIED_FILES = (
 
 
 class FolderNotWritten(OSError):
-    """A folder could not be written; nothing of it is left, and it can be written again."""
+    """A folder could not be written. Nothing of it remains, and writing can be tried again."""
 
 
 @contextmanager
 def writing(folder: Path) -> Iterator[Path]:
-    """Give the folder that becomes ``folder`` once the body has written all of its files.
+    """Yield a partial folder, and rename it to ``folder`` after the body has written all files.
 
-    What another process has left half-written there is removed first.
+    An earlier partial folder is removed first.
 
     Raises:
-        FolderNotWritten: the disk is full or fails, or ``folder`` cannot be made.
+        FolderNotWritten: the disk is full or fails, or the folder cannot be created.
     """
     partial = begin_folder(folder)
     with removing(partial, folder):
@@ -49,10 +50,10 @@ def writing(folder: Path) -> Iterator[Path]:
 
 
 def begin_folder(folder: Path) -> Path:
-    """Make the folder that is written before it becomes ``folder``, without what is left of an earlier one.
+    """Create an empty partial folder, which becomes ``folder`` when it is complete.
 
     Raises:
-        FolderNotWritten: it cannot be made.
+        FolderNotWritten: it cannot be created.
     """
     partial = folder.with_name(folder.name + ".partial")
     with removing(partial, folder):
@@ -64,10 +65,10 @@ def begin_folder(folder: Path) -> Path:
 
 @contextmanager
 def removing(partial: Path, folder: Path) -> Iterator[None]:
-    """Remove what was written, should the body fail: it may be its room that is missing.
+    """Remove the partial folder if the body fails, which frees its space on the disk.
 
     Raises:
-        FolderNotWritten: the disk was full or has failed; safetensors 0.8 says so by an error of its own.
+        FolderNotWritten: the disk is full or fails, for which safetensors 0.8 has its own error.
     """
     try:
         yield
@@ -77,30 +78,21 @@ def removing(partial: Path, folder: Path) -> Iterator[None]:
 
 
 def show(partial: Path, folder: Path) -> None:
-    """Give a folder its name, after all of it is on the disk."""
+    """Rename a partial folder after all of it is on the disk."""
     for path in (*partial.iterdir(), partial):
         flush(path)
     partial.rename(folder)
     flush(folder.parent)
 
 
-def flush(path: Path) -> None:
-    """Wait until a file or folder is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 class HfFolderWriter:
-    """Writes tensors as they come into numbered safetensors files, and their index.
+    """Writes tensors into numbered safetensors files, in the order of ``add``, and their index.
 
-    Every call raises FolderNotWritten where the disk is full or fails; nothing is left then.
+    Every call raises FolderNotWritten if the disk is full or fails. Nothing remains then.
     """
 
     def __init__(self, folder: Path, *, source: Path, max_file_bytes: int = MAX_FILE_BYTES) -> None:
-        """Begin ``folder``; config, tokenizer and generation settings are copied from ``source``."""
+        """Begin ``folder`` with the config, tokenizer and generation settings of ``source``."""
         self._folder = folder
         self._max_file_bytes = max_file_bytes
         self._waiting: dict[str, torch.Tensor] = {}
@@ -113,7 +105,7 @@ class HfFolderWriter:
                     shutil.copy(source / file, self._partial / file)
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Take a tensor; only one that is larger by itself makes a file larger than ``max_file_bytes``."""
+        """Add a tensor. Files are at most ``max_file_bytes`` long, unless one tensor is larger."""
         waiting_bytes = sum(waiting.nbytes for waiting in self._waiting.values())
         if self._waiting and waiting_bytes + tensor.nbytes > self._max_file_bytes:
             self._write()
@@ -132,11 +124,11 @@ class HfFolderWriter:
         self._waiting.clear()
 
     def finish(self) -> None:
-        """Write what is left and the index, and give the folder its name."""
+        """Write the remaining tensors and the index, and rename the folder."""
         self._write()
         weight_map: dict[str, str] = {}
         for index, names in enumerate(self._names_of_files):
-            # How many files there are is part of their names.
+            # Names of files include their number.
             file = f"model-{index + 1:05d}-of-{len(self._names_of_files):05d}.safetensors"
             self._file(index).rename(self._partial / file)
             weight_map |= dict.fromkeys(names, file)
@@ -169,16 +161,16 @@ class CheckpointTensors:
         return self._file(name).get_tensor(name)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Read from the file's header."""
+        """Return the shape of a tensor from the file's header."""
         return tuple(self._file(name).get_slice(name).get_shape())
 
     def part(self, name: str, start: Sequence[int], size: Sequence[int]) -> torch.Tensor:
-        """A block of a tensor; nothing else of it is read."""
+        """Read only a block of a tensor."""
         block = tuple(slice(first, first + count) for first, count in zip(start, size, strict=True))
         return self._file(name).get_slice(name)[block]
 
     def _file(self, name: str) -> safe_open:
-        """The open file that has the tensor.
+        """Return the open file with a tensor.
 
         Raises:
             ValueError: there is no such tensor.
@@ -192,8 +184,8 @@ class CheckpointTensors:
 
 
 def use_umask(file: Path) -> None:
-    """Give a file the permissions that the process's umask gives to new ones."""
-    # Asking for the umask would change it for a moment, for all threads; a new file tells as well.
+    """Give a file the permissions of new files by the process's umask."""
+    # Reading the umask changes it for a moment in all threads. A new file shows it too.
     probe = file.with_name(file.name + ".mode")
     probe.touch(exist_ok=False)
     try:

@@ -1,22 +1,131 @@
-"""Rules between a run and its model: what cannot be divided, routed, adapted or held."""
+"""A run and its model: sizes that follow from both, and rules that both must meet."""
 
+import math
 from collections.abc import Callable, Iterator
 
 from forgeasync.config import (
     EXPERT_TARGETS,
     Dtype,
+    LoraSection,
     ModelFacts,
     RouterBias,
+    RoutingReplay,
     RunConfig,
     check_without_model,
+    longest_response,
+    num_averages,
     num_groups_held,
 )
-from forgeasync.models.sizes import kv_bytes_per_token, largest_group_payload_bytes
+from forgeasync.models.facts import expected_shapes
 from forgeasync.schema import Problem
+
+LOGITS_CHUNK_TOKENS = 1024
+"""Tokens of a row whose logits exist at the same time in the trainer."""
+
+GATHER_COST = 64
+"""Time of a logit that is gathered row by row from the output matrix, in logits of a matrix product, forward
+and backward: 55 to 75 on a CPU core, for rows of 1,024 in float32."""
+
+GATHER_BLOCK_BYTES = 8 * 2**20
+"""Size of the rows of the output matrix and of hidden states that are gathered at once for kept logits.
+Blocks that fit into the caches take a fifth of the time, and memory returned to the system is slow to get
+again."""
+
+PAYLOAD_OVERHEAD_BYTES = 1024
+"""Upper bound of one payload's header, table, alignment and share of the file's last page."""
+
+BYTES_PER_ELEMENT = {Dtype.FLOAT32: 4, Dtype.BFLOAT16: 2}
+
+
+def kv_bytes_per_token(config: RunConfig, facts: ModelFacts) -> int:
+    """Return the bytes of KV cache that one token takes on one generator rank.
+
+    With more ranks than KV heads, every rank holds one head. Latents are the same on every rank. (vLLM's CPU
+    build expands them, and reports a cache that is too small for that.)
+    """
+    if facts.latent is not None:
+        latent_size = facts.latent.kv_rank + facts.latent.rope_head_dim
+        return facts.num_layers * latent_size * BYTES_PER_ELEMENT[config.generator.dtype]
+    heads_per_rank = max(1, facts.num_kv_heads // config.generator.tensor_parallel)
+    element = BYTES_PER_ELEMENT[config.generator.dtype]
+    return 2 * facts.num_layers * heads_per_rank * facts.head_dim * element
+
+
+def published_weight_bytes(config: RunConfig, facts: ModelFacts) -> int:
+    """Return the bytes of one version of the weights, as generators fetch it."""
+    num_elements = sum(math.prod(shape) for shape in expected_shapes(facts).values())
+    return num_elements * BYTES_PER_ELEMENT[config.generator.dtype]
+
+
+def num_adapter_parameters(facts: ModelFacts, lora: LoraSection) -> int:
+    """Return the parameters of all adapters: rank * (inputs + outputs) of every adapted matrix."""
+    return sum(
+        lora.rank * sum(shape)
+        for name, shape in expected_shapes(facts).items()
+        if name.removesuffix(".weight").rpartition(".")[2] in lora.targets
+    )
+
+
+def weight_copies_in_shared_memory(config: RunConfig) -> int:
+    """Return how many versions of all weights are in shared memory: two staged, one for each generator.
+
+    An average is staged with each version, and every teacher that moves fetches one too. With adapters, only
+    the merged weights of each generator's and teacher's engine count.
+    """
+    moving = [one for one in config.teachers.values() if one.moves]
+    if config.lora is not None:
+        return config.generator.num_replicas + sum(one.num_engines for one in moving)
+    return 2 * (1 + num_averages(config.teachers)) + config.generator.num_replicas + len(moving)
+
+
+def largest_group_payload_bytes(config: RunConfig, facts: ModelFacts) -> int:
+    """Return the bytes reserved for the recorded arrays of one group in the payload store.
+
+    It assumes the longest prompt and response in every rollout, no shared prompt record, and kept sets of
+    top_k. Only sets with ties can need more: CPU engines keep all logits that tie at rank top_k. A teacher
+    writes the group again, with its own arrays, before the first file is freed.
+    """
+    context, response = config.model.max_context_length, longest_response(config)
+    per_token = 4 + routing_bytes_per_token(config, facts)
+    per_response_token = 4 + kept_bytes_per_token(config, facts) + sampled_mark_bytes_per_token(config)
+    rollout = context * per_token + response * per_response_token + 2 * PAYLOAD_OVERHEAD_BYTES
+    if config.algorithm.needs_teacher:
+        rollout = 2 * rollout + response * teacher_bytes_per_token(config) + PAYLOAD_OVERHEAD_BYTES
+    return config.algorithm.group_size * rollout
+
+
+def teacher_bytes_per_token(config: RunConfig) -> int:
+    """Return the bytes of a teacher's arrays for one response token; 0 without a teacher."""
+    if not config.algorithm.needs_teacher:
+        return 0
+    return 4 + 4 + config.algorithm.num_teacher_ids * (4 + 4)
+
+
+def sampled_mark_bytes_per_token(config: RunConfig) -> int:
+    """Return the bytes per response token that mark it as sampled in a payload; 0 if all are."""
+    return 0 if config.environment is None else 1
+
+
+def routing_bytes_per_token(config: RunConfig, facts: ModelFacts) -> int:
+    """Return the bytes of one token's experts in a payload; 0 if they are not recorded."""
+    if config.trainer.routing_replay is RoutingReplay.OFF:
+        return 0
+    bytes_per_id = 1 if facts.num_experts <= 256 else 2
+    return facts.num_moe_layers * facts.top_k * bytes_per_id + 1
+
+
+def kept_bytes_per_token(config: RunConfig, facts: ModelFacts) -> int:
+    """Return the most bytes of a response token's kept set in a payload; 0 if it is not recorded.
+
+    Ties at rank top_k are ignored, as in ``largest_group_payload_bytes``.
+    """
+    if not (config.trainer.keep_sampling_mask and config.sampling.cuts_vocabulary):
+        return 0
+    return 4 + 4 * (config.sampling.top_k or facts.vocab_size)
 
 
 def check_nucleus(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
-    """The most likely token has at least the mean probability."""
+    """Check top_p: the most likely token has at least the mean probability."""
     top_p = config.sampling.top_p
     if facts.vocab_size > 1 and top_p * facts.vocab_size <= 1.0:
         yield Problem(
@@ -28,7 +137,7 @@ def check_nucleus(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
 
 
 def check_trainer_divides_model(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
-    """Heads, experts and networks over the trainer's ranks."""
+    """Check that heads, experts and networks divide over the trainer's ranks."""
     parallel = config.trainer.parallel
     for name, size in (("num_attention_heads", facts.num_heads), ("num_key_value_heads", facts.num_kv_heads)):
         if size % parallel.tensor:
@@ -73,7 +182,7 @@ def check_trainer_divides_model(config: RunConfig, facts: ModelFacts) -> Iterato
 def check_generator_fits_model(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
     """Check that the model divides over an engine's ranks, and that one sequence fits its KV cache."""
     tensor = config.generator.tensor_parallel
-    # With expert parallelism every expert lies whole on one of the ranks.
+    # With expert parallelism every expert is on one rank.
     experts = ("num_experts", facts.num_experts)
     if not config.generator.expert_parallel:
         experts = ("moe_intermediate_size", facts.expert_hidden_size)
@@ -112,7 +221,7 @@ def check_generator_fits_model(config: RunConfig, facts: ModelFacts) -> Iterator
 
 
 def check_sequence_parallelism(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
-    """Layouts in which TorchTitan's MoE layers are wrong."""
+    """Refuse layouts in which TorchTitan's MoE layers are wrong."""
     parallel = config.trainer.parallel
     if facts.num_experts and parallel.tensor > 1 and parallel.sequence != (parallel.expert > 1):
         # TorchTitan 0.3.0 (partial_dtensor). Sequence parallelism without expert parallelism: the gradient
@@ -127,7 +236,7 @@ def check_sequence_parallelism(config: RunConfig, facts: ModelFacts) -> Iterator
 
 
 def check_groups_of_experts(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
-    """Sizes of a grouped choice that do not fit together."""
+    """Check the sizes of grouped routing against each other."""
     routing = facts.routing
     if routing is None:
         return
@@ -148,7 +257,8 @@ def check_groups_of_experts(config: RunConfig, facts: ModelFacts) -> Iterator[Pr
 def check_router_bias(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
     """Check that router biases can be published, and that only models that have them train them."""
     if facts.routing is not None and config.generator.dtype is not Dtype.FLOAT32:
-        # Weights are published in one dtype, but vLLM keeps biases in float32: rounded ones choose others.
+        # Weights are published in one dtype, and vLLM keeps biases in float32. Rounded biases would choose
+        # other experts.
         yield Problem(
             field="generator.dtype",
             value=config.generator.dtype.value,
@@ -171,7 +281,7 @@ def check_router_bias(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]
 
 
 def check_lora_family(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
-    """Latent attention and shared experts have layers that adapters here know nothing of."""
+    """Refuse adapters for latent attention and shared experts, whose layers they do not support."""
     if config.lora is not None and facts.latent is not None:
         yield Problem(
             field="lora",
@@ -180,7 +290,7 @@ def check_lora_family(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]
 
 
 def check_lora_sharding(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
-    """TorchTitan shards experts over more ranks than there are experts inside of each, in equal parts."""
+    """Check the adapters' rank: with more ranks than experts, TorchTitan shards experts in equal parts."""
     if config.lora is None or not facts.num_experts or not set(config.lora.targets) & set(EXPERT_TARGETS):
         return
     parallel = config.trainer.parallel

@@ -1,4 +1,4 @@
-"""The trainer's side of a model family: TorchTitan's classes for it, and how to size them."""
+"""TorchTitan's side of a model family: its classes and the configs of its layers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,14 +18,14 @@ NORM_INIT: dict[str, Callable[..., object]] = {"weight": nn.init.ones_}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TitanFamily:
-    """TorchTitan's side of a family."""
+    """Classes of TorchTitan for one family."""
 
     model: type[Decoder]
     layers: Callable[[ModelFacts, str], list[TransformerBlock.Config]]
-    """Configs of all layers in the shape of the Hugging Face files, for an attention backend."""
+    """Returns the configs of all layers in the shapes of the Hugging Face files, for an attention backend."""
     parallelize: Callable[..., object]
     adapter: type[StateDictAdapter]
-    """Knows TorchTitan's names of the Hugging Face tensors."""
+    """Maps Hugging Face tensors to TorchTitan's names."""
 
 
 def norm_config(size: int, facts: ModelFacts) -> RMSNorm.Config:
@@ -33,6 +33,6 @@ def norm_config(size: int, facts: ModelFacts) -> RMSNorm.Config:
 
 
 def set_norm_eps(layer: TransformerBlock.Config, facts: ModelFacts) -> None:
-    """TorchTitan's builders have an epsilon of their own."""
+    """Set the model's epsilon, because TorchTitan's builders have their own."""
     layer.attention_norm = replace(layer.attention_norm, eps=facts.rms_norm_eps)
     layer.ffn_norm = replace(layer.ffn_norm, eps=facts.rms_norm_eps)

@@ -72,14 +72,7 @@ def test_a_gpu_that_the_job_does_not_have_is_refused(inherited: str, num: int) -
         visible_devices("0,1", inherited)
 
 
-def test_gpus_are_handed_out_once() -> None:
-    allocator = GpuAllocator(3)
-    assert [allocator.take(1, role="a"), allocator.take(2, role="b")] == [[0], [1, 2]]
-    with pytest.raises(ValueError, match="c needs 1 GPUs, but 0 of this host's 3 are left"):
-        allocator.take(1, role="c")
-
-
-def test_a_reserved_gpu_is_handed_out_to_nobody() -> None:
+def test_gpus_are_handed_out_once_and_reserved_ones_never() -> None:
     allocator = GpuAllocator(4, reserved={1, 7})
     assert [allocator.take(2, role="a"), allocator.take(1, role="b")] == [[0, 2], [3]]
     with pytest.raises(ValueError, match="c needs 1 GPUs, but 0 of this host's 4 are left"):
@@ -253,23 +246,33 @@ HOSTS = [
 ]
 
 
-def test_the_host_that_was_silent_first_is_named_first() -> None:
-    """A scheduler may end a job that has lost a node, and hosts are missed in any order."""
-    assert lost_words(HOSTS, None) == (
-        "host trainer-1 (trainer, node2) is lost: its agent cannot be reached; "
-        "see logs/host-trainer-1.log; lost after it: trainer-0 (trainer, node1)"
-    )
-
-
-def test_what_has_ended_the_job_comes_before_what_was_seen_of_it() -> None:
-    why = "Slurm job 7 was preempted by another job"
-    words = lost_words(HOSTS[:1], why)
-    assert words.startswith(f"host trainer-0 (trainer, node1) is lost: {why}, and no answer; ")
-
-
-def test_a_host_that_is_called_as_its_machine_is_named_once() -> None:
-    named = [host("node1", "node1", heard_s=0.0, problem="no answer")]
-    assert lost_words(named, None).startswith("host node1 (trainer) is lost: no answer")
+@pytest.mark.parametrize(
+    ("hosts", "why", "words"),
+    [
+        # The host that was silent first comes first: a scheduler may end a job that has lost a node.
+        (
+            HOSTS,
+            None,
+            "host trainer-1 (trainer, node2) is lost: its agent cannot be reached; "
+            "see logs/host-trainer-1.log; lost after it: trainer-0 (trainer, node1)",
+        ),
+        (
+            HOSTS[:1],
+            "Slurm job 7 was preempted by another job",
+            "host trainer-0 (trainer, node1) is lost: Slurm job 7 was preempted by another job, "
+            "and no answer; see logs/host-trainer-0.log",
+        ),
+        # A host whose id is the machine's name is named once.
+        (
+            [host("node1", "node1", heard_s=0.0, problem="no answer")],
+            None,
+            "host node1 (trainer) is lost: no answer; see logs/host-node1.log",
+        ),
+    ],
+    ids=["first", "job", "name"],
+)
+def test_lost_hosts_are_described(hosts: list[JobHost], why: str | None, words: str) -> None:
+    assert lost_words(hosts, why) == words
 
 
 class Agent:
@@ -350,6 +353,26 @@ def test_a_host_that_ends_during_a_call_is_missed_at_once(
             await watching
 
     asyncio.run(scenario())
+
+
+@pytest.mark.procs
+def test_a_host_of_a_job_acts_through_its_agent(tmp_path: Path) -> None:
+    async def use() -> Path:
+        mesh = spawn_role(this_host(), "agent", num_procs=1)
+        agent = mesh.spawn("agent", HostAgent, tmp_path / "agent.log", 600.0)
+        far = JobHost(id="far", role=HostRole.TRAINER, agent=agent, log_file=tmp_path / "agent.log")
+        folder = await far.make_folder(1000)
+        (folder / "file").touch()
+        await far.remove_files([str(folder / "file")])
+        assert list(folder.iterdir()) == []
+        assert await far.is_running(os.getpid())
+        with pytest.raises(ValueError, match=r"^host far: "):
+            await far.make_folder(2**60)
+        await agent.remove_folders.call_one()
+        await mesh.stop()
+        return folder
+
+    assert not asyncio.run(use()).exists()
 
 
 def test_nothing_is_asked_of_a_host_that_is_lost_to_end_its_procs() -> None:

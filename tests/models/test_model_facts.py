@@ -19,7 +19,7 @@ from forgeasync.models import (
     model_folder,
     read_model_facts,
 )
-from forgeasync.models import config_file as model_facts_module
+from forgeasync.models import facts as model_facts_module
 from forgeasync.schema import ConfigError
 from tests.support.config_samples import CONFIGS, FACTS, HF_CONFIG, only
 

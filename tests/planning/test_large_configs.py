@@ -14,11 +14,11 @@ from forgeasync.controller import check_plan
 from forgeasync.models import (
     SHIPPED_MODELS,
     check_config,
-    config_file,
     kv_bytes_per_token,
     largest_group_payload_bytes,
     parse_model_facts,
 )
+from forgeasync.models import facts as facts_module
 from forgeasync.models.workarounds import flash_attention
 from forgeasync.planning import dry_run_report, groups_outstanding, least_bytes, memory_plan
 from forgeasync.trainer import model as trainer_model
@@ -118,8 +118,8 @@ def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     def unreachable(hub_id: str) -> None:
         raise ConnectionError("no network")
 
-    monkeypatch.setattr(config_file, "_probe_hub", unreachable)
-    monkeypatch.setattr(config_file, "try_to_load_from_cache", lambda hub_id, file: None)
+    monkeypatch.setattr(facts_module, "_probe_hub", unreachable)
+    monkeypatch.setattr(facts_module, "try_to_load_from_cache", lambda hub_id, file: None)
 
 
 @pytest.mark.parametrize("name", SIZES)

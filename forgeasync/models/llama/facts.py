@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from forgeasync.config import Llama3Rope, ModelFacts
-from forgeasync.models.config_json import ConfigReader
 from forgeasync.models.family import (
+    ConfigReader,
     Family,
     Shape,
     attention_shapes,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from forgeasync.config import ModelFacts
-from forgeasync.models.config_json import ConfigReader
 from forgeasync.models.family import (
+    ConfigReader,
     Family,
     Shape,
     attention_shapes,
@@ -84,7 +84,7 @@ def _moe_sizes(facts: ModelFacts) -> dict[str, object]:
         "num_local_experts": facts.num_experts,
         "num_experts_per_tok": facts.top_k,
         "moe_intermediate_size": facts.expert_hidden_size,
-        # No layer has it; transformers and vLLM want the key.
+        # No layer has this size, but transformers and vLLM need the key.
         "intermediate_size": facts.expert_hidden_size,
     }
 

@@ -30,7 +30,7 @@ def _layers(facts: ModelFacts, attention_backend: str) -> list[TransformerBlock.
             moe_hidden_dim=facts.expert_hidden_size,
             num_experts=facts.num_experts,
             top_k=facts.top_k,
-            # Separate q, k, v: the parameters then have the shapes and names of the Hugging Face files.
+            # With separate q, k and v, parameters have the shapes and names of the Hugging Face files.
             fuse_qkv=False,
             attn_backend=attention_backend,
             moe_comm_backend="standard",
@@ -52,7 +52,7 @@ def _layers(facts: ModelFacts, attention_backend: str) -> list[TransformerBlock.
         set_norm_eps(layer, facts)
         layer.attention.qk_norm = replace(layer.attention.qk_norm, eps=facts.rms_norm_eps)
         if layer.moe is not None:
-            # Qwen3 has no load-balancing bias: one that moved in training would not exist in the generator.
+            # Qwen3 has no load-balancing bias. One that is trained would not exist in the generator.
             layer.moe.load_balance_coeff = None
     return layers
 

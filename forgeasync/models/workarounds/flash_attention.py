@@ -1,9 +1,9 @@
 """Lets TorchTitan 0.3.0 build models on Hopper and Blackwell without FlashAttention 3 or 4.
 
-When a model is built on compute capability 9.0, TorchTitan activates FlashAttention 3, from 10.0 on
-FlashAttention 4; torch then imports packages that TorchTitan does not depend on. Where the package is
-missing, torch's own FlashAttention 2 computes the attention. ``forgeasync.trainer`` imports this module
-before any model is built. It can go when TorchTitan looks for the package itself.
+TorchTitan activates FlashAttention 3 for models on compute capability 9.0, and FlashAttention 4 from 10.0 on.
+torch then imports packages that TorchTitan does not depend on. If the package is missing, torch's own
+FlashAttention 2 computes the attention. ``forgeasync.trainer`` imports this module before any model is built.
+It can go when TorchTitan looks for the package itself.
 """
 
 import importlib.util
@@ -17,23 +17,21 @@ from forgeasync.config import FlashAttention
 logger = logging.getLogger(__name__)
 
 PACKAGES = {"FA3": "flash_attn_interface", "FA4": "flash_attn.cute.interface"}
-"""What torch 2.13 imports for an implementation."""
+"""Package that torch 2.13 imports for each implementation."""
 
 _wanted = titan_utils.get_cuda_flash_attention_impl
-
 
 _choice = FlashAttention.AUTO
 
 
 def choose(choice: FlashAttention) -> None:
-    """Decide what models that are built from now on compute attention by; where that cannot be, building one
-    raises."""
+    """Choose the attention of models that are built later. Building raises if the choice is not possible."""
     global _choice
     _choice = choice
 
 
 def flash_attention_impl() -> str | None:
-    """The implementation to activate: the one for this GPU, if it is installed; None is FlashAttention 2."""
+    """Return the implementation to activate: the GPU's own if it is installed; None for FlashAttention 2."""
     if _choice is not FlashAttention.AUTO:
         return None if _choice is FlashAttention.FA2 else _choice.value
     wanted = _wanted()

@@ -1,8 +1,8 @@
-"""Makes TorchTitan 0.3.0 usable on a machine without an accelerator; a no-op where there is one.
+"""Makes TorchTitan 0.3.0 usable on a machine without an accelerator. It has no effect on others.
 
 ``forgeasync.trainer`` imports this before anything else of TorchTitan: ``torchtitan.tools.utils.device_type``
-falls back to "cuda" when no accelerator is found, and other TorchTitan modules copy that value on import. Can
-go when TorchTitan falls back to "cpu".
+falls back to "cuda" without an accelerator, and other modules of TorchTitan copy that value on import. This
+can go when TorchTitan falls back to "cpu".
 """
 
 import torch
@@ -20,8 +20,8 @@ DEVICE_TYPE: str = titan_utils.device_type
 def allow_gloo_reduction(model: torch.nn.Module) -> None:
     """Let FSDP2 reduce gradients over gloo.
 
-    TorchTitan turns off gradient division, which FSDP2 (torch 2.13) then expresses as the reduce
-    operation PREMUL_SUM; gloo has only SUM.
+    TorchTitan turns off gradient division. FSDP2 (torch 2.13) then uses the reduce operation PREMUL_SUM, and
+    gloo has only SUM.
     """
     if DEVICE_TYPE == "cpu":
         for module in model.modules():
@@ -30,9 +30,9 @@ def allow_gloo_reduction(model: torch.nn.Module) -> None:
 
 
 def unpin_offloaded(model: torch.nn.Module) -> None:
-    """Let FSDP2 offload to pageable memory; before the model gets any.
+    """Let FSDP2 offload to pageable memory; to be called before the model has any.
 
-    TorchTitan asks for pinned memory, which torch has only where there is an accelerator to copy to.
+    TorchTitan asks for pinned memory, which torch has only with an accelerator.
     """
     if DEVICE_TYPE == "cpu":
         for module in model.modules():

@@ -1,0 +1,217 @@
+"""The model at ``model.path``: its family, its shape from config.json, and the shapes of its tensors.
+
+config.json is looked for in a folder, in the local hub cache, on the hub (one short attempt) and, for models
+whose published shape ships with this repository, in ``configs/models/<org>--<name>/config.json``.
+
+A checkpoint is checked against config.json by the headers of its files, before anything is loaded.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import httpx
+from huggingface_hub import (
+    get_hf_file_metadata,
+    hf_hub_download,
+    hf_hub_url,
+    snapshot_download,
+    try_to_load_from_cache,
+)
+from huggingface_hub.errors import HfHubHTTPError
+from safetensors import SafetensorError, safe_open
+
+from forgeasync.config import ModelFacts
+from forgeasync.models.deepseek_v3.facts import DEEPSEEK_V3
+from forgeasync.models.family import ConfigReader, Family, Shape
+from forgeasync.models.llama.facts import LLAMA
+from forgeasync.models.qwen3.facts import QWEN3, QWEN3_MOE
+from forgeasync.schema import ConfigError, Problem, raise_if_any
+
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (QWEN3, QWEN3_MOE, LLAMA, DEEPSEEK_V3)}
+"""Families by ``model_type``. A new family is a folder beside this file and a name here."""
+
+SHIPPED_MODELS = Path(__file__).resolve().parents[2] / "configs" / "models"
+"""Shapes of published models, to plan a run where neither the model nor the hub is available."""
+
+HUB_TIMEOUT_S = 5.0
+"""Time limit of the attempt to reach the hub, in seconds."""
+
+MAX_PROBLEMS = 8
+"""Most tensors that are listed. A wrong config.json is wrong for thousands of them."""
+
+_HUB_ERRORS = (OSError, HfHubHTTPError, httpx.HTTPError)
+
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+
+
+def read_model_facts(path: str) -> ModelFacts:
+    """Read the facts of the model at ``model.path``, a folder or a hub id.
+
+    Raises:
+        ConfigError: there is no such model or no readable config.json, a key is missing or has the wrong
+            type, or the model's family or options are not supported. Every problem names ``model.path``.
+    """
+    file = model_config_file(path)
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise _error(path, f"{file} is not a readable JSON file: {error}") from None
+    if not isinstance(raw, dict):
+        raise _error(path, f"{file} must hold a JSON object")
+    return parse_model_facts(raw, path)
+
+
+def parse_model_facts(raw: Mapping[str, object], path: str) -> ModelFacts:
+    """Return the facts in a parsed config.json; ``path`` is for error messages.
+
+    Raises:
+        ConfigError: as ``read_model_facts``.
+    """
+    model_type = raw["model_type"] if "model_type" in raw else None
+    if model_type not in FAMILIES:
+        # Other families lack most of the keys below. Listing them would hide the real problem.
+        supported = ", ".join(map(repr, FAMILIES))
+        raise _error(path, f"its config.json has model_type {model_type!r}; only {supported} are supported")
+    family = FAMILIES[str(model_type)]
+    reader = ConfigReader(raw, path)
+    reader.only("architectures", [family.architecture], None)
+    facts = family.read(reader)
+    raise_if_any(reader.problems)
+    return facts
+
+
+def model_config_file(path: str) -> Path:
+    """Find the config.json of the model at ``model.path``, at last in ``SHIPPED_MODELS``.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    folder = Path(path)
+    if folder.is_dir():
+        if (folder / "config.json").is_file():
+            return folder / "config.json"
+        raise _error(path, "the folder has no config.json; it must be a Hugging Face model folder")
+    if not _HUB_ID.fullmatch(path):
+        raise _error(path, "no such folder; give a Hugging Face model folder or a hub id such as org/name")
+    cached = try_to_load_from_cache(path, "config.json")
+    if isinstance(cached, str):
+        return Path(cached)
+    try:
+        _probe_hub(path)
+        return Path(hf_hub_download(path, "config.json"))
+    except _HUB_ERRORS as error:
+        shipped = SHIPPED_MODELS / path.replace("/", "--") / "config.json"
+        if shipped.is_file():
+            return shipped
+        raise _error(path, _not_on_hub(error)) from None
+
+
+def model_folder(path: str) -> Path:
+    """Return the folder with weights and tokenizer of ``model.path``. A hub id is downloaded unless cached.
+
+    Raises:
+        ConfigError: there is no such folder, and the hub does not have it or cannot be reached.
+    """
+    if Path(path).is_dir():
+        return Path(path)
+    if not _HUB_ID.fullmatch(path):
+        raise _error(path, "no such folder; give a Hugging Face model folder or a hub id such as org/name")
+    patterns = ["*.json", "*.safetensors", "*.jinja", "merges.txt"]
+    try:
+        _probe_hub(path)
+        return Path(snapshot_download(path, allow_patterns=patterns))
+    except _HUB_ERRORS as error:
+        try:
+            return Path(snapshot_download(path, allow_patterns=patterns, local_files_only=True))
+        except _HUB_ERRORS:
+            raise _error(path, _not_on_hub(error)) from None
+
+
+def _probe_hub(hub_id: str) -> None:
+    """Make one request. Without a network, downloads of huggingface_hub retry for half a minute."""
+    get_hf_file_metadata(hf_hub_url(hub_id, "config.json"), timeout=HUB_TIMEOUT_S)
+
+
+def _not_on_hub(error: Exception) -> str:
+    return (
+        "no such folder, not in the hub cache, and the hub did not give it "
+        f"({type(error).__name__}); give a folder, or download the model first"
+    )
+
+
+def _error(path: str, remedy: str) -> ConfigError:
+    return ConfigError([Problem(field="model.path", value=path, remedy=remedy)])
+
+
+def check_checkpoint_shapes(folder: Path, facts: ModelFacts) -> list[Problem]:
+    """Return missing, unexpected and wrongly shaped tensors: ``MAX_PROBLEMS`` and the number of the rest."""
+    found: dict[str, Shape] = {}
+    problems: list[Problem] = []
+    for file in _weight_files(folder, problems):
+        try:
+            with safe_open(file, framework="np") as tensors:
+                # get_slice reads only the header.
+                found |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}
+        except (OSError, SafetensorError) as error:
+            problems.append(_problem(folder, f"{file.name} is not a readable safetensors file: {error}"))
+    if problems:
+        return problems
+    return _compare(folder, found, facts)
+
+
+def expected_shapes(facts: ModelFacts) -> dict[str, Shape]:
+    """Return Hugging Face names and shapes of all weights of a model."""
+    layer_shapes = FAMILIES[facts.model_type].layer_shapes
+    vocabulary = (facts.vocab_size, facts.hidden_size)
+    shapes: dict[str, Shape] = {"model.embed_tokens.weight": vocabulary}
+    for index in range(facts.num_layers):
+        of_layer = layer_shapes(facts, index)
+        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in of_layer.items()}
+    shapes["model.norm.weight"] = (facts.hidden_size,)
+    if not facts.tie_word_embeddings:
+        shapes["lm_head.weight"] = vocabulary
+    return shapes
+
+
+def _problem(folder: Path, remedy: str) -> Problem:
+    return Problem(field="model.path", value=str(folder), remedy=remedy)
+
+
+def _weight_files(folder: Path, problems: list[Problem]) -> Iterator[Path]:
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        if (folder / "model.safetensors").is_file():
+            yield folder / "model.safetensors"
+        else:
+            problems.append(_problem(folder, "has no model.safetensors and no model.safetensors.index.json"))
+        return
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        problems.append(_problem(folder, f"{index.name} is not a JSON file with a weight_map"))
+        return
+    for name in names:
+        if (folder / name).is_file():
+            yield folder / name
+        else:
+            problems.append(_problem(folder, f"lacks {name}, which {index.name} lists; download it again"))
+
+
+def _compare(folder: Path, found: dict[str, Shape], facts: ModelFacts) -> list[Problem]:
+    expected = expected_shapes(facts)
+    remedies: list[str] = []
+    for name, shape in expected.items():
+        if name not in found:
+            remedies.append(f"lacks tensor {name} of shape {shape}, which its config.json asks for")
+        elif found[name] != shape:
+            remedies.append(f"tensor {name} has shape {found[name]}, its config.json says {shape}")
+    # Some exporters write a tied output layer twice. It equals the embedding and is not read.
+    ignored = {"lm_head.weight"} if facts.tie_word_embeddings else set()
+    for name in sorted(found.keys() - expected.keys() - ignored):
+        remedies.append(f"tensor {name} of shape {found[name]} has no place in its config.json")
+    problems = [_problem(folder, remedy) for remedy in remedies[:MAX_PROBLEMS]]
+    if len(remedies) > MAX_PROBLEMS:
+        problems.append(_problem(folder, f"and {len(remedies) - MAX_PROBLEMS} more tensors that disagree"))
+    return problems
