@@ -38,7 +38,6 @@ from .trainer_recovery import TrainerRecovery as TrainerRecovery
 
 # Only tests import these.
 from .checkpoints import CheckpointTurns as CheckpointTurns
-from .checkpoints import MAX_RETRY_S as MAX_RETRY_S
 from .checkpoints import Rescue as Rescue
 from .checkpoints import export as export
 from .checkpoints import save_newest_weights as save_newest_weights
@@ -61,10 +60,7 @@ from .preparation import check_plan as check_plan
 from .preparation import take_up as take_up
 from .recorder import TimesBetween as TimesBetween
 from .resume import FoundGroups as FoundGroups
-from .resume import LATEST as LATEST
-from .resume import NotEnded as NotEnded
 from .resume import Resumed as Resumed
-from .resume import end_all as end_all
 from .resume import end_own_run as end_own_run
 from .resume import find_checkpoint as find_checkpoint
 from .resume import find_groups as find_groups
@@ -73,7 +69,6 @@ from .resume import newest_step as newest_step
 from .resume import remove_others as remove_others
 from .resume import resume_or_begin_anew as resume_or_begin_anew
 from .serving import WeightServing as WeightServing
-from .supervisor import STALL_S as STALL_S
 from .supervisor import Supervisor as Supervisor
 from .trainer_recovery import Minibatches as Minibatches
 from .trainer_recovery import start_recovery as start_recovery
