@@ -36,31 +36,31 @@ _NAME = re.compile(r"step-(\d{8,})")
 
 
 class CheckpointNotWritten(OSError):
-    """A checkpoint could not be written; nothing of it is left, and another one can be begun."""
+    """A checkpoint could not be written. Nothing of it is left, and another one can be begun."""
 
 
 class CheckpointLost(CheckpointNotWritten):
-    """The trainer was lost that was writing it, and no other one can write it again."""
+    """The trainer that was writing a checkpoint was lost, and no other one can write it again."""
 
 
 def checkpoint_name(step: int) -> str:
-    """The name of the folder of a checkpoint."""
+    """Return the name of a checkpoint's folder."""
     return f"step-{step:08d}"
 
 
 def step_of(folder: Path) -> int | None:
-    """The step of a whole checkpoint by its folder's name; None if that is no such name."""
+    """Return the step of a whole checkpoint by its folder's name; None: it is not the name of one."""
     match = _NAME.fullmatch(folder.name)
     return None if match is None else int(match[1])
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether a checkpoint is all written and shown."""
+    """Return whether all of a checkpoint is written."""
     return (folder / RUN_FILE).is_file()
 
 
 def list_checkpoints(parent: Path) -> list[Path]:
-    """Whole checkpoints, the oldest step first; none if there is no such folder."""
+    """Return the whole checkpoints in a folder, the oldest step first; none if there is no such folder."""
     if not parent.is_dir():
         return []
     steps = {folder: step_of(folder) for folder in parent.iterdir() if is_whole(folder)}
@@ -69,7 +69,7 @@ def list_checkpoints(parent: Path) -> list[Path]:
 
 
 def sweep_partial(parent: Path) -> list[str]:
-    """Remove what runs that died have left half-written; its names."""
+    """Remove checkpoints that runs which died have left half-written; returns their names."""
     partial = sorted(parent.glob(f"step-*{PARTIAL_SUFFIX}"))
     for folder in partial:
         shutil.rmtree(folder)
@@ -82,12 +82,12 @@ def partial_folder(folder: Path) -> Path:
 
 
 def remove_partial(folder: Path) -> None:
-    """Remove what there is of a checkpoint that nobody writes any more, and of no other one."""
+    """Remove what was written of one checkpoint that nobody writes any more."""
     shutil.rmtree(partial_folder(folder), ignore_errors=True)
 
 
 def publish(folder: Path, run_state: bytes) -> None:
-    """Add the controller's part to a checkpoint whose other files are flushed, and show it."""
+    """Add the controller's part to a checkpoint whose other files are flushed, and give it its final name."""
     partial = partial_folder(folder)
     with (partial / RUN_FILE).open("wb") as file:
         file.write(run_state)
@@ -121,7 +121,7 @@ OVERHEAD_BYTES = 8192
 
 
 def checkpoint_bytes(config: RunConfig, facts: ModelFacts) -> int:
-    """About what one checkpoint takes on the disk, rather more than less."""
+    """Return about how many bytes a checkpoint takes on the disk, rather more than less."""
     shapes = expected_shapes(facts)
     if config.lora is None:
         num_trained = sum(math.prod(shape) for shape in shapes.values())
@@ -132,7 +132,7 @@ def checkpoint_bytes(config: RunConfig, facts: ModelFacts) -> int:
 
 
 def export_bytes(config: RunConfig, facts: ModelFacts) -> int:
-    """About what the trained model takes on the disk in float32, rather more than less."""
+    """Return about how many bytes the trained model takes on the disk in float32, rather more than less."""
     shapes = expected_shapes(facts)
     overhead = EXPORT_OVERHEAD_BYTES * len(shapes)
     if config.lora is None:
@@ -146,10 +146,10 @@ def export_bytes(config: RunConfig, facts: ModelFacts) -> int:
 
 
 def check_room(config: RunConfig, facts: ModelFacts, *, checkpoints: Path, export: Path) -> Iterator[Problem]:
-    """Whether what a run keeps at a time fits where it is written.
+    """Find disks without room for what a run keeps at a time: the exported model and checkpoints.
 
-    That is the exported model and checkpoints. A checkpoint is whole before the oldest is removed: there is
-    one more than ``checkpoint.keep`` for a while.
+    A checkpoint is whole before the oldest is removed, so there is one more than ``checkpoint.keep`` for a
+    while.
     """
     one = checkpoint_bytes(config, facts)
     num_more = 0
@@ -185,7 +185,7 @@ def check_room(config: RunConfig, facts: ModelFacts, *, checkpoints: Path, expor
 
 
 def existing_folder(folder: Path) -> Path:
-    """The folder itself, or the nearest one above it that is there."""
+    """Return the folder itself, or the nearest one above it that exists."""
     return next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
 
 

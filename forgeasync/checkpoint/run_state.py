@@ -51,12 +51,12 @@ class RunState:
 
 
 def model_shape(facts: ModelFacts) -> dict[str, object]:
-    """A model's facts as they come back from ``run.json``."""
+    """Return a model's facts as they come back from ``run.json``."""
     return msgspec.json.decode(msgspec.json.encode(facts))
 
 
 def read_run_state(folder: Path) -> RunState:
-    """The controller's part of the checkpoint in ``folder``.
+    """Return the controller's part of the checkpoint in ``folder``.
 
     Raises:
         ValueError: the file is damaged, or of another version of this package.
@@ -92,7 +92,8 @@ def check_resumable(state: RunState, folder: Path, config: RunConfig, facts: Mod
 
 
 def check_problems(state: RunState, folder: Path, problems: str) -> Iterator[Problem]:
-    """Whether the training problems, by their digest, are those that the checkpoint's run has trained on.
+    """Find whether the training problems, by their digest, are others than the checkpoint's run has trained
+    on.
 
     A file can have other content under the name that the config says.
     """
@@ -115,7 +116,8 @@ def data_order(data: object) -> object:
 def differences(
     saved: Mapping[str, object], now: Mapping[str, object], prefix: str = ""
 ) -> Iterator[tuple[str, object, object]]:
-    """Dotted names of what differs, with both values; sections are gone into where both are there."""
+    """Yield the dotted name of each value that differs, with both values; sections are compared key by
+    key."""
     for key in sorted(saved.keys() | now.keys()):
         one, other = saved.get(key), now.get(key)
         if isinstance(one, Mapping) and isinstance(other, Mapping):

@@ -37,7 +37,6 @@ from .starting import start_sampling as start_sampling
 
 # Only tests import these.
 from .checkpoints import CheckpointTurns as CheckpointTurns
-from .checkpoints import MAX_RETRY_S as MAX_RETRY_S
 from .checkpoints import Rescue as Rescue
 from .checkpoints import export as export
 from .checkpoints import save_newest_weights as save_newest_weights
@@ -60,10 +59,7 @@ from .preparation import check_plan as check_plan
 from .preparation import take_up as take_up
 from .recorder import TimesBetween as TimesBetween
 from .resume import FoundGroups as FoundGroups
-from .resume import LATEST as LATEST
-from .resume import NotEnded as NotEnded
 from .resume import Resumed as Resumed
-from .resume import end_all as end_all
 from .resume import end_own_run as end_own_run
 from .resume import find_checkpoint as find_checkpoint
 from .resume import find_groups as find_groups
@@ -72,5 +68,4 @@ from .resume import newest_step as newest_step
 from .resume import remove_others as remove_others
 from .resume import resume_or_begin_anew as resume_or_begin_anew
 from .serving import WeightServing as WeightServing
-from .supervisor import STALL_S as STALL_S
 from .supervisor import Supervisor as Supervisor

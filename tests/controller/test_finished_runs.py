@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from forgeasync.config import RunConfig
-from forgeasync.controller import LATEST, preparation, take_up
+from forgeasync.controller import preparation, take_up
 from forgeasync.observability import RunDir
 from forgeasync.testing import tiny_config
 
@@ -50,7 +50,7 @@ def test_without_a_larger_max_steps_it_is_said_to_be_done(
     if not has_checkpoints:
         (run_dir.checkpoints / f"step-{NUM_STEPS:08d}" / "run.json").unlink()
     before = sorted(path.name for path in run_dir.path.rglob("*"))
-    assert take_up(config_of(tmp_path, max_steps), LATEST) is None and not resumed
+    assert take_up(config_of(tmp_path, max_steps), "latest") is None and not resumed
     assert capsys.readouterr().out == (
         f"the run is done: it has made {NUM_STEPS} steps, and max_steps is {max_steps}; its model is "
         f"{run_dir.checkpoints / 'final'}. To go on with it, give a larger max_steps\n"
@@ -64,10 +64,10 @@ def test_with_a_larger_max_steps_and_from_an_earlier_checkpoint_it_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], resumed: list[str | None]
 ) -> None:
     run_dir = make_ended(tmp_path / "run")
-    take_up(config_of(tmp_path, 2 * NUM_STEPS), LATEST)
+    take_up(config_of(tmp_path, 2 * NUM_STEPS), "latest")
     earlier = str(run_dir.checkpoints / "step-00000010")
     take_up(config_of(tmp_path, NUM_STEPS), earlier)
-    assert resumed == [LATEST, earlier] and capsys.readouterr().out == ""
+    assert resumed == ["latest", earlier] and capsys.readouterr().out == ""
 
 
 def test_one_that_was_killed_between_its_last_step_and_its_end_goes_on(
@@ -75,11 +75,11 @@ def test_one_that_was_killed_between_its_last_step_and_its_end_goes_on(
 ) -> None:
     run_dir = make_ended(tmp_path / "run")
     run_dir.ledger.write_text('{"event": "opened"}\n')
-    take_up(config_of(tmp_path, NUM_STEPS), LATEST)
+    take_up(config_of(tmp_path, NUM_STEPS), "latest")
     run_dir.ledger.write_text(ENDED)
     (run_dir.checkpoints / "final").rmdir()
-    take_up(config_of(tmp_path, NUM_STEPS), LATEST)
-    assert resumed == [LATEST, LATEST]
+    take_up(config_of(tmp_path, NUM_STEPS), "latest")
+    assert resumed == ["latest", "latest"]
 
 
 def test_a_new_run_is_never_done(tmp_path: Path, resumed: list[str | None]) -> None:

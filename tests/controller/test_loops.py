@@ -183,24 +183,6 @@ def test_the_trainer_rejects_old_tokens_where_ages_are_of_tokens(
     assert fleet.max_token_age == (3 if age_of is AgeOf.TOKEN else None)
 
 
-def test_groups_refused_one_after_another_end_the_run_with_the_first_reason(tmp_path: Path) -> None:
-    recorder = Recorder()
-    with pytest.raises(ExceptionGroup) as raised:
-        run_to_the_end(
-            tmp_path,
-            "buffer.max_given_up_in_a_row=7",
-            generators=Generators(refuses=True),
-            recorder=recorder,
-        )
-    cause = root_cause(raised.value)
-    assert isinstance(cause, NothingTrains)
-    assert "7 groups in a row were given up (7 bad_record; limit buffer.max_given_up_in_a_row = 7)" in str(
-        cause
-    )
-    assert "the first: group 0 has no experts" in str(cause)
-    assert len(recorder.problems) >= 7
-
-
 def test_what_came_through_ends_a_row_and_age_and_filters_do_not_count() -> None:
     watch = StarvationWatch(3)
     for reason in (DropReason.BAD_RECORD, DropReason.BAD_RECORD):
@@ -209,29 +191,17 @@ def test_what_came_through_ends_a_row_and_age_and_filters_do_not_count() -> None
     watch.given_up(DropReason.UNSCORED, "the first")
     for reason in (*AGE_REASONS, DropReason.FILTERED) * 2:
         watch.given_up(reason, "no matter")
-    watch.given_up(DropReason.BAD_RECORD, "the second")
+    watch.given_up(DropReason.OVERSIZED, "the second")
     with pytest.raises(NothingTrains) as raised:
         watch.given_up(DropReason.BAD_RECORD, "the third")
     assert str(raised.value) == (
-        "3 groups in a row were given up (2 bad_record, 1 unscored; limit buffer.max_given_up_in_a_row = 3); "
-        "the first: the first"
+        "3 groups in a row were given up (1 unscored, 1 oversized, 1 bad_record; limit "
+        "buffer.max_given_up_in_a_row = 3); the first: the first"
     )
     with pytest.raises(NothingTrains, match="1 groups in a row"):
         StarvationWatch(1).given_up(DropReason.BAD_RECORD, "at once")
     with pytest.raises(AssertionError):
         StarvationWatch(0)
-
-
-@pytest.mark.parametrize("reason", list(DropReason))
-def test_age_and_filters_do_not_count_as_starving(reason: DropReason) -> None:
-    """Groups grow old because the trainer makes steps, and filters have a limit of their own."""
-    watch = StarvationWatch(2)
-    watch.given_up(reason, "first")
-    if reason in (DropReason.STALE, DropReason.CANCELLED, DropReason.FILTERED):
-        watch.given_up(reason, "second")
-    else:
-        with pytest.raises(NothingTrains, match=f"2 {reason}.*the first: first"):
-            watch.given_up(reason, "second")
 
 
 def test_a_skipped_step_is_followed_by_others_but_not_by_many_skipped_ones(tmp_path: Path) -> None:
@@ -351,19 +321,33 @@ def test_what_a_filter_draws_follows_from_the_prompt_and_not_from_the_number_of_
     assert [kept(100 + draw_id, draw_id) for draw_id in range(20)] == by_draw
 
 
-def test_groups_that_nobody_scores_end_the_run(tmp_path: Path) -> None:
-    class Unscorable(MixedGenerators):
-        async def sample_group(self, group_id: int, *arguments: object, **keywords: object) -> object:
-            return await super().sample_group(6 * group_id + 3, *arguments, **keywords)
+class Unscorable(MixedGenerators):
+    """No response is a number."""
 
+    async def sample_group(self, group_id: int, *arguments: object, **keywords: object) -> object:
+        return await super().sample_group(6 * group_id + 3, *arguments, **keywords)
+
+
+@pytest.mark.parametrize(
+    ("generators", "reasons", "first"),
+    [
+        (Generators(refuses=True), "7 bad_record", "group 0 has no experts"),
+        (Unscorable(), "7 unscored", "was not scored in 1 attempt"),
+    ],
+)
+def test_groups_given_up_one_after_another_end_the_run_with_the_first_reason(
+    tmp_path: Path, generators: Generators, reasons: str, first: str
+) -> None:
+    recorder = Recorder()
+    limits = ("buffer.max_given_up_in_a_row=7", "scorer.max_attempts=1")
     with pytest.raises(ExceptionGroup) as raised:
-        run_to_the_end(
-            tmp_path,
-            "buffer.max_given_up_in_a_row=5",
-            "scorer.max_attempts=1",
-            generators=Unscorable(),
-        )
-    assert "5 groups in a row were given up (5 unscored;" in str(root_cause(raised.value))
+        run_to_the_end(tmp_path, *limits, generators=generators, recorder=recorder)
+    cause = root_cause(raised.value)
+    assert isinstance(cause, NothingTrains)
+    words, _, problem = str(cause).partition("; the first: ")
+    limit = "limit buffer.max_given_up_in_a_row = 7"
+    assert words == f"7 groups in a row were given up ({reasons}; {limit})" and first in problem
+    assert len(recorder.problems) >= 7
 
 
 def test_steps_that_do_not_fit_cost_their_group_and_not_the_run(tmp_path: Path) -> None:

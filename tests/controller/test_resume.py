@@ -15,9 +15,6 @@ import psutil
 import pytest
 
 from forgeasync.controller import (
-    LATEST,
-    NotEnded,
-    end_all,
     end_own_run,
     resume,
     resume_or_begin_anew,
@@ -237,14 +234,16 @@ def test_what_does_not_end_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resume, "END_S", 0.1)
     monkeypatch.setattr(resume, "kill", lambda processes: len(processes))
     process = psutil.Process(os.getppid())
-    with pytest.raises(NotEnded, match=rf"processes {process.pid} of a run that is over do not end within"):
-        end_all(lambda: [process])
+    with pytest.raises(
+        resume.NotEnded, match=rf"processes {process.pid} of a run that is over do not end within"
+    ):
+        resume.end_all(lambda: [process])
 
 
 def test_latest_of_a_run_without_a_checkpoint_begins_anew_and_keeps_what_there_was(tmp_path: Path) -> None:
     config = tiny_config(tmp_path).model_copy(update={"run_dir": str(tmp_path / "run")})
     run_dir = RunDir(path=tmp_path / "run")
-    assert resume_or_begin_anew(config, LATEST) == (LATEST, []), "no run was there: it is refused later"
+    assert resume_or_begin_anew(config, "latest") == ("latest", []), "no run was there: it is refused later"
     run_dir.path.mkdir()
     run_dir.claim()
     release_claims()
@@ -253,9 +252,11 @@ def test_latest_of_a_run_without_a_checkpoint_begins_anew_and_keeps_what_there_w
     take_over(config)
     assert resume_or_begin_anew(config, "elsewhere/step-00000001") == ("elsewhere/step-00000001", [])
     (run_dir.checkpoints / "final").mkdir(parents=True)
-    assert resume_or_begin_anew(config, LATEST) == (LATEST, []), "a trained model is no reason to begin anew"
+    assert resume_or_begin_anew(config, "latest") == ("latest", []), (
+        "a trained model is no reason to begin anew"
+    )
     (run_dir.checkpoints / "final").rmdir()
-    resume, (line,) = resume_or_begin_anew(config, LATEST)
+    resume, (line,) = resume_or_begin_anew(config, "latest")
     assert resume is None and line == (
         "there is no checkpoint yet: the run begins anew; moved to metrics.cut-1.jsonl, ledger.cut-1.jsonl"
     )
@@ -263,4 +264,4 @@ def test_latest_of_a_run_without_a_checkpoint_begins_anew_and_keeps_what_there_w
     assert (run_dir.path / "ledger.cut-1.jsonl").read_text() == "{}\n"
     (run_dir.checkpoints / "step-00000001").mkdir()
     (run_dir.checkpoints / "step-00000001" / "run.json").write_text("{}")
-    assert resume_or_begin_anew(config, LATEST) == (LATEST, [])
+    assert resume_or_begin_anew(config, "latest") == ("latest", [])

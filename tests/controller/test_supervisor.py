@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from forgeasync.controller import STALL_S, Supervisor, has_ended, newest_step, supervisor
+from forgeasync.controller import Supervisor, has_ended, newest_step, supervisor
 from forgeasync.launch import MAX_STARTS_WITHOUT_STEP
 from forgeasync.observability import RunDir, RunInUse, RunLock
 from forgeasync.rollouts import is_running
@@ -349,7 +349,7 @@ def test_a_supervisor_that_stood_still_holds_nothing_against_the_run(tmp_path: P
         child = psutil.Process(process.pid).children()[0]
         for one in (process, child):
             one.send_signal(signal.SIGSTOP)
-        time.sleep(STALL_S + 1.0)
+        time.sleep(supervisor.STALL_S + 1.0)
         process.send_signal(signal.SIGCONT)
         time.sleep(0.7)
         child.send_signal(signal.SIGCONT)
