@@ -387,7 +387,8 @@ def cut_after(path: Path, step: int) -> Cut | None:
 
     A last line that was not written to its end counts as later.
     """
-    kept, cut = [], []
+    kept: list[bytes] = []
+    cut: list[bytes] = []
     for line in path.read_bytes().splitlines(keepends=True):
         is_kept = line.endswith(b"\n") and json.loads(line)["step"] <= step
         (kept if is_kept else cut).append(line)
