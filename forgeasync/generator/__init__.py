@@ -7,7 +7,7 @@ import lazy_loader
 from forgeasync.faults import name_shared_memory
 
 # vLLM reads these when it is imported, so they have to be set before that. No pinning of threads to cores:
-# the trainer's procs use them too.
+# the trainer's processes use them too.
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")

@@ -479,7 +479,7 @@ async def time_engine(
     cost what they cost there, and are thrown away.
 
     Raises:
-        NothingTimed: no step had so many sequences that all decoded.
+        NothingTimed: no step had ``num_running`` sequences that all decoded.
     """
     rng = np.random.default_rng(seed)
 
@@ -514,7 +514,7 @@ async def time_engine(
 async def _sample(
     engine: GeneratorEngine, prompts: Sequence[list[int]], sampling: SamplingSection, *, num_tokens: int
 ) -> None:
-    """Sample so many tokens of every prompt; none ends earlier."""
+    """Sample exactly ``num_tokens`` tokens of every prompt."""
 
     async def one(index: int, prompt: list[int]) -> None:
         params = SamplingParams(

@@ -19,7 +19,7 @@ from forgeasync.generator.updates import RunningGroup
 from forgeasync.rollouts import EpisodeId, LoggedTurn, Rollout, SampledTurn
 
 MAX_ENDED_GROUPS = 65_536
-"""The numbers of so many groups that have ended are kept: a turn is never on its way for longer."""
+"""Ended groups whose numbers are kept, to refuse turns of theirs that arrive late."""
 
 
 @dataclass(slots=True, kw_only=True)

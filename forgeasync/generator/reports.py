@@ -79,13 +79,13 @@ class SwapReport:
     waited_s: float
     """Seconds before the swap in which running sequences drained, or decoding stopped for the fetch."""
     num_crossing: int
-    """Sequences that were under way and go on where they were."""
+    """Running sequences that continue where they were."""
     num_resumed: int
     """Sequences that were ended and begin again with what they had as prefix."""
     num_recomputed: int
     """Sequences whose KV cache is computed again under the new weights."""
     progress: tuple[GroupProgress, ...]
-    """Progress of the groups under way."""
+    """Progress of the groups in flight."""
 
 
 class BusyClock:

@@ -107,7 +107,7 @@ class Groups:
             GroupProgress(
                 group_id=group_id,
                 version=version,
-                # An episode can have several requests under way.
+                # An episode can have several requests in flight.
                 num_running=len({_arguments(request)[SAMPLE_ARGUMENT] for request in requests}),
                 num_tokens=sum(request.num_output_tokens for request in requests)
                 + self._groups[group_id].num_tokens,

@@ -68,7 +68,7 @@ MakeReady = Callable[[int, HostShare], Awaitable[Install]]
 
 @dataclass(slots=True, kw_only=True)
 class _Update:
-    """An update under way; the futures are what it waits for, and what others wait for."""
+    """An update in progress; the futures are what it waits for, and what others wait for."""
 
     fetched: asyncio.Future[FetchReport]
     is_whole: asyncio.Future[bool]
@@ -141,8 +141,7 @@ class WeightReceiver:
     def reconnect(self, transports: Mapping[int, Transport]) -> None:
         """Take versions from the staging buffers of a trainer that was started again.
 
-        A fetch that is under way goes on with the buffers that it has: it ends with a whole version, or not
-        complete.
+        A fetch in progress keeps its buffers: it ends with a whole version, or incomplete.
         """
         self._fetcher.connect(transports)
 
@@ -151,7 +150,7 @@ class WeightReceiver:
 
         ``new_share`` is given where the generators that take part are not those of the update before.
         """
-        assert self._update is None, "an update is under way: finish it first"
+        assert self._update is None, "an update is in progress: finish it first"
         if new_share is not None:
             self._share = new_share
             self._fetcher.take_share(new_share)
@@ -185,13 +184,13 @@ class WeightReceiver:
 
     async def stage(self) -> None:
         """Make the version ready: the shares of all generators of this host have arrived."""
-        assert self._update is not None, "no update is under way"
+        assert self._update is not None, "no update is in progress"
         self._update.is_whole.set_result(True)
         await self._until(self._update.staged)
 
     async def finish(self) -> SwapReport:
         """Wait until the engine samples under the version: all generators of this host have staged it."""
-        assert self._update is not None and self._update.task is not None, "no update is under way"
+        assert self._update is not None and self._update.task is not None, "no update is in progress"
         update, task = self._update, self._update.task
         self._update = None
         update.all_staged.set_result(None)
@@ -211,7 +210,7 @@ class WeightReceiver:
 
         A share has not arrived whole, or a generator that had to fetch or stage one is gone.
         """
-        assert self._update is not None and self._update.task is not None, "no update is under way"
+        assert self._update is not None and self._update.task is not None, "no update is in progress"
         update, task = self._update, self._update.task
         self._update = None
         if update.is_whole.done():

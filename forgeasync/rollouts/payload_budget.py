@@ -60,7 +60,7 @@ class PayloadBudget:
         return self._num_bytes_held
 
     def num_free(self, worst_case_bytes: int) -> int:
-        """Groups that could reserve so many bytes each now."""
+        """Groups that could still reserve ``worst_case_bytes`` each."""
         free_bytes = self._capacity_bytes - self._num_bytes_held - self._num_bytes_reserved
         return max(0, free_bytes // worst_case_bytes)
 

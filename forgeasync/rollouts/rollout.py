@@ -300,7 +300,7 @@ class AgentOutcome:
     session_counts: Mapping[str, int] = field(default_factory=dict)
     """What has happened in the agent's session, by name; empty if it had none."""
     versions: VersionRange | None = None
-    """The policy versions that sampled its turns; None if it took none, or if nobody knows them."""
+    """The policy versions that sampled its turns; None if it took none, or if they are unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -312,7 +312,7 @@ class EpisodeOutcome:
     """By the agents' order in the config."""
     episode_s: float
     sampling_s: float
-    """Time in which at least one turn was under way."""
+    """Time in which at least one turn was being sampled."""
     problem: str | None = None
     """What went wrong, with environment, task and rollout; None where nothing did."""
     record: Mapping[str, Any] | None = None

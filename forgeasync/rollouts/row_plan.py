@@ -7,7 +7,7 @@ from forgeasync.config import ROW_ALIGNMENT
 
 
 def padded_length(num_tokens: int) -> int:
-    """Return how long a row of so many tokens is: filled up to a multiple of ``ROW_ALIGNMENT``."""
+    """Return the length of a row with ``num_tokens`` tokens: padded to a multiple of ``ROW_ALIGNMENT``."""
     return max(1, -(-num_tokens // ROW_ALIGNMENT)) * ROW_ALIGNMENT
 
 

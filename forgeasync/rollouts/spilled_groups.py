@@ -2,10 +2,10 @@
 
 A file has one group: a header of fixed size, its facts as JSON (tokens' versions, scores, places of arrays),
 and the bytes of its file in shared memory, as they are there. The fixed header has the lengths and checksums
-of both parts: a file that was cut or altered anywhere is found out.
+of both parts, so that a reader notices if a file was cut or altered anywhere.
 
-A file comes into being under another name, is flushed, and gets its own by a rename. A trainer maps the
-arrays where they are: the groups of many steps may be more than fits into the payload store.
+A file is written under another name, flushed, and renamed. A trainer maps the arrays where they are: the
+groups of many steps may be more than fits into the payload store.
 """
 
 import contextlib
@@ -20,8 +20,8 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from forgeasync.rollouts.payloads import EVERY_HOST, PayloadRef, align
-from forgeasync.rollouts.rollout import Group
+from forgeasync.rollouts.payloads import align
+from forgeasync.rollouts.rollout import EVERY_HOST, Group, PayloadRef
 from forgeasync.rollouts.score import Score
 
 SUFFIX = ".group"

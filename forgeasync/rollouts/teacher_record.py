@@ -25,8 +25,8 @@ class WrongTeacherRecord(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherRecord:
-    """Of tokens that nobody sampled, which are no targets, nothing may be read; nor of those whose version is
-    ``NOT_ASKED``, which have nan for their log-probabilities."""
+    """One response. The values of two kinds of tokens mean nothing: given tokens, which are no targets, and
+    tokens whose version is ``NOT_ASKED``, which have nan for their log-probabilities."""
 
     logprobs_T: np.ndarray
     """float32, of the tokens themselves."""

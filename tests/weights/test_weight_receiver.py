@@ -93,7 +93,7 @@ def test_a_version_that_did_not_arrive_whole_is_not_swapped_in() -> None:
         report = await receiver.begin(make_manifest(1))
         assert not report.is_complete and report.num_bad_blocks == 2
         await receiver.abandon()
-        with pytest.raises(AssertionError, match="no update is under way"):
+        with pytest.raises(AssertionError, match="no update is in progress"):
             await receiver.finish()
         assert (await receiver.begin(make_manifest(2))).is_complete, "the next one may begin at once"
         await receiver.stage()
@@ -112,7 +112,7 @@ def test_one_update_at_a_time() -> None:
         await receiver.stage()
         engine.may_swap.set()
         await receiver.finish()
-        with pytest.raises(AssertionError, match="no update is under way"):
+        with pytest.raises(AssertionError, match="no update is in progress"):
             await receiver.finish()
 
     run(scenario)

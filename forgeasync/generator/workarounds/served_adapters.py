@@ -4,11 +4,10 @@ An engine serves one adapter, "policy", which every request names; it starts as 
 base model and a sequence that crosses the first update has an adapter to change. vLLM reads adapters from
 folders only: a version is written to one in shared memory, beside decoding, and read at the swap.
 
-vLLM passes over what it cannot apply without a word: modules of an adapter that none of its wrapped layers
-asks for. All experts of a layer are one such layer, ``experts``, which no name of a projection matches, and
-which takes adapters of all three projections or none. So ``engine_modules`` names it, ``write`` adds adapters
-of zeros for projections without one, and ``install`` compares what each worker has applied with what was
-written.
+vLLM silently skips what it cannot apply: modules of an adapter that none of its wrapped layers asks for. All
+experts of a layer are one such layer, ``experts``, which no name of a projection matches, and which takes
+adapters of all three projections or none. So ``engine_modules`` names it, ``write`` adds adapters of zeros
+for projections without one, and ``install`` compares what each worker has applied with what was written.
 
 The CPU build has no kernel for adapters of experts and refuses MoE models once adapters are on, whatever
 their targets. There, attention projections are served (``allow_dense_adapters_of_moe``), and anything else is

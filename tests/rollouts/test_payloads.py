@@ -1,23 +1,28 @@
-"""Payloads in shared memory: writers, readers, and the folder of a run."""
+"""Payloads: what is written comes back or is refused, and what dying writers and readers leave behind."""
 
 import errno
 import multiprocessing
 import os
+import pickle
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as npst
 
 from forgeasync.actors import RefusedGroup, SampledRollout, store_group
 from forgeasync.buffer import DropReason
 from forgeasync.rollouts import (
+    ALIGNMENT,
     FinishReason,
     PayloadGone,
     PayloadReader,
@@ -27,13 +32,169 @@ from forgeasync.rollouts import (
     PayloadWriter,
     create_run_folder,
     group_num_bytes,
+    measure,
+    read_from,
     remove_run_folder,
-    run_folder,
-    sweep_stale_folders,
+    write_into,
 )
 from forgeasync.rollouts import payloads as shared_memory
 from tests.support.payloads import HOST, MIB, assert_same, make_payload, read_for_ever, write_and_die
 from tests.support.recorded_rollouts import make_rollout
+
+PAYLOAD_ID = "0123456789abcdef-000000000007"
+
+
+def ref_of(num_bytes: int, checksum: int) -> PayloadRef:
+    return PayloadRef(
+        payload_id=PAYLOAD_ID,
+        host_id="host-a",
+        file="/dev/shm/run/file",
+        offset=0,
+        num_bytes=num_bytes,
+        checksum=checksum,
+    )
+
+
+def written(arrays: Mapping[str, np.ndarray], *, before: int = 0) -> tuple[bytearray, PayloadRef]:
+    """A payload in memory that was full of the byte ``before``."""
+    num_bytes = measure(arrays)
+    memory = bytearray([before]) * num_bytes
+    checksum = write_into(memoryview(memory), arrays, PAYLOAD_ID)
+    return memory, ref_of(num_bytes, checksum)
+
+
+def arrays_of_a_rollout() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return {
+        "tokens": rng.integers(0, 1000, 37, dtype=np.int32),
+        "logprobs": rng.normal(size=37).astype(np.float32),
+        "routed_experts": rng.integers(0, 128, (37, 3, 2), dtype=np.uint8),
+    }
+
+
+DTYPES = st.one_of(
+    npst.boolean_dtypes(),
+    npst.integer_dtypes(endianness="?"),
+    npst.floating_dtypes(endianness="?"),
+    npst.complex_number_dtypes(),
+    npst.byte_string_dtypes(min_len=1),
+    npst.unicode_string_dtypes(min_len=1),
+    npst.datetime64_dtypes(),
+    npst.timedelta64_dtypes(),
+)
+SHAPES = npst.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=5)
+
+
+@st.composite
+def any_array(draw: st.DrawFn) -> np.ndarray:
+    array = draw(npst.arrays(DTYPES, SHAPES))
+    layout = draw(st.sampled_from(["as is", "transposed", "strided", "reversed", "fortran"]))
+    if layout == "transposed":
+        return array.T
+    if layout == "fortran":
+        return np.asfortranarray(array)
+    if layout == "strided" and array.ndim:
+        return array[::2]
+    if layout == "reversed" and array.ndim:
+        return array[..., ::-1]
+    return array
+
+
+@settings(max_examples=150, deadline=None)
+@given(arrays=st.dictionaries(st.text(max_size=12), any_array(), max_size=6), copy=st.booleans())
+def test_any_arrays_come_back_as_they_went_in(arrays: dict[str, np.ndarray], copy: bool) -> None:
+    memory, ref = written(arrays, before=0xAB)
+    result = read_from(memoryview(memory), ref, copy=copy)
+    assert list(result) == list(arrays)
+    for name, array in arrays.items():
+        assert result[name].dtype == array.dtype and result[name].shape == array.shape
+        # Bytes, because NaN is not equal to itself and -0.0 is equal to 0.0.
+        assert result[name].tobytes() == array.tobytes()
+
+
+def test_bytes_depend_on_the_arrays_alone() -> None:
+    assert written(arrays_of_a_rollout(), before=0)[0] == written(arrays_of_a_rollout(), before=0xFF)[0]
+
+
+def test_checksum_is_xxh3_of_all_that_follows_the_header() -> None:
+    memory, ref = written(arrays_of_a_rollout())
+    assert ref.checksum == xxhash.xxh3_64_intdigest(bytes(memory[64:]))
+
+
+def test_arrays_are_aligned_and_views_do_not_copy() -> None:
+    raw = np.zeros(4096 + ALIGNMENT, np.uint8)
+    memory = memoryview(raw)[-raw.ctypes.data % ALIGNMENT :]
+    ref = ref_of(measure(arrays_of_a_rollout()), write_into(memory, arrays_of_a_rollout(), PAYLOAD_ID))
+    views = read_from(memory, ref, copy=False)
+    copies = read_from(memory, ref, copy=True)
+    for name, array in views.items():
+        assert array.ctypes.data % ALIGNMENT == 0, name
+        assert np.shares_memory(array, raw) and not np.shares_memory(copies[name], raw), name
+        assert copies[name].flags.owndata, name
+
+
+def test_longer_memory_is_fine_and_its_rest_untouched() -> None:
+    num_bytes = measure(arrays_of_a_rollout())
+    memory = bytearray(b"\x5a" * (num_bytes + 100))
+    ref = ref_of(num_bytes, write_into(memoryview(memory), arrays_of_a_rollout(), PAYLOAD_ID))
+    assert memory[num_bytes:] == b"\x5a" * 100
+    assert list(read_from(memoryview(memory), ref, copy=True)) == list(arrays_of_a_rollout())
+
+
+def test_every_flipped_bit_is_noticed() -> None:
+    memory, ref = written(arrays_of_a_rollout())
+    positions = [*range(64), *range(64, len(memory), 7), len(memory) - 1]
+    for position in positions:
+        damaged = bytearray(memory)
+        damaged[position] ^= 1 << position % 8
+        with pytest.raises(PayloadTorn) as caught:
+            read_from(memoryview(damaged), ref, copy=True)
+        assert PAYLOAD_ID in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("position", "field"),
+    [
+        (0, "magic"),
+        (8, "format version"),
+        (16, "payload id"),
+        (48, "body length"),
+        (56, "checksum in the header"),
+        (64, "checksum of the body"),
+    ],
+)
+def test_error_names_the_field_and_both_values(position: int, field: str) -> None:
+    memory, ref = written(arrays_of_a_rollout())
+    memory[position] ^= 1
+    with pytest.raises(PayloadTorn, match=f"{field} should be .* but is "):
+        read_from(memoryview(memory), ref, copy=False)
+
+
+def test_short_memory_is_torn() -> None:
+    memory, ref = written(arrays_of_a_rollout())
+    for length in (0, 10, 64, len(memory) - 1):
+        with pytest.raises(PayloadTorn, match=f"should be {len(memory)} but is {length}"):
+            read_from(memoryview(memory)[:length], ref, copy=True)
+
+
+def test_another_payload_in_the_same_place_is_torn() -> None:
+    memory, ref = written(arrays_of_a_rollout())
+    with pytest.raises(PayloadTorn, match="payload id"):
+        read_from(memoryview(memory), replace(ref, payload_id=PAYLOAD_ID[:-1] + "8"), copy=True)
+
+
+@pytest.mark.parametrize("dtype", [object, np.dtype([("a", "i4"), ("b", "f4")])])
+def test_dtypes_that_would_not_come_back_are_refused(dtype: np.dtype) -> None:
+    with pytest.raises(ValueError, match="'bad' has dtype"):
+        measure({"good": np.zeros(1), "bad": np.zeros(3, dtype)})
+
+
+def test_references_are_small_and_survive_pickling() -> None:
+    ref = ref_of(12_600_000, 2**64 - 1)
+    assert pickle.loads(pickle.dumps(ref)) == ref
+    assert len(pickle.dumps(ref)) < 400
+    other = replace(ref, offset=4096, num_bytes=1)
+    assert group_num_bytes([other]) == 8192
 
 
 @pytest.fixture
@@ -82,26 +243,16 @@ def test_freed_and_never_written_are_gone(folder: Path) -> None:
             PayloadReader(HOST).read(lost)
 
 
-def test_freeing_twice_is_a_bug(folder: Path) -> None:
-    writer = PayloadWriter(folder, HOST, MIB)
-    (ref,) = writer.write_group([make_payload(1)])
-    writer.free(ref.file)
-    with pytest.raises(AssertionError, match="was freed already"):
-        writer.free(ref.file)
-
-
 def test_a_payload_of_another_host_is_refused(folder: Path) -> None:
     (ref,) = PayloadWriter(folder, HOST, MIB).write_group([make_payload(1)])
     with pytest.raises(ValueError, match=r"is on host host-a, this is host host-b.*RemotePayloadReader"):
         PayloadReader("host-b").read(ref)
 
 
-@pytest.mark.parametrize("position", [0, 20, 70, -1])
-def test_a_damaged_payload_is_torn_and_its_neighbours_are_not(folder: Path, position: int) -> None:
+def test_a_damaged_payload_is_torn_and_its_neighbours_are_not(folder: Path) -> None:
     refs = PayloadWriter(folder, HOST, MIB).write_group([make_payload(seed) for seed in range(3)])
     damaged = bytearray(Path(refs[0].file).read_bytes())
-    start, end = refs[1].offset, refs[1].offset + refs[1].num_bytes
-    damaged[(end if position < 0 else start) + position] ^= 4
+    damaged[refs[1].offset + refs[1].num_bytes - 1] ^= 4
     Path(refs[0].file).write_bytes(damaged)
     reader = PayloadReader(HOST)
     with pytest.raises(PayloadTorn, match=refs[1].payload_id):
@@ -229,154 +380,6 @@ def test_readers_killed_at_random_harm_neither_writer_nor_other_readers(folder: 
             assert_same(PayloadReader(HOST).read(ref), make_payload(seed))
         writer.free(group[0][1].file)
     assert writer.num_bytes_held == 0 and not list(folder.iterdir())
-
-
-CREATE_AND_WAIT = """
-import sys, time
-from pathlib import Path
-from forgeasync.rollouts.run_folder import create_run_folder
-folder = create_run_folder(0, root=Path(sys.argv[1]))
-(folder / "x.group").write_bytes(b"x")
-print(folder, flush=True)
-time.sleep(600)
-"""
-
-
-def make_elsewhere(root: Path, *prefix: str) -> tuple[subprocess.Popen[str], Path]:
-    """A process that has made a folder and lives, and the folder."""
-    process = subprocess.Popen(
-        [*prefix, sys.executable, "-c", CREATE_AND_WAIT, str(root)], stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    return process, Path(process.stdout.readline().strip())
-
-
-def test_folders_of_killed_controllers_are_swept_and_no_others(tmp_path: Path) -> None:
-    own = create_run_folder(0, root=tmp_path)
-    foreign = tmp_path / "forgeasync_payloads-of-someone-else"
-    foreign.mkdir()
-    process, theirs = make_elsewhere(tmp_path)
-    try:
-        assert str(process.pid) in theirs.name and theirs.is_dir()
-        assert sweep_stale_folders(root=tmp_path) == []
-        process.send_signal(signal.SIGKILL)
-        # Not waited for yet: a zombie still has its pid and start time.
-        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        assert sweep_stale_folders(root=tmp_path) == [theirs]
-    finally:
-        process.kill()
-        process.communicate()
-    assert sorted(tmp_path.iterdir()) == sorted([own, foreign])
-    remove_run_folder(own)
-
-
-UNSHARE = ("unshare", "--pid", "--fork", "--kill-child")
-
-
-def test_a_folder_of_another_pid_namespace_is_swept_once_its_process_is_gone(tmp_path: Path) -> None:
-    tried = subprocess.run([*UNSHARE, "true"], capture_output=True, text=True, check=False)
-    if tried.returncode:
-        pytest.skip(f"no pid namespace can be made here: {tried.stderr.strip()}")
-    process, theirs = make_elsewhere(tmp_path, *UNSHARE)
-    try:
-        assert "-1-" in theirs.name, "it is the first process of a namespace"
-        assert sweep_stale_folders(root=tmp_path) == [] and (theirs / "x.group").exists()
-    finally:
-        process.kill()
-        process.communicate()
-    while not (swept := sweep_stale_folders(root=tmp_path)):
-        time.sleep(0.01)
-    assert swept == [theirs] and not list(tmp_path.iterdir())
-
-
-def test_folders_of_another_user_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    process, theirs = make_elsewhere(tmp_path)
-    process.kill()
-    process.communicate()
-    with monkeypatch.context() as someone_else:
-        someone_else.setattr(os, "getuid", lambda: os.geteuid() + 1)
-        assert sweep_stale_folders(root=tmp_path) == []
-    assert sweep_stale_folders(root=tmp_path) == [theirs]
-
-
-def test_a_link_is_not_followed(tmp_path: Path) -> None:
-    kept = tmp_path / "kept"
-    kept.mkdir()
-    (tmp_path / "forgeasync_payloads-1-0123456789abcdef").symlink_to(kept)
-    assert sweep_stale_folders(root=tmp_path) == [] and kept.is_dir()
-
-
-CREATE_MANY = """
-import os, sys
-from pathlib import Path
-from forgeasync.rollouts.run_folder import create_run_folder, remove_run_folder
-for number in range(int(sys.argv[2])):
-    folder = create_run_folder(0, root=Path(sys.argv[1]))
-    (folder / "x.group").write_bytes(b"x")
-    if number % 3:
-        remove_run_folder(folder)
-for folder in Path(sys.argv[1]).glob(f"*-{os.getpid()}-*"):
-    assert (folder / "x.group").read_bytes() == b"x"
-    print(folder.name)
-os.kill(os.getpid(), 9)
-"""
-
-
-def test_sweepers_beside_each_other_take_nothing_from_the_living(tmp_path: Path) -> None:
-    """Sweepers look at every moment between making a folder and locking it; creators end by SIGKILL."""
-    num_folders = 300
-    creators = [
-        subprocess.Popen(
-            [sys.executable, "-c", CREATE_MANY, str(tmp_path), str(num_folders)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(2)
-    ]
-    swept: list[Path] = []
-
-    def sweep() -> None:
-        while any(creator.poll() is None for creator in creators):
-            swept.extend(sweep_stale_folders(root=tmp_path))
-        swept.extend(sweep_stale_folders(root=tmp_path))
-
-    sweepers = [threading.Thread(target=sweep) for _ in range(2)]
-    for sweeper in sweepers:
-        sweeper.start()
-    ended = [creator.communicate() for creator in creators]
-    for sweeper in sweepers:
-        sweeper.join()
-    for creator, (out, err) in zip(creators, ended, strict=True):
-        assert creator.returncode == -signal.SIGKILL, err
-        assert len(out.split()) == num_folders // 3
-        assert set(out.split()) <= {folder.name for folder in swept}
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_run_that_cannot_fit_is_refused_at_its_start(tmp_path: Path) -> None:
-    filesystem = os.statvfs(tmp_path)
-    with pytest.raises(ValueError, match=r"but only .* are free there"):
-        create_run_folder(2 * filesystem.f_blocks * filesystem.f_frsize, root=tmp_path)
-    assert not list(tmp_path.iterdir())
-
-
-def test_shared_memory_without_memory_behind_it_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(run_folder, "_available_memory_bytes", lambda: MIB)
-    with pytest.raises(ValueError, match="but only 1,048,576 of memory are available"):
-        create_run_folder(MIB + 1, root=tmp_path)
-    assert create_run_folder(MIB, root=tmp_path).is_dir()
-
-
-def test_a_run_folder_goes_with_all_it_holds() -> None:
-    folder = create_run_folder(MIB)
-    PayloadWriter(folder, HOST, MIB).write_group([make_payload(0)])
-    remove_run_folder(folder)
-    assert not folder.exists()
-    with pytest.raises(AssertionError, match="not a folder of payloads"):
-        remove_run_folder(Path("/dev/shm"))
 
 
 def test_a_group_that_its_writer_has_no_room_for_is_refused_alone(folder: Path) -> None:
