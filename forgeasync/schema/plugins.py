@@ -16,7 +16,7 @@ from enum import StrEnum
 from importlib.metadata import entry_points
 from typing import Any
 
-from forgeasync.schema.problems import ConfigError, Problem
+from forgeasync.schema.sections import ConfigError, Problem
 
 
 class PluginGroup(StrEnum):
