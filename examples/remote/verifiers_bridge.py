@@ -23,7 +23,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-# What the parts of a score can be: forgeasync/rollouts/score.py and forgeasync/config/data.py.
+# What the parts of a score can be: forgeasync/rollouts/score.py and forgeasync/config/rewards.py.
 MAX_PARTS = 64
 LARGEST = 1e30
 LEFT_OUT = "num_parts_left_out"

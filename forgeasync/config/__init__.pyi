@@ -140,7 +140,6 @@ from .generator import MIN_TEMPERATURE as MIN_TEMPERATURE
 from .model import ADAPTABLE as ADAPTABLE
 from .model import MAX_LORA_RANK as MAX_LORA_RANK
 from .rules import check_launcher as check_launcher
-from .rules import check_teachers as check_teachers
 from .run import CheckpointSection as CheckpointSection
 from .run import ShapeSection as ShapeSection
 from .run import WandbMode as WandbMode

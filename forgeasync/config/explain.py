@@ -78,54 +78,48 @@ def _without_tags(details: ErrorDetails, values: object) -> tuple[str | int, ...
 def _problem(errors: Sequence[ErrorDetails], location: tuple[str | int, ...], values: object) -> Problem:
     details = errors[0]
     field = _dotted(_shown_location(location, values)) or "config"
-    value = details["input"]
+    value, remedy = details["input"], details["msg"]
     context: Mapping[str, object] = details["ctx"] if "ctx" in details else {}
     match details["type"]:
         case "missing" if isinstance(location[-1], int):
-            remedy = f"entry {location[-1] + 1} of this list is missing"
-            return Problem(field=_dotted(location[:-1]), value=value, remedy=remedy)
+            field, remedy = _dotted(location[:-1]), f"entry {location[-1] + 1} of this list is missing"
         case "missing":
-            return Problem(field=field, remedy=f"required key is missing{_meaning(location, values)}")
+            value, remedy = None, f"required key is missing{_meaning(location, values)}"
         case "extra_forbidden":
-            return Problem(field=field, value=value, remedy=_unknown_key(location, values))
+            remedy = _unknown_key(location, values)
         case "dict_type" if _has_names(location, values):
             remedy = f"expected sections by name, such as {{a: {{...}}}}{_meaning(location, values)}"
-            return Problem(field=field, value=value, remedy=remedy)
         case kind if kind in _SECTION_EXPECTED and _candidates(location, values):
             keys = ", ".join(_section(location, values).model_fields)
             if len(_candidates(location, values)) > 1:
                 keys = f"kind (one of {_kinds(location, values)}) and those of its kind"
-            return Problem(field=field, value=value, remedy=f"expected a section with the keys {keys}")
+            remedy = f"expected a section with the keys {keys}"
         case "union_tag_not_found":
+            field, value = f"{field}.kind", None
             remedy = f"required key is missing: one of {_kinds(location, values)}"
-            return Problem(field=f"{field}.kind", remedy=remedy)
         case "union_tag_invalid":
-            remedy = f"expected one of {_kinds(location, values)}"
-            if _is_kind_alone(location, values):
-                return Problem(field=field, value=context["tag"], remedy=remedy)
-            return Problem(field=f"{field}.kind", value=context["tag"], remedy=remedy)
+            field = field if _is_kind_alone(location, values) else f"{field}.kind"
+            value, remedy = context["tag"], f"expected one of {_kinds(location, values)}"
         case "key_of_section":
             # A rule between the keys of one section; the error's context names the key to change.
-            return Problem(field=f"{field}.{context['key']}", remedy=details["msg"])
+            field, value = f"{field}.{context['key']}", None
         case "finite_number":
-            return Problem(field=field, value=value, remedy="must be a finite number")
+            remedy = "must be a finite number"
         case "too_short":
             entries = "one entry" if context["min_length"] == 1 else f"{context['min_length']} entries"
             remedy = f"must have at least {entries}{_meaning(location, values)}"
-            return Problem(field=field, value=value, remedy=remedy)
         case "too_long":
-            return Problem(field=field, value=value, remedy=f"must have {context['max_length']} entries")
+            remedy = f"must have {context['max_length']} entries"
         case "enum" | "literal_error":
-            return Problem(field=field, value=value, remedy=f"expected {context['expected']}")
+            remedy = f"expected {context['expected']}"
         case kind if kind in _EXPECTED:
             # Each member of a union of plain types reports its own error; together they are one problem.
             expected = " or ".join(_EXPECTED[error["type"]] for error in errors if error["type"] in _EXPECTED)
-            return Problem(field=field, value=value, remedy=f"expected {expected}, got {_FOUND[type(value)]}")
+            remedy = f"expected {expected}, got {_FOUND[type(value)]}"
         case kind if kind in _BOUNDS:
             key, words = _BOUNDS[kind]
             remedy = f"must be {words} {context[key]}{_meaning(location, values)}"
-            return Problem(field=field, value=value, remedy=remedy)
-    return Problem(field=field, value=value, remedy=details["msg"])
+    return Problem(field=field, value=value, remedy=remedy)
 
 
 def _shown_location(location: tuple[str | int, ...], values: object) -> tuple[str | int, ...]:

@@ -283,7 +283,7 @@ def _check_scorer(config: RunConfig) -> Iterator[Refusal]:
         )
 
 
-def check_teachers(config: RunConfig) -> Iterator[Refusal]:
+def _check_teachers(config: RunConfig) -> Iterator[Refusal]:
     """Find terms without teachers, teachers without terms, and sources without exactly one teacher."""
     algorithm, teachers = config.algorithm, config.teachers
     if isinstance(algorithm.objective, NoObjective) and not algorithm.terms:
@@ -558,7 +558,7 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Refusal]], ...] = (
     _check_offload,
     _check_launcher,
     _check_scorer,
-    check_teachers,
+    _check_teachers,
     _check_rewards,
     _check_environment,
     _check_evaluation,

@@ -3,6 +3,7 @@
 What the launcher section asks for itself is compared with this plan.
 """
 
+import dataclasses
 import math
 import re
 from collections.abc import Iterator
@@ -69,13 +70,11 @@ def host_needs(config: RunConfig, facts: ModelFacts) -> HostNeeds:
     """Return what each host of a run is to have, whichever role lands on it; the run has hosts."""
     assert not isinstance(config.launcher, LocalLauncher)
     needs = role_needs(config, facts, config.launcher)
-    trainer, generators = needs.trainer, needs.generators
     return HostNeeds(
-        num_cpus=max(trainer.num_cpus, generators.num_cpus),
-        shared_bytes=max(trainer.shared_bytes, generators.shared_bytes),
-        memory_bytes=max(trainer.memory_bytes, generators.memory_bytes),
-        buffer_bytes=max(trainer.buffer_bytes, generators.buffer_bytes),
-        locked_bytes=max(trainer.locked_bytes, generators.locked_bytes),
+        **{
+            one.name: max(getattr(needs.trainer, one.name), getattr(needs.generators, one.name))
+            for one in dataclasses.fields(HostNeeds)
+        }
     )
 
 

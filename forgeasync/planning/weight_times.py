@@ -122,60 +122,36 @@ def _fleet(config: RunConfig, facts: ModelFacts) -> _Fleet:
     )
 
 
+def _moved(
+    name: str, num_bytes: float, what: str, bytes_per_s: float, medium: str, more: str = ""
+) -> TimeTerm:
+    how = f"{_gb(num_bytes)}{what} at {_gb(bytes_per_s)}/s ({medium}){more}"
+    return TimeTerm(name=name, seconds=num_bytes / bytes_per_s, how=how)
+
+
 def _publish(fleet: _Fleet) -> list[TimeTerm]:
-    per_rank = fleet.version / fleet.num_trainer_ranks
+    per_rank, what = fleet.version / fleet.num_trainer_ranks, " a trainer rank"
     return [
-        TimeTerm(
-            name="publish: copy",
-            seconds=per_rank / PCIE_BYTES_PER_S,
-            how=f"{_gb(per_rank)} a trainer rank at {_gb(PCIE_BYTES_PER_S)}/s (PCIe), beside "
-            "the next forward pass",
-        ),
-        TimeTerm(
-            name="publish: checksums",
-            seconds=per_rank / CORE_CHECKSUM_BYTES_PER_S,
-            how=f"{_gb(per_rank)} a trainer rank at {_gb(CORE_CHECKSUM_BYTES_PER_S)}/s (a core)",
-        ),
+        _moved("publish: copy", per_rank, what, PCIE_BYTES_PER_S, "PCIe", ", beside the next forward pass"),
+        _moved("publish: checksums", per_rank, what, CORE_CHECKSUM_BYTES_PER_S, "a core"),
     ]
 
 
 def _fetch(fleet: _Fleet) -> list[TimeTerm]:
     share = fleet.version / fleet.replicas_per_host
-    checked = TimeTerm(
-        name="fetch: checksums",
-        seconds=share / CORE_CHECKSUM_BYTES_PER_S,
-        how=f"{_gb(share)}, the share of one of {fleet.replicas_per_host} replicas a host, at "
-        f"{_gb(CORE_CHECKSUM_BYTES_PER_S)}/s (a core)",
-    )
+    what = f", the share of one of {fleet.replicas_per_host} replicas"
+    checked = _moved("fetch: checksums", share, f"{what} a host,", CORE_CHECKSUM_BYTES_PER_S, "a core")
     if fleet.is_one_host:
-        copied = TimeTerm(
-            name="fetch: copy",
-            seconds=share / CORE_COPY_BYTES_PER_S,
-            how=f"{_gb(share)}, the share of one of {fleet.replicas_per_host} replicas, at "
-            f"{_gb(CORE_COPY_BYTES_PER_S)}/s (a core)",
-        )
-        return [copied, checked]
+        return [_moved("fetch: copy", share, f"{what},", CORE_COPY_BYTES_PER_S, "a core"), checked]
     sent = fleet.version * fleet.num_generator_hosts / fleet.num_trainer_hosts
-    slowest, what = max(
-        (fleet.version, f"{_gb(fleet.version)} into a generator host"),
-        (sent, f"{_gb(sent)} out of a trainer host"),
-    )
-    moved = TimeTerm(
-        name="fetch: network",
-        seconds=slowest / NETWORK_BYTES_PER_S,
-        how=f"{what} at {_gb(NETWORK_BYTES_PER_S)}/s (one card of 400 Gb/s)",
-    )
-    return [moved, checked]
+    slowest, what = max((fleet.version, " into a generator host"), (sent, " out of a trainer host"))
+    return [_moved("fetch: network", slowest, what, NETWORK_BYTES_PER_S, "one card of 400 Gb/s"), checked]
 
 
 def _stage(fleet: _Fleet, shadow: ShadowMemory) -> TimeTerm:
     if shadow is ShadowMemory.HOST:
         part = fleet.per_gpu / fleet.replicas_per_host
-        return TimeTerm(
-            name="stage",
-            seconds=part / CORE_COPY_BYTES_PER_S,
-            how=f"{_gb(part)} a worker at {_gb(CORE_COPY_BYTES_PER_S)}/s (a core), beside decoding",
-        )
+        return _moved("stage", part, " a worker", CORE_COPY_BYTES_PER_S, "a core", ", beside decoding")
     return TimeTerm(
         name="stage",
         seconds=fleet.per_gpu / CORE_COPY_BYTES_PER_S + fleet.per_gpu / PCIE_BYTES_PER_S,

@@ -114,8 +114,12 @@ class Draft:
             before = getattr(before, part)
         if before == value:
             return
-        self.config = _replaced(self.config, key.split("."), value)
+        self.put(key, value)
         self.note(key, before, value, why, untried)
+
+    def put(self, key: str, value: object) -> None:
+        """Replace the value at a dotted key without a note: ``note`` has told of it, or will."""
+        self.config = _replaced(self.config, key.split("."), value)
 
     def note(self, name: str, before: object, after: object, why: str, untried: str | None = None) -> None:
         """Record a change that was made elsewhere; nothing happens if the values are equal."""
@@ -227,7 +231,7 @@ def _place(draft: Draft, stage: Stage) -> None:
     for role in ("trainer", "generators"):
         counts = (getattr(before, role), getattr(hosts, role))
         draft.note(f"launcher.hosts.{role}", *counts, "procs spread evenly over hosts", None)
-    draft.config = draft.config.model_copy(update={"launcher": ProcessLauncher(kind="process", hosts=hosts)})
+    draft.put("launcher", ProcessLauncher(kind="process", hosts=hosts))
 
 
 def _leave_out(draft: Draft, part: Part) -> None:
@@ -255,12 +259,9 @@ def _shorten(draft: Draft, longest_prompt: int) -> None:
             tokens = min(one.sampling.max_response_tokens, RESPONSE_TOKENS)
             field = f"evaluation.sets.{index}.sampling.max_response_tokens"
             draft.note(field, one.sampling.max_response_tokens, tokens, why)
-            sampling = one.sampling.model_copy(update={"max_response_tokens": tokens})
-            sets.append(one.model_copy(update={"sampling": sampling}))
-        else:
-            sets.append(one)
-    evaluation = draft.config.evaluation.model_copy(update={"sets": tuple(sets)})
-    draft.config = draft.config.model_copy(update={"evaluation": evaluation})
+            one = _replaced(one, ["sampling", "max_response_tokens"], tokens)
+        sets.append(one)
+    draft.put("evaluation.sets", tuple(sets))
     context = EPISODE_TOKENS if config.environment is not None else longest_prompt + RESPONSE_TOKENS
     # Multiples of 64, which packed rows are padded to.
     context = math.ceil(max(context, longest_prompt + RESPONSE_TOKENS) / 64) * 64
@@ -289,8 +290,7 @@ def _shorten_penalties(draft: Draft, longest_before: int) -> None:
             draft.note(field, one.max_length, short.max_length, "shorter by as much as responses")
             one = short
         filters.append(one)
-    algorithm = draft.config.algorithm.model_copy(update={"filters": tuple(filters)})
-    draft.config = draft.config.model_copy(update={"algorithm": algorithm})
+    draft.put("algorithm.filters", tuple(filters))
 
 
 def _reduce_batch(draft: Draft) -> None:
@@ -367,7 +367,7 @@ def _be_patient(draft: Draft) -> None:
         for name in TimeoutSection.model_fields
         if name != "sigterm_s"
     }
-    draft.config = config.model_copy(update={"timeouts": config.timeouts.model_copy(update=deadlines)})
+    draft.put("timeouts", config.timeouts.model_copy(update=deadlines))
     why = "many processes share few cores"
     draft.note("timeouts", "as configured", f"at least {DEADLINE_S:.0f} s", why, "deadlines of the run")
     scorer = config.scorer
@@ -419,13 +419,8 @@ def rehearse_data(draft: Draft, local_paths: frozenset[str]) -> None:
         _evaluation_set(draft, f"evaluation.sets.{index}", one, local_paths)
         for index, one in enumerate(draft.config.evaluation.sets)
     )
-    config = draft.config
-    draft.config = config.model_copy(
-        update={
-            "data": config.data.model_copy(update=update),
-            "evaluation": config.evaluation.model_copy(update={"sets": sets}),
-        }
-    )
+    draft.put("data", draft.config.data.model_copy(update=update))
+    draft.put("evaluation.sets", sets)
     _drop_filters(draft)
 
 

@@ -26,8 +26,7 @@ from typing import Any, get_args
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
-from forgeasync.schema.problems import ConfigError, Problem
-from forgeasync.schema.section import Section
+from forgeasync.schema.sections import ConfigError, Problem, Section
 
 
 class PluginGroup(StrEnum):

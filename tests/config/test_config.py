@@ -199,6 +199,43 @@ def test_bad_file_is_explained(config_file: Path, text: str, words: list[str]) -
         assert word in message
 
 
+def test_later_files_go_over_earlier_ones(config_file: Path, tmp_path: Path) -> None:
+    first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
+    first.write_text("name: first\nseed: 3\nalgorithm: {objective: {kind: ppo_clip, clip_low: 0.1}}\n")
+    second.write_text("name: second\nalgorithm: {objective: {kind: ppo_clip, clip_high: 0.4}}\n")
+    config = load_config([config_file, first, second], ["max_steps=7"])
+    assert (config.name, config.seed, config.max_steps) == ("second", 3, 7)
+    objective = {"kind": "ppo_clip", "clip_low": 0.1, "clip_high": 0.4, "dual_clip": None}
+    assert config.algorithm.objective.model_dump() == objective
+    assert config.algorithm.group_size == 4
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["algorithm.objective={kind: gspo, clip_high: 0.5}"],
+        ["algorithm.objective.kind=gspo", "algorithm.objective.clip_high=0.5"],
+        ["algorithm.objective.clip_high=0.5", "algorithm.objective.kind=gspo"],
+    ],
+)
+def test_another_kind_replaces_the_whole_section(
+    config_file: Path, tmp_path: Path, overrides: list[str]
+) -> None:
+    """ppo_clip's clip_low means something else to gspo."""
+    other = tmp_path / "other.yaml"
+    other.write_text("algorithm: {objective: {kind: ppo_clip, clip_low: 0.1, dual_clip: 3}}\n")
+    config = load_config([config_file, other], overrides)
+    expected = {"kind": "gspo", "clip_low": 3e-4, "clip_high": 0.5}
+    assert config.algorithm.objective.model_dump() == expected
+
+
+def test_every_unreadable_file_is_named(config_file: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config([tmp_path / "a.yaml", config_file, tmp_path / "b.yaml"])
+    values = [problem.value for problem in caught.value.problems]
+    assert values == [str(tmp_path / "a.yaml"), str(tmp_path / "b.yaml")]
+
+
 def test_missing_and_unreadable_files_are_explained(tmp_path: Path) -> None:
     missing = tmp_path / "nope.yaml"
     problems = refused(missing, "nonsense")

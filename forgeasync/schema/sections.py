@@ -1,29 +1,200 @@
-"""Sections of ``kind: python``: the user's own code, imported by its dotted name or sent along pickled.
+"""What a section of a config is, how a problem with one is told, and sections for code of your own.
 
-The same three forms work wherever a section takes ``kind: python`` (objectives, corrections, advantages,
-filters, rewards, environments):
-
-    a class                   ``Banded(low=0.5)``: called with the options as keywords; its instance is used
-    a function that returns   ``banded(low=0.5)``: called with the options as keywords; its result is used
-    the function itself       ``reward(task, response)``: used as it is; options become further keywords
+Every number has an upper bound too: a value that is far too large is refused here, before memory, an integer
+type or a timer fails on it.
 """
 
 import base64
+import dataclasses
 import functools
 import importlib
 import inspect
 import pickle
-from collections.abc import Callable, Mapping
-from typing import Literal
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Annotated, Any, Literal
 
 import cloudpickle
-from pydantic import BeforeValidator, Field
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    WrapSerializer,
+)
 
-from forgeasync.schema.section import Section
+EXIT_FAILED = 1
+
+EXIT_REFUSED = 2
+"""Exit code of a program whose input was refused before it started anything."""
+
+EXIT_SIGNAL = 128
+"""Exit code of a program that was stopped by a signal, less the signal's number."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One thing to fix: the dotted field, its value (None where it has none) and what would be right."""
+
+    field: str
+    value: object = None
+    remedy: str
+
+    def __str__(self) -> str:
+        if self.value is None:
+            return f"{self.field}: {self.remedy}"
+        shown = repr(self.value)
+        if len(shown) > MAX_SHOWN_CHARACTERS:
+            shown = shown[:MAX_SHOWN_CHARACTERS] + "..."
+        return f"{self.field} = {shown}: {self.remedy}"
+
+
+MAX_SHOWN_CHARACTERS = 160
+"""Longer values are cut in messages, so that a whole section given by mistake does not fill the screen."""
+
+
+class ConfigError(ValueError):
+    """The input of a run is wrong; the error's text has one line per problem."""
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("\n".join(str(problem) for problem in self.problems))
+
+
+def raise_if_any(problems: Iterable[Problem]) -> None:
+    """Raise ``ConfigError`` with all of ``problems``, if there are any."""
+    found = tuple(problems)
+    if found:
+        raise ConfigError(found)
+
+
+MAX_COUNT = 10**9
+"""Counts are passed to libraries with 32-bit integers; this bound leaves room to add a little."""
+
+
+Count = Annotated[int, Field(gt=0, le=MAX_COUNT)]
+
+CountOrZero = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+"""A count that may be 0."""
+
+
+Procs = Annotated[int, Field(gt=0, le=65536)]
+"""Processes, GPUs or hosts."""
+
+
+MAX_SECONDS = 366 * 86400.0
+
+
+Seconds = Annotated[float, Field(ge=0.1, le=MAX_SECONDS)]
+"""A deadline. Shorter ones pass before any call can answer; much longer ones overflow timers."""
+
+
+Factor = Annotated[float, Field(ge=1e-30, le=1e30)]
+"""A factor or threshold for float32 tensors: in float32 it is neither 0 nor infinite."""
+
+
+Gibibytes = Annotated[float, Field(gt=0.0, le=65536.0)]
+
+
+MAX_SEED = 2**32 - 1
+
+
+Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
+"""A random seed. vLLM passes its seed on to NumPy, which takes 32 bits."""
+
+
+class Section(BaseModel):
+    """Base of all sections: immutable, no unknown keys, no silent type conversion from strings."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+        validate_default=True,
+        allow_inf_nan=False,
+    )
+
+    def find_problems(self) -> Iterator["Refusal"]:
+        """Yield what is wrong between the keys of this section; keys are relative to the section.
+
+        Pydantic checks the bounds of each key when it reads a section, but not when it copies one. These
+        rules are checked with the rules across sections, so they hold for copies too.
+        """
+        yield from ()
+
+
+Refusal = tuple[str, str] | tuple[str, str, object]
+"""A dotted key, what would be right there, and a value if it is not what the section has at the key."""
+
+
+def refuse(section: Section, key: str, remedy: str, *value: object) -> Problem:
+    """Return the problem with a key of a section; without ``value``, with what the section has there."""
+    return Problem(field=key, value=value[0] if value else _written(section, key), remedy=remedy)
+
+
+def _written(section: Section, key: str) -> object:
+    value = functools.reduce(_member, key.split("."), section)
+    match value:
+        case Enum():
+            return value.value
+        case Section():
+            return getattr(value, "kind", value)
+        case tuple():
+            return list(value)
+        case _:
+            return value
+
+
+def _member(node: Any, name: str) -> Any:
+    if isinstance(node, dict):
+        return node[name]
+    return node[int(name)] if isinstance(node, tuple) else getattr(node, name)
+
+
+def problems_within(value: object, at: str = "") -> Iterator[Problem]:
+    """Yield what sections find wrong between their own keys: ``value`` and all sections within it."""
+    prefix = f"{at}." if at else ""
+    match value:
+        case Section():
+            for key, *rest in value.find_problems():
+                yield dataclasses.replace(refuse(value, key, *rest), field=prefix + key)
+            members: Any = value
+        case dict():
+            members = value.items()
+        case tuple():
+            members = enumerate(value)
+        case _:
+            return
+    for name, member in members:
+        yield from problems_within(member, f"{prefix}{name}")
+
+
+def _read_kind(value: Any) -> Any:
+    return {"kind": value} if isinstance(value, str) else value
+
+
+def _write_kind(value: Any, write: SerializerFunctionWrapHandler) -> Any:
+    written = write(value)
+    return written["kind"] if isinstance(written, dict) and written.keys() == {"kind"} else written
+
+
+SHORT_FORM = (BeforeValidator(_read_kind), WrapSerializer(_write_kind))
+"""Annotations of a union of sections that may be given by their ``kind`` alone, such as ``advantage: grpo``.
+Sections without other keys are written in this short form too."""
 
 
 class PythonCode(Section):
-    """Code of your own."""
+    """Code of your own, imported by its dotted name or sent along pickled.
+
+    The same three forms work wherever a section takes ``kind: python`` (objectives, corrections, advantages,
+    filters, rewards, environments):
+
+        a class                 ``Banded(low=0.5)``: called with the options as keywords; its instance is used
+        a function that returns ``banded(low=0.5)``: called with the options as keywords; its result is used
+        the function itself     ``reward(task, response)``: used as it is; options become further keywords
+    """
 
     kind: Literal["python"] = "python"
     factory: str

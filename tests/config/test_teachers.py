@@ -1,4 +1,4 @@
-"""The forms of ``teachers.NAME.source``, and which versions they name."""
+"""Teachers: the forms of ``source``, which versions they name, and what terms of the loss ask for."""
 
 from pathlib import Path
 
@@ -7,10 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from forgeasync.algorithms import Loss
 from forgeasync.config import FORMS, EveryVersions, FixedSource, TeacherEndpoint, TeacherSection, load_config
 from forgeasync.schema import ConfigError
 from tests.support.config_samples import MINIMAL
 
+TOPK = {"kind": "topk_kl", "top_k": 5}
 SERVER = TeacherEndpoint(base_url="http://localhost:1/v1", model="m")
 
 
@@ -75,3 +77,16 @@ def test_what_is_taken_follows_every_multiple_at_once(every: int, gaps: list[int
         if is_due:
             newest = version
         assert not source.is_due(version, newest=newest)
+
+
+def test_the_teacher_is_asked_for_what_the_widest_term_needs() -> None:
+    loss = Loss.model_validate(
+        {"terms": [TOPK, {"kind": "topk_kl", "top_k": 9}, {"kind": "sampled_reverse_kl"}]}
+    )
+    assert loss.num_teacher_ids == 9 and loss.needs_teacher
+    assert Loss.model_validate({"terms": [{"kind": "sampled_reverse_kl"}]}).num_teacher_ids == 0
+    assert not Loss.model_validate({"terms": [{"kind": "cross_entropy"}]}).needs_teacher
+    assert (
+        not loss.asks_student_ids
+        and Loss.model_validate({"terms": [TOPK | {"ids": "student"}]}).asks_student_ids
+    )
