@@ -1,7 +1,7 @@
 """The replay buffer in a process of its own, and its supervision.
 
-Who waits for whom: see ``forgeasync.buffer.replay_buffer``; calls overlap freely, and those that wait do so in
-this process. Only small facts about groups are sent; their arrays stay where they were sampled.
+Who waits for whom: see ``forgeasync.buffer.replay_buffer``; calls overlap freely, and those that wait do so
+in this process. Only small facts about groups are sent; their arrays stay where they were sampled.
 """
 
 import asyncio

@@ -24,7 +24,6 @@ from .run_checkpoint import HostCopies as HostCopies
 from .run_checkpoint import training_state as training_state
 from .setup import TrainerSetup as TrainerSetup
 from .step import BadStepWatch as BadStepWatch
-from .step import RestartBudget as RestartBudget
 from .step import StepMemory as StepMemory
 from .step import StepResult as StepResult
 
@@ -74,6 +73,7 @@ from .step import BadStepsEndRun as BadStepsEndRun
 from .step import MinibatchResult as MinibatchResult
 from .step import MismatchTooLarge as MismatchTooLarge
 from .step import NonFiniteWeights as NonFiniteWeights
+from .step import RestartBudget as RestartBudget
 from .step import SpikeRule as SpikeRule
 from .step import StepJudge as StepJudge
 from .step import agree as agree
