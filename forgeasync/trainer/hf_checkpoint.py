@@ -26,7 +26,7 @@ from forgeasync.models import FAMILIES, MAX_FILE_BYTES, CheckpointTensors, HfFol
 from forgeasync.trainer.lora import EXPERT_PARAMETERS, adapted_parameter, adapter_parameters, is_adapter
 from forgeasync.trainer.model import titan_config
 from forgeasync.trainer.replay_router import checkpoint_weights
-from forgeasync.weights import NamedWeight, shard_box
+from forgeasync.weights import NamedWeight, local_shard, shard_box
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -114,7 +114,7 @@ def _fill_shard(
 ) -> None:
     """Read this rank's part of a weight into its place."""
     box = shard_box(weight)
-    shard = weight.to_local() if isinstance(weight, DTensor) else weight
+    shard = local_shard(weight)
     if not box.num_elements:
         return
     if not is_stacked:

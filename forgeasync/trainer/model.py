@@ -96,6 +96,9 @@ def inner_attention(device_type: str, *, context: int) -> Module.Config:
     return WholeRowAttention.Config() if context == 1 else ContextAttention.Config()
 
 
+_CHECKPOINTING = {ActivationCheckpointing.SELECTIVE: SelectiveAC, ActivationCheckpointing.FULL: FullAC}
+
+
 @dataclasses.dataclass(slots=True, kw_only=True)
 class _TitanRun:
     """The two sections that TorchTitan's ``update_from_config`` reads."""
@@ -169,7 +172,7 @@ def build_parallel_model(
         training=training,
         parallelism=parallelism,
         compile_config=CompileConfig(enable=section.compile, components=["model"]),
-        ac_config=_activation_checkpointing(checkpointing),
+        ac_config=_CHECKPOINTING[checkpointing].Config() if checkpointing in _CHECKPOINTING else None,
         dump_folder="",
     )
     unpin_offloaded(model)
@@ -178,7 +181,9 @@ def build_parallel_model(
     with torch.no_grad():
         model.init_states(buffer_device=None)
     # FSDP2 moves offloaded parameters to the device layer by layer, but no buffers.
-    _move_buffers(model, DEVICE_TYPE)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer.to(DEVICE_TYPE)
     share_rotary_caches(model)
     initialize_adapters(model, seed)
     allow_gloo_reduction(model)
@@ -186,12 +191,6 @@ def build_parallel_model(
     model._skip_lm_head = True
     model.train(not is_frozen)
     return model
-
-
-def _move_buffers(model: torch.nn.Module, device: str) -> None:
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            module._buffers[name] = buffer.to(device)
 
 
 def share_rotary_caches(model: Decoder) -> None:
@@ -206,13 +205,3 @@ def share_rotary_caches(model: Decoder) -> None:
                 first = module
             assert module.config == first.config, "layers rotate alike in every family"
             module._buffers["cache"] = first.cache
-
-
-def _activation_checkpointing(choice: ActivationCheckpointing) -> object | None:
-    match choice:
-        case ActivationCheckpointing.NONE:
-            return None
-        case ActivationCheckpointing.SELECTIVE:
-            return SelectiveAC.Config()
-        case ActivationCheckpointing.FULL:
-            return FullAC.Config()

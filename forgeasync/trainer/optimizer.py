@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor
 
 from forgeasync.config import ModelFacts, OptimizerSection
 from forgeasync.trainer.hf_checkpoint import hf_names, published_tensors
-from forgeasync.weights import NamedWeight, WeightSet, name_in
+from forgeasync.weights import NamedWeight, WeightSet, local_shard, name_in
 
 
 def scheduled_learning_rate(optimizer: OptimizerSection, step: int) -> float:
@@ -78,7 +78,7 @@ class WeightAverage:
     def step(self) -> None:
         """Add the parameters after an optimizer step; every rank updates its own shards."""
         for name, parameter in self._parameters.items():
-            average, newest = _local(self._averages[name]), _local(parameter.detach())
+            average, newest = local_shard(self._averages[name]), local_shard(parameter.detach())
             average.mul_(self._alpha).add_(newest.float(), alpha=1.0 - self._alpha)
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -99,7 +99,3 @@ class WeightAverage:
             )
             for name, tensor in published_tensors(self._model, has_adapters=self._has_adapters)
         ]
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torchtitan.models.common.moe import MoE, TokenChoiceTopKRouter
 
 from forgeasync.rollouts import NO_RECORD, Decision
+from forgeasync.weights import local_shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +82,7 @@ class ReplayRouter(TokenChoiceTopKRouter):
         if self._replayed_BLK is None:
             return own_scores_BLK, own_ids_BLK, scores_BLE
         replayed_BLK = _laid_out_like(self._replayed_BLK, own_ids_BLK)
-        local_own_BLK = _local(own_ids_BLK)
+        local_own_BLK = local_shard(own_ids_BLK)
         has_record_BL1 = (replayed_BLK > NO_RECORD).all(-1, keepdim=True)
         ids_BLK = torch.where(has_record_BL1, replayed_BLK, local_own_BLK)
         is_match_BLKK = ids_BLK[..., :, None] == local_own_BLK[..., None, :]
@@ -164,10 +165,6 @@ def replay(
         yield
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _laid_out_like(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """This rank's part of a tensor that every rank has."""
     if not isinstance(like, DTensor):
@@ -222,8 +219,7 @@ class RouterBiasUpdate:
         change_ME = self._speed * torch.sign(missing_ME)
         change_ME -= change_ME.mean(-1, keepdim=True)
         for moe, change_E in zip(self._layers, change_ME, strict=True):
-            bias_E = moe.expert_bias_E
-            own_E = bias_E.to_local() if isinstance(bias_E, DTensor) else bias_E
+            own_E = local_shard(moe.expert_bias_E)
             own_E += change_E.to(own_E.dtype)
         self.discard()
 

@@ -20,10 +20,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import xxhash
-from torch.distributed.tensor import DTensor
 
 from forgeasync.trainer.run_checkpoint import State
-from forgeasync.weights import DeviceCopies, SharedFile, StartedCopies, page_lock
+from forgeasync.weights import DeviceCopies, SharedFile, StartedCopies, local_shard, page_lock
 
 NUM_SLOTS = 2
 HEADER_BYTES = 4096
@@ -118,10 +117,7 @@ def newest_common(versions_by_rank: Sequence[Collection[int]], *, at_most: int) 
 
 def local_parts(state: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
     """This rank's own part of every tensor, by name; they share memory."""
-    return [
-        (name, (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach())
-        for name, tensor in state.items()
-    ]
+    return [(name, local_shard(tensor).detach()) for name, tensor in state.items()]
 
 
 def snapshot_bytes(state: Mapping[str, torch.Tensor]) -> int:

@@ -16,12 +16,12 @@ from typing import Generic, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from forgeasync.config import BadStepsSection, OnBadStep
 from forgeasync.models import DEVICE_TYPE
 from forgeasync.process_memory import MemoryPeak
 from forgeasync.rollouts import TokenReport, merged_reports
+from forgeasync.weights import local_shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +149,7 @@ Ranges = Sequence[tuple[str, torch.Tensor]]
 def value_ranges(named: Iterable[tuple[str, torch.Tensor | None]]) -> Ranges:
     """Read every floating-point tensor once, without copying it and without waiting for the device."""
     local = (
-        (name, tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+        (name, local_shard(tensor))
         for name, tensor in named
         if tensor is not None and tensor.dtype.is_floating_point
     )

@@ -18,6 +18,7 @@ from .layout import TORCH_DTYPES as TORCH_DTYPES
 from .layout import WeightLayout as WeightLayout
 from .layout import WeightSet as WeightSet
 from .layout import lay_out as lay_out
+from .layout import local_shard as local_shard
 from .layout import merged as merged
 from .layout import name_in as name_in
 from .layout import needed_blocks as needed_blocks

@@ -222,6 +222,11 @@ class WeightLayout:
             )
 
 
+def local_shard(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of a DTensor; any other tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def shard_box(tensor: torch.Tensor) -> Box:
     """The part of the whole tensor that this rank holds."""
     if not isinstance(tensor, DTensor):

@@ -13,9 +13,16 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
-from forgeasync.weights.layout import Box, NamedWeight, StagedShard, assign_boxes, lay_out, shard_box
+from forgeasync.weights.layout import (
+    Box,
+    NamedWeight,
+    StagedShard,
+    assign_boxes,
+    lay_out,
+    local_shard,
+    shard_box,
+)
 from forgeasync.weights.ledger import NUM_SLOTS
 from forgeasync.weights.staging import SlotWrite, StagingBuffers, staging_file
 from forgeasync.weights.transports.transport import RankStaging, StagingSource, Transport
@@ -110,8 +117,7 @@ class WeightPublisher:
         Call it in the thread that trains, which must call ``until_copied`` of the result before the weights
         change.
         """
-        tensors = [weights[index].tensor for index in self._indices]
-        shards = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+        shards = [local_shard(weights[index].tensor) for index in self._indices]
         return Publication(
             self.buffers.begin(slot, shards),
             self.transport,

@@ -1,4 +1,4 @@
-"""Steps that are skipped, rolled back, or end the run: bits of the state on two gloo ranks; the rules."""
+"""Steps that are skipped, rolled back, or end the run: bits of the state on two gloo ranks."""
 
 import dataclasses
 import math
@@ -17,17 +17,16 @@ from forgeasync.models import read_model_facts
 from forgeasync.testing import write_tiny_model
 from forgeasync.trainer import (
     BadStep,
-    BadStepsEndRun,
-    BadStepWatch,
+    MismatchTooLarge,
     NonFiniteWeights,
     PackedRow,
     PolicyTrainer,
-    SpikeRule,
     StepJudge,
     StepResult,
     TrainingSequence,
     local_parts,
     pack_rows,
+    write_rows,
 )
 from tests.support.processes import run_ranks
 from tests.support.trainers import TOKENS_PER_ROW, make_sequences, make_trainer
@@ -151,7 +150,7 @@ def _spoil_weights(world: World, seen: Seen) -> None:
         trainer.train_batch([world.rows[0]])
         before, step = _state(trainer), trainer._optimizer.step
         weight = dict(trainer.model.named_parameters())["layers.1.attention.qkv_linear.wq.weight"].detach()
-        local = weight.to_local() if isinstance(weight, DTensor) else weight
+        local = _local(weight)
 
         def spoiling(step: Callable[[], object] = step, local: torch.Tensor = local) -> None:
             step()
@@ -201,12 +200,70 @@ def _spike(world: World, seen: Seen, out: Path) -> None:
         seen.norms[name] = other._judge.spikes.norms if other._judge.spikes else ()
 
 
+def _with(rows: list[PackedRow], field: str, value: float) -> list[PackedRow]:
+    """The rows, on the second rank with one target's number replaced."""
+    if dist.get_rank() == 0:
+        return rows
+    values_L = getattr(rows[0], field).copy()
+    values_L[rows[0].mask_L.nonzero()[0][1]] = value
+    return [dataclasses.replace(rows[0], **{field: values_L}), *rows[1:]]
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _not_finite(world: World, seen: Seen, folder: Path, out: Path) -> None:
+    """A number of the second rank: in its data, in its gradients, and at last in its weights."""
+    rows = world.rows[0]
+    trainer, alone = world.trainer(snapshots=False), world.trainer(snapshots=False)
+    parameter = dict(trainer.model.named_parameters())["layers.1.attention.qkv_linear.wq.weight"]
+    before, accumulate = _state(trainer), trainer._accumulate_gradients
+
+    def poisoned(*arguments: object) -> str | None:
+        problem = accumulate(*arguments)
+        if dist.get_rank() == 1:
+            _local(parameter.grad).view(-1)[0] = torch.inf
+        return problem
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, bad_rows in {
+            "nan advantage": _with(rows, "advantages_L", np.nan),
+            "inf log-probability": _with(rows, "behavior_logprobs_L", -np.inf),
+            "inf gradient": rows,
+        }.items():
+            if name == "inf gradient":
+                patch.setattr(trainer, "_accumulate_gradients", poisoned)
+            seen.results[name] = trainer.train_step(bad_rows)
+            seen.differs[name] = _differ(before, _state(trainer))
+    seen.results["after skipped"] = trainer.train_step(rows)
+    alone.train_step(rows)
+    try:
+        trainer.train_step(rows, max_fresh_mismatch=1e-3)
+    except MismatchTooLarge as error:
+        seen.errors["mismatch"] = str(error)
+    seen.differs["after skipped"] = _differ(_state(alone), _state(trainer))
+    write_rows(out / "rows", rows, rank=dist.get_rank(), reason="why")
+    if dist.get_rank() == 1:
+        _local(parameter.detach()).view(-1)[3] = torch.nan
+    for name, call in {
+        "export": lambda: trainer.save_hf(out / "export", source=folder),
+        "checkpoint": lambda: trainer.begin_checkpoint(out / "step-00000004", run_state=b"{}", keep=2),
+        "publishing": lambda: trainer.require_finite_weights("publishing"),
+    }.items():
+        try:
+            call()
+        except NonFiniteWeights as error:
+            seen.errors[name] = str(error)
+
+
 def _observe(folder: Path, sequences: list[TrainingSequence], out: Path) -> Seen:
     seen, world = Seen(), World(folder, sequences, out)
     _roll_back(world, seen)
     _skip_and_stop(world, seen)
     _spoil_weights(world, seen)
     _spike(world, seen, out)
+    _not_finite(world, seen, folder, out)
     judge = StepJudge(BadStepsSection(on_spike=OnBadStep.ROLLBACK, spike_factor=2.0, spike_window=WINDOW))
     for _ in range(WINDOW):
         judge.made(1.0)
@@ -216,10 +273,15 @@ def _observe(folder: Path, sequences: list[TrainingSequence], out: Path) -> Seen
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> list[Seen]:
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("out")
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory, out: Path) -> list[Seen]:
     folder = write_tiny_model(tmp_path_factory.mktemp("model") / "hf", scale=4.0, num_experts=8, top_k=3)
     sequences = make_sequences(12, read_model_facts(str(folder)))
-    return run_ranks(2, _observe, folder, sequences, tmp_path_factory.mktemp("out"))
+    return run_ranks(2, _observe, folder, sequences, out)
 
 
 def test_a_batch_that_is_rolled_back_leaves_no_trace(seen: list[Seen]) -> None:
@@ -305,39 +367,47 @@ def test_a_spike_that_one_rank_alone_sees_is_one_for_all(seen: list[Seen]) -> No
     assert verdicts[0].remedy is OnBadStep.ROLLBACK and "is 2, more than 2" in verdicts[0].reason
 
 
-def test_a_spike_is_more_than_the_factor_times_the_median_of_steps_with_a_gradient() -> None:
-    rule = SpikeRule(factor=2.0, window=4)
-    for norm in (1.0, 0.0, 3.0, 2.0):
-        rule.made(norm)
-        assert rule.limit is None and rule.describe(1e30) is None, "too few to tell"
-    rule.made(100.0)
-    assert rule.limit == 5.0, "twice the median of 1, 3, 2 and 100"
-    assert rule.describe(5.0) is None
-    assert "is 5.001, more than 5" in (rule.describe(5.001) or "")
-    rule.made(2.5)
-    assert rule.norms == [3.0, 2.0, 100.0, 2.5] and rule.limit == 5.5
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("nan advantage", "on trainer rank 1 is nan: the advantage of its target 1 is nan"),
+        ("inf log-probability", "the generator's log-probability of its target 1 is -inf"),
+        (
+            "inf gradient",
+            "the reduced gradient of layers.1.attention.qkv_linear.wq.weight has values that are nan or "
+            "infinite on trainer rank",
+        ),
+    ],
+)
+def test_what_is_not_finite_on_one_rank_is_skipped_on_all(seen: list[Seen], name: str, text: str) -> None:
+    for rank in seen:
+        assert text in (rank.results[name].skip_reason or ""), rank.results[name].skip_reason
+        assert set(rank.differs[name]) <= set(ROWS_WERE_SEEN)
 
 
-def _result(skip_reason: str | None, *, ends_run: bool = False) -> StepResult:
-    return StepResult(
-        policy_version=1,
-        num_targets=1,
-        num_padding_tokens=0,
-        train_s=0.0,
-        metrics={},
-        skip_reason=skip_reason,
-        ends_run=ends_run,
-    )
+def test_the_step_after_skipped_ones_is_taken_as_if_they_had_not_been(seen: list[Seen]) -> None:
+    for rank in seen:
+        result = rank.results["after skipped"]
+        assert result.skip_reason is None and result.policy_version == 4
+        assert set(rank.differs["after skipped"]) <= set(ROWS_WERE_SEEN)
+        assert math.isfinite(result.metrics["loss"]) and math.isfinite(result.metrics["grad_norm"])
 
 
-def test_bad_steps_in_a_row_end_the_run_and_one_that_is_to_stop_it_at_once() -> None:
-    watch = BadStepWatch(2)
-    for step, reason in enumerate(("nan", None, "nan", None), start=1):
-        watch.count(step, _result(reason))
-    watch.count(5, _result("nan"))
-    with pytest.raises(BadStepsEndRun, match=r"2 steps in a row were bad .* the last one, 6, because inf"):
-        watch.count(6, _result("inf"))
-    with pytest.raises(BadStepsEndRun, match=r"step 1 was not made, which ends the run .*: inf"):
-        BadStepWatch(9).count(1, _result("inf", ends_run=True))
-    with pytest.raises(AssertionError):
-        BadStepWatch(0)
+def test_data_of_another_distribution_is_not_trained_on(seen: list[Seen]) -> None:
+    for rank in seen:
+        assert "trainer.max_fresh_mismatch = 0.001" in rank.errors["mismatch"]
+
+
+def test_weights_that_are_not_finite_go_nowhere(seen: list[Seen], out: Path) -> None:
+    for rank in seen:
+        for name in ("export", "checkpoint", "publishing"):
+            assert "on trainer rank 1" in rank.errors[name], rank.errors
+            assert "wq" in rank.errors[name] or "q_proj" in rank.errors[name]
+    assert not (out / "export").exists() and not (out / "step-00000004").exists()
+
+
+def test_the_rows_of_a_bad_step_can_be_read_back(seen: list[Seen], out: Path) -> None:
+    with np.load(out / "rows" / "rank-0.npz") as arrays:
+        assert str(arrays["reason"]) == "why"
+        assert arrays["row0.mask_L"].any()
+        assert len(arrays["row0.kept_offsets"]) == arrays["row0.mask_L"].sum() + 1

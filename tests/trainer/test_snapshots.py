@@ -12,7 +12,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from forgeasync.trainer import (
     HEADER_BYTES,
-    RestartBudget,
     SnapshotLayout,
     Snapshots,
     StepMemory,
@@ -207,26 +206,6 @@ class Restarts(RuleBasedStateMachine):
 
 TestRestarts = Restarts.TestCase
 TestRestarts.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-
-
-def test_what_is_not_remembered_is_refused() -> None:
-    memory: StepMemory[str] = StepMemory(first_version=0)
-    for step in (1, 2):
-        memory.begin(step, "batch")
-        memory.complete(step)
-    memory.save(1)
-    assert [step for step, _ in memory.after(1)] == [2]
-    with pytest.raises(ValueError, match="came back with version 0; must be one from 1"):
-        memory.after(0)
-    with pytest.raises(ValueError, match="to 2, the last complete step"):
-        memory.after(3)
-
-
-def test_restarts_count_in_a_row_only() -> None:
-    budget = RestartBudget(2)
-    assert budget.take() and budget.take()
-    budget.step_completed()
-    assert [budget.take() for _ in range(3)] == [True, True, False]
 
 
 def _write_and_read(folder: Path) -> list[object]:

@@ -12,18 +12,15 @@ import torch
 from pydantic import PrivateAttr
 
 from forgeasync.algorithms import DecoupledPpo, Loss, RowLoss, RowTokens
-from forgeasync.config import OnBadStep, OptimizerSection, TrainerSection, check_without_model, load_config
+from forgeasync.config import OptimizerSection, TrainerSection, check_without_model, load_config
 from forgeasync.models import read_model_facts
 from forgeasync.testing import write_tiny_model
 from forgeasync.trainer import (
-    BadStep,
-    MinibatchResult,
     PackedRow,
     PolicyTrainer,
     StepResult,
     TrainerSetup,
     items_of,
-    merged,
     pack_row,
     split_by_groups,
     whole_response,
@@ -204,29 +201,6 @@ def test_a_step_that_is_not_finite_leaves_the_others_of_its_batch(observed: Obse
     assert result.skip_reason is not None and result.skip_reason.startswith("step 2 of 3: the loss of row 1 ")
     assert result.policy_version == 1 and result.metrics["trainer/num_optimizer_steps"] == 2
     assert observed.without_bad_step.result.skip_reason is None
-
-
-def test_a_batch_of_one_step_is_that_step() -> None:
-    metrics = {"loss": 0.1 + 0.2, "routing/num_without_record": 3.0, "correction/weight_max": -1.0}
-    step = MinibatchResult(
-        num_targets=5, num_padding_tokens=2, metrics=metrics, bad=BadStep(reason="nan", remedy=OnBadStep.SKIP)
-    )
-    found = merged([step], num_steps=1, is_rolled_back=False, policy_version=3, train_s=1.0)
-    assert found.metrics == metrics | {"trainer/num_optimizer_steps": 0.0}
-    assert (found.num_targets, found.num_padding_tokens, found.skip_reason) == (5, 2, "nan")
-
-
-def test_what_only_some_steps_have_is_a_mean_over_those() -> None:
-    steps = [
-        MinibatchResult(num_targets=1, num_padding_tokens=0, metrics=metrics, bad=None)
-        for metrics in (
-            {"objective/gate": 1.0, "routing/num_without_record": 2.0},
-            {"objective/gate": 4.0, "routing/num_without_record": 3.0, "mismatch/with_replay_kl": 0.5},
-        )
-    ]
-    found = merged(steps, num_steps=2, is_rolled_back=False, policy_version=1, train_s=0.0).metrics
-    assert found["objective/gate"] == 2.5 and found["mismatch/with_replay_kl"] == 0.5
-    assert found["routing/num_without_record"] == 5.0
 
 
 @pytest.mark.parametrize("num_minibatches", [1, 2, 4])

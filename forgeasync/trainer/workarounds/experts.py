@@ -16,8 +16,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import FunctionCtx, once_differentiable
-from torch.distributed.tensor import DTensor
 from torchtitan.models.common.moe import GroupedExperts
+
+from forgeasync.weights import local_shard
 
 
 def grouped_mm(x_RI: torch.Tensor, weight_EIO: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
@@ -117,7 +118,4 @@ class TrainingDtypeExperts(GroupedExperts):
 
     def _matrices(self, name: str) -> torch.Tensor:
         """The parameter ``name`` [E, O, I] as [E, I, O], this rank's part."""
-        weight_EOI = getattr(self, name)
-        if isinstance(weight_EOI, DTensor):
-            weight_EOI = weight_EOI.to_local()
-        return weight_EOI.transpose(-2, -1)
+        return local_shard(getattr(self, name)).transpose(-2, -1)
