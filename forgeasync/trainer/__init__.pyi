@@ -73,7 +73,6 @@ from .step import BadStepsEndRun as BadStepsEndRun
 from .step import MinibatchResult as MinibatchResult
 from .step import MismatchTooLarge as MismatchTooLarge
 from .step import NonFiniteWeights as NonFiniteWeights
-from .step import RestartBudget as RestartBudget
 from .step import SpikeRule as SpikeRule
 from .step import StepJudge as StepJudge
 from .step import agree as agree

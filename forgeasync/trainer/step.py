@@ -406,21 +406,3 @@ class StepMemory(Generic[B]):
                 f"which every rank had a snapshot, to {self.completed}, the last complete step"
             )
         return [(step, self._batches[step]) for step in range(version + 1, self.completed + 1)]
-
-
-@dataclass(slots=True)
-class RestartBudget:
-    """Limits how often a trainer is restarted without completing a step."""
-
-    max_in_a_row: int
-    """Restarts allowed without a completed step between them (``trainer.recovery.max_restarts``)."""
-    num_in_a_row: int = 0
-
-    def take(self) -> bool:
-        """Ask for one more restart; returns whether it is allowed."""
-        self.num_in_a_row += 1
-        return self.num_in_a_row <= self.max_in_a_row
-
-    def step_completed(self) -> None:
-        """Record that a step was completed since the last restart."""
-        self.num_in_a_row = 0

@@ -14,7 +14,6 @@ from forgeasync.trainer import (
     BadStepWatch,
     MinibatchResult,
     NonFiniteWeights,
-    RestartBudget,
     SpikeRule,
     StepJudge,
     StepMemory,
@@ -188,10 +187,3 @@ def test_what_is_not_remembered_is_refused() -> None:
         memory.after(0)
     with pytest.raises(ValueError, match="to 2, the last complete step"):
         memory.after(3)
-
-
-def test_restarts_count_in_a_row_only() -> None:
-    budget = RestartBudget(2)
-    assert budget.take() and budget.take()
-    budget.step_completed()
-    assert [budget.take() for _ in range(3)] == [True, True, False]
