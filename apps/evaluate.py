@@ -21,7 +21,6 @@ import time
 from datetime import datetime
 from pathlib import Path
 
-from forgeasync.actors import GroupSampler, HeldOutRollout, ProcessManager
 from forgeasync.config import dump_config, load_config
 from forgeasync.controller import (
     EvaluationFolder,
@@ -46,6 +45,7 @@ from forgeasync.observability import (
     separate_native_output,
     summarize,
 )
+from forgeasync.runtime import GroupSampler, HeldOutRollout, ProcessManager
 
 DEFAULT_CONCURRENCY = 32
 """Most responses or episodes that an endpoint is asked for at once."""

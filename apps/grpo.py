@@ -24,7 +24,6 @@ import asyncio
 import sys
 from collections.abc import Sequence
 
-from forgeasync.actors import CancelledGroup, ProcessManager, RefusedGroup, SampledGroup
 from forgeasync.buffer import DropReason, Start, Update
 from forgeasync.config import RunConfig
 from forgeasync.controller import (
@@ -38,6 +37,7 @@ from forgeasync.controller import (
 )
 from forgeasync.environments import sampling_seed
 from forgeasync.rollouts import Group, Score
+from forgeasync.runtime import CancelledGroup, ProcessManager, RefusedGroup, SampledGroup
 from forgeasync.trainer import steps_problem
 
 

@@ -15,7 +15,7 @@ import json
 import sys
 from pathlib import Path
 
-from forgeasync.ledger import LedgerUnreadable, verify
+from forgeasync.buffer import LedgerUnreadable, verify
 from forgeasync.observability import RunDir
 from forgeasync.schema import EXIT_REFUSED
 

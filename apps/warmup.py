@@ -18,7 +18,6 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig
 
-from forgeasync.actors import ProcessManager, start_trainer
 from forgeasync.algorithms import Loss, Supervised
 from forgeasync.config import (
     BadStepsSection,
@@ -40,6 +39,7 @@ from forgeasync.environments import (
 )
 from forgeasync.models import build_tokenizer, read_model_facts, save_tokenizer
 from forgeasync.rollouts import PromptEncoder, Task, teacher_prompt
+from forgeasync.runtime import ProcessManager, start_trainer
 from forgeasync.schema import ConfigError, Problem
 from forgeasync.trainer import TrainerSetup, TrainingSequence, pack_rows
 

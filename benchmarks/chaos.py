@@ -47,8 +47,8 @@ from chaos_run import Ended, Run, SmallDisk
 from common import REPOSITORY, RESULTS, machine_facts, write_json
 from rich.console import Console
 
+from forgeasync.buffer import LedgerUnreadable, verify
 from forgeasync.config import LocalLauncher, RunConfig, load_config
-from forgeasync.ledger import LedgerUnreadable, verify
 
 ALL_ROLLOUTS = 1_000_000
 """More than a step has: all are written, to be counted."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from forgeasync.faults import RUN_MARK
+from forgeasync.files import RUN_MARK
 from tests.support import tiers
 from tests.support.warm_python import session_folder, wait_until_imported, warm_python
 from tests.support.warm_python.executable import kind_of_role

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from forgeasync.faults import RUN_MARK
+from forgeasync.files import RUN_MARK
 from forgeasync.rollouts import is_running
 from tests.support.app_runs import REPOSITORY, session_processes
 from tests.support.warm_python import REAL_PYTHON, wait_until_imported, warm_python

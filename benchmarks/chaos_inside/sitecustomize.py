@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 VARIABLE = "FORGEASYNC_CHAOS"
-PROGRAMS = ("apps.grpo", "forgeasync.launch.bootstrap_main")
+PROGRAMS = ("apps.grpo", "forgeasync.runtime.bootstrap_main")
 """Modules that processes of roles are started as. Others that a run starts may fork and take no thread."""
 LOOK_S = 0.03
 EXIT_CODE = 13

@@ -2,7 +2,7 @@
 
 A prompt is identified by its position in the data's order (``submission_id``), which stays the same over all
 of its attempts and in a run that is resumed. An attempt becomes one group. The buffer appends events in the
-order in which they happen, and its owner writes them down (``forgeasync.ledger``).
+order in which they happen, and its owner writes them down (``forgeasync.buffer``).
 """
 
 import dataclasses

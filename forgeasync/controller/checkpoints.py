@@ -16,9 +16,18 @@ from typing import Protocol
 
 from monarch.actor import ActorError
 
-from forgeasync.actors import ActorDied, BufferActor, TrainerRecovery
 from forgeasync.buffer import Update
-from forgeasync.checkpoint import (
+from forgeasync.config import RunConfig
+from forgeasync.controller.cli import received_signal
+from forgeasync.controller.preparation import Prepared
+from forgeasync.controller.recorder import Part, RunRecorder, StepClock
+from forgeasync.controller.serving import WeightServing
+from forgeasync.environments import digest_of
+from forgeasync.files import Refusal
+from forgeasync.models import FolderNotWritten, HfFolderWriter
+from forgeasync.observability import FaultLog, RunDir, StorageFaults, last_words, root_cause
+from forgeasync.runtime import ActorDied, BufferActor, HostLost, TrainerRecovery
+from forgeasync.trainer import (
     LAST,
     LAST_PUBLISHED,
     CheckpointLost,
@@ -32,16 +41,6 @@ from forgeasync.checkpoint import (
     model_shape,
     step_of,
 )
-from forgeasync.config import RunConfig
-from forgeasync.controller.cli import received_signal
-from forgeasync.controller.preparation import Prepared
-from forgeasync.controller.recorder import Part, RunRecorder, StepClock
-from forgeasync.controller.serving import WeightServing
-from forgeasync.environments import digest_of
-from forgeasync.faults import FaultLog, Refusal, StorageFaults
-from forgeasync.launch import HostLost
-from forgeasync.models import FolderNotWritten, HfFolderWriter
-from forgeasync.observability import RunDir, last_words, root_cause
 from forgeasync.waiting import DeadlineExceeded, deadline
 from forgeasync.weights import StagedVersion, StagedWeights
 

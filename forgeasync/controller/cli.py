@@ -42,8 +42,7 @@ from forgeasync.controller.preparation import check, check_plan, gpu_memory_byte
 from forgeasync.controller.resume import end_own_run
 from forgeasync.controller.supervisor import become_supervisor, start_beating
 from forgeasync.environments import build_source
-from forgeasync.faults import remove_files_of
-from forgeasync.launch import STOP_SIGNALS
+from forgeasync.files import remove_files_of
 from forgeasync.models import character_tokenizer, model_config_file
 from forgeasync.observability import (
     RUNS_FOLDER,
@@ -53,12 +52,13 @@ from forgeasync.observability import (
     release_claims,
     root_cause,
 )
-from forgeasync.planning import GPU_GIB, available_host_bytes
-from forgeasync.rehearsal import (
+from forgeasync.planning import (
+    GPU_GIB,
     Capacity,
     Draft,
     Stage,
     Verdict,
+    available_host_bytes,
     changes_table,
     findings,
     findings_table,
@@ -67,6 +67,7 @@ from forgeasync.rehearsal import (
     write_model,
 )
 from forgeasync.rollouts import PromptEncoder, remove_own_folders
+from forgeasync.runtime import STOP_SIGNALS
 from forgeasync.schema import EXIT_FAILED, EXIT_REFUSED, EXIT_SIGNAL, ConfigError, Problem
 
 SAME_S = 1.0
@@ -241,8 +242,8 @@ def show_plan(config: RunConfig, *, gpu_gib: float | None = None) -> None:
     ``gpu_gib`` is the memory of a GPU that the run is planned for; None: this machine's, or ``GPU_GIB``.
     """
     # Imported here: it builds the model on the meta device, which only a dry run should wait for.
-    from forgeasync.launch import render_launch
     from forgeasync.planning import dry_run_report, request_warnings, with_host_requests
+    from forgeasync.runtime import render_launch
 
     facts, looked_at = check_plan(config)
     shape_from = model_config_file(config.model.path)

@@ -14,10 +14,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from forgeasync.actors import GeneratorPool, ProcessManager
 from forgeasync.config import RunConfig
-from forgeasync.launch import Host, HostRole
 from forgeasync.rollouts import is_running
+from forgeasync.runtime import GeneratorPool, Host, HostRole, ProcessManager
 
 LOOK_S = 0.5
 """Seconds between two looks for requests."""

@@ -24,7 +24,6 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from forgeasync.actors import GroupSampler, HeldOutRollout, Unscored
 from forgeasync.config import (
     EvaluationMode,
     LocalLauncher,
@@ -54,6 +53,7 @@ from forgeasync.observability import (
 )
 from forgeasync.planning import available_host_bytes, check_generator_memory
 from forgeasync.rollouts import PromptEncoder, Score, Task, spanned
+from forgeasync.runtime import GroupSampler, HeldOutRollout, Unscored
 from forgeasync.schema import ConfigError, Problem, raise_if_any
 from forgeasync.scoring import check_verifiers, try_rewards
 

@@ -13,10 +13,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from forgeasync.actors import BufferActor, GeneratorRouter, GroupScoring, TeacherFailure, Teaching, Unscored
 from forgeasync.algorithms import Filtered
 from forgeasync.buffer import Batch, DropReason, StarvationWatch, Update
-from forgeasync.checkpoint import checkpoint_bytes, export_bytes, list_checkpoints, step_of
 from forgeasync.config import Interruption, ModelFacts, RunConfig, num_groups_held
 from forgeasync.controller.preparation import Prepared
 from forgeasync.controller.recorder import RunRecorder
@@ -33,6 +31,8 @@ from forgeasync.rollouts import (
     file_name,
     largest_excess,
 )
+from forgeasync.runtime import BufferActor, GeneratorRouter, GroupScoring, TeacherFailure, Teaching, Unscored
+from forgeasync.trainer import checkpoint_bytes, export_bytes, list_checkpoints, step_of
 
 
 def payload_budget(config: RunConfig, facts: ModelFacts) -> AsyncPayloadBudget:

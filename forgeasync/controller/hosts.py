@@ -12,7 +12,6 @@ from dataclasses import replace
 
 import torch
 
-from forgeasync.actors import ProcessManager
 from forgeasync.config import (
     LocalLauncher,
     ModelFacts,
@@ -24,18 +23,6 @@ from forgeasync.config import (
     places_of,
     reward_gpus,
 )
-from forgeasync.launch import (
-    LOCAL_HOST_ID,
-    HostGpus,
-    HostRole,
-    Hosts,
-    RolePlan,
-    check_host_limits,
-    check_hosts_gpus,
-    gather_gpu_facts,
-    gpu_warnings,
-    lock_warning,
-)
 from forgeasync.planning import (
     Machine,
     count_parameters,
@@ -43,6 +30,19 @@ from forgeasync.planning import (
     role_needs,
     total_bytes,
     trainer_memory,
+)
+from forgeasync.runtime import (
+    LOCAL_HOST_ID,
+    HostGpus,
+    HostRole,
+    Hosts,
+    ProcessManager,
+    RolePlan,
+    check_host_limits,
+    check_hosts_gpus,
+    gather_gpu_facts,
+    gpu_warnings,
+    lock_warning,
 )
 from forgeasync.schema import Problem, raise_if_any
 

@@ -17,7 +17,6 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from forgeasync.checkpoint import check_problems, check_room
 from forgeasync.config import (
     LocalLauncher,
     ModelFacts,
@@ -43,7 +42,6 @@ from forgeasync.controller.resume import (
     words_if_done,
 )
 from forgeasync.environments import build_source, check_environment, digest_of, look_at_data
-from forgeasync.launch import check_prerequisites
 from forgeasync.models import (
     check_checkpoint_shapes,
     check_config,
@@ -69,8 +67,10 @@ from forgeasync.rollouts import (
     sweep_stale_folders,
     teacher_prompt,
 )
+from forgeasync.runtime import check_prerequisites
 from forgeasync.schema import ConfigError, Problem, raise_if_any
 from forgeasync.scoring import RewardUnavailable, check_verifiers, try_rewards
+from forgeasync.trainer import check_problems, check_room
 from forgeasync.weights import check_transport
 
 MADE_MODEL = "models/tiny_moe"

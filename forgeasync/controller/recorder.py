@@ -13,9 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Self
 
-from forgeasync.actors import BufferReport
 from forgeasync.buffer import Batch
-from forgeasync.checkpoint import RunState
 from forgeasync.config import RunConfig, is_served
 from forgeasync.generator import EngineStats, SwapReport
 from forgeasync.observability import (
@@ -29,18 +27,21 @@ from forgeasync.observability import (
     RolloutWriter,
     RunDir,
     ScoredGroups,
+    State,
     StepConsole,
     StepLine,
     StepMetrics,
     TokenLines,
     WandbLog,
+    doing,
     num_steps_ahead,
+    span,
     verdict_lines,
 )
 from forgeasync.process_memory import MemoryWatch, largest
 from forgeasync.rollouts import EpisodeOutcome, Group, PromptEncoder, RolloutKey, Score, TokenPieces
-from forgeasync.tracing import State, doing, span
-from forgeasync.trainer import StepResult
+from forgeasync.runtime import BufferReport
+from forgeasync.trainer import RunState, StepResult
 from forgeasync.weights import FetchReport
 
 

@@ -33,30 +33,21 @@ from forgeasync.buffer import (
     Candidate,
     LeftOut,
     LostSteps,
+    ResumedBuffer,
     attempt_and_prompt,
+    check_ledger,
+    cut_torn_line,
     plan_restore,
     reference_version,
 )
-from forgeasync.checkpoint import (
-    FINAL,
-    LAST,
-    LAST_PUBLISHED,
-    RUN_FILE,
-    RunState,
-    check_resumable,
-    differences,
-    list_checkpoints,
-    read_run_state,
-    step_of,
-    sweep_partial,
-)
 from forgeasync.config import ModelFacts, RunConfig, dump_config
 from forgeasync.environments import kill, marked_processes
-from forgeasync.faults import RUN_MARK, FaultLog, Role, remove_files_of
-from forgeasync.ledger import ResumedBuffer, check_ledger, cut_torn_line
+from forgeasync.files import RUN_MARK, remove_files_of
 from forgeasync.observability import (
     RUNS_FOLDER,
+    FaultLog,
     Holder,
+    Role,
     RunDir,
     check_folder,
     claimed_marks,
@@ -75,6 +66,19 @@ from forgeasync.rollouts import (
     sweep_stale_folders,
 )
 from forgeasync.schema import ConfigError, Problem, raise_if_any
+from forgeasync.trainer import (
+    FINAL,
+    LAST,
+    LAST_PUBLISHED,
+    RUN_FILE,
+    RunState,
+    check_resumable,
+    differences,
+    list_checkpoints,
+    read_run_state,
+    step_of,
+    sweep_partial,
+)
 
 END_S = 10.0
 """Time for killed processes to be gone."""

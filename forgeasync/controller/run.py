@@ -9,9 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Coroutine, Sequence
 from typing import TypeVar
 
-from forgeasync.actors import GroupEpisodes, Minibatches, ProcessManager
 from forgeasync.buffer import Batch
-from forgeasync.checkpoint import FINAL
 from forgeasync.config import LocalLauncher, RunConfig, named_sources
 from forgeasync.controller.checkpoints import RunCheckpoints, export, save_newest_weights
 from forgeasync.controller.cli import add_closing_words, run_main, telling
@@ -26,19 +24,24 @@ from forgeasync.controller.serving import WeightServing
 from forgeasync.controller.stall_watch import StallWatch
 from forgeasync.controller.starting import Roles, open_procs, start_roles
 from forgeasync.environments import weighted_order
-from forgeasync.faults import StorageFaults
 from forgeasync.isolation import sandbox_warning
 from forgeasync.observability import (
     RunLog,
+    State,
     StepConsole,
+    StorageFaults,
+    close_trace,
     closing_lines,
     configure_controller_logging,
+    doing,
+    open_trace,
     separate_native_output,
+    started,
 )
 from forgeasync.rollouts import Group
+from forgeasync.runtime import GroupEpisodes, Minibatches, ProcessManager
 from forgeasync.scoring import GroupFiltering
-from forgeasync.tracing import State, close_trace, doing, open_trace, started
-from forgeasync.trainer import BadStepWatch, assign_rows, split_by_groups, training_items
+from forgeasync.trainer import FINAL, BadStepWatch, assign_rows, split_by_groups, training_items
 
 T = TypeVar("T")
 

@@ -14,9 +14,9 @@ import functools
 import time
 from collections.abc import Coroutine, Sequence
 
-from forgeasync.actors import ITS_HOST, BufferActor, GeneratorRouter, MovingTeacher, TrainerRecovery
 from forgeasync.config import WeightsSection
 from forgeasync.controller.recorder import RunRecorder
+from forgeasync.runtime import ITS_HOST, BufferActor, GeneratorRouter, MovingTeacher, TrainerRecovery
 from forgeasync.weights import WeightExchange, WeightLedger
 
 

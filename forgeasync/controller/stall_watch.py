@@ -9,12 +9,22 @@ import asyncio
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
-from forgeasync.actors import GroupEpisodes, ProcessManager, stacks_of
 from forgeasync.config import RunConfig, is_served
 from forgeasync.controller.starting import Roles
-from forgeasync.faults import Progress, Resumed, Stall, StallPolicy, awaited_calls
-from forgeasync.launch import Host, HostRole, LocalHost
 from forgeasync.observability import ProcEntry, StepConsole
+from forgeasync.runtime import (
+    GroupEpisodes,
+    Host,
+    HostRole,
+    LocalHost,
+    ProcessManager,
+    Progress,
+    Resumed,
+    Stall,
+    StallPolicy,
+    awaited_calls,
+    stacks_of,
+)
 
 LOOK_S = 1.0
 """Seconds between two looks."""

@@ -18,7 +18,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from forgeasync.actors import (
+from forgeasync.algorithms import Loss
+from forgeasync.config import AgeOf, OnBadStep, RunConfig, average_alpha, is_served, named_sources
+from forgeasync.controller.evaluation import LocalModel, PreparedEvaluation, evaluate
+from forgeasync.controller.hosts import open_hosts
+from forgeasync.controller.preparation import Prepared, prepare
+from forgeasync.environments import response_of, sampling_seed, weighted_order
+from forgeasync.observability import FaultLog, HeldOutScores, ProcsFile, RunDir, StepConsole, default_run_dir
+from forgeasync.rollouts import Group, PromptEncoder, Score, StoredRollout, Task, steps_of
+from forgeasync.runtime import (
     ITS_HOST,
     BufferActor,
     CancelledGroup,
@@ -40,6 +48,7 @@ from forgeasync.actors import (
     TrainerRecovery,
     Unscored,
     agent_roles,
+    build_hosts,
     connect_weights,
     start_buffer,
     start_environment,
@@ -49,16 +58,6 @@ from forgeasync.actors import (
     start_teachers,
     start_trainer,
 )
-from forgeasync.algorithms import Loss
-from forgeasync.config import AgeOf, OnBadStep, RunConfig, average_alpha, is_served, named_sources
-from forgeasync.controller.evaluation import LocalModel, PreparedEvaluation, evaluate
-from forgeasync.controller.hosts import open_hosts
-from forgeasync.controller.preparation import Prepared, prepare
-from forgeasync.environments import response_of, sampling_seed, weighted_order
-from forgeasync.faults import FaultLog
-from forgeasync.launch import build_hosts
-from forgeasync.observability import HeldOutScores, ProcsFile, RunDir, StepConsole, default_run_dir
-from forgeasync.rollouts import Group, PromptEncoder, Score, StoredRollout, Task, steps_of
 from forgeasync.schema import Problem, raise_if_any
 from forgeasync.trainer import (
     StepResult,

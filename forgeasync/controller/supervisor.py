@@ -5,7 +5,7 @@
 It is small, as it imports neither torch nor vLLM, and does nothing while the run goes on. After a death it
 ends what the run has left, writes the death into ``faults.jsonl``, and starts the run with ``--resume
 latest``. If no checkpoint was written yet, the run begins anew in the same folder, and the files of the start
-before are moved aside. ``launch/restart_policy.py`` decides when to give up. Ctrl-C and SIGTERM go to the
+before are moved aside. ``runtime/restart_policy.py`` decides when to give up. Ctrl-C and SIGTERM go to the
 run, and end both.
 """
 
@@ -29,7 +29,6 @@ from typing import NoReturn
 
 import psutil
 
-from forgeasync.checkpoint import list_checkpoints
 from forgeasync.config import load_config
 from forgeasync.controller.resume import (
     LATEST,
@@ -41,10 +40,11 @@ from forgeasync.controller.resume import (
     newest_step,
     planned_folder,
 )
-from forgeasync.faults import RETRY_S, FaultLog, Role, is_refusal, read_stacks
-from forgeasync.launch import STOP_SIGNALS, End, Ending, RestartPolicy, StartAgain, is_death
-from forgeasync.observability import RunDir, RunInUse, RunLock, default_run_dir
+from forgeasync.files import is_refusal
+from forgeasync.observability import RETRY_S, FaultLog, Role, RunDir, RunInUse, RunLock, default_run_dir
+from forgeasync.runtime import STOP_SIGNALS, End, Ending, RestartPolicy, StartAgain, is_death, read_stacks
 from forgeasync.schema import EXIT_FAILED, EXIT_REFUSED, EXIT_SIGNAL, ConfigError
+from forgeasync.trainer import list_checkpoints
 
 LINGER_S = 5.0
 """Time for what a run that ended in order has started to end by itself, before it is killed."""

@@ -38,7 +38,7 @@ from forgeasync.environments.rendering import (
     rendered_anew,
     without_reserved,
 )
-from forgeasync.faults import is_refusal
+from forgeasync.files import is_refusal
 from forgeasync.rollouts import AgentOutcome, EpisodeId, SampledTurn, Score, ToolStatus, VersionRange, spanned
 
 MAX_FILES = 32

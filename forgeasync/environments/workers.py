@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from forgeasync.faults import RUN_MARK
+from forgeasync.files import RUN_MARK
 
 
 class WorkerState(StrEnum):

@@ -4,7 +4,7 @@ import os
 
 import lazy_loader
 
-from forgeasync.faults import name_shared_memory
+from forgeasync.files import name_shared_memory
 
 # vLLM reads these when it is imported, so they have to be set before that. No pinning of threads to cores:
 # the trainer's processes use them too.

@@ -63,8 +63,8 @@ from forgeasync.generator.workarounds.vllm_process import (
     gpu_share,
     rotate_in_torch,
 )
+from forgeasync.observability import State, doing
 from forgeasync.rollouts import CaptureSpec, FinishReason, LoggedTurn, Rollout
-from forgeasync.tracing import State, doing
 
 R = TypeVar("R")
 

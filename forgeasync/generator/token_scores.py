@@ -20,8 +20,8 @@ from vllm.sampling_params import RequestOutputKind
 
 from forgeasync.generator.engine import GeneratorEngine
 from forgeasync.generator.updates import request_arguments
+from forgeasync.observability import State, doing
 from forgeasync.rollouts import NO_ID, TeacherRecord, WrongTeacherRecord, not_asked
-from forgeasync.tracing import State, doing
 
 
 async def score_tokens(

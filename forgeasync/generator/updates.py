@@ -18,8 +18,8 @@ from vllm.v1.request import Request, RequestStatus
 from forgeasync.config import Interruption, KvAfterSwap
 from forgeasync.generator.reports import SwapReport
 from forgeasync.generator.workarounds.inprocess_client import InProcessAsyncClient, scheduler_of
+from forgeasync.observability import State, doing, span
 from forgeasync.rollouts import GroupProgress
-from forgeasync.tracing import State, doing, span
 
 Prefetch = Callable[[], Awaitable[None]]
 

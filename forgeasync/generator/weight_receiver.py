@@ -29,7 +29,7 @@ from forgeasync.generator.engine_weights import (
 )
 from forgeasync.generator.reports import SwapReport
 from forgeasync.generator.workarounds.served_adapters import ServedAdapter, install
-from forgeasync.tracing import State, doing, span
+from forgeasync.observability import State, doing, span
 from forgeasync.weights import (
     ALONE,
     FetchReport,

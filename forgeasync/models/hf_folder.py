@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from forgeasync.faults import flush
+from forgeasync.files import flush
 
 MAX_FILE_BYTES = 4 * 2**30
 """Size at which a weight file is closed and the next one is opened."""

@@ -19,7 +19,7 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, ProgressColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from forgeasync.faults import Role
+from forgeasync.observability.fault_log import Role
 
 Numbers = Mapping[str, float | int]
 """Metrics under their names in metrics.jsonl."""

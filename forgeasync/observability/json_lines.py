@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from forgeasync.faults import AppendedFile, Refusal, is_refusal
+from forgeasync.files import AppendedFile, Refusal, is_refusal
 
 
 class JsonLines:

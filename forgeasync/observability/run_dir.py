@@ -35,7 +35,7 @@ from pathlib import Path
 import psutil
 
 from forgeasync.config import RunConfig
-from forgeasync.faults import FileLocked, is_refusal, lock, mark_this_run
+from forgeasync.files import FileLocked, is_refusal, lock, mark_this_run
 from forgeasync.observability.run_log import say_on_stderr
 from forgeasync.rollouts import start_ticks
 from forgeasync.schema import ConfigError, Problem, raise_if_any
@@ -61,7 +61,7 @@ class Holder:
     since_s: float
     """When it began, by ``time.time``."""
     mark: str
-    """What everything that it starts carries (``forgeasync.faults.files``)."""
+    """What everything that it starts carries (``forgeasync.files``)."""
     has_ended: bool = False
     """Whether it has ended in order."""
 

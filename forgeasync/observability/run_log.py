@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from forgeasync.faults import AppendedFile
+from forgeasync.files import AppendedFile
 
 PACKAGES = (
     "forgeasync",

@@ -13,7 +13,7 @@ import secrets
 import shutil
 from pathlib import Path
 
-from forgeasync.faults import RUN_MARK, remove_files_of
+from forgeasync.files import RUN_MARK, remove_files_of
 
 SHARED_MEMORY = Path("/dev/shm")
 

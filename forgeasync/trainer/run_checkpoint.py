@@ -3,7 +3,7 @@
 ``TrainerState`` is all that the next step depends on besides its batch, as tensors by name. Every rank copies
 its shards to host memory in a thread while the next forward pass runs; the optimizer waits for that copy. A
 second thread writes the copies over its own gloo group, so that its collectives cannot mix with those of
-training. Rank 0 then publishes the checkpoint (``forgeasync.checkpoint``).
+training. Rank 0 then publishes the checkpoint (``forgeasync.trainer``).
 """
 
 from collections.abc import Callable, Mapping
@@ -17,7 +17,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from forgeasync.checkpoint import (
+from forgeasync.models import DEVICE_TYPE
+from forgeasync.trainer.folders import (
     TRAINER_FOLDER,
     CheckpointNotWritten,
     partial_folder,
@@ -25,7 +26,6 @@ from forgeasync.checkpoint import (
     publish,
     remove_partial,
 )
-from forgeasync.models import DEVICE_TYPE
 from forgeasync.trainer.optimizer import WeightAverage
 from forgeasync.trainer.step import SpikeRule
 from forgeasync.trainer.step_sums import Probe

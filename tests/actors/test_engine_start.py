@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 from monarch.actor import ActorError, this_host
 
-from forgeasync.actors import GeneratorActor, GeneratorSetup
-from forgeasync.launch import spawn_role
 from forgeasync.models import read_model_facts
 from forgeasync.rollouts import CaptureSpec
+from forgeasync.runtime import GeneratorActor, GeneratorSetup, spawn_role
 from forgeasync.testing import tiny_config, write_tiny_model
 
 DEADLINE_S = 120.0
@@ -76,7 +75,7 @@ def test_a_process_answers_while_its_engine_is_built(tmp_path: Path) -> None:
 def test_the_process_of_an_engine_imports_no_web_server() -> None:
     """vLLM asks every global of every module for its attributes, and some of werkzeug's refuse to answer."""
     code = (
-        "import sys, forgeasync.actors.teacher as t; print(sorted({'flask', 'werkzeug'} & set(sys.modules)))"
+        "import sys, forgeasync.runtime.teacher as t; print(sorted({'flask', 'werkzeug'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -11,7 +11,10 @@ from dataclasses import dataclass, field
 import psutil
 import pytest
 
-from forgeasync.actors import (
+from forgeasync.config import Ending, EpisodesSection, SamplingSection
+from forgeasync.observability import FaultLog, ProcsFile
+from forgeasync.rollouts import EpisodeId, EpisodeOutcome
+from forgeasync.runtime import (
     MAX_STUCK,
     EnvironmentPool,
     EpisodeRequest,
@@ -19,10 +22,6 @@ from forgeasync.actors import (
     WorkerReport,
     supervised,
 )
-from forgeasync.config import Ending, EpisodesSection, SamplingSection
-from forgeasync.faults import FaultLog
-from forgeasync.observability import ProcsFile
-from forgeasync.rollouts import EpisodeId, EpisodeOutcome
 from tests.support.buffer_world import make_task
 from tests.support.loops import Endpoint
 from tests.support.standing_still import standing_still

@@ -13,26 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forgeasync.actors import (
-    CancelledGroup,
-    EndedEpisode,
-    EpisodeRequest,
-    EpisodeTurns,
-    GroupEpisodes,
-    GroupMove,
-    Heartbeat,
-    KnownLosses,
-    LiveReplica,
-    ProcessLost,
-    RefusedGroup,
-    SampledGroup,
-    Spawned,
-)
 from forgeasync.buffer import DropReason
 from forgeasync.config import Ending, EpisodesSection, SamplingSection
 from forgeasync.environments import AgentRole, EpisodeInterrupted, TurnRequest
-from forgeasync.faults import Role
-from forgeasync.launch import LocalHost
+from forgeasync.observability import Role
 from forgeasync.rollouts import (
     AgentOutcome,
     EpisodeId,
@@ -42,6 +26,22 @@ from forgeasync.rollouts import (
     SampledTurn,
     Score,
     StoredRollout,
+)
+from forgeasync.runtime import (
+    CancelledGroup,
+    EndedEpisode,
+    EpisodeRequest,
+    EpisodeTurns,
+    GroupEpisodes,
+    GroupMove,
+    Heartbeat,
+    KnownLosses,
+    LiveReplica,
+    LocalHost,
+    ProcessLost,
+    RefusedGroup,
+    SampledGroup,
+    Spawned,
 )
 from forgeasync.testing import VirtualTime
 from forgeasync.waiting import Monitor

@@ -11,15 +11,13 @@ from pathlib import Path
 import pytest
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 
-from forgeasync.actors import ActorDied, Proc, ProcessManager, read_report
-from forgeasync.faults import Role
-from forgeasync.launch import HostLost, LocalHosts
-from forgeasync.observability import RunLog, failure_line, run_log
+from forgeasync.observability import Role, RunLog, failure_line, run_log
+from forgeasync.runtime import ActorDied, HostLost, LocalHosts, Proc, ProcessManager, read_report
 from forgeasync.testing import VirtualTime
 from forgeasync.waiting import DeadlineExceeded, deadline
 from tests.support.disks import Disk, install
 
-KILLED = """The actor <root>.<forgeasync.actors.trainer.TrainerActor trainer{'procs': 1/2}> and all its descendants have failed:
+KILLED = """The actor <root>.<forgeasync.runtime.trainer.TrainerActor trainer{'procs': 1/2}> and all its descendants have failed:
   the process this actor was running on failed: Killed(sig=9)"""  # noqa: E501
 KILLED_ON_HOSTS = """The actor <root>.<monarch._src.spmd.actor.SPMDActor _SPMDActor{'hosts': 1/2, 'procs': 1/3}> and all its descendants have failed:
   the process this actor was running on failed: Killed(sig=9)"""  # noqa: E501
@@ -144,7 +142,7 @@ def test_a_death_is_told_instead_of_what_the_survivors_say(monkeypatch: pytest.M
 
 
 def test_a_death_that_nobody_reports_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forgeasync.actors.process_manager.REPORT_S", 0.1)
+    monkeypatch.setattr("forgeasync.runtime.process_manager.REPORT_S", 0.1)
     with pytest.raises(
         ActorDied, match=r"^trainer rank 0 \(process 100\) has ended; see logs/trainer-0.log$"
     ):
@@ -152,7 +150,7 @@ def test_a_death_that_nobody_reports_is_told_too(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_better_report_replaces_one_without_a_signal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forgeasync.actors.process_manager.BETTER_REPORT_S", 0.5)
+    monkeypatch.setattr("forgeasync.runtime.process_manager.BETTER_REPORT_S", 0.5)
 
     def report(manager: ProcessManager) -> None:
         manager._on_report(SILENT)
@@ -172,8 +170,8 @@ def test_a_better_report_replaces_one_without_a_signal(monkeypatch: pytest.Monke
 )
 def test_a_death_that_somebody_looks_after_ends_nothing(monkeypatch: pytest.MonkeyPatch, report: str) -> None:
     """Monarch's own actor in the proc, by which ranks meet, is reported too, and a proc that is silent."""
-    monkeypatch.setattr("forgeasync.actors.process_manager.PEER_END_S", 0.1)
-    monkeypatch.setattr("forgeasync.actors.process_manager.BETTER_REPORT_S", 0.0)
+    monkeypatch.setattr("forgeasync.runtime.process_manager.PEER_END_S", 0.1)
+    monkeypatch.setattr("forgeasync.runtime.process_manager.BETTER_REPORT_S", 0.0)
 
     async def scenario(*owned: str) -> bool:
         manager = ProcessManager(Path("logs"))
@@ -191,7 +189,7 @@ def test_a_death_that_somebody_looks_after_ends_nothing(monkeypatch: pytest.Monk
 
 
 def test_without_a_death_the_error_is_the_run_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forgeasync.actors.process_manager.PEER_END_S", 0.1)
+    monkeypatch.setattr("forgeasync.runtime.process_manager.PEER_END_S", 0.1)
     with pytest.raises(ExceptionGroup) as caught:
         fail_beside_a_death(Machine(), lambda _: None)
     (error,) = caught.value.exceptions

@@ -12,9 +12,7 @@ import numpy as np
 import pytest
 from monarch.actor import ActorError
 
-from forgeasync.actors import CancelledGroup, EndedEpisode, GeneratorActor, ProcessManager, start_generators
 from forgeasync.config import RunConfig, SamplingSection
-from forgeasync.launch import LOCAL_HOST_ID, LocalHost
 from forgeasync.models import read_model_facts
 from forgeasync.rollouts import (
     EpisodeId,
@@ -27,6 +25,15 @@ from forgeasync.rollouts import (
     decode_rollout,
     group_turns,
     keep_group,
+)
+from forgeasync.runtime import (
+    LOCAL_HOST_ID,
+    CancelledGroup,
+    EndedEpisode,
+    GeneratorActor,
+    LocalHost,
+    ProcessManager,
+    start_generators,
 )
 from forgeasync.testing import tiny_config, write_tiny_model
 

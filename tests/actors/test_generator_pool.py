@@ -7,10 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from forgeasync.actors import CancelledGroup, GroupGivenUp, RefusedGroup, router
 from forgeasync.buffer import DropReason
 from forgeasync.config import SamplingSection, TimeoutSection
-from forgeasync.faults import ReplicaState, slow_replicas
+from forgeasync.runtime import CancelledGroup, GroupGivenUp, RefusedGroup, ReplicaState, router, slow_replicas
 from forgeasync.testing import VirtualTime
 from forgeasync.waiting import DeadlineExceeded
 from tests.support.replicas import ReplicaWorld, generators_of

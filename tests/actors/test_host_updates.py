@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from forgeasync.actors import MAX_FAILED_FETCHES, named_generators
 from forgeasync.config import TimeoutSection
-from forgeasync.faults import ReplicaState
+from forgeasync.runtime import MAX_FAILED_FETCHES, ReplicaState, named_generators
 from forgeasync.testing import VirtualTime
 from forgeasync.weights import HostShare
 from tests.support.replicas import ReplicaWorld, generators_of, manifest_of

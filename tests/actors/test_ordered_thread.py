@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from forgeasync.actors import OrderedThread
+from forgeasync.runtime import OrderedThread
 from tests.support.processes import run_ranks
 
 NUM_CALLS = 12

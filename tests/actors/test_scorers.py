@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 
-from forgeasync.actors import ProcessLost, RestartsFail, ScoredResponses, Scorers, Spawned, supervised
 from forgeasync.config import ScorerSection
 from forgeasync.environments import Response
-from forgeasync.faults import FaultLog
-from forgeasync.observability import ProcsFile
+from forgeasync.observability import FaultLog, ProcsFile
 from forgeasync.rollouts import FinishReason, Score, VerifierCounts
+from forgeasync.runtime import ProcessLost, RestartsFail, ScoredResponses, Scorers, Spawned, supervised
 from tests.support.buffer_world import make_task
 from tests.support.loops import Endpoint
 from tests.support.standing_still import standing_still

@@ -16,13 +16,19 @@ import psutil
 import pytest
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 
-from forgeasync.actors import (
+from forgeasync.config import EpisodesSection, GeneratorSection, ScorerSection
+from forgeasync.environments import WORKER_MARK, marked_processes
+from forgeasync.generator import EngineStats
+from forgeasync.observability import FaultLog, ProcsFile, Role
+from forgeasync.runtime import (
+    LOCAL_HOST_ID,
     MAX_FAILED_STARTS,
     ActorDied,
     BufferWatch,
     EnvironmentPool,
     GeneratorPool,
     Heartbeat,
+    LocalHost,
     ProcessLost,
     RestartsFail,
     Scorers,
@@ -31,12 +37,6 @@ from forgeasync.actors import (
     WorkerReport,
     supervised,
 )
-from forgeasync.config import EpisodesSection, GeneratorSection, ScorerSection
-from forgeasync.environments import WORKER_MARK, marked_processes
-from forgeasync.faults import FaultLog, Role
-from forgeasync.generator import EngineStats
-from forgeasync.launch import LOCAL_HOST_ID, LocalHost
-from forgeasync.observability import ProcsFile
 from tests.support.loops import Endpoint
 from tests.support.standing_still import CALL, standing_still
 

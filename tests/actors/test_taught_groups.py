@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from forgeasync.actors import RefusedGroup, SampledRollout, TaughtGroups, TeacherFailure, store_group
 from forgeasync.rollouts import (
     NO_ID,
     FinishReason,
@@ -22,6 +21,7 @@ from forgeasync.rollouts import (
     decode_rollout,
     remove_run_folder,
 )
+from forgeasync.runtime import RefusedGroup, SampledRollout, TaughtGroups, TeacherFailure, store_group
 from tests.support.payloads import HOST, MIB
 from tests.support.recorded_rollouts import FACTS, make_rollout
 

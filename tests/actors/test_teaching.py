@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from forgeasync.actors import OutageBackoff, PoolTeacher, ProcessLost, Teacher, TeacherFailure, Teaching
 from forgeasync.config import TeacherEndpoint, TeacherSection
 from forgeasync.models import character_tokenizer
 from forgeasync.rollouts import Instead, PromptEncoder, Score, Task, TeacherPrompts, TeacherReads
+from forgeasync.runtime import OutageBackoff, PoolTeacher, ProcessLost, Teacher, TeacherFailure, Teaching
 from forgeasync.scoring import RewardUnavailable
 
 PROMPTS = TeacherPrompts(

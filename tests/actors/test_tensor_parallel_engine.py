@@ -35,7 +35,7 @@ async def _two_workers(config: RunConfig, folder: Path, logs: Path) -> tuple[lis
     """Texts; and of every worker of the engine, whether it is a fork of its parent."""
     # Not at the top: the engine of one worker runs in a process that reads this file, and vLLM looks at all
     # that it has imported, where Monarch's web server has objects that refuse to be looked at.
-    from forgeasync.actors import CancelledGroup, ProcessManager, RefusedGroup, start_generators
+    from forgeasync.runtime import CancelledGroup, ProcessManager, RefusedGroup, start_generators
 
     procs = ProcessManager(logs)
     try:

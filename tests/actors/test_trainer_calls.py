@@ -8,11 +8,10 @@ import pytest
 import torch
 from monarch.actor import ActorError
 
-from forgeasync.actors import ProcessManager, start_trainer
 from forgeasync.algorithms import Loss
 from forgeasync.config import Dtype, OptimizerSection, ParallelSection, TimeoutSection, TrainerSection
-from forgeasync.launch import LocalHosts
 from forgeasync.models import read_model_facts
+from forgeasync.runtime import LocalHosts, ProcessManager, start_trainer
 from forgeasync.testing import write_tiny_model
 from forgeasync.trainer import PackedRow, PolicyTrainer, TrainerSetup, full_tensors, pack_row
 from forgeasync.weights import Manifest, StagedVersion

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from forgeasync.actors import TrainerActor, TrainerMesh, trainer_mesh
 from forgeasync.config import TimeoutSection
 from forgeasync.process_memory import MemoryPeak
+from forgeasync.runtime import TrainerActor, TrainerMesh, trainer_mesh
 from forgeasync.testing import VirtualTime
 from forgeasync.trainer import StepResult
 from forgeasync.waiting import DeadlineExceeded

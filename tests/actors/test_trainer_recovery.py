@@ -10,20 +10,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from forgeasync.actors import (
-    OWN_ACTORS,
-    ActorDied,
-    Minibatches,
-    ProcessManager,
-    SampledRollout,
-    TrainerRecovery,
-    make_folders,
-    start_recovery,
-    start_trainer,
-    store_group,
-)
 from forgeasync.algorithms import Loss
-from forgeasync.checkpoint import TRAINER_FOLDER, checkpoint_name
 from forgeasync.config import (
     BadStepsSection,
     Dtype,
@@ -34,12 +21,25 @@ from forgeasync.config import (
     TimeoutSection,
     TrainerSection,
 )
-from forgeasync.faults import FaultLog
-from forgeasync.launch import LOCAL_HOST_ID, LocalHosts
 from forgeasync.models import read_model_facts
+from forgeasync.observability import FaultLog
 from forgeasync.rollouts import FinishReason, PayloadWriter
+from forgeasync.runtime import (
+    LOCAL_HOST_ID,
+    OWN_ACTORS,
+    ActorDied,
+    LocalHosts,
+    Minibatches,
+    ProcessManager,
+    SampledRollout,
+    TrainerRecovery,
+    make_folders,
+    start_recovery,
+    start_trainer,
+    store_group,
+)
 from forgeasync.testing import write_tiny_model
-from forgeasync.trainer import TrainerSetup, items_of, whole_response
+from forgeasync.trainer import TRAINER_FOLDER, TrainerSetup, checkpoint_name, items_of, whole_response
 from forgeasync.weights import StagedVersion, WeightExchange, WeightLedger
 from tests.support.recorded_rollouts import make_rollout
 from tests.support.trainer_faults import ANSWERED, FaultyLoss, Moment, TrainerFault, Way

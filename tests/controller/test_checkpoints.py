@@ -13,10 +13,6 @@ import torch
 from monarch.actor import ActorError
 from safetensors.torch import load_file
 
-from forgeasync.actors import (
-    ActorDied,
-)
-from forgeasync.checkpoint import CheckpointLost, CheckpointNotWritten, RunState
 from forgeasync.config import TimeoutSection
 from forgeasync.controller import (
     CheckpointTurns,
@@ -25,12 +21,15 @@ from forgeasync.controller import (
     export,
     save_newest_weights,
 )
-from forgeasync.faults import FaultLog, Refusal, StorageFaults
-from forgeasync.launch import HostLost
+from forgeasync.files import Refusal
 from forgeasync.models import FolderNotWritten
-from forgeasync.observability import RunDir
+from forgeasync.observability import FaultLog, RunDir, StorageFaults
+from forgeasync.runtime import (
+    ActorDied,
+    HostLost,
+)
 from forgeasync.testing import VirtualTime
-from forgeasync.trainer import StepResult
+from forgeasync.trainer import CheckpointLost, CheckpointNotWritten, RunState, StepResult
 from forgeasync.waiting import DeadlineExceeded
 from forgeasync.weights import (
     Box,

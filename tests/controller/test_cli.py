@@ -114,7 +114,7 @@ def test_a_signal_before_anything_runs(tmp_path: Path, number: signal.Signals, c
 
 PROC = """
 import signal, subprocess, sys, time
-from forgeasync.launch import bootstrap_main
+from forgeasync.runtime import bootstrap_main
 for number in bootstrap_main.STOP_SIGNALS:
     signal.signal(number, bootstrap_main.stay)
 child = subprocess.Popen([sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"])

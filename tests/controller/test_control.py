@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from forgeasync.controller import ControlDesk, Refused, ask, parse_change
-from forgeasync.faults import ReplicaState
-from forgeasync.launch import Host, LocalHost
+from forgeasync.runtime import Host, LocalHost, ReplicaState
 from tests.actors.test_generator_pool import running, sample
 from tests.support.replicas import ReplicaWorld, generators_of
 

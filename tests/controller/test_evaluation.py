@@ -13,16 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forgeasync.actors import (
-    EndpointResponses,
-    GroupScoring,
-    HeldOutRollout,
-    SampledResponse,
-    ScoredResponses,
-    ScorerPool,
-    Unscored,
-    sampled_response,
-)
 from forgeasync.config import Ending, RunConfig, SamplingSection, ScorerSection, load_config
 from forgeasync.controller import (
     EvaluationFolder,
@@ -41,6 +31,16 @@ from forgeasync.controller import (
 from forgeasync.environments import EndpointModel, Response
 from forgeasync.observability import HeldOutScores, read_episodes, summarize
 from forgeasync.rollouts import Score, Task, VerifierCounts, VersionRange, VersionSpan
+from forgeasync.runtime import (
+    EndpointResponses,
+    GroupScoring,
+    HeldOutRollout,
+    SampledResponse,
+    ScoredResponses,
+    ScorerPool,
+    Unscored,
+    sampled_response,
+)
 from forgeasync.schema import ConfigError
 from tests.support.buffer_world import make_task
 from tests.support.chat_server import Reply, completion, error, serving

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from forgeasync.actors import RefusedGroup, SampledGroup, TeacherFailure, Teaching
 from forgeasync.algorithms import Loss
 from forgeasync.controller import Fleet
 from forgeasync.rollouts import Score, Step, StoredRollout, Task
+from forgeasync.runtime import RefusedGroup, SampledGroup, TeacherFailure, Teaching
 from forgeasync.schema import ConfigError
 from tests.support.loops import make_config, make_prepared, make_problem
 from tests.support.rollouts import make_stored_rollout

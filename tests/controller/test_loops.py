@@ -11,19 +11,12 @@ import msgspec
 import pytest
 
 from apps.grpo import GrpoRun
-from forgeasync.actors import (
-    CancelledGroup,
-    GroupScoring,
-    RefusedGroup,
-    SampledResponse,
-    ScoredResponses,
-    ScorerPool,
-    SwappedReplica,
-)
 from forgeasync.buffer import (
     AGE_REASONS,
+    START,
     Batch,
     BufferSnapshot,
+    CheckpointedBuffer,
     Committed,
     DropReason,
     NothingTrains,
@@ -31,13 +24,11 @@ from forgeasync.buffer import (
     Submission,
     Update,
 )
-from forgeasync.checkpoint import RunState
 from forgeasync.config import AgeOf, Interruption, RunConfig
 from forgeasync.controller import FoundGroups, Resumed, StepRecord, StepTimes, TimesBetween, start_roles
 from forgeasync.environments import Response, TaskOrder, sampling_seed
-from forgeasync.faults import Refusal
+from forgeasync.files import Refusal
 from forgeasync.generator import EngineStats
-from forgeasync.ledger import START, CheckpointedBuffer
 from forgeasync.observability import RunDir, root_cause
 from forgeasync.rollouts import (
     EVERY_HOST,
@@ -50,9 +41,18 @@ from forgeasync.rollouts import (
     StoredRollout,
     Task,
 )
+from forgeasync.runtime import (
+    CancelledGroup,
+    GroupScoring,
+    RefusedGroup,
+    SampledResponse,
+    ScoredResponses,
+    ScorerPool,
+    SwappedReplica,
+)
 from forgeasync.scoring import GroupFiltering
 from forgeasync.testing import VirtualTime
-from forgeasync.trainer import BadStepsEndRun, StepResult
+from forgeasync.trainer import BadStepsEndRun, RunState, StepResult
 from forgeasync.weights import FetchReport, Manifest
 from tests.support.loops import (
     MAX_STEPS,

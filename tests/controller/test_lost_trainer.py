@@ -8,12 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from forgeasync.actors import ActorDied, TrainerRecovery, trainer_recovery
 from forgeasync.algorithms import Loss
-from forgeasync.checkpoint import RUN_FILE, CheckpointLost, partial_folder
 from forgeasync.config import RecoverySection, TimeoutSection
-from forgeasync.faults import FaultLog
-from forgeasync.trainer import StepResult, TrainerSetup
+from forgeasync.observability import FaultLog
+from forgeasync.runtime import ActorDied, TrainerRecovery, trainer_recovery
+from forgeasync.trainer import RUN_FILE, CheckpointLost, StepResult, TrainerSetup, partial_folder
 
 
 @dataclass

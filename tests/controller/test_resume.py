@@ -20,7 +20,7 @@ from forgeasync.controller import (
     resume_or_begin_anew,
     take_over,
 )
-from forgeasync.faults import RUN_MARK, files_of
+from forgeasync.files import RUN_MARK, files_of
 from forgeasync.observability import ProcsFile, RunDir, left_processes, release_claims, run_dir
 from forgeasync.rollouts import is_running, sweep_stale_folders
 from forgeasync.schema import ConfigError
@@ -194,7 +194,7 @@ def test_the_end_of_a_run_removes_what_its_killed_processes_have_left(
 ROLE = """
 import sys
 from multiprocessing import shared_memory
-from forgeasync.faults import name_shared_memory
+from forgeasync.files import name_shared_memory
 
 name_shared_memory()
 file = open("/dev/shm/" + shared_memory._make_filename()[1:], "x")

@@ -11,9 +11,6 @@ from types import SimpleNamespace
 import pytest
 
 from apps.grpo import GrpoRun
-from forgeasync.actors import (
-    MovingTeacher,
-)
 from forgeasync.config import (
     AveragedPolicy,
     EveryVersions,
@@ -24,8 +21,11 @@ from forgeasync.config import (
 from forgeasync.controller import (
     WeightServing,
 )
-from forgeasync.faults import ReplicaState
 from forgeasync.observability import root_cause
+from forgeasync.runtime import (
+    MovingTeacher,
+    ReplicaState,
+)
 from forgeasync.trainer import NonFiniteWeights
 from forgeasync.weights import FetchReport, Manifest
 from tests.support.loops import (

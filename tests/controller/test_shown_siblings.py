@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from forgeasync.actors import Teacher, Teaching
 from forgeasync.config import TeacherSection
 from forgeasync.rollouts import Instead, StoredRollout, TeacherPrompts, TeacherReads
+from forgeasync.runtime import Teacher, Teaching
 from tests.support.loops import (
     MAX_STEPS,
     Fleet,

@@ -8,8 +8,8 @@ import pytest
 
 from apps.grpo import GrpoRun
 from forgeasync.controller import stall_watch
-from forgeasync.faults import Role, stalls
-from forgeasync.launch import LOCAL_HOST_ID
+from forgeasync.observability import Role
+from forgeasync.runtime import LOCAL_HOST_ID, stalls
 from forgeasync.trainer import StepResult
 from tests.support.loops import Console, Fleet, Recorder, Trainer, make_config, make_problem, make_run
 from tests.support.standing_still import CALL, standing_still

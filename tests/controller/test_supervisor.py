@@ -15,9 +15,9 @@ import psutil
 import pytest
 
 from forgeasync.controller import Supervisor, has_ended, newest_step, supervisor
-from forgeasync.launch import MAX_STARTS_WITHOUT_STEP
 from forgeasync.observability import RunDir, RunInUse, RunLock
 from forgeasync.rollouts import is_running
+from forgeasync.runtime import MAX_STARTS_WITHOUT_STEP
 from tests.support.disks import Disk, install
 
 pytestmark = pytest.mark.procs
@@ -26,7 +26,7 @@ RUN = """
 import json, os, signal, subprocess, sys, time
 from pathlib import Path
 from forgeasync.controller.supervisor import start_beating
-from forgeasync.faults.fault_log import FaultLog, Role
+from forgeasync.observability.fault_log import FaultLog, Role
 from forgeasync.observability.run_dir import RunDir, release_claims
 
 run_dir = RunDir(path=Path(sys.argv[1]))

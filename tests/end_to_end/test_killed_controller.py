@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from forgeasync.buffer import Restored, Sampled, Trained, attempt_and_prompt
-from forgeasync.checkpoint import list_checkpoints, step_of
+from forgeasync.buffer import AnyEvent, LedgerLines, Restored, Resumed, Sampled, Trained, attempt_and_prompt
 from forgeasync.config import CheckpointSection, dump_config
-from forgeasync.ledger import AnyEvent, LedgerLines, Resumed
 from forgeasync.rollouts import SUFFIX, SpilledGroupTorn, read_kept
 from forgeasync.testing import tiny_config, write_tiny_model
+from forgeasync.trainer import list_checkpoints, step_of
 from tests.support.app_runs import (
     DEADLINE_S,
     NEVER_ENDING,

@@ -10,7 +10,7 @@ import pytest
 
 from forgeasync.config import dump_config
 from forgeasync.environments import marked_processes
-from forgeasync.faults import RUN_MARK
+from forgeasync.files import RUN_MARK
 from forgeasync.testing import tiny_config, write_tiny_model
 from tests.support.app_runs import check_ledger, finish, read_lines, start, wait_for_step
 from tests.support.models import write_process_reward_model

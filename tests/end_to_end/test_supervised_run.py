@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from forgeasync.config import CheckpointSection, dump_config
-from forgeasync.faults import RUN_MARK, files_of
+from forgeasync.files import RUN_MARK, files_of
 from forgeasync.rollouts import SHARED_MEMORY
 from forgeasync.testing import tiny_config, write_tiny_model
 from tests.support.app_runs import check_ledger, controller_of, finish, read_lines, run_here, start

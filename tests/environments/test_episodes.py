@@ -13,17 +13,6 @@ from typing import TypeVar
 import numpy as np
 import pytest
 
-from forgeasync.actors import (
-    CancelledGroup,
-    EndedEpisode,
-    EpisodeRequest,
-    GroupEpisodes,
-    HeldOutRollout,
-    RefusedGroup,
-    SampledGroup,
-    Unscored,
-    group_sampling,
-)
 from forgeasync.buffer import DropReason, NothingTrains
 from forgeasync.config import Ending, EndingPolicy, EndingsSection, EpisodesSection, SamplingSection
 from forgeasync.environments import (
@@ -52,6 +41,17 @@ from forgeasync.rollouts import (
     Score,
     StoredRollout,
     Task,
+)
+from forgeasync.runtime import (
+    CancelledGroup,
+    EndedEpisode,
+    EpisodeRequest,
+    GroupEpisodes,
+    HeldOutRollout,
+    RefusedGroup,
+    SampledGroup,
+    Unscored,
+    group_sampling,
 )
 from forgeasync.schema import ConfigError, PythonCode
 from forgeasync.testing import HandTime, ScriptedGenerator

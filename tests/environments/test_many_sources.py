@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from forgeasync.checkpoint import data_order, differences
 from forgeasync.config import (
     DataSection,
     EvaluationSection,
@@ -26,6 +25,7 @@ from forgeasync.config import (
 from forgeasync.environments import TaskOrder, WeightedOrder, build_source, json_like, weighted_order
 from forgeasync.rollouts import PromptEncoder
 from forgeasync.schema import ConfigError
+from forgeasync.trainer import data_order, differences
 from tests.support.buffer_world import make_task
 from tests.support.config_samples import MINIMAL
 from tests.support.loops import Generators, make_config, make_problem, make_run

@@ -26,7 +26,7 @@ from chaos_injector import Injector
 from chaos_orders import Orders
 from chaos_run import is_of_another_run, marks_in
 
-from forgeasync.faults import Role
+from forgeasync.observability import Role
 
 ALL_MOMENTS = tuple(Moment)
 
@@ -313,7 +313,7 @@ def test_a_disk_refuses_what_is_below_its_folder_until_the_order_is_ended(
 ) -> None:
     body = f"""
 from pathlib import Path
-from forgeasync.faults import AppendedFile
+from forgeasync.files import AppendedFile
 folder = Path({str(tmp_path / "disk")!r})
 folder.mkdir()
 inside, outside = AppendedFile.open(folder / "lines"), AppendedFile.open(Path({str(tmp_path)!r}) / "lines")

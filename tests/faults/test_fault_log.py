@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from forgeasync.faults import FaultLog, Role
-from forgeasync.observability import undefined
+from forgeasync.observability import FaultLog, Role, undefined
 
 
 def test_faults_are_counted_by_role_and_kept_in_the_file(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule
 
-from forgeasync.faults import ReplicaState, ReplicaTable
+from forgeasync.runtime import ReplicaState, ReplicaTable
 
 HOSTS = ("a", "b")
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forgeasync.faults import REPLACE_S, SUSPECT_S, WINDOW_S, Pace, SlowReplicas
+from forgeasync.runtime import REPLACE_S, SUSPECT_S, WINDOW_S, Pace, SlowReplicas
 
 FACTOR = 3.0
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgeasync.faults import (
+from forgeasync.runtime import (
     Frame,
     Progress,
     Resumed,

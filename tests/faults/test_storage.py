@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgeasync.faults import RUN_MARK, AppendedFile, FaultLog, Refusal, StorageFaults, fault_log, is_refusal
-from forgeasync.observability import RunDir, release_claims
+from forgeasync.files import RUN_MARK, AppendedFile, Refusal, is_refusal
+from forgeasync.observability import FaultLog, RunDir, StorageFaults, fault_log, release_claims
 from tests.support.disks import Disk, install
 
 LINES = [b"first\n", b"a second line\n", b"3\n"]

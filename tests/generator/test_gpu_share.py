@@ -12,15 +12,14 @@ from vllm.config import CacheConfig
 from vllm.utils.mem_utils import MemorySnapshot
 from vllm.v1.worker.utils import request_memory
 
-from forgeasync.actors import ProcessManager, start_generators, start_teachers
 from forgeasync.config import Dtype, FlashAttention, ProcessRewardModel, RunConfig, load_config
 from forgeasync.controller import generator_plan
 from forgeasync.generator import engine, step_engine
 from forgeasync.generator.workarounds import vllm_process
-from forgeasync.launch import HostGpus, check_hosts_gpus
 from forgeasync.models import SHIPPED_MODELS, read_model_facts
 from forgeasync.planning import Machine, least_bytes, teacher_memory, total_bytes
 from forgeasync.rollouts import CaptureSpec
+from forgeasync.runtime import HostGpus, ProcessManager, check_hosts_gpus, start_generators, start_teachers
 from forgeasync.testing import write_tiny_model
 from tests.launch.test_host_checks import H100, facts
 from tests.support.config_samples import CONFIGS
@@ -101,14 +100,14 @@ def set_up(**fields: Any) -> None:
 
 
 def test_generators_are_started_with_their_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(import_module("forgeasync.actors.router"), "GeneratorSetup", set_up)
+    monkeypatch.setattr(import_module("forgeasync.runtime.router"), "GeneratorSetup", set_up)
     config, model = tiny(tmp_path)
     expected = least_bytes(generator_plan(config, read_model_facts(str(model))).num_bytes)
     assert asked_for(tmp_path, config, model, with_teachers=False) == expected
 
 
 def test_teachers_are_started_with_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(import_module("forgeasync.actors.teachers"), "GeneratorSetup", set_up)
+    monkeypatch.setattr(import_module("forgeasync.runtime.teachers"), "GeneratorSetup", set_up)
     config, model = tiny(tmp_path)
     (memory,) = (items for _, items in teacher_memory(config, Machine.GPU))
     assert asked_for(tmp_path, config, model, with_teachers=True) == least_bytes(total_bytes(memory))

@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 
 from apps.grpo import GrpoRun
-from forgeasync.actors import (
+from forgeasync.algorithms import DynamicSampling, ResampleOnCorrect
+from forgeasync.buffer import Batch, DropReason, Update
+from forgeasync.config import AlgorithmSection, RunConfig, SamplingSection, ScorerSection
+from forgeasync.controller import Prepared, Roles, prepare
+from forgeasync.environments import Response
+from forgeasync.observability import FaultLog, root_cause
+from forgeasync.rollouts import PayloadBudget, Score, StoredRollout, Task, VerifierCounts
+from forgeasync.runtime import (
     BufferActor,
     BufferReport,
     CancelledGroup,
@@ -23,14 +30,6 @@ from forgeasync.actors import (
     Teaching,
     start_buffer,
 )
-from forgeasync.algorithms import DynamicSampling, ResampleOnCorrect
-from forgeasync.buffer import Batch, DropReason, Update
-from forgeasync.config import AlgorithmSection, RunConfig, SamplingSection, ScorerSection
-from forgeasync.controller import Prepared, Roles, prepare
-from forgeasync.environments import Response
-from forgeasync.faults import FaultLog
-from forgeasync.observability import root_cause
-from forgeasync.rollouts import PayloadBudget, Score, StoredRollout, Task, VerifierCounts
 from forgeasync.scoring import AllFiltered
 from forgeasync.testing import tiny_config, write_tiny_model
 from tests.support.loops import Recorder, make_files

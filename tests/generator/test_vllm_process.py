@@ -62,7 +62,7 @@ def _askers(folder: Path) -> list[str]:
     """Who asks CUDA for devices between the import of a generator's actor and the start of its engine."""
     from vllm.v1.engine.core import EngineCore
 
-    import forgeasync.actors.generator  # noqa: F401
+    import forgeasync.runtime.generator  # noqa: F401
 
     askers: list[str] = []
     start = EngineCore.__init__

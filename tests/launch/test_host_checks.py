@@ -17,7 +17,9 @@ from monarch.actor import this_host
 
 from forgeasync.config import FlashAttention, SlurmLauncher, load_config
 from forgeasync.controller import check_gpus_of_hosts, check_hosts, check_local_gpus
-from forgeasync.launch import (
+from forgeasync.models import PACKAGES, SHIPPED_MODELS, read_model_facts
+from forgeasync.planning import HostNeeds, role_needs
+from forgeasync.runtime import (
     FLASH_ATTENTION_PACKAGES,
     Gpu,
     GpuFacts,
@@ -36,8 +38,6 @@ from forgeasync.launch import (
     lock_warning,
     spawn_role,
 )
-from forgeasync.models import PACKAGES, SHIPPED_MODELS, read_model_facts
-from forgeasync.planning import HostNeeds, role_needs
 from forgeasync.schema import ConfigError
 from tests.support.config_samples import CONFIGS, only
 

@@ -27,7 +27,8 @@ from forgeasync.config import (
     places_of,
 )
 from forgeasync.controller import places_of_rewards
-from forgeasync.launch import (
+from forgeasync.rollouts import is_running
+from forgeasync.runtime import (
     GpuAllocator,
     HostAgent,
     HostLost,
@@ -41,7 +42,6 @@ from forgeasync.launch import (
     spawn_role,
     visible_devices,
 )
-from forgeasync.rollouts import is_running
 from forgeasync.schema import ConfigError, Problem
 from forgeasync.testing import HandTime, tiny_config
 from tests.support.app_runs import END_S, REPOSITORY
@@ -143,7 +143,7 @@ def test_procs_of_a_job_with_some_of_a_hosts_gpus(monkeypatch: pytest.MonkeyPatc
 CONTROLLER = """
 import os, sys
 from monarch.actor import Actor, endpoint, this_host
-from forgeasync.launch import spawn_role
+from forgeasync.runtime import spawn_role
 
 class Asked(Actor):
     @endpoint
@@ -169,7 +169,7 @@ def test_a_proc_is_a_program_and_ends_with_the_process_that_has_started_it() -> 
         assert controller.stdout is not None
         pid = int(controller.stdout.readline())
         proc = psutil.Process(pid)
-        assert proc.cmdline() == [REAL_PYTHON, "-m", "forgeasync.launch.bootstrap_main"]
+        assert proc.cmdline() == [REAL_PYTHON, "-m", "forgeasync.runtime.bootstrap_main"]
         assert proc.ppid() == controller.pid
     finally:
         controller.kill()
@@ -189,7 +189,7 @@ from pathlib import Path
 # A pod starts with this handler. Under a shell's background job SIGINT would stay ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from monarch.actor import run_worker_loop_forever
-from forgeasync.launch import job_hosts
+from forgeasync.runtime import job_hosts
 if os.fork() == 0:
     # 0A: a socket that listens (tcp_states.h). It is the worker's, as nobody else takes this port.
     while not any(

@@ -24,14 +24,6 @@ from forgeasync.config import (
     load_config,
 )
 from forgeasync.controller import prepare
-from forgeasync.launch import (
-    LaunchFailed,
-    Submission,
-    build_job,
-    check_prerequisites,
-    jobs,
-    render_launch,
-)
 from forgeasync.models import check_config, read_model_facts
 from forgeasync.planning import (
     host_needs,
@@ -39,6 +31,14 @@ from forgeasync.planning import (
     request_warnings,
     slurm_bytes,
     with_host_requests,
+)
+from forgeasync.runtime import (
+    LaunchFailed,
+    Submission,
+    build_job,
+    check_prerequisites,
+    jobs,
+    render_launch,
 )
 from forgeasync.schema import ConfigError
 from forgeasync.testing import HandTime, tiny_config, write_tiny_model
@@ -431,7 +431,7 @@ def test_a_slurm_that_monarch_cannot_read_is_refused(
 def test_a_slurm_that_does_not_answer_is_not_waited_for(
     install: Install, resolve: Resolve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("forgeasync.launch.jobs.CHECK_S", 0.2)
+    monkeypatch.setattr("forgeasync.runtime.jobs.CHECK_S", 0.2)
     install(**slurm_with("exec /bin/sleep 60"))
     assert "squeue --json has not answered within" in only_problem(SLURM)
 

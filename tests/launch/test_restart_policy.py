@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from forgeasync.launch import End, Ending, RestartPolicy, StartAgain, is_death
+from forgeasync.runtime import End, Ending, RestartPolicy, StartAgain, is_death
 
 MAX_STARTS_WITHOUT_STEP = 5
 """As docs/failures.md says."""

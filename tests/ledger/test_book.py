@@ -8,10 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forgeasync.buffer import (
+    AnyEvent,
+    Book,
+    Checkpointed,
+    Contradiction,
     Dropped,
     DropReason,
+    Ended,
     LostSteps,
+    Place,
     Restored,
+    Resumed,
     Sampled,
     Scored,
     Started,
@@ -19,7 +26,6 @@ from forgeasync.buffer import (
     Trained,
     Update,
 )
-from forgeasync.ledger import AnyEvent, Book, Checkpointed, Contradiction, Ended, Place, Resumed
 from tests.support.ledger_histories import histories
 from tests.support.ledgers import is_consistent, opened, plain
 

@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from forgeasync.buffer import Submitted
-from forgeasync.ledger import (
+from forgeasync.buffer import (
     START,
     Journal,
     JournalFile,
     JournalInUse,
     JournalNotWritten,
     LedgerPosition,
+    Submitted,
     cut_torn_line,
     read_ledger,
 )
-from forgeasync.ledger import journal as journal_module
+from forgeasync.buffer import journal as journal_module
 from tests.support.disks import Disk, install
 from tests.support.ledgers import opened
 

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forgeasync.buffer import Submitted
-from forgeasync.ledger import (
+from forgeasync.buffer import (
     START,
     AnyEvent,
     BadLine,
@@ -19,6 +18,7 @@ from forgeasync.ledger import (
     LedgerReading,
     LedgerUnreadable,
     Opened,
+    Submitted,
     encode_line,
     encode_lines,
     read_ledger,

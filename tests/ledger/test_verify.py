@@ -10,21 +10,24 @@ from pathlib import Path
 import pytest
 
 from apps.verify import main
-from forgeasync.buffer import DropReason, ReplayBuffer, Submission, Update
-from forgeasync.checkpoint import RunState, model_shape
-from forgeasync.config import RunConfig
-from forgeasync.controller import find_checkpoint, open_files
-from forgeasync.ledger import (
+from forgeasync.buffer import (
     CheckpointedBuffer,
+    DropReason,
     JournaledBuffer,
     LedgerPosition,
+    ReplayBuffer,
     ResumedBuffer,
     RunHasEnded,
+    Submission,
+    Update,
     check_ledger,
     open_buffer,
 )
+from forgeasync.config import RunConfig
+from forgeasync.controller import find_checkpoint, open_files
 from forgeasync.rollouts import Group
 from forgeasync.schema import ConfigError
+from forgeasync.trainer import RunState, model_shape
 from tests.support.buffer_world import make_task
 from tests.support.config_samples import FACTS
 from tests.support.loops import make_config

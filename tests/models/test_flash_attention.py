@@ -48,7 +48,7 @@ def test_an_installed_kernel_is_taken(
 
 @pytest.mark.parametrize("choice", FlashAttention)
 def test_the_trainers_section_decides(monkeypatch: pytest.MonkeyPatch, choice: FlashAttention) -> None:
-    """On a Hopper with FA3 and FA4 installed; launch/gpu_checks.py refuses what does not fit a GPU."""
+    """On a Hopper with FA3 and FA4 installed; runtime/gpu_checks.py refuses what does not fit a GPU."""
     monkeypatch.setattr(flash_attention, "_choice", FlashAttention.AUTO)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())

@@ -18,7 +18,7 @@ from forgeasync.models import (
     parse_model_facts,
     read_model_facts,
 )
-from forgeasync.rehearsal import small_facts, write_model
+from forgeasync.planning import small_facts, write_model
 from forgeasync.rollouts import PromptEncoder
 from tests.support.families import VARIANTS
 

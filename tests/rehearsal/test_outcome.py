@@ -7,7 +7,7 @@ import pytest
 
 from forgeasync.config import RunConfig
 from forgeasync.observability import RunDir
-from forgeasync.rehearsal import Verdict, findings
+from forgeasync.planning import Verdict, findings
 from forgeasync.testing import tiny_config
 from tests.support.config_samples import FACTS
 

@@ -30,7 +30,7 @@ from forgeasync.config import (
 )
 from forgeasync.environments import Response
 from forgeasync.models import FAMILIES, SHIPPED_MODELS, check_config, parse_model_facts, read_model_facts
-from forgeasync.rehearsal import (
+from forgeasync.planning import (
     GENERATED,
     GIB,
     Capacity,

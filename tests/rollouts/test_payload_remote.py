@@ -16,7 +16,6 @@ import pytest
 from monarch.actor import Actor, concurrent_endpoint, this_host
 from monarch.rdma import RDMABuffer
 
-from forgeasync.launch import spawn_role
 from forgeasync.rollouts import (
     PayloadGone,
     PayloadReader,
@@ -28,6 +27,7 @@ from forgeasync.rollouts import (
     create_run_folder,
     remove_run_folder,
 )
+from forgeasync.runtime import spawn_role
 from tests.support.payloads import HOST, MIB, assert_same, make_payload
 
 pytestmark = pytest.mark.procs

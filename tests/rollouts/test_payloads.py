@@ -19,7 +19,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from forgeasync.actors import RefusedGroup, SampledRollout, store_group
 from forgeasync.buffer import DropReason
 from forgeasync.rollouts import (
     ALIGNMENT,
@@ -38,6 +37,7 @@ from forgeasync.rollouts import (
     write_into,
 )
 from forgeasync.rollouts import payloads as shared_memory
+from forgeasync.runtime import RefusedGroup, SampledRollout, store_group
 from tests.support.payloads import HOST, MIB, assert_same, make_payload, read_for_ever, write_and_die
 from tests.support.recorded_rollouts import make_rollout
 

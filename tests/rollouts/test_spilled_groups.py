@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forgeasync.actors import RefusedGroup, SampledRollout, store_group
 from forgeasync.rollouts import (
     FinishReason,
     Group,
@@ -32,6 +31,7 @@ from forgeasync.rollouts import (
     try_write_kept,
     write_kept,
 )
+from forgeasync.runtime import RefusedGroup, SampledRollout, store_group
 from tests.support.payloads import HOST, MIB
 from tests.support.recorded_rollouts import make_rollout
 

@@ -10,7 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from forgeasync.actors import (
+from forgeasync.config import SamplingSection, ScorerSection
+from forgeasync.controller import evaluate
+from forgeasync.environments import Response
+from forgeasync.observability import HeldOutScores
+from forgeasync.process_memory import MemoryPeak
+from forgeasync.rollouts import FinishReason, Score, Task, VerifierCounts, VersionRange
+from forgeasync.runtime import (
     GroupScoring,
     ProcessLost,
     ResponseGroups,
@@ -20,12 +26,6 @@ from forgeasync.actors import (
     ScorerPool,
     Unscored,
 )
-from forgeasync.config import SamplingSection, ScorerSection
-from forgeasync.controller import evaluate
-from forgeasync.environments import Response
-from forgeasync.observability import HeldOutScores
-from forgeasync.process_memory import MemoryPeak
-from forgeasync.rollouts import FinishReason, Score, Task, VerifierCounts, VersionRange
 from forgeasync.scoring import MathProblem, MathVerifierChoice, VerifierPool
 from forgeasync.testing import HandTime, tiny_config
 from forgeasync.waiting import DeadlineExceeded

@@ -15,10 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from forgeasync.actors import GroupScoring, RunRewards, ScoredResponses, ScorerPool, Unavailable
 from forgeasync.config import JudgeReward, MathReward, NamedSource, PythonSource, ScorerSection, Votes
 from forgeasync.environments import Response
 from forgeasync.rollouts import FinishReason, Score, Task
+from forgeasync.runtime import GroupScoring, RunRewards, ScoredResponses, ScorerPool, Unavailable
 from forgeasync.scoring import (
     Breaker,
     Judge,

@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2Model
 
-from forgeasync.actors import RunRewards
 from forgeasync.config import (
     NamedSource,
     ProcessRewardModel,
@@ -25,6 +24,7 @@ from forgeasync.config import (
 )
 from forgeasync.environments import Response
 from forgeasync.rollouts import FinishReason, Score, ScoreStatus, Task
+from forgeasync.runtime import RunRewards
 from forgeasync.scoring import (
     ProcessRewardPool,
     RewardFailure,

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgeasync.actors import GroupScoring, RunRewards, ScoredResponses, ScorerPool, Unscored
 from forgeasync.config import (
     MathReward,
     NamedSource,
@@ -36,6 +35,7 @@ from forgeasync.rollouts import (
     as_feedback,
     is_running,
 )
+from forgeasync.runtime import GroupScoring, RunRewards, ScoredResponses, ScorerPool, Unscored
 from forgeasync.schema import ConfigError, code_of
 from forgeasync.scoring import (
     MAX_ANSWER_BYTES,

@@ -3,10 +3,10 @@
 import asyncio
 from collections.abc import Callable, Sequence
 
-from forgeasync.actors import GroupScoring, ProcessLost, ScoredResponses, ScorerPool, Unavailable, Unscored
 from forgeasync.config import ScorerSection
 from forgeasync.environments import Response
 from forgeasync.rollouts import FinishReason, Score, Task, VerifierCounts
+from forgeasync.runtime import GroupScoring, ProcessLost, ScoredResponses, ScorerPool, Unavailable, Unscored
 from tests.support.buffer_world import make_task
 
 

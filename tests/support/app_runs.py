@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from forgeasync.ledger import verify
+from forgeasync.buffer import verify
 from forgeasync.observability import RunDir
 from tests.support.metrics import check_keys
 from tests.support.tiers import Starts, starts

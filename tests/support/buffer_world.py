@@ -6,9 +6,8 @@ A ledger's book follows it, and would contradict.
 
 from dataclasses import dataclass, field
 
-from forgeasync.buffer import Batch, DropReason, ReplayBuffer
+from forgeasync.buffer import AnyEvent, Batch, Book, DropReason, Place, ReplayBuffer
 from forgeasync.config import AccountingSection, AgeOf, BufferSection, Replacement, StaleGroups
-from forgeasync.ledger import AnyEvent, Book, Place
 from forgeasync.rollouts import Group, GroupProgress, StoredRollout, Task
 from tests.support.ledgers import opened
 from tests.support.rollouts import make_stored_rollout

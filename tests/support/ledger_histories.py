@@ -6,16 +6,19 @@ from hypothesis import strategies as st
 
 from forgeasync.buffer import (
     ATTEMPT_STRIDE,
+    AnyEvent,
     Batch,
     Candidate,
+    Checkpointed,
     DropReason,
+    Ended,
     RestorePlan,
+    Resumed,
     attempt_and_prompt,
     plan_restore,
     reference_version,
 )
 from forgeasync.config import AccountingSection, BatchOrder, BufferSection, StaleGroups
-from forgeasync.ledger import AnyEvent, Checkpointed, Ended, Resumed
 from forgeasync.rollouts import Group, Score, SpilledGroup
 from tests.support.buffer_world import EXACT, GROUP_SIZE, BufferWorld, make_task
 

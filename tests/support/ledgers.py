@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from forgeasync.ledger import FORMAT, START, AnyEvent, Opened, encode_lines
+from forgeasync.buffer import FORMAT, START, AnyEvent, Opened, encode_lines
 
 
 def opened(groups_per_step: int) -> Opened:

@@ -13,36 +13,27 @@ import numpy as np
 import pytest
 
 from apps.grpo import GrpoRun
-from forgeasync.actors import (
-    BufferReport,
-    CancelledGroup,
-    GroupSampler,
-    GroupScoring,
-    RefusedGroup,
-    ResponseGroups,
-    SampledResponse,
-    ScoredResponses,
-    ScorerPool,
-    SwappedReplica,
-    Teaching,
+from forgeasync.buffer import (
+    FORMAT,
+    START,
+    AsyncReplayBuffer,
+    Batch,
+    Book,
+    BufferSnapshot,
+    Checkpointed,
+    CheckpointedBuffer,
+    Committed,
+    Opened,
+    ReplayBuffer,
+    Resumed,
+    ResumedBuffer,
+    Update,
 )
-from forgeasync.buffer import AsyncReplayBuffer, Batch, BufferSnapshot, Committed, ReplayBuffer, Update
 from forgeasync.config import RunConfig, SamplingSection, TimeoutSection, load_config
 from forgeasync.controller import Prepared, Roles, RunFiles, StepRecord, TimesBetween, starting
 from forgeasync.environments import Response
-from forgeasync.faults import FaultLog, ReplicaTable
 from forgeasync.generator import EngineStats, SwapReport
-from forgeasync.ledger import (
-    FORMAT,
-    START,
-    Book,
-    Checkpointed,
-    CheckpointedBuffer,
-    Opened,
-    Resumed,
-    ResumedBuffer,
-)
-from forgeasync.observability import HeldOutScores, JsonLines, ProcsFile, RunDir
+from forgeasync.observability import FaultLog, HeldOutScores, JsonLines, ProcsFile, RunDir
 from forgeasync.rollouts import (
     EpisodeOutcome,
     FinishReason,
@@ -51,6 +42,20 @@ from forgeasync.rollouts import (
     Task,
     VerifierCounts,
     VersionRange,
+)
+from forgeasync.runtime import (
+    BufferReport,
+    CancelledGroup,
+    GroupSampler,
+    GroupScoring,
+    RefusedGroup,
+    ReplicaTable,
+    ResponseGroups,
+    SampledResponse,
+    ScoredResponses,
+    ScorerPool,
+    SwappedReplica,
+    Teaching,
 )
 from forgeasync.trainer import StepResult, TrainerSetup, TrainingItem
 from forgeasync.waiting import Monitor

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from forgeasync.tracing import Changed, Facts, Line, Lived, Opened, Span, State, encode
+from forgeasync.observability import Changed, Facts, Line, Lived, Opened, Span, State, encode
 from tests.support.viewer_runs import STEP_S
 
 TRACE_BEGIN_S = 1.8e9

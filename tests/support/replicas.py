@@ -13,19 +13,19 @@ import numpy as np
 import psutil
 import pytest
 
-from forgeasync.actors import (
+from forgeasync.config import GeneratorSection, SamplingSection, TimeoutSection
+from forgeasync.generator import DecodeSteps, EngineStats, SwapReport
+from forgeasync.observability import FaultLog, ProcsFile
+from forgeasync.rollouts import StoredRollout
+from forgeasync.runtime import (
     CancelledGroup,
     GeneratorPool,
     GeneratorRouter,
+    LocalHost,
+    ReplicaState,
     Spawned,
     supervised,
 )
-from forgeasync.config import GeneratorSection, SamplingSection, TimeoutSection
-from forgeasync.faults import FaultLog, ReplicaState
-from forgeasync.generator import DecodeSteps, EngineStats, SwapReport
-from forgeasync.launch import LocalHost
-from forgeasync.observability import ProcsFile
-from forgeasync.rollouts import StoredRollout
 from forgeasync.weights import FetchReport, HostShare, Manifest
 from tests.support.loops import Endpoint
 from tests.support.standing_still import standing_still

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from forgeasync.actors import GroupScoring, ProcessManager, Unscored, start_scorer
 from forgeasync.config import RunConfig, load_config
 from forgeasync.environments import Response
 from forgeasync.rollouts import FinishReason, Score, Task
+from forgeasync.runtime import GroupScoring, ProcessManager, Unscored, start_scorer
 from tests.support.config_samples import MINIMAL
 from tests.support.tiers import Starts, starts
 

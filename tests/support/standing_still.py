@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 
-from forgeasync.faults import read_stacks
+from forgeasync.runtime import read_stacks
 
 CALL = "stands_still"
 

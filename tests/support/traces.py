@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from forgeasync.observability import Lane, State, named_lanes, shares
 from forgeasync.plugins.viewer import RunReader
-from forgeasync.tracing import Lane, State, named_lanes, shares
 from tests.support.app_runs import read_lines
 
 IDLE_ENGINE = (State.WAITING_FOR_ROOM, State.FETCHING, State.STARTING)

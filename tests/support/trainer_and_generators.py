@@ -3,10 +3,10 @@
 import asyncio
 from pathlib import Path
 
-from forgeasync.actors import GeneratorRouter, ProcessManager, TrainerMesh, start_generators, start_trainer
 from forgeasync.algorithms import Loss
 from forgeasync.config import RunConfig
 from forgeasync.models import read_model_facts
+from forgeasync.runtime import GeneratorRouter, ProcessManager, TrainerMesh, start_generators, start_trainer
 from forgeasync.trainer import TrainerSetup
 
 

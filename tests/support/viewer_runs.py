@@ -8,8 +8,20 @@ from typing import Any, TypeVar
 
 from aiohttp.test_utils import TestClient, TestServer
 
-from forgeasync.buffer import Dropped, DropReason, Sampled, Scored, Started, Submitted, Trained, Update
-from forgeasync.ledger import AnyEvent, Checkpointed, Ended, Resumed
+from forgeasync.buffer import (
+    AnyEvent,
+    Checkpointed,
+    Dropped,
+    DropReason,
+    Ended,
+    Resumed,
+    Sampled,
+    Scored,
+    Started,
+    Submitted,
+    Trained,
+    Update,
+)
 from forgeasync.observability import METRICS
 from forgeasync.plugins.viewer import RunReader, application
 from tests.support.ledgers import ledger_text, opened

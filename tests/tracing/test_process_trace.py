@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgeasync.tracing import (
+from forgeasync.observability import (
     NOT_THERE,
     ORDER,
     SHORTEST_S,
@@ -345,7 +345,7 @@ def test_a_killed_process_leaves_what_it_did(tmp_path: Path) -> None:
     program = f"""
 import sys, time
 from pathlib import Path
-from forgeasync.tracing import State, doing, open_trace, started
+from forgeasync.observability import State, doing, open_trace, started
 open_trace(Path({str(tmp_path)!r}), "generator-0", idle=State.WAITING_FOR_ROOM)
 started()
 with doing(State.COMPUTING):

@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from forgeasync.actors import (
+from forgeasync.config import LoraSection, RunConfig, SamplingSection
+from forgeasync.runtime import (
     CancelledGroup,
     GeneratorRouter,
     ProcessManager,
@@ -17,7 +18,6 @@ from forgeasync.actors import (
     TrainerMesh,
     connect_weights,
 )
-from forgeasync.config import LoraSection, RunConfig, SamplingSection
 from forgeasync.testing import tiny_config, write_tiny_model
 from forgeasync.trainer import assign_rows, items_of, whole_response
 from forgeasync.weights import FetchReport

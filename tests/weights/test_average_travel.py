@@ -9,10 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from forgeasync.actors import GeneratorRouter, ProcessManager, TrainerMesh, make_folders
 from forgeasync.config import RunConfig
-from forgeasync.launch import LocalHosts
 from forgeasync.models import read_model_facts
+from forgeasync.runtime import GeneratorRouter, LocalHosts, ProcessManager, TrainerMesh, make_folders
 from forgeasync.testing import tiny_config, write_tiny_model
 from forgeasync.weights import WeightSet
 from tests.support.engine_weights import assert_engine_holds

@@ -17,18 +17,19 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from forgeasync.actors import (
+from forgeasync.config import RunConfig, SamplingSection
+from forgeasync.rollouts import PayloadReader, StoredRollout, TokenTrace, decode_rollout
+from forgeasync.runtime import (
+    LOCAL_HOST_ID,
     CancelledGroup,
     GeneratorRouter,
+    LocalHosts,
     ProcessManager,
     RefusedGroup,
     SampledResponse,
     TrainerMesh,
     connect_weights,
 )
-from forgeasync.config import RunConfig, SamplingSection
-from forgeasync.launch import LOCAL_HOST_ID, LocalHosts
-from forgeasync.rollouts import PayloadReader, StoredRollout, TokenTrace, decode_rollout
 from forgeasync.testing import tiny_config, write_tiny_model
 from forgeasync.trainer import assign_rows, items_of, whole_response
 from tests.support.engine_weights import assert_engine_holds

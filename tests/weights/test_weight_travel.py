@@ -15,10 +15,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from forgeasync.actors import GeneratorRouter, ProcessManager, RefusedGroup, TrainerMesh, connect_weights
 from forgeasync.config import ParallelSection, RunConfig, SamplingSection, TransportChoice, WeightsSection
-from forgeasync.launch import LocalHosts
 from forgeasync.models import read_model_facts
+from forgeasync.runtime import (
+    GeneratorRouter,
+    LocalHosts,
+    ProcessManager,
+    RefusedGroup,
+    TrainerMesh,
+    connect_weights,
+)
 from forgeasync.testing import tiny_config, write_tiny_model
 from forgeasync.weights import FetchReport, WeightExchange, WeightLedger
 from tests.support.engine_weights import assert_engine_holds

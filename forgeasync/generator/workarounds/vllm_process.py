@@ -16,7 +16,7 @@ from vllm.utils.network_utils import get_file_store_init_method
 from vllm.v1.executor import multiproc_executor, uniproc_executor
 from vllm.v1.sample import sampler
 
-from forgeasync.faults import own_prefix
+from forgeasync.files import own_prefix
 
 
 def adapt_process() -> None:

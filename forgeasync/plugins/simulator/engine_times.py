@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 import psutil
 
-from forgeasync.actors import GeneratorActor
 from forgeasync.buffer import Start
 from forgeasync.config import SamplingSection
 from forgeasync.generator import DecodeTiming, PrefillTiming
@@ -17,6 +16,7 @@ from forgeasync.plugins.simulator.engine import Engine, EngineCost
 from forgeasync.plugins.simulator.groups import DrawnRollout, SimulatedGroup
 from forgeasync.plugins.simulator.profile import DecodePoint, Estimate
 from forgeasync.rollouts import Group
+from forgeasync.runtime import GeneratorActor
 
 NUM_STEPS = 16
 """Decode steps of each sequence in a round."""

@@ -21,11 +21,19 @@ from pathlib import Path
 
 import numpy as np
 
-from forgeasync.buffer import Dropped, DropReason, Scored, Started, Submitted, Trained
+from forgeasync.buffer import BadLine, Dropped, DropReason, LedgerLines, Scored, Started, Submitted, Trained
 from forgeasync.config import RunConfig, is_served, load_config, resolve
-from forgeasync.ledger import BadLine, LedgerLines
 from forgeasync.models import read_model_facts
-from forgeasync.observability import KEYS, MeasuredWindow, RunDir, num_steps_ahead, read_json_lines
+from forgeasync.observability import (
+    KEYS,
+    SUFFIX,
+    Lane,
+    MeasuredWindow,
+    RunDir,
+    Span,
+    num_steps_ahead,
+    read_json_lines,
+)
 from forgeasync.plugins.simulator.lengths import fit_lengths
 from forgeasync.plugins.simulator.profile import (
     Cores,
@@ -46,7 +54,6 @@ from forgeasync.plugins.simulator.shape import SimulatedRun, of_config
 from forgeasync.plugins.simulator.stated_profile import KV_BLOCK_TOKENS
 from forgeasync.rollouts import padded_length, plan_rows
 from forgeasync.schema import ConfigError, Problem, raise_if_any
-from forgeasync.tracing import SUFFIX, Lane, Span
 
 MAX_STEPS = 200
 """Newest steps that count."""

@@ -11,13 +11,13 @@ from collections import deque
 from collections.abc import Callable
 
 from forgeasync.config import Interruption, KvAfterSwap, WeightsSection
-from forgeasync.faults import ReplicaTable
 from forgeasync.plugins.simulator.clock import Clock
 from forgeasync.plugins.simulator.engine import Engine, EngineCost
 from forgeasync.plugins.simulator.groups import Draws, Sequence, SimulatedGroup
 from forgeasync.plugins.simulator.profile import Cores, Distribution, WeightTimes
 from forgeasync.plugins.simulator.shape import SimulatedRun
 from forgeasync.rollouts import GroupProgress
+from forgeasync.runtime import ReplicaTable
 from forgeasync.weights import Manifest, WeightLedger
 
 OnResponse = Callable[[SimulatedGroup, int], None]

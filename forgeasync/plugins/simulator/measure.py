@@ -14,7 +14,6 @@ import psutil
 import torch
 from rich.console import Console
 
-from forgeasync.actors import GeneratorActor, LiveReplica
 from forgeasync.config import LocalLauncher, RunConfig, is_served, resolve
 from forgeasync.controller import (
     REPORT_COLUMNS,
@@ -77,6 +76,7 @@ from forgeasync.plugins.simulator.step_times import (
 )
 from forgeasync.plugins.simulator.tables import profile_table, what_if_table
 from forgeasync.plugins.simulator.what_if import what_if
+from forgeasync.runtime import GeneratorActor, LiveReplica
 from forgeasync.schema import Problem, raise_if_any
 from forgeasync.scoring import GroupFiltering
 

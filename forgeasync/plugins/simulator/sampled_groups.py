@@ -6,13 +6,13 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from forgeasync.actors import GroupSampler, GroupScoring, SampledGroup, Unscored
 from forgeasync.buffer import Submission
 from forgeasync.controller import Prepared, Roles
 from forgeasync.environments import response_of, sampling_seed, weighted_order
 from forgeasync.plugins.simulator.lengths import fit_lengths, mean_of_groups
 from forgeasync.plugins.simulator.profile import Distribution, EnvironmentTimes, Lengths
 from forgeasync.rollouts import Group, Score, StoredRollout, Task, steps_of
+from forgeasync.runtime import GroupSampler, GroupScoring, SampledGroup, Unscored
 
 FIRST_GROUP = 1_000_000
 """Number of the first group that is sampled here, larger than those of the loops' groups."""

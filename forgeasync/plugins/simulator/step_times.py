@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from forgeasync.actors import GeneratorRouter, ProcessManager, TrainerRecovery
 from forgeasync.config import RunConfig
 from forgeasync.controller import (
     Prepared,
@@ -27,6 +26,7 @@ from forgeasync.plugins.simulator.engine_times import (
 from forgeasync.plugins.simulator.profile import Distribution, Estimate, TrainPoint, WeightTimes
 from forgeasync.plugins.simulator.sampled_groups import NotProfiled
 from forgeasync.rollouts import Group, Score, padded_length
+from forgeasync.runtime import GeneratorRouter, ProcessManager, TrainerRecovery
 from forgeasync.trainer import TrainingItem, assign_rows, training_items
 from forgeasync.weights import NUM_SLOTS
 

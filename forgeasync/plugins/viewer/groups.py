@@ -12,25 +12,23 @@ from pathlib import Path
 import numpy as np
 
 from forgeasync.buffer import (
+    AnyEvent,
+    BadLine,
+    Checkpointed,
     Dropped,
     DropReason,
+    Ended,
+    LedgerLines,
+    LedgerUnreadable,
+    Opened,
     Restored,
+    Resumed,
     Sampled,
     Scored,
     Started,
     Submitted,
     Trained,
     Update,
-)
-from forgeasync.ledger import (
-    AnyEvent,
-    BadLine,
-    Checkpointed,
-    Ended,
-    LedgerLines,
-    LedgerUnreadable,
-    Opened,
-    Resumed,
 )
 from forgeasync.plugins.viewer.appended_lines import LineGone, Piece, read_record
 from forgeasync.plugins.viewer.metrics import ELAPSED_S, MetricTable

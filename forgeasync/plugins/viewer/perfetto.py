@@ -11,12 +11,11 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from forgeasync.faults import Role
+from forgeasync.observability import Lane, Role, Span, named_lanes
 from forgeasync.plugins.viewer.groups import Fate, GroupLife, RunClock
 from forgeasync.plugins.viewer.metrics import ELAPSED_S, HEADLINES, STEP
 from forgeasync.plugins.viewer.processes import recorded_at
 from forgeasync.plugins.viewer.run_reader import RunReader
-from forgeasync.tracing import Lane, Span, named_lanes
 
 TRAINER, GROUPS, FAULTS = 1, 2, 3
 """Process numbers in the file of what is no process: steps, groups, faults."""

@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from forgeasync.observability import NOT_THERE, ORDER, SUFFIX, Lane, Span, named_lanes, shares, states_between
 from forgeasync.plugins.viewer.appended_lines import Followed, Piece
-from forgeasync.tracing import NOT_THERE, ORDER, SUFFIX, Lane, Span, named_lanes, shares, states_between
 
 MAX_SPANS = 400
 """Most spans of one lane in an answer, the longest ones."""

@@ -15,7 +15,7 @@ import pytest
 
 from forgeasync.config import HttpServer, McpServerSection, StdioServer
 from forgeasync.environments import EpisodeInterrupted, McpTools, Toolbox, ToolCall, ToolResult, mcp_servers
-from forgeasync.faults import RUN_MARK
+from forgeasync.files import RUN_MARK
 from forgeasync.rollouts import ToolStatus, is_running
 from forgeasync.testing import HandTime
 from tests.support.processes import free_port

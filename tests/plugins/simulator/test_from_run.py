@@ -9,6 +9,7 @@ import pytest
 from apps.profile import main
 from forgeasync.buffer import Dropped, DropReason, Sampled, Scored, Start, Started, Submitted, Trained, Update
 from forgeasync.config import RunConfig, dump_config, load_config
+from forgeasync.observability import Line, Opened, Span, State, encode
 from forgeasync.plugins.simulator import (
     Clock,
     DecodePoint,
@@ -26,7 +27,6 @@ from forgeasync.plugins.simulator import (
 from forgeasync.rollouts import Task, padded_length, plan_rows
 from forgeasync.schema import ConfigError
 from forgeasync.testing import tiny_config, write_tiny_model
-from forgeasync.tracing import Line, Opened, Span, State, encode
 from tests.support.ledgers import ledger_text, opened
 
 NUM_STEPS, NUM_GROUPS, GROUP_SIZE = 60, 6, 4

@@ -19,7 +19,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgeasync.actors import GeneratorActor, GeneratorRouter, GroupScoring
 from forgeasync.config import SamplingSection, load_config
 from forgeasync.controller import StepTimes
 from forgeasync.environments import weighted_order
@@ -59,6 +58,7 @@ from forgeasync.plugins.simulator import (
     step_rest_s,
 )
 from forgeasync.rollouts import Group
+from forgeasync.runtime import GeneratorActor, GeneratorRouter, GroupScoring
 from forgeasync.testing import VirtualTime, tiny_config
 from forgeasync.trainer import assign_rows, training_items
 from tests.support.buffer_world import make_task

@@ -10,9 +10,9 @@ import pytest
 import forgeasync.plugins.simulator
 from forgeasync.buffer import AccountingLedger, BatchLine, LoadController, ReplayBuffer
 from forgeasync.config import BufferSection, ScorerSection, StaleGroups
-from forgeasync.faults import ReplicaTable
 from forgeasync.plugins.simulator import Prediction, run, simulate
 from forgeasync.rollouts import PayloadBudget, row_plan
+from forgeasync.runtime import ReplicaTable
 from forgeasync.scoring import Dispatcher
 from forgeasync.weights import Manifest, WeightLedger
 from tests.support.profiles import simple_profile

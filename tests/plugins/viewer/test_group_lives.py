@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgeasync.buffer import DropReason
-from forgeasync.ledger import Book, Opened
+from forgeasync.buffer import Book, DropReason, Opened
 from forgeasync.plugins.viewer import RunReader
 from tests.support.ledgers import ledger_text, opened
 from tests.support.viewer_runs import (

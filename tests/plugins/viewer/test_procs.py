@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from forgeasync.observability import ORDER, Changed, Lived, Opened, Span, State, encode
 from forgeasync.plugins.viewer import RunReader
-from forgeasync.tracing import ORDER, Changed, Lived, Opened, Span, State, encode
 from tests.support.made_traces import TRACE_BEGIN_S, write_traces
 from tests.support.viewer_runs import STEP_S, asked, read, write_run
 

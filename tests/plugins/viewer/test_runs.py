@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forgeasync.ledger import Opened
+from forgeasync.buffer import Opened
 from forgeasync.plugins.viewer import NoRun, RunReader, status_lines, status_of
 from tests.support.ledgers import ledger_text
 from tests.support.viewer_runs import STEP_S, asked, read, write_run

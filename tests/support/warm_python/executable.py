@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-PROC = "forgeasync.launch.bootstrap_main"
+PROC = "forgeasync.runtime.bootstrap_main"
 """The module of a Monarch proc."""
 
 APPS = {"apps.distill", "apps.evaluate", "apps.grpo", "apps.serve"}

@@ -1,6 +1,0 @@
-"""The ledger of a run: one line for each event of a prompt, and the proof that every prompt trained once."""
-
-import lazy_loader
-
-# __init__.pyi lists the names; each one is imported from its module when it is first used.
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

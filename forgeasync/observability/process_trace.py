@@ -1,0 +1,518 @@
+"""What every process of a run does and when: its state at each moment, and spans.
+
+One process has one trace, a file of the run beside its log. ``open_trace`` begins it, and ``doing`` and
+``span`` may be used anywhere in any thread. Without a trace (tests, a process of your own) they do nothing. A
+thread of its own writes, so that neither a slow disk nor a full one holds anything up.
+
+The first line of the file says whose trace it is. Then come changes of state, spans that have ended, and
+signs of life while nothing else happens. Times are seconds since 1970: by the host's clock when the process
+began, and after that by a clock that never jumps. Clocks of different hosts can differ.
+
+``Lane`` reads a trace. Shape suffix: N edges between which time is measured.
+"""
+
+import atexit
+import os
+import socket
+import threading
+import time
+from array import array
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from forgeasync.files import AppendedFile, is_refusal
+from forgeasync.observability.run_log import say_on_stderr
+
+SUFFIX = ".trace.jsonl"
+
+FORMAT = 1
+"""Raised whenever older readers would misread a file."""
+
+SHORTEST_S = 0.001
+"""A state that lasts for less counts as the one after it: a busy loop would write a line for every call."""
+
+WRITE_EVERY_S = 1.0
+
+ALIVE_EVERY_S = 5.0
+"""A sign of life is written after so long without a line; a killed process's trace ends with its last one."""
+
+MAX_PENDING = 20_000
+"""Spans that wait for a disk; further ones are counted."""
+
+MAX_KEPT_BYTES = 4 << 20
+"""Bytes that a disk has refused; until it takes them, nothing further is handed to it."""
+
+
+# --- states ---
+
+
+class State(StrEnum):
+    """What a process does at a moment. Of all that is in flight, the first one of this list is its state."""
+
+    STARTING = "starting"
+    """Loads libraries, a model or an environment."""
+    SWAPPING = "swapping"
+    """Decoding stands still for new weights."""
+    COMPUTING = "computing"
+    """Samples, scores, runs episodes or makes an optimizer step, waiting for other ranks included."""
+    EVALUATING = "evaluating"
+    """Samples only what is not trained on. The controller: training waits for an evaluation."""
+    PUBLISHING = "publishing"
+    """Checks, copies and sums up weights for the generators."""
+    FETCHING = "fetching"
+    """Reads weights, or arrays of rollouts, and does nothing else."""
+    WAITING_FOR_BATCH = "waiting for a batch"
+    """Has nothing to train on, to score or to run."""
+    WAITING_FOR_ROOM = "waiting for room"
+    """Has nothing to sample: the buffer lets no further group start."""
+
+
+ORDER = tuple(State)
+
+NOT_THERE = len(ORDER)
+"""Stands for no state where a process had not begun, or had ended."""
+
+
+class StateClock:
+    """Counts what is in flight, and says the state that follows from it. Pure."""
+
+    def __init__(self, idle: State) -> None:
+        """``idle`` is the state while nothing is in flight."""
+        self._idle = idle
+        self._num_in_flight: Counter[State] = Counter()
+
+    @property
+    def state(self) -> State:
+        return next((state for state in ORDER if self._num_in_flight[state]), self._idle)
+
+    def begin(self, state: State) -> None:
+        """Something of this state begins."""
+        self._num_in_flight[state] += 1
+
+    def end(self, state: State) -> None:
+        """One of them has ended."""
+        assert self._num_in_flight[state] > 0, f"{state} was not begun"
+        self._num_in_flight[state] -= 1
+
+
+# --- lines of a file ---
+
+Facts = Mapping[str, int | str]
+"""What a span is about, such as a version or a group."""
+
+
+class UnknownTrace(ValueError):
+    """A line that no trace of this version has; the text says why."""
+
+
+class Opened(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    omit_defaults=True,
+    rename={"at_s": "at"},
+    tag_field="trace",
+    tag=FORMAT,
+):
+    """The first line."""
+
+    at_s: float
+    proc: str
+    """Its role and number, such as ``generator-0``."""
+    pid: int = 0
+    host: str = ""
+    state: State
+
+
+class Changed(msgspec.Struct, frozen=True, kw_only=True, rename={"at_s": "at"}):
+    """The process is in another state from this moment on."""
+
+    at_s: float
+    state: State
+
+
+class Span(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    omit_defaults=True,
+    rename={"begin_s": "at", "name": "span", "took_s": "s"},
+):
+    """Something that a process did."""
+
+    begin_s: float
+    name: str
+    took_s: float = 0.0
+    facts: Facts = msgspec.field(default_factory=dict)
+
+
+class Lived(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    omit_defaults=True,
+    rename={"at_s": "at", "num_lost": "lost"},
+):
+    """The process lived at this moment; it had to leave out so many lines since the last such line."""
+
+    at_s: float
+    num_lost: int = 0
+
+
+Line = Opened | Changed | Span | Lived
+
+_ENCODER = msgspec.json.Encoder()
+_DECODER = msgspec.json.Decoder(dict[str, object])
+
+
+def encode(line: Line) -> bytes:
+    """Return the line with its newline."""
+    return _ENCODER.encode(line) + b"\n"
+
+
+def decode(data: bytes) -> Line:
+    """Return what a line without its newline says.
+
+    Raises:
+        UnknownTrace: it is no line of a trace, or the first one of a trace of another version.
+    """
+    try:
+        found = _DECODER.decode(data)
+        if "trace" in found:
+            if found["trace"] != FORMAT:
+                raise UnknownTrace(f"a trace of format {found['trace']}; this version reads {FORMAT}")
+            return msgspec.convert(found, Opened)
+        if "state" in found:
+            return msgspec.convert(found, Changed)
+        return msgspec.convert(found, Span) if "span" in found else msgspec.convert(found, Lived)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise UnknownTrace(f"no line of a trace: {error}") from None
+
+
+class Pending:
+    """Lines that were not written yet; changes of state that follow too fast are one. Pure."""
+
+    def __init__(self, state: State, *, max_lines: int) -> None:
+        """``state`` is the one that the file says so far."""
+        self._written = state
+        self._changes: list[Changed] = []
+        self._spans: list[Span] = []
+        self._max_lines = max_lines
+        self._num_lost = 0
+        self._unsaid: State | None = None
+        """The newest state, if the changes since the last ``take`` were too many."""
+
+    def change(self, at_s: float, state: State) -> None:
+        """Note a change of state."""
+        changes = self._changes
+        if changes and at_s - changes[-1].at_s < SHORTEST_S:
+            at_s = changes.pop().at_s
+        if len(changes) >= self._max_lines:
+            self._unsaid = state
+            self._num_lost += 1
+        elif state is not (changes[-1].state if changes else self._written):
+            changes.append(Changed(at_s=at_s, state=state))
+
+    def add(self, span: Span) -> None:
+        """Note a span; counted instead where too many lines wait for a disk."""
+        if len(self._spans) < self._max_lines:
+            self._spans.append(span)
+        else:
+            self._num_lost += 1
+
+    def take(self, at_s: float, *, says_lived: bool) -> list[Line]:
+        """Return what is to be written now, and forget it; with ``says_lived`` at least a sign of life."""
+        lines: list[Line] = [*self._changes, *self._spans]
+        if self._changes:
+            self._written = self._changes[-1].state
+        if self._unsaid is not None:
+            lines.append(Changed(at_s=at_s, state=self._unsaid))
+            self._written, self._unsaid = self._unsaid, None
+        self._changes, self._spans = [], []
+        if self._num_lost or (says_lived and not lines):
+            lines.append(Lived(at_s=at_s, num_lost=self._num_lost))
+            self._num_lost = 0
+        return lines
+
+
+# --- writing the trace of this process ---
+
+
+class _ProcessTrace:
+    """One trace. Safe for threads."""
+
+    def __init__(self, path: Path, proc: str, *, idle: State) -> None:
+        """Begin it, in the state STARTING, which ``started`` ends.
+
+        Raises:
+            OSError: there can be no such file.
+        """
+        self._zero_s = time.time() - time.perf_counter()
+        self._lock = threading.Lock()
+        self._clock = StateClock(idle)
+        self._clock.begin(State.STARTING)
+        self._pending = Pending(State.STARTING, max_lines=MAX_PENDING)
+        self._file = AppendedFile.open(path)
+        self._is_closed = threading.Event()
+        self._written_s = self._now_s()
+        self._write(
+            Opened(
+                at_s=self._written_s,
+                proc=proc,
+                pid=os.getpid(),
+                host=socket.gethostname(),
+                state=State.STARTING,
+            )
+        )
+        self._writer = threading.Thread(target=self._serve, name="trace", daemon=True)
+        self._writer.start()
+
+    def begin(self, state: State) -> None:
+        """Something of this state begins."""
+        with self._lock:
+            self._clock.begin(state)
+            self._pending.change(self._now_s(), self._clock.state)
+
+    def end(self, state: State) -> None:
+        """One of them has ended."""
+        with self._lock:
+            self._clock.end(state)
+            self._pending.change(self._now_s(), self._clock.state)
+
+    def add_span(self, name: str, facts: Facts, start_s: float) -> None:
+        """Note a span that began at ``start_s`` by ``time.perf_counter`` and ends now."""
+        took_s = round(time.perf_counter() - start_s, 6)
+        span = Span(begin_s=round(self._zero_s + start_s, 6), took_s=took_s, name=name, facts=dict(facts))
+        with self._lock:
+            self._pending.add(span)
+
+    def close(self) -> None:
+        """Write what there is and end the trace."""
+        self._is_closed.set()
+        self._writer.join()
+        self._file.close()
+
+    def _now_s(self) -> float:
+        return round(self._zero_s + time.perf_counter(), 6)
+
+    def _serve(self) -> None:
+        is_last = False
+        while not is_last:
+            is_last = self._is_closed.wait(WRITE_EVERY_S)
+            if self._file.num_kept_bytes > MAX_KEPT_BYTES:
+                # Lines stay pending, and are counted once there are too many.
+                lines = []
+            else:
+                with self._lock:
+                    now_s = self._now_s()
+                    is_silent = is_last or now_s - self._written_s >= ALIVE_EVERY_S
+                    lines = self._pending.take(now_s, says_lived=is_silent)
+            if not (lines or self._file.num_kept_bytes):
+                continue
+            try:
+                self._write(*lines)
+            except OSError as error:
+                say_on_stderr(f"this process's trace ends here: {error}")
+                return
+            self._written_s = now_s
+
+    def _write(self, *lines: Line) -> None:
+        """Write lines; what a disk refuses for a while is kept.
+
+        Raises:
+            OSError: it refuses for good.
+        """
+        try:
+            self._file.write(b"".join(map(encode, lines)))
+        except OSError as error:
+            if not is_refusal(error):
+                raise
+
+
+_trace: _ProcessTrace | None = None
+"""The trace of this process, if it has one."""
+
+
+def open_trace(folder: Path, proc: str, *, idle: State) -> None:
+    """Begin this process's trace in the folder of the run's logs; ``idle`` is its state with nothing to do.
+
+    If the file cannot be made, a line on stderr says so, and there is no trace.
+    """
+    global _trace
+    close_trace()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # With the time: a resumed run's process may have the number of an earlier one.
+        name = f"{proc}-{os.getpid()}-{time.time():.0f}{SUFFIX}"
+        _trace = _ProcessTrace(folder / name, proc, idle=idle)
+    except OSError as error:
+        say_on_stderr(f"{proc} has no trace: {error}")
+
+
+def close_trace() -> None:
+    """End this process's trace, if it has one."""
+    global _trace
+    trace, _trace = _trace, None
+    if trace is not None:
+        trace.close()
+
+
+# Processes that end in order write their last second.
+atexit.register(close_trace)
+
+
+def started() -> None:
+    """This process can do what it is for."""
+    if _trace is not None:
+        _trace.end(State.STARTING)
+
+
+@contextmanager
+def doing(state: State) -> Iterator[None]:
+    """Something of this state is in flight during the block."""
+    trace = _trace
+    if trace is None:
+        yield
+        return
+    trace.begin(state)
+    try:
+        yield
+    finally:
+        trace.end(state)
+
+
+@contextmanager
+def span(name: str, facts: Facts | None = None) -> Iterator[None]:
+    """The block is a span of the trace; spans may overlap."""
+    trace, start_s = _trace, time.perf_counter()
+    try:
+        yield
+    finally:
+        if trace is not None:
+            trace.add_span(name, facts or {}, start_s)
+
+
+# --- reading traces ---
+
+
+class Lane:
+    """What one process did. Lines are added in the order of its file."""
+
+    def __init__(self) -> None:
+        self.opened: Opened | None = None
+        """Whose trace it is; None until the first line was read."""
+        self.end_s = 0.0
+        """When the process is last known to have lived."""
+        self.spans: list[Span] = []
+        self.num_lost = 0
+        """Lines that the process could not write."""
+        self.num_damaged = 0
+        self.first_damage: str | None = None
+        self._begins = array("d")
+        self._states = bytearray()
+
+    def add(self, line: bytes) -> None:
+        """Take in a line without its newline; a line of no trace is counted."""
+        try:
+            read = decode(line)
+        except UnknownTrace as problem:
+            self._damaged(str(problem))
+            return
+        match read:
+            case Opened():
+                self.opened = read
+                self._change(read.at_s, read.state)
+            case _ if self.opened is None:
+                self._damaged("the first line does not say whose trace it is")
+                return
+            case Changed():
+                self._change(read.at_s, read.state)
+            case Span():
+                self.spans.append(read)
+                self.end_s = max(self.end_s, read.begin_s + read.took_s)
+            case Lived():
+                self.num_lost += read.num_lost
+                self.end_s = max(self.end_s, read.at_s)
+
+    def _damaged(self, problem: str) -> None:
+        self.num_damaged += 1
+        if self.first_damage is None:
+            self.first_damage = problem
+
+    def _change(self, at_s: float, state: State) -> None:
+        # Spans carry their beginnings, changes never go back.
+        self._begins.append(max(at_s, self._begins[-1]) if self._begins else at_s)
+        self._states.append(ORDER.index(state))
+        self.end_s = max(self.end_s, at_s)
+
+    @property
+    def begin_s(self) -> float:
+        """When its trace begins."""
+        assert self.opened is not None, "a lane without a line"
+        return self.opened.at_s
+
+    @property
+    def state(self) -> State:
+        """The newest state."""
+        return ORDER[self._states[-1]]
+
+    def stretches(self) -> Iterator[tuple[State, float, float]]:
+        """Yield every state with its beginning and its end, in seconds since 1970."""
+        ends = [*self._begins[1:], self.end_s]
+        for place, begin_s, end_s in zip(self._states, self._begins, ends, strict=True):
+            yield ORDER[place], begin_s, end_s
+
+    def seconds_N(self, edges_N: np.ndarray) -> np.ndarray:
+        """Return [states, N - 1]: how long it was in each of ``ORDER`` between edges, in seconds."""
+        begins = np.array(self._begins)
+        ends = np.append(begins[1:], max(self.end_s, begins[-1]))
+        states = np.frombuffer(bytes(self._states), dtype=np.uint8)
+        found = np.empty((len(ORDER), len(edges_N) - 1))
+        knots = np.append(begins, ends[-1])
+        for number in range(len(ORDER)):
+            passed = np.concatenate([[0.0], np.cumsum(np.where(states == number, ends - begins, 0.0))])
+            found[number] = np.diff(np.interp(edges_N, knots, passed))
+        return found
+
+
+def named_lanes(lanes: Sequence[Lane]) -> dict[str, list[Lane]]:
+    """Return the processes that have had each name, such as ``generator-0``, one after the other."""
+    found: dict[str, list[Lane]] = {}
+    for lane in sorted((one for one in lanes if one.opened is not None), key=lambda one: one.begin_s):
+        assert lane.opened is not None
+        found.setdefault(lane.opened.proc, []).append(lane)
+    return dict(sorted(found.items(), key=lambda item: _place(item[0])))
+
+
+_ROLES = ("controller", "trainer", "generator", "teacher", "scorer", "environment", "buffer")
+
+
+def _place(name: str) -> tuple[int, str, int, str]:
+    role, _, number = name.rpartition("-")
+    known = next((place for place, one in enumerate(_ROLES) if name.startswith(one)), len(_ROLES))
+    return (known, role, int(number), "") if number.isdecimal() else (known, name, 0, name)
+
+
+def states_between(lanes: Sequence[Lane], edges_N: np.ndarray) -> np.ndarray:
+    """Return [N - 1]: the state, by its place in ``ORDER``, that takes most of the time between two edges.
+
+    ``NOT_THERE`` where none of the processes was there for most of it. ``lanes`` follow each other.
+    """
+    seconds = sum((lane.seconds_N(edges_N) for lane in lanes), np.zeros((len(ORDER), len(edges_N) - 1)))
+    absent = np.diff(edges_N) - seconds.sum(axis=0)
+    return np.vstack([seconds, absent]).argmax(axis=0)
+
+
+def shares(lanes: Sequence[Lane], begin_s: float, end_s: float) -> Mapping[State, float]:
+    """Return the share of each state in the time that the processes were there; empty if they were not."""
+    seconds = sum((lane.seconds_N(np.array([begin_s, end_s]))[:, 0] for lane in lanes), np.zeros(len(ORDER)))
+    total = float(seconds.sum())
+    if total <= 0.0:
+        return {}
+    return {state: float(seconds[place]) / total for place, state in enumerate(ORDER)}

@@ -1,0 +1,506 @@
+"""The rule by which a config becomes a rehearsal: what is made small, what is replaced, and what stays.
+
+Roles, parallel degrees, transports, the objective with its corrections and filters, the replay of routed
+experts and kept tokens, ages, dtypes and whatever else is not named here stay as they are. Model, lengths
+and batch become small. Replicas and data-parallel groups are left out where they do not fit. What needs a GPU
+is replaced where there is none.
+"""
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import BaseModel
+
+from forgeasync.algorithms import ConstantLength, DynamicSampling, OverlongPenalty
+from forgeasync.config import (
+    EvaluationMode,
+    EvaluationSet,
+    HostCounts,
+    HuggingFaceSource,
+    LocalLauncher,
+    ModelFacts,
+    ProcessLauncher,
+    PythonReward,
+    ReasoningGymSource,
+    Rewards,
+    RunConfig,
+    SourceSection,
+    TimeoutSection,
+    WeightedSource,
+    default_name,
+    gpus_per_host,
+    longest_response,
+    name_of,
+    named_sources,
+    num_hosts,
+    rewards_of,
+)
+from forgeasync.models import kv_bytes_per_token, largest_group_payload_bytes
+from forgeasync.planning.fit import GIB, Capacity, Part, largest_part
+from forgeasync.planning.tiny_model import small_facts
+from forgeasync.schema import ConfigError, Problem
+
+NUM_STEPS = 3
+
+EVERY_STEPS = 2
+"""Steps between two evaluations, and between two checkpoints."""
+
+RESPONSE_TOKENS = 32
+
+EPISODE_TOKENS = 1024
+"""Context of an environment, which makes its prompts itself."""
+
+MAX_SEQUENCES_PER_ROW = 4
+
+NUM_SEQS, BATCHED_TOKENS = 32, 512
+
+KV_BLOCK_TOKENS = 128
+"""vLLM's CPU build gives a sequence whole blocks of so many tokens."""
+
+SMALLEST_KV_CACHE_GIB = 0.02
+
+SMALLEST_STORE_GIB = 0.02
+
+ANSWER_LIMIT_S = 30.0
+
+DEADLINE_S = 1800.0
+"""Many processes on few cores are slow to start, and in everything else."""
+
+HOST_S = 300.0
+"""Hosts whose controller was killed end by themselves after twice this long."""
+
+
+MADE_UP_SCORE = PythonReward(factory="forgeasync.planning.made_up_score.score", name="made_up")
+
+GENERATED = ReasoningGymSource(
+    kind="reasoning_gym",
+    task="chain_sum",
+    options={"min_terms": 2, "max_terms": 4, "min_digits": 1, "max_digits": 2},
+)
+
+NUM_TRAIN, NUM_EVALUATED = 256, 8
+
+_FEWER = "enough for three steps"
+
+
+S = TypeVar("S", bound=BaseModel)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """One key of the config, or one size of the model, that a rehearsal has otherwise than the run."""
+
+    field: str
+    before: str
+    after: str
+    why: str
+    untried: str | None = None
+    """What the rehearsal cannot show because of this change; None if it shows the same at another size."""
+
+
+@dataclass(slots=True)
+class Draft:
+    """A config that is being changed, and the changes so far."""
+
+    config: RunConfig
+    changes: list[Change] = field(default_factory=list)
+
+    def set(self, key: str, value: object, why: str, untried: str | None = None) -> None:
+        """Replace the value at a dotted key; nothing happens if it is the same already."""
+        before = self.config
+        for part in key.split("."):
+            before = getattr(before, part)
+        if before == value:
+            return
+        self.put(key, value)
+        self.note(key, before, value, why, untried)
+
+    def put(self, key: str, value: object) -> None:
+        """Replace the value at a dotted key without a note: ``note`` has told of it, or will."""
+        self.config = _replaced(self.config, key.split("."), value)
+
+    def note(self, name: str, before: object, after: object, why: str, untried: str | None = None) -> None:
+        """Record a change that was made elsewhere; nothing happens if the values are equal."""
+        if before != after:
+            self.changes.append(
+                Change(field=name, before=_shown(before), after=_shown(after), why=why, untried=untried)
+            )
+
+
+def _replaced(section: S, parts: list[str], value: object) -> S:
+    first, *rest = parts
+    new = _replaced(getattr(section, first), rest, value) if rest else value
+    return section.model_copy(update={first: new})
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, BaseModel):
+        # The kind says which section it is; launchers and sources have one.
+        return str(value.model_dump(mode="json").get("kind", type(value).__name__))
+    if isinstance(value, tuple | list):
+        return ", ".join(map(_shown, value)) or "none"
+    return f"{value:.4g}" if isinstance(value, float) else "none" if value is None else str(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """Where a rehearsal is to run, and what was measured there."""
+
+    folder: Path
+    """The rehearsal's own run folder."""
+    capacity: Capacity | None
+    """What this machine has; None: the config's own launcher places the run, and nothing is left out."""
+    num_gpus: int
+    """GPUs of this machine, for a run that is placed on it."""
+    local_paths: frozenset[str]
+    """Data sets that are on this machine."""
+    longest_prompt: int
+    """Tokens of the longest prompt, with the rehearsal's tokenizer and problems."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rehearsal:
+    """The config of a rehearsal, with its model's shape and everything that was changed."""
+
+    config: RunConfig
+    facts: ModelFacts
+    changes: tuple[Change, ...]
+
+
+def rehearsed(config: RunConfig, facts: ModelFacts, stage: Stage) -> Rehearsal:
+    """Return the rehearsal of a config that has no problems.
+
+    Raises:
+        ConfigError: the machine is too small for the parallel degrees, or the run has teachers.
+    """
+    if config.teachers:
+        remedy = "must be left out of a rehearsal, with the terms that need them: it has no small teachers"
+        raise ConfigError([Problem(field="teachers", value=sorted(config.teachers), remedy=remedy)])
+    draft = Draft(config)
+    draft.set("run_dir", str(stage.folder), "a folder of its own: nothing of the run's is overwritten")
+    draft.set("checkpoint.folder", None, "in the rehearsal's own folder", None)
+    draft.set("logging.wandb", None, "no run of anybody's project", "Weights & Biases")
+    on_gpus = _runs_on_gpus(config, stage)
+    _place(draft, stage)
+    rehearse_data(draft, stage.local_paths)
+    _shorten(draft, stage.longest_prompt)
+    _reduce_batch(draft)
+    if not on_gpus:
+        _replace_what_needs_gpus(draft)
+    if stage.capacity is not None:
+        _be_patient(draft)
+    draft.set("model.path", str(stage.folder / "model"), "random weights", "the model's own weights")
+    small = small_facts(
+        facts,
+        draft.config.trainer.parallel,
+        draft.config.generator,
+        max_context_length=draft.config.model.max_context_length,
+        on_gpus=on_gpus,
+    )
+    _note_sizes(draft, facts, small)
+    _fit_vocabulary(draft, small)
+    _scale_memory(draft, config, facts, small)
+    return Rehearsal(config=draft.config, facts=small, changes=tuple(draft.changes))
+
+
+def _runs_on_gpus(config: RunConfig, stage: Stage) -> bool:
+    if stage.capacity is None and not isinstance(config.launcher, LocalLauncher):
+        return gpus_per_host(config.launcher) > 0
+    return stage.num_gpus > 0
+
+
+def _place(draft: Draft, stage: Stage) -> None:
+    part = largest_part(draft.config, stage.capacity)
+    _leave_out(draft, part)
+    launcher = draft.config.launcher
+    if stage.capacity is None or isinstance(launcher, LocalLauncher):
+        return
+    hosts = HostCounts(trainer=part.num_trainer_hosts, generators=part.num_generator_hosts)
+    why = "not on this machine"
+    lost = f"the launcher {launcher.kind}, its scheduler and the network between hosts"
+    if stage.num_gpus:
+        draft.set(
+            "launcher", LocalLauncher(), f"{why}; hosts that are processes have no GPUs", f"{lost}; hosts"
+        )
+        return
+    before = num_hosts(launcher)
+    if not isinstance(launcher, ProcessLauncher):
+        draft.set("launcher", ProcessLauncher(kind="process", hosts=hosts), why, lost)
+    for role in ("trainer", "generators"):
+        counts = (getattr(before, role), getattr(hosts, role))
+        draft.note(f"launcher.hosts.{role}", *counts, "procs spread evenly over hosts", None)
+    draft.put("launcher", ProcessLauncher(kind="process", hosts=hosts))
+
+
+def _leave_out(draft: Draft, part: Part) -> None:
+    parallel, why = draft.config.trainer.parallel, "does not fit this machine"
+    for name, after, what in (
+        ("data_replicate", part.parallel.data_replicate, "replicas of the sharded model"),
+        ("num_procs", part.parallel.num_procs, "trainer procs"),
+    ):
+        before = getattr(parallel, name)
+        draft.set(f"trainer.parallel.{name}", after, why, f"{before} {what}, only {after}")
+    before = draft.config.generator.num_replicas
+    lost = f"{before} generators, only {part.num_replicas}"
+    draft.set("generator.num_replicas", part.num_replicas, why, lost)
+
+
+def _shorten(draft: Draft, longest_prompt: int) -> None:
+    config = draft.config
+    why = "a tiny model needs no long responses"
+    longest = longest_response(config)
+    response = min(config.sampling.max_response_tokens, RESPONSE_TOKENS)
+    draft.set("sampling.max_response_tokens", response, why, "responses of the run's length")
+    sets = []
+    for index, one in enumerate(config.evaluation.sets):
+        if one.sampling is not None:
+            tokens = min(one.sampling.max_response_tokens, RESPONSE_TOKENS)
+            field = f"evaluation.sets.{index}.sampling.max_response_tokens"
+            draft.note(field, one.sampling.max_response_tokens, tokens, why)
+            one = _replaced(one, ["sampling", "max_response_tokens"], tokens)
+        sets.append(one)
+    draft.put("evaluation.sets", tuple(sets))
+    context = EPISODE_TOKENS if config.environment is not None else longest_prompt + RESPONSE_TOKENS
+    # Multiples of 64, which packed rows are padded to.
+    context = math.ceil(max(context, longest_prompt + RESPONSE_TOKENS) / 64) * 64
+    per_row = min(config.trainer.tokens_per_row // config.model.max_context_length, MAX_SEQUENCES_PER_ROW)
+    draft.set("model.max_context_length", context, "the longest prompt, by characters, and a response")
+    draft.set("trainer.tokens_per_row", per_row * context, f"rows of {per_row} longest sequences")
+    aggregation = config.algorithm.aggregation
+    if isinstance(aggregation, ConstantLength):
+        # An episode's context, in characters, can be longer than the run's in tokens.
+        length = max(aggregation.length, longest_response(draft.config))
+        draft.set("algorithm.aggregation.length", length, "no response may be longer")
+    _shorten_penalties(draft, longest)
+
+
+def _shorten_penalties(draft: Draft, longest_before: int) -> None:
+    longest = longest_response(draft.config)
+    filters = []
+    for index, one in enumerate(draft.config.algorithm.filters):
+        if isinstance(one, OverlongPenalty):
+            length = max(1, one.max_length * longest // longest_before)
+            short = one.model_copy(update={"max_length": length})
+            # Rounded, the penalty could begin where no response gets.
+            while short.max_length - short.buffer >= longest:
+                short = short.model_copy(update={"max_length": short.max_length - 1})
+            field = f"algorithm.filters.{index}.max_length"
+            draft.note(field, one.max_length, short.max_length, "shorter by as much as responses")
+            one = short
+        filters.append(one)
+    draft.put("algorithm.filters", tuple(filters))
+
+
+def _reduce_batch(draft: Draft) -> None:
+    config = draft.config
+    algorithm, steps = config.algorithm, config.trainer.steps_per_batch
+    parallel = config.trainer.parallel
+    ranks = parallel.data_replicate * parallel.data_shard
+    # Two rollouts for every data-parallel rank in every optimizer step, and a group for every generator.
+    fewest = max(2, config.generator.num_replicas, math.ceil(2 * ranks * steps / algorithm.group_size))
+    before = algorithm.groups_per_step
+    groups = min(before, math.ceil(fewest / steps) * steps)
+    draft.set(
+        "algorithm.groups_per_step",
+        groups,
+        "a group for each generator, two rollouts for each data-parallel rank",
+    )
+    scale = groups / before
+    for key, value in (
+        ("buffer.max_groups", config.buffer.max_groups),
+        ("accounting.window_groups", config.accounting.window_groups),
+    ):
+        if value is not None:
+            draft.set(key, max(groups, math.floor(value * scale)), "as many batches as before")
+    if config.buffer.max_in_flight is not None:
+        in_flight = max(1, math.floor(config.buffer.max_in_flight * scale))
+        draft.set("buffer.max_in_flight", in_flight, "as many batches as before")
+    draft.set("max_steps", min(config.max_steps, NUM_STEPS), "a rehearsal makes three steps")
+    # One step before the last none begins beside training.
+    is_beside = config.evaluation.mode is EvaluationMode.BESIDE
+    every = min(config.evaluation.every_steps, 1 if is_beside else EVERY_STEPS)
+    draft.set("evaluation.every_steps", every, "within three steps")
+    if config.checkpoint.every_steps is not None:
+        every = min(config.checkpoint.every_steps, EVERY_STEPS)
+        draft.set("checkpoint.every_steps", every, "within three steps")
+
+
+def _replace_what_needs_gpus(draft: Draft) -> None:
+    why = "compiling takes minutes in each of several processes"
+    for key in ("generator.compile", "trainer.compile"):
+        draft.set(key, False, why, f"{key}: true")
+    draft.set(
+        "generator.expert_parallel",
+        False,
+        "vLLM's CPU build has no expert parallelism",
+        "generator.expert_parallel: true; experts are split within instead",
+    )
+
+
+_SIZES = {
+    "num_layers": "two of each kind",
+    "hidden_size": "as small as kernels take",
+    "num_heads": "divided by the same tensor-parallel degrees",
+    "num_kv_heads": "divided, or repeated, over the same tensor-parallel degrees",
+    "head_dim": "as small as kernels take",
+    "num_experts": "divided by the same expert-parallel degree",
+    "top_k": "a quarter of the experts at the most",
+    "expert_hidden_size": "as small as kernels take",
+    "dense_hidden_size": "as small as kernels take",
+    "vocab_size": "a tokenizer of characters",
+}
+
+
+def _note_sizes(draft: Draft, facts: ModelFacts, small: ModelFacts) -> None:
+    for name, why in _SIZES.items():
+        untried = "the model's tokenizer and chat template" if name == "vocab_size" else None
+        draft.note(f"model: {name}", getattr(facts, name), getattr(small, name), why, untried)
+
+
+def _be_patient(draft: Draft) -> None:
+    """Raise every deadline but the grace period at the end."""
+    config = draft.config
+    deadlines = {
+        name: max(getattr(config.timeouts, name), HOST_S if name == "host_s" else DEADLINE_S)
+        for name in TimeoutSection.model_fields
+        if name != "sigterm_s"
+    }
+    draft.put("timeouts", config.timeouts.model_copy(update=deadlines))
+    why = "many processes share few cores"
+    draft.note("timeouts", "as configured", f"at least {DEADLINE_S:.0f} s", why, "deadlines of the run")
+    scorer = config.scorer
+    # All answers of a group may be cut off and the group still be scored in time.
+    longest = DEADLINE_S / 2 / math.ceil(config.algorithm.group_size / scorer.num_workers)
+    limit_s = max(scorer.answer_limit_s, min(ANSWER_LIMIT_S, longest))
+    draft.set("scorer.answer_limit_s", limit_s, why)
+
+
+def _fit_vocabulary(draft: Draft, small: ModelFacts) -> None:
+    """Keep cutting the vocabulary where the run does, and leave two tokens at least."""
+    sampling, vocabulary = draft.config.sampling, small.vocab_size
+    top_k = min(sampling.top_k, vocabulary // 2)
+    draft.set("sampling.top_k", top_k, "half of the tiny vocabulary at the most")
+    draft.set("sampling.top_p", max(sampling.top_p, 2 / vocabulary), "two tokens of equal probability")
+
+
+def _scale_memory(draft: Draft, config: RunConfig, facts: ModelFacts, small: ModelFacts) -> None:
+    now = draft.config
+    sequences = min(now.generator.max_num_seqs, NUM_SEQS)
+    draft.set("generator.max_num_seqs", sequences, "as many as the batch needs")
+    batched = min(now.generator.max_num_batched_tokens, BATCHED_TOKENS)
+    draft.set("generator.max_num_batched_tokens", batched, "prompts are short")
+    tokens = math.ceil(now.model.max_context_length / KV_BLOCK_TOKENS) * KV_BLOCK_TOKENS
+    cache = 2 * sequences * tokens * kv_bytes_per_token(now, small) / GIB
+    draft.set("generator.kv_cache_gib", max(cache, SMALLEST_KV_CACHE_GIB), "twice what max_num_seqs need")
+    of_run = config.algorithm.groups_per_step * largest_group_payload_bytes(config, facts)
+    here = now.algorithm.groups_per_step * largest_group_payload_bytes(draft.config, small)
+    capacity = max(config.payload.capacity_gib * GIB / of_run, 2.0) * here / GIB
+    draft.set("payload.capacity_gib", max(capacity, SMALLEST_STORE_GIB), "as many batches as before, or more")
+
+
+def rehearse_data(draft: Draft, local_paths: frozenset[str]) -> None:
+    """Change data, rewards and evaluation; ``local_paths`` are the data sets that are on this machine."""
+    data = draft.config.data
+    draft.set("data.num_train", min(data.num_train, NUM_TRAIN), _FEWER)
+    draft.set("data.num_held_out", min(data.num_held_out, NUM_EVALUATED), _FEWER)
+    num_problems = min(draft.config.evaluation.num_problems, NUM_EVALUATED)
+    draft.set("evaluation.num_problems", num_problems, _FEWER)
+    if data.source is not None:
+        update: dict[str, object] = {
+            "source": _at_hand(draft, "data.source", data.source, local_paths),
+            "reward": _differing(draft, "data.reward", data.reward, data.source),
+        }
+    else:
+        sources = enumerate(data.sources or ())
+        update = {"sources": tuple(_weighted(draft, index, one, local_paths) for index, one in sources)}
+    sets = tuple(
+        _evaluation_set(draft, f"evaluation.sets.{index}", one, local_paths)
+        for index, one in enumerate(draft.config.evaluation.sets)
+    )
+    draft.put("data", draft.config.data.model_copy(update=update))
+    draft.put("evaluation.sets", sets)
+    _drop_filters(draft)
+
+
+def _weighted(draft: Draft, index: int, one: WeightedSource, local_paths: frozenset[str]) -> WeightedSource:
+    field = f"data.sources.{index}"
+    configured = draft.config.data.reward if one.reward is None else one.reward
+    update = {
+        "source": _at_hand(draft, f"{field}.source", one.source, local_paths),
+        # Under its own name: two generated sources would have the same.
+        "name": one.name or default_name(one.source),
+        "reward": _differing(draft, f"{field}.reward", configured, one.source),
+        "num_train": None if one.num_train is None else min(one.num_train, NUM_TRAIN),
+        "num_held_out": None if one.num_held_out is None else min(one.num_held_out, NUM_EVALUATED),
+    }
+    return one.model_copy(update=update)
+
+
+def _evaluation_set(
+    draft: Draft, field: str, one: EvaluationSet, local_paths: frozenset[str]
+) -> EvaluationSet:
+    source = _at_hand(draft, f"{field}.source", one.source, local_paths)
+    num_problems = min(one.num_problems, NUM_EVALUATED)
+    draft.note(f"{field}.num_problems", one.num_problems, num_problems, _FEWER)
+    # A generated source's own reward would be another one.
+    keep = source == one.source or draft.config.environment is not None
+    reward = one.reward if keep else rewards_of(one.reward, one.source)
+    if reward is not None and reward != one.reward:
+        names = " + ".join(map(name_of, rewards_of(reward, one.source)))
+        draft.note(f"{field}.reward", "that of the data set", names, "generated problems have another one")
+    return one.model_copy(update={"source": source, "num_problems": num_problems, "reward": reward})
+
+
+def _at_hand(draft: Draft, field: str, source: SourceSection, local_paths: frozenset[str]) -> SourceSection:
+    """Return the source, or a generated one for a data set of the hub."""
+    if not isinstance(source, HuggingFaceSource) or source.path in local_paths:
+        return source
+    draft.note(
+        field,
+        source.path,
+        GENERATED.task,
+        "data sets of the hub are not downloaded for a rehearsal",
+        f"the data set {source.path} and its fields",
+    )
+    return GENERATED
+
+
+def _differing(draft: Draft, field: str, configured: Rewards | None, source: SourceSection) -> Rewards | None:
+    """Return rewards that tell the responses of a random model apart; the user's own stay as they are."""
+    rewards = rewards_of(configured, source)
+    if draft.config.environment is not None or _has_own_code(rewards):
+        return configured
+    draft.note(
+        field,
+        " + ".join(map(name_of, rewards)),
+        " + ".join(map(name_of, (*rewards, MADE_UP_SCORE))),
+        "a random model is always wrong, and equal rewards give no gradient",
+        "whether rewards rise",
+    )
+    return (*rewards, MADE_UP_SCORE)
+
+
+def _has_own_code(rewards: tuple[object, ...]) -> bool:
+    return any(isinstance(reward, PythonReward) and reward != MADE_UP_SCORE for reward in rewards)
+
+
+def scores_are_own(config: RunConfig) -> bool:
+    """Whether the user's own code alone scores some of the responses that are trained on."""
+    return config.environment is not None or any(
+        _has_own_code(source.rewards) for source in named_sources(config.data)
+    )
+
+
+def _drop_filters(draft: Draft) -> None:
+    """Leave out what would drop every group of a random model, so that the run would have no batch."""
+    filters = draft.config.algorithm.filters
+    if not scores_are_own(draft.config):
+        return
+    draft.set(
+        "algorithm.filters",
+        tuple(one for one in filters if not isinstance(one, DynamicSampling)),
+        "own scores of a random model's responses may all be equal",
+        "the filter dynamic_sampling",
+    )

@@ -1,6 +1,0 @@
-"""A run's own topology with a tiny model: how a config is made small, and what the small run has shown."""
-
-import lazy_loader
-
-# __init__.pyi lists the names; each one is imported from its module when it is first used.
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,249 @@
+"""The replay buffer in a process of its own, and its supervision.
+
+Who waits for whom: see ``forgeasync.buffer.replay_buffer``; calls overlap freely, and those that wait do so
+in this process. Only small facts about groups are sent; their arrays stay where they were sampled.
+"""
+
+import asyncio
+import os
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from monarch.actor import Actor, concurrent_endpoint, current_rank
+
+from forgeasync.buffer import (
+    Batch,
+    BufferSnapshot,
+    CheckpointedBuffer,
+    Committed,
+    DropReason,
+    ReplayBuffer,
+    ResumedBuffer,
+    Start,
+    Update,
+    open_buffer,
+)
+from forgeasync.config import RunConfig
+from forgeasync.files import Refusal
+from forgeasync.observability import (
+    Fault,
+    FaultLog,
+    ProcsFile,
+    Role,
+    State,
+    doing,
+    open_trace,
+    redirect_process_output,
+    span,
+    started,
+)
+from forgeasync.rollouts import Group, GroupProgress, Score, SpilledGroup, Task
+from forgeasync.runtime.process_manager import ProcessManager
+from forgeasync.runtime.supervised import ActorDied, Heartbeat, Spawned, Supervised, SupervisedPool
+from forgeasync.waiting import deadline
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BufferReport:
+    """The buffer's counts."""
+
+    metrics: dict[str, float]
+    num_dropped: Counter[DropReason]
+    """Dropped groups so far, by reason."""
+
+
+class BufferActor(Actor):
+    """One replay buffer in one proc."""
+
+    def __init__(self, log_dir: Path) -> None:
+        name = f"buffer-{current_rank().rank}"
+        redirect_process_output(log_dir / f"{name}.log")
+        open_trace(log_dir, name, idle=State.WAITING_FOR_BATCH)
+
+    @concurrent_endpoint
+    async def setup(self, config: RunConfig, ledger: Path, resumed: ResumedBuffer | None) -> int:
+        """Make an empty buffer, or one that continues from a checkpoint, with its ledger on the disk.
+
+        Returns the process id.
+        """
+        state = ReplayBuffer(
+            groups_per_step=config.algorithm.groups_per_step,
+            group_size=config.algorithm.group_size,
+            max_off_policy_steps=config.max_off_policy_steps,
+            num_groups_in_run=config.max_steps * config.algorithm.groups_per_step,
+            section=config.buffer,
+            accounting=config.accounting,
+        )
+        if resumed is not None:
+            state.restore(
+                resumed.checkpointed.snapshot, batches=resumed.batches, num_groups=resumed.num_groups
+            )
+        self._buffer = open_buffer(state, ledger, config, resumed)
+        await self._buffer.durable()
+        started()
+        return os.getpid()
+
+    @concurrent_endpoint
+    async def beat(self) -> None:
+        """Answer, to show that the event loop runs."""
+
+    @concurrent_endpoint
+    async def submit(self, tasks: Sequence[Task]) -> None:
+        """Submit prompts."""
+        await self._buffer.submit(tasks)
+
+    @concurrent_endpoint
+    async def start(self, most: int) -> tuple[tuple[Start, ...], int]:
+        """Wait until a group may start; return all that may now, at most so many, and how many prompts are
+        wanted."""
+        return await self._buffer.start(most)
+
+    @concurrent_endpoint
+    async def progressed(self, groups: Sequence[GroupProgress]) -> None:
+        """Take in what a generator reports about its running groups at an update."""
+        await self._buffer.progressed(groups)
+
+    @concurrent_endpoint
+    async def finished(self, group: Group) -> None:
+        """Take in a sampled group."""
+        await self._buffer.finished(group)
+
+    @concurrent_endpoint
+    async def scored(
+        self,
+        group_id: int,
+        rewards: Sequence[float],
+        kept: Sequence[int],
+        scores: Sequence[Score] | None = None,
+    ) -> tuple[Group, ...]:
+        """Complete a group; it is returned if it is too old by now."""
+        return await self._buffer.scored(group_id, rewards, kept, scores)
+
+    @concurrent_endpoint
+    async def restored(self, kept: SpilledGroup) -> Group:
+        """Take in a finished group from before the run was resumed; returned with its new number."""
+        return await self._buffer.restored(kept)
+
+    @concurrent_endpoint
+    async def failed(self, group_id: int, reason: DropReason) -> None:
+        """Give up a group."""
+        await self._buffer.failed(group_id, reason)
+
+    @concurrent_endpoint
+    async def set_served_version(self, version: int) -> None:
+        """Note that all generators sample under ``version`` from now on."""
+        await self._buffer.set_served_version(version)
+
+    @concurrent_endpoint
+    async def take(self) -> Batch:
+        """Wait for the next batch."""
+        return await self._buffer.take()
+
+    @concurrent_endpoint
+    async def committed(self, trainer_wait_share: float, update: Update = Update.MADE) -> Committed:
+        """Note that the batch was trained on."""
+        return await self._buffer.committed(trainer_wait_share=trainer_wait_share, update=update)
+
+    @concurrent_endpoint
+    async def snapshot(self) -> BufferSnapshot:
+        """Return the state that a buffer needs to continue from here."""
+        return self._buffer.snapshot()
+
+    @concurrent_endpoint
+    async def checkpoint(self) -> CheckpointedBuffer:
+        """Return what a checkpoint needs, once the ledger up to here is on the disk."""
+        return await self._buffer.checkpoint()
+
+    @concurrent_endpoint
+    async def report(self) -> BufferReport:
+        """Return the buffer's counts, once the ledger up to here is on the disk."""
+        state = self._buffer.state
+        metrics, num_dropped = state.metrics(), Counter(state.num_dropped)
+        with doing(State.COMPUTING), span("ledger to disk"):
+            written = await self._buffer.durable()
+        return BufferReport(metrics=metrics | written, num_dropped=num_dropped)
+
+    @concurrent_endpoint
+    async def refusal(self) -> Refusal | None:
+        """Return what the ledger's disk refuses at this moment, so that other calls wait."""
+        return self._buffer.refusal
+
+    @concurrent_endpoint
+    async def end(self) -> None:
+        """Write the last line of the ledger: the run has made all its steps."""
+        await self._buffer.end()
+
+
+class BufferWatch(SupervisedPool[Supervised[BufferActor]]):
+    """Looks after the buffer's process. What the buffer holds is gone with it, so its loss ends the run.
+
+    The next start (``--supervise``, ``--resume latest``) has all of it again, from the newest checkpoint, the
+    ledger and the finished groups that are kept on the disk.
+    """
+
+    def __init__(
+        self,
+        spawn: Callable[[], Awaitable[Spawned[BufferActor]]],
+        *,
+        heartbeat_s: float,
+        faults: FaultLog,
+        listing: ProcsFile,
+    ) -> None:
+        """The buffer answers within ``heartbeat_s`` if it is well."""
+        super().__init__(Role.BUFFER, faults=faults, listing=listing)
+        self._spawn = spawn
+        self._heartbeat_s = heartbeat_s
+
+    def _begin(self, rank: int) -> int:
+        return 0
+
+    async def _set_up(self, rank: int, number: int) -> Supervised[BufferActor]:
+        spawned = await self._spawn()
+        heartbeat = Heartbeat(
+            spawned.actor.beat.call_one, limit_s=self._heartbeat_s, key="buffer.heartbeat_s"
+        )
+        return Supervised(self, spawned, name="the buffer", rank=rank, number=number, heartbeat=heartbeat)
+
+    def _failed(self, rank: int, number: int, error: Exception) -> Exception | None:
+        return None
+
+    def _is_wanted(self, replica: Supervised[BufferActor], fault: Fault) -> bool:
+        self._failure = ActorDied(f"{fault.who} is gone, and with it the groups that it held")
+        return False
+
+    def _dies_at_the_end(self, replica: Supervised[BufferActor]) -> bool:
+        return False
+
+    async def close(self) -> None:
+        """End watching; a death that has just ended the run is noted now."""
+        for replica in self.replicas:
+            if await replica.proc.has_ended():
+                self.lose(replica, "has died")
+        await super().close()
+
+
+async def start_buffer(
+    procs: ProcessManager, config: RunConfig, ledger: Path, resumed: ResumedBuffer | None = None
+) -> BufferActor:
+    """Start the replay buffer, empty or restored; its endpoints are called with ``call_one``.
+
+    ``ledger`` is the file that says what becomes of prompts.
+    """
+
+    async def spawn() -> Spawned[BufferActor]:
+        actor = procs.spawn_here("buffer").spawn("buffer", BufferActor, procs.log_dir)
+        call = "setting up the replay buffer"
+        async with deadline(config.timeouts.setup_s, call=call, key="timeouts.setup_s"):
+            pid = await actor.setup.call_one(config, ledger, resumed)
+        # The process manager stops the mesh.
+        return Spawned(actor=actor, pid=pid, stop=lambda: asyncio.sleep(0))
+
+    watch = BufferWatch(
+        spawn, heartbeat_s=config.buffer.heartbeat_s, faults=procs.faults, listing=procs.listing
+    )
+    await watch.start(1)
+    procs.buffer = watch
+    (buffer,) = watch.replicas
+    return buffer.actor

@@ -1,0 +1,440 @@
+"""The environment worker: a process that runs episodes of one environment.
+
+It runs episodes for training and for evaluation, and has the generator that a group is pinned to sample the
+model's turns. Token ids go there; ids and texts come back. Calls overlap freely.
+
+A generator can be lost in the middle of a turn (``EpisodeTurns``). The episode goes on once the controller
+has had another generator take over its group, with all turns that had begun: the open turn is asked for again
+there. An episode is interrupted only if a turn that it has seen could not be taken over, or if its group does
+not go on.
+"""
+
+import asyncio
+import os
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
+from monarch.actor import Actor, ActorError, concurrent_endpoint
+
+from forgeasync.config import (
+    AgentSection,
+    DataSection,
+    EnvironmentSection,
+    EpisodesSection,
+    SamplingSection,
+    SandboxSection,
+    TimeoutSection,
+    environment_name,
+)
+from forgeasync.environments import (
+    AgentRole,
+    Desk,
+    EndpointModel,
+    EndpointTurns,
+    EpisodeAgent,
+    EpisodeCancelled,
+    EpisodeInterrupted,
+    Episodes,
+    SampleEpisodeTurn,
+    ServingReport,
+    ServingSetup,
+    TurnLimits,
+    TurnRequest,
+    UntrainedSample,
+    UntrainedTurns,
+    mark_this_process,
+)
+from forgeasync.observability import State, doing, open_trace, redirect_process_output, span, started
+from forgeasync.rollouts import EpisodeId, EpisodeOutcome, SampledTurn, Task
+from forgeasync.runtime.generator import CancelledGroup, GeneratorActor
+from forgeasync.runtime.supervised import SEEN_S, ProcessLost, unless_lost
+from forgeasync.waiting import DeadlineExceeded, Monitor, deadline
+
+MAX_MOVES = 65_536
+"""The last moves of groups that a worker knows: episodes of a group never wait for an older one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeRequest:
+    """One attempt at an episode."""
+
+    task: Task
+    episode: EpisodeId
+    generator: GeneratorActor | None
+    """The generator that samples all turns; None where an endpoint does."""
+    generator_number: int
+    """Its number in the run, which no other generator gets."""
+    sampling: SamplingSection
+    seed: int | None
+    keeps_record: bool
+    goes_on: bool = False
+    """Whether another generator takes over if this one is lost; a ``GroupMove`` follows in any case."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupMove:
+    """Where the episodes of a group go on whose generator is lost."""
+
+    group_id: int
+    lost: int
+    """Number of the generator that is gone."""
+    generator: GeneratorActor | None
+    """The one that has taken the group over; None: it is given up."""
+    number: int
+    ended: Mapping[EpisodeId, frozenset[int]]
+    """The turns that have been taken over and had ended, by episode."""
+
+
+class KnownLosses:
+    """What a worker knows of generators that are gone."""
+
+    def __init__(self) -> None:
+        self._lost: set[int] = set()
+        self._moves: OrderedDict[tuple[int, int], GroupMove] = OrderedDict()
+
+    def lose(self, numbers: Iterable[int]) -> None:
+        """These generators are gone."""
+        self._lost.update(numbers)
+
+    def move(self, moves: Iterable[GroupMove]) -> None:
+        """Groups go on elsewhere; one that is known already is no news."""
+        for move in moves:
+            self._lost.add(move.lost)
+            self._moves[move.group_id, move.lost] = move
+        while len(self._moves) > MAX_MOVES:
+            self._moves.popitem(last=False)
+
+    def is_lost(self, number: int) -> bool:
+        """Whether a generator is gone."""
+        return number in self._lost
+
+    def move_of(self, group_id: int, number: int) -> GroupMove | None:
+        """Where a group goes on after the loss of a generator; None: not known yet."""
+        return self._moves.get((group_id, number))
+
+
+class EpisodeTurns:
+    """Samples the turns of one attempt at an episode, of all its agents; calls may overlap."""
+
+    def __init__(self, request: EpisodeRequest, losses: Monitor[KnownLosses], *, limit_s: float) -> None:
+        """``limit_s`` is the time for one turn with one generator, ``timeouts.generate_s``."""
+        assert request.generator is not None, "only an endpoint's turns have none"
+        self._request = request
+        self._losses = losses
+        self._limit_s = limit_s
+        self._generator, self._number = request.generator, request.generator_number
+        self._seen: defaultdict[EpisodeId, set[int]] = defaultdict(set)
+        """Numbers of the turns that the environment has had, by agent."""
+
+    async def __call__(self, episode: EpisodeId, turn: TurnRequest) -> SampledTurn | None:
+        """Sample a turn; None if the group was given up.
+
+        Raises:
+            EpisodeInterrupted: the generator is gone, and the episode does not go on with another one; or the
+                turn took longer than ``timeouts.generate_s``. What took so long is dropped with the attempt.
+        """
+        is_repeated = False
+        while True:
+            number = self._number
+            if not self._losses.state.is_lost(number):
+                sampled = await self._ask(self._generator, number, episode, turn, is_repeated=is_repeated)
+                if isinstance(sampled, SampledTurn):
+                    self._seen[episode].add(sampled.turn)
+                    return sampled
+                if sampled is not None:
+                    return None
+                is_repeated = True
+            await self._move_from(number, turn)
+
+    async def _ask(
+        self,
+        generator: GeneratorActor,
+        number: int,
+        episode: EpisodeId,
+        turn: TurnRequest,
+        *,
+        is_repeated: bool,
+    ) -> SampledTurn | CancelledGroup | None:
+        """Ask a generator for a turn; None if it is lost."""
+        sampling = self._request.sampling
+        if turn.stop:
+            sampling = sampling.model_copy(update={"stop": (*sampling.stop, *turn.stop)})
+        is_lost = self._losses.until(lambda losses: losses.is_lost(number))
+        try:
+            return await unless_lost(
+                self._turn(generator, episode, turn, sampling, is_repeated), is_lost, ProcessLost
+            )
+        except ProcessLost:
+            return None
+        except DeadlineExceeded as late:
+            raise EpisodeInterrupted(str(late)) from late
+
+    async def _turn(
+        self,
+        generator: GeneratorActor,
+        episode: EpisodeId,
+        turn: TurnRequest,
+        sampling: SamplingSection,
+        is_repeated: bool,
+    ) -> SampledTurn | CancelledGroup:
+        call = f"a generator sampling a turn of group {episode.group_id}"
+        try:
+            async with deadline(self._limit_s, call=call, key="timeouts.generate_s"):
+                answer: SampledTurn | CancelledGroup = await generator.continue_episode.call_one(
+                    episode,
+                    turn.after,
+                    turn.given_ids,
+                    sampling,
+                    turn.max_tokens,
+                    self._request.seed,
+                    is_repeated,
+                )
+                return answer
+        except (ActorError, SupervisionError):
+            # The call can fail before anybody has seen that the process is gone.
+            await asyncio.sleep(SEEN_S)
+            raise
+
+    async def _move_from(self, number: int, turn: TurnRequest) -> None:
+        """Wait until the group goes on elsewhere; no news if that has happened meanwhile."""
+        if not self._request.goes_on:
+            raise EpisodeInterrupted("its generator is gone")
+        group_id = self._request.episode.group_id
+        with turn.waiting():
+            move = await self._losses.until(lambda losses: losses.move_of(group_id, number))
+        if move.generator is None:
+            raise EpisodeInterrupted("its generator is gone, and its group does not go on")
+        if self._number != number:
+            return
+        if any(not seen <= move.ended.get(episode, frozenset()) for episode, seen in self._seen.items()):
+            raise EpisodeInterrupted(
+                "its generator is gone, and with it a turn that the environment has seen"
+            )
+        self._generator, self._number = move.generator, move.number
+
+
+LINGER_S = 1.0
+"""For so many seconds after the end of a run clients are told that it has ended."""
+
+DEFAULT_AGENT = "agent"
+"""Name of the agent where the config names none."""
+
+
+def agent_roles(agents: Mapping[str, AgentSection] | None) -> tuple[AgentRole, ...]:
+    """Return the agents of a config in order; one that is trained where it names none."""
+    if agents is None:
+        return (AgentRole(name=DEFAULT_AGENT, is_trainable=True),)
+    return tuple(AgentRole(name=name, is_trainable=one.trainable) for name, one in agents.items())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentSetup:
+    """Everything that a worker of a run's environment is started with."""
+
+    environment: EnvironmentSection
+    sandbox: SandboxSection
+    agents: Mapping[str, AgentSection] | None
+    model_path: Path
+    data: DataSection
+    sampling: SamplingSection
+    max_context_length: int
+    episodes: EpisodesSection
+    timeouts: TimeoutSection
+    artifacts: Path | None
+    """Folder for files that episodes keep; None: they keep none."""
+    endpoint: EndpointModel | None
+    """The model that takes all turns, if it is not ours."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerReport:
+    """What a worker says when it is asked whether it is alive."""
+
+    num_stuck: int
+    """Threads of episodes that are over and that nothing has ended."""
+    num_killed_processes: int
+    """Processes of episodes that were killed since the worker began."""
+    serving: ServingReport | None
+    """None: it serves no people."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerReady:
+    """What a worker says once it is set up."""
+
+    pid: int
+    mark: str
+    """What it has started carries it (``forgeasync.environments.workers``)."""
+    renderer: str
+    """In words, by which renderer messages become tokens."""
+    url: str
+    """Of its server of sessions."""
+    port: int
+
+
+class EnvironmentActor(Actor):
+    """One worker."""
+
+    def __init__(self, log_dir: Path, number: int) -> None:
+        self._number = number
+        self._num_untrained = 0
+        self._generators: tuple[GeneratorActor, ...] = ()
+        self._losses = Monitor(KnownLosses())
+        """Generators that are gone; turns wait for them."""
+        redirect_process_output(log_dir / f"environment-{number}.log")
+        open_trace(log_dir, f"environment-{number}", idle=State.WAITING_FOR_BATCH)
+
+    @concurrent_endpoint
+    async def setup(self, setup: EnvironmentSetup, serving: ServingSetup | None) -> WorkerReady:
+        """Build the environment and load the tokenizer; with ``serving`` serve people.
+
+        Raises:
+            OSError: the address at which people are to be served cannot be listened on.
+            ValueError: the environment cannot be built here, though it could where the run was checked; or
+                the endpoint's key is not in the environment.
+        """
+        from transformers import AutoTokenizer
+
+        from forgeasync.environments import (
+            ServesPeople,
+            SessionServer,
+            build_environment,
+            choose_renderer,
+        )
+
+        self._setup = setup
+        renderer, words = None, "no renderer: the endpoint has its own"
+        if setup.endpoint is None:
+            chosen = choose_renderer(
+                AutoTokenizer.from_pretrained(setup.model_path),
+                chat_template=setup.data.chat_template,
+                name=setup.data.renderer,
+                template_arguments=setup.data.template_arguments,
+            )
+            renderer, words = chosen.renderer, f"renderer {chosen.name}: {chosen.reason}"
+        else:
+            setup.endpoint.api_key()
+        self._renderer = renderer
+        environment = build_environment(setup.environment, setup.sandbox)
+        self._desk: Desk | None = None
+        if serving is not None:
+            assert isinstance(environment, ServesPeople), "checked before the start"
+            self._desk = environment.open_desk(serving)
+            open_session = self._desk.open_for
+            self._sessions = await self._desk.server.__aenter__()
+        else:
+            # For agents that bring their own loop; it listens on this machine only, until the worker ends.
+            self._sessions = await SessionServer().__aenter__()
+            open_session = self._sessions.open
+        self._episodes = Episodes(
+            environment,
+            renderer,
+            name=environment_name(setup.environment),
+            roles=agent_roles(setup.agents),
+            has_one_agent=setup.agents is None,
+            max_context_length=setup.max_context_length,
+            section=setup.episodes,
+            limit_s=setup.timeouts.episode_s,
+            open_session=open_session,
+        )
+        started()
+        return WorkerReady(
+            pid=os.getpid(),
+            mark=mark_this_process(),
+            renderer=words,
+            url=self._sessions.url,
+            port=self._sessions.port,
+        )
+
+    @concurrent_endpoint
+    async def connect(self, generators: Sequence[GeneratorActor], lost: Sequence[int]) -> None:
+        """Set the generators that there are now, and the numbers of those that are gone.
+
+        Episodes whose generator is gone wait for a ``GroupMove``, or are interrupted.
+        """
+        self._generators = tuple(generators)
+        self._losses.change(lambda losses: losses.lose(lost))
+        if self._desk is not None:
+            self._desk.connect(self._untrained_agent)
+
+    @concurrent_endpoint
+    async def move_groups(self, moves: Sequence[GroupMove]) -> None:
+        """Let episodes of groups go on with other generators."""
+        self._losses.change(lambda losses: losses.move(moves))
+
+    @concurrent_endpoint
+    async def end_serving(self) -> None:
+        """The run has ended: close all sessions, and tell their clients so for a moment."""
+        if self._desk is not None:
+            self._desk.end()
+            await asyncio.sleep(LINGER_S)
+
+    @concurrent_endpoint
+    async def run_episode(self, request: EpisodeRequest) -> EpisodeOutcome | CancelledGroup:
+        """Run an episode; its arrays stay with the generator."""
+        episode = request.episode
+        facts = {"group": episode.group_id, "index": episode.index, "attempt": episode.attempt}
+        try:
+            with doing(State.COMPUTING), span("episode", facts):
+                return await self._episodes.run(
+                    request.task,
+                    episode,
+                    max_turn_tokens=request.sampling.max_response_tokens,
+                    sample=self._sampler(request),
+                    keeps_record=request.keeps_record,
+                    artifacts_folder=self._setup.artifacts,
+                )
+        except EpisodeCancelled:
+            return CancelledGroup()
+
+    @concurrent_endpoint
+    async def report(self) -> WorkerReport:
+        """Say that the worker is alive, and how it is."""
+        # A loop that is busy answers late, as one that episodes wait for.
+        await asyncio.sleep(0)
+        return WorkerReport(
+            num_stuck=self._episodes.num_stuck,
+            num_killed_processes=self._episodes.num_killed_processes,
+            serving=None if self._desk is None else self._desk.report(),
+        )
+
+    def _untrained_agent(self) -> EpisodeAgent:
+        """An agent for a session that is not trained on; the generators take turns."""
+        setup = self._setup
+        assert self._renderer is not None, "people are served by our own generators"
+        limits = TurnLimits(
+            max_turn_tokens=setup.sampling.max_response_tokens,
+            max_context_length=setup.max_context_length,
+            max_turns=setup.episodes.max_turns,
+            tool_s=setup.episodes.tool_s,
+        )
+
+        async def sample(prompt_ids: np.ndarray, max_tokens: int, stop: tuple[str, ...]) -> UntrainedSample:
+            changes = {"max_response_tokens": max_tokens, "stop": (*setup.sampling.stop, *stop)}
+            sampling, limit_s = setup.sampling.model_copy(update=changes), setup.timeouts.generate_s
+            if not self._generators:
+                raise EpisodeInterrupted("there is no generator at this moment")
+            # Another one for each turn: none may be gone for the rest of a session.
+            generator = self._generators[self._num_untrained % len(self._generators)]
+            self._num_untrained += 1
+            call = "a generator sampling a turn that is not trained on"
+            async with deadline(limit_s, call=call, key="timeouts.generate_s"):
+                (sampled,) = await generator.respond.call_one(prompt_ids, 1, sampling, None)
+            return UntrainedSample(
+                ids_T=sampled.ids_T,
+                text=sampled.response.text,
+                finish_reason=sampled.response.finish_reason,
+                versions=sampled.versions,
+            )
+
+        return EpisodeAgent(UntrainedTurns(sample), self._renderer, limits)
+
+    def _sampler(self, request: EpisodeRequest) -> SampleEpisodeTurn | EndpointTurns:
+        limit_s = self._setup.timeouts.generate_s
+        if self._setup.endpoint is not None:
+            return EndpointTurns(endpoint=self._setup.endpoint, sampling=request.sampling, limit_s=limit_s)
+        return EpisodeTurns(request, self._losses, limit_s=limit_s)

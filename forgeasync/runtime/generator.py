@@ -1,0 +1,560 @@
+"""The generator actor: a thin shell around one sampling engine and one payload writer.
+
+Produces rollouts for the collecting loop: their arrays go into the host's payload store, small facts into the
+answer. Consumes weight versions from the trainer's staging buffers. Calls overlap freely, also with an
+update: what becomes of running sequences is the choice of ``weights.interruption``.
+"""
+
+import asyncio
+import dataclasses
+import os
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from monarch.actor import Actor, Port, concurrent_endpoint
+from monarch.rdma import RDMABuffer
+
+from forgeasync.buffer import DropReason
+from forgeasync.config import GeneratorSection, LoraSection, ModelFacts, SamplingSection, WeightsSection
+from forgeasync.environments import Response, response_of
+from forgeasync.generator import DecodeTiming, EngineStats, GroupCancelled, PrefillTiming, SwapReport
+from forgeasync.models import expected_shapes
+from forgeasync.observability import State, open_trace, redirect_process_output, span, started
+from forgeasync.process_memory import MemoryWatch
+from forgeasync.rollouts import (
+    CaptureSpec,
+    EpisodeId,
+    EpisodeOutcome,
+    FinishReason,
+    PayloadRef,
+    PayloadServer,
+    PayloadStoreFull,
+    PayloadWriter,
+    RecordError,
+    Rollout,
+    SampledTurn,
+    StoredBranch,
+    StoredRollout,
+    VersionRange,
+    check_rollout,
+    encode_group,
+    ended_turns,
+    group_turns,
+)
+from forgeasync.weights import (
+    TORCH_DTYPES,
+    FetchReport,
+    HostShare,
+    Manifest,
+    StagingSource,
+    Transport,
+    WeightLayout,
+    connect_transports,
+)
+
+if TYPE_CHECKING:
+    from forgeasync.generator import GeneratorEngine, WeightReceiver
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratorSetup:
+    """Everything that a generator is started with."""
+
+    model_path: Path
+    facts: ModelFacts
+    section: GeneratorSection
+    max_context_length: int
+    seed: int
+    records: CaptureSpec
+    weights: WeightsSection
+    lora: LoraSection | None
+    payload_capacity_bytes: int
+    gpu_bytes: int
+    """What each process of the engine takes of its GPU for certain, by the memory plan."""
+    num_scored_ids: int = 0
+    """Ids that a teacher is asked for at each token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RefusedGroup:
+    """A group that must not be trained on, or does not fit."""
+
+    problem: str | None
+    """Which rollout and why; None: nothing went wrong, but nobody has scored it."""
+    reason: DropReason = DropReason.BAD_RECORD
+    outcomes: tuple[EpisodeOutcome, ...] = ()
+    """All attempts at the episodes of the group, if it has episodes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishedResponse:
+    """A response of a group that has ended, while others of the group may go on."""
+
+    index: int
+    """Its place in the group."""
+    response: Response
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledResponse:
+    """A response that is not trained on."""
+
+    response: Response
+    versions: VersionRange
+    ids_T: np.ndarray
+    """Its tokens, int32."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CancelledGroup:
+    """A group that was given up because it would have been too old to train on at its end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndedEpisode:
+    """What an agent has sampled in an episode that trains."""
+
+    episode: EpisodeId
+    is_truncated: bool
+    """Whether the episode ended because its context was full."""
+
+
+def sampled_response(rollout: Rollout) -> SampledResponse:
+    """Return what is known of a rollout that is not trained on."""
+    spans = rollout.version_spans
+    return SampledResponse(
+        response=response_of(rollout),
+        versions=VersionRange(first=spans[0].version, last=spans[-1].version),
+        ids_T=rollout.response_ids_T,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledRollout:
+    """A rollout on its way into the payload store."""
+
+    branches: tuple[Rollout, ...]
+    finish_reason: FinishReason
+    episode: int
+    agent: int = 0
+
+
+def store_group(
+    writer: PayloadWriter, rollouts: Sequence[SampledRollout], *, group_id: int, generator_rank: int
+) -> tuple[StoredRollout, ...] | RefusedGroup:
+    """Write a group's arrays, or return that there is no room for them."""
+    payload = encode_group([branch for rollout in rollouts for branch in rollout.branches])
+    try:
+        refs = writer.write_group([*payload.prompts, *payload.responses])
+    except PayloadStoreFull as error:
+        return RefusedGroup(problem=f"group {group_id}: {error}", reason=DropReason.OVERSIZED)
+    prompts, responses = refs[: len(payload.prompts)], refs[len(payload.prompts) :]
+    stored = zip((prompts[index] for index in payload.prompt_of), responses, strict=True)
+    return tuple(
+        StoredRollout(
+            generator_rank=generator_rank,
+            branches=tuple(_stored_branch(branch, *next(stored)) for branch in rollout.branches),
+            finish_reason=rollout.finish_reason,
+            episode=rollout.episode,
+            agent=rollout.agent,
+        )
+        for rollout in rollouts
+    )
+
+
+def _stored_branch(branch: Rollout, prompt: PayloadRef, response: PayloadRef) -> StoredBranch:
+    return StoredBranch(
+        prompt=prompt,
+        response=response,
+        num_prompt_tokens=len(branch.prompt_ids_P),
+        num_response_tokens=branch.num_response_tokens,
+        version_spans=branch.version_spans,
+        text=branch.text,
+    )
+
+
+async def connect_receiver(
+    engine: "GeneratorEngine",
+    setup: GeneratorSetup,
+    *,
+    layout: WeightLayout,
+    transports: Mapping[int, Transport],
+    folder: Path,
+    share: HostShare,
+    is_joining: bool,
+) -> "WeightReceiver":
+    """Plan how versions of a layout get into an engine, by a receive buffer in ``folder``.
+
+    Raises:
+        ValueError: trainer and engine do not have the same tensors.
+    """
+    # They import vLLM, which takes 10 s.
+    from forgeasync.generator import AdapterBase, HostMemory, WeightReceiver
+
+    base = None
+    if setup.lora is not None:
+        base = AdapterBase(
+            folder=setup.model_path,
+            shapes=expected_shapes(setup.facts),
+            dtype=TORCH_DTYPES[setup.section.dtype],
+            scaling=setup.lora.alpha / setup.lora.rank,
+        )
+    return await WeightReceiver.connect(
+        engine,
+        layout=layout,
+        transports=transports,
+        host_memory=HostMemory(
+            receive_buffer=folder / "receive-buffer",
+            shadow=setup.weights.shadow,
+            share=share,
+            is_joining=is_joining,
+        ),
+        delta=setup.weights.delta,
+        base=base,
+    )
+
+
+ANSWER_S = 5.0
+"""Seconds for the answer about a group to reach the controller: so long the group's tokens stay logged."""
+
+
+class GeneratorActor(Actor):
+    """One engine in one proc."""
+
+    def __init__(self, log_dir: Path, rank: int) -> None:
+        """``rank`` is its place among the run's generators; another one may have had it before."""
+        self._rank, self._name = rank, f"generator-{rank}"
+        redirect_process_output(log_dir / f"{self._name}.log")
+        open_trace(log_dir, self._name, idle=State.WAITING_FOR_ROOM)
+        self._engine: GeneratorEngine | None = None
+        self._memory = MemoryWatch(with_descendants=True)
+
+    @concurrent_endpoint
+    async def pid(self) -> int:
+        """The id of this proc on its host."""
+        return os.getpid()
+
+    @concurrent_endpoint
+    async def beat(self) -> EngineStats:
+        """Say that this proc is alive, and what its engine has counted; the engine's thread is not asked.
+
+        Raises:
+            EngineDeadError: the engine has died.
+        """
+        assert self._engine is not None
+        self._engine.check_alive()
+        return self._engine.stats()
+
+    @concurrent_endpoint
+    async def setup(self, setup: GeneratorSetup, host_id: str, payload_folder: Path) -> int:
+        """Load the model as policy version 0; returns the process id. The folder is on this proc's host."""
+        # vLLM takes 10 s to import, so only the procs that sample import it.
+        from forgeasync.generator import AdapterSetup, EngineEpisodes, GeneratorEngine, can_serve
+
+        self._setup = setup
+        self._host_id = host_id
+        adapters = None
+        if setup.lora is not None and can_serve(setup.lora):
+            folder = payload_folder / f"adapter-of-{self._name}"
+            # Of the generator that this one replaces.
+            shutil.rmtree(folder, ignore_errors=True)
+            adapters = AdapterSetup(lora=setup.lora, shapes=expected_shapes(setup.facts), folder=folder)
+        self._payloads = PayloadWriter(payload_folder, host_id, setup.payload_capacity_bytes)
+        self._payload_server = PayloadServer(self._payloads)
+        # Processes that were here before have logs of their own, which somebody may still want to read.
+        self._in_flight = payload_folder / f"in-flight-{self._rank}-{os.getpid()}"
+        self._engine = await GeneratorEngine.start(
+            model_path=setup.model_path,
+            generator=setup.section,
+            max_context_length=setup.max_context_length,
+            seed=setup.seed + self._rank,
+            records=setup.records,
+            weights=setup.weights,
+            adapters=adapters,
+            in_flight=self._in_flight if setup.section.keep_in_flight else None,
+            num_scored_ids=setup.num_scored_ids,
+            gpu_bytes=setup.gpu_bytes,
+        )
+        self._episodes = EngineEpisodes(self._engine)
+        started()
+        return os.getpid()
+
+    @concurrent_endpoint
+    async def in_flight(self) -> Path | None:
+        """Where this process logs its tokens in flight, for ``Host.read_in_flight``; None: it does not."""
+        return self._in_flight if self._setup.section.keep_in_flight else None
+
+    @concurrent_endpoint
+    async def sample_group(
+        self,
+        group_id: int,
+        prompt_ids_P: np.ndarray,
+        num_samples: int,
+        sampling: SamplingSection,
+        seed: int | None,
+        continued: bytes | None = None,
+        finished: Port[FinishedResponse] | None = None,
+    ) -> tuple[StoredRollout, ...] | RefusedGroup | CancelledGroup:
+        """Sample a group of responses to one prompt, check their records and store their arrays.
+
+        ``continued`` is what ``Host.read_in_flight`` has of a generator that sampled the group and is gone.
+        ``finished`` gets each response as soon as it has ended, before its records are checked.
+        """
+        assert self._engine is not None
+
+        def tell(index: int, rollout: Rollout) -> None:
+            assert finished is not None
+            finished.send(FinishedResponse(index=index, response=response_of(rollout)))
+
+        facts: dict[str, int | str] = {"group": group_id, "prompt_tokens": len(prompt_ids_P)}
+        try:
+            with span("sample group", facts):
+                rollouts = await self._engine.generate(
+                    prompt_ids_P=prompt_ids_P,
+                    num_samples=num_samples,
+                    sampling=sampling,
+                    seed=seed,
+                    group_id=group_id,
+                    continued=() if continued is None else group_turns(continued),
+                    on_finished=None if finished is None else tell,
+                )
+                # With the tokens, readers of the trace can tell how long a decode step takes.
+                facts["response_tokens"] = " ".join(str(one.num_response_tokens) for one in rollouts)
+        except GroupCancelled:
+            return CancelledGroup()
+        self._forget_later(group_id)
+        return self._check_and_store(
+            group_id,
+            [
+                SampledRollout(branches=(rollout,), finish_reason=rollout.finish_reason, episode=index)
+                for index, rollout in enumerate(rollouts)
+            ],
+        )
+
+    def _forget_later(self, group_id: int) -> None:
+        assert self._engine is not None
+        asyncio.get_running_loop().call_later(ANSWER_S, self._engine.forget_group, group_id)
+
+    def _check_and_store(
+        self, group_id: int, rollouts: Sequence[SampledRollout]
+    ) -> tuple[StoredRollout, ...] | RefusedGroup:
+        for rollout in rollouts:
+            for branch in rollout.branches:
+                try:
+                    check_rollout(branch, self._setup.records, self._setup.facts)
+                except RecordError as error:
+                    return RefusedGroup(problem=f"rollout {rollout.episode} of group {group_id}: {error}")
+        return store_group(self._payloads, rollouts, group_id=group_id, generator_rank=self._rank)
+
+    @concurrent_endpoint
+    async def continue_episode(
+        self,
+        episode: EpisodeId,
+        after: int | None,
+        given_ids: np.ndarray,
+        sampling: SamplingSection,
+        max_tokens: int,
+        seed: int | None,
+        repeated: bool = False,
+    ) -> SampledTurn | CancelledGroup:
+        """Sample a turn of the model after another turn of its episode and further tokens; its arrays stay
+        here.
+
+        ``repeated``: a generator that is gone was asked for it, and its episodes were restored here.
+        """
+        try:
+            return await self._episodes.add_turn(
+                episode,
+                after,
+                given_ids,
+                sampling=sampling,
+                max_tokens=max_tokens,
+                seed=seed,
+                repeated=repeated,
+            )
+        except GroupCancelled:
+            return CancelledGroup()
+
+    @concurrent_endpoint
+    async def restore_episodes(
+        self, group_id: int, data: bytes
+    ) -> Mapping[EpisodeId, frozenset[int]] | CancelledGroup:
+        """Take over the episodes of a group from a generator that is gone, with all their turns.
+
+        ``data`` is what ``Host.read_in_flight`` has of the group. Returns the numbers of the turns that had
+        ended, by episode: only these may have reached the environment.
+
+        Raises:
+            ValueError: ``data`` is not whole or of another group, or the group is open here already.
+        """
+        turns = group_turns(data)
+        try:
+            self._episodes.restore(group_id, turns)
+        except GroupCancelled:
+            return CancelledGroup()
+        return ended_turns(turns)
+
+    @concurrent_endpoint
+    async def store_episodes(
+        self, group_id: int, ended: Sequence[EndedEpisode]
+    ) -> tuple[StoredRollout, ...] | RefusedGroup:
+        """Check the records of a group's finished episodes and store their arrays, as ``sample_group`` does.
+
+        Returns a rollout for each of ``ended``; all others of the group are forgotten.
+        """
+        trees = await self._episodes.take(group_id, [one.episode for one in ended])
+        self._forget_later(group_id)
+        return self._check_and_store(
+            group_id,
+            [
+                SampledRollout(
+                    branches=branches,
+                    finish_reason=FinishReason.LENGTH if one.is_truncated else branches[-1].finish_reason,
+                    episode=one.episode.index,
+                    agent=one.episode.agent,
+                )
+                for one, branches in zip(ended, trees, strict=True)
+            ],
+        )
+
+    @concurrent_endpoint
+    async def drop_episode(self, episode: EpisodeId) -> None:
+        """Forget one attempt at an episode, and end what is sampled for it."""
+        await self._episodes.drop_episode(episode)
+
+    @concurrent_endpoint
+    async def drop_episodes(self, group_id: int) -> None:
+        """Forget the episodes of a group, and end what is sampled for them."""
+        await self._episodes.drop(group_id)
+
+    @concurrent_endpoint
+    async def cancel_groups(self, group_ids: Sequence[int]) -> None:
+        """Give up those of the groups that this engine samples; their calls return ``CancelledGroup``."""
+        assert self._engine is not None
+        await self._engine.cancel(group_ids)
+
+    @concurrent_endpoint
+    async def respond(
+        self, prompt_ids_P: np.ndarray, num_samples: int, sampling: SamplingSection, seed: int | None
+    ) -> tuple[SampledResponse, ...]:
+        """Sample responses that are not trained on."""
+        assert self._engine is not None
+        rollouts = await self._engine.generate(
+            prompt_ids_P=prompt_ids_P, num_samples=num_samples, sampling=sampling, seed=seed
+        )
+        return tuple(map(sampled_response, rollouts))
+
+    @concurrent_endpoint
+    async def free_payloads(self, files: Sequence[str]) -> None:
+        """Free the files of groups that were trained on or dropped, also of a generator that is gone."""
+        for file in files:
+            await self._payload_server.free(file)
+
+    @concurrent_endpoint
+    async def expose_payload(self, ref: PayloadRef) -> RDMABuffer:
+        """Return a handle by which a trainer on another host reads a payload."""
+        return self._payload_server.expose(ref)
+
+    @concurrent_endpoint
+    async def connect_weights(
+        self,
+        layout: WeightLayout,
+        sources: Sequence[StagingSource],
+        folder: Path,
+        share: HostShare,
+        is_joining: bool,
+    ) -> str:
+        """Plan how versions get from the trainer's ranks into the engine, by a receive buffer in ``folder``.
+
+        ``share`` is this generator's among those of its host; the first is connected before the others, and
+        makes the files unless the generator is joining others.
+        Returns in words how the engine takes versions.
+
+        Raises:
+            ValueError: trainer and engine do not have the same tensors, or a transport cannot work.
+        """
+        assert self._engine is not None
+        self._receiver = await connect_receiver(
+            self._engine,
+            self._setup,
+            layout=layout,
+            transports=connect_transports(self._setup.weights, layout, sources, generator_host=self._host_id),
+            folder=folder,
+            share=share,
+            is_joining=is_joining,
+        )
+        return str(self._receiver.route)
+
+    @concurrent_endpoint
+    async def reconnect_weights(self, layout: WeightLayout, sources: Sequence[StagingSource]) -> None:
+        """Take versions from the buffers of a trainer that was started again, with the layout of before."""
+        self._receiver.reconnect(
+            connect_transports(self._setup.weights, layout, sources, generator_host=self._host_id)
+        )
+
+    @concurrent_endpoint
+    async def begin_update(self, manifest: Manifest, new_share: HostShare | None) -> FetchReport:
+        """Fetch this generator's share of a version that the caller has leased.
+
+        ``new_share`` is given where other generators take part than in the update before.
+        """
+        return await self._receiver.begin(manifest, new_share)
+
+    @concurrent_endpoint
+    async def stage_update(self) -> None:
+        """Make the version ready, all shares of which have arrived on this host."""
+        await self._receiver.stage()
+
+    @concurrent_endpoint
+    async def abandon_update(self) -> None:
+        """Keep the old weights: a share of the version has not arrived on this host, or was not staged."""
+        await self._receiver.abandon()
+
+    @concurrent_endpoint
+    async def finish_update(self) -> SwapReport:
+        """Wait until the engine samples under the version that all generators of this host have staged."""
+        return await self._receiver.finish()
+
+    @concurrent_endpoint
+    async def time_engine(
+        self, timing: DecodeTiming | PrefillTiming, sampling: SamplingSection, seed: int
+    ) -> float:
+        """See ``forgeasync.generator.token_scores``."""
+        from forgeasync.generator import time_engine
+
+        assert self._engine is not None
+        return await time_engine(self._engine, timing, sampling, seed=seed)
+
+    @concurrent_endpoint
+    async def parameters(self) -> list[dict[str, torch.Tensor]]:
+        """Return copies of every worker's parameters, to compare with the trainer's (CPU engines only)."""
+        assert self._engine is not None
+        return await self._engine.parameters()
+
+    @concurrent_endpoint
+    async def kv_usage(self) -> float:
+        """Share of the engine's KV cache that running requests hold."""
+        assert self._engine is not None
+        return await self._engine.kv_usage()
+
+    @concurrent_endpoint
+    async def stats(self) -> EngineStats:
+        """What the engine has counted since it started, and the memory and time of its processes."""
+        assert self._engine is not None
+        return dataclasses.replace(
+            self._engine.stats(),
+            memory=self._memory.peak(),
+            # The event loop's thread, on which this runs, hands over.
+            handing_over_s=time.thread_time(),
+        )
+
+    @concurrent_endpoint
+    async def shutdown(self) -> None:
+        if self._engine is not None:
+            self._engine.shutdown()

@@ -1,0 +1,615 @@
+"""Samples the rollouts of groups: responses of the generators, responses of an endpoint, or episodes.
+
+``GroupEpisodes`` runs the episodes of a group, applies the policy for each ending, and stores the result. If
+the generator of a group is lost, another one takes over the turns that had begun, and the episodes go on.
+"""
+
+import asyncio
+import dataclasses
+import functools
+import itertools
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from forgeasync.buffer import DropReason
+from forgeasync.config import Ending, EndingPolicy, EpisodesSection, SamplingSection
+from forgeasync.environments import (
+    AgentRole,
+    ContextFull,
+    EndpointAgent,
+    EndpointModel,
+    EpisodeInterrupted,
+    Message,
+    Response,
+    open_client,
+    response_record,
+)
+from forgeasync.rollouts import (
+    NO_SCORE,
+    EpisodeId,
+    EpisodeOutcome,
+    PromptEncoder,
+    Score,
+    StoredRollout,
+    Task,
+    VersionRange,
+    record_of,
+)
+from forgeasync.runtime.environment import EpisodeRequest, GroupMove
+from forgeasync.runtime.environment_pool import EnvironmentPool
+from forgeasync.runtime.generator import CancelledGroup, EndedEpisode, RefusedGroup
+from forgeasync.runtime.generator_pool import LiveReplica, sampling_group
+from forgeasync.runtime.router import GeneratorRouter, GroupGivenUp
+from forgeasync.runtime.scorer_pool import GroupScoring, Unscored
+from forgeasync.runtime.supervised import ProcessLost, unless_lost
+from forgeasync.waiting import forget
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledGroup:
+    """The rollouts of a group; what an environment sampled comes with their scores."""
+
+    rollouts: tuple[StoredRollout, ...]
+    scores: tuple[Score, ...] | None = None
+    """One for each rollout; None if the scorer still has to score them."""
+    durations_ms: tuple[int, ...] | None = None
+    """How long the episode of each rollout took; None where rollouts are responses."""
+    outcomes: tuple[EpisodeOutcome, ...] = ()
+    """All attempts at the group's episodes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldOutRollout:
+    """A response or an episode that is not trained on."""
+
+    result: Score | Unscored
+    versions: VersionRange | None = None
+    """The policy versions that sampled it; None where it took no turn, or the model is not ours."""
+    ending: Ending | None = None
+    """How the last attempt at the episode ended; a response to one prompt has none."""
+    num_turns: int = 1
+    record: Mapping[str, Any] | None = None
+    """The whole episode as JSON values; None where nobody asked for it."""
+
+
+class GroupSampler(Protocol):
+    """Samples the rollouts of a task, for training and for evaluation."""
+
+    async def sample(
+        self, group_id: int, task: Task, *, seed: int | None
+    ) -> SampledGroup | RefusedGroup | CancelledGroup:
+        """Sample the group of a task; its arrays stay with the generator until freed."""
+        ...
+
+    async def score(
+        self, task: Task, *, sampling: SamplingSection, seed: int | None, keeps_record: bool = False
+    ) -> HeldOutRollout:
+        """Sample and score one rollout that is not trained on."""
+        ...
+
+
+class ResponseGroups:
+    """Samples single responses to the task's prompt. The scorer scores them afterwards."""
+
+    def __init__(
+        self,
+        generators: GeneratorRouter,
+        scorer: GroupScoring,
+        prompts: PromptEncoder,
+        *,
+        group_size: int,
+        sampling: SamplingSection,
+    ) -> None:
+        """``sampling`` is the config's section for training."""
+        self._generators = generators
+        self._scorer = scorer
+        self._prompts = prompts
+        self._group_size = group_size
+        self._sampling = sampling
+
+    async def sample(
+        self, group_id: int, task: Task, *, seed: int | None
+    ) -> SampledGroup | RefusedGroup | CancelledGroup:
+        """Sample the group of a task; it still has to be scored, and responses that end early already are."""
+        is_sampled = False
+        try:
+            answer = await self._generators.sample_group(
+                group_id,
+                self._prompts.encode(task.prompt),
+                num_samples=self._group_size,
+                sampling=self._sampling,
+                seed=seed,
+                on_finished=functools.partial(self._scorer.finished, group_id, task),
+            )
+            if isinstance(answer, RefusedGroup | CancelledGroup):
+                return answer
+            is_sampled = True
+            return SampledGroup(rollouts=answer)
+        finally:
+            if not is_sampled:
+                self._scorer.forget(group_id)
+
+    async def score(
+        self, task: Task, *, sampling: SamplingSection, seed: int | None, keeps_record: bool = False
+    ) -> HeldOutRollout:
+        """Sample and score one response that is not trained on."""
+        try:
+            (sampled,) = await self._generators.respond(
+                self._prompts.encode(task.prompt), num_samples=1, sampling=sampling, seed=seed
+            )
+        except GroupGivenUp as given_up:
+            return HeldOutRollout(result=Unscored(reason=f"held-out problem {task.task_id}: {given_up}"))
+        return await _score_held_out(self._scorer, task, sampled.response, sampled.versions, keeps_record)
+
+
+async def _score_held_out(
+    scorer: GroupScoring,
+    task: Task,
+    response: Response,
+    versions: VersionRange | None,
+    keeps_record: bool,
+) -> HeldOutRollout:
+    """Score a response that is not trained on."""
+    scores = await scorer.score(f"held-out problem {task.task_id}", task, [response])
+    result: Score | Unscored = scores if isinstance(scores, Unscored) else scores[0]
+    record = None
+    if keeps_record:
+        score, problem = (None, result.reason) if isinstance(result, Unscored) else (result, None)
+        record = response_record(task, response, score, problem, versions=versions)
+    return HeldOutRollout(result=result, versions=versions, record=record)
+
+
+T = TypeVar("T")
+
+
+class NoReplica:
+    """The place of a generator where an endpoint samples: it is never lost."""
+
+    number = rank = 0
+    actor = None
+
+    async def call(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Make a call."""
+        return await call()
+
+
+class NoTrajectories:
+    """What ``GroupEpisodes`` asks of generators between turns: an endpoint keeps nothing of an episode."""
+
+    @asynccontextmanager
+    async def pinned(self, num_samples: int) -> AsyncIterator["NoReplica"]:
+        """Every episode is as good as on the same generator."""
+        yield NoReplica()
+
+    async def drop_episode(self, replica: "NoReplica", episode: EpisodeId) -> None:
+        """Nothing is held."""
+
+    async def drop_episodes(self, replica: "NoReplica", group_id: int) -> None:
+        """Nothing is held."""
+
+    async def store_episodes(
+        self, replica: "NoReplica", group_id: int, ended: list[EndedEpisode]
+    ) -> tuple[StoredRollout, ...]:
+        """Never called: nothing of an endpoint trains."""
+        raise AssertionError("an endpoint's episodes are not stored")
+
+
+class EndpointResponses:
+    """Single responses of an endpoint's model, scored by the scorer. For one event loop."""
+
+    def __init__(
+        self, endpoint: EndpointModel, scorer: GroupScoring, *, system_prompt: str | None, limit_s: float
+    ) -> None:
+        """``limit_s`` is the time for a response, ``timeouts.generate_s``.
+
+        Raises:
+            ValueError: the variable with the key is not set.
+        """
+        self._endpoint = endpoint
+        self._scorer = scorer
+        self._system: list[Message] = []
+        if system_prompt is not None:
+            self._system.append({"role": "system", "content": system_prompt})
+        self._limit_s = limit_s
+        self._client = open_client(endpoint, limit_s=limit_s)
+
+    async def sample(
+        self, group_id: int, task: Task, *, seed: int | None
+    ) -> SampledGroup | RefusedGroup | CancelledGroup:
+        """Never called: nothing of an endpoint trains."""
+        raise AssertionError("an endpoint's responses do not train")
+
+    async def score(
+        self, task: Task, *, sampling: SamplingSection, seed: int | None, keeps_record: bool = False
+    ) -> HeldOutRollout:
+        """Sample and score one response. The seed is not sent: few servers know it."""
+        agent = EndpointAgent(
+            endpoint=self._endpoint,
+            sampling=sampling,
+            limit_s=self._limit_s,
+            max_turns=1,
+            client=self._client,
+        )
+        try:
+            turn = await agent.respond([*self._system, {"role": "user", "content": task.prompt}])
+        except (ContextFull, EpisodeInterrupted) as error:
+            return HeldOutRollout(
+                result=Unscored(reason=f"held-out problem {task.task_id}: {error}"), num_turns=0
+            )
+        response = Response(turn.text, turn.num_tokens, turn.finish_reason)
+        return await _score_held_out(self._scorer, task, response, None, keeps_record)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._client.close()
+
+
+class EpisodesCancelled(Exception):
+    """The group was given up during one of its episodes."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EndedRun:
+    """An episode after its last attempt."""
+
+    outcomes: tuple[EpisodeOutcome, ...]
+    """One for each attempt."""
+    trains: bool
+    episode: EpisodeId
+
+    @property
+    def last(self) -> EpisodeOutcome:
+        return self.outcomes[-1]
+
+    def is_whole(self, taken: Mapping[EpisodeId, frozenset[int]], roles: Sequence[AgentRole]) -> bool:
+        """Whether all turns that it trains on are among those that a generator has taken over."""
+        return not self.trains or all(
+            len(taken.get(dataclasses.replace(self.episode, agent=agent), ())) >= outcome.num_turns
+            for agent, outcome in enumerate(self.last.agents)
+            if roles[agent].is_trainable
+        )
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class EpisodeGroup:
+    """A group whose episodes run, and the generator that has their turns."""
+
+    group_id: int
+    replica: LiveReplica
+    data: bytes | None = None
+    """What it had of them, if it is lost."""
+    num_moves: int = 0
+    running: "list[asyncio.Future[EndedRun]]" = dataclasses.field(default_factory=list)
+    """One for each episode."""
+
+
+async def all_ended(running: "Sequence[asyncio.Future[EndedRun]]", replica: LiveReplica) -> list[EndedRun]:
+    """Wait for all episodes of a group.
+
+    Raises:
+        ProcessLost: its generator is gone before.
+    """
+    ended = asyncio.gather(*(asyncio.shield(one) for one in running))
+    return await unless_lost(ended, replica.lost.wait(), lambda: ProcessLost(f"{replica.name} is gone"))
+
+
+MIN_ROLLOUTS = 2
+"""A group that has fewer left has nothing to compare them with, unless groups have one rollout anyway."""
+
+
+ADMISSION_S = 0.5
+"""Seconds between two looks at a KV cache that is short."""
+
+
+def without_texts(rollout: StoredRollout) -> StoredRollout:
+    """Return a rollout that says nothing of what was said."""
+    branches = tuple(dataclasses.replace(branch, text="") for branch in rollout.branches)
+    return dataclasses.replace(rollout, branches=branches)
+
+
+class GroupEpisodes:
+    """Runs groups of episodes. A group is pinned to one generator, which holds its trajectories.
+
+    Each episode goes to a worker by itself, so that the loss of a worker costs the episodes that it ran and
+    no group. What an ending means is ``episodes.endings``.
+    """
+
+    def __init__(
+        self,
+        pool: EnvironmentPool,
+        generators: GeneratorRouter,
+        *,
+        roles: Sequence[AgentRole],
+        group_size: int,
+        sampling: SamplingSection,
+        section: EpisodesSection,
+        max_lost_per_group: int,
+        keeps_texts: bool = True,
+    ) -> None:
+        """``sampling`` is the config's section for training. Without ``keeps_texts`` nothing that was said in
+        an episode leaves its worker and its generator but tokens that are trained on."""
+        self._keeps_texts = keeps_texts
+        self._max_lost_per_group = max_lost_per_group
+        self._min_rollouts = min(MIN_ROLLOUTS, group_size)
+        self._pool = pool
+        self._generators = generators
+        self._roles = tuple(roles)
+        self._group_size = group_size
+        self._sampling = sampling
+        self._section = section
+        self._num_groups: Counter[int] = Counter()
+        self.num_admission_waits = 0
+        """Groups that had to wait for room in a generator's KV cache."""
+        # Groups that no buffer knows of have negative ids.
+        self._evaluation_ids = itertools.count(-1, -1)
+
+    async def sample(
+        self, group_id: int, task: Task, *, seed: int | None
+    ) -> SampledGroup | RefusedGroup | CancelledGroup:
+        """Sample and score the group of a task; its arrays stay with the generator until freed.
+
+        If its generator is lost, another one takes over the turns that had begun, and its episodes go on.
+        """
+        group: EpisodeGroup | None = None
+        start = functools.partial(self._start, task=task, seed=seed)
+        with self._generators.cancellable(group_id) as is_cancelled:
+            try:
+                for num_lost in range(self._max_lost_per_group):
+                    try:
+                        async with self._generators.pinned(self._group_size) as replica:
+                            async with self._admitted(replica, group_id):
+                                if group is None:
+                                    group = EpisodeGroup(group_id=group_id, replica=replica)
+                                    group.running = [start(group, one) for one in range(self._group_size)]
+                                else:
+                                    await self._take_over(group, replica, start, is_cancelled)
+                                ended = await all_ended(group.running, replica)
+                                return await self._store(replica, group_id, ended)
+                    except ProcessLost as lost:
+                        problem = f"group {group_id}: {lost}, as {num_lost} before it"
+                        if group is not None and group.replica is replica:
+                            group.data = (await asyncio.shield(replica.left)).groups.get(group_id)
+                return RefusedGroup(problem=problem, reason=DropReason.LOST)
+            except EpisodesCancelled:
+                assert group is not None
+                await self._generators.drop_episodes(replica, group_id)
+                return CancelledGroup()
+            finally:
+                if group is not None:
+                    await self._end(group)
+
+    async def _take_over(
+        self,
+        group: EpisodeGroup,
+        replica: LiveReplica,
+        start: "Callable[[EpisodeGroup, int, int], asyncio.Future[EndedRun]]",
+        is_cancelled: Callable[[], bool],
+    ) -> None:
+        """Have a generator take over the episodes of a lost one; they go on, those under way too.
+
+        Raises:
+            ProcessLost: it is gone as well.
+        """
+        taken: Mapping[EpisodeId, frozenset[int]] = {}
+        if group.data is not None:
+            restored = await self._generators.restore_episodes(replica, group.group_id, group.data)
+            if isinstance(restored, CancelledGroup):
+                raise EpisodesCancelled
+            taken = restored
+        lost, group.replica = group.replica, replica
+        group.num_moves += 1
+        # Also told of a group that is given up: its episodes then end.
+        self._pool.move_group(
+            GroupMove(
+                group_id=group.group_id,
+                lost=lost.number,
+                generator=replica.actor,
+                number=replica.number,
+                ended=taken,
+            )
+        )
+        if is_cancelled():
+            raise EpisodesCancelled
+        for index, one in enumerate(group.running):
+            if one.done() and one.exception() is None and not one.result().is_whole(taken, self._roles):
+                # What it had sampled is gone: it runs again from the start.
+                group.running[index] = start(group, index, one.result().episode.attempt + 1)
+
+    async def _end(self, group: EpisodeGroup) -> None:
+        """Wait for no episode of a group any more; those that wait for a generator end."""
+        for one in group.running:
+            one.cancel()
+        await asyncio.wait(group.running)
+        if group.replica.lost.is_set():
+            self._pool.move_group(
+                GroupMove(
+                    group_id=group.group_id, lost=group.replica.number, generator=None, number=-1, ended={}
+                )
+            )
+        self._pool.forget_moves(group.group_id)
+
+    @asynccontextmanager
+    async def _admitted(self, replica: LiveReplica, group_id: int) -> AsyncIterator[None]:
+        """Wait while the generator's KV cache is short, unless it has no group at all.
+
+        A group that starts then would only push others out of the cache, to be computed again.
+        """
+        has_waited = False
+        number = replica.number
+        while self._num_groups[number] and await self._is_short_of_kv(replica):
+            self.num_admission_waits += not has_waited
+            has_waited = True
+            await asyncio.sleep(ADMISSION_S)
+        self._num_groups[number] += 1
+        try:
+            with sampling_group(replica, group_id):
+                yield
+        finally:
+            self._num_groups[number] -= 1
+
+    async def _is_short_of_kv(self, replica: LiveReplica) -> bool:
+        return await self._generators.kv_usage(replica) > self._section.max_kv_usage
+
+    def _start(
+        self, group: EpisodeGroup, index: int, first_attempt: int = 0, *, task: Task, seed: int | None
+    ) -> "asyncio.Future[EndedRun]":
+        running = asyncio.ensure_future(
+            self._run(
+                task,
+                EpisodeId(group_id=group.group_id, index=index),
+                group,
+                self._sampling,
+                seed,
+                keeps_record=self._keeps_texts,
+                first_attempt=first_attempt,
+                goes_on=True,
+            )
+        )
+        running.add_done_callback(forget)
+        return running
+
+    def metrics(self) -> dict[str, float]:
+        """Return counts since the run began, and current values, under their names in metrics.jsonl."""
+        return self._pool.metrics() | {"environment/num_admission_waits": self.num_admission_waits}
+
+    async def score(
+        self, task: Task, *, sampling: SamplingSection, seed: int | None, keeps_record: bool = False
+    ) -> HeldOutRollout:
+        """Score one episode that is not trained on, by its first agent that is trained."""
+        group_id = next(self._evaluation_ids)
+        ended, problem = None, ""
+        for num_lost in range(self._max_lost_per_group):
+            async with self._generators.pinned(1) as replica:
+                run = functools.partial(
+                    self._run,
+                    task,
+                    EpisodeId(group_id=group_id, index=0),
+                    EpisodeGroup(group_id=group_id, replica=replica),
+                    sampling,
+                    seed,
+                    keeps_record=keeps_record,
+                    first_attempt=num_lost * self._section.max_attempts,
+                    goes_on=False,
+                )
+                try:
+                    ended = await replica.call(run)
+                    break
+                except ProcessLost as lost:
+                    problem = str(lost)
+                finally:
+                    await self._generators.drop_episodes(replica, group_id)
+        if ended is None:
+            reason = f"the episode of held-out problem {task.task_id} lost its generators: {problem}"
+            return HeldOutRollout(result=Unscored(reason=reason))
+        result: Score | Unscored
+        if ended.trains:
+            agent = next(index for index, role in enumerate(self._roles) if role.is_trainable)
+            result = self._score(ended.last, agent)
+        else:
+            problem = ended.last.problem or f"ended as {ended.last.ending}"
+            result = Unscored(reason=f"the episode of held-out problem {task.task_id} failed: {problem}")
+        return HeldOutRollout(
+            result=result,
+            versions=ended.last.versions,
+            ending=ended.last.ending,
+            num_turns=ended.last.num_turns,
+            record=record_of(ended.outcomes),
+        )
+
+    async def _run(
+        self,
+        task: Task,
+        episode: EpisodeId,
+        group: EpisodeGroup,
+        sampling: SamplingSection,
+        seed: int | None,
+        *,
+        keeps_record: bool,
+        first_attempt: int,
+        goes_on: bool,
+    ) -> EndedRun:
+        """Run an episode until an attempt counts, or there are no attempts left.
+
+        An attempt that its generator's loss has interrupted is none of them.
+        """
+        outcomes: list[EpisodeOutcome] = []
+        num_left = self._section.max_attempts
+        for attempt in itertools.count(first_attempt):
+            episode = dataclasses.replace(episode, attempt=attempt)
+            num_moves = group.num_moves
+            request = EpisodeRequest(
+                task=task,
+                episode=episode,
+                generator=group.replica.actor,
+                generator_number=group.replica.number,
+                sampling=sampling,
+                seed=seed,
+                keeps_record=keeps_record,
+                goes_on=goes_on,
+            )
+            outcome = await self._pool.run_episode(request)
+            if isinstance(outcome, CancelledGroup):
+                raise EpisodesCancelled
+            outcomes.append(outcome)
+            policy = self._section.endings.of(outcome.ending)
+            if policy in (EndingPolicy.SCORE, EndingPolicy.ZERO):
+                return EndedRun(outcomes=tuple(outcomes), trains=outcome.num_turns > 0, episode=episode)
+            for agent in range(len(self._roles)):
+                await self._generators.drop_episode(group.replica, dataclasses.replace(episode, agent=agent))
+            was_moved = outcome.ending is Ending.INFRASTRUCTURE and group.num_moves != num_moves
+            num_left -= not was_moved
+            if policy is EndingPolicy.MASK or not num_left:
+                break
+        return EndedRun(outcomes=tuple(outcomes), trains=False, episode=episode)
+
+    async def _store(
+        self, replica: LiveReplica, group_id: int, ended: Sequence[EndedRun]
+    ) -> SampledGroup | RefusedGroup:
+        """Store what trains of a group; without enough of it the group is given up."""
+        taken = [
+            (one, agent)
+            for one in ended
+            if one.trains
+            for agent, role in enumerate(self._roles)
+            if role.is_trainable and one.last.agents[agent].num_turns
+        ]
+        outcomes = tuple(outcome for one in ended for outcome in one.outcomes)
+        if len([one for one in ended if one.trains]) < self._min_rollouts or not taken:
+            await self._generators.drop_episodes(replica, group_id)
+            lost = [one for one in ended if not one.trains]
+            if lost and all(one.last.ending is Ending.NO_SCORE for one in lost):
+                # Nothing went wrong: nobody had to say how good it was.
+                return RefusedGroup(problem=None, reason=DropReason.NO_SCORE, outcomes=outcomes)
+            problems = [one.last.problem for one in ended if one.last.problem is not None]
+            why = problems[0] if problems else "too few episodes of it can train"
+            return RefusedGroup(
+                problem=f"group {group_id}: {why}", reason=DropReason.EPISODE_FAILED, outcomes=outcomes
+            )
+        stored = await self._generators.store_episodes(
+            replica,
+            group_id,
+            [
+                EndedEpisode(
+                    episode=dataclasses.replace(one.episode, agent=agent),
+                    is_truncated=one.last.ending is Ending.LENGTH,
+                )
+                for one, agent in taken
+            ],
+        )
+        if isinstance(stored, RefusedGroup):
+            return dataclasses.replace(stored, outcomes=outcomes)
+        return SampledGroup(
+            rollouts=stored if self._keeps_texts else tuple(map(without_texts, stored)),
+            scores=tuple(self._score(one.last, agent) for one, agent in taken),
+            durations_ms=tuple(round(one.last.episode_s * 1000) for one, _ in taken),
+            outcomes=outcomes,
+        )
+
+    def _score(self, outcome: EpisodeOutcome, agent: int) -> Score:
+        score = outcome.agents[agent].score
+        if score is None or self._section.endings.of(outcome.ending) is EndingPolicy.ZERO:
+            return NO_SCORE
+        return score

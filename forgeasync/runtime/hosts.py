@@ -1,0 +1,304 @@
+"""The hosts of a run: the interfaces ``Host`` and ``Hosts``, and the controller's own machine.
+
+``forgeasync.runtime.job_hosts`` has hosts that a job starts.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import psutil
+import torch
+from monarch.actor import ProcMesh, this_host
+from monarch.config import configure
+
+from forgeasync.rollouts import (
+    InFlightRead,
+    create_run_folder,
+    is_running,
+    read_in_flight,
+    remove_in_flight,
+    remove_run_folder,
+    sweep_stale_folders,
+    try_write_kept,
+)
+from forgeasync.runtime import MONARCH_LIMITS
+from forgeasync.runtime.host_checks import GpuFacts, HostLimits, gather_gpu_facts, gather_host_limits
+from forgeasync.runtime.jobs import HostRole
+from forgeasync.runtime.placement import GpuAllocator, spawn_role
+from forgeasync.runtime.stalls import read_stacks
+
+LOCAL_HOST_ID = "host-0"
+
+configure(**MONARCH_LIMITS)
+
+
+class HostLost(RuntimeError):
+    """A host of the run is gone, with all processes on it."""
+
+
+class Host(Protocol):
+    """One machine. Processes on hosts with different ids share no memory."""
+
+    id: str
+
+    async def make_folder(self, num_bytes: int) -> Path:
+        """Create a folder in the host's shared memory, which stays until the run ends.
+
+        Raises:
+            ValueError: the host has less than ``num_bytes`` left.
+        """
+        ...
+
+    async def is_running(self, pid: int) -> bool:
+        """Whether the host has a process with this id that has not ended."""
+        ...
+
+    async def kill(self, pid: int) -> None:
+        """Kill a process of the run and its descendants. No error if it has ended."""
+        ...
+
+    async def read_stacks(self, pid: int) -> str:
+        """Return the Python stacks of a process in one line, or why they cannot be read."""
+        ...
+
+    async def remove_files(self, files: Sequence[str]) -> None:
+        """Remove files of a dead writer from the run's folders. No error if they do not exist."""
+        ...
+
+    async def read_in_flight(self, folder: Path, group_ids: Sequence[int]) -> InFlightRead:
+        """Read the tokens that a dead process of this host had in flight for some groups."""
+        ...
+
+    async def remove_in_flight(self, folder: Path) -> None:
+        """Remove the log of tokens in flight of a dead process. No error if there is none."""
+        ...
+
+    async def keep_group(self, target: Path, facts: bytes, source: str) -> str | None:
+        """Write a finished group, whose arrays are in ``source``, to disk; returns what prevents it."""
+        ...
+
+
+class Hosts(Protocol):
+    """All machines of a run. The controller's own processes are not among what they run."""
+
+    async def open(self, tell: Callable[[str], None]) -> None:
+        """Start the hosts, before anything is spawned. ``tell`` is called with what they wait for."""
+        ...
+
+    def spawn(self, role: HostRole, name: str, num_procs: int, *, gpus_per_proc: int) -> ProcMesh:
+        """Spread processes evenly over a role's hosts, in order. Each process sees only its own GPUs.
+
+        A role that is spawned again after its processes have ended gets the same GPUs.
+
+        Raises:
+            ValueError: a host has too few GPUs left.
+        """
+        ...
+
+    def allot(self, role: HostRole, num_procs: int, *, gpus_per_proc: int) -> None:
+        """Reserve places and GPUs for processes that ``spawn_one`` will start, spread as ``spawn`` does.
+
+        Raises:
+            ValueError: a host has too few GPUs left.
+        """
+        ...
+
+    def allot_more(self, role: HostRole, *, gpus_per_proc: int) -> Host:
+        """Reserve a place and GPUs for one more process of a role, at the next rank; returns its host.
+
+        Raises:
+            ValueError: there is no such place, or too few GPUs are left.
+        """
+        ...
+
+    def spawn_one(self, role: HostRole, name: str, rank: int) -> ProcMesh:
+        """Spawn one process at a rank of the role that is free, or whose process has ended."""
+        ...
+
+    async def stop_one(self, mesh: ProcMesh) -> None:
+        """Stop a mesh that ``spawn_one`` returned. Waits for the process to answer, unless it was killed."""
+        ...
+
+    def of_procs(self, role: HostRole, num_procs: int) -> Sequence[Host]:
+        """Return the host of each process of a role, by rank."""
+        ...
+
+    async def gpus(self, role: HostRole) -> Mapping[str, GpuFacts]:
+        """Return the GPUs of each host of a role, by the host's name in the run."""
+        ...
+
+    def limits(self, role: HostRole) -> Mapping[str, HostLimits]:
+        """Return the limits of each host of a role when it was opened, by the host's name in the run."""
+        ...
+
+    def master_address_is_ip(self) -> bool:
+        """Whether others reach the trainer's first host by its IP address instead of its name."""
+        ...
+
+    async def watch(self) -> None:
+        """Exchange heartbeats with every host, until one of them is lost.
+
+        Raises:
+            HostLost: always, when a host does not answer.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Stop every process and remove everything that the run has left, in any state.
+
+        Raises:
+            HostLost: a host is lost, whatever the run has ended with.
+        """
+        ...
+
+
+def kill_with_children(process: psutil.Process) -> None:
+    """Kill a process and its descendants. No error if it has ended."""
+    with contextlib.suppress(psutil.Error):
+        started = process.children(recursive=True)
+        # The process comes first, so that it cannot start more.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
+        for one in started:
+            with contextlib.suppress(psutil.Error):
+                one.kill()
+
+
+async def stop(mesh: ProcMesh) -> None:
+    """Stop the processes of a mesh."""
+    await mesh.stop()
+
+
+@dataclass(slots=True)
+class LocalHost:
+    """The machine of this process, which is the controller or the agent of a host.
+
+    What may take long runs in a thread, so that heartbeats go on.
+    """
+
+    id: str
+    folders: list[Path]
+    """Folders of the run in this machine's shared memory."""
+
+    async def make_folder(self, num_bytes: int) -> Path:
+        if not self.folders:
+            sweep_stale_folders()
+        folder = create_run_folder(num_bytes)
+        self.folders.append(folder)
+        return folder
+
+    def remove_folders(self) -> None:
+        """Remove everything of the run from shared memory."""
+        while self.folders:
+            remove_run_folder(self.folders[-1])
+            self.folders.pop()
+
+    async def is_running(self, pid: int) -> bool:
+        return is_running(pid)
+
+    async def kill(self, pid: int) -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            kill_with_children(psutil.Process(pid))
+
+    async def read_stacks(self, pid: int) -> str:
+        return await asyncio.to_thread(read_stacks, pid)
+
+    async def remove_files(self, files: Sequence[str]) -> None:
+        for file in map(Path, files):
+            assert file.parent in self.folders, f"{file} is in none of the run's folders"
+            file.unlink(missing_ok=True)
+
+    async def read_in_flight(self, folder: Path, group_ids: Sequence[int]) -> InFlightRead:
+        return await asyncio.to_thread(read_in_flight, folder, group_ids)
+
+    async def remove_in_flight(self, folder: Path) -> None:
+        await asyncio.to_thread(remove_in_flight, folder)
+
+    async def keep_group(self, target: Path, facts: bytes, source: str) -> str | None:
+        return await asyncio.to_thread(try_write_kept, target, facts, source)
+
+
+class LocalHosts:
+    """The controller's machine, whose GPUs all roles share."""
+
+    def __init__(self, *, trainer_id: str = LOCAL_HOST_ID, reserved_gpus: Collection[int] = ()) -> None:
+        """With its own ``trainer_id`` the trainer does not use shared memory, as if on another machine.
+
+        ``reserved_gpus`` are indices, among the GPUs visible to the run, that no role gets.
+        """
+        self._host = LocalHost(LOCAL_HOST_ID, [])
+        self._meshes: list[ProcMesh] = []
+        self._ids = {role: LOCAL_HOST_ID for role in HostRole} | {HostRole.TRAINER: trainer_id}
+        self._gpus = GpuAllocator(torch.cuda.device_count(), reserved_gpus)
+        self._gpus_of: dict[HostRole, list[list[int]]] = {}
+        """GPUs of each process, by role."""
+
+    async def open(self, tell: Callable[[str], None]) -> None:
+        """See ``Hosts``. This machine is running."""
+
+    def spawn(self, role: HostRole, name: str, num_procs: int, *, gpus_per_proc: int) -> ProcMesh:
+        """See ``Hosts``."""
+        if role not in self._gpus_of:
+            self.allot(role, num_procs, gpus_per_proc=gpus_per_proc)
+        assert len(self._gpus_of[role]) == num_procs, "as many procs as before"
+        return self._spawn(name, self._gpus_of[role])
+
+    def allot(self, role: HostRole, num_procs: int, *, gpus_per_proc: int) -> None:
+        """See ``Hosts``."""
+        self._gpus_of[role] = [self._gpus.take(gpus_per_proc, role=role) for _ in range(num_procs)]
+
+    def allot_more(self, role: HostRole, *, gpus_per_proc: int) -> Host:
+        """See ``Hosts``."""
+        self._gpus_of[role].append(self._gpus.take(gpus_per_proc, role=role))
+        (host,) = self.of_procs(role, 1)
+        return host
+
+    def spawn_one(self, role: HostRole, name: str, rank: int) -> ProcMesh:
+        """See ``Hosts``."""
+        return self._spawn(name, [self._gpus_of[role][rank]])
+
+    async def stop_one(self, mesh: ProcMesh) -> None:
+        """See ``Hosts``."""
+        if mesh in self._meshes:
+            self._meshes.remove(mesh)
+        await stop(mesh)
+
+    def _spawn(self, name: str, gpus: list[list[int]]) -> ProcMesh:
+        mesh = spawn_role(this_host(), name, num_procs=len(gpus), gpus_per_proc=gpus)
+        self._meshes.append(mesh)
+        return mesh
+
+    def of_procs(self, role: HostRole, num_procs: int) -> Sequence[Host]:
+        """See ``Hosts``."""
+        return [LocalHost(self._ids[role], self._host.folders)] * num_procs
+
+    async def gpus(self, role: HostRole) -> Mapping[str, GpuFacts]:
+        """See ``Hosts``."""
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        return {LOCAL_HOST_ID: await asyncio.to_thread(gather_gpu_facts, visible)}
+
+    def limits(self, role: HostRole) -> Mapping[str, HostLimits]:
+        """See ``Hosts``."""
+        return {LOCAL_HOST_ID: gather_host_limits()}
+
+    def master_address_is_ip(self) -> bool:
+        """See ``Hosts``."""
+        return False
+
+    async def watch(self) -> None:
+        """See ``Hosts``. The controller's own machine is never lost."""
+        await asyncio.get_running_loop().create_future()
+
+    async def close(self) -> None:
+        """See ``Hosts``. Processes may have ended before."""
+        try:
+            await asyncio.gather(*(stop(mesh) for mesh in self._meshes))
+        finally:
+            self._meshes.clear()
+            self._host.remove_folders()

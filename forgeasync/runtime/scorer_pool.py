@@ -1,0 +1,529 @@
+"""The scorers of a run: groups, whose responses are scored as they finish, and processes that score them.
+
+``Scorers`` looks after the processes. ``ScorerPool`` holds the responses that wait for a scorer, and asks
+again when one is lost; ``forgeasync.scoring.dispatch`` decides. ``GroupScoring`` puts the scores of groups
+together. A failure costs one response's group at most.
+"""
+
+import asyncio
+import dataclasses
+import functools
+import logging
+import math
+import operator
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+from monarch.actor import this_host
+
+from forgeasync.config import (
+    JudgeReward,
+    NamedSource,
+    PythonReward,
+    RunConfig,
+    ScoredUnit,
+    ScorerSection,
+    named_sets,
+    named_sources,
+)
+from forgeasync.environments import Response
+from forgeasync.observability import Fault, FaultLog, ProcsFile, Role, last_words
+from forgeasync.process_memory import MemoryPeak, largest
+from forgeasync.rollouts import Score, Task, VerifierCounts
+from forgeasync.runtime.hosts import stop
+from forgeasync.runtime.placement import spawn_role
+from forgeasync.runtime.process_manager import SCORER, ProcessManager
+from forgeasync.runtime.scorer import ScoredResponses, ScorerActor, ScorerReady, Unavailable
+from forgeasync.runtime.supervised import (
+    Heartbeat,
+    ProcessLost,
+    RestartBudget,
+    RestartsFail,
+    Spawned,
+    Supervised,
+    SupervisedPool,
+    diagnose_hang,
+)
+from forgeasync.scoring import Assignment, Dispatcher, Fate, Judge, is_limited
+from forgeasync.waiting import Monitor, deadline, forget
+
+logger = logging.getLogger(__name__)
+
+RETRY_WAIT_S = 0.2
+"""Seconds before the second attempt; the wait doubles with every further one."""
+
+SpawnScorer = Callable[[int, int], Awaitable[Spawned[ScorerActor]]]
+"""Starts and sets up a scorer: its place among the run's scorers, and a number that is new for each."""
+
+Scorer = Supervised[ScorerActor]
+
+
+class Scorers(SupervisedPool[Scorer]):
+    """The scorers' processes; ``score`` asks one of them, and ``ScorerPool`` decides which."""
+
+    def __init__(
+        self,
+        spawn: SpawnScorer,
+        section: ScorerSection,
+        *,
+        limit_s: float,
+        faults: FaultLog,
+        listing: ProcsFile,
+        on_change: Callable[[int, bool], None] = lambda rank, is_up: None,
+    ) -> None:
+        """``limit_s`` is the longest time that a call takes once the scorer begins with it; it keeps that.
+
+        No more than ``scorer.max_in_flight`` responses are with it, ``num_workers`` of which at least are
+        scored at once, so that no call takes longer than that many rounds: a scorer that takes longer is
+        replaced. ``on_change`` is told whether a place has a process, whenever that changes after the start.
+        """
+        super().__init__(Role.SCORER, faults=faults, listing=listing)
+        self._spawn = spawn
+        self._section = section
+        self._rounds = math.ceil(section.max_in_flight / section.num_workers) + 1
+        self._backstop_s = limit_s * self._rounds
+        self._on_change = on_change
+        self._next_number = 0
+        self._budgets = [RestartBudget(section.max_restarts) for _ in range(section.num_replicas)]
+        self._counts: dict[int, VerifierCounts] = {}
+        """What each process has counted since it began, when it was last heard of; by number."""
+        self._lost_counts = [VerifierCounts() for _ in range(section.num_replicas)]
+        """What lost processes had counted; by place."""
+
+    async def score(
+        self, rank: int, task: Task, responses: Sequence[Response], first: int
+    ) -> ScoredResponses | Unavailable:
+        """Return the score of each response, from the scorer at a place.
+
+        ``first`` is the place of the first response in its group.
+
+        Raises:
+            ProcessLost: there is none, or it was lost before it answered.
+            Exception: whatever the scorer raises.
+        """
+        scorer = self.at(rank)
+        if scorer is None:
+            raise ProcessLost(f"{self._name(rank)} is gone")
+        overdue = asyncio.ensure_future(self._lose_overdue(scorer))
+        try:
+            scored = await scorer.call(lambda: scorer.actor.score.call_one(task, responses, first))
+        finally:
+            overdue.add_done_callback(forget)
+            overdue.cancel()
+        if isinstance(scored, Unavailable):
+            return scored
+        self._budgets[rank].reset()
+        # Replies can arrive out of order, and counts only rise.
+        counts = self._counts[scorer.number] = self._counts[scorer.number].merged(scored.counts)
+        return dataclasses.replace(scored, counts=self._lost_counts[rank] + counts)
+
+    async def _lose_overdue(self, scorer: Scorer) -> None:
+        await asyncio.sleep(self._backstop_s)
+        limit = f"{self._rounds} times its limit: scorer.max_in_flight, scorer.num_workers"
+        what = f"has not scored a response within {self._backstop_s:g} s ({limit})"
+        self.lose(scorer, what, await diagnose_hang(self.role, scorer.proc))
+
+    def _name(self, rank: int) -> str:
+        return "the scorer" if self._section.num_replicas == 1 else f"scorer {rank}"
+
+    def _begin(self, rank: int) -> int:
+        number, self._next_number = self._next_number, self._next_number + 1
+        return number
+
+    async def _set_up(self, rank: int, number: int) -> Scorer:
+        spawned = await self._spawn(rank, number)
+        heartbeat = Heartbeat(
+            spawned.actor.beat.call_one, limit_s=self._section.heartbeat_s, key="scorer.heartbeat_s"
+        )
+        return Scorer(self, spawned, name=self._name(rank), rank=rank, number=number, heartbeat=heartbeat)
+
+    def _has_joined(self, replica: Scorer, fault: Fault | None) -> None:
+        self._counts[replica.number] = VerifierCounts()
+        super()._has_joined(replica, fault)
+        if fault is not None:
+            self._on_change(replica.rank, True)
+
+    def _is_lost(self, replica: Scorer, what: str) -> str:
+        self._lost_counts[replica.rank] += self._counts.pop(replica.number)
+        return ": another one starts, and its responses are scored again"
+
+    def _is_wanted(self, replica: Scorer, fault: Fault) -> bool:
+        self._on_change(replica.rank, False)
+        failure = self._exhausted(replica.rank, f"{fault.who} {fault.what}")
+        self._failure = self._failure or failure
+        return failure is None
+
+    def _failed(self, rank: int, number: int, error: Exception) -> Exception | None:
+        return self._exhausted(rank, f"it could not be started: {last_words(error)}")
+
+    def _exhausted(self, rank: int, reason: str) -> RestartsFail | None:
+        """Take of the budget of a place; returns an error if it is used up."""
+        if self._budgets[rank].take():
+            return None
+        return RestartsFail(
+            f"{self._name(rank)} was restarted {self._section.max_restarts} times in a row without a "
+            f"response that it has scored (scorer.max_restarts); at last: {reason}"
+        )
+
+
+ScoreCall = Callable[[Task, Sequence[Response], int], Awaitable[ScoredResponses | Unavailable]]
+"""Has a scorer score responses to a task; the number is the place of the first one in its group. May raise
+``ProcessLost``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unscored:
+    """A group or a response that has no scores."""
+
+    reason: str
+    """Why the last attempt failed; names the group."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Job:
+    """An item of the dispatcher with what it is and who waits for it."""
+
+    name: str
+    task: Task
+    responses: Sequence[Response]
+    first: int
+    result: "asyncio.Future[tuple[Score, ...] | Unscored]"
+    calls: "set[asyncio.Task[None]]" = field(default_factory=set)
+    problem: str = ""
+    """What to say of it if it is given up now, as the rest of a sentence."""
+
+
+class ScorerPool:
+    """Has responses scored: a task for each assignment, and a timer for what becomes ready later.
+
+    The deadline of a response, ``timeouts.score_s``, is kept by the scorer, which knows when it begins with a
+    response (``forgeasync.runtime.scorer``). Waiting here has no limit.
+    """
+
+    def __init__(
+        self,
+        calls: Sequence[ScoreCall],
+        section: ScorerSection,
+        *,
+        isolation: str = "",
+        retry_wait_s: float = RETRY_WAIT_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``calls`` has one entry for each replica; ``isolation`` names what isolates verifiers."""
+        self.isolation = isolation
+        self._calls = tuple(calls)
+        self._section = section
+        self._clock = clock
+        self._dispatch = Monitor(Dispatcher(len(calls), section, retry_wait_s=retry_wait_s))
+        self._jobs: dict[int, _Job] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._counts = [VerifierCounts()] * len(calls)
+        """Of every replica."""
+        self._memory: MemoryPeak | None = None
+
+    async def score(
+        self, name: str, task: Task, responses: Sequence[Response], *, first: int = 0
+    ) -> tuple[Score, ...] | Unscored:
+        """Return one score per response, or why there are none; ``name`` says in messages what is scored.
+
+        Waits while the queue is full. ``first`` is the place of the first response in its group. If the
+        caller is cancelled, the responses are withdrawn.
+        """
+        number = await self._dispatch.until(lambda dispatch: dispatch.submit(self._clock()))
+        return await self._begin(number, name, task, responses, first)
+
+    def try_score(
+        self, name: str, task: Task, responses: Sequence[Response], *, first: int
+    ) -> "asyncio.Future[tuple[Score, ...] | Unscored] | None":
+        """Begin to score if the queue has room; else None. Cancelling the future withdraws the responses."""
+        number = self._dispatch.change(lambda dispatch: dispatch.submit(self._clock()))
+        return None if number is None else self._begin(number, name, task, responses, first)
+
+    def set_up(self, rank: int, is_up: bool) -> None:
+        """Take note that a replica is there, or is gone with all that it was asked for."""
+        if is_up:
+            self._dispatch.change(lambda dispatch: dispatch.replica_up(rank))
+        else:
+            now_s = self._clock()
+            for number in self._dispatch.change(lambda dispatch: dispatch.replica_down(rank, now_s)):
+                job = self._jobs[number]
+                job.problem = f"lost its scorer {self._section.max_lost} times: its process was gone"
+                self._give_up(job)
+        self._pump()
+
+    def metrics(self) -> dict[str, float]:
+        """Return counts since the run began and the scorers' memory, under their names in metrics.jsonl."""
+        memory = {} if self._memory is None else self._memory.metrics("scorer")
+        dispatch, counts = self._dispatch.state, self._dispatch.state.counts
+        return (
+            functools.reduce(operator.add, self._counts).metrics()
+            | memory
+            | {
+                "scoring/num_failed_attempts": counts.num_failed,
+                "scoring/num_lost_calls": counts.num_lost,
+                "score/num_retried": counts.num_retried,
+                "score/num_failed": counts.num_given_up,
+                "score/num_deferred": counts.num_deferred,
+                "score/num_discarded": counts.num_discarded,
+                "score/num_queued": dispatch.num_waiting,
+                "score/num_in_flight": dispatch.num_assigned,
+            }
+        )
+
+    def _begin(
+        self, number: int, name: str, task: Task, responses: Sequence[Response], first: int
+    ) -> "asyncio.Future[tuple[Score, ...] | Unscored]":
+        job = _Job(
+            name=name,
+            task=task,
+            responses=responses,
+            first=first,
+            result=asyncio.get_running_loop().create_future(),
+        )
+        self._jobs[number] = job
+        job.result.add_done_callback(lambda result: self._forget(number))
+        self._pump()
+        return job.result
+
+    def _forget(self, number: int) -> None:
+        """An item has ended, or whoever waited for it was cancelled."""
+        job = self._jobs.pop(number)
+        for call in job.calls:
+            call.cancel()
+        self._dispatch.change(lambda dispatch: dispatch.withdraw(number))
+        self._pump()
+
+    def _pump(self) -> None:
+        """Begin all calls that can begin now, and come again when the next item becomes ready."""
+        now_s = self._clock()
+        while (assignment := self._dispatch.change(lambda dispatch: dispatch.next(now_s))) is not None:
+            job = self._jobs[assignment.item]
+            call = asyncio.get_running_loop().create_task(self._call(job, assignment))
+            job.calls.add(call)
+            call.add_done_callback(job.calls.discard)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        due_s = self._dispatch.state.next_due_s(now_s)
+        if due_s is not None:
+            self._timer = asyncio.get_running_loop().call_later(due_s - now_s, self._pump)
+
+    async def _call(self, job: _Job, assignment: Assignment) -> None:
+        """Make one call and tell the dispatcher how it ended."""
+        dispatch = self._dispatch.state
+        scores: tuple[Score, ...] = ()
+        try:
+            answer = await self._calls[assignment.replica](job.task, job.responses, job.first)
+            if isinstance(answer, Unavailable):
+                job.problem = (
+                    f"was not scored within scorer.max_unavailable_s = "
+                    f"{self._section.max_unavailable_s:g} s: {answer.reason}"
+                )
+                fate = dispatch.deferred(assignment, self._clock(), answer.retry_after_s)
+            else:
+                scores = self._checked(job, assignment.replica, answer)
+                fate = dispatch.scored(assignment)
+        except ProcessLost as error:
+            job.problem = f"lost its scorer {self._section.max_lost} times, at last: {error}"
+            fate = dispatch.lost(assignment, self._clock())
+        except Exception as error:  # any type: a scorer can fail in every way, and none may end the run
+            reason, num = f"{type(error).__name__}: {last_words(error)}", self._section.max_attempts
+            tries = "1 attempt" if num == 1 else f"{num} attempts, the last"
+            job.problem = f"was not scored in {tries}: {reason}"
+            fate = dispatch.failed(assignment, self._clock())
+            if fate is not Fate.DISCARDED:
+                logger.warning("an attempt to score %s failed: %s", job.name, reason)
+        # Whoever waited may have been cancelled in this very step of the loop.
+        if fate is Fate.SCORED and not job.result.done():
+            job.result.set_result(scores)
+        elif fate is Fate.GIVEN_UP:
+            self._give_up(job)
+        self._dispatch.change(lambda dispatch: None)
+        self._pump()
+
+    def _give_up(self, job: _Job) -> None:
+        if not job.result.done():
+            job.result.set_result(Unscored(reason=f"{job.name} {job.problem}"))
+
+    def _checked(self, job: _Job, replica: int, answer: ScoredResponses) -> tuple[Score, ...]:
+        """The scores of an answer. Raises ValueError or TypeError where there is not one for each response.
+
+        Its counts and peaks are taken in whatever becomes of the scores.
+        """
+        # Replies can arrive out of order, and counts and peaks only rise.
+        self._counts[replica] = self._counts[replica].merged(answer.counts)
+        self._memory = largest((self._memory, answer.memory))
+        scores = tuple(answer.scores)
+        if len(scores) != len(job.responses):
+            raise ValueError(
+                f"{job.name} has {len(job.responses)} responses, and the scorer gave {len(scores)} scores "
+                "for them"
+            )
+        for score in scores:
+            if not isinstance(score, Score):
+                raise TypeError(f"{job.name}: the scorer gave {score!r}, which is no Score")
+        return scores
+
+
+Scoring = asyncio.Future[tuple[Score, ...] | Unscored]
+
+
+class GroupScoring:
+    """Scores groups, up to ``scorer.max_concurrent`` finished ones at once, response by response.
+
+    ``finished`` begins to score a response while others of its group are still sampled; ``score_group`` then
+    only waits for it. The score counts only if the group ends with the very same response: one whose
+    generator was lost can be sampled again.
+    """
+
+    def __init__(
+        self,
+        pool: ScorerPool,
+        section: ScorerSection,
+        *,
+        compares: Callable[[Task], bool] = lambda task: False,
+    ) -> None:
+        """``compares`` says whether a reward of the task compares the responses of a group: they are then
+        scored together, once all are there."""
+        self._pool = pool
+        self._places = asyncio.Semaphore(section.max_concurrent)
+        self._compares = compares
+        self._early: dict[int, dict[int, tuple[Response, Scoring]]] = {}
+        """Responses of groups that are still being sampled, by group and place in it."""
+        self._num_early = 0
+
+    @property
+    def isolation(self) -> str:
+        """What isolates verifiers, in words."""
+        return self._pool.isolation
+
+    def finished(self, group_id: int, task: Task, index: int, response: Response) -> None:
+        """Begin to score a response of a group that is still being sampled, if there is room for it.
+
+        ``score_group`` or ``forget`` has to follow.
+        """
+        if self._compares(task):
+            return
+        name = f"response {index} of group {group_id}"
+        scoring = self._pool.try_score(name, task, [response], first=index)
+        if scoring is not None:
+            before = self._early.setdefault(group_id, {})
+            if index in before:
+                before[index][1].cancel()
+            before[index] = response, scoring
+
+    def forget(self, group_id: int) -> None:
+        """A group will not be scored; what was begun is withdrawn."""
+        for _, scoring in self._early.pop(group_id, {}).values():
+            scoring.cancel()
+
+    async def score_group(
+        self, group_id: int, task: Task, responses: Sequence[Response]
+    ) -> tuple[Score, ...] | Unscored:
+        """Return one score per response of a group, or why there are none."""
+        early = self._early.pop(group_id, {})
+        begun: dict[int, Scoring] = {}
+        for index, (response, scoring) in early.items():
+            if index < len(responses) and responses[index] == response:
+                begun[index] = scoring
+            else:
+                scoring.cancel()
+        self._num_early += len(begun)
+        return await self._score(f"group {group_id}", task, responses, begun)
+
+    async def score(
+        self, name: str, task: Task, responses: Sequence[Response]
+    ) -> tuple[Score, ...] | Unscored:
+        """Return one score per response, or why there are none; ``name`` is the group's name in messages."""
+        return await self._score(name, task, responses, {})
+
+    def metrics(self) -> dict[str, float]:
+        """Return counts since the run began and the scorers' memory, under their names in metrics.jsonl."""
+        return self._pool.metrics() | {"score/num_early": self._num_early}
+
+    async def _score(
+        self, name: str, task: Task, responses: Sequence[Response], begun: dict[int, Scoring]
+    ) -> tuple[Score, ...] | Unscored:
+        try:
+            async with self._places:
+                if self._compares(task):
+                    return await self._pool.score(name, task, responses)
+                rest = [index for index in range(len(responses)) if index not in begun]
+                for index in rest:
+                    one = f"response {index} of {name}" if len(responses) > 1 else name
+                    scored = self._pool.score(one, task, [responses[index]], first=index)
+                    begun[index] = asyncio.ensure_future(scored)
+                # The first that has no score decides: the others would be scored for nothing.
+                for scoring in asyncio.as_completed([begun[index] for index in range(len(responses))]):
+                    result = await scoring
+                    if isinstance(result, Unscored):
+                        return result
+                return tuple(score for index in range(len(responses)) for score in _scores(begun[index]))
+        finally:
+            for scoring in begun.values():
+                scoring.cancel()
+
+
+def _scores(scoring: Scoring) -> tuple[Score, ...]:
+    result = scoring.result()
+    assert not isinstance(result, Unscored)
+    return result
+
+
+async def start_scorer(procs: ProcessManager, config: RunConfig) -> GroupScoring:
+    """Start the scorers with their processes, and what has groups scored by them."""
+    section = config.scorer
+    sources = (*named_sources(config.data), *named_sets(config.evaluation))
+
+    isolation = ""
+
+    async def spawn(rank: int, number: int) -> Spawned[ScorerActor]:
+        nonlocal isolation
+        # A mesh of its own, which can be given back alone.
+        mesh = spawn_role(this_host(), "scorer", num_procs=1)
+        actor = mesh.spawn(f"{SCORER}-{rank}-{number}", ScorerActor, procs.log_dir, rank)
+        try:
+            async with deadline(config.timeouts.setup_s, call="setting up a scorer", key="timeouts.setup_s"):
+                ready: ScorerReady = await actor.setup.call_one(
+                    sources, section, config.timeouts.score_s, config.seed
+                )
+        except BaseException:
+            await stop(mesh)
+            raise
+        isolation = ready.isolation
+        return Spawned(actor=actor, pid=ready.pid, mark=ready.mark, stop=lambda: stop(mesh))
+
+    scorers = procs.scorer = Scorers(
+        spawn,
+        section,
+        limit_s=_longest_call_s(sources, config),
+        faults=procs.faults,
+        listing=procs.listing,
+        on_change=lambda rank, is_up: pool.set_up(rank, is_up),
+    )
+    num_replicas = section.num_replicas
+    await scorers.start(num_replicas)
+    calls = [functools.partial(scorers.score, rank) for rank in range(num_replicas)]
+    words = isolation if num_replicas == 1 else f"{num_replicas} scorers, in each {isolation}"
+    pool = ScorerPool(calls, section, isolation=words)
+    comparing = frozenset(source.name for source in sources if _compares(source))
+    return GroupScoring(pool, section, compares=lambda task: task.source in comparing)
+
+
+def _compares(source: NamedSource) -> bool:
+    """Whether a reward of a source gets all responses of a group at once."""
+    return any(isinstance(one, PythonReward) and one.scores is ScoredUnit.GROUP for one in source.rewards)
+
+
+def _longest_call_s(sources: Sequence[NamedSource], config: RunConfig) -> float:
+    """The longest time that a scorer takes for a response once it begins, waits for turns included."""
+    score_s = config.timeouts.score_s
+    longest_s = score_s
+    for source in sources:
+        for one in source.rewards:
+            if isinstance(one, JudgeReward):
+                longest_s = max(longest_s, Judge(one, num_replicas=config.scorer.num_replicas).longest_s)
+            elif is_limited(one):
+                longest_s = max(longest_s, 2 * one.max_attempts * score_s)
+    return longest_s

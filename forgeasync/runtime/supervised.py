@@ -1,0 +1,551 @@
+"""Processes that are looked after: generators, scorers, environment workers, engines of teachers, a buffer.
+
+A ``SupervisedPool`` starts one process at each of its places. It looks at each of them twice a second, and
+asks it once a second whether it answers. A process that has died or does not answer is lost: the calls to it
+end with ``ProcessLost``, it is killed with all that it has started, and another one starts at its place.
+Starts that fail are repeated until the restart budget is used up, which ends the run.
+
+Who waits for whom: a call waits for its answer or for the loss of its process; ``watch`` waits for nobody.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
+from monarch.actor import ActorError
+
+from forgeasync.environments import kill, marked_processes
+from forgeasync.observability import Fault, FaultLog, ProcsFile, Role, last_words
+from forgeasync.runtime.hosts import LOCAL_HOST_ID, Host, LocalHost
+from forgeasync.runtime.stalls import LIMIT_S, awaited_calls
+from forgeasync.waiting import DeadlineExceeded, deadline, forget
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 0.5
+"""Seconds between two looks at a process."""
+
+BEAT_S = 1.0
+"""Seconds between an answer and the next heartbeat."""
+
+SEEN_S = 20.0
+"""Time for the end of a process to be noticed after a call to it has failed."""
+
+END_S = 10.0
+"""Time for a killed process to be gone."""
+
+RETRY_S = 1.0
+"""Seconds between two attempts to start a process."""
+
+PEER_END_S = 1.0
+"""Time for a process to end that its peers have lost: their error comes within milliseconds of its end."""
+
+ANSWER_S = LIMIT_S + 2.0
+"""Time for a host to say what a process of it does."""
+
+CALLERS = {
+    Role.TRAINER: ("trainer",),
+    Role.GENERATOR: ("router", "replica", "generator"),
+    Role.TEACHER: ("teach",),
+    Role.SCORER: ("scor",),
+    Role.ENVIRONMENT: ("environment", "episode"),
+    Role.BUFFER: ("buffer",),
+}
+"""Words in the names of code that waits for a role."""
+
+T = TypeVar("T")
+ActorT = TypeVar("ActorT")
+
+
+class ActorDied(RuntimeError):
+    """A process ended, or one of its actors failed outside of a call, and the run cannot go on without it."""
+
+
+class ProcessLost(RuntimeError):
+    """A process is gone before it answered: what it was doing is lost."""
+
+
+class RestartsFail(RuntimeError):
+    """Processes of a role end or cannot be started again and again."""
+
+
+async def unless_lost(work: Awaitable[T], loss: Awaitable[object], error: Callable[[], Exception]) -> T:
+    """Return what ``work`` returns, unless ``loss`` comes first.
+
+    Raises:
+        Exception: ``error()`` if ``loss`` came, or what ``loss`` or ``work`` raised. The other is cancelled.
+    """
+    working, losing = asyncio.ensure_future(work), asyncio.ensure_future(loss)
+    try:
+        await asyncio.wait([working, losing], return_when=asyncio.FIRST_COMPLETED)
+        if losing.done():
+            losing.result()
+            raise error()
+        return working.result()
+    finally:
+        for one in (working, losing):
+            one.add_done_callback(forget)
+            one.cancel()
+
+
+# --- One process ---
+
+
+def local_host() -> Host:
+    """Return the controller's own machine."""
+    return LocalHost(LOCAL_HOST_ID, [])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proc:
+    """One process of a role on its host."""
+
+    role: str
+    rank: int
+    pid: int
+    host: Host
+
+    async def has_ended(self) -> bool:
+        """Whether its host no longer has it; a host that does not answer is reported elsewhere."""
+        call = f"looking for {self.role} rank {self.rank}"
+        try:
+            async with deadline(PEER_END_S, call=call, key="PEER_END_S in supervised.py"):
+                return not await self.host.is_running(self.pid)
+        except (ActorError, SupervisionError, DeadlineExceeded):
+            return False
+
+    async def until_ended(self) -> None:
+        """Wait for its end."""
+        while not await self.has_ended():
+            await asyncio.sleep(LOOK_S)
+
+
+async def first_ended(procs: Sequence[Proc], *, within_s: float) -> Proc | None:
+    """Return a process that has ended, or ends ``within_s``; None if all go on. Checks at least once."""
+    loop = asyncio.get_running_loop()
+    end_s = loop.time() + within_s
+    while True:
+        have_ended = await asyncio.gather(*(proc.has_ended() for proc in procs))
+        for proc, has_ended in zip(procs, have_ended, strict=True):
+            if has_ended:
+                return proc
+        if loop.time() >= end_s:
+            return None
+        await asyncio.sleep(0.1)
+
+
+class Heartbeat(Generic[T]):
+    """Asks an actor again and again whether it answers; whoever looks after it calls ``look``."""
+
+    def __init__(
+        self,
+        ask: Callable[[], Awaitable[T]],
+        *,
+        limit_s: float,
+        key: str,
+        heard: Callable[[T], None] = lambda answer: None,
+    ) -> None:
+        """``ask`` is answered from the actor's event loop, within ``limit_s`` (config key ``key``).
+
+        ``heard`` is called with each answer.
+        """
+        self._ask = ask
+        self._limit_s, self._key, self._heard = limit_s, key, heard
+        self._question: asyncio.Future[T] | None = None
+        self._asked_s = self._looked_s = time.monotonic()
+        self._rest_s = 0.0
+        self.silent_s = 0.0
+        """How long the open question has had no answer."""
+        self.last: T | None = None
+        """The last answer."""
+        self.error: BaseException | None = None
+        """What the last question has failed with; the end of a process shows by itself."""
+
+    def look(self) -> str | None:
+        """Take in an answer, or ask; returns in words what is wrong after a silence of ``limit_s``.
+
+        A look that comes late counts as one in time: a controller that stood still says nothing of others.
+        """
+        now_s = time.monotonic()
+        passed_s, self._looked_s = min(now_s - self._looked_s, 2 * LOOK_S), now_s
+        if self._question is None:
+            self._rest_s -= passed_s
+            if self._rest_s <= 0.0:
+                self._asked_s = now_s
+                self._question = asyncio.ensure_future(self._ask())
+                self._question.add_done_callback(forget)
+        elif self._question.done():
+            self.error = None if self._question.cancelled() else self._question.exception()
+            if self.error is None and not self._question.cancelled():
+                self.last = self._question.result()
+                self._heard(self.last)
+            self._question, self._rest_s, self.silent_s = None, BEAT_S, 0.0
+        else:
+            self.silent_s += passed_s
+        if self.silent_s > self._limit_s:
+            return f"has not answered for {self._key} = {self._limit_s:g} s"
+        return None
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the open question has been asked more than a beat ago."""
+        has_asked = self._question is not None and not self._question.done()
+        return has_asked and time.monotonic() - self._asked_s > BEAT_S
+
+    def stop(self) -> None:
+        """Wait for no further answer."""
+        if self._question is not None:
+            self._question.cancel()
+
+
+@dataclass(slots=True, kw_only=True)
+class Spawned(Generic[ActorT]):
+    """A process that has been set up."""
+
+    actor: ActorT
+    pid: int
+    stop: Callable[[], Awaitable[None]]
+    """Give back what Monarch holds of it; it may be gone."""
+    host: Host = field(default_factory=local_host)
+    mark: str | None = None
+    """What it has started carries this (``forgeasync.environments.worker_mark``), also when it is gone."""
+    in_flight: Path | None = None
+    """Folder on its host where a generator logs its tokens in flight; None: it does not."""
+
+
+class Supervised(Generic[ActorT]):
+    """One process of a pool, as its callers see it."""
+
+    def __init__(
+        self,
+        pool: "SupervisedPool[Any]",
+        spawned: Spawned[ActorT],
+        *,
+        name: str,
+        rank: int,
+        number: int,
+        heartbeat: Heartbeat[Any],
+    ) -> None:
+        """``rank`` is its place in the pool. ``number`` is its own: the one that replaces it has another."""
+        self._pool = pool
+        self.spawned, self.actor = spawned, spawned.actor
+        self.pid, self.host = spawned.pid, spawned.host
+        self.proc = Proc(role=pool.role.value, rank=rank, pid=spawned.pid, host=spawned.host)
+        self.name = f"{name} (process {spawned.pid})"
+        self.rank, self.number = rank, number
+        self.heartbeat = heartbeat
+        self.lost = asyncio.Event()
+
+    async def call(self, make: Callable[[], Awaitable[T]]) -> T:
+        """Make a call to this process, and wait for its answer.
+
+        Raises:
+            ProcessLost: it is lost, or became so meanwhile.
+            Exception: whatever the call raises in a process that lives.
+        """
+        if self.lost.is_set():
+            # A message to a process that is gone comes back as an error of this one.
+            raise self.lost_error()
+        answer = await unless_lost(self._answer(make), self.lost.wait(), self.lost_error)
+        if self.lost.is_set():
+            raise self.lost_error()
+        return answer
+
+    async def _answer(self, make: Callable[[], Awaitable[T]]) -> T:
+        try:
+            return await make()
+        except Exception as error:
+            if is_engine_dead(error):
+                self.lose("has an engine that has died")
+            elif isinstance(error, SupervisionError) or await self.proc.has_ended():
+                # The call of a process that dies can fail before its end is noticed.
+                await asyncio.sleep(SEEN_S)
+                self.lose("is gone, as a call has shown")
+            raise
+
+    def lose(self, what: str) -> None:
+        """Give it up; ``what`` is what is wrong with it, as the rest of a sentence. No news if it is lost."""
+        self._pool.lose(self, what)
+
+    def end_calls(self) -> None:
+        """All calls to it end, and it is asked nothing any more."""
+        self.lost.set()
+        self.heartbeat.stop()
+
+    def lost_error(self) -> ProcessLost:
+        """What calls end with."""
+        return ProcessLost(f"{self.name} is gone")
+
+
+def is_engine_dead(error: BaseException | None) -> bool:
+    """Whether an engine has died whose process lives."""
+    # By its name: importing vLLM (0.32, vllm/v1/engine/exceptions.py) takes the controller 10 s.
+    return isinstance(error, ActorError) and type(error.exception).__name__ == "EngineDeadError"
+
+
+def kill_marked(mark: str) -> None:
+    """Kill what a process with this mark has started; it may have outlived the process.
+
+    Looks again until it finds nothing twice in a row, for at most ``END_S``: a process that is just becoming
+    another program has no mark for a moment, and one that was found can have started another.
+    """
+    num_empty_looks = 0
+    end_s = time.perf_counter() + END_S
+    while num_empty_looks < 2 and time.perf_counter() < end_s:
+        num_empty_looks = 0 if kill(marked_processes(mark)) else num_empty_looks + 1
+        time.sleep(0.02)
+
+
+# --- Why a process does not answer ---
+
+
+async def stacks_of(host: Host, pid: int) -> str:
+    """Return the Python stacks of a process of a host, in one line; or why they are not known."""
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            return await host.read_stacks(pid)
+    except (ActorError, SupervisionError, TimeoutError) as error:
+        return f"its stack is not known: host {host.id} does not answer ({type(error).__name__})"
+
+
+async def diagnose_hang(role: Role, *procs: Proc) -> str:
+    """Return what is seen of processes of a role, in one line: their stacks, and who waits for the role."""
+    # First: the calls may end while the stacks are read.
+    calls = awaited_calls(asyncio.all_tasks() - {asyncio.current_task()}, CALLERS[role])
+    stacks = await asyncio.gather(*(stacks_of(one.host, one.pid) for one in procs))
+    if len(stacks) > 1:
+        stacks = [f"process {one.pid}: {stack}" for one, stack in zip(procs, stacks, strict=True)]
+    return f"{'; '.join(stacks)}; the controller waits in {calls or 'no call to it'}"
+
+
+# --- Pools ---
+
+
+@dataclass(slots=True)
+class RestartBudget:
+    """Lets processes be started again, but not for ever."""
+
+    max_in_a_row: int
+    """Failures in a row that are made up for by another start."""
+    num_in_a_row: int = 0
+
+    def take(self) -> bool:
+        """Count a failure; whether another start may follow."""
+        self.num_in_a_row += 1
+        return self.num_in_a_row <= self.max_in_a_row
+
+    def reset(self) -> None:
+        """A process has done what it is for."""
+        self.num_in_a_row = 0
+
+
+ReplicaT = TypeVar("ReplicaT", bound=Supervised[Any])
+
+
+class SupervisedPool(Generic[ReplicaT]):
+    """The processes of one role. Subclasses say how one is started, and what its loss means."""
+
+    def __init__(self, role: Role, *, faults: FaultLog, listing: ProcsFile, title: str | None = None) -> None:
+        """Losses and recoveries are reported to ``faults``; ``listing`` has the processes that there are.
+
+        ``title`` is what a process is called in the listing; None: by its role.
+        """
+        self.role = role
+        self.title = role.value if title is None else title
+        self._faults = faults
+        self._listing = listing
+        self._replicas: dict[int, ReplicaT] = {}
+        self._ending: dict[int, ReplicaT] = {}
+        """Processes that were killed, and may take a moment to be gone."""
+        self._has_started = False
+        self._failure: Exception | None = None
+        """Why the pool has given up."""
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # What differs between roles.
+
+    async def _set_up(self, rank: int, number: int) -> ReplicaT:
+        """Start a process, with all that it needs before its first call."""
+        raise NotImplementedError
+
+    def _begin(self, rank: int) -> int:
+        """A process is about to be started; returns its number, which no other one has had."""
+        raise NotImplementedError
+
+    def _look_at(self, replica: ReplicaT) -> str | None:
+        """Look at a process that runs; returns in words what is wrong with it, if it is to be lost."""
+        return replica.heartbeat.look()
+
+    def _has_joined(self, replica: ReplicaT, fault: Fault | None) -> None:
+        """A process can be called; ``fault`` is the loss that it makes up for."""
+        if fault is not None:
+            self._faults.recovered(fault, f"was replaced by process {replica.pid}")
+
+    def _is_lost(self, replica: ReplicaT, what: str) -> str:
+        """A process is lost; returns what becomes of it, to be added to ``what`` in the report."""
+        return ""
+
+    def _is_wanted(self, replica: ReplicaT, fault: Fault) -> bool:
+        """Whether another process starts at the place of a lost one."""
+        return True
+
+    async def _clean_up(self, replica: ReplicaT) -> None:
+        """End a process that is lost."""
+        await self._end(replica)
+
+    def _dies_at_the_end(self, replica: ReplicaT) -> bool:
+        """Whether ``close`` has to kill a process, because nobody else ends it."""
+        return True
+
+    def _failed(self, rank: int, number: int, error: Exception) -> Exception | None:
+        """A start has failed; returns why there will be no other one, if the budget is used up."""
+        raise NotImplementedError
+
+    # What they share.
+
+    async def start(self, num_places: int) -> None:
+        """Start a process at each place.
+
+        Raises:
+            Exception: what kept one of them from starting.
+        """
+        starts = [asyncio.create_task(self._start(rank)) for rank in range(num_places)]
+        try:
+            await asyncio.gather(*starts)
+        finally:
+            for start in starts:
+                start.cancel()
+            await asyncio.gather(*starts, return_exceptions=True)
+        self._has_started = True
+
+    @property
+    def replicas(self) -> tuple[ReplicaT, ...]:
+        """Those that have not been lost, by rank."""
+        return tuple(sorted(self._replicas.values(), key=lambda one: one.rank))
+
+    def get(self, number: int) -> ReplicaT | None:
+        """One that has not been lost."""
+        return self._replicas.get(number)
+
+    def at(self, rank: int) -> ReplicaT | None:
+        """The one that has a place now."""
+        return next((one for one in self._replicas.values() if one.rank == rank), None)
+
+    async def watch(self) -> None:
+        """Look after the processes until cancelled.
+
+        Raises:
+            Exception: the pool has given up; see ``_failure``.
+        """
+        while True:
+            await asyncio.sleep(LOOK_S)
+            await self._look()
+            if self._failure is not None:
+                raise self._failure
+
+    async def _look(self) -> None:
+        """Look at every process, and lose those with which something is wrong."""
+        replicas = self.replicas
+        have_ended = await asyncio.gather(*(one.proc.has_ended() for one in replicas))
+        for replica, has_ended in zip(replicas, have_ended, strict=True):
+            if has_ended:
+                self.lose(replica, "has died")
+            elif not replica.lost.is_set() and (what := self._look_at(replica)) is not None:
+                self.lose(replica, what, await diagnose_hang(self.role, replica.proc))
+
+    def lose(self, replica: ReplicaT, what: str, evidence: str | None = None) -> None:
+        """Give a process up: all calls to it end, it is killed, and another one is started.
+
+        ``what`` is what is wrong with it, as the rest of a sentence; ``evidence`` what was seen of it. No
+        news if it is lost already.
+        """
+        if self._replicas.pop(replica.number, None) is None:
+            return
+        self._ending[replica.number] = replica
+        what += self._is_lost(replica, what)
+        self._listing.remove(self.title, replica.rank)
+        fault = self._faults.detected(self.role, replica.name, what, evidence=evidence)
+        replica.end_calls()
+        self._in_background(self._replace(replica, fault, is_wanted=self._is_wanted(replica, fault)))
+
+    async def _replace(self, replica: ReplicaT, fault: Fault | None, *, is_wanted: bool) -> None:
+        await self._clean_up(replica)
+        self._in_background(replica.spawned.stop())
+        if is_wanted:
+            await self._start(replica.rank, fault)
+
+    async def _start(self, rank: int, fault: Fault | None = None) -> None:
+        """Start a process at a place, as often as the budget allows."""
+        while True:
+            number = self._begin(rank)
+            try:
+                replica = await self._set_up(rank, number)
+            except Exception as error:
+                failure = self._failed(rank, number, error)
+                if not self._has_started:
+                    raise
+                logger.warning("%s %d cannot be started", self.title, rank, exc_info=error)
+                if failure is not None:
+                    self._failure, failure.__cause__ = failure, error
+                    return
+                await asyncio.sleep(RETRY_S)
+            else:
+                self._replicas[number] = replica
+                self._listing.put(self.title, rank, pid=replica.pid, host=replica.host.id)
+                self._has_joined(replica, fault)
+                return
+
+    async def _joined(self, replica: ReplicaT, join: Awaitable[None]) -> ReplicaT:
+        """Return a process once ``join`` is done; nobody else knows of it if that fails."""
+        try:
+            await join
+        except BaseException:
+            await self._end(replica)
+            self._in_background(replica.spawned.stop())
+            raise
+        return replica
+
+    async def _end(self, replica: ReplicaT) -> None:
+        """Kill a process with all that it has started, and wait until it has given back its GPUs."""
+        self._ending[replica.number] = replica
+        await replica.host.kill(replica.pid)
+        if replica.spawned.mark is not None:
+            await asyncio.to_thread(kill_marked, replica.spawned.mark)
+        end_s = time.monotonic() + END_S
+        while not await replica.proc.has_ended():
+            if time.monotonic() > end_s:
+                logger.warning("%s still runs %g s after its kill", replica.name, END_S)
+                break
+            await asyncio.sleep(0.02)
+        self._ending.pop(replica.number, None)
+
+    async def close(self) -> None:
+        """Begin nothing more, and end the processes that nobody else ends, for at most ``END_S``."""
+        while self._tasks:
+            tasks = tuple(self._tasks)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        for replica in self._replicas.values():
+            replica.heartbeat.stop()
+        doomed = {one.number: one for one in self._replicas.values() if self._dies_at_the_end(one)}
+        for replica in doomed.values():
+            # Calls that are still under way fail, which is no loss.
+            replica.lost.set()
+        await asyncio.gather(*(self._end(one) for one in (self._ending | doomed).values()))
+
+    def _in_background(self, work: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(work)
+        assert isinstance(task, asyncio.Task)
+        self._tasks.add(task)
+        task.add_done_callback(self._has_ended)
+
+    def _has_ended(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.warning("in the background of %s: %s", self.title, last_words(error), exc_info=error)

@@ -1,0 +1,186 @@
+"""The teacher actor: a generator that does not sample. It says how likely its model finds what others did.
+
+It takes versions of weights as generators do. For the collecting loop it writes groups once more, with the
+teacher's log-probabilities beside what the generator recorded: one new file in the same host's shared memory.
+Whoever asked frees the file of before. ``TaughtGroups`` does so also for a teacher that is a server.
+
+The process of an engine imports this module, which imports little: vLLM looks at all that is imported there.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from monarch.actor import concurrent_endpoint
+
+from forgeasync.observability import State, open_trace, redirect_process_output
+from forgeasync.process_memory import MemoryWatch
+from forgeasync.rollouts import (
+    Arrays,
+    Instead,
+    PayloadReader,
+    PayloadStoreFull,
+    PayloadWriter,
+    StoredRollout,
+    TeacherReads,
+    TeacherRecord,
+    check_teacher_record,
+    decode_rollout,
+    not_asked,
+    student_ids,
+)
+from forgeasync.runtime.generator import GeneratorActor
+
+ScoreTokens = Callable[[np.ndarray, int, np.ndarray | None], Awaitable[TeacherRecord]]
+"""What a teacher says of token ids [S] behind the first so many, and of given ids [T, K] at their places, or
+of its likeliest ones (None); raises ValueError where it cannot."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherFailure:
+    """A group that a teacher could not say anything of."""
+
+    problem: str
+    is_full: bool = False
+    """Whether the payload store had no room: another attempt changes nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaughtGroups:
+    """Where groups lie and what is asked of their tokens."""
+
+    teacher: str
+    folder: Path
+    """Payload folder of this host."""
+    host_id: str
+    capacity_bytes: int
+    num_ids: int
+    """Ids that the teacher is asked for at each token."""
+    asks_student_ids: bool
+    """Whether these are ids that the policy could have drawn, and not the teacher's likeliest."""
+    vocab_size: int
+    """Size of the policy's vocabulary."""
+
+    async def teach(
+        self, rollouts: Sequence[StoredRollout], reads: Sequence[TeacherReads], score: ScoreTokens
+    ) -> tuple[StoredRollout, ...] | TeacherFailure:
+        """The rollouts of a group, with new references: to a file that has the teacher's record too.
+
+        ``reads`` is what the teacher reads before each rollout's response.
+        """
+        reader = PayloadReader(self.host_id)
+        branches = [branch for rollout in rollouts for branch in rollout.branches]
+        reads_of_branches = [
+            read for rollout, read in zip(rollouts, reads, strict=True) for _ in rollout.branches
+        ]
+        prompts: dict[str, tuple[int, Arrays]] = {}
+        for branch in branches:
+            if branch.prompt.payload_id not in prompts:
+                prompts[branch.prompt.payload_id] = (len(prompts), reader.read(branch.prompt))
+        responses = [reader.read(branch.response) for branch in branches]
+        asked = [
+            asyncio.ensure_future(self._record(read, prompts[branch.prompt.payload_id][1], response, score))
+            for branch, read, response in zip(branches, reads_of_branches, responses, strict=True)
+        ]
+        try:
+            records = await asyncio.gather(*asked)
+        except ValueError as error:
+            # WrongTeacherRecord, or the teacher refuses the tokens: too many, or not of its vocabulary.
+            return TeacherFailure(problem=str(error))
+        finally:
+            for one in asked:
+                one.cancel()
+        payloads = [
+            *(arrays for _, arrays in prompts.values()),
+            *(response | record.arrays() for response, record in zip(responses, records, strict=True)),
+        ]
+        # A writer for this file alone: whoever frees it is another process, and the controller's budget
+        # counts its bytes.
+        writer = PayloadWriter(self.folder, self.host_id, self.capacity_bytes)
+        try:
+            refs = await asyncio.to_thread(writer.write_group, payloads)
+        except PayloadStoreFull as error:
+            return TeacherFailure(problem=str(error), is_full=True)
+        new_prompts = {name: refs[index] for name, (index, _) in prompts.items()}
+        new_responses = iter(refs[len(prompts) :])
+        return tuple(
+            replace(
+                rollout,
+                branches=tuple(
+                    replace(
+                        branch, prompt=new_prompts[branch.prompt.payload_id], response=next(new_responses)
+                    )
+                    for branch in rollout.branches
+                ),
+            )
+            for rollout in rollouts
+        )
+
+    async def _record(
+        self,
+        read: TeacherReads,
+        prompt: Arrays,
+        response: Arrays,
+        score: ScoreTokens,
+    ) -> TeacherRecord:
+        response_ids_T = response["ids"]
+        if read is Instead.NOTHING:
+            return not_asked(len(response_ids_T), self.num_ids)
+        prompt_ids_P = prompt["ids"] if isinstance(read, Instead) else read
+        given_TK = self._given(prompt, response) if self.asks_student_ids else None
+        record = await score(np.concatenate([prompt_ids_P, response_ids_T]), len(prompt_ids_P), given_TK)
+        check_teacher_record(
+            record,
+            num_tokens=len(response_ids_T),
+            num_ids=self.num_ids,
+            vocab_size=self.vocab_size,
+            teacher=self.teacher,
+            given_TK=given_TK,
+        )
+        return record
+
+    def _given(self, prompt: Arrays, response: Arrays) -> np.ndarray:
+        trace = decode_rollout(prompt, response)
+        assert trace.kept_tokens is not None, "the config's rules want kept sets for this"
+        ids_T, is_sampled_T = trace.response_ids_T, trace.is_sampled_T
+        if is_sampled_T is None:
+            is_sampled_T = np.ones(len(ids_T), bool)
+        return student_ids(trace.kept_tokens, ids_T, is_sampled_T, num_ids=self.num_ids)
+
+
+class TeacherActor(GeneratorActor):
+    """One engine of one teacher in one proc."""
+
+    def __init__(self, log_dir: Path, rank: int, name: str) -> None:
+        """``rank`` is its place among the engines of the teacher ``name``."""
+        self._rank, self._name = rank, f"teacher-{name}-{rank}"
+        redirect_process_output(log_dir / f"{self._name}.log")
+        open_trace(log_dir, self._name, idle=State.WAITING_FOR_BATCH)
+        self._engine = None
+        self._memory = MemoryWatch(with_descendants=True)
+
+    @concurrent_endpoint
+    async def open(self, groups: TaughtGroups) -> None:
+        """Know where groups are and what is asked of them, and find out if the engine can. Follows
+        ``setup``."""
+        self._groups = groups
+        if groups.asks_student_ids:
+            await self._score(np.zeros(2, np.int32), 1, np.zeros((1, groups.num_ids), np.int32))
+
+    @concurrent_endpoint
+    async def teach(
+        self, rollouts: Sequence[StoredRollout], reads: Sequence[TeacherReads]
+    ) -> tuple[StoredRollout, ...] | TeacherFailure:
+        """See ``TaughtGroups.teach``."""
+        return await self._groups.teach(rollouts, reads, self._score)
+
+    async def _score(self, ids_S: np.ndarray, num_prompt: int, given_TK: np.ndarray | None) -> TeacherRecord:
+        # vLLM takes 10 s to import, so only the procs that have an engine import it.
+        from forgeasync.generator import score_given_ids, score_tokens
+
+        assert self._engine is not None
+        if given_TK is not None:
+            return await score_given_ids(self._engine, ids_S, given_TK, num_prompt=num_prompt)
+        return await score_tokens(self._engine, ids_S, num_prompt=num_prompt, num_ids=self._groups.num_ids)

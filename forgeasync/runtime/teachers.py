@@ -1,0 +1,487 @@
+"""Teachers: models that say how likely they find the tokens that the policy sampled.
+
+A teacher is engines of the run (a ``GeneratorPool`` of ``TeacherActor``), or a server. Its engines may take
+versions of the policy's weights, as generators do. ``Teaching`` sends each sampled group to the teacher of
+its task's source, and writes the group anew with the teacher's record.
+
+Who waits for whom: the collecting loop waits for a group's teacher before the buffer takes the group as
+finished. A group whose engine is lost goes to another one.
+"""
+
+import asyncio
+import functools
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Protocol, cast
+
+import numpy as np
+
+from forgeasync.config import (
+    AveragedPolicy,
+    ModelFacts,
+    RunConfig,
+    TeacherSection,
+    TeacherSource,
+    named_sources,
+    weights_of_teacher,
+)
+from forgeasync.models import model_folder, read_model_facts
+from forgeasync.observability import Role
+from forgeasync.planning import Machine, least_bytes, teacher_memory, total_bytes
+from forgeasync.rollouts import (
+    CaptureSpec,
+    Instead,
+    PromptEncoder,
+    Response,
+    Score,
+    StoredRollout,
+    Task,
+    TeacherPrompts,
+    TeacherReads,
+    TeacherRecord,
+)
+from forgeasync.runtime.generator import GeneratorActor, GeneratorSetup
+from forgeasync.runtime.generator_pool import GeneratorPool, LiveReplica, spawn_engine
+from forgeasync.runtime.generator_weights import SwappedReplica
+from forgeasync.runtime.hosts import Host
+from forgeasync.runtime.jobs import HostRole
+from forgeasync.runtime.process_manager import TEACHER, ProcessManager
+from forgeasync.runtime.router import GeneratorRouter
+from forgeasync.runtime.supervised import ProcessLost, Spawned
+from forgeasync.runtime.teacher import TaughtGroups, TeacherActor, TeacherFailure
+from forgeasync.scoring import RewardUnavailable
+from forgeasync.waiting import DeadlineExceeded, deadline
+from forgeasync.weights import WeightSet
+
+if TYPE_CHECKING:
+    from forgeasync.scoring import TeacherClient
+
+
+ITS_HOST = 0
+"""All engines of a teacher are on the controller's machine."""
+
+
+@dataclass(slots=True, kw_only=True)
+class MovingTeacher:
+    """The engines of one teacher as a reader of published weights."""
+
+    name: str
+    source: TeacherSource
+    router: GeneratorRouter
+    num_updates: int = 0
+    """Versions that an engine has swapped in, added up over engines."""
+    num_rescored: int = 0
+    """Scores that a swap has cut, and that were computed anew under the new weights."""
+
+    @property
+    def weights(self) -> WeightSet:
+        """Which weights of a version it takes."""
+        return WeightSet.AVERAGE if isinstance(self.source, AveragedPolicy) else WeightSet.POLICY
+
+    @property
+    def wanted(self) -> int:
+        """The newest version that its engines are to have."""
+        return self.router.pool.table.state.newest
+
+    def published(self, version: int) -> None:
+        """A version can be fetched; the engines are to have it if it is due."""
+        if self.source.is_due(version, newest=self.wanted):
+            self.router.published(version)
+
+    async def until_current(self, version: int) -> None:
+        """Wait until healthy engines have what is due at ``version``."""
+        await self.router.pool.table.until(
+            lambda table: table.has_healthy and not self.source.is_due(version, newest=table.served)
+        )
+
+    def taken(self, swapped: SwappedReplica) -> None:
+        """Count an engine as one that scores under the version that it has swapped in."""
+        self.num_updates += 1
+        self.num_rescored += swapped.report.num_recomputed
+        self.router.taken(swapped.number)
+
+
+LONGEST_WAIT_S = 15.0
+"""Longest time between two requests to a server that is down, for each group that waits."""
+
+
+class TeacherModel(Protocol):
+    """What looks at groups: engines of the run, or a server."""
+
+    @property
+    def version(self) -> int:
+        """Version of its weights; 0 is what it began with."""
+        ...
+
+    async def teach(
+        self, rollouts: Sequence[StoredRollout], reads: Sequence[TeacherReads]
+    ) -> tuple[StoredRollout, ...] | TeacherFailure:
+        """See ``TaughtGroups.teach``.
+
+        Raises:
+            ProcessLost: what it was asked of is gone.
+            RewardUnavailable: it is not there now.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PoolTeacher:
+    """Engines of the run, which are watched and replaced as generators are."""
+
+    pool: GeneratorPool
+
+    @property
+    def version(self) -> int:
+        return self.pool.table.state.served
+
+    async def teach(
+        self, rollouts: Sequence[StoredRollout], reads: Sequence[TeacherReads]
+    ) -> tuple[StoredRollout, ...] | TeacherFailure:
+        replica = await self.pool.assigned(len(rollouts))
+        try:
+            return await replica.call(functools.partial(_teach, replica, rollouts, reads))
+        finally:
+            self.pool.table.change(lambda table: table.ended(replica.number, len(rollouts)))
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointTeacher:
+    """A server, which is asked from the controller's process."""
+
+    groups: TaughtGroups
+    client: "TeacherClient"
+    room: asyncio.Semaphore
+    """Requests at once."""
+
+    @property
+    def version(self) -> int:
+        return 0
+
+    async def teach(
+        self, rollouts: Sequence[StoredRollout], reads: Sequence[TeacherReads]
+    ) -> tuple[StoredRollout, ...] | TeacherFailure:
+        return await self.groups.teach(rollouts, reads, self._score)
+
+    async def _score(self, ids_S: np.ndarray, num_prompt: int, given_TK: np.ndarray | None) -> TeacherRecord:
+        assert given_TK is None, "no server gives log-probabilities of given ids, which the rules say"
+        async with self.room:
+            return await self.client.score(ids_S, num_prompt=num_prompt, num_ids=self.groups.num_ids)
+
+
+@dataclass(slots=True, kw_only=True)
+class Teacher:
+    """One teacher, and how many groups it is given at once."""
+
+    name: str
+    section: TeacherSection
+    model: TeacherModel
+    prompts: TeacherPrompts
+    room: asyncio.Semaphore
+    """Groups beyond it wait here, where waiting does not count against their deadline."""
+
+
+@dataclass(slots=True)
+class OutageBackoff:
+    """How long a group has waited for a server that is down."""
+
+    _since_s: float | None = None
+    _num_waits: int = 0
+
+    def wait_s(self, section: TeacherSection, error: RewardUnavailable, now_s: float) -> float | None:
+        """Seconds until the server is asked again; None: the group has waited for long enough."""
+        assert section.endpoint is not None, "engines of the run are lost, not away"
+        self._since_s = now_s if self._since_s is None else self._since_s
+        if now_s - self._since_s >= section.endpoint.max_unavailable_s:
+            return None
+        self._num_waits += 1
+        longest_s = max(LONGEST_WAIT_S, error.retry_after_s)
+        return min(longest_s, error.retry_after_s * 2 ** min(self._num_waits - 1, 10))
+
+
+@dataclass(slots=True)
+class Teaching:
+    """All teachers of a run; none in runs whose loss needs none."""
+
+    by_source: Mapping[str, Teacher] = field(default_factory=dict)
+    """The teacher of each source of data."""
+    score_limit_s: float = 60.0
+    """``timeouts.score_s``: time for one attempt at a group."""
+    moving: tuple[MovingTeacher, ...] = ()
+    """Those that take published versions."""
+    _num_retried: int = 0
+    _num_failed: int = 0
+    _num_tokens: int = 0
+    _num_without_sibling: int = 0
+    _num_without_feedback: int = 0
+    _busy_s: float = 0.0
+
+    def needs_scores(self, task: Task) -> bool:
+        """Whether what a task's teacher reads depends on the scores of the group."""
+        return bool(self.by_source) and self.by_source[task.source].section.needs_scores
+
+    async def teach(
+        self,
+        group_id: int,
+        task: Task,
+        rollouts: tuple[StoredRollout, ...],
+        scores: Sequence[Score] | None = None,
+    ) -> tuple[StoredRollout, ...] | TeacherFailure:
+        """The rollouts of a group with references to a file of their own, which has their teacher's record.
+
+        The file of before is still there. Without teachers the group comes back as it is. ``scores`` are
+        needed where ``needs_scores`` says so.
+        """
+        if not self.by_source:
+            return rollouts
+        teacher = self.by_source[task.source]
+        reads = self._reads(teacher, task, rollouts, scores)
+        async with teacher.room:
+            start_s = time.perf_counter()
+            try:
+                return await self._attempts(teacher, group_id, rollouts, reads)
+            finally:
+                self._busy_s += time.perf_counter() - start_s
+
+    def _reads(
+        self,
+        teacher: Teacher,
+        task: Task,
+        rollouts: Sequence[StoredRollout],
+        scores: Sequence[Score] | None,
+    ) -> tuple[TeacherReads, ...]:
+        """What the teacher reads before each rollout's response."""
+        section, prompts = teacher.section, teacher.prompts
+        if not section.needs_scores:
+            return (prompts.of_task(section.prompt, task),) * len(rollouts)
+        assert scores is not None, "needs_scores has said so"
+        responses = [
+            Response(
+                text=rollout.text,
+                num_tokens=rollout.num_response_tokens,
+                is_correct=score.is_correct,
+                feedback=score.feedback,
+            )
+            for rollout, score in zip(rollouts, scores, strict=True)
+        ]
+        reads = prompts.of_group(section, task, responses)
+        for response, read in zip(responses, reads, strict=True):
+            if read is Instead.NOTHING:
+                has_feedback = not section.shows_feedback or prompts.can_show(response.feedback)
+                is_siblings = section.shows_sibling and has_feedback
+                self._num_without_sibling += is_siblings
+                self._num_without_feedback += not is_siblings
+        return reads
+
+    async def _attempts(
+        self,
+        teacher: Teacher,
+        group_id: int,
+        rollouts: tuple[StoredRollout, ...],
+        reads: Sequence[TeacherReads],
+    ) -> tuple[StoredRollout, ...] | TeacherFailure:
+        num_left, away = teacher.section.max_attempts, OutageBackoff()
+        while True:
+            try:
+                found = await self._attempt(teacher, group_id, rollouts, reads)
+            except (ProcessLost, DeadlineExceeded) as error:
+                found = TeacherFailure(problem=str(error))
+            except RewardUnavailable as error:
+                if (wait_s := away.wait_s(teacher.section, error, time.monotonic())) is not None:
+                    self._num_retried += 1
+                    await asyncio.sleep(wait_s)
+                    continue
+                found, num_left = TeacherFailure(problem=str(error)), 0
+            if not isinstance(found, TeacherFailure):
+                self._num_tokens += sum(
+                    rollout.num_response_tokens
+                    for rollout, read in zip(rollouts, reads, strict=True)
+                    if read is not Instead.NOTHING
+                )
+                return found
+            num_left -= 1
+            if num_left <= 0 or found.is_full:
+                self._num_failed += 1
+                return replace(found, problem=f"teacher {teacher.name}, group {group_id}: {found.problem}")
+            self._num_retried += 1
+
+    async def _attempt(
+        self,
+        teacher: Teacher,
+        group_id: int,
+        rollouts: tuple[StoredRollout, ...],
+        reads: Sequence[TeacherReads],
+    ) -> tuple[StoredRollout, ...] | TeacherFailure:
+        call = f"teacher {teacher.name} looking at group {group_id}"
+        async with deadline(self.score_limit_s, call=call, key="timeouts.score_s"):
+            return await teacher.model.teach(rollouts, reads)
+
+    def metrics(self) -> dict[str, float]:
+        """Return counts since the command started, under their names in metrics.jsonl; none without one."""
+        if not self.by_source:
+            return {}
+        return {
+            "teacher/served_version": min(one.model.version for one in self.by_source.values()),
+            "teacher/num_retried": self._num_retried,
+            "teacher/num_failed": self._num_failed,
+            "teacher/num_tokens": self._num_tokens,
+            "teacher/num_without_sibling": self._num_without_sibling,
+            "teacher/num_without_feedback": self._num_without_feedback,
+            "teacher/busy_s": self._busy_s,
+            "teacher/num_updates": sum(one.num_updates for one in self.moving),
+            "teacher/num_rescored": sum(one.num_rescored for one in self.moving),
+        }
+
+
+async def _teach(
+    replica: LiveReplica, rollouts: Sequence[StoredRollout], reads: Sequence[TeacherReads]
+) -> tuple[StoredRollout, ...] | TeacherFailure:
+    # Monarch's handle of an actor is of no class of ours.
+    return await cast(TeacherActor, replica.actor).teach.call_one(rollouts, reads)
+
+
+async def start_teachers(
+    procs: ProcessManager, config: RunConfig, facts: ModelFacts, prompts: PromptEncoder
+) -> Teaching:
+    """Start the engines of all teachers, after the generators: they share their folders of payloads.
+
+    ``facts`` and ``prompts`` are the policy's.
+    """
+    if not config.teachers:
+        return Teaching()
+    procs.hosts.allot(HostRole.TEACHERS, 0, gpus_per_proc=1)
+    for section in config.teachers.values():
+        for _ in range(section.num_engines):
+            procs.hosts.allot_more(HostRole.TEACHERS, gpus_per_proc=section.engine.tensor_parallel)
+    first_places, num_places = {}, 0
+    for name, section in config.teachers.items():
+        first_places[name] = num_places
+        num_places += section.num_engines
+    async with asyncio.TaskGroup() as starting:
+        started = [
+            starting.create_task(_start_teacher(procs, config, facts, prompts, name, first_place))
+            for name, first_place in first_places.items()
+        ]
+    teachers = {one.result().name: one.result() for one in started}
+    known = [source.name for source in named_sources(config.data)]
+    return Teaching(
+        {
+            source: teachers[name]
+            for name, section in config.teachers.items()
+            for source in section.sources or known
+        },
+        moving=tuple(_moving(config, one) for one in teachers.values() if one.section.moves),
+        score_limit_s=config.timeouts.score_s,
+    )
+
+
+def _moving(config: RunConfig, teacher: Teacher) -> MovingTeacher:
+    assert isinstance(teacher.model, PoolTeacher), "as the section has checked"
+    pool, engine = teacher.model.pool, teacher.section.engine
+    return MovingTeacher(
+        name=teacher.name,
+        source=teacher.section.source,
+        router=GeneratorRouter(pool, config.timeouts, max_lost_per_group=engine.max_lost_per_group),
+    )
+
+
+async def _start_teacher(
+    procs: ProcessManager,
+    config: RunConfig,
+    facts: ModelFacts,
+    prompts: PromptEncoder,
+    name: str,
+    first_place: int,
+) -> Teacher:
+    section = config.teachers[name]
+    host = procs.hosts.of_procs(HostRole.TEACHERS, 1)[0]
+    groups = TaughtGroups(
+        teacher=name,
+        folder=procs.payload_folders[0],
+        host_id=host.id,
+        capacity_bytes=int(config.payload.capacity_gib * 2**30),
+        num_ids=config.algorithm.num_teacher_ids,
+        asks_student_ids=config.algorithm.asks_student_ids,
+        vocab_size=facts.vocab_size,
+    )
+    if section.endpoint is not None:
+        # It imports the SDK, which only runs with such a teacher need.
+        from forgeasync.scoring import TeacherClient
+
+        num_at_once = section.endpoint.max_concurrent
+        client = TeacherClient(section.endpoint)
+        procs.closing.append(client.close)
+        model: TeacherModel = EndpointTeacher(groups, client, asyncio.Semaphore(num_at_once))
+    else:
+        num_at_once = section.engine.num_replicas * section.engine.max_num_seqs
+        model = PoolTeacher(await _start_pool(procs, config, groups, host, first_place))
+    return Teacher(
+        name=name,
+        section=section,
+        model=model,
+        prompts=TeacherPrompts(encoder=prompts, max_tokens=_max_context_length(config, name) - 1),
+        room=asyncio.Semaphore(max(1, num_at_once // config.algorithm.group_size)),
+    )
+
+
+async def _start_pool(
+    procs: ProcessManager, config: RunConfig, groups: TaughtGroups, host: Host, first_place: int
+) -> GeneratorPool:
+    name = groups.teacher
+    section = config.teachers[name]
+    model_path = section.path(config.model.path)
+    engine = section.engine.model_copy(update={"keep_in_flight": False})
+    setup = GeneratorSetup(
+        model_path=model_folder(model_path).resolve(),
+        facts=read_model_facts(model_path),
+        section=engine,
+        max_context_length=_max_context_length(config, name),
+        seed=config.seed,
+        records=CaptureSpec(routing=False, kept_tokens=False, num_dense_layers=0),
+        weights=weights_of_teacher(config.weights),
+        lora=config.lora if section.moves else None,
+        payload_capacity_bytes=groups.capacity_bytes,
+        gpu_bytes=least_bytes(total_bytes(dict(teacher_memory(config, Machine.GPU))[name])),
+        # Given ids have the sampled one among them.
+        num_scored_ids=groups.num_ids + groups.asks_student_ids,
+    )
+
+    async def spawn(rank: int, number: int) -> Spawned[GeneratorActor]:
+        mesh_name = f"{TEACHER}{name}-{rank}-{number}"
+
+        async def set_up(actor: GeneratorActor) -> None:
+            await actor.setup.call_one(setup, host.id, groups.folder)
+            await cast(TeacherActor, actor).open.call_one(groups)
+
+        return await spawn_engine(
+            procs,
+            config,
+            HostRole.TEACHERS,
+            mesh_name,
+            first_place + rank,
+            host,
+            call=f"loading engine {rank} of teacher {name}",
+            spawn=lambda mesh: mesh.spawn(mesh_name, TeacherActor, procs.log_dir, rank, name),
+            set_up=set_up,
+        )
+
+    pool = GeneratorPool(
+        spawn,
+        engine,
+        [host] * engine.num_engines,
+        faults=procs.faults,
+        listing=procs.listing,
+        role=Role.TEACHER,
+        title=f"teacher {name}",
+    )
+    procs.teachers.append(pool)
+    call = f"loading the engines of teacher {name}"
+    async with deadline(config.timeouts.setup_s, call=call, key="timeouts.setup_s"):
+        await pool.start(engine.num_engines)
+    return pool
+
+
+def _max_context_length(config: RunConfig, name: str) -> int:
+    # vLLM samples one token behind those that it is asked about.
+    return config.teachers[name].max_context_length or config.model.max_context_length + 1

@@ -1,0 +1,448 @@
+"""The trainer actor: a thin shell around one rank of the policy trainer.
+
+Consumes packed rows, or references to rollouts, from the training loop; produces weight versions in its
+staging buffers. All ranks get every call at the same time and wait for each other inside its collectives.
+
+Whatever touches the model or a collective runs in one thread, in the order of the calls. A version's copies,
+checksums and transport run beside it: the next optimizer step waits for the copies, generators for all of it.
+"""
+
+import asyncio
+import dataclasses
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+import torch.distributed as dist
+from monarch.actor import Actor, concurrent_endpoint, current_rank
+
+from forgeasync.config import Dtype, TransportChoice
+from forgeasync.observability import (
+    State,
+    bad_batch_folder,
+    doing,
+    open_trace,
+    redirect_process_output,
+    span,
+    started,
+)
+from forgeasync.process_memory import MemoryWatch
+from forgeasync.rollouts import (
+    EVERY_HOST,
+    Arrays,
+    PayloadGone,
+    PayloadReader,
+    PayloadRef,
+    PayloadTorn,
+    RemotePayloadReader,
+    decode_rollout,
+)
+from forgeasync.runtime.generator import GeneratorActor
+from forgeasync.runtime.supervised import unless_lost
+from forgeasync.trainer import (
+    PackedRow,
+    StepResult,
+    TokenPlaces,
+    TrainerSetup,
+    TrainingItem,
+    TrainingSequence,
+    pack_row,
+    training_sequence,
+    write_rows,
+)
+from forgeasync.waiting import comes_within, deadline
+from forgeasync.weights import (
+    TORCH_DTYPES,
+    Publication,
+    RankLayout,
+    StagedShard,
+    StagingSource,
+    WeightPublisher,
+    build_transport,
+)
+
+if TYPE_CHECKING:
+    from forgeasync.trainer import CheckpointWriter, PolicyTrainer
+
+
+T = TypeVar("T")
+
+
+class OrderedThread:
+    """Runs functions one after the other; the callers are coroutines of one event loop.
+
+    Monarch 0.7.0 starts concurrent endpoints in the order in which one caller has called them
+    (``monarch.actor.concurrent_endpoint``), on every rank. A call that asks for its turn before it waits for
+    anything else keeps that order, so that collectives of different calls meet on no rank in another order.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._turn = asyncio.Lock()
+        """Wakes those who wait in the order in which they came."""
+        self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        # A thread that is stuck in a collective must not keep its process alive.
+        threading.Thread(target=self._serve, name=name, daemon=True).start()
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """Wait until the calls that came before have ended; those that come later wait for the body."""
+        async with self._turn:
+            yield
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """Run ``work`` in the thread; to be called in one's turn. Raises what ``work`` raises.
+
+        A coroutine that is cancelled here leaves ``work`` running: what comes later waits behind it.
+        """
+        assert self._turn.locked(), "a call that is not in its turn"
+        result: Future[T] = Future()
+
+        def do() -> None:
+            if not result.set_running_or_notify_cancel():
+                return
+            try:
+                found = work()
+            except BaseException as error:
+                # As in the standard executors: who waits gets it, whatever it is.
+                result.set_exception(error)
+            else:
+                result.set_result(found)
+
+        self._work.put(do)
+        return await asyncio.wrap_future(result)
+
+    async def call(self, work: Callable[[], T]) -> T:
+        """Run ``work`` in its turn."""
+        async with self.turn():
+            return await self.run(work)
+
+    def _serve(self) -> None:
+        while True:
+            # Nothing is kept here of work that is done: its arguments may be large.
+            self._work.get()()
+
+
+logger = logging.getLogger(__name__)
+
+AGAIN_S = 0.5
+"""Seconds until the generators of a host are asked once more."""
+
+
+class PayloadOwners:
+    """Generators by host: any of a host shows what lies in its shared memory."""
+
+    def __init__(self) -> None:
+        self._generators: Mapping[str, Sequence[GeneratorActor]] = {}
+        self._changed = asyncio.Event()
+
+    def change(self, generators: Mapping[str, Sequence[GeneratorActor]]) -> None:
+        """Set the generators that there are now; reads from others begin again."""
+        self._generators = generators
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def read(self, ref: PayloadRef, reader: RemotePayloadReader, *, limit_s: float) -> Arrays:
+        """Read a payload by way of any generator of its host, as soon as one shows it.
+
+        Raises:
+            PayloadGone: the file was freed, or never existed.
+            PayloadTorn: the bytes that arrived are not those that were written.
+            DeadlineExceeded: no generator has shown it within ``limit_s``.
+        """
+        call = f"reading payload {ref.payload_id} of host {ref.host_id}"
+        async with deadline(limit_s, call=call, key="timeouts.weights_s"):
+            while True:
+                changed = self._changed
+                for owner in self._generators.get(ref.host_id, ()):
+                    try:
+                        return await unless_lost(_read(ref, reader, owner), changed.wait(), _Changed)
+                    except (PayloadGone, PayloadTorn):
+                        raise
+                    except _Changed:
+                        break
+                    except Exception:
+                        # Whatever Monarch raises for an owner that is gone; its replacement shows the same.
+                        logger.warning("cannot read payload %s; trying again", ref.payload_id, exc_info=True)
+                await comes_within(AGAIN_S, changed.wait())
+
+
+class _Changed(Exception):
+    """The generators are others now."""
+
+
+async def _read(ref: PayloadRef, reader: RemotePayloadReader, owner: GeneratorActor) -> Arrays:
+    return await reader.read(ref, owner.expose_payload.call_one)
+
+
+PAYLOAD_TIMEOUT_S = 60
+"""Seconds for reading one payload from another host."""
+
+
+class TrainerActor(Actor):
+    """One rank of the trainer mesh."""
+
+    def __init__(self, log_dir: Path) -> None:
+        self._rank = current_rank().rank
+        redirect_process_output(log_dir / f"trainer-{self._rank}.log")
+        open_trace(log_dir, f"trainer-{self._rank}", idle=State.WAITING_FOR_BATCH)
+        self._thread = OrderedThread("trainer")
+        self._built: PolicyTrainer | None = None
+        self._checkpoints: CheckpointWriter | None = None
+        self._publications: dict[int, Publication] = {}
+        """Versions on their way, by slot."""
+        self._memory = MemoryWatch(with_descendants=True)
+        self._owners = PayloadOwners()
+
+    @concurrent_endpoint
+    async def setup(self, setup: TrainerSetup, host_id: str) -> int:
+        """Join the process group and build the model; returns the data-parallel rank of this proc.
+
+        Raises:
+            ValueError: as ``PolicyTrainer``.
+        """
+        self._section = setup.section
+        self._bad_steps = setup.bad_steps
+        self._host_id = host_id
+        self._payloads = PayloadReader(host_id)
+        # The model's folder has its tokenizer too.
+        self._places = TokenPlaces(setup.checkpoint)
+        self._remote_payloads = RemotePayloadReader(PAYLOAD_TIMEOUT_S)
+        data_rank = await self._thread.call(lambda: self._build(setup))
+        started()
+        return data_rank
+
+    def _build(self, setup: TrainerSetup) -> int:
+        # TorchTitan takes seconds to import: only the procs that train pay for it.
+        from forgeasync.models import DEVICE_TYPE
+        from forgeasync.trainer import CheckpointWriter, PolicyTrainer
+
+        backend = "gloo" if DEVICE_TYPE == "cpu" else "cpu:gloo,cuda:nccl"
+        if DEVICE_TYPE != "cpu":
+            # The only one that this proc sees; LOCAL_RANK counts the host's.
+            torch.accelerator.set_device_index(0)
+        dist.init_process_group(backend)
+        # Recomputation in the backward pass needs this thread's mesh context.
+        torch.autograd.set_multithreading_enabled(False)
+        self._checkpoints = CheckpointWriter()
+        self._built = PolicyTrainer(setup, checkpoints=self._checkpoints)
+        return self._built.data_rank
+
+    @property
+    def _trainer(self) -> "PolicyTrainer":
+        assert self._built is not None
+        return self._built
+
+    @concurrent_endpoint
+    async def pid(self) -> int:
+        """The id of this proc on its host."""
+        return os.getpid()
+
+    @concurrent_endpoint
+    async def beat(self) -> None:
+        """This proc's event loop runs; says nothing of the thread that computes."""
+
+    @concurrent_endpoint
+    async def snapshot_bytes(self) -> int:
+        """Bytes of shared memory that this rank's snapshots take."""
+        return await self._thread.call(lambda: self._trainer.snapshot_bytes())
+
+    @concurrent_endpoint
+    async def open_snapshots(self, folder: Path, every_steps: int, at_most: int) -> int:
+        """Go on from the newest snapshot that all ranks have, and take snapshots; returns the version."""
+        return await self._thread.call(
+            lambda: self._trainer.open_snapshots(folder, every_steps=every_steps, at_most=at_most)
+        )
+
+    @concurrent_endpoint
+    async def finish_snapshot(self) -> int | None:
+        """Wait for the snapshot that was begun last; returns the version of this rank's newest whole one.
+
+        No other call waits for this one.
+        """
+        return await asyncio.to_thread(self._trainer.finish_snapshot)
+
+    @concurrent_endpoint
+    async def connect(
+        self, generators: Mapping[str, Sequence[GeneratorActor]], payload_limit_s: float
+    ) -> None:
+        """Set the generators that are asked for payloads of other hosts, by host; they change.
+
+        A payload that cannot be read for ``payload_limit_s`` (``timeouts.weights_s``) is an error.
+        """
+        self._owners.change(generators)
+        self._payload_limit_s = payload_limit_s
+
+    @concurrent_endpoint
+    async def train_rows(self, rows: list[PackedRow]) -> StepResult:
+        """One optimizer step; these are this data rank's rows."""
+        async with self._thread.turn():
+            with doing(State.COMPUTING), span("train", {"version": self._trainer.policy_version}):
+                result = await self._thread.run(lambda: self._trainer.train_step(rows))
+        result = await self._keep_if_bad(result, rows)
+        return dataclasses.replace(result, memory=self._memory.peak())
+
+    async def _keep_if_bad(self, result: StepResult, rows: list[PackedRow]) -> StepResult:
+        """Write the rows of a bad step to a file, for looking at; the result says if that has failed."""
+        if result.skip_reason is None or self._bad_steps is None:
+            return result
+        folder = bad_batch_folder(self._bad_steps, result.policy_version)
+        try:
+            # Compressing takes a while, and heartbeats have to be answered.
+            await asyncio.to_thread(write_rows, folder, rows, rank=self._rank, reason=result.skip_reason)
+        except OSError as error:
+            return dataclasses.replace(result, not_kept=f"rows of trainer rank {self._rank}: {error}")
+        return result
+
+    @concurrent_endpoint
+    async def train_items(self, minibatches: list[list[list[TrainingItem]]]) -> StepResult:
+        """A batch of rollouts by reference, an optimizer step for each of its minibatches of rows.
+
+        Their arrays are read here, once.
+
+        Raises:
+            MismatchTooLarge: trainer and generator do not compute the same distribution.
+        """
+        async with self._thread.turn():
+            trained_version = self._trainer.policy_version
+            start_s = time.perf_counter()
+            self._num_read = {"shared": 0, "remote": 0, "disk": 0}
+            # The rollouts of a group share their prompt's payload: it is read once.
+            prompts: dict[str, Arrays] = {}
+            facts = {"version": trained_version}
+            with doing(State.FETCHING), span("read rollouts", facts):
+                packed = [
+                    [
+                        pack_row([await self._read(item, trained_version, prompts) for item in items])
+                        for items in rows
+                    ]
+                    for rows in minibatches
+                ]
+            read_s = time.perf_counter() - start_s
+            limit = self._section.max_fresh_mismatch
+            with doing(State.COMPUTING), span("train", facts):
+                result = await self._thread.run(
+                    lambda: self._trainer.train_batch(packed, max_fresh_mismatch=limit)
+                )
+        result = await self._keep_if_bad(result, [row for rows in packed for row in rows])
+        read = {f"payload/num_read_{how}": float(count) for how, count in self._num_read.items()}
+        metrics = result.metrics | read | {"time/read_payloads_s": read_s}
+        return dataclasses.replace(result, metrics=metrics, memory=self._memory.peak())
+
+    async def _read_payload(self, ref: PayloadRef) -> Arrays:
+        if ref.host_id in (self._host_id, EVERY_HOST):
+            self._num_read["disk" if ref.host_id == EVERY_HOST else "shared"] += 1
+            # Views: packing copies them out, before the group can be freed.
+            return self._payloads.read(ref, copy=False)
+        self._num_read["remote"] += 1
+        return await self._owners.read(ref, self._remote_payloads, limit_s=self._payload_limit_s)
+
+    async def _read(
+        self, item: TrainingItem, trained_version: int, prompts: dict[str, Arrays]
+    ) -> TrainingSequence:
+        branch = item.branch
+        key = branch.prompt.payload_id
+        if key not in prompts:
+            prompts[key] = await self._read_payload(branch.prompt)
+        response = await self._read_payload(branch.response)
+        trace = decode_rollout(prompts[key], response)
+        return training_sequence(
+            item,
+            trace,
+            trained_version=trained_version,
+            routing_replay=self._section.routing_replay,
+            keep_sampling_mask=self._section.keep_sampling_mask,
+            places=self._places,
+        )
+
+    @concurrent_endpoint
+    async def lay_out_weights(self, dtype: Dtype) -> RankLayout:
+        """Agree with the other ranks on who publishes what; what this one publishes."""
+
+        def lay_out() -> WeightPublisher:
+            weights = self._trainer.published_weights()
+            return WeightPublisher(weights, TORCH_DTYPES[dtype], host_id=self._host_id)
+
+        self._publisher = await self._thread.call(lay_out)
+        return self._publisher.layout
+
+    @concurrent_endpoint
+    async def open_staging(
+        self, folder: Path, transport: TransportChoice, generator_hosts: frozenset[str]
+    ) -> StagingSource:
+        """Allocate the staging buffers in a folder of this host; how generators reach them."""
+        async with self._thread.turn():
+            return await self._publisher.open(
+                folder, build_transport(transport), generator_hosts=generator_hosts
+            )
+
+    @concurrent_endpoint
+    async def begin_staging(self, slot: int) -> float:
+        """Begin to copy this rank's part of the current weights into a staging buffer.
+
+        Returns the seconds it took; after them the next call may train. ``finish_staging`` has to follow.
+
+        Raises:
+            NonFiniteWeights: on every rank, if any rank's weights have nan or inf.
+        """
+
+        def begin() -> float:
+            start_s = time.perf_counter()
+            trainer = self._trainer
+            with doing(State.PUBLISHING), span("begin publishing", {"version": trainer.policy_version}):
+                trainer.require_finite_weights(f"publishing version {trainer.policy_version}")
+                publication = self._publisher.begin(slot, trainer.policy_version, trainer.published_weights())
+            trainer.let_read(publication.until_copied)
+            self._publications[slot] = publication
+            return time.perf_counter() - start_s
+
+        return await self._thread.call(begin)
+
+    @concurrent_endpoint
+    async def finish_staging(self, slot: int) -> StagedShard:
+        """Wait until the version begun in the slot is staged there; no other call waits for this one."""
+        with doing(State.PUBLISHING), span("publish"):
+            return await self._publications.pop(slot).finished()
+
+    @concurrent_endpoint
+    async def begin_checkpoint(self, folder: Path, run_state: bytes, keep: int) -> None:
+        """Start to write a checkpoint beside training."""
+        await self._thread.call(
+            lambda: self._trainer.begin_checkpoint(folder, run_state=run_state, keep=keep)
+        )
+
+    @concurrent_endpoint
+    async def finish_checkpoint(self) -> None:
+        """Wait until the checkpoint begun last is on the disk."""
+        await self._thread.call(lambda: self._trainer.finish_checkpoint())
+
+    @concurrent_endpoint
+    async def is_writing_checkpoint(self) -> bool:
+        """Whether the checkpoint begun last is still being written; waits for no other call."""
+        return self._checkpoints is not None and self._checkpoints.is_writing
+
+    @concurrent_endpoint
+    async def policy_version(self) -> int:
+        """Which weights this rank has, once the calls before this one have ended."""
+        return await self._thread.call(lambda: self._trainer.policy_version)
+
+    @concurrent_endpoint
+    async def save_hf(self, folder: Path, source: Path) -> int:
+        """Write the weights as a Hugging Face folder; returns their version.
+
+        Raises:
+            NonFiniteWeights: on every rank, if any rank's weights have nan or inf.
+        """
+
+        def save() -> int:
+            self._trainer.save_hf(folder, source=source)
+            return self._trainer.policy_version
+
+        return await self._thread.call(save)

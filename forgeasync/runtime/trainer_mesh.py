@@ -1,0 +1,401 @@
+"""All ranks of the trainer as one: every call goes to all ranks, and each gets only its own rows."""
+
+import asyncio
+import dataclasses
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from monarch.actor import ProcMesh
+from monarch.spmd import setup_torch_elastic_env_async
+from monarch.tools.network import AddrType
+
+from forgeasync.config import Dtype, TimeoutSection, TransportChoice
+from forgeasync.process_memory import largest
+from forgeasync.rollouts import merged_reports
+from forgeasync.runtime.jobs import HostRole
+from forgeasync.runtime.process_manager import ProcessManager
+from forgeasync.runtime.router import GeneratorRouter
+from forgeasync.runtime.supervised import Proc
+from forgeasync.runtime.trainer import TrainerActor
+from forgeasync.trainer import PackedRow, StepResult, TrainerSetup, TrainingItem
+from forgeasync.waiting import deadline
+from forgeasync.weights import TORCH_DTYPES, Manifest, StagedWeights, StagingSource, WeightLayout, WeightSet
+
+T = TypeVar("T")
+
+PEERS_S = 5.0
+"""Seconds for the other ranks to end their call once one rank has failed in it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Staging:
+    """What the staging buffers were opened with."""
+
+    dtype: Dtype
+    folders: Sequence[Path]
+    transport: TransportChoice
+    generator_hosts: frozenset[str]
+
+
+class TrainerMesh:
+    """The trainer mesh behind deadlines.
+
+    A rank works on one call after the other. So calls wait for their turn here, and the time that a call may
+    take begins when the ranks are free: staging weights behind a long train step does not use up its own.
+    Staging has its turn until its copies have begun; the rest of it goes on beside the calls that follow.
+
+    Every call raises ``DeadlineExceeded`` where the ranks took longer than the config allows.
+    """
+
+    def __init__(self, actors: TrainerActor, num_procs: int, timeouts: TimeoutSection) -> None:
+        self._actors = actors
+        self._ranks = [actors.slice(procs=rank) for rank in range(num_procs)]
+        self._timeouts = timeouts
+        self._data_ranks: list[int] = []
+        self._turn = asyncio.Lock()
+        self._stuck_by: Exception | None = None
+        """The error of a rank for which others wait in a collective."""
+        self._staged = "the initial weights"
+        self._layout: WeightLayout | None = None
+        self._sources: list[StagingSource] = []
+        self._staging: _Staging | None = None
+        self.members: tuple[Proc, ...] = ()
+        """The process of each rank, by rank."""
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether some ranks wait in a collective for one that has failed: they answer no call any more."""
+        return self._stuck_by is not None
+
+    async def _on_every_rank(
+        self, make: Callable[[TrainerActor, int], Awaitable[T]], *, call: str, key: str
+    ) -> list[T]:
+        """Return the ranks' replies by rank, once the calls before this one have ended.
+
+        ``make`` makes the call to a rank, given its actor and number; ``key`` is that of its limit in
+        ``timeouts``, and ``call`` names it in messages.
+
+        Raises:
+            Exception: a rank's own error, also that of a call before which has left other ranks in a
+                collective: gloo ends ranks that meet in the collectives of two calls.
+        """
+        await self._turn.acquire()
+        if self._stuck_by is not None:
+            self._turn.release()
+            raise self._stuck_by
+
+        async def answers() -> list[T]:
+            async with self._deadline(call, key):
+                return await self._together(make)
+
+        # Ranks go on where the caller is cancelled: the next call's turn comes when they are done.
+        work = asyncio.create_task(answers())
+        work.add_done_callback(self._end_turn)
+        return await asyncio.shield(work)
+
+    def _deadline(self, call: str, key: str) -> AbstractAsyncContextManager[None]:
+        return deadline(getattr(self._timeouts, key), call=f"the trainer {call}", key=f"timeouts.{key}")
+
+    async def _together(self, make: Callable[[TrainerActor, int], Awaitable[T]]) -> list[T]:
+        """Return all replies, or raise the first error once the other ranks have ended too or cannot."""
+        answers = [asyncio.ensure_future(make(actor, rank)) for rank, actor in enumerate(self._ranks)]
+        try:
+            return list(await asyncio.gather(*answers))
+        except Exception as error:
+            _, pending = await asyncio.wait(answers, timeout=PEERS_S)
+            if pending and self._stuck_by is None:
+                self._stuck_by = error
+            raise
+
+    def _end_turn(self, work: asyncio.Task[object]) -> None:
+        self._turn.release()
+        if not work.cancelled():
+            # Nobody else asks for the error where the caller was cancelled.
+            work.exception()
+
+    async def setup(self, setup: TrainerSetup, *, host_ids: Sequence[str]) -> None:
+        """Build the model on every rank; ``host_ids`` says by rank where each of them is."""
+        self._data_ranks = await self._on_every_rank(
+            lambda actor, rank: actor.setup.call_one(setup, host_ids[rank]),
+            call="building its model",
+            key="setup_s",
+        )
+
+    async def pids(self) -> list[int]:
+        """Return the process id of each rank's proc on its host, by rank."""
+        return await self._on_every_rank(
+            lambda actor, _: actor.pid.call_one(),
+            call="starting its procs",
+            key="setup_s",
+        )
+
+    @property
+    def num_procs(self) -> int:
+        return len(self._ranks)
+
+    @property
+    def weight_layout(self) -> WeightLayout:
+        """What ``lay_out_weights`` has laid out."""
+        assert self._layout is not None
+        return self._layout
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Ranks that see different rows; the others share theirs (tensor parallelism)."""
+        return max(self._data_ranks) + 1
+
+    async def connect(self, generators: GeneratorRouter) -> None:
+        """Let every rank read payloads that lie on the generators' hosts."""
+        limit_s = self._timeouts.weights_s
+        await self._on_every_rank(
+            lambda actor, _: actor.connect.call_one(generators.actors, limit_s),
+            call="connecting to the generators",
+            key="setup_s",
+        )
+
+    async def generators_changed(self, generators: GeneratorRouter) -> None:
+        """Tell every rank which generators there are now; also ranks that wait for a payload of one."""
+        limit_s = self._timeouts.weights_s
+        async with deadline(limit_s, call="telling the trainer of generators", key="timeouts.weights_s"):
+            await asyncio.gather(*(rank.connect.call_one(generators.actors, limit_s) for rank in self._ranks))
+
+    async def train_rows(self, rows_by_data_rank: list[list[PackedRow]], *, step: int) -> StepResult:
+        """One optimizer step; as many rows for every data rank."""
+        return await self._make_step(
+            lambda rank, data_rank: rank.train_rows.call_one(rows_by_data_rank[data_rank]), step
+        )
+
+    async def train_items(
+        self, minibatches: list[list[list[list[TrainingItem]]]], *, step: int
+    ) -> StepResult:
+        """An optimizer step on each minibatch of a batch, which has items by data rank and row.
+
+        Every rank reads the arrays of its own rows.
+        """
+        return await self._make_step(
+            lambda rank, data_rank: rank.train_items.call_one([rows[data_rank] for rows in minibatches]),
+            step,
+        )
+
+    async def _make_step(
+        self, train: Callable[[TrainerActor, int], Awaitable[StepResult]], step: int
+    ) -> StepResult:
+        """Have every rank train on what belongs to its data rank."""
+        results = await self._on_every_rank(
+            lambda actor, rank: train(actor, self._data_ranks[rank]),
+            call=f"making step {step}",
+            key="train_step_s",
+        )
+        self._staged = f"the weights of step {step}"
+        # All else is the same on every rank, or the first one's.
+        return dataclasses.replace(
+            results[0],
+            memory=largest(result.memory for result in results),
+            tokens=merged_reports([result.tokens for result in results]),
+            not_kept=next((one.not_kept for one in results if one.not_kept is not None), None),
+        )
+
+    async def beat(self, rank: int) -> None:
+        """Return once the event loop of a rank has answered; no deadline, and no turn."""
+        await self._ranks[rank].beat.call_one()
+
+    async def snapshot_bytes(self) -> list[int]:
+        """Return the shared memory that each rank's snapshots take, by rank."""
+        return await self._on_every_rank(
+            lambda actor, _: actor.snapshot_bytes.call_one(),
+            call="measuring its state",
+            key="setup_s",
+        )
+
+    async def open_snapshots(self, folders: Sequence[Path], *, every_steps: int, at_most: int) -> int:
+        """Go on from the newest snapshot in the ranks' folders, and take snapshots there.
+
+        Returns the version, which is not after ``at_most``.
+        """
+        versions = await self._on_every_rank(
+            lambda actor, rank: actor.open_snapshots.call_one(folders[rank], every_steps, at_most),
+            call="reading its snapshots",
+            key="setup_s",
+        )
+        assert len(set(versions)) == 1, "ranks are at different versions"
+        return versions[0]
+
+    async def finish_snapshot(self) -> int | None:
+        """Wait until every rank has written its snapshot begun last, beside other calls.
+
+        Returns the newest version of which all ranks have a whole one; None without any.
+        """
+        async with self._deadline("finishing its snapshot", "train_step_s"):
+            versions = await self._together(lambda actor, _: actor.finish_snapshot.call_one())
+        written = [version for version in versions if version is not None]
+        return min(written) if len(written) == len(versions) else None
+
+    async def reopen_staging(self, before: "TrainerMesh") -> list[StagingSource]:
+        """Lay out the weights and open staging buffers as the trainer before this one had them.
+
+        Raises:
+            RuntimeError: this trainer lays out its weights in another way.
+        """
+        opened = before._staging
+        assert opened is not None, "the trainer before had staging buffers"
+        layout = await self.lay_out_weights(opened.dtype)
+        assert before._layout is not None
+        if layout.digest != before._layout.digest:
+            raise RuntimeError(
+                f"the trainer that was started again lays out its weights as {layout.digest}; must be "
+                f"{before._layout.digest}, as generators know them"
+            )
+        return await self.open_staging(
+            opened.folders, opened.transport, generator_hosts=opened.generator_hosts
+        )
+
+    async def lay_out_weights(self, dtype: Dtype) -> WeightLayout:
+        """Assign shards to the ranks that publish them, and lay out their staging buffers."""
+        ranks = await self._on_every_rank(
+            lambda actor, _: actor.lay_out_weights.call_one(dtype),
+            call="laying out its weights",
+            key="setup_s",
+        )
+        layout = self._layout = WeightLayout(dtype=TORCH_DTYPES[dtype], ranks=tuple(ranks))
+        self._dtype = dtype
+        return layout
+
+    async def open_staging(
+        self, folders: Sequence[Path], transport: TransportChoice, *, generator_hosts: frozenset[str]
+    ) -> list[StagingSource]:
+        """Have every rank allocate its staging buffers in its host's folder; how to reach them, by rank."""
+        self._staging = _Staging(
+            dtype=self._dtype, folders=folders, transport=transport, generator_hosts=generator_hosts
+        )
+        self._sources = await self._on_every_rank(
+            lambda actor, rank: actor.open_staging.call_one(folders[rank], transport, generator_hosts),
+            call="allocating its staging buffers",
+            key="setup_s",
+        )
+        return self._sources
+
+    def staged(self, manifest: Manifest) -> StagedWeights:
+        """A version that was published, and how to reach it without the trainer's ranks."""
+        assert self._layout is not None
+        layout = self._layout.of(WeightSet.POLICY)
+        return StagedWeights(manifest=manifest, layout=layout, sources=tuple(self._sources))
+
+    async def stage_weights(self, slot: int, *, when_begun: Callable[[], None] = lambda: None) -> Manifest:
+        """Copy the current weights into a slot of every rank's staging buffers.
+
+        Calls ``when_begun`` as soon as every rank has begun to copy. The next call may follow then: a step
+        waits for the copies only where it changes the weights.
+
+        Raises:
+            NonFiniteWeights: the weights have nan or inf; ``when_begun`` is not called.
+        """
+        what, key = f"staging {self._staged}", "weights_s"
+        waited_s = await self._on_every_rank(
+            lambda actor, _: actor.begin_staging.call_one(slot), call=what, key=key
+        )
+        when_begun()
+        async with self._deadline(what, key):
+            shards = await self._together(lambda actor, _: actor.finish_staging.call_one(slot))
+        assert len({shard.version for shard in shards}) == 1, "ranks are at different versions"
+        assert self._layout is not None
+        return Manifest(
+            version=shards[0].version,
+            slot=slot,
+            layout_digest=self._layout.digest,
+            checksums=tuple(shard.checksums for shard in shards),
+            waited_s=max(waited_s),
+            staging_s=max(shard.staging_s for shard in shards),
+        )
+
+    async def begin_checkpoint(self, folder: Path, *, run_state: bytes, keep: int) -> None:
+        """Start to write a checkpoint beside training; waits for the one before."""
+        await self._on_every_rank(
+            lambda actor, _: actor.begin_checkpoint.call_one(folder, run_state, keep),
+            call=f"beginning checkpoint {folder.name}",
+            key="train_step_s",
+        )
+
+    async def finish_checkpoint(self) -> None:
+        """Wait until the checkpoint begun last is on the disk."""
+        await self._on_every_rank(
+            lambda actor, _: actor.finish_checkpoint.call_one(),
+            call="finishing its checkpoint",
+            key="train_step_s",
+        )
+
+    async def is_writing_checkpoint(self) -> bool:
+        """Whether a rank still writes the checkpoint begun last."""
+        return any(
+            await self._on_every_rank(
+                lambda actor, _: actor.is_writing_checkpoint.call_one(),
+                call="telling whether it writes a checkpoint",
+                key="train_step_s",
+            )
+        )
+
+    async def policy_version(self) -> int:
+        """Which weights the ranks have, once the calls before this one have ended."""
+        versions = await self._on_every_rank(
+            lambda actor, _: actor.policy_version.call_one(),
+            call="telling its version",
+            key="train_step_s",
+        )
+        assert len(set(versions)) == 1, "ranks are at different versions"
+        return versions[0]
+
+    async def save_hf(self, folder: Path, *, source: Path) -> int:
+        """Write the weights as a Hugging Face folder; returns their version."""
+        versions = await self._on_every_rank(
+            lambda actor, _: actor.save_hf.call_one(folder, source),
+            call=f"writing {folder}",
+            key="train_step_s",
+        )
+        return versions[0]
+
+
+OWN_ACTORS = ("trainer", "_SPMDActor")
+"""Begin the names of the actors in the trainer's procs; the second is Monarch's, by which ranks meet."""
+
+
+async def start_trainer(procs: ProcessManager, setup: TrainerSetup, timeouts: TimeoutSection) -> TrainerMesh:
+    """Start the trainer mesh, with its process group and its model; the run ends when a rank does."""
+    trainer = await spawn_trainer(procs, setup.section.parallel.num_procs, timeouts)
+    procs.peers = list(trainer.members)
+    await set_up_trainer(trainer, setup)
+    return trainer
+
+
+async def spawn_trainer(
+    procs: ProcessManager, num_procs: int, timeouts: TimeoutSection, *, number: int = 0
+) -> TrainerMesh:
+    """Spawn the procs of the trainer, on the hosts and GPUs of the one before; ``number`` counts them.
+
+    They have no model yet: see ``set_up_trainer``.
+    """
+    name = "trainer" if number == 0 else f"trainer-{number}"
+    mesh: ProcMesh = procs.hosts.spawn(HostRole.TRAINER, name, num_procs, gpus_per_proc=1)
+    by_ip = procs.hosts.master_address_is_ip()
+    await setup_torch_elastic_env_async(mesh, use_ipaddr=AddrType.IPv4 if by_ip else None)
+    actors = mesh.spawn(name, TrainerActor, procs.log_dir).flatten("procs")
+    trainer = TrainerMesh(actors, num_procs, timeouts)
+    hosts = procs.hosts.of_procs(HostRole.TRAINER, num_procs)
+    trainer.members = tuple(
+        Proc(role="trainer", rank=rank, pid=pid, host=host)
+        for rank, (pid, host) in enumerate(zip(await trainer.pids(), hosts, strict=True))
+    )
+    for one in trainer.members:
+        procs.listing.put(one.role, one.rank, pid=one.pid, host=one.host.id)
+    return trainer
+
+
+async def set_up_trainer(trainer: TrainerMesh, setup: TrainerSetup) -> None:
+    """Have all ranks join their process group and build the model."""
+    await trainer.setup(setup, host_ids=[one.host.id for one in trainer.members])
+
+
+async def kill_trainer(trainer: TrainerMesh) -> None:
+    """Kill all ranks: those that are left wait in collectives for one that is gone, and answer nothing."""
+    await asyncio.gather(*(one.host.kill(one.pid) for one in trainer.members))

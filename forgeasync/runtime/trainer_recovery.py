@@ -1,0 +1,503 @@
+"""The trainer of a run, started again when one of its ranks is gone, stopped, or stuck in a collective.
+
+Loops of the run call the trainer through ``TrainerRecovery`` and see nothing of a restart: a call in flight
+is made again on the new trainer, which is then where the old one was when the call began. It gets there from
+the newest snapshot that all ranks have (``forgeasync.trainer.snapshots``), and by making the steps after it
+again (``forgeasync.trainer.step``). Generators go on meanwhile.
+
+Three things show that a trainer is lost (``TrainerIncarnation``): the process of a rank has ended; a rank
+does not answer heartbeats, which its event loop answers while its thread computes; a call has failed in a
+collective, or has exceeded its deadline. All ranks are lost together, since they wait for each other.
+"""
+
+import asyncio
+import dataclasses
+import functools
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from monarch.actor import ActorError
+
+from forgeasync.config import TimeoutSection
+from forgeasync.observability import Fault, Role
+from forgeasync.runtime.process_manager import ProcessManager, make_folders
+from forgeasync.runtime.router import GeneratorRouter
+from forgeasync.runtime.supervised import (
+    LOOK_S,
+    PEER_END_S,
+    ActorDied,
+    Heartbeat,
+    Proc,
+    RestartBudget,
+    diagnose_hang,
+    first_ended,
+    unless_lost,
+)
+from forgeasync.runtime.trainer_mesh import (
+    OWN_ACTORS,
+    TrainerMesh,
+    kill_trainer,
+    set_up_trainer,
+    spawn_trainer,
+)
+from forgeasync.trainer import (
+    CheckpointLost,
+    StepMemory,
+    StepResult,
+    TrainerSetup,
+    TrainingItem,
+    is_whole,
+    remove_partial,
+)
+from forgeasync.waiting import DeadlineExceeded, Monitor, comes_within, forget
+from forgeasync.weights import Manifest, StagedWeights
+
+T = TypeVar("T")
+
+COLLECTIVE_ERRORS = ("gloo", "NCCL", "ProcessGroup", "c10d")
+"""What errors of collectives name: the rank that reports one need not be the one that has caused it."""
+
+
+class TrainerIncarnation:
+    """A trainer mesh, and what has become of it."""
+
+    def __init__(self, mesh: TrainerMesh, procs: ProcessManager, *, heartbeat_s: float) -> None:
+        """Faults are reported to those of ``procs``; a silence of ``heartbeat_s`` is one."""
+        self.mesh = mesh
+        self.lost = asyncio.Event()
+        self.error: Exception | None = None
+        """What has ended it."""
+        self.faults: list[Fault] = []
+        self._procs = procs
+        self._heartbeat_s = heartbeat_s
+
+    async def until_lost(self) -> None:
+        """Look at the processes, and ask every rank for heartbeats, until the trainer is lost."""
+        key = "trainer.recovery.heartbeat_s"
+        heartbeats = [
+            Heartbeat(functools.partial(self.mesh.beat, one.rank), limit_s=self._heartbeat_s, key=key)
+            for one in self.mesh.members
+        ]
+        try:
+            while not self.lost.is_set():
+                await self._look_at_processes()
+                for one, heartbeat in zip(self.mesh.members, heartbeats, strict=True):
+                    if not self.lost.is_set() and (what := heartbeat.look()) is not None:
+                        evidence = await diagnose_hang(Role.TRAINER, one)
+                        if not self.lost.is_set():
+                            self._lose(_name(one), what, ActorDied(f"{_name(one)} {what}"), evidence)
+                await comes_within(LOOK_S, self.lost.wait())
+        finally:
+            for heartbeat in heartbeats:
+                heartbeat.stop()
+
+    async def while_living(self, work: Awaitable[T]) -> T:
+        """Return what ``work`` returns while the trainer is set up.
+
+        Raises:
+            Exception: a rank's process has ended: nobody would answer ``work`` any more.
+        """
+        return await unless_lost(work, self._until_dead(), self.lost_error)
+
+    def lost_error(self) -> Exception:
+        """What has ended it."""
+        assert self.error is not None
+        return self.error
+
+    async def is_lost_with(self, error: BaseException) -> bool:
+        """Whether a call has failed with ``error`` because the trainer is lost."""
+        if await first_ended(self.mesh.members, within_s=PEER_END_S) is not None:
+            await self._look_at_processes()
+        if self.lost.is_set():
+            return True
+        if isinstance(error, DeadlineExceeded):
+            evidence = await diagnose_hang(Role.TRAINER, *self.mesh.members)
+            if not self.lost.is_set():
+                self._lose("the trainer", f"is stuck: {error}", error, evidence)
+        elif isinstance(error, ActorError) and _is_of_collective(error.exception):
+            self._lose("the trainer", f"has failed in a collective ({error.exception})", error)
+        return self.lost.is_set()
+
+    async def _until_dead(self) -> None:
+        while not self.lost.is_set():
+            await self._look_at_processes()
+            await comes_within(LOOK_S, self.lost.wait())
+
+    async def _look_at_processes(self) -> None:
+        """Every rank that has ended is a fault."""
+        ended = await asyncio.gather(*(one.has_ended() for one in self.mesh.members))
+        if self.lost.is_set():
+            return
+        for one, has_ended in zip(self.mesh.members, ended, strict=True):
+            if has_ended:
+                log = self._procs.log_dir / f"trainer-{one.rank}.log"
+                self._lose(_name(one), "has died", ActorDied(f"{_name(one)} has ended; see {log}"))
+
+    def _lose(self, who: str, what: str, error: Exception, evidence: str | None = None) -> None:
+        self.faults.append(self._procs.faults.detected(Role.TRAINER, who, what, evidence=evidence))
+        self.error = self.error or error
+        self.lost.set()
+
+
+class _Lost(Exception):
+    """The trainer is lost, and a call to it with it."""
+
+
+def _name(one: Proc) -> str:
+    return f"trainer rank {one.rank} (process {one.pid})"
+
+
+def _is_of_collective(error: BaseException) -> bool:
+    """Whether a rank's error tells of a collective, which another rank may have broken."""
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in COLLECTIVE_ERRORS)
+
+
+logger = logging.getLogger(__name__)
+
+Minibatches = list[list[list[list[TrainingItem]]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Checkpoint:
+    """A checkpoint that was begun and may not be written yet."""
+
+    folder: Path
+    run_state: bytes
+    keep: int
+    version: int
+
+
+class TrainerRecovery:
+    """The trainer mesh as the loops of a run see it; ``start`` begins to look after it."""
+
+    def __init__(
+        self,
+        procs: ProcessManager,
+        setup: TrainerSetup,
+        timeouts: TimeoutSection,
+        *,
+        trainer: TrainerMesh,
+        generators: GeneratorRouter,
+        first_version: int,
+        tell: Callable[[str], None],
+        teachers: Sequence[GeneratorRouter] = (),
+    ) -> None:
+        """``trainer`` is the first one, set up and connected; ``first_version`` the one it begins with.
+
+        ``teachers`` take versions as ``generators`` do.
+        """
+        self._procs = procs
+        self._setup = setup
+        self._section = setup.section.recovery
+        self._timeouts = timeouts
+        self._generators = generators
+        self._teachers = teachers
+        self._tell = tell
+        self._life = Monitor(self._begin_life(trainer))
+        self._steps: Monitor[StepMemory[Minibatches]] = Monitor(StepMemory(first_version=first_version))
+        self._budget = RestartBudget(self._section.max_restarts)
+        self._snapshot_folders: list[Path] = []
+        self._checkpoint: _Checkpoint | None = None
+        self._lost_checkpoint: Path | None = None
+        self._first_error: Exception | None = None
+        """What has lost the trainer for the first time since the last complete step."""
+        self._num_started = 1
+        self._num_trained_again = 0
+        self._on_new_buffers: list[Callable[[], None]] = []
+        self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._background: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Have the ranks take snapshots, and look after them from now on; nothing if the config has none.
+
+        Raises:
+            ValueError: a host has not enough shared memory for the snapshots.
+        """
+        self._generators.pool.follow(self._tell_generators)
+        if self._section.snapshot_every_steps is None:
+            return
+        trainer = self._life.state.mesh
+        hosts = [one.host for one in trainer.members]
+        self._snapshot_folders = await make_folders(hosts, await trainer.snapshot_bytes())
+        await self._open_snapshots(trainer)
+        # Their deaths are this object's business from here on.
+        self._procs.peers = []
+        self._procs.owned.update(OWN_ACTORS)
+        self._procs.closing.append(self.close)
+        self._in_background(self._look_after())
+
+    async def _tell_generators(self) -> None:
+        """Tell the ranks which generators there are; those of a new trainer hear it when it starts."""
+        await self._call(lambda mesh: mesh.generators_changed(self._generators))
+
+    def _begin_life(self, trainer: TrainerMesh) -> TrainerIncarnation:
+        return TrainerIncarnation(trainer, self._procs, heartbeat_s=self._section.heartbeat_s)
+
+    async def _open_snapshots(self, trainer: TrainerMesh) -> int:
+        every_steps = self._section.snapshot_every_steps
+        assert every_steps is not None
+        return await trainer.open_snapshots(
+            self._snapshot_folders, every_steps=every_steps, at_most=self._steps.state.completed
+        )
+
+    async def watch(self) -> None:
+        """Wait until the trainer is lost for good.
+
+        Raises:
+            Exception: what its first loss was, always.
+        """
+        await asyncio.shield(self._failure)
+
+    async def close(self) -> None:
+        """Look after nothing any more."""
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+        if self._failure.done() and not self._failure.cancelled():
+            self._failure.exception()
+        else:
+            self._failure.cancel()
+
+    def when_buffers_are_new(self, act: Callable[[], None]) -> None:
+        """Call ``act`` whenever the staging buffers were replaced by empty ones."""
+        self._on_new_buffers.append(act)
+
+    def metrics(self) -> dict[str, float]:
+        """Return counts since the command started, under their names in metrics.jsonl."""
+        return {"trainer/num_steps_made_again": self._num_trained_again}
+
+    # ---- what the loops of a run call
+
+    @property
+    def num_data_ranks(self) -> int:
+        """See ``TrainerMesh``."""
+        return self._life.state.mesh.num_data_ranks
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether the trainer answers no call any more."""
+        return self._life.state.mesh.is_stuck or self._life.state.lost.is_set()
+
+    def staged(self, manifest: Manifest) -> StagedWeights:
+        """See ``TrainerMesh``."""
+        return self._life.state.mesh.staged(manifest)
+
+    async def train_items(self, minibatches: Minibatches, *, step: int) -> StepResult:
+        """See ``TrainerMesh``."""
+        if self._section.snapshot_every_steps is None:
+            return await self._call(lambda mesh: mesh.train_items(minibatches, step=step))
+        self._steps.state.begin(step, minibatches)
+        result = await self._call(lambda mesh: mesh.train_items(minibatches, step=step))
+        self._steps.state.complete(step)
+        self._budget.reset()
+        if step % self._section.snapshot_every_steps == 0:
+            self._in_background(self._confirm())
+        return result
+
+    async def until_safe(self, step: int) -> None:
+        """Wait until nobody will read the rollouts of a complete step again."""
+        if self._section.snapshot_every_steps is not None:
+            await self._steps.until(lambda steps: steps.safe_version >= step)
+
+    async def _confirm(self) -> None:
+        version = await self._call(lambda mesh: mesh.finish_snapshot())
+        if version is not None:
+            self._steps.change(lambda steps: steps.save(version))
+
+    async def stage_weights(self, slot: int, *, when_begun: Callable[[], None] = lambda: None) -> Manifest:
+        """See ``TrainerMesh``; ``when_begun`` can be called more than once."""
+        return await self._call(lambda mesh: mesh.stage_weights(slot, when_begun=when_begun))
+
+    async def begin_checkpoint(self, folder: Path, *, run_state: bytes, keep: int) -> None:
+        """See ``TrainerMesh``."""
+        checkpoint = _Checkpoint(
+            folder=folder, run_state=run_state, keep=keep, version=self._steps.state.completed
+        )
+        await self._call(lambda mesh: _begin(mesh, checkpoint))
+        self._checkpoint = checkpoint
+
+    async def finish_checkpoint(self) -> None:
+        """See ``TrainerMesh``.
+
+        Raises:
+            CheckpointLost: it was left unfinished, and the run has gone on from a later step; said once.
+        """
+        await self._call(lambda mesh: mesh.finish_checkpoint())
+        lost, self._lost_checkpoint, self._checkpoint = self._lost_checkpoint, None, None
+        if lost is not None:
+            raise CheckpointLost(f"checkpoint {lost} was not finished: the trainer was lost as it wrote it")
+
+    async def is_writing_checkpoint(self) -> bool:
+        """See ``TrainerMesh``."""
+        return await self._call(lambda mesh: mesh.is_writing_checkpoint())
+
+    async def policy_version(self) -> int:
+        """See ``TrainerMesh``."""
+        return await self._call(lambda mesh: mesh.policy_version())
+
+    async def save_hf(self, folder: Path, *, source: Path) -> int:
+        """See ``TrainerMesh``."""
+        was_there = folder.exists()
+
+        async def save(mesh: TrainerMesh) -> int:
+            # A folder gets its name last: a trainer that was lost after that has written all of it.
+            if folder.exists() and not was_there:
+                return await mesh.policy_version()
+            return await mesh.save_hf(folder, source=source)
+
+        return await self._call(save)
+
+    async def _call(self, make: Callable[[TrainerMesh], Awaitable[T]]) -> T:
+        """Make a call, and make it again on the next trainer whenever the one that has it is lost."""
+        while True:
+            life = await self._living()
+            try:
+                answer = await unless_lost(make(life.mesh), life.lost.wait(), _Lost)
+                # Where both have happened the answer does not count: the next trainer may be without it.
+                if not life.lost.is_set():
+                    return answer
+            except _Lost:
+                continue
+            except Exception as error:
+                is_watched = self._section.snapshot_every_steps is not None
+                if not is_watched or not await life.is_lost_with(error):
+                    raise
+
+    async def _living(self) -> TrainerIncarnation:
+        """Wait for a trainer that is not lost.
+
+        Raises:
+            Exception: there will be none any more.
+        """
+        living = self._life.until(lambda life: None if life.lost.is_set() else life)
+        return await unless_lost(living, asyncio.shield(self._failure), _Lost)
+
+    # ---- how a trainer is started again
+
+    async def _look_after(self) -> None:
+        try:
+            while True:
+                life = self._life.state
+                await life.until_lost()
+                await self._replace(life)
+        except Exception as error:
+            if not self._failure.done():
+                self._failure.set_exception(error)
+
+    async def _replace(self, lost: TrainerIncarnation) -> None:
+        """Start trainers until one is where the lost one was.
+
+        Raises:
+            Exception: what the first loss was, if too many in a row are lost.
+        """
+        before, faults, life = lost.mesh, list(lost.faults), lost
+        if self._budget.num_in_a_row == 0:
+            self._first_error = lost.error
+        while self._budget.take():
+            await kill_trainer(life.mesh)
+            try:
+                life = self._begin_life(await self._spawn(before.num_procs))
+                version = await life.while_living(self._bring_up(life.mesh, before))
+            except Exception as error:
+                logger.warning("the trainer could not be started again", exc_info=True)
+                self._tell(f"the trainer could not be started again ({error})")
+                faults += life.faults if life is not lost else []
+                continue
+            self._life.state = life
+            self._life.change(lambda life: None)
+            for fault in faults:
+                self._procs.faults.recovered(fault, f"was replaced; the trainer goes on after step {version}")
+            return
+        await kill_trainer(life.mesh)
+        assert self._first_error is not None
+        raise self._first_error
+
+    async def _spawn(self, num_procs: int) -> TrainerMesh:
+        number, self._num_started = self._num_started, self._num_started + 1
+        return await spawn_trainer(self._procs, num_procs, self._timeouts, number=number)
+
+    async def _bring_up(self, trainer: TrainerMesh, before: TrainerMesh) -> int:
+        """Bring a new trainer to where the one before it was; returns the version of the last step."""
+        await set_up_trainer(trainer, self._setup_now())
+        await trainer.connect(self._generators)
+        version = await self._open_snapshots(trainer)
+        is_written = await self._begin_checkpoint_again(trainer, version)
+        for step, minibatches in self._steps.state.after(version):
+            await trainer.train_items(minibatches, step=step)
+            self._num_trained_again += 1
+            version = step
+            is_written = await self._begin_checkpoint_again(trainer, version) or is_written
+        if self._checkpoint is not None and not is_written:
+            self._tell(
+                f"checkpoint {self._checkpoint.folder.name} was not finished: there is none of its step"
+            )
+            remove_partial(self._checkpoint.folder)
+            self._lost_checkpoint, self._checkpoint = self._checkpoint.folder, None
+        sources = await trainer.reopen_staging(before)
+        for act in self._on_new_buffers:
+            act()
+        for readers in (self._generators, *self._teachers):
+            await readers.reconnect_weights(trainer.weight_layout, sources)
+        return version
+
+    def _setup_now(self) -> TrainerSetup:
+        """Return what a trainer is set up with: without the run's first checkpoint once that was replaced.
+
+        Snapshots hold all that was in it, and ``StepMemory`` refuses a trainer that is before them.
+        """
+        folder = self._setup.resume_from
+        if folder is None or is_whole(folder):
+            return self._setup
+        return dataclasses.replace(self._setup, resume_from=None)
+
+    async def _begin_checkpoint_again(self, trainer: TrainerMesh, version: int) -> bool:
+        """Have a checkpoint of ``version`` written that was left unfinished; whether it will be whole."""
+        checkpoint = self._checkpoint
+        if checkpoint is None or is_whole(checkpoint.folder):
+            return checkpoint is not None
+        if checkpoint.version == version:
+            await _begin(trainer, checkpoint)
+        return checkpoint.version == version
+
+    def _in_background(self, work: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(work)
+        assert isinstance(task, asyncio.Task)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+        task.add_done_callback(forget)
+
+
+async def start_recovery(
+    procs: ProcessManager,
+    setup: TrainerSetup,
+    timeouts: TimeoutSection,
+    *,
+    trainer: TrainerMesh,
+    generators: GeneratorRouter,
+    first_version: int,
+    tell: Callable[[str], None],
+    teachers: Sequence[GeneratorRouter] = (),
+) -> TrainerRecovery:
+    """Look after a trainer that was started and connected; see ``TrainerRecovery``."""
+    recovery = TrainerRecovery(
+        procs,
+        setup,
+        timeouts,
+        trainer=trainer,
+        generators=generators,
+        first_version=first_version,
+        tell=tell,
+        teachers=teachers,
+    )
+    await recovery.start()
+    return recovery
+
+
+async def _begin(mesh: TrainerMesh, checkpoint: _Checkpoint) -> None:
+    if not is_whole(checkpoint.folder):
+        # A trainer that is gone may have begun it. Others stay: one of them may be being written.
+        remove_partial(checkpoint.folder)
+        await mesh.begin_checkpoint(checkpoint.folder, run_state=checkpoint.run_state, keep=checkpoint.keep)

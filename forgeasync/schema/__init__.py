@@ -1,6 +1,0 @@
-"""The base class of config sections, and how problems with a config are reported."""
-
-import lazy_loader
-
-# __init__.pyi lists the names; each one is imported from its module when it is first used.
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
