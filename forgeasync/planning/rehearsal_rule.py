@@ -38,7 +38,7 @@ from forgeasync.config import (
     rewards_of,
 )
 from forgeasync.models import kv_bytes_per_token, largest_group_payload_bytes
-from forgeasync.planning.fit import GIB, Capacity, Part, largest_part
+from forgeasync.planning.rehearsal_fit import GIB, Capacity, Part, largest_part
 from forgeasync.planning.tiny_model import small_facts
 from forgeasync.schema import ConfigError, Problem
 

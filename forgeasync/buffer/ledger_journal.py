@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from forgeasync.buffer.lines import (
+from forgeasync.buffer.ledger_lines import (
     FORMAT,
     START,
     AnyEvent,

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from forgeasync.config import LocalLauncher, ModelFacts, RoutingReplay, RunConfig, named_sources, num_hosts
 from forgeasync.observability import RunDir, read_json_lines
-from forgeasync.planning.rule import Change
+from forgeasync.planning.rehearsal_rule import Change
 from forgeasync.trainer import FINAL, list_checkpoints
 
 Line = Mapping[str, float]

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NoReturn
 
-from forgeasync.buffer.lines import AnyEvent, Checkpointed, Ended, Opened, Resumed
+from forgeasync.buffer.ledger_lines import AnyEvent, Checkpointed, Ended, Opened, Resumed
 from forgeasync.buffer.prompts import (
     Dropped,
     DropReason,

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from forgeasync.buffer.book import ENDS, Book, Contradiction, Place, Resumption, TrainedStep
-from forgeasync.buffer.lines import (
+from forgeasync.buffer.ledger_book import ENDS, Book, Contradiction, Place, Resumption, TrainedStep
+from forgeasync.buffer.ledger_lines import (
     FORMAT,
     START,
     AnyEvent,
