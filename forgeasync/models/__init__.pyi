@@ -1,7 +1,5 @@
-from .facts import FAMILIES as FAMILIES
 from .facts import SHIPPED_MODELS as SHIPPED_MODELS
 from .facts import check_checkpoint_shapes as check_checkpoint_shapes
-from .facts import expected_shapes as expected_shapes
 from .facts import model_config_file as model_config_file
 from .facts import model_folder as model_folder
 from .facts import parse_model_facts as parse_model_facts
@@ -16,11 +14,13 @@ from .hf_folder import MAX_FILE_BYTES as MAX_FILE_BYTES
 from .hf_folder import use_umask as use_umask
 from .hf_folder import writing as writing
 from .rules import BYTES_PER_ELEMENT as BYTES_PER_ELEMENT
+from .rules import FAMILIES as FAMILIES
 from .rules import GATHER_BLOCK_BYTES as GATHER_BLOCK_BYTES
 from .rules import GATHER_COST as GATHER_COST
 from .rules import LOGITS_CHUNK_TOKENS as LOGITS_CHUNK_TOKENS
 from .rules import check_config as check_config
 from .rules import check_generator as check_generator
+from .rules import expected_shapes as expected_shapes
 from .rules import kept_bytes_per_token as kept_bytes_per_token
 from .rules import kv_bytes_per_token as kv_bytes_per_token
 from .rules import largest_group_payload_bytes as largest_group_payload_bytes

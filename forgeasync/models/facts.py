@@ -23,14 +23,9 @@ from huggingface_hub.errors import HfHubHTTPError
 from safetensors import SafetensorError, safe_open
 
 from forgeasync.config import ModelFacts
-from forgeasync.models.deepseek_v3.facts import DEEPSEEK_V3
-from forgeasync.models.family import ConfigReader, Family, Shape
-from forgeasync.models.llama.facts import LLAMA
-from forgeasync.models.qwen3.facts import QWEN3, QWEN3_MOE
+from forgeasync.models.family import ConfigReader, Shape
+from forgeasync.models.rules import FAMILIES, expected_shapes
 from forgeasync.schema import ConfigError, Problem, raise_if_any
-
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (QWEN3, QWEN3_MOE, LLAMA, DEEPSEEK_V3)}
-"""Families by ``model_type``. A new family is a folder beside this file and a name here."""
 
 SHIPPED_MODELS = Path(__file__).resolve().parents[2] / "configs" / "models"
 """Shapes of published models, to plan a run where neither the model nor the hub is available."""
@@ -159,20 +154,6 @@ def check_checkpoint_shapes(folder: Path, facts: ModelFacts) -> list[Problem]:
     if problems:
         return problems
     return _compare(folder, found, facts)
-
-
-def expected_shapes(facts: ModelFacts) -> dict[str, Shape]:
-    """Return Hugging Face names and shapes of all weights of a model."""
-    layer_shapes = FAMILIES[facts.model_type].layer_shapes
-    vocabulary = (facts.vocab_size, facts.hidden_size)
-    shapes: dict[str, Shape] = {"model.embed_tokens.weight": vocabulary}
-    for index in range(facts.num_layers):
-        of_layer = layer_shapes(facts, index)
-        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in of_layer.items()}
-    shapes["model.norm.weight"] = (facts.hidden_size,)
-    if not facts.tie_word_embeddings:
-        shapes["lm_head.weight"] = vocabulary
-    return shapes
 
 
 def _problem(folder: Path, remedy: str) -> Problem:

@@ -13,7 +13,8 @@ from gguf import GGUFReader, ReaderTensor, dequantize
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
 
-from forgeasync.models.facts import expected_shapes, parse_model_facts
+from forgeasync.models.facts import parse_model_facts
+from forgeasync.models.rules import expected_shapes
 from forgeasync.schema import ConfigError, Problem
 
 Value = TypeVar("Value")

@@ -16,8 +16,29 @@ from forgeasync.config import (
     num_averages,
     num_groups_held,
 )
-from forgeasync.models.facts import expected_shapes
+from forgeasync.models.deepseek_v3.facts import DEEPSEEK_V3
+from forgeasync.models.family import Family, Shape
+from forgeasync.models.llama.facts import LLAMA
+from forgeasync.models.qwen3.facts import QWEN3, QWEN3_MOE
 from forgeasync.schema import Problem
+
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (QWEN3, QWEN3_MOE, LLAMA, DEEPSEEK_V3)}
+"""Families by ``model_type``. A new family is a folder beside this file and a name here."""
+
+
+def expected_shapes(facts: ModelFacts) -> dict[str, Shape]:
+    """Return Hugging Face names and shapes of all weights of a model."""
+    layer_shapes = FAMILIES[facts.model_type].layer_shapes
+    vocabulary = (facts.vocab_size, facts.hidden_size)
+    shapes: dict[str, Shape] = {"model.embed_tokens.weight": vocabulary}
+    for index in range(facts.num_layers):
+        of_layer = layer_shapes(facts, index)
+        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in of_layer.items()}
+    shapes["model.norm.weight"] = (facts.hidden_size,)
+    if not facts.tie_word_embeddings:
+        shapes["lm_head.weight"] = vocabulary
+    return shapes
+
 
 LOGITS_CHUNK_TOKENS = 1024
 """Tokens of a row whose logits exist at the same time in the trainer."""

@@ -1,4 +1,3 @@
-from .rehearsal_fit import Capacity as Capacity
 from .host_requests import HostNeeds as HostNeeds
 from .host_requests import request_warnings as request_warnings
 from .host_requests import role_needs as role_needs
@@ -14,10 +13,6 @@ from .memory import planned_machine as planned_machine
 from .memory import snapshot_memory_bytes as snapshot_memory_bytes
 from .memory import teacher_facts as teacher_facts
 from .memory import teacher_memory as teacher_memory
-from .rehearsal_outcome import Verdict as Verdict
-from .rehearsal_outcome import changes_table as changes_table
-from .rehearsal_outcome import findings as findings
-from .rehearsal_outcome import findings_table as findings_table
 from .parameters import Machine as Machine
 from .parameters import ParameterCounts as ParameterCounts
 from .parameters import count_parameters as count_parameters
@@ -25,20 +20,22 @@ from .parameters import generator_parameters_per_rank as generator_parameters_pe
 from .parameters import least_bytes as least_bytes
 from .parameters import total_bytes as total_bytes
 from .parameters import trainer_parameters_per_rank as trainer_parameters_per_rank
-from .report import dry_run_report as dry_run_report
+from .rehearsal_fit import Capacity as Capacity
+from .rehearsal_outcome import Verdict as Verdict
+from .rehearsal_outcome import changes_table as changes_table
+from .rehearsal_outcome import findings as findings
+from .rehearsal_outcome import findings_table as findings_table
 from .rehearsal_rule import Draft as Draft
 from .rehearsal_rule import Stage as Stage
 from .rehearsal_rule import rehearse_data as rehearse_data
 from .rehearsal_rule import rehearsed as rehearsed
+from .report import dry_run_report as dry_run_report
 from .tiny_model import write_model as write_model
 from .trainer_memory import trainer_memory as trainer_memory
 from .weight_times import DEVICE_BYTES_PER_S as DEVICE_BYTES_PER_S
 from .weight_times import weight_seconds as weight_seconds
 
 # Only tests import these.
-from .rehearsal_fit import GIB as GIB
-from .rehearsal_fit import largest_part as largest_part
-from .rehearsal_fit import needed_bytes as needed_bytes
 from .host_requests import host_needs as host_needs
 from .host_requests import kubernetes_quantity as kubernetes_quantity
 from .host_requests import slurm_bytes as slurm_bytes
@@ -53,6 +50,9 @@ from .memory import host_memory as host_memory
 from .memory import memory_plan as memory_plan
 from .memory import memory_table as memory_table
 from .parameters import FLOAT32_BYTES as FLOAT32_BYTES
+from .rehearsal_fit import GIB as GIB
+from .rehearsal_fit import largest_part as largest_part
+from .rehearsal_fit import needed_bytes as needed_bytes
 from .rehearsal_rule import GENERATED as GENERATED
 from .rehearsal_rule import Rehearsal as Rehearsal
 from .tiny_model import small_facts as small_facts

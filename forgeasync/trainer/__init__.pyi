@@ -24,6 +24,7 @@ from .folders import remove_partial as remove_partial
 from .folders import step_of as step_of
 from .folders import sweep_partial as sweep_partial
 from .hf_checkpoint import write_folder as write_folder
+from .host_copies import HostCopies as HostCopies
 from .logprobs import chunked_predictions as chunked_predictions
 from .logprobs import kept_logprobs as kept_logprobs
 from .optimizer import build_optimizer as build_optimizer
@@ -36,7 +37,6 @@ from .policy_trainer import PolicyTrainer as PolicyTrainer
 from .replay_router import ReplayRouter as ReplayRouter
 from .replay_router import replay_routers as replay_routers
 from .run_checkpoint import CheckpointWriter as CheckpointWriter
-from .run_checkpoint import HostCopies as HostCopies
 from .run_checkpoint import training_state as training_state
 from .run_state import RunState as RunState
 from .run_state import check_problems as check_problems
@@ -60,7 +60,6 @@ from .hf_checkpoint import CONFIG_FILE as CONFIG_FILE
 from .hf_checkpoint import WEIGHTS_FILE as WEIGHTS_FILE
 from .hf_checkpoint import full_tensors as full_tensors
 from .hf_checkpoint import unstack_experts as unstack_experts
-from .logprobs import LogprobHead as LogprobHead
 from .logprobs import Predictions as Predictions
 from .logprobs import Targets as Targets
 from .lora import ATTENTION_MODULES as ATTENTION_MODULES
@@ -70,6 +69,7 @@ from .lora import LoraExperts as LoraExperts
 from .lora import adapter_parameters as adapter_parameters
 from .lora import copy_whole as copy_whole
 from .lora import is_adapter as is_adapter
+from .model import LogprobHead as LogprobHead
 from .model import build_meta_model as build_meta_model
 from .model import build_parallel_dims as build_parallel_dims
 from .model import build_parallel_model as build_parallel_model

@@ -100,7 +100,7 @@ class RowForward:
         hidden_BLD = self._model(
             torch.from_numpy(row.token_ids_L[mine])[None].to(DEVICE_TYPE),
             positions=positions_L[None].to(DEVICE_TYPE),
-            attention_masks=_attention_masks(self._model, row.positions_L[None], part=mine),
+            attention_masks=attention_masks(self._model, row.positions_L[None], part=mine),
         )
         if isinstance(hidden_BLD, DTensor):
             hidden_BLD = hidden_BLD.to_local()
@@ -148,7 +148,7 @@ class RowForward:
                     group._to_sharded()
 
 
-def _attention_masks(
+def attention_masks(
     model: Decoder, positions_BL: np.ndarray, *, part: slice
 ) -> AttentionMasksType | PackedSequences | PartMetadata:
     """What attention needs to keep the packed sequences of whole rows (int64 [B, L]) apart.

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch.autograd.function import FunctionCtx
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
-from torchtitan.models.common import Linear
 
 from forgeasync.models import GATHER_COST, LOGITS_CHUNK_TOKENS
 from forgeasync.trainer.head_weight import HeadWeight, sum_dtype
@@ -405,29 +404,3 @@ class Targets:
     kept_ids: torch.Tensor
     asked_ids_TK: torch.Tensor | None = None
     """int64: ids whose log-probabilities over the full vocabulary are also wanted."""
-
-
-class LogprobHead(Linear):
-    """An output layer that returns log-probabilities instead of logits.
-
-    They are computed in ``forward``, so that FSDP2 gathers and frees its weight as for any other layer.
-    """
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(Linear.Config):
-        pass
-
-    def forward(
-        self, hidden_TD: torch.Tensor, targets: Targets, temperature: float, with_entropies: bool
-    ) -> Predictions:
-        """Predictions of float32 [T]; without entropies if ``with_entropies`` is False."""
-        return chunked_predictions(
-            hidden_TD,
-            self.weight,
-            targets.token_ids_T,
-            targets.kept_offsets,
-            targets.kept_ids,
-            temperature,
-            with_entropies=with_entropies,
-            asked_ids_TK=targets.asked_ids_TK,
-        )

@@ -1,13 +1,14 @@
 """The trained model: a family of TorchTitan's, sized by a Hugging Face config, under a parallel layout."""
 
 import dataclasses
+from dataclasses import dataclass
 
 import torch
 from torchtitan.config import TORCH_DTYPE_MAP, CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
-from torchtitan.models.common import Embedding
+from torchtitan.models.common import Embedding, Linear
 from torchtitan.models.common.decoder import Decoder, TransformerBlock
 from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.models.common.rope import RoPE
@@ -26,7 +27,7 @@ from forgeasync.models import (
     unpin_offloaded,
 )
 from forgeasync.models.workarounds import flash_attention
-from forgeasync.trainer.logprobs import LogprobHead
+from forgeasync.trainer.logprobs import Predictions, Targets, chunked_predictions
 from forgeasync.trainer.lora import initialize_adapters, store_base_in, with_adapters
 from forgeasync.trainer.replay_router import ReplayRouter
 from forgeasync.trainer.workarounds.cpu_attention import PackedAttention
@@ -39,6 +40,32 @@ from forgeasync.trainer.workarounds.low_precision_sums import (
     as_config,
 )
 from forgeasync.trainer.workarounds.rms_norm import use_cpu_norms
+
+
+class LogprobHead(Linear):
+    """An output layer that returns log-probabilities instead of logits.
+
+    They are computed in ``forward``, so that FSDP2 gathers and frees its weight as for any other layer.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Linear.Config):
+        pass
+
+    def forward(
+        self, hidden_TD: torch.Tensor, targets: Targets, temperature: float, with_entropies: bool
+    ) -> Predictions:
+        """Predictions of float32 [T]; without entropies if ``with_entropies`` is False."""
+        return chunked_predictions(
+            hidden_TD,
+            self.weight,
+            targets.token_ids_T,
+            targets.kept_offsets,
+            targets.kept_ids,
+            temperature,
+            with_entropies=with_entropies,
+            asked_ids_TK=targets.asked_ids_TK,
+        )
 
 
 def titan_config(facts: ModelFacts, *, context: int = 1) -> Decoder.Config:

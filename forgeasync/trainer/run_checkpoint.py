@@ -26,6 +26,7 @@ from forgeasync.trainer.folders import (
     publish,
     remove_partial,
 )
+from forgeasync.trainer.host_copies import HostCopies
 from forgeasync.trainer.optimizer import WeightAverage
 from forgeasync.trainer.step import SpikeRule
 from forgeasync.trainer.step_sums import Probe
@@ -185,48 +186,6 @@ class TrainerState:
         state = self.tensors()
         load(state, folder)
         self.take_over(state)
-
-
-class HostCopies:
-    """Copies named tensors to the host, beside the computation; the same tensors every time.
-
-    From a GPU they are copied on a separate stream, into page-locked memory that is reused for the next copy.
-    Without a GPU every copy gets new memory.
-    """
-
-    def __init__(self) -> None:
-        self._buffers: dict[str, torch.Tensor] = {}
-        self._stream: torch.Stream | None = None
-
-    def now(self) -> torch.Event | None:
-        """Return the event that a copy has to wait for. Call it in the thread that trains."""
-        if DEVICE_TYPE == "cpu":
-            return None
-        return torch.get_device_module(DEVICE_TYPE).current_stream().record_event()
-
-    @torch.no_grad()
-    def copy(self, tensors: Mapping[str, torch.Tensor], after: torch.Event | None) -> dict[str, torch.Tensor]:
-        """Return copies of the tensors as they are at ``after``; shards stay shards.
-
-        Blocks until the copies are complete. The tensors must not change meanwhile. The tensors returned by
-        the previous call are overwritten.
-        """
-        if after is None:
-            return {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
-        device = torch.get_device_module(DEVICE_TYPE)
-        if self._stream is None:
-            self._stream = device.Stream()
-        with device.stream(self._stream):
-            self._stream.wait_event(after)
-            for name, tensor in tensors.items():
-                self._buffer_for(name, tensor).copy_(tensor, non_blocking=True)
-        self._stream.synchronize()
-        return {name: self._buffers[name] for name in tensors}
-
-    def _buffer_for(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        if name not in self._buffers:
-            self._buffers[name] = torch.empty_like(tensor, device="cpu", pin_memory=True)
-        return self._buffers[name]
 
 
 class CheckpointWriter:

@@ -6,13 +6,10 @@ from .fetcher import WeightFetcher as WeightFetcher
 from .fetcher import of_host as of_host
 from .fetcher import received_images as received_images
 from .layout import ALIGNMENT as ALIGNMENT
-from .layout import BLOCK_BYTES as BLOCK_BYTES
 from .layout import Box as Box
-from .layout import Manifest as Manifest
 from .layout import NamedWeight as NamedWeight
 from .layout import Piece as Piece
 from .layout import RankLayout as RankLayout
-from .layout import StagedShard as StagedShard
 from .layout import StridedCopy as StridedCopy
 from .layout import TORCH_DTYPES as TORCH_DTYPES
 from .layout import WeightLayout as WeightLayout
@@ -28,6 +25,9 @@ from .layout import whole_tensors as whole_tensors
 from .ledger import NUM_SLOTS as NUM_SLOTS
 from .ledger import WeightExchange as WeightExchange
 from .ledger import WeightLedger as WeightLedger
+from .manifest import BLOCK_BYTES as BLOCK_BYTES
+from .manifest import Manifest as Manifest
+from .manifest import StagedShard as StagedShard
 from .publisher import Publication as Publication
 from .publisher import WeightPublisher as WeightPublisher
 from .staging import DeviceCopies as DeviceCopies

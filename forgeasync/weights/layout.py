@@ -20,16 +20,13 @@ from typing import Protocol
 
 import numpy as np
 import torch
-import xxhash
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from forgeasync.config import Dtype
+from forgeasync.weights.manifest import BLOCK_BYTES
 
 TORCH_DTYPES = {Dtype.FLOAT32: torch.float32, Dtype.BFLOAT16: torch.bfloat16}
-
-BLOCK_BYTES = 256 * 2**10
-"""Bytes that one checksum covers: few enough to be in the cache still after they were copied."""
 
 
 ALIGNMENT = 64
@@ -37,45 +34,6 @@ ALIGNMENT = 64
 
 SEGMENT_BYTES = 128 * BLOCK_BYTES
 """Bytes that a transport between hosts moves at once: 32 MiB, 1,900 handles for a model of 61 GB."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StagedShard:
-    """One rank's part of a version, copied into one of its staging buffers."""
-
-    rank: int
-    version: int
-    checksums: np.ndarray
-    """Checksum of every block, uint64."""
-    staging_s: float
-    """Seconds from the start of the copies until the shard was staged, while training continued."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
-    """A whole version. It is made after the version's last byte was staged."""
-
-    version: int
-    slot: int
-    """Index of the staging buffer, of the two that every rank has."""
-    layout_digest: str
-    checksums: tuple[np.ndarray, ...]
-    """Checksums of every rank's blocks, by rank."""
-    waited_s: float
-    """Seconds until training could continue, of the slowest rank: checking weights and starting copies."""
-    staging_s: float
-    """Seconds from the start of the copies until the version was staged, of the slowest rank."""
-
-
-def checksum(block: memoryview | np.ndarray) -> int:
-    """Compute the xxh3 checksum (64 bits) of a block: at most ``BLOCK_BYTES``, faster than a copy."""
-    # numpy declares the buffer protocol from Python 3.12 on.
-    return xxhash.xxh3_64_intdigest(block)  # type: ignore[arg-type]
-
-
-def block_range(block: int, num_bytes: int) -> slice:
-    """The bytes of a block in a buffer of ``num_bytes``; the last one may be shorter."""
-    return slice(block * BLOCK_BYTES, min((block + 1) * BLOCK_BYTES, num_bytes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

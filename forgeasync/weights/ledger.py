@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from forgeasync.waiting import Monitor
-from forgeasync.weights.layout import Manifest
+from forgeasync.weights.manifest import Manifest
 
 NUM_SLOTS = 2
 """Staging buffers of every trainer rank."""

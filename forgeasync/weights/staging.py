@@ -22,16 +22,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from forgeasync.weights.layout import (
-    BLOCK_BYTES,
-    Manifest,
-    RankLayout,
-    WeightLayout,
-    block_range,
-    checksum,
-    whole_tensors,
-)
+from forgeasync.weights.layout import RankLayout, WeightLayout, whole_tensors
 from forgeasync.weights.ledger import NUM_SLOTS
+from forgeasync.weights.manifest import BLOCK_BYTES, Manifest, block_range, checksum
 from forgeasync.weights.transports.transport import StagingSource
 
 

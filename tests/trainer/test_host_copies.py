@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from forgeasync.config import OptimizerSection
-from forgeasync.trainer import HostCopies, build_optimizer, run_checkpoint, training_state
+from forgeasync.trainer import HostCopies, build_optimizer, host_copies, training_state
 from tests.support import pretended_device
 from tests.support.pretended_device import DEVICE, OnDevice
 
@@ -45,9 +45,9 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         Stream=lambda: Stream(seen, "side"),
         stream=lambda stream: nullcontext(),
     )
-    monkeypatch.setattr(run_checkpoint, "DEVICE_TYPE", "cuda")
-    monkeypatch.setattr(run_checkpoint.torch, "get_device_module", lambda device: gpu)
-    monkeypatch.setattr(run_checkpoint.torch, "empty_like", empty_like)
+    monkeypatch.setattr(host_copies, "DEVICE_TYPE", "cuda")
+    monkeypatch.setattr(host_copies.torch, "get_device_module", lambda device: gpu)
+    monkeypatch.setattr(host_copies.torch, "empty_like", empty_like)
     pretended_device.blocking_copies.clear()
     return seen
 

@@ -1,3 +1,5 @@
+
+
 # Only tests import these.
 from .desk import ServingDesk as ServingDesk
 from .environment import EndedSession as EndedSession
