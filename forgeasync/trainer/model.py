@@ -208,9 +208,7 @@ def build_parallel_model(
     with torch.no_grad():
         model.init_states(buffer_device=None)
     # FSDP2 moves offloaded parameters to the device layer by layer, but no buffers.
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            module._buffers[name] = buffer.to(DEVICE_TYPE)
+    move_buffers(model, DEVICE_TYPE)
     share_rotary_caches(model)
     initialize_adapters(model, seed)
     allow_gloo_reduction(model)
@@ -218,6 +216,13 @@ def build_parallel_model(
     model._skip_lm_head = True
     model.train(not is_frozen)
     return model
+
+
+def move_buffers(model: torch.nn.Module, device: str) -> None:
+    """Move all buffers to a device, in place."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer.to(device)
 
 
 def share_rotary_caches(model: Decoder) -> None:

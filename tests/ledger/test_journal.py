@@ -18,7 +18,7 @@ from forgeasync.buffer import (
     cut_torn_line,
     read_ledger,
 )
-from forgeasync.buffer import journal as journal_module
+from forgeasync.buffer import ledger_journal as journal_module
 from tests.support.disks import Disk, install
 from tests.support.ledgers import opened
 

@@ -185,7 +185,7 @@ def _patched(fake: Any, num_routed: int) -> Iterator[None]:
             (AllToAllTokenDispatcher, "_sync_token_count_exchange", even_splits),
             (Decoder, "init_states", lambda self, buffer_device=None: None),
             (Decoder, "to_empty", to_empty),
-            (model, "_move_buffers", lambda *_: None),
+            (model, "move_buffers", lambda *_: None),
             (forward, "attention_masks", masks),
         ):
             stack.enter_context(mock.patch.object(owner, name, new, create=True))
