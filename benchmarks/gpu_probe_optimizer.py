@@ -28,8 +28,9 @@ NUM_STEPS, NUM_BEFORE = 6, 3
 def fused_adamw(device: Device, report: Report) -> None:
     """Steps with a checkpoint and a new process's state in between are the steps without."""
     open_trainer_package(device, report)
+    from forgeasync.checkpoints import checkpoint_name
     from forgeasync.config import OptimizerSection
-    from forgeasync.trainer import CheckpointWriter, build_optimizer, checkpoint_name, training_state
+    from forgeasync.trainer import CheckpointWriter, build_optimizer, training_state
     from forgeasync.trainer.run_checkpoint import load
 
     sizes = ADAMW[device.kind]

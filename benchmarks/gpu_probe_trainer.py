@@ -270,7 +270,7 @@ def _checkpointing(device: Device, report: Report) -> None:
 
 def _resume(device: Device, report: Report) -> None:
     """The step after a checkpoint, by the trainer that wrote it and by one that resumed."""
-    from forgeasync.trainer import checkpoint_name
+    from forgeasync.checkpoints import checkpoint_name
 
     sizes = SMALL[device.kind]
     rows, trainer = _rows(sizes), _trainer(device, sizes)

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+from forgeasync.checkpoints import FINAL
 from forgeasync.config import RunConfig, dump_config, load_config
 from forgeasync.observability import RunDir, default_run_dir, read_json_lines
 from forgeasync.schema import EXIT_REFUSED, ConfigError, Problem, Section, code_of, section_of
-from forgeasync.trainer import FINAL
 
 Overrides = Mapping[str, object] | Sequence[str]
 """``{"max_steps": 20, "algorithm.objective": PpoClip(clip_high=0.3)}``, or ``["max_steps=20"]`` as on the

@@ -17,17 +17,7 @@ from typing import Protocol
 from monarch.actor import ActorError
 
 from forgeasync.buffer import Update
-from forgeasync.config import RunConfig
-from forgeasync.controller.cli import received_signal
-from forgeasync.controller.preparation import Prepared
-from forgeasync.controller.recorder import Part, RunRecorder, StepClock
-from forgeasync.controller.serving import WeightServing
-from forgeasync.environments import digest_of
-from forgeasync.files import Refusal
-from forgeasync.models import FolderNotWritten, HfFolderWriter
-from forgeasync.observability import FaultLog, RunDir, StorageFaults, last_words, root_cause
-from forgeasync.runtime import ActorDied, BufferActor, HostLost, TrainerRecovery
-from forgeasync.trainer import (
+from forgeasync.checkpoints import (
     LAST,
     LAST_PUBLISHED,
     CheckpointLost,
@@ -41,6 +31,16 @@ from forgeasync.trainer import (
     model_shape,
     step_of,
 )
+from forgeasync.config import RunConfig
+from forgeasync.controller.cli import received_signal
+from forgeasync.controller.preparation import Prepared
+from forgeasync.controller.recorder import Part, RunRecorder, StepClock
+from forgeasync.controller.serving import WeightServing
+from forgeasync.environments import digest_of
+from forgeasync.files import Refusal
+from forgeasync.models import FolderNotWritten, HfFolderWriter
+from forgeasync.observability import FaultLog, RunDir, StorageFaults, last_words, root_cause
+from forgeasync.runtime import ActorDied, BufferActor, HostLost, TrainerRecovery
 from forgeasync.waiting import DeadlineExceeded, deadline
 from forgeasync.weights import StagedVersion, StagedWeights
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from forgeasync.algorithms import Filtered
 from forgeasync.buffer import Batch, DropReason, StarvationWatch, Update
+from forgeasync.checkpoints import checkpoint_bytes, export_bytes, list_checkpoints, step_of
 from forgeasync.config import Interruption, ModelFacts, RunConfig, num_groups_held
 from forgeasync.controller.preparation import Prepared
 from forgeasync.controller.recorder import RunRecorder
@@ -32,7 +33,6 @@ from forgeasync.rollouts import (
     largest_excess,
 )
 from forgeasync.runtime import BufferActor, GeneratorRouter, GroupScoring, TeacherFailure, Teaching, Unscored
-from forgeasync.trainer import checkpoint_bytes, export_bytes, list_checkpoints, step_of
 
 
 def payload_budget(config: RunConfig, facts: ModelFacts) -> AsyncPayloadBudget:

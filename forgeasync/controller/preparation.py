@@ -17,6 +17,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from forgeasync.checkpoints import check_problems, check_room
 from forgeasync.config import (
     LocalLauncher,
     ModelFacts,
@@ -70,7 +71,6 @@ from forgeasync.rollouts import (
 from forgeasync.runtime import check_prerequisites
 from forgeasync.schema import ConfigError, Problem, raise_if_any
 from forgeasync.scoring import RewardUnavailable, check_verifiers, try_rewards
-from forgeasync.trainer import check_problems, check_room
 from forgeasync.weights import check_transport
 
 MADE_MODEL = "models/tiny_moe"

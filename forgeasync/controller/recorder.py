@@ -14,6 +14,7 @@ from enum import StrEnum
 from typing import Self
 
 from forgeasync.buffer import Batch
+from forgeasync.checkpoints import RunState
 from forgeasync.config import RunConfig, is_served
 from forgeasync.generator import EngineStats, SwapReport
 from forgeasync.observability import (
@@ -41,7 +42,7 @@ from forgeasync.observability import (
 from forgeasync.process_memory import MemoryWatch, largest
 from forgeasync.rollouts import EpisodeOutcome, Group, PromptEncoder, RolloutKey, Score, TokenPieces
 from forgeasync.runtime import BufferReport
-from forgeasync.trainer import RunState, StepResult
+from forgeasync.trainer import StepResult
 from forgeasync.weights import FetchReport
 
 

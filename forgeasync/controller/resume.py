@@ -40,6 +40,19 @@ from forgeasync.buffer import (
     plan_restore,
     reference_version,
 )
+from forgeasync.checkpoints import (
+    FINAL,
+    LAST,
+    LAST_PUBLISHED,
+    RUN_FILE,
+    RunState,
+    check_resumable,
+    differences,
+    list_checkpoints,
+    read_run_state,
+    step_of,
+    sweep_partial,
+)
 from forgeasync.config import ModelFacts, RunConfig, dump_config
 from forgeasync.environments import kill, marked_processes
 from forgeasync.files import RUN_MARK, remove_files_of
@@ -66,19 +79,6 @@ from forgeasync.rollouts import (
     sweep_stale_folders,
 )
 from forgeasync.schema import ConfigError, Problem, raise_if_any
-from forgeasync.trainer import (
-    FINAL,
-    LAST,
-    LAST_PUBLISHED,
-    RUN_FILE,
-    RunState,
-    check_resumable,
-    differences,
-    list_checkpoints,
-    read_run_state,
-    step_of,
-    sweep_partial,
-)
 
 END_S = 10.0
 """Time for killed processes to be gone."""

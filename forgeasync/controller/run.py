@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Coroutine, Sequence
 from typing import TypeVar
 
 from forgeasync.buffer import Batch
+from forgeasync.checkpoints import FINAL
 from forgeasync.config import LocalLauncher, RunConfig, named_sources
 from forgeasync.controller.checkpoints import RunCheckpoints, export, save_newest_weights
 from forgeasync.controller.cli import add_closing_words, run_main, telling
@@ -41,7 +42,7 @@ from forgeasync.observability import (
 from forgeasync.rollouts import Group
 from forgeasync.runtime import GroupEpisodes, Minibatches, ProcessManager
 from forgeasync.scoring import GroupFiltering
-from forgeasync.trainer import FINAL, BadStepWatch, assign_rows, split_by_groups, training_items
+from forgeasync.trainer import BadStepWatch, assign_rows, split_by_groups, training_items
 
 T = TypeVar("T")
 

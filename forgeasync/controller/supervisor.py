@@ -29,6 +29,7 @@ from typing import NoReturn
 
 import psutil
 
+from forgeasync.checkpoints import list_checkpoints
 from forgeasync.config import load_config
 from forgeasync.controller.resume import (
     LATEST,
@@ -44,7 +45,6 @@ from forgeasync.files import is_refusal
 from forgeasync.observability import RETRY_S, FaultLog, Role, RunDir, RunInUse, RunLock, default_run_dir
 from forgeasync.runtime import STOP_SIGNALS, End, Ending, RestartPolicy, StartAgain, is_death, read_stacks
 from forgeasync.schema import EXIT_FAILED, EXIT_REFUSED, EXIT_SIGNAL, ConfigError
-from forgeasync.trainer import list_checkpoints
 
 LINGER_S = 5.0
 """Time for what a run that ended in order has started to end by itself, before it is killed."""

@@ -7,10 +7,10 @@ from enum import StrEnum
 
 from rich.table import Table
 
+from forgeasync.checkpoints import FINAL, list_checkpoints
 from forgeasync.config import LocalLauncher, ModelFacts, RoutingReplay, RunConfig, named_sources, num_hosts
 from forgeasync.observability import RunDir, read_json_lines
 from forgeasync.planning.rehearsal_rule import Change
-from forgeasync.trainer import FINAL, list_checkpoints
 
 Line = Mapping[str, float]
 

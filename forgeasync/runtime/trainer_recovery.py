@@ -21,6 +21,7 @@ from typing import TypeVar
 
 from monarch.actor import ActorError
 
+from forgeasync.checkpoints import CheckpointLost, is_whole, remove_partial
 from forgeasync.config import TimeoutSection
 from forgeasync.observability import Fault, Role
 from forgeasync.runtime.process_manager import ProcessManager, make_folders
@@ -43,15 +44,7 @@ from forgeasync.runtime.trainer_mesh import (
     set_up_trainer,
     spawn_trainer,
 )
-from forgeasync.trainer import (
-    CheckpointLost,
-    StepMemory,
-    StepResult,
-    TrainerSetup,
-    TrainingItem,
-    is_whole,
-    remove_partial,
-)
+from forgeasync.trainer import StepMemory, StepResult, TrainerSetup, TrainingItem
 from forgeasync.waiting import DeadlineExceeded, Monitor, comes_within, forget
 from forgeasync.weights import Manifest, StagedWeights
 

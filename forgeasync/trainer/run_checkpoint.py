@@ -17,8 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from forgeasync.models import DEVICE_TYPE
-from forgeasync.trainer.folders import (
+from forgeasync.checkpoints import (
     TRAINER_FOLDER,
     CheckpointNotWritten,
     partial_folder,
@@ -26,6 +25,7 @@ from forgeasync.trainer.folders import (
     publish,
     remove_partial,
 )
+from forgeasync.models import DEVICE_TYPE
 from forgeasync.trainer.host_copies import HostCopies
 from forgeasync.trainer.optimizer import WeightAverage
 from forgeasync.trainer.step import SpikeRule

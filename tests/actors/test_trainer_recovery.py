@@ -11,6 +11,7 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from forgeasync.algorithms import Loss
+from forgeasync.checkpoints import TRAINER_FOLDER, checkpoint_name
 from forgeasync.config import (
     BadStepsSection,
     Dtype,
@@ -39,7 +40,7 @@ from forgeasync.runtime import (
     store_group,
 )
 from forgeasync.testing import write_tiny_model
-from forgeasync.trainer import TRAINER_FOLDER, TrainerSetup, checkpoint_name, items_of, whole_response
+from forgeasync.trainer import TrainerSetup, items_of, whole_response
 from forgeasync.weights import StagedVersion, WeightExchange, WeightLedger
 from tests.support.recorded_rollouts import make_rollout
 from tests.support.trainer_faults import ANSWERED, FaultyLoss, Moment, TrainerFault, Way

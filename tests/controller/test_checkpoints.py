@@ -13,6 +13,7 @@ import torch
 from monarch.actor import ActorError
 from safetensors.torch import load_file
 
+from forgeasync.checkpoints import CheckpointLost, CheckpointNotWritten, RunState
 from forgeasync.config import TimeoutSection
 from forgeasync.controller import (
     CheckpointTurns,
@@ -29,7 +30,7 @@ from forgeasync.runtime import (
     HostLost,
 )
 from forgeasync.testing import VirtualTime
-from forgeasync.trainer import CheckpointLost, CheckpointNotWritten, RunState, StepResult
+from forgeasync.trainer import StepResult
 from forgeasync.waiting import DeadlineExceeded
 from forgeasync.weights import (
     Box,

@@ -10,11 +10,11 @@ from types import SimpleNamespace
 import pytest
 
 from forgeasync.buffer import START, BufferSnapshot, LeftOut, LostSteps, Submission
+from forgeasync.checkpoints import RUN_FILE, RunState, checkpoint_name
 from forgeasync.config import RunConfig
 from forgeasync.controller import FoundGroups, GroupSpiller, find_groups, groups, remove_others
 from forgeasync.rollouts import SUFFIX, Group, PayloadWriter, Score, StoredRollout, file_name, read_kept
 from forgeasync.runtime import LOCAL_HOST_ID, LocalHost
-from forgeasync.trainer import RUN_FILE, RunState, checkpoint_name
 from tests.support.buffer_world import make_task
 from tests.support.loops import make_config, make_prepared
 from tests.support.payloads import MIB, make_payload

@@ -24,6 +24,7 @@ from forgeasync.buffer import (
     Submission,
     Update,
 )
+from forgeasync.checkpoints import RunState
 from forgeasync.config import AgeOf, Interruption, RunConfig
 from forgeasync.controller import FoundGroups, Resumed, StepRecord, StepTimes, TimesBetween, start_roles
 from forgeasync.environments import Response, TaskOrder, sampling_seed
@@ -52,7 +53,7 @@ from forgeasync.runtime import (
 )
 from forgeasync.scoring import GroupFiltering
 from forgeasync.testing import VirtualTime
-from forgeasync.trainer import BadStepsEndRun, RunState, StepResult
+from forgeasync.trainer import BadStepsEndRun, StepResult
 from forgeasync.weights import FetchReport, Manifest
 from tests.support.loops import (
     MAX_STEPS,

@@ -9,10 +9,11 @@ from types import SimpleNamespace
 import pytest
 
 from forgeasync.algorithms import Loss
+from forgeasync.checkpoints import RUN_FILE, CheckpointLost, partial_folder
 from forgeasync.config import RecoverySection, TimeoutSection
 from forgeasync.observability import FaultLog
 from forgeasync.runtime import ActorDied, TrainerRecovery, trainer_recovery
-from forgeasync.trainer import RUN_FILE, CheckpointLost, StepResult, TrainerSetup, partial_folder
+from forgeasync.trainer import StepResult, TrainerSetup
 
 
 @dataclass

@@ -14,6 +14,7 @@ import pytest
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from forgeasync.buffer import START, Batch, BufferSnapshot, DropReason
+from forgeasync.checkpoints import RunState
 from forgeasync.config import RunConfig
 from forgeasync.controller import RunRecorder, StepRecord, StepTimes, TimesBetween
 from forgeasync.generator import EngineStats, SwapReport
@@ -23,7 +24,7 @@ from forgeasync.process_memory import MemoryPeak
 from forgeasync.rollouts import AsyncPayloadBudget, Group, PayloadBudget, PromptEncoder, RolloutKey, Score
 from forgeasync.runtime import BufferReport
 from forgeasync.scoring import GroupFiltering
-from forgeasync.trainer import RunState, StepResult
+from forgeasync.trainer import StepResult
 from forgeasync.weights import FetchReport, WeightLedger
 from tests.support.buffer_world import make_task
 from tests.support.loops import make_config, make_scoring

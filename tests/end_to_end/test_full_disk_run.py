@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from forgeasync.checkpoints import list_checkpoints
 from forgeasync.config import dump_config
 from forgeasync.testing import tiny_config, write_tiny_model
-from forgeasync.trainer import list_checkpoints
 from tests.support.app_runs import DEADLINE_S, check_ledger, finish, read_lines, start
 from tests.support.disks import fill_up, small_disk
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from forgeasync.checkpoints import checkpoint_name
 from forgeasync.config import dump_config
 from forgeasync.plugins.viewer import RunReader, status_of
 from forgeasync.testing import tiny_config, write_tiny_model
-from forgeasync.trainer import checkpoint_name
 from tests.support.app_runs import (
     NEVER_ENDING,
     check_ledger,

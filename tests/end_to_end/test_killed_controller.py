@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from forgeasync.buffer import AnyEvent, LedgerLines, Restored, Resumed, Sampled, Trained, attempt_and_prompt
+from forgeasync.checkpoints import list_checkpoints, step_of
 from forgeasync.config import CheckpointSection, dump_config
 from forgeasync.rollouts import SUFFIX, SpilledGroupTorn, read_kept
 from forgeasync.testing import tiny_config, write_tiny_model
-from forgeasync.trainer import list_checkpoints, step_of
 from tests.support.app_runs import (
     DEADLINE_S,
     NEVER_ENDING,

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from forgeasync.checkpoints import data_order, differences
 from forgeasync.config import (
     DataSection,
     EvaluationSection,
@@ -25,7 +26,6 @@ from forgeasync.config import (
 from forgeasync.environments import TaskOrder, WeightedOrder, build_source, json_like, weighted_order
 from forgeasync.rollouts import PromptEncoder
 from forgeasync.schema import ConfigError
-from forgeasync.trainer import data_order, differences
 from tests.support.buffer_world import make_task
 from tests.support.config_samples import MINIMAL
 from tests.support.loops import Generators, make_config, make_problem, make_run

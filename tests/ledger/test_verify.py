@@ -23,11 +23,11 @@ from forgeasync.buffer import (
     check_ledger,
     open_buffer,
 )
+from forgeasync.checkpoints import RunState, model_shape
 from forgeasync.config import RunConfig
 from forgeasync.controller import find_checkpoint, open_files
 from forgeasync.rollouts import Group
 from forgeasync.schema import ConfigError
-from forgeasync.trainer import RunState, model_shape
 from tests.support.buffer_world import make_task
 from tests.support.config_samples import FACTS
 from tests.support.loops import make_config

@@ -7,17 +7,11 @@ import pytest
 import torch.distributed as dist
 
 from forgeasync.algorithms import Loss
+from forgeasync.checkpoints import CheckpointNotWritten, checkpoint_name, list_checkpoints
 from forgeasync.config import LoraSection, OptimizerSection, ParallelSection, TrainerSection
 from forgeasync.models import FolderNotWritten, read_model_facts
 from forgeasync.testing import write_tiny_model
-from forgeasync.trainer import (
-    CheckpointNotWritten,
-    PolicyTrainer,
-    TrainerSetup,
-    checkpoint_name,
-    list_checkpoints,
-    pack_rows,
-)
+from forgeasync.trainer import PolicyTrainer, TrainerSetup, pack_rows
 from tests.support.disks import fill, small_disk
 from tests.support.processes import run_ranks
 from tests.support.trainers import make_sequences

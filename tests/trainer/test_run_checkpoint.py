@@ -13,6 +13,14 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.tensor import DTensor
 
 from forgeasync.algorithms import Loss
+from forgeasync.checkpoints import (
+    check_room,
+    checkpoint_bytes,
+    checkpoint_name,
+    export_bytes,
+    list_checkpoints,
+    sweep_partial,
+)
 from forgeasync.config import (
     CheckpointSection,
     LoraSection,
@@ -28,15 +36,9 @@ from forgeasync.trainer import (
     TrainerSetup,
     TrainingSequence,
     adapter_parameters,
-    check_room,
-    checkpoint_bytes,
-    checkpoint_name,
-    export_bytes,
     full_tensors,
-    list_checkpoints,
     pack_row,
     pack_rows,
-    sweep_partial,
 )
 from tests.support.processes import ProcessFailed, run_ranks
 from tests.support.trainers import make_sequences

@@ -70,7 +70,7 @@ MODULES: dict[str, tuple[str, ...]] = {
         "transformers.models.qwen3_moe.modeling_qwen3_moe",
         "transformers.models.auto.tokenization_auto",
         *_ENVIRONMENTS,
-        "forgeasync.trainer.folders",
+        "forgeasync.checkpoints",
         "forgeasync.config.load",
         "forgeasync.observability.console",
         "pytest",
