@@ -1,27 +1,9 @@
-"""Hosts of a run: started through Monarch's jobs, watched, and cleaned up."""
-
-import os
+"""Processes and hosts of a run: Monarch actors, their supervision, and how they are started."""
 
 import lazy_loader
 
-MONARCH_LIMITS = {
-    # Monarch 0.7 gives up on a message that a dead process has not taken within 30 s, or within 20 s after
-    # the connection was lost, and returns it to its sender through the controller. If the sender is gone too,
-    # the controller's process ends half a minute after the death ("client received undeliverable message:
-    # crashing"). A run detects deaths itself, so these messages may wait without a limit. Both limits can go
-    # when Monarch drops such messages.
-    "message_delivery_timeout": "1000h",
-    "channel_reconnect_timeout": "1000h",
-    # Monarch 0.7 ends the processes of a host whose controller has been silent for a minute, but not the
-    # host. The agent (forgeasync.launch.job_hosts) ends both, after a longer silence, so it must live until
-    # then.
-    "mesh_orphan_timeout": "24h",
-}
-"""Limits that keep Monarch from acting on a death before the run does. Every process inherits them in its
-environment; ``forgeasync.launch.hosts`` sets them where Monarch was imported before."""
-
-for name, limit in MONARCH_LIMITS.items():
-    MONARCH_LIMITS[name] = os.environ.setdefault(f"HYPERACTOR_{name.upper()}", limit)
+# Before anything imports Monarch.
+from forgeasync.runtime import monarch_limits as monarch_limits
 
 # __init__.pyi lists the names; each one is imported from its module when it is first used.
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

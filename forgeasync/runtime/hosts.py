@@ -27,9 +27,9 @@ from forgeasync.rollouts import (
     sweep_stale_folders,
     try_write_kept,
 )
-from forgeasync.runtime import MONARCH_LIMITS
 from forgeasync.runtime.host_checks import GpuFacts, HostLimits, gather_gpu_facts, gather_host_limits
 from forgeasync.runtime.jobs import HostRole
+from forgeasync.runtime.monarch_limits import MONARCH_LIMITS
 from forgeasync.runtime.placement import GpuAllocator, spawn_role
 from forgeasync.runtime.stalls import read_stacks
 
