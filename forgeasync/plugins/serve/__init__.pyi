@@ -1,5 +1,3 @@
-
-
 # Only tests import these.
 from .desk import ServingDesk as ServingDesk
 from .environment import EndedSession as EndedSession
