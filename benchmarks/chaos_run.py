@@ -107,7 +107,7 @@ class Watched:
         living = [one for one in self._started.values() if _runs(one)]
         for number in (signal.SIGSTOP, signal.SIGKILL):
             for one in living:
-                if _runs(one):
+                with contextlib.suppress(psutil.NoSuchProcess):
                     one.send_signal(number)
         self._process.kill()
         self._process.wait()
@@ -127,7 +127,7 @@ class Watched:
             self._look()
             self._process.kill()
         for one in self._started.values():
-            if _runs(one):
+            with contextlib.suppress(psutil.NoSuchProcess):
                 one.kill()
 
     def _left(self) -> list[str]:

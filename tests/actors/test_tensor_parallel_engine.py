@@ -59,10 +59,12 @@ def workers_of(logs: Path) -> Iterator[psutil.Process]:
             if Path(f"/proc/{process.pid}/fd/1").readlink().is_relative_to(logs):
                 writing[process.pid] = process
     for process in writing.values():
-        # Python's own process that watches over shared memory.
-        is_tracker = b"resource_tracker" in read(process.pid, "cmdline")
-        if process.ppid() in writing and not is_tracker:
-            yield process
+        # A program that an engine runs for a moment may end meanwhile.
+        with contextlib.suppress(OSError, psutil.NoSuchProcess):
+            # Python's own process that watches over shared memory.
+            is_tracker = b"resource_tracker" in read(process.pid, "cmdline")
+            if process.ppid() in writing and not is_tracker:
+                yield process
 
 
 def read(pid: int, file: str) -> bytes:

@@ -4,8 +4,10 @@ import json
 import os
 import re
 import signal
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 from safetensors.torch import load_file
 
@@ -25,6 +27,7 @@ from tests.support.app_runs import (
     start,
     wait_for_step,
 )
+from tests.support.processes import send_signal
 from tests.support.traces import check_traces
 
 
@@ -226,11 +229,13 @@ def test_a_killed_trainer_rank_is_named_with_its_signal(config_file: Path, tmp_p
         "trainer.recovery.snapshot_every_steps=null",
     )
     wait_for_step(run_dir, process)
-    (rank,) = [
-        child
-        for child in session_processes(process.pid)
-        if any(file.path.endswith("trainer-1.log") for file in child.open_files())
-    ]
+    ranks = []
+    for child in session_processes(process.pid):
+        # Others may end meanwhile.
+        with suppress(psutil.NoSuchProcess):
+            if any(file.path.endswith("trainer-1.log") for file in child.open_files()):
+                ranks.append(child)
+    (rank,) = ranks
     rank.send_signal(signal.SIGKILL)
     code, _, err = finish(process)
     assert code == 1
@@ -264,8 +269,7 @@ def test_a_signal_ends_the_run_cleanly(
     assert folders_of(controller)
     # The terminal sends Ctrl-C to the foreground process group, a scheduler SIGTERM to all of a job.
     if number is signal.SIGTERM:
-        for member in session_processes(process.pid):
-            member.send_signal(number)
+        send_signal(session_processes(process.pid), number)
     else:
         os.killpg(process.pid, number)
     code, out, err = finish(process)

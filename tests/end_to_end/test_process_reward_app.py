@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -21,11 +22,13 @@ NUM_STEPS = 4
 def engines_of(run_dir: Path) -> list[psutil.Process]:
     """Processes with the engine of a process reward model, among those that carry the run's mark."""
     mark = json.loads((run_dir / "run.lock").read_text())["mark"]
-    return [
-        one
-        for one in marked_processes(mark, RUN_MARK)
-        if "forgeasync.scoring.process_reward_worker" in one.cmdline()
-    ]
+    engines = []
+    for one in marked_processes(mark, RUN_MARK):
+        # Others may end meanwhile.
+        with suppress(psutil.NoSuchProcess):
+            if "forgeasync.scoring.process_reward_worker" in one.cmdline():
+                engines.append(one)
+    return engines
 
 
 @pytest.mark.exhaustive

@@ -16,6 +16,7 @@ from forgeasync.files import RUN_MARK, files_of
 from forgeasync.rollouts import SHARED_MEMORY
 from forgeasync.testing import tiny_config, write_tiny_model
 from tests.support.app_runs import check_ledger, controller_of, finish, read_lines, run_here, start
+from tests.support.processes import send_signal
 
 NUM_STEPS = 24
 WAIT_S = 600.0
@@ -114,13 +115,11 @@ def test_kills_of_the_controller_and_of_everything_lose_nothing(tmp_path: Path) 
         assert not list(SHARED_MEMORY.glob(f"*-{holder['pid']}-*"))
 
         seen.look()
-        for one in seen.running():
-            one.kill()
+        send_signal(seen.running())
         process.communicate(timeout=END_S)
         wait_until(lambda: not seen.running(), seen, END_S)
     finally:
-        for one in seen.running():
-            one.kill()
+        send_signal(seen.running())
         process.wait()
     process = start(config_file, f"run_dir={run_dir}", "--resume", "latest")
     code, out, err = finish(process, deadline_s=WAIT_S)

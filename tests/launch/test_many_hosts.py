@@ -18,6 +18,7 @@ import pytest
 from forgeasync.config import dump_config
 from forgeasync.testing import tiny_config, write_tiny_model
 from tests.support.app_runs import DEADLINE_S, NEVER_ENDING, REPOSITORY, read_lines, wait_for_step
+from tests.support.processes import send_signal
 from tests.support.tiers import Starts, starts
 from tests.support.warm_python import REAL_PYTHON
 
@@ -113,8 +114,7 @@ def start(config_file: Path) -> Iterator[Callable[..., Run]]:
 
     yield start_one
     for run in runs:
-        for orphan in run.processes():
-            orphan.kill()
+        send_signal(run.processes())
 
 
 @starts(Starts.PROCS)

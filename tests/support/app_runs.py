@@ -11,6 +11,7 @@ import psutil
 from forgeasync.buffer import verify
 from forgeasync.observability import RunDir
 from tests.support.metrics import check_keys
+from tests.support.processes import send_signal
 from tests.support.tiers import Starts, starts
 from tests.support.warm_python import sessions_below, wait_until_imported, warm_python
 
@@ -50,8 +51,7 @@ def finish(process: subprocess.Popen[str], *, deadline_s: float = DEADLINE_S) ->
         while (left := session_processes(process.pid)) and time.monotonic() < end_s:
             time.sleep(0.05)
         words = [_words(orphan) for orphan in left]
-        for orphan in left:
-            orphan.kill()
+        send_signal(left)
     assert not left, f"left behind: {words}"
     return process.returncode, out, err
 

@@ -4,15 +4,17 @@ import os
 import pickle
 import random
 import select
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -90,6 +92,13 @@ def _end(process: "subprocess.Popen[bytes]", errors: Path) -> None:
     process.kill()
     process.wait()
     sys.stderr.write(errors.read_text(errors="replace"))
+
+
+def send_signal(processes: Iterable[psutil.Process], number: signal.Signals = signal.SIGKILL) -> None:
+    """Send a signal to every process that still exists: any of them can end, or be reaped, meanwhile."""
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
 
 
 def free_port() -> int:
