@@ -9,20 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from forgeasync.algorithms import Loss
-from forgeasync.config import (
-    GeneratorSection,
-    OptimizerSection,
-    ParallelSection,
-    SamplingSection,
-    TrainerSection,
-    WeightsSection,
-)
+from forgeasync.config import GeneratorSection, SamplingSection, WeightsSection
 from forgeasync.models import read_model_facts
 from forgeasync.rollouts import CaptureSpec, Rollout, check_rollout
-from forgeasync.trainer import PolicyTrainer, TrainerSetup, TrainingSequence, pack_row
+from forgeasync.trainer import TrainingSequence, pack_row
 from tests.support.families import write_family
 from tests.support.processes import run_alone, run_ranks
+from tests.support.trainers import make_trainer
 from tests.support.weight_service import FolderPublisher
 
 SAMPLING = SamplingSection(temperature=0.9, max_response_tokens=40)
@@ -81,18 +74,7 @@ def _sample_all(
 def _trained_logprobs(
     folder: Path, rollouts: tuple[Rollout, ...], *, replay_routing: bool
 ) -> tuple[torch.Tensor, float]:
-    section = TrainerSection(
-        parallel=ParallelSection(), tokens_per_row=512, optimizer=OptimizerSection(learning_rate=1e-3)
-    )
-    setup = TrainerSetup(
-        section=section,
-        facts=read_model_facts(str(folder)),
-        temperature=SAMPLING.temperature,
-        loss=Loss(),
-        seed=0,
-        checkpoint=folder,
-    )
-    trainer = PolicyTrainer(setup)
+    trainer = make_trainer(folder, temperature=SAMPLING.temperature, tokens_per_row=512)
     row = pack_row(
         [
             TrainingSequence(
