@@ -6,9 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from forgeasync.config import GeneratorSection, SamplingSection, WeightsSection
-from forgeasync.rollouts import CaptureSpec, Rollout
+from forgeasync.config import GeneratorSection, SamplingSection
+from forgeasync.rollouts import Rollout
 from forgeasync.testing import write_tiny_model
+from tests.support.engines import ROUTING, start_engine
 from tests.support.processes import run_alone
 
 SAMPLING = SamplingSection(max_response_tokens=60)
@@ -22,18 +23,10 @@ def _sample(folder: Path, is_invariant: bool) -> dict[str, Groups]:
 
 
 async def _scenario(folder: Path, is_invariant: bool) -> dict[str, Groups]:
-    from forgeasync.generator import GeneratorEngine
-
-    engine = await GeneratorEngine.start(
-        model_path=folder,
-        generator=GeneratorSection(
-            max_num_seqs=32, max_num_batched_tokens=64, kv_cache_gib=0.05, batch_invariant=is_invariant
-        ),
-        max_context_length=160,
-        seed=0,
-        records=CaptureSpec(routing=True, kept_tokens=False),
-        weights=WeightsSection(),
+    generator = GeneratorSection(
+        max_num_seqs=32, max_num_batched_tokens=64, kv_cache_gib=0.05, batch_invariant=is_invariant
     )
+    engine = await start_engine(folder, generator, records=ROUTING)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, 20, length).astype(np.int32) for length in LENGTHS]
 

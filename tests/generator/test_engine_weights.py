@@ -12,11 +12,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from forgeasync.config import GeneratorSection, SamplingSection, WeightsSection
-from forgeasync.rollouts import CaptureSpec, Rollout
+from forgeasync.config import GeneratorSection, SamplingSection
+from forgeasync.rollouts import Rollout
 from forgeasync.testing import write_tiny_model
 from forgeasync.weights import Box, FetchReport, Piece, RankLayout, WeightLayout
 from tests.support.engine_weights import assert_engine_holds
+from tests.support.engines import NO_RECORDS, ROUTING, start_engine
 from tests.support.processes import run_alone
 from tests.support.weight_service import FolderPublisher
 
@@ -41,25 +42,10 @@ def _generator(*, tensor_parallel: int = 1, compile: bool = False) -> GeneratorS
 
 
 async def _update_scenario(folder: Path, other: Path, out: Path, generator: GeneratorSection) -> Updated:
-    from forgeasync.generator import GeneratorEngine, HostMemory, WeightReceiver
-
-    engine = await GeneratorEngine.start(
-        model_path=folder,
-        generator=generator,
-        max_context_length=160,
-        seed=0,
-        records=CaptureSpec(routing=True, kept_tokens=False),
-        weights=WeightsSection(),
-    )
+    engine = await start_engine(folder, generator, records=ROUTING)
     try:
         publisher = FolderPublisher(folder, out)
-        receiver = await WeightReceiver.connect(
-            engine,
-            layout=publisher.layout,
-            transports=publisher.transports(),
-            host_memory=HostMemory(receive_buffer=out / "receive-buffer"),
-            delta=False,
-        )
+        receiver = await publisher.connect(engine, out / "receive-buffer")
         prompt = np.arange(3, 12, dtype=np.int32)
         await engine.generate(prompt_ids_P=prompt, num_samples=2, sampling=SAMPLING)
         for version in (1, 2, 3):
@@ -152,16 +138,9 @@ BAD: dict[str, tuple[Callable[[Shapes], Shapes], torch.dtype, tuple[str, ...]]] 
 
 
 async def _refusals_scenario(folder: Path) -> dict[str, str]:
-    from forgeasync.generator import EngineWeights, GeneratorEngine
+    from forgeasync.generator import EngineWeights
 
-    engine = await GeneratorEngine.start(
-        model_path=folder,
-        generator=_generator(),
-        max_context_length=160,
-        seed=0,
-        records=CaptureSpec(routing=False, kept_tokens=False),
-        weights=WeightsSection(),
-    )
+    engine = await start_engine(folder, _generator(), records=NO_RECORDS)
     shapes = {name: tuple(t.shape) for name, t in load_file(folder / "model.safetensors").items()}
     messages = {}
     before = await engine.parameters()

@@ -34,7 +34,6 @@ from forgeasync.rollouts import (
 from tests.generator.test_engine_episodes import assert_recomputed
 from tests.support.engines import RECORDS, let_decode, start_engine, update
 from tests.support.in_flight import assert_begins_with
-from tests.support.models import load_versions, write_versions
 from tests.support.processes import ProcessFailed, run_alone
 
 if TYPE_CHECKING:
@@ -216,16 +215,6 @@ async def _one_by_one(engine: "GeneratorEngine") -> tuple[Rollout, ...]:
             prompt_ids_P=prompt, num_samples=1, sampling=SAMPLING, seed=group_id, group_id=group_id
         )
     return tuple(rollouts)
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    return write_versions(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(scope="module")
-def models(folders: list[Path]) -> dict[int, torch.nn.Module]:
-    return load_versions(folders)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,7 +35,6 @@ from tests.support.engines import (
     start_engine,
     update,
 )
-from tests.support.models import load_versions, write_versions
 from tests.support.processes import run_alone
 
 SAMPLING = SamplingSection(temperature=0.8, top_k=20, top_p=0.9, max_response_tokens=26)
@@ -222,16 +221,6 @@ async def _reveal(
 
 def _pairs(versions: range) -> list[tuple[int, ...]]:
     return [tuple(versions[start : start + 2]) for start in range(0, len(versions), 2)]
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    return write_versions(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(scope="module")
-def models(folders: list[Path]) -> dict[int, torch.nn.Module]:
-    return load_versions(folders)
 
 
 @pytest.fixture(

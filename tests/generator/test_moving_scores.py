@@ -13,9 +13,9 @@ import torch
 
 from forgeasync.config import GeneratorSection, WeightsSection, weights_of_teacher
 from forgeasync.models import read_model_facts
-from forgeasync.rollouts import CaptureSpec, TeacherRecord
+from forgeasync.rollouts import TeacherRecord
 from forgeasync.testing import write_tiny_model
-from tests.support.engines import revealing_weights, update
+from tests.support.engines import NO_RECORDS, revealing_weights, start_engine, update
 from tests.support.processes import run_alone
 
 NUM_UPDATES, NUM_AT_ONCE, NUM_PROMPT = 200, 4, 3
@@ -52,20 +52,19 @@ class Seen:
 
 def _score_under_updates(folder: Path, num_tokens: int) -> Seen:
     """Scores without end beside updates, each of which waits only until some score has come."""
-    from forgeasync.generator import GeneratorEngine, score_given_ids, score_tokens
+    from forgeasync.generator import score_given_ids, score_tokens
 
     rng = np.random.default_rng(0)
     ids_S = rng.integers(0, num_tokens, 150).astype(np.int32)
 
     async def run() -> Seen:
-        engine = await GeneratorEngine.start(
-            model_path=folder,
-            # A score takes several steps.
-            generator=GeneratorSection(max_num_batched_tokens=48, max_num_seqs=16, kv_cache_gib=0.01),
-            max_context_length=160,
-            seed=0,
-            records=CaptureSpec(routing=False, kept_tokens=False),
-            weights=weights_of_teacher(WeightsSection()),
+        # A score takes several steps.
+        generator = GeneratorSection(max_num_batched_tokens=48, max_num_seqs=16, kv_cache_gib=0.01)
+        engine = await start_engine(
+            folder,
+            generator,
+            weights_of_teacher(WeightsSection()),
+            records=NO_RECORDS,
             num_scored_ids=1 + num_tokens,
         )
         scores: list[tuple[int, TeacherRecord, int]] = []

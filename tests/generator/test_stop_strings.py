@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoTokenizer
 from vllm.outputs import CompletionOutput
 
-from forgeasync.config import GeneratorSection, SamplingSection, WeightsSection
+from forgeasync.config import GeneratorSection, SamplingSection
 from forgeasync.generator import EngineEpisode, EngineTurn, SequenceReader
 from forgeasync.models import read_model_facts
 from forgeasync.rollouts import (
@@ -43,7 +43,7 @@ def _sample(folder: Path) -> Sampled:
     from forgeasync.generator import EngineEpisodes
 
     async def run() -> Sampled:
-        engine = await start_engine(folder, GeneratorSection(kv_cache_gib=0.01), WeightsSection())
+        engine = await start_engine(folder, GeneratorSection(kv_cache_gib=0.01))
         pairs: list[tuple[Rollout, str, Rollout]] = []
         for seed in range(60):
             (free,) = await engine.generate(prompt_ids_P=PROMPT, num_samples=1, sampling=FREE, seed=seed)

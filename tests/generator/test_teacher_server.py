@@ -7,10 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from forgeasync.config import GeneratorSection, TeacherEndpoint, WeightsSection
+from forgeasync.config import GeneratorSection, TeacherEndpoint
 from forgeasync.models import read_model_facts
-from forgeasync.rollouts import CaptureSpec, TeacherRecord
+from forgeasync.rollouts import TeacherRecord
 from forgeasync.testing import write_tiny_model
+from tests.support.engines import NO_RECORDS, start_engine
 from tests.support.processes import run_alone
 
 NUM_IDS, NUM_PROMPT = 4, 3
@@ -26,19 +27,12 @@ def _ask_both(
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from forgeasync.generator import GeneratorEngine, score_tokens
+    from forgeasync.generator import score_tokens
     from forgeasync.scoring import TeacherClient
 
     async def run() -> tuple[list[TeacherRecord], list[TeacherRecord], list[str | None]]:
-        engine = await GeneratorEngine.start(
-            model_path=folder,
-            generator=GeneratorSection(max_num_batched_tokens=64, kv_cache_gib=0.01),
-            max_context_length=160,
-            seed=0,
-            records=CaptureSpec(routing=False, kept_tokens=False),
-            weights=WeightsSection(),
-            num_scored_ids=NUM_IDS,
-        )
+        generator = GeneratorSection(max_num_batched_tokens=64, kv_cache_gib=0.01)
+        engine = await start_engine(folder, generator, records=NO_RECORDS, num_scored_ids=NUM_IDS)
         own = [await score_tokens(engine, one, num_prompt=NUM_PROMPT, num_ids=NUM_IDS) for one in sequences]
         arguments = make_arg_parser(FlexibleArgumentParser()).parse_args(
             ["--model", str(folder), "--served-model-name", "large"]

@@ -3,7 +3,7 @@
 import asyncio
 from pathlib import Path
 
-from forgeasync.config import GeneratorSection, SamplingSection, WeightsSection
+from forgeasync.config import GeneratorSection, SamplingSection
 from forgeasync.generator import DecodeSteps, DecodeTiming, PrefillTiming
 from forgeasync.testing import write_tiny_model
 from tests.support.engines import start_engine
@@ -17,7 +17,7 @@ def _time(folder: Path) -> tuple[list[float], dict[int, DecodeSteps], str]:
 
     async def run() -> tuple[list[float], dict[int, DecodeSteps], str]:
         section = GeneratorSection(max_num_batched_tokens=64, max_num_seqs=8, kv_cache_gib=0.01)
-        engine = await start_engine(folder, section, WeightsSection())
+        engine = await start_engine(folder, section)
         sampling = SamplingSection(max_response_tokens=4, top_k=5, top_p=0.9)
         asked = DecodeTiming(num_running=5, num_prompt_tokens=20, num_steps=12, text=(7, 8, 9))
         found = [await time_engine(engine, asked, sampling, seed=seed) for seed in (0, 0)]

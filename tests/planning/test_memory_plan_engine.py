@@ -26,6 +26,7 @@ from forgeasync.rollouts import (
 )
 from forgeasync.testing import write_tiny_model
 from tests.support.config_samples import CONFIGS
+from tests.support.engines import start_engine
 from tests.support.processes import run_alone
 from tests.support.weight_service import FolderPublisher
 
@@ -84,26 +85,16 @@ def _worker_bytes(worker: Any) -> tuple[int, int, int]:
 
 
 async def _scenario(folder: Path, out: Path, config: RunConfig, facts: ModelFacts) -> Measured:
-    from forgeasync.generator import GeneratorEngine, HostMemory, WeightReceiver
-
-    engine = await GeneratorEngine.start(
-        model_path=folder,
-        generator=config.generator,
-        max_context_length=CONTEXT,
-        seed=0,
+    engine = await start_engine(
+        folder,
+        config.generator,
+        config.weights,
         records=CaptureSpec(routing=facts.num_experts > 0, kept_tokens=False),
-        weights=config.weights,
     )
     try:
         publisher = FolderPublisher(folder, out)
         receive_buffer = out / "receive-buffer"
-        receiver = await WeightReceiver.connect(
-            engine,
-            layout=publisher.layout,
-            transports=publisher.transports(),
-            host_memory=HostMemory(receive_buffer=receive_buffer),
-            delta=False,
-        )
+        receiver = await publisher.connect(engine, receive_buffer)
         await receiver.begin(publisher.stage(1, 1, load_file(folder / "model.safetensors")))
         await receiver.stage()
         await receiver.finish()
