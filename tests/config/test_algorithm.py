@@ -17,19 +17,12 @@ from forgeasync.models import read_model_facts
 from forgeasync.schema import ConfigError
 from forgeasync.testing import write_tiny_model
 from forgeasync.trainer import PolicyTrainer, TrainingSequence, pack_row
-from tests.support.config_samples import CONFIGS, MINIMAL, only
+from tests.support.config_samples import CONFIGS, only
 from tests.support.processes import run_ranks
 from tests.support.trainers import make_sequences, make_setup
 
 TINY = CONFIGS / "tiny_moe_cpu.yaml"
 RECIPES = sorted((CONFIGS / "algorithms").glob("*.yaml"))
-
-
-@pytest.fixture
-def config_file(tmp_path: Path) -> Path:
-    file = tmp_path / "run.yaml"
-    file.write_text(MINIMAL)
-    return file
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda file: file.stem)

@@ -234,9 +234,7 @@ def load(config_file: Path, *overrides: str) -> RunConfig:
     return load_config(config_file, overrides)
 
 
-def test_other_problems_under_the_same_names_are_refused(
-    config_file: Path, interrupted: Path, tmp_path: Path
-) -> None:
+def test_other_problems_under_the_same_names_are_refused(config_file: Path, interrupted: Path) -> None:
     """As if a file of the data had been written anew since."""
     file = interrupted / "checkpoints" / "step-00000002" / "run.json"
     state = json.loads(file.read_text())
@@ -259,7 +257,7 @@ def test_other_problems_under_the_same_names_are_refused(
     ],
 )
 def test_what_cannot_be_resumed_is_refused_before_anything_starts(
-    config_file: Path, interrupted: Path, tmp_path: Path, overrides: list[str], expected: list[str]
+    config_file: Path, interrupted: Path, overrides: list[str], expected: list[str]
 ) -> None:
     before = (interrupted / "metrics.jsonl").read_text()
     arguments = ["--config", str(config_file), f"run_dir={interrupted}", *overrides, "--resume", "latest"]

@@ -42,7 +42,7 @@ def test_sampling_compiles_nothing(tmp_path: Path) -> None:
     assert run_alone(_sampled, write_tiny_model(tmp_path / "model")) == (NUM_RESPONSES, 0)
 
 
-def test_workers_are_spawned_whatever_the_environment_asks_for(tmp_path: Path) -> None:
+def test_workers_are_spawned_whatever_the_environment_asks_for() -> None:
     """A fork of a process with CUDA or with threads may hang, and vLLM forks by default."""
     script = (
         "import forgeasync.generator\n"

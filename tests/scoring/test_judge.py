@@ -193,7 +193,7 @@ def test_the_same_content_is_judged_once_and_the_cache_is_bounded(server: Server
     assert len(server.requests) == 7
 
 
-def test_what_decides_a_verdict_decides_the_cache(server: Server, tmp_path: Path) -> None:
+def test_what_decides_a_verdict_decides_the_cache(server: Server) -> None:
     plain = Judge(section(server))
     other_task = Task(task_id="t1", prompt="1 + 2 =", answer="2", source_index=0, source="s")
     moved = Task(task_id="t9", prompt="1 + 1 =", answer="2", source_index=5, source="s")

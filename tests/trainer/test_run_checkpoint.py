@@ -251,7 +251,7 @@ def test_room_for_a_checkpoint_is_computed_and_asked_for(model: Path, tmp_path: 
     assert problem.field == "run_dir" and "takes 4.77e+05 GiB, and" in problem.remedy
 
 
-def test_the_room_for_an_export_is_what_it_takes(model: Path, tmp_path: Path) -> None:
+def test_the_room_for_an_export_is_what_it_takes(model: Path) -> None:
     facts = read_model_facts(str(model))
     config = tiny_config(model)
     written = sum(file.stat().st_size for file in model.glob("*.safetensors"))

@@ -12,7 +12,7 @@ import torch
 from pydantic import PrivateAttr
 
 from forgeasync.algorithms import DecoupledPpo, Loss, RowLoss, RowTokens
-from forgeasync.config import OptimizerSection, check_without_model, load_config
+from forgeasync.config import OptimizerSection, check_without_model
 from forgeasync.models import read_model_facts
 from forgeasync.testing import write_tiny_model
 from forgeasync.trainer import (
@@ -24,7 +24,7 @@ from forgeasync.trainer import (
     split_by_groups,
     whole_response,
 )
-from tests.support.config_samples import MINIMAL, only
+from tests.support.config_samples import minimal_config, only
 from tests.support.groups import make_group
 from tests.support.processes import run_ranks
 from tests.support.trainers import make_sequences, make_trainer, whole
@@ -219,13 +219,9 @@ def test_minibatches_are_whole_groups_in_order(num_minibatches: int) -> None:
         ),
     ],
 )
-def test_steps_that_cannot_be_made_are_refused(
-    tmp_path: Path, overrides: list[str], words: list[str]
-) -> None:
-    file = tmp_path / "run.yaml"
-    file.write_text(MINIMAL)
-    assert check_without_model(load_config(file, ["trainer.steps_per_batch=2"])) == []
-    message = only(check_without_model(load_config(file, overrides)))
+def test_steps_that_cannot_be_made_are_refused(overrides: list[str], words: list[str]) -> None:
+    assert check_without_model(minimal_config("trainer.steps_per_batch=2")) == []
+    message = only(check_without_model(minimal_config(*overrides)))
     assert message.startswith("trainer.steps_per_batch")
     for word in words:
         assert word in message
