@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from forgeasync.config import CheckpointSection, RunConfig, dump_config, load_config
+from forgeasync.config import RunConfig, dump_config, load_config
 from forgeasync.controller import open_files
 from forgeasync.controller.resume import _changes
 from forgeasync.observability import check_run_dir
 from forgeasync.schema import ConfigError
-from forgeasync.testing import tiny_config, write_tiny_model
+from forgeasync.testing import tiny_config
 from tests.support.app_runs import (
     check_ledger,
     controller_of,
@@ -25,6 +25,7 @@ from tests.support.app_runs import (
     start,
     wait_for_step,
 )
+from tests.support.runs import write_tiny_run
 
 NUM_STEPS, EVERY = 5, 2
 SAME = (
@@ -39,17 +40,13 @@ SAME = (
 
 @pytest.fixture(scope="module")
 def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("resume")
-    model = write_tiny_model(folder / "model", scale=4.0)
-    config = tiny_config(model)
-    generator = config.generator.model_copy(update={"batch_invariant": True})
-    checkpoint = CheckpointSection(every_steps=EVERY, keep=3)
-    config = config.model_copy(
-        update={"max_steps": NUM_STEPS, "generator": generator, "checkpoint": checkpoint}
+    return write_tiny_run(
+        tmp_path_factory.mktemp("resume"),
+        f"max_steps={NUM_STEPS}",
+        "generator.batch_invariant=true",
+        f"checkpoint={{every_steps: {EVERY}, keep: 3}}",
+        scale=4.0,
     )
-    file = folder / "run.yaml"
-    file.write_text(dump_config(config))
-    return file
 
 
 @pytest.fixture(scope="module")
