@@ -18,11 +18,7 @@ LENGTHS = (5, 17, 30, 9, 40, 12)
 Groups = list[tuple[Rollout, ...]]
 
 
-def _sample(folder: Path, is_invariant: bool) -> dict[str, Groups]:
-    return asyncio.run(_scenario(folder, is_invariant))
-
-
-async def _scenario(folder: Path, is_invariant: bool) -> dict[str, Groups]:
+async def _sample(folder: Path, is_invariant: bool) -> dict[str, Groups]:
     generator = GeneratorSection(
         max_num_seqs=32, max_num_batched_tokens=64, kv_cache_gib=0.05, batch_invariant=is_invariant
     )

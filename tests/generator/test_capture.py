@@ -55,11 +55,7 @@ def make_prompts(vocab_size: int) -> list[np.ndarray]:
     return [prompt.astype(np.int32) for prompt in prompts]
 
 
-def _sample(folder: Path, vocab_size: int, compile: bool) -> Sampled:
-    return asyncio.run(_scenario(folder, vocab_size, compile))
-
-
-async def _scenario(folder: Path, vocab_size: int, compile: bool) -> Sampled:
+async def _sample(folder: Path, vocab_size: int, compile: bool) -> Sampled:
     from tests.support.replace_weights import replace_all_weights
 
     # Room for 7 cache blocks, and prefill in chunks of 24 tokens.

@@ -66,14 +66,7 @@ class Observed:
     num_requests_left: int
 
 
-def _observe(folders: list[Path]) -> Observed:
-    async def bounded() -> Observed:
-        return await _scenarios(folders)
-
-    return asyncio.run(bounded())
-
-
-async def _scenarios(folders: list[Path]) -> Observed:
+async def _observe(folders: list[Path]) -> Observed:
     from forgeasync.generator import EngineEpisodes
 
     weights = [load_file(folder / "model.safetensors") for folder in folders]

@@ -1,6 +1,5 @@
 """What an engine takes of published weights: its parallel layout, its compiled form, and what it refuses."""
 
-import asyncio
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -41,7 +40,9 @@ def _generator(*, tensor_parallel: int = 1, compile: bool = False) -> GeneratorS
     )
 
 
-async def _update_scenario(folder: Path, other: Path, out: Path, generator: GeneratorSection) -> Updated:
+async def _update(folder: Path, other: Path, out: Path, generator: GeneratorSection) -> Updated:
+    # vLLM pins the workers of a split engine to cores of their own, which few machines here have.
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     engine = await start_engine(folder, generator, records=ROUTING)
     try:
         publisher = FolderPublisher(folder, out)
@@ -57,12 +58,6 @@ async def _update_scenario(folder: Path, other: Path, out: Path, generator: Gene
         return Updated(report=report, parameters=await engine.parameters(), rollouts=rollouts)
     finally:
         engine.shutdown()
-
-
-def _update(folder: Path, other: Path, out: Path, generator: GeneratorSection) -> Updated:
-    # vLLM pins the workers of a split engine to cores of their own, which few machines here have.
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-    return asyncio.run(_update_scenario(folder, other, out, generator))
 
 
 @pytest.mark.parametrize(
@@ -137,7 +132,7 @@ BAD: dict[str, tuple[Callable[[Shapes], Shapes], torch.dtype, tuple[str, ...]]] 
 }
 
 
-async def _refusals_scenario(folder: Path) -> dict[str, str]:
+async def _refusals(folder: Path) -> dict[str, str]:
     from forgeasync.generator import EngineWeights
 
     engine = await start_engine(folder, _generator(), records=NO_RECORDS)
@@ -154,10 +149,6 @@ async def _refusals_scenario(folder: Path) -> dict[str, str]:
     assert all(torch.equal(before[0][name], after[0][name]) for name in before[0]), "a trace changed weights"
     engine.shutdown()
     return messages
-
-
-def _refusals(folder: Path) -> dict[str, str]:
-    return asyncio.run(_refusals_scenario(folder))
 
 
 @pytest.fixture(scope="module")

@@ -94,17 +94,8 @@ def make_prompts(vocab_size: int) -> list[np.ndarray]:
     return [prompt.astype(np.int32) for prompt in prompts]
 
 
-def _observe_one(folders: list[Path], vocab_size: int, name: str) -> Observed:
-    async def observe() -> Observed:
-        prompts = make_prompts(vocab_size)
-        return await _observe(folders, prompts, VARIANTS[name], keeps=name in KEEPS_OLD_CONTEXT)
-
-    return asyncio.run(observe())
-
-
-async def _observe(
-    folders: list[Path], prompts: list[np.ndarray], weights: WeightsSection, *, keeps: bool
-) -> Observed:
+async def _observe(folders: list[Path], vocab_size: int, name: str) -> Observed:
+    prompts, weights, keeps = make_prompts(vocab_size), VARIANTS[name], name in KEEPS_OLD_CONTEXT
     # A preempted request under KEEP attends to a mixture that no reference knows: ample memory for those.
     roomy = await start_engine(folders[0], AMPLE if keeps else SCARCE, weights)
     crossing, late, crossing_reports, num_running = await _cross(roomy, folders, prompts)
@@ -237,7 +228,7 @@ def name(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def seen(name: str, folders: list[Path], models: Mapping[int, torch.nn.Module]) -> Observed:
     """What it did."""
-    return run_alone(_observe_one, folders, models[0].config.vocab_size, name)
+    return run_alone(_observe, folders, models[0].config.vocab_size, name)
 
 
 def all_rollouts(seen: Observed) -> list[Rollout]:

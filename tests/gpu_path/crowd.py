@@ -62,12 +62,8 @@ class Sampled:
     happened: Happened = field(default_factory=Happened)
 
 
-def sample_rounds(folder: Path, rounds: Mapping[str, Round]) -> Sampled:
+async def sample_rounds(folder: Path, rounds: Mapping[str, Round]) -> Sampled:
     """Sample one round after another on one engine of this process."""
-    return asyncio.run(_sample_rounds(folder, rounds))
-
-
-async def _sample_rounds(folder: Path, rounds: Mapping[str, Round]) -> Sampled:
     from forgeasync.generator import engine as engine_module
 
     if any(one.drawn for one in rounds.values()):

@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("model") / "hf", scale=12.0, num_experts=8, top_k=3)
 
 
-def sample_before_and_after(
+async def sample_before_and_after(
     folder: Path,
     lora: LoraSection,
     adapter: dict[str, torch.Tensor],
@@ -56,16 +56,6 @@ def sample_before_and_after(
 
     With ``modules`` vLLM is told to wrap these layers instead of those that the engine names.
     """
-    return asyncio.run(_sample_before_and_after(folder, lora, adapter, out, modules))
-
-
-async def _sample_before_and_after(
-    folder: Path,
-    lora: LoraSection,
-    adapter: dict[str, torch.Tensor],
-    out: Path,
-    modules: list[str] | None,
-) -> tuple[list[Rollout], list[Rollout]]:
     from forgeasync.generator import AdapterSetup, install
     from forgeasync.generator import engine as engine_module
 

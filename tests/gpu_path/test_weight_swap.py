@@ -34,7 +34,7 @@ class Updated:
     after: list[Rollout]
 
 
-def update(
+async def update(
     folder: Path, other: Path, out: Path, shadow: ShadowMemory, num_engines: int, reload: bool
 ) -> Updated:
     """Take versions 1 to 3 into engines that share their host's memory; the last one is ``other``."""
@@ -44,6 +44,7 @@ def update(
     from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 
     from forgeasync.generator import gpu_worker
+    from forgeasync.weights import HostShare
 
     # Linear layers of GPUs keep their weights; the CPU build's hand them to oneDNN.
     ops._supports_onednn = False
@@ -52,12 +53,6 @@ def update(
     method.select_unquantized_moe_backend = lambda moe_config: choice
     if reload:
         gpu_worker.reload_reasons = lambda *_: ("a test asks for it",)
-    return asyncio.run(_update(folder, other, out, shadow, num_engines))
-
-
-async def _update(folder: Path, other: Path, out: Path, shadow: ShadowMemory, num_engines: int) -> Updated:
-    from forgeasync.weights import HostShare
-
     publisher = FolderPublisher(folder, out)
     engines, receivers = [], []
     for index in range(num_engines):
@@ -158,17 +153,13 @@ def test_weights_in_an_order_of_their_kernel_are_not_copied_to(folders: tuple[Pa
     assert "w13_weight is kept in an order of its kernel (row " in route
 
 
-def route_of(folder: Path) -> str:
+async def route_of(folder: Path) -> str:
     """The route of an engine that has loaded ``folder``, with the CPU build's experts."""
     import vllm._custom_ops as ops
 
-    ops._supports_onednn = False
-    return asyncio.run(_route_of(folder))
-
-
-async def _route_of(folder: Path) -> str:
     from forgeasync.generator import EngineWeights
 
+    ops._supports_onednn = False
     generator = GeneratorSection(max_num_seqs=4, max_num_batched_tokens=32, kv_cache_gib=0.002)
     engine = await start_engine(folder, generator)
     shapes = {name: tuple(t.shape) for name, t in load_file(folder / "model.safetensors").items()}

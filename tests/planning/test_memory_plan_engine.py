@@ -1,6 +1,5 @@
 """The memory plan of generators and hosts against what an engine, its weights' travel and payloads take."""
 
-import asyncio
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -84,7 +83,7 @@ def _worker_bytes(worker: Any) -> tuple[int, int, int]:
     )
 
 
-async def _scenario(folder: Path, out: Path, config: RunConfig, facts: ModelFacts) -> Measured:
+async def _measure(folder: Path, out: Path, config: RunConfig, facts: ModelFacts) -> Measured:
     engine = await start_engine(
         folder,
         config.generator,
@@ -113,10 +112,6 @@ async def _scenario(folder: Path, out: Path, config: RunConfig, facts: ModelFact
 
 def _allocated(path: Path) -> int:
     return path.stat().st_blocks * 512
-
-
-def _measure(folder: Path, out: Path, config: RunConfig, facts: ModelFacts) -> Measured:
-    return asyncio.run(_scenario(folder, out, config, facts))
 
 
 @pytest.mark.parametrize("name", ["tiny", pytest.param("smollm2", marks=pytest.mark.exhaustive)])

@@ -144,7 +144,7 @@ class Readers:
         return True
 
 
-async def _scenario(folder: Path, out: Path) -> Seen:
+async def _stress(folder: Path, out: Path) -> Seen:
     seen = Seen()
     generator = GeneratorSection(max_num_seqs=16, max_num_batched_tokens=256, kv_cache_gib=0.02)
     engine = await start_engine(folder, generator, records=ROUTING)
@@ -211,10 +211,6 @@ async def _scenario(folder: Path, out: Path) -> Seen:
     seen.num_expired_leases = exchange.state.num_expired_leases
     engine.shutdown()
     return seen
-
-
-def _stress(folder: Path, out: Path) -> Seen:
-    return asyncio.run(_scenario(folder, out))
 
 
 @pytest.fixture(scope="module")
