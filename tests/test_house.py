@@ -193,7 +193,7 @@ def test_fronts_list_what_others_import() -> None:
         if not module and name in front(room)
     }
     public = (REPOSITORY / "forgeasync" / "__init__.pyi").read_text(encoding="utf-8")
-    wanted |= set(re.findall(r"^from \.(\w+) import (\w+) as", public, re.MULTILINE))
+    wanted |= set(re.findall(r"^from \.([\w.]+) import (\w+) as", public, re.MULTILINE))
     listed = {(room, name, users) for room in rooms() for name, (_, users) in front(room).items()}
     assert {(room, name) for room, name, users in listed if users == _BY_ROOMS} == {
         (room, name) for room, name in wanted if room in rooms()

@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 
 import tests.support.cluster
-from forgeasync.config import dump_config
-from forgeasync.testing import tiny_config, write_tiny_model
 from tests.support.app_runs import NEVER_ENDING, read_lines
 from tests.support.cluster.cluster import PARTITION, Cluster, HeadRun
 from tests.support.cluster.machines import ABSENT
+from tests.support.runs import write_tiny_run
 from tests.support.warm_python import REAL_PYTHON
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.procs, pytest.mark.timeout(900)]
@@ -86,10 +85,7 @@ class ClusterRuns:
 
 @pytest.fixture(scope="module")
 def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("cluster")
-    file = folder / "run.yaml"
-    file.write_text(dump_config(tiny_config(write_tiny_model(folder / "model"))))
-    return file
+    return write_tiny_run(tmp_path_factory.mktemp("cluster"))
 
 
 @pytest.fixture

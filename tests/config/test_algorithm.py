@@ -16,20 +16,13 @@ from forgeasync.config import check_without_model, dump_config, load_config
 from forgeasync.models import read_model_facts
 from forgeasync.schema import ConfigError
 from forgeasync.testing import write_tiny_model
-from forgeasync.trainer import TrainingSequence, pack_row
-from tests.support.config_samples import CONFIGS, MINIMAL, only
+from forgeasync.trainer import PolicyTrainer, TrainingSequence, pack_row
+from tests.support.config_samples import CONFIGS, only
 from tests.support.processes import run_ranks
-from tests.support.trainers import make_sequences
+from tests.support.trainers import make_sequences, make_setup
 
 TINY = CONFIGS / "tiny_moe_cpu.yaml"
 RECIPES = sorted((CONFIGS / "algorithms").glob("*.yaml"))
-
-
-@pytest.fixture
-def config_file(tmp_path: Path) -> Path:
-    file = tmp_path / "run.yaml"
-    file.write_text(MINIMAL)
-    return file
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda file: file.stem)
@@ -42,21 +35,10 @@ def test_recipes_go_with_a_run(recipe: Path, tmp_path: Path) -> None:
 
 
 def _steps(folder: Path, sequences: list[TrainingSequence]) -> list[tuple[str, dict[str, float], bool]]:
-    # TorchTitan takes seconds to import: only the process that trains pays for it.
-    from forgeasync.trainer import PolicyTrainer, TrainerSetup
-
     outcomes = []
     for recipe in RECIPES:
         config = load_config([TINY, recipe], ["trainer.parallel={num_procs: 1, expert: 1}"])
-        setup = TrainerSetup(
-            section=config.trainer,
-            facts=read_model_facts(str(folder)),
-            temperature=1.0,
-            loss=config.algorithm,
-            seed=0,
-            checkpoint=folder,
-        )
-        trainer = PolicyTrainer(setup)
+        trainer = PolicyTrainer(make_setup(folder, config.trainer, loss=config.algorithm))
         before = [parameter.detach().clone() for parameter in trainer.model.parameters()]
         metrics = trainer.train_step([pack_row(sequences)]).metrics
         has_moved = any(

@@ -12,13 +12,6 @@ from forgeasync.schema import ConfigError, Problem
 from tests.support.config_samples import CONFIGS, MINIMAL, only
 
 
-@pytest.fixture
-def config_file(tmp_path: Path) -> Path:
-    file = tmp_path / "run.yaml"
-    file.write_text(MINIMAL)
-    return file
-
-
 def refused(config_file: Path, *overrides: str) -> list[Problem]:
     with pytest.raises(ConfigError) as caught:
         load_config(config_file, overrides)
@@ -51,6 +44,7 @@ def test_overrides_replace_values_and_are_yaml(config_file: Path) -> None:
             "trainer.optimizer.betas=[0.8, 0.9]",
             "generator.dtype=bfloat16",
             "run_dir=runs/a=b",
+            "data.source.options={min_terms: 2, ratio: 0.5, flag: true, text: a}",
             "data.source.options.max_terms=8",
             "seed=5",
             "seed=6",

@@ -17,16 +17,9 @@ from vllm.exceptions import VLLMValidationError
 from forgeasync.config import MAX_LORA_RANK, MIN_TEMPERATURE, OptimizerSection, RunConfig, load_config
 from forgeasync.models import check_config
 from forgeasync.schema import MAX_SEED, ConfigError
-from tests.support.config_samples import FACTS, MINIMAL, WARMUP
+from tests.support.config_samples import FACTS, WARMUP
 
 LORA = "lora={rank: 8, alpha: 16, targets: [q_proj]}"
-
-
-@pytest.fixture
-def config_file(tmp_path: Path) -> Path:
-    file = tmp_path / "run.yaml"
-    file.write_text(MINIMAL)
-    return file
 
 
 def problems(config_file: Path, *overrides: str) -> list[str]:

@@ -14,13 +14,6 @@ from forgeasync.schema import ConfigError
 from tests.support.config_samples import FACTS, MINIMAL, WARMUP, only
 
 
-@pytest.fixture
-def config_file(tmp_path: Path) -> Path:
-    file = tmp_path / "run.yaml"
-    file.write_text(MINIMAL)
-    return file
-
-
 def mesh(text: str) -> str:
     return f"trainer.parallel={{{text}}}"
 

@@ -1,16 +1,14 @@
 """Teachers: the forms of ``source``, which versions they name, and what terms of the loss ask for."""
 
-from pathlib import Path
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from forgeasync.algorithms import Loss
-from forgeasync.config import FORMS, EveryVersions, FixedSource, TeacherEndpoint, TeacherSection, load_config
+from forgeasync.config import FORMS, EveryVersions, FixedSource, TeacherEndpoint, TeacherSection
 from forgeasync.schema import ConfigError
-from tests.support.config_samples import MINIMAL
+from tests.support.config_samples import minimal_config
 
 TOPK = {"kind": "topk_kl", "top_k": 5}
 SERVER = TeacherEndpoint(base_url="http://localhost:1/v1", model="m")
@@ -45,20 +43,16 @@ def test_other_forms_are_refused(fields: dict[str, object], said: str) -> None:
 
 
 @pytest.mark.parametrize("written", ["warm", "3", "{each: 3}", "{every: 0}", "{ema: 1.0}", "[live]", "null"])
-def test_a_config_with_another_form_is_refused_by_its_field(tmp_path: Path, written: str) -> None:
-    file = tmp_path / "run.yaml"
-    file.write_text(MINIMAL)
+def test_a_config_with_another_form_is_refused_by_its_field(written: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        load_config(file, [f"teachers={{own: {{source: {written}}}}}"])
+        minimal_config(f"teachers={{own: {{source: {written}}}}}")
     (problem,) = refused.value.problems
     assert (problem.field, problem.remedy) == ("teachers.own.source", f"expected {FORMS}")
 
 
 @pytest.mark.parametrize("written", ["live", "{every: 2}", "{ema: 0.5}"])
-def test_a_config_has_every_form(tmp_path: Path, written: str) -> None:
-    file = tmp_path / "run.yaml"
-    file.write_text(MINIMAL)
-    assert load_config(file, [f"teachers={{own: {{source: {written}}}}}"]).teachers["own"].moves
+def test_a_config_has_every_form(written: str) -> None:
+    assert minimal_config(f"teachers={{own: {{source: {written}}}}}").teachers["own"].moves
 
 
 def test_a_teacher_that_moves_is_the_policy_by_default() -> None:

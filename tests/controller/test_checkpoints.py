@@ -87,7 +87,7 @@ def run_with(
     trainer: Trainer, tmp_path: Path, *overrides: str, recorder: Recorder | None = None
 ) -> tuple[float, float]:
     """Run to the end; return the number of outages, and the seconds that it took."""
-    config = make_config(tmp_path, *overrides)
+    config = make_config(*overrides)
     run = make_run(config, trainer=trainer, held_out=[make_problem(10)], recorder=recorder)
     run.checkpoints.folder = tmp_path
     time = VirtualTime()
@@ -195,7 +195,7 @@ def test_a_run_that_is_told_to_stop_writes_a_checkpoint_also_after_one_that_was_
     tmp_path: Path,
 ) -> None:
     trainer = RefusedTrainer(num_refused=1)
-    run = make_run(make_config(tmp_path), trainer=trainer, held_out=[make_problem(10)])
+    run = make_run(make_config(), trainer=trainer, held_out=[make_problem(10)])
     run.checkpoints.folder = tmp_path
 
     async def stop() -> None:
@@ -265,7 +265,7 @@ def test_what_is_not_for_want_of_room_is_raised(
     assert len(asked) == num_asked
 
 
-def test_a_run_told_to_stop_in_the_middle_of_a_step_writes_a_checkpoint_of_it(tmp_path: Path) -> None:
+def test_a_run_told_to_stop_in_the_middle_of_a_step_writes_a_checkpoint_of_it() -> None:
     """Its cancelled call goes on in the trainer: the step counts once the trainer has made it."""
 
     class SlowTrainer(Trainer):
@@ -287,7 +287,7 @@ def test_a_run_told_to_stop_in_the_middle_of_a_step_writes_a_checkpoint_of_it(tm
         assert await run.checkpoints.write_now() == 2
 
     trainer = SlowTrainer()
-    config = make_config(tmp_path, "max_steps=5", "checkpoint.every_steps=null")
+    config = make_config("max_steps=5", "checkpoint.every_steps=null")
     run = make_run(config, trainer=trainer, held_out=[make_problem(10)])
     asyncio.run(stop())
     ((name, run_state),) = trainer.checkpoints
@@ -323,7 +323,7 @@ def test_a_run_told_to_stop_right_after_a_checkpoint_writes_no_second_one_of_its
         assert (tmp_path / f"step-{MAX_STEPS:08d}").is_dir(), "it waits until all of it is written"
 
     trainer = WritingTrainer()
-    config = make_config(tmp_path, f"checkpoint.every_steps={MAX_STEPS}", "checkpoint.keep=5")
+    config = make_config(f"checkpoint.every_steps={MAX_STEPS}", "checkpoint.keep=5")
     run = make_run(config, trainer=trainer, held_out=[make_problem(10)])
     run.checkpoints.folder = tmp_path
     asyncio.run(stop())

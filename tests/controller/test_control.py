@@ -10,7 +10,7 @@ import pytest
 
 from forgeasync.controller import ControlDesk, Refused, ask, parse_change
 from forgeasync.runtime import Host, LocalHost, ReplicaState
-from tests.actors.test_generator_pool import running, sample
+from tests.runtime.test_generator_pool import running, sample
 from tests.support.replicas import ReplicaWorld, generators_of
 
 

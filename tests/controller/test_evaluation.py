@@ -3,7 +3,6 @@
 import asyncio
 import dataclasses
 import json
-import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forgeasync.config import Ending, RunConfig, SamplingSection, ScorerSection, load_config
+from forgeasync.config import Ending, RunConfig, SamplingSection, ScorerSection
 from forgeasync.controller import (
     EvaluationFolder,
     EvaluationSchedule,
@@ -44,7 +43,7 @@ from forgeasync.runtime import (
 from forgeasync.schema import ConfigError
 from tests.support.buffer_world import make_task
 from tests.support.chat_server import Reply, completion, error, serving
-from tests.support.config_samples import MINIMAL
+from tests.support.config_samples import minimal_config
 from tests.support.loops import (
     Console,
     Fleet,
@@ -103,10 +102,10 @@ class StepsRecorder(Recorder):
         return {step: one.held_out for step, one in self.by_step.items() if one.held_out is not None}
 
 
-def held_run(folder: Path, *overrides: str) -> tuple[Trainer, HeldGenerators, StepsRecorder, Callable]:
+def held_run(*overrides: str) -> tuple[Trainer, HeldGenerators, StepsRecorder, Callable]:
     trainer, generators, recorder = Trainer(), HeldGenerators(), StepsRecorder()
     run = make_run(
-        make_config(folder, *overrides),
+        make_config(*overrides),
         trainer=trainer,
         generators=generators,
         recorder=recorder,
@@ -127,8 +126,8 @@ def held_run(folder: Path, *overrides: str) -> tuple[Trainer, HeldGenerators, St
     return trainer, generators, recorder, go
 
 
-def test_training_goes_on_while_an_evaluation_is_under_way(tmp_path: Path) -> None:
-    trainer, generators, recorder, go = held_run(tmp_path, "max_steps=6", "evaluation.every_steps=1")
+def test_training_goes_on_while_an_evaluation_is_under_way() -> None:
+    trainer, generators, recorder, go = held_run("max_steps=6", "evaluation.every_steps=1")
 
     async def body() -> None:
         await let_others_run()
@@ -147,9 +146,9 @@ def test_training_goes_on_while_an_evaluation_is_under_way(tmp_path: Path) -> No
     assert [one.times.eval_s > 0.0 for one in recorder.by_step.values()] == [False] * 4 + [True] * 2
 
 
-def test_pinned_training_waits(tmp_path: Path) -> None:
+def test_pinned_training_waits() -> None:
     trainer, generators, recorder, go = held_run(
-        tmp_path, "max_steps=6", "evaluation.every_steps=2", "evaluation.mode=pinned"
+        "max_steps=6", "evaluation.every_steps=2", "evaluation.mode=pinned"
     )
 
     async def body() -> None:
@@ -163,8 +162,8 @@ def test_pinned_training_waits(tmp_path: Path) -> None:
     assert "eval/num_skipped" not in recorder.by_step[6].counters
 
 
-def test_an_evaluation_beside_training_that_fails_ends_the_run(tmp_path: Path) -> None:
-    _, generators, recorder, go = held_run(tmp_path, "max_steps=9", "evaluation.every_steps=1")
+def test_an_evaluation_beside_training_that_fails_ends_the_run() -> None:
+    _, generators, recorder, go = held_run("max_steps=9", "evaluation.every_steps=1")
 
     async def fails(*arguments: object, **keywords: object) -> None:
         if min(generators._fetched):
@@ -205,11 +204,10 @@ def make_schedule(config: RunConfig) -> EvaluationSchedule:
 )
 @settings(max_examples=150, deadline=None)
 def test_every_evaluation_that_has_begun_is_on_one_line_and_the_last_version_is_evaluated(
-    tmp_path_factory: pytest.TempPathFactory, max_steps: int, every: int, first: int, durations: list[int]
+    max_steps: int, every: int, first: int, durations: list[int]
 ) -> None:
     """An evaluation takes so many steps; lines may lack one, and never get two."""
-    folder = tmp_path_factory.mktemp("schedule")
-    config = make_config(folder, f"max_steps={max_steps}", f"evaluation.every_steps={every}")
+    config = make_config(f"max_steps={max_steps}", f"evaluation.every_steps={every}")
     first = min(first, max_steps - 1)
     begun: list[int] = []
     on_line: dict[int, object] = {}
@@ -258,29 +256,23 @@ def test_every_evaluation_that_has_begun_is_on_one_line_and_the_last_version_is_
     assert on_line[max_steps] == len(begun) - 1 and begun[-1] == max_steps
 
 
-def test_beside_training_evaluation_takes_a_quarter_of_the_engines(tmp_path: Path) -> None:
-    assert max_beside(make_config(tmp_path, "generator={max_num_seqs: 64, num_replicas: 2}")) == 32
-    assert max_beside(make_config(tmp_path, "generator={max_num_seqs: 3}")) == 1
+def test_beside_training_evaluation_takes_a_quarter_of_the_engines() -> None:
+    assert max_beside(make_config("generator={max_num_seqs: 64, num_replicas: 2}")) == 32
+    assert max_beside(make_config("generator={max_num_seqs: 3}")) == 1
 
 
-def test_the_clock_expects_only_evaluations_that_training_waits_for(tmp_path: Path) -> None:
-    assert waited_every_steps(make_config(tmp_path, "max_steps=50", "evaluation.mode=pinned")) == 20
-    assert waited_every_steps(make_config(tmp_path, "max_steps=50")) == 50
+def test_the_clock_expects_only_evaluations_that_training_waits_for() -> None:
+    assert waited_every_steps(make_config("max_steps=50", "evaluation.mode=pinned")) == 20
+    assert waited_every_steps(make_config("max_steps=50")) == 50
 
 
 ENDPOINT = EndpointModel(base_url="http://127.0.0.1:1/v1", model="served")
 SAMPLING = SamplingSection(max_response_tokens=9)
 
 
-def config_of(folder: Path, *overrides: str) -> RunConfig:
-    file = folder / "run.yaml"
-    file.write_text(re.sub(r"options: {[^}]*}", "options: {min_terms: 2}", MINIMAL))
-    return load_config([file], list(overrides))
-
-
 def prepare(folder: Path, *overrides: str, **changes: Any) -> Any:
     settings = {"model": None, "endpoint": ENDPOINT, "num_samples": None, "out": folder / "out"}
-    return prepare_evaluation(config_of(folder, *overrides), **(settings | changes))
+    return prepare_evaluation(minimal_config(*overrides), **(settings | changes))
 
 
 def test_an_endpoint_needs_neither_a_model_nor_a_trainer(tmp_path: Path) -> None:
@@ -307,8 +299,8 @@ def test_the_sandbox_of_the_config_is_tried(tmp_path: Path, monkeypatch: pytest.
     assert "docker" in str(problem)
 
 
-def test_only_what_samples_is_left_of_a_config(tmp_path: Path) -> None:
-    config = without_trainer(config_of(tmp_path, "lora={rank: 8, alpha: 16, targets: [q_proj]}"), "/other")
+def test_only_what_samples_is_left_of_a_config() -> None:
+    config = without_trainer(minimal_config("lora={rank: 8, alpha: 16, targets: [q_proj]}"), "/other")
     assert config.lora is None and config.model.path == "/other"
     assert not config.trainer.keep_sampling_mask and config.trainer.routing_replay == "off"
 

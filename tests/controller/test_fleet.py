@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -47,7 +46,6 @@ class Teacher:
 
 
 def make_fleet(
-    folder: Path,
     steps: tuple[Step, ...],
     freed: list[StoredRollout],
     *overrides: str,
@@ -56,61 +54,61 @@ def make_fleet(
     async def free(rollouts: tuple[StoredRollout, ...]) -> None:
         freed.extend(rollouts)
 
-    prepared = make_prepared(make_config(folder, *overrides))
+    prepared = make_prepared(make_config(*overrides))
     generators = SimpleNamespace(free_payloads=free)
     return Fleet(prepared, None, generators, None, Sampler(steps), teaching or Teaching())  # type: ignore[arg-type]
 
 
-def test_rewards_of_steps_reach_the_groups_of_a_fleet(tmp_path: Path) -> None:
+def test_rewards_of_steps_reach_the_groups_of_a_fleet() -> None:
     freed: list[StoredRollout] = []
-    fleet = make_fleet(tmp_path, (Step(end=5, value=1.0),), freed)
+    fleet = make_fleet((Step(end=5, value=1.0),), freed)
     (group,) = asyncio.run(fleet.sample([make_problem(0)]))
     assert group.steps is not None and len(group.steps) == 4
     assert fleet.problems == freed == []
-    (plain,) = asyncio.run(make_fleet(tmp_path, (), freed).sample([make_problem(0)]))
+    (plain,) = asyncio.run(make_fleet((), freed).sample([make_problem(0)]))
     assert plain.steps is None
 
 
-def test_steps_that_cannot_train_cost_their_group(tmp_path: Path) -> None:
+def test_steps_that_cannot_train_cost_their_group() -> None:
     freed: list[StoredRollout] = []
     behind = (Step(end=10_000, value=1.0),)
-    fleet = make_fleet(tmp_path, behind, freed)
+    fleet = make_fleet(behind, freed)
     assert asyncio.run(fleet.sample([make_problem(0)])) == []
     assert len(fleet.problems) == 1 and len(freed) == 4
 
 
-def test_a_group_that_nobody_scored_is_a_problem_in_words(tmp_path: Path) -> None:
+def test_a_group_that_nobody_scored_is_a_problem_in_words() -> None:
     class Unscored:
         async def sample(self, group_id: int, task: Task, *, seed: int | None) -> RefusedGroup:
             return RefusedGroup(problem=None)
 
-    prepared = make_prepared(make_config(tmp_path))
+    prepared = make_prepared(make_config())
     fleet = Fleet(prepared, None, None, None, Unscored(), Teaching())  # type: ignore[arg-type]
     assert asyncio.run(fleet.sample([make_problem(0)])) == []
     assert fleet.problems == ["group 0: nobody has scored it"]
 
 
-def test_teachers_see_every_group_with_its_scores(tmp_path: Path) -> None:
+def test_teachers_see_every_group_with_its_scores() -> None:
     """What the generator wrote is freed: what is left is the file with the teacher's record."""
     freed: list[StoredRollout] = []
     teacher = Teacher()
-    fleet = make_fleet(tmp_path, (), freed, teaching=teacher)
+    fleet = make_fleet((), freed, teaching=teacher)
     (group,) = asyncio.run(fleet.sample([make_problem(0)]))
     assert [one.text for one in group.rollouts] == ["taught"] * 4
     assert [one.text for one in freed] == ["right"] * 4
     assert teacher.seen == [group.scores]
 
 
-def test_a_group_that_a_teacher_cannot_see_is_left_out(tmp_path: Path) -> None:
+def test_a_group_that_a_teacher_cannot_see_is_left_out() -> None:
     freed: list[StoredRollout] = []
-    fleet = make_fleet(tmp_path, (), freed, teaching=Teacher(problem="it is gone"))
+    fleet = make_fleet((), freed, teaching=Teacher(problem="it is gone"))
     assert asyncio.run(fleet.sample([make_problem(0)])) == []
     assert fleet.problems == ["it is gone"] and len(freed) == 4
 
 
-def test_a_loss_of_its_own_asks_teachers_for_what_the_config_does(tmp_path: Path) -> None:
+def test_a_loss_of_its_own_asks_teachers_for_what_the_config_does() -> None:
     async def start(loss: Loss) -> None:
-        async with Fleet.start(make_config(tmp_path), loss=loss):
+        async with Fleet.start(make_config(), loss=loss):
             raise AssertionError("started")
 
     terms = ({"kind": "topk_kl", "top_k": 5},)
@@ -131,9 +129,9 @@ def test_a_loss_of_its_own_asks_teachers_for_what_the_config_does(tmp_path: Path
         ),
     ],
 )
-def test_settings_that_a_fleet_passes_over_are_refused(tmp_path: Path, override: str, field: str) -> None:
+def test_settings_that_a_fleet_passes_over_are_refused(override: str, field: str) -> None:
     async def start() -> None:
-        async with Fleet.start(make_config(tmp_path, override)):
+        async with Fleet.start(make_config(override)):
             raise AssertionError("started")
 
     with pytest.raises(ConfigError, match=rf"{field} = .*a Fleet does not act on it"):

@@ -28,7 +28,7 @@ class World:
     """A spiller beside a payload store; the disk has as much room as ``free_bytes`` says."""
 
     def __init__(self, folder: Path, *overrides: str) -> None:
-        self.config = make_config(folder, KEEP, K, *overrides)
+        self.config = make_config(KEEP, K, *overrides)
         self.folder, self.checkpoints, self.shared = (
             folder / "payloads",
             folder / "checkpoints",
@@ -253,7 +253,7 @@ def test_found_groups_are_those_that_are_whole_and_fit(tmp_path: Path) -> None:
 
 
 def test_nothing_is_found_where_nothing_was_kept(tmp_path: Path) -> None:
-    config = make_config(tmp_path)
+    config = make_config()
     found = find_groups(tmp_path / "payloads", state(config), config, LOST)
     assert found == FoundGroups() and list(found.messages(2)) == []
     remove_others(tmp_path / "payloads", ())
@@ -263,11 +263,11 @@ def test_groups_of_another_config_or_without_a_ledger_are_sampled_again(tmp_path
     world = written(tmp_path, 2)
     before = state(world.config)
     assert find_groups(world.folder, before, world.config, None).left_out == {LeftOut.NO_LEDGER: 2}
-    changed = make_config(tmp_path, KEEP, K, "sampling.temperature=0.5", "algorithm.group_size=8")
+    changed = make_config(KEEP, K, "sampling.temperature=0.5", "algorithm.group_size=8")
     found = find_groups(world.folder, before, changed, LOST)
     assert found.groups == () and list(found.messages(2)) == [
         "2 finished groups are sampled again (other_config 2): algorithm.group_size, sampling.temperature "
         "changed"
     ]
-    same = make_config(tmp_path, K, "max_steps=9", "timeouts.score_s=1")
+    same = make_config(K, "max_steps=9", "timeouts.score_s=1")
     assert len(find_groups(world.folder, before, same, LOST).groups) == 2

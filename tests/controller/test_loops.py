@@ -89,18 +89,16 @@ RESUMED_AT = BufferSnapshot(
 """A buffer with nothing in it after two steps."""
 
 
-def run_to_the_end(folder: Path, *overrides: str, **parts: object) -> GrpoRun:
-    run = make_run(make_config(folder, *overrides), held_out=[make_problem(10)], **parts)
+def run_to_the_end(*overrides: str, **parts: object) -> GrpoRun:
+    run = make_run(make_config(*overrides), held_out=[make_problem(10)], **parts)
     asyncio.run(run.run(Fleet()))
     return run
 
 
-def test_every_rollout_trains_with_the_advantage_of_its_own_reward(tmp_path: Path) -> None:
+def test_every_rollout_trains_with_the_advantage_of_its_own_reward() -> None:
     """From the text that was scored to the item that trains, through every loop."""
     trainer, recorder, generators = Trainer(), Recorder(), Generators()
-    run_to_the_end(
-        tmp_path, "algorithm.advantage=dr_grpo", trainer=trainer, recorder=recorder, generators=generators
-    )
+    run_to_the_end("algorithm.advantage=dr_grpo", trainer=trainer, recorder=recorder, generators=generators)
     assert len(trainer.steps) == len(recorder.batches) == MAX_STEPS
     of_each_part = {
         "filtered/num_rollouts",
@@ -132,20 +130,20 @@ def test_every_rollout_trains_with_the_advantage_of_its_own_reward(tmp_path: Pat
 STALE = ("max_off_policy_steps=1", "buffer.stale_groups=drop", "buffer.adapt_load=false", "max_steps=6")
 
 
-def test_stale_groups_are_cancelled_and_their_prompts_come_again(tmp_path: Path) -> None:
+def test_stale_groups_are_cancelled_and_their_prompts_come_again() -> None:
     generators = Generators(endless=(1,))
-    run_to_the_end(tmp_path, *STALE, "weights.interruption=cancel_stale", generators=generators)
+    run_to_the_end(*STALE, "weights.interruption=cancel_stale", generators=generators)
     assert generators.cancelled == [1]
     endless = generators.prompts[1]
     assert generators.prompts.count(endless) == 2
 
 
 @pytest.mark.parametrize("interruption", sorted(set(Interruption) - {Interruption.CANCEL_STALE}))
-def test_other_interruptions_cancel_no_group(tmp_path: Path, interruption: Interruption) -> None:
+def test_other_interruptions_cancel_no_group(interruption: Interruption) -> None:
     """A step that the endless group is missing from never comes: the run is looked at before it."""
     generators, trainer = Generators(endless=(1,)), Trainer()
     run = make_run(
-        make_config(tmp_path, *STALE, f"weights.interruption={interruption}"),
+        make_config(*STALE, f"weights.interruption={interruption}"),
         generators=generators,
         trainer=trainer,
         held_out=[make_problem(10)],
@@ -162,11 +160,11 @@ def test_other_interruptions_cancel_no_group(tmp_path: Path, interruption: Inter
     assert generators.cancelled == []
 
 
-def test_only_a_full_solution_counts_as_solved(tmp_path: Path) -> None:
+def test_only_a_full_solution_counts_as_solved() -> None:
     """Rewards 0, 0.3, 0.9, 1.0 and 2.0, one problem each."""
     generators = Generators()
     problems = [make_problem(tenths) for tenths in (0, 3, 9, 10, 20)]
-    run = make_run(make_config(tmp_path), generators=generators, held_out=problems)
+    run = make_run(make_config(), generators=generators, held_out=problems)
     held_out = asyncio.run(run.evaluations.first())
     assert held_out.accuracy == pytest.approx(2 / 5)
     assert held_out.score_mean == pytest.approx(4.2 / 5)
@@ -177,7 +175,7 @@ def test_only_a_full_solution_counts_as_solved(tmp_path: Path) -> None:
 def test_the_trainer_rejects_old_tokens_where_ages_are_of_tokens(
     tmp_path: Path, age_of: AgeOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = make_config(tmp_path, "max_off_policy_steps=3", f"buffer.age_of={age_of}")
+    config = make_config("max_off_policy_steps=3", f"buffer.age_of={age_of}")
     fleet = StartingFleet()
     fleet.install(monkeypatch)
     asyncio.run(start_roles(config, make_prepared(config), fleet, Recorder.console, RunDir(path=tmp_path)))
@@ -205,24 +203,24 @@ def test_what_came_through_ends_a_row_and_age_and_filters_do_not_count() -> None
         StarvationWatch(0)
 
 
-def test_a_skipped_step_is_followed_by_others_but_not_by_many_skipped_ones(tmp_path: Path) -> None:
+def test_a_skipped_step_is_followed_by_others_but_not_by_many_skipped_ones() -> None:
     trainer = Trainer(skipped=(1, 3, 4))
-    run = run_to_the_end(tmp_path, "max_steps=5", "trainer.bad_steps.max_in_a_row=3", trainer=trainer)
+    run = run_to_the_end("max_steps=5", "trainer.bad_steps.max_in_a_row=3", trainer=trainer)
     assert len(trainer.steps) == 5 and trainer.num_staged == 5
     assert [one.update for one in run.buffer.book.steps] == [
         Update.SKIPPED if step in (1, 3, 4) else Update.MADE for step in range(1, 6)
     ]
     trainer = Trainer(skipped=(1, 3, 4))
     with pytest.raises(ExceptionGroup) as raised:
-        run_to_the_end(tmp_path, "max_steps=5", "trainer.bad_steps.max_in_a_row=2", trainer=trainer)
+        run_to_the_end("max_steps=5", "trainer.bad_steps.max_in_a_row=2", trainer=trainer)
     assert isinstance(root_cause(raised.value), BadStepsEndRun)
     assert len(trainer.steps) == 4, "skipped steps in a row count, not all of them"
 
 
-def test_of_a_batch_that_is_rolled_back_nothing_counts_as_trained(tmp_path: Path) -> None:
+def test_of_a_batch_that_is_rolled_back_nothing_counts_as_trained() -> None:
     """Its version is published all the same, and its prompts end: they come neither again nor in a step."""
     trainer, recorder = Trainer(rolled_back=(2,)), Recorder()
-    run = run_to_the_end(tmp_path, trainer=trainer, recorder=recorder)
+    run = run_to_the_end(trainer=trainer, recorder=recorder)
     book = run.buffer.book
     assert [one.update for one in book.steps] == [Update.MADE, Update.SKIPPED, Update.MADE]
     assert trainer.num_staged == MAX_STEPS == run.version
@@ -230,10 +228,10 @@ def test_of_a_batch_that_is_rolled_back_nothing_counts_as_trained(tmp_path: Path
     assert len(prompts) == len(set(prompts)) == MAX_STEPS * len(recorder.batches[0].groups)
 
 
-def test_a_bad_step_that_is_to_stop_the_run_is_recorded_first(tmp_path: Path) -> None:
+def test_a_bad_step_that_is_to_stop_the_run_is_recorded_first() -> None:
     trainer, recorder = Trainer(ends_run=2), Recorder()
     with pytest.raises(ExceptionGroup) as raised:
-        run_to_the_end(tmp_path, trainer=trainer, recorder=recorder)
+        run_to_the_end(trainer=trainer, recorder=recorder)
     assert isinstance(root_cause(raised.value), BadStepsEndRun)
     assert len(trainer.steps) == len(recorder.batches) == 2
 
@@ -264,11 +262,11 @@ class MixedGenerators(Generators):
         return answer
 
 
-def test_whatever_becomes_of_a_group_its_arrays_and_its_reservation_are_freed_once(tmp_path: Path) -> None:
+def test_whatever_becomes_of_a_group_its_arrays_and_its_reservation_are_freed_once() -> None:
     """Trained, refused, filtered or not scored: at the end of a run nothing is held."""
     generators, trainer, recorder = MixedGenerators(), Trainer(), Recorder()
     config = make_config(
-        tmp_path, "max_steps=8", "algorithm.filters=[{kind: dynamic_sampling}]", "scorer.max_attempts=1"
+        "max_steps=8", "algorithm.filters=[{kind: dynamic_sampling}]", "scorer.max_attempts=1"
     )
     run = make_run(
         config, generators=generators, trainer=trainer, recorder=recorder, held_out=[make_problem(10)]
@@ -288,11 +286,10 @@ def test_whatever_becomes_of_a_group_its_arrays_and_its_reservation_are_freed_on
         assert generators.seed_of_group[group.group_id] == sampling_seed(config.seed, group.draw_id)
 
 
-def test_groups_that_come_through_begin_the_count_of_given_up_ones_anew(tmp_path: Path) -> None:
+def test_groups_that_come_through_begin_the_count_of_given_up_ones_anew() -> None:
     """More are given up than buffer.max_given_up_in_a_row, but never that many between two that train."""
     recorder = Recorder()
     run_to_the_end(
-        tmp_path,
         "max_steps=20",
         "buffer.max_given_up_in_a_row=8",
         "algorithm.max_filtered_in_a_row=4",
@@ -304,11 +301,9 @@ def test_groups_that_come_through_begin_the_count_of_given_up_ones_anew(tmp_path
     assert len(recorder.problems) > 8
 
 
-def test_what_a_filter_draws_follows_from_the_prompt_and_not_from_the_number_of_its_group(
-    tmp_path: Path,
-) -> None:
+def test_what_a_filter_draws_follows_from_the_prompt_and_not_from_the_number_of_its_group() -> None:
     """That number depends on what became of other groups."""
-    config = make_config(tmp_path, "algorithm.filters=[{kind: resample_on_correct, num_kept: 2}]")
+    config = make_config("algorithm.filters=[{kind: resample_on_correct, num_kept: 2}]")
     filtering = GroupFiltering(config.algorithm, seed=config.seed)
     rollouts = tuple(make_stored_rollout((0, 0, 4), text=str(index)) for index in range(4))
     scores = [Score(value, value > 0.5) for value in (1.0, 1.0, 0.0, 0.0)]
@@ -337,12 +332,12 @@ class Unscorable(MixedGenerators):
     ],
 )
 def test_groups_given_up_one_after_another_end_the_run_with_the_first_reason(
-    tmp_path: Path, generators: Generators, reasons: str, first: str
+    generators: Generators, reasons: str, first: str
 ) -> None:
     recorder = Recorder()
     limits = ("buffer.max_given_up_in_a_row=7", "scorer.max_attempts=1")
     with pytest.raises(ExceptionGroup) as raised:
-        run_to_the_end(tmp_path, *limits, generators=generators, recorder=recorder)
+        run_to_the_end(*limits, generators=generators, recorder=recorder)
     cause = root_cause(raised.value)
     assert isinstance(cause, NothingTrains)
     words, _, problem = str(cause).partition("; the first: ")
@@ -351,7 +346,7 @@ def test_groups_given_up_one_after_another_end_the_run_with_the_first_reason(
     assert len(recorder.problems) >= 7
 
 
-def test_steps_that_do_not_fit_cost_their_group_and_not_the_run(tmp_path: Path) -> None:
+def test_steps_that_do_not_fit_cost_their_group_and_not_the_run() -> None:
     """Every third group has rewards of steps for one of its rollouts only."""
 
     async def with_steps(task: Task, responses: Sequence[Response], first: int) -> ScoredResponses:
@@ -361,7 +356,7 @@ def test_steps_that_do_not_fit_cost_their_group_and_not_the_run(tmp_path: Path) 
         only = dataclasses.replace(scored.scores[0], steps=(Step(end=1, value=1.0),))
         return ScoredResponses(scores=(only,), counts=scored.counts)
 
-    config, recorder, trainer = make_config(tmp_path), Recorder(), Trainer()
+    config, recorder, trainer = make_config(), Recorder(), Trainer()
     run = make_run(config, held_out=[make_problem(10)], recorder=recorder, trainer=trainer)
     scorer = GroupScoring(ScorerPool([with_steps], config.scorer), config.scorer)
     run.scorer = run.lifecycle._scorer = scorer
@@ -370,10 +365,10 @@ def test_steps_that_do_not_fit_cost_their_group_and_not_the_run(tmp_path: Path) 
     assert recorder.problems and all("has no rewards of steps" in text for text in recorder.problems)
 
 
-def test_groups_that_became_too_old_are_freed(tmp_path: Path) -> None:
+def test_groups_that_became_too_old_are_freed() -> None:
     """While they were scored, and while they waited for the trainer."""
     generators = Generators()
-    run = make_run(make_config(tmp_path), generators=generators)
+    run = make_run(make_config(), generators=generators)
     groups = [
         Group(
             group_id=group_id,
@@ -405,11 +400,10 @@ def test_groups_that_became_too_old_are_freed(tmp_path: Path) -> None:
     assert run.payloads.state.num_bytes_reserved == 0
 
 
-def test_evaluations_and_checkpoints_come_every_so_many_steps(tmp_path: Path) -> None:
+def test_evaluations_and_checkpoints_come_every_so_many_steps() -> None:
     trainer, recorder = Trainer(), Recorder()
     recorder.elapsed_s = 12.5
     run_to_the_end(
-        tmp_path,
         "max_steps=7",
         "evaluation.every_steps=3",
         "evaluation.mode=pinned",
@@ -423,7 +417,7 @@ def test_evaluations_and_checkpoints_come_every_so_many_steps(tmp_path: Path) ->
     assert [(state.step, state.elapsed_s) for state in states] == [(step, 12.5) for step in (2, 4, 6, 7)]
 
 
-def test_the_times_of_a_step_are_those_of_its_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_times_of_a_step_are_those_of_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock that only the parts move: a batch takes 1 s, a step 3 s, an evaluation 5 s."""
 
     class Clock:
@@ -450,7 +444,7 @@ def test_the_times_of_a_step_are_those_of_its_parts(tmp_path: Path, monkeypatch:
             times.append(record.times)
 
     run = make_run(
-        make_config(tmp_path, "max_steps=2"),
+        make_config("max_steps=2"),
         trainer=TimedTrainer(),
         generators=TimedGenerators(),
         recorder=TimesRecorder(),
@@ -478,7 +472,7 @@ def test_the_times_of_a_step_are_those_of_its_parts(tmp_path: Path, monkeypatch:
 
 
 def test_what_training_waits_for_between_two_steps_is_measured_by_its_cause(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Reports take 2 s, a checkpoint 3 s, and a disk refuses the ledger for 20 s at each checkpoint."""
     time = VirtualTime()
@@ -499,7 +493,7 @@ def test_what_training_waits_for_between_two_steps_is_measured_by_its_cause(
 
     recorder = Recorder()
     run = make_run(
-        make_config(tmp_path, "max_steps=3", "checkpoint.every_steps=2"),
+        make_config("max_steps=3", "checkpoint.every_steps=2"),
         trainer=SlowTrainer(),
         generators=BusyGenerators(),
         recorder=recorder,
@@ -538,7 +532,7 @@ def test_a_resumed_run_goes_on_in_the_data_under_the_weights_of_its_checkpoint(t
 
     snapshot = RESUMED_AT
     state = RunState(step=2, elapsed_s=100.0, model={}, config={}, problems="", buffer=snapshot, ledger=START)
-    config = make_config(tmp_path, "max_steps=4")
+    config = make_config("max_steps=4")
     prepared = make_prepared(config, [make_problem(10)])
     order = TaskOrder(prepared.train, seed=config.seed, position=0)
     prompts = [int(order.next().prompt) for _ in range(10)]
@@ -578,7 +572,7 @@ def kept_group(task: Task, prompt: int, config: RunConfig) -> SpilledGroup:
 def test_a_resumed_run_makes_lost_steps_again_and_samples_nothing_for_them(tmp_path: Path) -> None:
     """Prompts 6 to 9 were trained in steps 3 and 4, which are lost; they are on the disk."""
     snapshot = dataclasses.replace(RESUMED_AT, num_submitted=7, pending=())
-    config = make_config(tmp_path, "max_steps=5", "max_off_policy_steps=1")
+    config = make_config("max_steps=5", "max_off_policy_steps=1")
     prepared = make_prepared(config, [make_problem(10)])
     order = TaskOrder(prepared.train, seed=config.seed, position=0)
     tasks = [order.next() for _ in range(12)]
@@ -608,7 +602,7 @@ def test_a_resumed_run_makes_lost_steps_again_and_samples_nothing_for_them(tmp_p
     assert not any("," in rollout.text for rollout in generators.freed), "they are in no shared memory"
 
 
-def test_what_is_evaluated_is_served_by_every_generator(tmp_path: Path) -> None:
+def test_what_is_evaluated_is_served_by_every_generator() -> None:
     """And what a generator tells of its running groups at a swap reaches the buffer before that."""
     told: list[int] = []
 
@@ -634,7 +628,7 @@ def test_what_is_evaluated_is_served_by_every_generator(tmp_path: Path) -> None:
         told.extend(progress.group_id for progress in groups)
 
     run = make_run(
-        make_config(tmp_path, "evaluation.every_steps=1", "evaluation.mode=pinned"),
+        make_config("evaluation.every_steps=1", "evaluation.mode=pinned"),
         generators=Slow(2),
         held_out=[make_problem(10)],
     )

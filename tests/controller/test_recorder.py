@@ -110,7 +110,7 @@ class Console(StepConsole):
 class Recording:
     """A recorder in a folder, and what it has written."""
 
-    def __init__(self, folder: Path, config: RunConfig, resumed: RunState | None = None) -> None:
+    def __init__(self, config: RunConfig, resumed: RunState | None = None) -> None:
         self.run_dir = RunDir.create(config, "", datetime(2030, 1, 1))
         self.printed = io.StringIO()
         self.config = config
@@ -175,8 +175,8 @@ class Recording:
 
 @pytest.fixture
 def recording(tmp_path: Path) -> Iterator[Recording]:
-    config = make_config(tmp_path, f"run_dir={tmp_path / 'run'}", "logging.tensorboard=false")
-    recording = Recording(tmp_path, config)
+    config = make_config(f"run_dir={tmp_path / 'run'}", "logging.tensorboard=false")
+    recording = Recording(config)
     with recording.recorder:
         yield recording
 
@@ -236,8 +236,8 @@ def test_a_step_by_hand(recording: Recording) -> None:
 
 def test_tokens_of_what_is_written_are_asked_for(tmp_path: Path) -> None:
     """The same rollouts as in rollouts.jsonl; nobody is asked where none is written."""
-    config = make_config(tmp_path, f"run_dir={tmp_path / 'one'}", "logging.rollouts_per_step=1")
-    one = Recording(tmp_path, config)
+    config = make_config(f"run_dir={tmp_path / 'one'}", "logging.rollouts_per_step=1")
+    one = Recording(config)
     groups = [make_group(0, (1.0, 0.0)), make_group(1, (0.0, 0.0))]
     with one.recorder as recorder:
         asked = [recorder.picks(step, groups) for step in range(1, 9)]
@@ -252,8 +252,8 @@ def test_tokens_of_what_is_written_are_asked_for(tmp_path: Path) -> None:
     assert len({line["group_id"] for line in records}) == 2, "not always the same one"
     lines = [json.loads(line) for line in one.run_dir.tokens.read_text().splitlines()]
     assert lines == [{"step": step, "worst": []} for step in range(1, 9)]
-    config = make_config(tmp_path, f"run_dir={tmp_path / 'none'}", "logging.rollouts_per_step=0")
-    silent = Recording(tmp_path, config)
+    config = make_config(f"run_dir={tmp_path / 'none'}", "logging.rollouts_per_step=0")
+    silent = Recording(config)
     with silent.recorder as none:
         assert none.picks(1, groups) is None
         assert "metrics/num_nonfinite_token_values" not in silent.record(1)
@@ -389,7 +389,7 @@ def test_batches_that_are_rolled_back_or_not_kept_are_counted(recording: Recordi
 def test_only_the_newest_bad_batches_are_kept(tmp_path: Path) -> None:
     """Also of those that the run had kept before it was resumed."""
     overrides = ("logging.tensorboard=false", "trainer.bad_steps.num_kept=2")
-    recording = Recording(tmp_path, make_config(tmp_path, f"run_dir={tmp_path / 'run'}", *overrides))
+    recording = Recording(make_config(f"run_dir={tmp_path / 'run'}", *overrides))
     for step in (7, 100_000_001):
         (recording.run_dir.bad_steps / f"step-{step:08d}").mkdir(parents=True)
     with recording.recorder:
@@ -420,14 +420,14 @@ def test_the_console_names_what_took_longest(changes: dict[str, float], longest:
 
 
 def test_the_clock_of_a_new_run_starts_with_it(tmp_path: Path) -> None:
-    config = make_config(tmp_path, f"run_dir={tmp_path / 'run'}", "logging.tensorboard=false")
+    config = make_config(f"run_dir={tmp_path / 'run'}", "logging.tensorboard=false")
     before_s = time.perf_counter()
-    with Recording(tmp_path, config).recorder as recorder:
+    with Recording(config).recorder as recorder:
         assert 0.0 <= recorder.elapsed_s <= time.perf_counter() - before_s
 
 
 def test_a_resumed_run_goes_on_with_its_clock_and_hides_what_comes_again(tmp_path: Path) -> None:
-    config = make_config(tmp_path, f"run_dir={tmp_path / 'run'}")
+    config = make_config(f"run_dir={tmp_path / 'run'}")
     run_dir = RunDir.create(config, "", datetime(2030, 1, 1))
     state = RunState(
         step=5, elapsed_s=1000.0, model={}, config={}, problems="", buffer=SNAPSHOT, ledger=START

@@ -5,7 +5,6 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -80,10 +79,10 @@ def watch(run: GrpoRun, body: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(both())
 
 
-def make_held_run(folder: Path, *overrides: str) -> tuple[GrpoRun, HeldTrainer, Generators, Recorder]:
+def make_held_run(*overrides: str) -> tuple[GrpoRun, HeldTrainer, Generators, Recorder]:
     trainer, generators, recorder = HeldTrainer(), Generators(2), Recorder()
     run = make_run(
-        make_config(folder, *overrides),
+        make_config(*overrides),
         trainer=trainer,
         generators=generators,
         recorder=recorder,
@@ -92,8 +91,8 @@ def make_held_run(folder: Path, *overrides: str) -> tuple[GrpoRun, HeldTrainer, 
     return run, trainer, generators, recorder
 
 
-def test_the_next_step_is_made_while_a_version_is_staged_and_publishes_after_it(tmp_path: Path) -> None:
-    run, trainer, generators, recorder = make_held_run(tmp_path, "max_off_policy_steps=2", "max_steps=4")
+def test_the_next_step_is_made_while_a_version_is_staged_and_publishes_after_it() -> None:
+    run, trainer, generators, recorder = make_held_run("max_off_policy_steps=2", "max_steps=4")
 
     async def body() -> None:
         await let_others_run()
@@ -112,8 +111,8 @@ def test_the_next_step_is_made_while_a_version_is_staged_and_publishes_after_it(
     assert sorted(generators.swapped)[-1] == (1, 4), "the last version is served before the run ends"
 
 
-def test_without_age_a_step_waits_until_the_version_before_is_served(tmp_path: Path) -> None:
-    run, trainer, _, _ = make_held_run(tmp_path, "max_off_policy_steps=0")
+def test_without_age_a_step_waits_until_the_version_before_is_served() -> None:
+    run, trainer, _, _ = make_held_run("max_off_policy_steps=0")
 
     async def body() -> None:
         for version in range(1, MAX_STEPS + 1):
@@ -125,9 +124,9 @@ def test_without_age_a_step_waits_until_the_version_before_is_served(tmp_path: P
     assert len(trainer.steps) == MAX_STEPS
 
 
-def test_an_evaluation_waits_until_its_version_is_staged(tmp_path: Path) -> None:
+def test_an_evaluation_waits_until_its_version_is_staged() -> None:
     run, trainer, _, recorder = make_held_run(
-        tmp_path, "max_off_policy_steps=2", "evaluation.every_steps=1", "evaluation.mode=pinned"
+        "max_off_policy_steps=2", "evaluation.every_steps=1", "evaluation.mode=pinned"
     )
 
     async def body() -> None:
@@ -140,7 +139,7 @@ def test_an_evaluation_waits_until_its_version_is_staged(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("has_begun", [False, True])
-def test_a_failure_ends_the_run(tmp_path: Path, has_begun: bool) -> None:
+def test_a_failure_ends_the_run(has_begun: bool) -> None:
     """Before the copies have begun no further step is made."""
     failure = NonFiniteWeights("publishing version 1 is refused")
 
@@ -154,7 +153,7 @@ def test_a_failure_ends_the_run(tmp_path: Path, has_begun: bool) -> None:
             raise failure
 
     trainer = Failing()
-    run = make_run(make_config(tmp_path, "max_off_policy_steps=2"), trainer=trainer)
+    run = make_run(make_config("max_off_policy_steps=2"), trainer=trainer)
     with pytest.raises(ExceptionGroup) as caught:
         asyncio.run(run.run(Fleet()))
     assert root_cause(caught.value) is failure
@@ -176,7 +175,6 @@ class HeldGenerators(Generators):
 
 
 def serve(
-    folder: Path,
     generators: Generators,
     body: Callable[[GrpoRun, Trainer], Awaitable[None]],
     recorder: Recorder | None = None,
@@ -185,7 +183,7 @@ def serve(
 
     async def run_body() -> None:
         trainer = Trainer()
-        run = make_run(make_config(folder), generators=generators, trainer=trainer, recorder=recorder)
+        run = make_run(make_config(), generators=generators, trainer=trainer, recorder=recorder)
         async with asyncio.TaskGroup() as group:
             loops = [group.create_task(loop) for loop in run.serving.loops()]
             await body(run, trainer)
@@ -195,7 +193,7 @@ def serve(
     asyncio.run(run_body())
 
 
-def test_what_was_fetched_by_half_is_not_swapped_in(tmp_path: Path) -> None:
+def test_what_was_fetched_by_half_is_not_swapped_in() -> None:
     generators, recorder = (
         Generators(2, is_complete=lambda host, number: host == 0 or number == 3),
         Recorder(),
@@ -206,22 +204,22 @@ def test_what_was_fetched_by_half_is_not_swapped_in(tmp_path: Path) -> None:
         await run.serving.publish()
         await run.serving.until_served(1)
 
-    serve(tmp_path, generators, body, recorder)
+    serve(generators, body, recorder)
     assert generators.num_fetches == [1, 4]
     assert [fetched.is_complete for fetched in recorder.fetches].count(False) == 3
     assert generators.swapped == [(0, 1), (1, 1)]
 
 
-def test_a_fetch_that_succeeds_makes_up_for_those_before(tmp_path: Path) -> None:
+def test_a_fetch_that_succeeds_makes_up_for_those_before() -> None:
     """Four fail, one succeeds, version by version: that is never five in a row."""
     generators = Generators(is_complete=lambda replica, number: number % 5 == 4)
-    run = make_run(make_config(tmp_path), generators=generators, held_out=[make_problem(10)])
+    run = make_run(make_config(), generators=generators, held_out=[make_problem(10)])
     asyncio.run(run.run(Fleet()))
     assert generators.num_fetches == [5 * MAX_STEPS]
     assert generators.swapped == [(0, version) for version in range(1, MAX_STEPS + 1)]
 
 
-def test_a_version_counts_as_served_once_every_generator_has_it(tmp_path: Path) -> None:
+def test_a_version_counts_as_served_once_every_generator_has_it() -> None:
     generators = HeldGenerators(2, 1)
     told: list[int] = []
 
@@ -240,10 +238,10 @@ def test_a_version_counts_as_served_once_every_generator_has_it(tmp_path: Path) 
         await let_others_run()
         assert told == [1]
 
-    serve(tmp_path, generators, body)
+    serve(generators, body)
 
 
-def test_generators_of_one_host_are_served_together(tmp_path: Path) -> None:
+def test_generators_of_one_host_are_served_together() -> None:
     generators = Generators(3, hosts=[(0, 2), (1,)])
 
     async def body(run: GrpoRun, trainer: Trainer) -> None:
@@ -254,10 +252,10 @@ def test_generators_of_one_host_are_served_together(tmp_path: Path) -> None:
         assert sorted(generators.swapped) == [(r, v) for r in range(3) for v in (1, 2)]
         assert generators.num_fetches == [2, 2], "a version is fetched once for each host"
 
-    serve(tmp_path, generators, body)
+    serve(generators, body)
 
 
-def test_a_version_that_found_no_free_buffer_is_published_later(tmp_path: Path) -> None:
+def test_a_version_that_found_no_free_buffer_is_published_later() -> None:
     """Two generators hold one buffer each; what is skipped meanwhile comes when they let go."""
     generators = HeldGenerators(2, 0, 1)
 
@@ -281,7 +279,7 @@ def test_a_version_that_found_no_free_buffer_is_published_later(tmp_path: Path) 
         await run.serving.until_served(3)
         assert trainer.num_staged == 3
 
-    serve(tmp_path, generators, body)
+    serve(generators, body)
 
 
 LIVE = FixedSource.LIVE

@@ -3,7 +3,6 @@
 import asyncio
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 
@@ -70,7 +69,7 @@ class SomeUnscored(Generators):
         return rollouts
 
 
-def test_a_group_is_scored_before_its_teacher_sees_it_and_then_trains(tmp_path: Path) -> None:
+def test_a_group_is_scored_before_its_teacher_sees_it_and_then_trains() -> None:
     """By the very scores that decided what was shown. What has none is seen by nobody, and freed."""
     model, trainer, recorder, generators = SeenGroups(), Trainer(), Recorder(), SomeUnscored()
     teacher = Teacher(
@@ -81,7 +80,7 @@ def test_a_group_is_scored_before_its_teacher_sees_it_and_then_trains(tmp_path: 
         room=asyncio.Semaphore(3),
     )
     run = make_run(
-        make_config(tmp_path, "scorer.max_attempts=1"),
+        make_config("scorer.max_attempts=1"),
         generators=generators,
         trainer=trainer,
         recorder=recorder,

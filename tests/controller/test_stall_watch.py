@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Mapping
-from pathlib import Path
 
 import pytest
 
@@ -48,10 +47,10 @@ class ToldConsole(Console):
         self.told.append(text)
 
 
-def start(folder: Path, trainer: Trainer, console: Console, *overrides: str) -> GrpoRun:
+def start(trainer: Trainer, console: Console, *overrides: str) -> GrpoRun:
     recorder = Recorder()
     recorder.console = console
-    config = make_config(folder, "max_steps=4", *overrides)
+    config = make_config("max_steps=4", *overrides)
     return make_run(config, trainer=trainer, recorder=recorder, held_out=[make_problem(10)])
 
 
@@ -62,10 +61,10 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("quickly")
-def test_a_loop_that_waits_for_ever_is_named_with_its_call_and_the_stacks(tmp_path: Path) -> None:
+def test_a_loop_that_waits_for_ever_is_named_with_its_call_and_the_stacks() -> None:
     async def go() -> list[str]:
         trainer, console, fleet = HangingTrainer(), ToldConsole(), Fleet()
-        run = start(tmp_path, trainer, console)
+        run = start(trainer, console)
         process = standing_still()
         fleet.listing.put("scorer", 0, pid=process.pid, host=LOCAL_HOST_ID)
         running = asyncio.ensure_future(run.run(fleet))  # type: ignore[arg-type]
@@ -98,10 +97,10 @@ def test_a_loop_that_waits_for_ever_is_named_with_its_call_and_the_stacks(tmp_pa
 
 
 @pytest.mark.usefixtures("quickly")
-def test_a_run_that_is_held_up_by_a_known_fault_does_not_stand_still(tmp_path: Path) -> None:
+def test_a_run_that_is_held_up_by_a_known_fault_does_not_stand_still() -> None:
     async def go() -> None:
         trainer, console = HangingTrainer(), ToldConsole()
-        run = start(tmp_path, trainer, console)
+        run = start(trainer, console)
         fault = run.faults.detected(Role.TRAINER, "trainer rank 0", "has died")
         running = asyncio.ensure_future(run.run(Fleet()))  # type: ignore[arg-type]
         while not trainer.hangs:

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from forgeasync.config import TeacherSection, dump_config
-from forgeasync.testing import tiny_config, write_tiny_model
 from tests.support.app_runs import check_ledger, finish, read_lines, run_here, start, wait_for_step
+from tests.support.runs import write_tiny_run
 
 SAMPLING = ("sampling.temperature=0.7", "sampling.top_p=0.9", "sampling.top_k=12")
 
@@ -19,29 +18,16 @@ SAMPLING = ("sampling.temperature=0.7", "sampling.top_p=0.9", "sampling.top_k=12
 def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The teacher is the model that the run starts with."""
     folder = tmp_path_factory.mktemp("distill")
-    model = write_tiny_model(folder / "model", scale=4.0)
-    config = tiny_config(model)
-    terms = (
-        {"kind": "sampled_reverse_kl"},
-        {"kind": "topk_kl", "divergence": "reverse", "top_k": 5},
+    terms = "{kind: sampled_reverse_kl}, {kind: topk_kl, divergence: reverse, top_k: 5}"
+    engine = "{max_num_seqs: 32, max_num_batched_tokens: 512, kv_cache_gib: 0.05, keep_in_flight: false}"
+    return write_tiny_run(
+        folder,
+        # A teacher reads one token more than it is asked about.
+        "model.max_context_length=159",
+        f"algorithm={{objective: {{kind: none}}, terms: [{terms}]}}",
+        f"teachers={{own: {{model_path: {folder / 'model'}, engine: {engine}}}}}",
+        scale=4.0,
     )
-    algorithm = config.algorithm.model_dump() | {"objective": {"kind": "none"}, "terms": terms}
-    config = config.model_copy(
-        update={
-            # A teacher reads one token more than it is asked about.
-            "model": config.model.model_copy(update={"max_context_length": 159}),
-            "algorithm": type(config.algorithm).model_validate(algorithm),
-            "teachers": {
-                "own": TeacherSection(
-                    model_path=str(model),
-                    engine=config.generator.model_copy(update={"keep_in_flight": False}),
-                )
-            },
-        }
-    )
-    file = folder / "run.yaml"
-    file.write_text(dump_config(config))
-    return file
 
 
 @pytest.mark.exhaustive

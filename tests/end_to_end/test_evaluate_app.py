@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from forgeasync.config import dump_config
-from forgeasync.testing import tiny_config, write_tiny_model
 from tests.support.app_runs import REPOSITORY, finish
 from tests.support.chat_server import Reply, completion, error, serving
+from tests.support.runs import write_tiny_run
 from tests.support.tiers import Starts, starts
 
 ENVIRONMENT = "tests.support.environments.KeepsAndFails"
@@ -23,12 +21,7 @@ ENVIRONMENT = "tests.support.environments.KeepsAndFails"
 @pytest.fixture(scope="module")
 def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Six held-out problems."""
-    folder = tmp_path_factory.mktemp("evaluate")
-    config = yaml.safe_load(dump_config(tiny_config(write_tiny_model(folder / "model", scale=8.0))))
-    config["evaluation"] = {"num_problems": 6}
-    file = folder / "run.yaml"
-    file.write_text(yaml.safe_dump(config))
-    return file
+    return write_tiny_run(tmp_path_factory.mktemp("evaluate"), "evaluation.num_problems=6", scale=8.0)
 
 
 @starts(Starts.PROCS)

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from forgeasync.checkpoints import list_checkpoints
-from forgeasync.config import dump_config
-from forgeasync.testing import tiny_config, write_tiny_model
 from tests.support.app_runs import DEADLINE_S, check_ledger, finish, read_lines, start
 from tests.support.disks import fill_up, small_disk
+from tests.support.runs import write_tiny_run
 
 NUM_STEPS = 12
 
@@ -18,8 +17,7 @@ NUM_STEPS = 12
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1500)
 def test_a_run_waits_for_room_and_loses_nothing(tmp_path: Path) -> None:
-    file = tmp_path / "run.yaml"
-    file.write_text(dump_config(tiny_config(write_tiny_model(tmp_path / "model"))))
+    file = write_tiny_run(tmp_path)
     with small_disk(tmp_path / "disk", num_mib=40) as disk:
         run_dir = disk / "run"
         process = start(file, f"run_dir={run_dir}", f"max_steps={NUM_STEPS}", "checkpoint.every_steps=1")

@@ -12,9 +12,8 @@ import pytest
 from safetensors.torch import load_file
 
 from forgeasync.checkpoints import checkpoint_name
-from forgeasync.config import dump_config
 from forgeasync.plugins.viewer import RunReader, status_of
-from forgeasync.testing import tiny_config, write_tiny_model
+from forgeasync.testing import tiny_config
 from tests.support.app_runs import (
     NEVER_ENDING,
     check_ledger,
@@ -28,16 +27,13 @@ from tests.support.app_runs import (
     wait_for_step,
 )
 from tests.support.processes import send_signal
+from tests.support.runs import write_tiny_run
 from tests.support.traces import check_traces
 
 
 @pytest.fixture(scope="module")
 def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("grpo")
-    model = write_tiny_model(folder / "model")
-    file = folder / "run.yaml"
-    file.write_text(dump_config(tiny_config(model)))
-    return file
+    return write_tiny_run(tmp_path_factory.mktemp("grpo"))
 
 
 def check_verdict(run_dir: Path, out: str) -> None:

@@ -10,9 +10,7 @@ import pytest
 
 from forgeasync.buffer import AnyEvent, LedgerLines, Restored, Resumed, Sampled, Trained, attempt_and_prompt
 from forgeasync.checkpoints import list_checkpoints, step_of
-from forgeasync.config import CheckpointSection, dump_config
 from forgeasync.rollouts import SUFFIX, SpilledGroupTorn, read_kept
-from forgeasync.testing import tiny_config, write_tiny_model
 from tests.support.app_runs import (
     DEADLINE_S,
     NEVER_ENDING,
@@ -22,6 +20,7 @@ from tests.support.app_runs import (
     session_processes,
     start,
 )
+from tests.support.runs import write_tiny_run
 
 EVERY, NUM_MORE = 6, 3
 """Steps between checkpoints, and steps that the resumed run makes after those that were lost."""
@@ -80,14 +79,13 @@ def run_until_two_steps_would_be_lost(process: subprocess.Popen[str], run_dir: P
 @pytest.mark.timeout(1500)
 def test_a_killed_controller_goes_on_with_its_finished_groups(tmp_path: Path) -> None:
     """It is killed once more as soon as it has gone on."""
-    config = tiny_config(write_tiny_model(tmp_path / "model", scale=4.0))
-    updates = {
-        "max_off_policy_steps": 2,
-        "checkpoint": CheckpointSection(every_steps=EVERY, keep=2),
-        "logging": config.logging.model_copy(update={"rollouts_per_step": 100}),
-    }
-    file = tmp_path / "run.yaml"
-    file.write_text(dump_config(config.model_copy(update=updates)))
+    file = write_tiny_run(
+        tmp_path,
+        "max_off_policy_steps=2",
+        f"checkpoint={{every_steps: {EVERY}, keep: 2}}",
+        "logging.rollouts_per_step=100",
+        scale=4.0,
+    )
     run_dir = tmp_path / "run"
     ledger, metrics = run_dir / "ledger.jsonl", run_dir / "metrics.jsonl"
     process = start(file, f"run_dir={run_dir}", NEVER_ENDING)

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from forgeasync.config import dump_config
-from forgeasync.testing import tiny_config, write_tiny_model
 from tests.support.app_runs import NEVER_ENDING, check_open_ledger, finish, read_lines, start
+from tests.support.runs import write_tiny_run
 
 LIMIT_S = 600.0
 
@@ -52,12 +51,9 @@ class Run:
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1800)
 def test_generators_are_killed_and_stopped_and_nothing_is_lost(tmp_path: Path) -> None:
-    model = write_tiny_model(tmp_path / "model")
-    config_file = tmp_path / "run.yaml"
-    config_file.write_text(dump_config(tiny_config(model)))
     run_dir = tmp_path / "run"
     process = start(
-        config_file,
+        write_tiny_run(tmp_path),
         f"run_dir={run_dir}",
         NEVER_ENDING,
         "max_off_policy_steps=2",

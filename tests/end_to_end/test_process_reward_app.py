@@ -9,12 +9,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from forgeasync.config import dump_config
 from forgeasync.environments import marked_processes
 from forgeasync.files import RUN_MARK
-from forgeasync.testing import tiny_config, write_tiny_model
 from tests.support.app_runs import check_ledger, finish, read_lines, start, wait_for_step
 from tests.support.models import write_process_reward_model
+from tests.support.runs import write_tiny_run
 
 NUM_STEPS = 4
 
@@ -35,9 +34,7 @@ def engines_of(run_dir: Path) -> list[psutil.Process]:
 @pytest.mark.timeout(600)
 def test_a_run_trains_on_rewards_of_steps_and_outlives_their_engine(tmp_path: Path) -> None:
     """Steps are strictly synchronous: those after the kill have the scores of the next engine."""
-    config = tiny_config(write_tiny_model(tmp_path / "model", scale=4.0))
-    file, run_dir = tmp_path / "run.yaml", tmp_path / "run"
-    file.write_text(dump_config(config))
+    file, run_dir = write_tiny_run(tmp_path, scale=4.0), tmp_path / "run"
     scorer = write_process_reward_model(tmp_path / "scorer")
     reward = f"{{kind: process_reward_model, model_path: {scorer}, step_separator: ';', max_num_seqs: 8, "
     reward += "max_context_length: 256, max_num_batched_tokens: 512, kv_cache_gib: 0.02}"

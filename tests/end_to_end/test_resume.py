@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from forgeasync.config import CheckpointSection, RunConfig, dump_config, load_config
+from forgeasync.config import RunConfig, dump_config, load_config
 from forgeasync.controller import open_files
 from forgeasync.controller.resume import _changes
 from forgeasync.observability import check_run_dir
 from forgeasync.schema import ConfigError
-from forgeasync.testing import tiny_config, write_tiny_model
+from forgeasync.testing import tiny_config
 from tests.support.app_runs import (
     check_ledger,
     controller_of,
@@ -25,6 +25,7 @@ from tests.support.app_runs import (
     start,
     wait_for_step,
 )
+from tests.support.runs import write_tiny_run
 
 NUM_STEPS, EVERY = 5, 2
 SAME = (
@@ -39,17 +40,13 @@ SAME = (
 
 @pytest.fixture(scope="module")
 def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("resume")
-    model = write_tiny_model(folder / "model", scale=4.0)
-    config = tiny_config(model)
-    generator = config.generator.model_copy(update={"batch_invariant": True})
-    checkpoint = CheckpointSection(every_steps=EVERY, keep=3)
-    config = config.model_copy(
-        update={"max_steps": NUM_STEPS, "generator": generator, "checkpoint": checkpoint}
+    return write_tiny_run(
+        tmp_path_factory.mktemp("resume"),
+        f"max_steps={NUM_STEPS}",
+        "generator.batch_invariant=true",
+        f"checkpoint={{every_steps: {EVERY}, keep: 3}}",
+        scale=4.0,
     )
-    file = folder / "run.yaml"
-    file.write_text(dump_config(config))
-    return file
 
 
 @pytest.fixture(scope="module")
@@ -234,9 +231,7 @@ def load(config_file: Path, *overrides: str) -> RunConfig:
     return load_config(config_file, overrides)
 
 
-def test_other_problems_under_the_same_names_are_refused(
-    config_file: Path, interrupted: Path, tmp_path: Path
-) -> None:
+def test_other_problems_under_the_same_names_are_refused(config_file: Path, interrupted: Path) -> None:
     """As if a file of the data had been written anew since."""
     file = interrupted / "checkpoints" / "step-00000002" / "run.json"
     state = json.loads(file.read_text())
@@ -259,7 +254,7 @@ def test_other_problems_under_the_same_names_are_refused(
     ],
 )
 def test_what_cannot_be_resumed_is_refused_before_anything_starts(
-    config_file: Path, interrupted: Path, tmp_path: Path, overrides: list[str], expected: list[str]
+    config_file: Path, interrupted: Path, overrides: list[str], expected: list[str]
 ) -> None:
     before = (interrupted / "metrics.jsonl").read_text()
     arguments = ["--config", str(config_file), f"run_dir={interrupted}", *overrides, "--resume", "latest"]

@@ -11,12 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from forgeasync.config import CheckpointSection, dump_config
 from forgeasync.files import RUN_MARK, files_of
 from forgeasync.rollouts import SHARED_MEMORY
-from forgeasync.testing import tiny_config, write_tiny_model
 from tests.support.app_runs import check_ledger, controller_of, finish, read_lines, run_here, start
 from tests.support.processes import send_signal
+from tests.support.runs import write_tiny_run
 
 NUM_STEPS = 24
 WAIT_S = 600.0
@@ -80,11 +79,8 @@ def mark_in(run_dir: Path) -> str:
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1500)
 def test_kills_of_the_controller_and_of_everything_lose_nothing(tmp_path: Path) -> None:
-    config = tiny_config(write_tiny_model(tmp_path / "model", scale=4.0)).model_copy(
-        update={"max_steps": NUM_STEPS, "checkpoint": CheckpointSection(every_steps=2, keep=2)}
-    )
-    config_file, run_dir = tmp_path / "run.yaml", tmp_path / "run"
-    config_file.write_text(dump_config(config))
+    overrides = (f"max_steps={NUM_STEPS}", "checkpoint={every_steps: 2, keep: 2}")
+    config_file, run_dir = write_tiny_run(tmp_path, *overrides, scale=4.0), tmp_path / "run"
     # What is imported once makes the second start quick: the first run must still be there.
     code, _, err = run_here("--config", str(config_file), "--dry-run")
     assert code == 0, err
@@ -134,4 +130,4 @@ def test_kills_of_the_controller_and_of_everything_lose_nothing(tmp_path: Path) 
     assert lines[-1]["faults/detected_controller"] == lines[-1]["faults/recovered_controller"] == 2
     events = [(one["event"], one["number"], one["role"]) for one in read_lines(run_dir / "faults.jsonl")]
     assert events == [(what, one, "controller") for one in (0, 1) for what in ("detected", "recovered")]
-    assert check_ledger(run_dir)["ends"]["trained"] == NUM_STEPS * config.algorithm.groups_per_step
+    assert check_ledger(run_dir)["ends"]["trained"] == 4 * NUM_STEPS

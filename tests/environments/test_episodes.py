@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -589,12 +588,10 @@ def test_what_is_no_environment_is_refused_before_a_run(name: str, problem: str)
     assert found.field == "environment.factory" and problem in str(found)
 
 
-def test_a_config_with_an_environment_is_checked_with_the_rest(tmp_path: Path) -> None:
+def test_a_config_with_an_environment_is_checked_with_the_rest() -> None:
     from forgeasync.controller import check
 
-    config = make_config(
-        tmp_path, "environment={kind: python, factory: tests.environments.test_episodes.NotAsync}"
-    )
+    config = make_config("environment={kind: python, factory: tests.environments.test_episodes.NotAsync}")
     with pytest.raises(ConfigError, match=r"environment.factory = .*must be asynchronous"):
         check(config)
 
@@ -647,8 +644,8 @@ class NobodyScores:
         return {}
 
 
-def test_groups_of_episodes_skip_the_scorer(tmp_path: Path) -> None:
-    config = make_config(tmp_path)
+def test_groups_of_episodes_skip_the_scorer() -> None:
+    config = make_config()
     trainer, recorder = Trainer(), Recorder()
     held_out = [dataclasses.replace(make_task(number), prompt=str(number)) for number in (0, 1, 2)]
 
@@ -679,9 +676,9 @@ def test_groups_of_episodes_skip_the_scorer(tmp_path: Path) -> None:
     )
 
 
-def test_episodes_of_groups_that_the_buffer_drops_are_forgotten(tmp_path: Path) -> None:
+def test_episodes_of_groups_that_the_buffer_drops_are_forgotten() -> None:
     recorder = Recorder()
-    grpo = make_run(make_config(tmp_path), recorder=recorder)
+    grpo = make_run(make_config(), recorder=recorder)
     lost = [
         Group(group_id=number, draw_id=0, task=TASK, rollouts=(make_stored_rollout((0, 0, 4)),))
         for number in (3, 5)
@@ -696,8 +693,8 @@ def test_episodes_of_groups_that_the_buffer_drops_are_forgotten(tmp_path: Path) 
     assert recorder.forgotten_records == {3, 5}
 
 
-def test_episodes_that_always_fail_end_the_run(tmp_path: Path) -> None:
-    config = make_config(tmp_path, "buffer.max_given_up_in_a_row=5")
+def test_episodes_that_always_fail_end_the_run() -> None:
+    config = make_config("buffer.max_given_up_in_a_row=5")
 
     async def go() -> None:
         grpo = make_run(config, recorder=Recorder())

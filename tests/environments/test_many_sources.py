@@ -155,12 +155,12 @@ class TestOrder:
         assert resumed.position == whole.position == position + 20
 
 
-def test_sets_are_evaluated_with_their_own_sampling_beside_what_is_held_out(tmp_path: Path) -> None:
+def test_sets_are_evaluated_with_their_own_sampling_beside_what_is_held_out() -> None:
     one_set = (
         "{name: hard, num_problems: 3, num_samples: 2, source: {kind: python, factory: a.b}, "
         "sampling: {temperature: 0.25, max_response_tokens: 8}}"
     )
-    config = make_config(tmp_path, f"evaluation.sets=[{one_set}]")
+    config = make_config(f"evaluation.sets=[{one_set}]")
     generators = Generators()
     run = make_run(
         config,
@@ -275,9 +275,9 @@ class TestPrompts:
             PromptEncoder(tokenizer, chat_template=True, system_prompt="be brief")
 
 
-def test_a_checkpoint_from_before_these_keys_has_the_same_data(tmp_path: Path) -> None:
+def test_a_checkpoint_from_before_these_keys_has_the_same_data() -> None:
     """Keys that it lacks are none: nothing differs."""
-    now = make_config(tmp_path).data.model_dump(mode="json")
+    now = make_config().data.model_dump(mode="json")
     before = {key: now[key] for key in ("source", "num_train", "num_held_out", "chat_template")}
     assert list(differences(data_order(before), data_order(now))) == []
     assert dataclasses.replace(make_problem(1), record={"a": 1}) != make_problem(1)

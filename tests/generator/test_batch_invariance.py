@@ -6,9 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from forgeasync.config import GeneratorSection, SamplingSection, WeightsSection
-from forgeasync.rollouts import CaptureSpec, Rollout
+from forgeasync.config import GeneratorSection, SamplingSection
+from forgeasync.rollouts import Rollout
 from forgeasync.testing import write_tiny_model
+from tests.support.engines import ROUTING, start_engine
 from tests.support.processes import run_alone
 
 SAMPLING = SamplingSection(max_response_tokens=60)
@@ -17,23 +18,11 @@ LENGTHS = (5, 17, 30, 9, 40, 12)
 Groups = list[tuple[Rollout, ...]]
 
 
-def _sample(folder: Path, is_invariant: bool) -> dict[str, Groups]:
-    return asyncio.run(_scenario(folder, is_invariant))
-
-
-async def _scenario(folder: Path, is_invariant: bool) -> dict[str, Groups]:
-    from forgeasync.generator import GeneratorEngine
-
-    engine = await GeneratorEngine.start(
-        model_path=folder,
-        generator=GeneratorSection(
-            max_num_seqs=32, max_num_batched_tokens=64, kv_cache_gib=0.05, batch_invariant=is_invariant
-        ),
-        max_context_length=160,
-        seed=0,
-        records=CaptureSpec(routing=True, kept_tokens=False),
-        weights=WeightsSection(),
+async def _sample(folder: Path, is_invariant: bool) -> dict[str, Groups]:
+    generator = GeneratorSection(
+        max_num_seqs=32, max_num_batched_tokens=64, kv_cache_gib=0.05, batch_invariant=is_invariant
     )
+    engine = await start_engine(folder, generator, records=ROUTING)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, 20, length).astype(np.int32) for length in LENGTHS]
 

@@ -11,9 +11,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-from forgeasync.config import GeneratorSection, SamplingSection, WeightsSection
+from forgeasync.config import GeneratorSection, SamplingSection
 from forgeasync.rollouts import (
-    CaptureSpec,
     KeptTokens,
     RecordError,
     Rollout,
@@ -21,7 +20,7 @@ from forgeasync.rollouts import (
     check_rollout,
 )
 from forgeasync.testing import write_tiny_model
-from tests.support.engines import kept_by_definition, let_decode, nothing_to_fetch
+from tests.support.engines import RECORDS, kept_by_definition, let_decode, nothing_to_fetch, start_engine
 from tests.support.processes import run_alone
 
 MAX_CONTEXT = 160
@@ -56,25 +55,14 @@ def make_prompts(vocab_size: int) -> list[np.ndarray]:
     return [prompt.astype(np.int32) for prompt in prompts]
 
 
-def _sample(folder: Path, vocab_size: int, compile: bool) -> Sampled:
-    return asyncio.run(_scenario(folder, vocab_size, compile))
-
-
-async def _scenario(folder: Path, vocab_size: int, compile: bool) -> Sampled:
-    from forgeasync.generator import GeneratorEngine
+async def _sample(folder: Path, vocab_size: int, compile: bool) -> Sampled:
     from tests.support.replace_weights import replace_all_weights
 
-    engine = await GeneratorEngine.start(
-        model_path=folder,
-        # Room for 7 cache blocks, and prefill in chunks of 24 tokens.
-        generator=GeneratorSection(
-            max_num_seqs=24, max_num_batched_tokens=24, kv_cache_gib=0.0009, compile=compile
-        ),
-        max_context_length=MAX_CONTEXT,
-        seed=0,
-        records=CaptureSpec(routing=True, kept_tokens=True),
-        weights=WeightsSection(),
+    # Room for 7 cache blocks, and prefill in chunks of 24 tokens.
+    generator = GeneratorSection(
+        max_num_seqs=24, max_num_batched_tokens=24, kv_cache_gib=0.0009, compile=compile
     )
+    engine = await start_engine(folder, generator)
     scheduler = await engine._client.between_steps(lambda core: core.scheduler)
     num_preemptions = 0
     preempt = scheduler._preempt_request
@@ -276,7 +264,7 @@ def test_every_record_passes_the_check(sampled: Sampled, folder: Path) -> None:
 
     facts = read_model_facts(str(folder))
     for rollout in sampled.crowd + sampled.crossing:
-        check_rollout(rollout, CaptureSpec(routing=True, kept_tokens=True), facts)
+        check_rollout(rollout, RECORDS, facts)
 
 
 def test_an_aborted_request_keeps_the_records_of_its_tokens(sampled: Sampled) -> None:

@@ -26,7 +26,6 @@ from tests.support.engines import (
     start_engine,
     update,
 )
-from tests.support.models import load_versions, write_versions
 from tests.support.processes import run_alone
 
 SAMPLING = SamplingSection(temperature=0.8, top_k=20, top_p=0.9, max_response_tokens=26)
@@ -67,14 +66,7 @@ class Observed:
     num_requests_left: int
 
 
-def _observe(folders: list[Path]) -> Observed:
-    async def bounded() -> Observed:
-        return await _scenarios(folders)
-
-    return asyncio.run(bounded())
-
-
-async def _scenarios(folders: list[Path]) -> Observed:
+async def _observe(folders: list[Path]) -> Observed:
     from forgeasync.generator import EngineEpisodes
 
     weights = [load_file(folder / "model.safetensors") for folder in folders]
@@ -150,7 +142,7 @@ async def _scenarios(folders: list[Path]) -> Observed:
         num_left = await engine.between_steps(lambda core: len(core.scheduler.requests))
         return [one.num_response_tokens for one in tree], [type(one).__name__ for one in errors], num_left
 
-    engine = await start_engine(folders[0], GENERATOR, WeightsSection())
+    engine = await start_engine(folders[0], GENERATOR)
     episodes = EngineEpisodes(engine)
     dropped = await drop_attempt(episodes)
     given = [GIVEN] * len(PROMPTS)
@@ -226,16 +218,6 @@ async def _scenarios(folders: list[Path]) -> Observed:
         num_groups_left=num_groups,
         num_requests_left=num_requests,
     )
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    return write_versions(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(scope="module")
-def models(folders: list[Path]) -> dict[int, torch.nn.Module]:
-    return load_versions(folders)
 
 
 @pytest.fixture(scope="module")

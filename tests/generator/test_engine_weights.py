@@ -1,6 +1,5 @@
 """What an engine takes of published weights: its parallel layout, its compiled form, and what it refuses."""
 
-import asyncio
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,11 +11,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from forgeasync.config import GeneratorSection, SamplingSection, WeightsSection
-from forgeasync.rollouts import CaptureSpec, Rollout
+from forgeasync.config import GeneratorSection, SamplingSection
+from forgeasync.rollouts import Rollout
 from forgeasync.testing import write_tiny_model
 from forgeasync.weights import Box, FetchReport, Piece, RankLayout, WeightLayout
 from tests.support.engine_weights import assert_engine_holds
+from tests.support.engines import NO_RECORDS, ROUTING, start_engine
 from tests.support.processes import run_alone
 from tests.support.weight_service import FolderPublisher
 
@@ -40,26 +40,13 @@ def _generator(*, tensor_parallel: int = 1, compile: bool = False) -> GeneratorS
     )
 
 
-async def _update_scenario(folder: Path, other: Path, out: Path, generator: GeneratorSection) -> Updated:
-    from forgeasync.generator import GeneratorEngine, HostMemory, WeightReceiver
-
-    engine = await GeneratorEngine.start(
-        model_path=folder,
-        generator=generator,
-        max_context_length=160,
-        seed=0,
-        records=CaptureSpec(routing=True, kept_tokens=False),
-        weights=WeightsSection(),
-    )
+async def _update(folder: Path, other: Path, out: Path, generator: GeneratorSection) -> Updated:
+    # vLLM pins the workers of a split engine to cores of their own, which few machines here have.
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    engine = await start_engine(folder, generator, records=ROUTING)
     try:
         publisher = FolderPublisher(folder, out)
-        receiver = await WeightReceiver.connect(
-            engine,
-            layout=publisher.layout,
-            transports=publisher.transports(),
-            host_memory=HostMemory(receive_buffer=out / "receive-buffer"),
-            delta=False,
-        )
+        receiver = await publisher.connect(engine, out / "receive-buffer")
         prompt = np.arange(3, 12, dtype=np.int32)
         await engine.generate(prompt_ids_P=prompt, num_samples=2, sampling=SAMPLING)
         for version in (1, 2, 3):
@@ -71,12 +58,6 @@ async def _update_scenario(folder: Path, other: Path, out: Path, generator: Gene
         return Updated(report=report, parameters=await engine.parameters(), rollouts=rollouts)
     finally:
         engine.shutdown()
-
-
-def _update(folder: Path, other: Path, out: Path, generator: GeneratorSection) -> Updated:
-    # vLLM pins the workers of a split engine to cores of their own, which few machines here have.
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-    return asyncio.run(_update_scenario(folder, other, out, generator))
 
 
 @pytest.mark.parametrize(
@@ -151,17 +132,10 @@ BAD: dict[str, tuple[Callable[[Shapes], Shapes], torch.dtype, tuple[str, ...]]] 
 }
 
 
-async def _refusals_scenario(folder: Path) -> dict[str, str]:
-    from forgeasync.generator import EngineWeights, GeneratorEngine
+async def _refusals(folder: Path) -> dict[str, str]:
+    from forgeasync.generator import EngineWeights
 
-    engine = await GeneratorEngine.start(
-        model_path=folder,
-        generator=_generator(),
-        max_context_length=160,
-        seed=0,
-        records=CaptureSpec(routing=False, kept_tokens=False),
-        weights=WeightsSection(),
-    )
+    engine = await start_engine(folder, _generator(), records=NO_RECORDS)
     shapes = {name: tuple(t.shape) for name, t in load_file(folder / "model.safetensors").items()}
     messages = {}
     before = await engine.parameters()
@@ -175,10 +149,6 @@ async def _refusals_scenario(folder: Path) -> dict[str, str]:
     assert all(torch.equal(before[0][name], after[0][name]) for name in before[0]), "a trace changed weights"
     engine.shutdown()
     return messages
-
-
-def _refusals(folder: Path) -> dict[str, str]:
-    return asyncio.run(_refusals_scenario(folder))
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from forgeasync.planning import Machine, least_bytes, teacher_memory, total_byte
 from forgeasync.rollouts import CaptureSpec
 from forgeasync.runtime import HostGpus, ProcessManager, check_hosts_gpus, start_generators, start_teachers
 from forgeasync.testing import write_tiny_model
-from tests.launch.test_host_checks import H100, facts
+from tests.runtime.test_host_checks import H100, facts
 from tests.support.config_samples import CONFIGS
 from tests.support.models import write_process_reward_model
 

@@ -8,7 +8,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,7 +34,6 @@ from forgeasync.rollouts import (
 from tests.generator.test_engine_episodes import assert_recomputed
 from tests.support.engines import RECORDS, let_decode, start_engine, update
 from tests.support.in_flight import assert_begins_with
-from tests.support.models import load_versions, write_versions
 from tests.support.processes import ProcessFailed, run_alone
 
 if TYPE_CHECKING:
@@ -103,27 +102,20 @@ def _die_within_a_write() -> None:
     in_flight._write = write_half
 
 
-def _die(folders: list[Path], log: Path, witness_file: Path) -> None:
-    async def scenario() -> None:
-        from forgeasync.generator import EngineEpisodes
+async def _die(folders: list[Path], log: Path, witness_file: Path) -> None:
+    from forgeasync.generator import EngineEpisodes
 
-        engine = await start_engine(folders[0], GENERATOR, RESUMING, in_flight=log)
-        episodes = EngineEpisodes(engine)
-        await asyncio.gather(*(_turn(episodes, episode, None) for episode in EPISODES))
-        witness = _Witness(engine, witness_file)
-        groups = asyncio.gather(
-            *(_turn(episodes, episode, 0) for episode in EPISODES[:-1]),
-            *(_generate(engine, group_id) for group_id in PROMPTS),
-        )
-        await witness.may_update.wait()
-        await update(engine, 1, load_file(folders[1] / "model.safetensors"))
-        await groups
-
-    asyncio.run(_bounded(scenario))
-
-
-async def _bounded(scenario: Callable[[], "asyncio.Future[object]"]) -> object:
-    return await scenario()
+    engine = await start_engine(folders[0], GENERATOR, RESUMING, in_flight=log)
+    episodes = EngineEpisodes(engine)
+    await asyncio.gather(*(_turn(episodes, episode, None) for episode in EPISODES))
+    witness = _Witness(engine, witness_file)
+    groups = asyncio.gather(
+        *(_turn(episodes, episode, 0) for episode in EPISODES[:-1]),
+        *(_generate(engine, group_id) for group_id in PROMPTS),
+    )
+    await witness.may_update.wait()
+    await update(engine, 1, load_file(folders[1] / "model.safetensors"))
+    await groups
 
 
 def _generate(
@@ -168,44 +160,41 @@ class Survived:
     """The same with the same seeds on engines with and without a log."""
 
 
-def _survive(folders: list[Path], data: dict[int, bytes], log: Path) -> Survived:
-    async def scenario() -> Survived:
-        from forgeasync.generator import EngineEpisodes
+async def _survive(folders: list[Path], data: dict[int, bytes], log: Path) -> Survived:
+    from forgeasync.generator import EngineEpisodes
 
-        engine = await start_engine(folders[0], GENERATOR, RESUMING, in_flight=log)
-        seeded = [await _one_by_one(engine)]
-        weights = [load_file(folder / "model.safetensors") for folder in folders]
-        await update(engine, 1, weights[1])
-        episodes = EngineEpisodes(engine)
+    engine = await start_engine(folders[0], GENERATOR, RESUMING, in_flight=log)
+    seeded = [await _one_by_one(engine)]
+    weights = [load_file(folder / "model.safetensors") for folder in folders]
+    await update(engine, 1, weights[1])
+    episodes = EngineEpisodes(engine)
+    episodes.restore(20, group_turns(data[20]))
+    with pytest.raises(ValueError, match="group_id = 20: is open here already"):
         episodes.restore(20, group_turns(data[20]))
-        with pytest.raises(ValueError, match="group_id = 20: is open here already"):
-            episodes.restore(20, group_turns(data[20]))
-        turns = asyncio.gather(*(_turn(episodes, episode, 0, repeated=True) for episode in EPISODES))
-        groups = asyncio.gather(
-            *(_generate(engine, group_id, group_turns(data[group_id])) for group_id in PROMPTS)
-        )
-        await let_decode(engine, 1)
-        await update(engine, 2, weights[2])
-        continued = dict(zip(PROMPTS, await groups, strict=True))
-        second_turns = await turns
-        read = read_in_flight(log, [20, *PROMPTS])
-        trees = await episodes.take(20, EPISODES)
-        for group_id in (20, *PROMPTS):
-            engine.forget_group(group_id)
-        assert not read_in_flight(log, [20, *PROMPTS]).groups
-        engine.shutdown()
-        engine = await start_engine(folders[0], GENERATOR, RESUMING)
-        seeded.append(await _one_by_one(engine))
-        engine.shutdown()
-        return Survived(
-            continued=continued,
-            second_turns=second_turns,
-            episodes=[branch for (branch,) in trees],
-            log=read,
-            seeded=seeded,
-        )
-
-    return asyncio.run(_bounded(scenario))
+    turns = asyncio.gather(*(_turn(episodes, episode, 0, repeated=True) for episode in EPISODES))
+    groups = asyncio.gather(
+        *(_generate(engine, group_id, group_turns(data[group_id])) for group_id in PROMPTS)
+    )
+    await let_decode(engine, 1)
+    await update(engine, 2, weights[2])
+    continued = dict(zip(PROMPTS, await groups, strict=True))
+    second_turns = await turns
+    read = read_in_flight(log, [20, *PROMPTS])
+    trees = await episodes.take(20, EPISODES)
+    for group_id in (20, *PROMPTS):
+        engine.forget_group(group_id)
+    assert not read_in_flight(log, [20, *PROMPTS]).groups
+    engine.shutdown()
+    engine = await start_engine(folders[0], GENERATOR, RESUMING)
+    seeded.append(await _one_by_one(engine))
+    engine.shutdown()
+    return Survived(
+        continued=continued,
+        second_turns=second_turns,
+        episodes=[branch for (branch,) in trees],
+        log=read,
+        seeded=seeded,
+    )
 
 
 async def _one_by_one(engine: "GeneratorEngine") -> tuple[Rollout, ...]:
@@ -216,16 +205,6 @@ async def _one_by_one(engine: "GeneratorEngine") -> tuple[Rollout, ...]:
             prompt_ids_P=prompt, num_samples=1, sampling=SAMPLING, seed=group_id, group_id=group_id
         )
     return tuple(rollouts)
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    return write_versions(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(scope="module")
-def models(folders: list[Path]) -> dict[int, torch.nn.Module]:
-    return load_versions(folders)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

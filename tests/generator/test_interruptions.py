@@ -35,7 +35,6 @@ from tests.support.engines import (
     start_engine,
     update,
 )
-from tests.support.models import load_versions, write_versions
 from tests.support.processes import run_alone
 
 SAMPLING = SamplingSection(temperature=0.8, top_k=20, top_p=0.9, max_response_tokens=26)
@@ -95,17 +94,8 @@ def make_prompts(vocab_size: int) -> list[np.ndarray]:
     return [prompt.astype(np.int32) for prompt in prompts]
 
 
-def _observe_one(folders: list[Path], vocab_size: int, name: str) -> Observed:
-    async def observe() -> Observed:
-        prompts = make_prompts(vocab_size)
-        return await _observe(folders, prompts, VARIANTS[name], keeps=name in KEEPS_OLD_CONTEXT)
-
-    return asyncio.run(observe())
-
-
-async def _observe(
-    folders: list[Path], prompts: list[np.ndarray], weights: WeightsSection, *, keeps: bool
-) -> Observed:
+async def _observe(folders: list[Path], vocab_size: int, name: str) -> Observed:
+    prompts, weights, keeps = make_prompts(vocab_size), VARIANTS[name], name in KEEPS_OLD_CONTEXT
     # A preempted request under KEEP attends to a mixture that no reference knows: ample memory for those.
     roomy = await start_engine(folders[0], AMPLE if keeps else SCARCE, weights)
     crossing, late, crossing_reports, num_running = await _cross(roomy, folders, prompts)
@@ -224,16 +214,6 @@ def _pairs(versions: range) -> list[tuple[int, ...]]:
     return [tuple(versions[start : start + 2]) for start in range(0, len(versions), 2)]
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    return write_versions(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(scope="module")
-def models(folders: list[Path]) -> dict[int, torch.nn.Module]:
-    return load_versions(folders)
-
-
 @pytest.fixture(
     scope="module",
     params=[
@@ -248,7 +228,7 @@ def name(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def seen(name: str, folders: list[Path], models: Mapping[int, torch.nn.Module]) -> Observed:
     """What it did."""
-    return run_alone(_observe_one, folders, models[0].config.vocab_size, name)
+    return run_alone(_observe, folders, models[0].config.vocab_size, name)
 
 
 def all_rollouts(seen: Observed) -> list[Rollout]:

@@ -13,9 +13,9 @@ import torch
 
 from forgeasync.config import GeneratorSection, WeightsSection, weights_of_teacher
 from forgeasync.models import read_model_facts
-from forgeasync.rollouts import CaptureSpec, TeacherRecord
+from forgeasync.rollouts import TeacherRecord
 from forgeasync.testing import write_tiny_model
-from tests.support.engines import revealing_weights, update
+from tests.support.engines import NO_RECORDS, revealing_weights, start_engine, update
 from tests.support.processes import run_alone
 
 NUM_UPDATES, NUM_AT_ONCE, NUM_PROMPT = 200, 4, 3
@@ -50,72 +50,68 @@ class Seen:
     after_failure: TeacherRecord
 
 
-def _score_under_updates(folder: Path, num_tokens: int) -> Seen:
+async def _score_under_updates(folder: Path, num_tokens: int) -> Seen:
     """Scores without end beside updates, each of which waits only until some score has come."""
-    from forgeasync.generator import GeneratorEngine, score_given_ids, score_tokens
+    from forgeasync.generator import score_given_ids, score_tokens
 
     rng = np.random.default_rng(0)
     ids_S = rng.integers(0, num_tokens, 150).astype(np.int32)
 
-    async def run() -> Seen:
-        engine = await GeneratorEngine.start(
-            model_path=folder,
-            # A score takes several steps.
-            generator=GeneratorSection(max_num_batched_tokens=48, max_num_seqs=16, kv_cache_gib=0.01),
-            max_context_length=160,
-            seed=0,
-            records=CaptureSpec(routing=False, kept_tokens=False),
-            weights=weights_of_teacher(WeightsSection()),
-            num_scored_ids=1 + num_tokens,
+    # A score takes several steps.
+    generator = GeneratorSection(max_num_batched_tokens=48, max_num_seqs=16, kv_cache_gib=0.01)
+    engine = await start_engine(
+        folder,
+        generator,
+        weights_of_teacher(WeightsSection()),
+        records=NO_RECORDS,
+        num_scored_ids=1 + num_tokens,
+    )
+    scores: list[tuple[int, TeacherRecord, int]] = []
+    version, came, num_cut = 0, asyncio.Event(), 0
+
+    async def of_all_ids() -> TeacherRecord:
+        """The likeliest of all ids, which were given."""
+        every_TV = np.tile(np.arange(num_tokens, dtype=np.int32), (len(ids_S) - NUM_PROMPT, 1))
+        found = await score_given_ids(engine, ids_S, every_TV, num_prompt=NUM_PROMPT)
+        likeliest_T1 = found.topk_TK.argmax(-1)[:, None]
+        return replace(
+            found,
+            ids_TK=likeliest_T1.astype(np.int32),
+            topk_TK=np.take_along_axis(found.topk_TK, likeliest_T1, 1),
         )
-        scores: list[tuple[int, TeacherRecord, int]] = []
-        version, came, num_cut = 0, asyncio.Event(), 0
 
-        async def of_all_ids() -> TeacherRecord:
-            """The likeliest of all ids, which were given."""
-            every_TV = np.tile(np.arange(num_tokens, dtype=np.int32), (len(ids_S) - NUM_PROMPT, 1))
-            found = await score_given_ids(engine, ids_S, every_TV, num_prompt=NUM_PROMPT)
-            likeliest_T1 = found.topk_TK.argmax(-1)[:, None]
-            return replace(
-                found,
-                ids_TK=likeliest_T1.astype(np.int32),
-                topk_TK=np.take_along_axis(found.topk_TK, likeliest_T1, 1),
-            )
+    async def load(number: int) -> None:
+        while version < NUM_UPDATES:
+            before = version
+            if number % 2:
+                record = await of_all_ids()
+            else:
+                record = await score_tokens(engine, ids_S, num_prompt=NUM_PROMPT, num_ids=1)
+            scores.append((before, record, version))
+            came.set()
 
-        async def load(number: int) -> None:
-            while version < NUM_UPDATES:
-                before = version
-                if number % 2:
-                    record = await of_all_ids()
-                else:
-                    record = await score_tokens(engine, ids_S, num_prompt=NUM_PROMPT, num_ids=1)
-                scores.append((before, record, version))
-                came.set()
+    async def move() -> None:
+        nonlocal version, num_cut
+        for number in range(1, NUM_UPDATES + 1):
+            report = await update(engine, number, revealing(folder, number, num_tokens))
+            version = number
+            num_cut += report.num_recomputed
+            came.clear()
+            await came.wait()
 
-        async def move() -> None:
-            nonlocal version, num_cut
-            for number in range(1, NUM_UPDATES + 1):
-                report = await update(engine, number, revealing(folder, number, num_tokens))
-                version = number
-                num_cut += report.num_recomputed
-                came.clear()
-                await came.wait()
+    await asyncio.gather(move(), *(load(number) for number in range(NUM_AT_ONCE)))
 
-        await asyncio.gather(move(), *(load(number) for number in range(NUM_AT_ONCE)))
+    async def torn() -> None:
+        raise ConnectionError("the trainer is gone")
 
-        async def torn() -> None:
-            raise ConnectionError("the trainer is gone")
-
-        failed = await asyncio.gather(
-            engine.update_weights(NUM_UPDATES + 1, prefetch=torn, install=lambda core: None),
-            return_exceptions=True,
-        )
-        assert isinstance(failed[0], ConnectionError)
-        last = await score_tokens(engine, ids_S, num_prompt=NUM_PROMPT, num_ids=1)
-        engine.shutdown()
-        return Seen(scores=scores, num_cut=num_cut, after_failure=last)
-
-    return asyncio.run(run())
+    failed = await asyncio.gather(
+        engine.update_weights(NUM_UPDATES + 1, prefetch=torn, install=lambda core: None),
+        return_exceptions=True,
+    )
+    assert isinstance(failed[0], ConnectionError)
+    last = await score_tokens(engine, ids_S, num_prompt=NUM_PROMPT, num_ids=1)
+    engine.shutdown()
+    return Seen(scores=scores, num_cut=num_cut, after_failure=last)
 
 
 def test_every_score_has_the_version_that_it_names(tmp_path: Path) -> None:

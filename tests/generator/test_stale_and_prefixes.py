@@ -23,7 +23,6 @@ from tests.support.engines import (
     start_engine,
     update,
 )
-from tests.support.models import load_versions, write_versions
 from tests.support.processes import run_alone
 
 GENERATOR = GeneratorSection(max_num_seqs=8, max_num_batched_tokens=512, kv_cache_gib=0.02)
@@ -49,7 +48,7 @@ class Cancelled:
 
 
 async def _cancel(folder: Path) -> Cancelled:
-    engine = await start_engine(folder, GENERATOR, WeightsSection())
+    engine = await start_engine(folder, GENERATOR)
 
     def group(group_id: int | None) -> asyncio.Task[tuple[Rollout, ...]]:
         return asyncio.create_task(
@@ -100,7 +99,7 @@ async def _prefix(folders: list[Path], *, across_versions: bool) -> Prefixed:
 
 async def _seeded(folder: Path) -> list[list[list[int]]]:
     """The samples of two groups with seed 7, alone and among others, and of one with seed 8."""
-    engine = await start_engine(folder, GENERATOR, WeightsSection())
+    engine = await start_engine(folder, GENERATOR)
 
     async def sample(seed: int) -> list[list[int]]:
         rollouts = await engine.generate(prompt_ids_P=PROMPT, num_samples=3, sampling=SHORT, seed=seed)
@@ -115,7 +114,7 @@ async def _seeded(folder: Path) -> list[list[list[int]]]:
 async def _seeded_in_chunks(folder: Path, max_num_batched_tokens: int) -> list[list[int]]:
     """Two groups at once, with seeds; their prompts are computed in chunks of the budget."""
     section = GENERATOR.model_copy(update={"max_num_batched_tokens": max_num_batched_tokens})
-    engine = await start_engine(folder, section, WeightsSection())
+    engine = await start_engine(folder, section)
     groups = await asyncio.gather(
         *(
             engine.generate(prompt_ids_P=long_prompt(), num_samples=2, sampling=SHORT, seed=seed)
@@ -151,16 +150,6 @@ def _observe(folders: list[Path], revealing: Path) -> Observed:
 
 def long_prompt() -> np.ndarray:
     return np.random.default_rng(1).integers(3, 20, BLOCK + 2).astype(np.int32)
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    return write_versions(tmp_path_factory.mktemp("models"), num=2)
-
-
-@pytest.fixture(scope="module")
-def models(folders: list[Path]) -> dict[int, torch.nn.Module]:
-    return load_versions(folders)
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """Texts that end a response: where it ends, and that nothing else of it changes, with a real engine."""
 
-import asyncio
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 from vllm.outputs import CompletionOutput
 
-from forgeasync.config import GeneratorSection, SamplingSection, WeightsSection
+from forgeasync.config import GeneratorSection, SamplingSection
 from forgeasync.generator import EngineEpisode, EngineTurn, SequenceReader
 from forgeasync.models import read_model_facts
 from forgeasync.rollouts import (
@@ -39,38 +38,35 @@ class Sampled:
     """The last of these draws as turns of episodes: with that end, and free."""
 
 
-def _sample(folder: Path) -> Sampled:
+async def _sample(folder: Path) -> Sampled:
     from forgeasync.generator import EngineEpisodes
 
-    async def run() -> Sampled:
-        engine = await start_engine(folder, GeneratorSection(kv_cache_gib=0.01), WeightsSection())
-        pairs: list[tuple[Rollout, str, Rollout]] = []
-        for seed in range(60):
-            (free,) = await engine.generate(prompt_ids_P=PROMPT, num_samples=1, sampling=FREE, seed=seed)
-            stop = free.text[6:9]
-            if len(free.text) < 12 or len(pairs) == NUM_PAIRS:
-                continue
-            # The first is never met: only the second ends anything.
-            ended = FREE.model_copy(update={"stop": ("no such text", stop)})
-            (cut,) = await engine.generate(prompt_ids_P=PROMPT, num_samples=1, sampling=ended, seed=seed)
-            pairs.append((free, stop, cut))
-            last_seed = seed
-        episodes = EngineEpisodes(engine)
-        turns = [
-            await episodes.add_turn(
-                EpisodeId(group_id=number, index=0),
-                None,
-                PROMPT,
-                sampling=sampling,
-                max_tokens=FREE.max_response_tokens,
-                seed=last_seed,
-            )
-            for number, sampling in enumerate((ended, FREE))
-        ]
-        engine.shutdown()
-        return Sampled(pairs=pairs, turns=turns)
-
-    return asyncio.run(run())
+    engine = await start_engine(folder, GeneratorSection(kv_cache_gib=0.01))
+    pairs: list[tuple[Rollout, str, Rollout]] = []
+    for seed in range(60):
+        (free,) = await engine.generate(prompt_ids_P=PROMPT, num_samples=1, sampling=FREE, seed=seed)
+        stop = free.text[6:9]
+        if len(free.text) < 12 or len(pairs) == NUM_PAIRS:
+            continue
+        # The first is never met: only the second ends anything.
+        ended = FREE.model_copy(update={"stop": ("no such text", stop)})
+        (cut,) = await engine.generate(prompt_ids_P=PROMPT, num_samples=1, sampling=ended, seed=seed)
+        pairs.append((free, stop, cut))
+        last_seed = seed
+    episodes = EngineEpisodes(engine)
+    turns = [
+        await episodes.add_turn(
+            EpisodeId(group_id=number, index=0),
+            None,
+            PROMPT,
+            sampling=sampling,
+            max_tokens=FREE.max_response_tokens,
+            seed=last_seed,
+        )
+        for number, sampling in enumerate((ended, FREE))
+    ]
+    engine.shutdown()
+    return Sampled(pairs=pairs, turns=turns)
 
 
 @pytest.fixture(scope="module")

@@ -7,16 +7,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from forgeasync.config import GeneratorSection, TeacherEndpoint, WeightsSection
+from forgeasync.config import GeneratorSection, TeacherEndpoint
 from forgeasync.models import read_model_facts
-from forgeasync.rollouts import CaptureSpec, TeacherRecord
+from forgeasync.rollouts import TeacherRecord
 from forgeasync.testing import write_tiny_model
+from tests.support.engines import NO_RECORDS, start_engine
 from tests.support.processes import run_alone
 
 NUM_IDS, NUM_PROMPT = 4, 3
 
 
-def _ask_both(
+async def _ask_both(
     folder: Path, sequences: list[np.ndarray]
 ) -> tuple[list[TeacherRecord], list[TeacherRecord], list[str | None]]:
     import uvicorn
@@ -26,41 +27,31 @@ def _ask_both(
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from forgeasync.generator import GeneratorEngine, score_tokens
+    from forgeasync.generator import score_tokens
     from forgeasync.scoring import TeacherClient
 
-    async def run() -> tuple[list[TeacherRecord], list[TeacherRecord], list[str | None]]:
-        engine = await GeneratorEngine.start(
-            model_path=folder,
-            generator=GeneratorSection(max_num_batched_tokens=64, kv_cache_gib=0.01),
-            max_context_length=160,
-            seed=0,
-            records=CaptureSpec(routing=False, kept_tokens=False),
-            weights=WeightsSection(),
-            num_scored_ids=NUM_IDS,
-        )
-        own = [await score_tokens(engine, one, num_prompt=NUM_PROMPT, num_ids=NUM_IDS) for one in sequences]
-        arguments = make_arg_parser(FlexibleArgumentParser()).parse_args(
-            ["--model", str(folder), "--served-model-name", "large"]
-        )
-        app = build_app(arguments, ("generate",))
-        assert isinstance(app.state, State)
-        await init_app_state(engine._llm, app.state, arguments, ("generate",))
-        with socket.socket() as listening:
-            listening.bind(("127.0.0.1", 0))
-            server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
-            serving = asyncio.create_task(server.serve([listening]))
-            url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
-            client = TeacherClient(TeacherEndpoint(base_url=url, model="large"))
-            found = [await client.score(one, num_prompt=NUM_PROMPT, num_ids=NUM_IDS) for one in sequences]
-            _, texts = await client.probe(sequences[0], num_ids=0)
-            await client.close()
-            server.should_exit = True
-            await serving
-        engine.shutdown()
-        return own, found, texts
-
-    return asyncio.run(run())
+    generator = GeneratorSection(max_num_batched_tokens=64, kv_cache_gib=0.01)
+    engine = await start_engine(folder, generator, records=NO_RECORDS, num_scored_ids=NUM_IDS)
+    own = [await score_tokens(engine, one, num_prompt=NUM_PROMPT, num_ids=NUM_IDS) for one in sequences]
+    arguments = make_arg_parser(FlexibleArgumentParser()).parse_args(
+        ["--model", str(folder), "--served-model-name", "large"]
+    )
+    app = build_app(arguments, ("generate",))
+    assert isinstance(app.state, State)
+    await init_app_state(engine._llm, app.state, arguments, ("generate",))
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
+        serving = asyncio.create_task(server.serve([listening]))
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
+        client = TeacherClient(TeacherEndpoint(base_url=url, model="large"))
+        found = [await client.score(one, num_prompt=NUM_PROMPT, num_ids=NUM_IDS) for one in sequences]
+        _, texts = await client.probe(sequences[0], num_ids=0)
+        await client.close()
+        server.should_exit = True
+        await serving
+    engine.shutdown()
+    return own, found, texts
 
 
 @pytest.mark.exhaustive

@@ -1,9 +1,8 @@
 """Timing an engine: the steps that are timed are those that were asked for."""
 
-import asyncio
 from pathlib import Path
 
-from forgeasync.config import GeneratorSection, SamplingSection, WeightsSection
+from forgeasync.config import GeneratorSection, SamplingSection
 from forgeasync.generator import DecodeSteps, DecodeTiming, PrefillTiming
 from forgeasync.testing import write_tiny_model
 from tests.support.engines import start_engine
@@ -12,28 +11,25 @@ from tests.support.tiers import Starts, starts
 
 
 @starts(Starts.ENGINE)
-def _time(folder: Path) -> tuple[list[float], dict[int, DecodeSteps], str]:
+async def _time(folder: Path) -> tuple[list[float], dict[int, DecodeSteps], str]:
     from forgeasync.generator import NothingTimed, time_engine
 
-    async def run() -> tuple[list[float], dict[int, DecodeSteps], str]:
-        section = GeneratorSection(max_num_batched_tokens=64, max_num_seqs=8, kv_cache_gib=0.01)
-        engine = await start_engine(folder, section, WeightsSection())
-        sampling = SamplingSection(max_response_tokens=4, top_k=5, top_p=0.9)
-        asked = DecodeTiming(num_running=5, num_prompt_tokens=20, num_steps=12, text=(7, 8, 9))
-        found = [await time_engine(engine, asked, sampling, seed=seed) for seed in (0, 0)]
-        prompts = PrefillTiming(num_prompts=4, num_prompt_tokens=30, text=(7, 8, 9))
-        found.append(await time_engine(engine, prompts, sampling, seed=1))
-        counts = engine.stats().decode_steps
-        try:
-            # More than decode at once: no step has all of them.
-            more = DecodeTiming(num_running=20, num_prompt_tokens=20, num_steps=4, text=(5,))
-            words = str(await time_engine(engine, more, sampling, seed=2))
-        except NothingTimed as error:
-            words = str(error)
-        engine.shutdown()
-        return found, dict(counts), words
-
-    return asyncio.run(run())
+    section = GeneratorSection(max_num_batched_tokens=64, max_num_seqs=8, kv_cache_gib=0.01)
+    engine = await start_engine(folder, section)
+    sampling = SamplingSection(max_response_tokens=4, top_k=5, top_p=0.9)
+    asked = DecodeTiming(num_running=5, num_prompt_tokens=20, num_steps=12, text=(7, 8, 9))
+    found = [await time_engine(engine, asked, sampling, seed=seed) for seed in (0, 0)]
+    prompts = PrefillTiming(num_prompts=4, num_prompt_tokens=30, text=(7, 8, 9))
+    found.append(await time_engine(engine, prompts, sampling, seed=1))
+    counts = engine.stats().decode_steps
+    try:
+        # More than decode at once: no step has all of them.
+        more = DecodeTiming(num_running=20, num_prompt_tokens=20, num_steps=4, text=(5,))
+        words = str(await time_engine(engine, more, sampling, seed=2))
+    except NothingTimed as error:
+        words = str(error)
+    engine.shutdown()
+    return found, dict(counts), words
 
 
 def test_steps_with_all_sequences_are_timed(tmp_path: Path) -> None:

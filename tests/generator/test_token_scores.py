@@ -10,11 +10,12 @@ import torch
 from transformers import AutoModelForCausalLM
 from vllm.logprobs import FlatLogprobs
 
-from forgeasync.config import GeneratorSection, WeightsSection
+from forgeasync.config import GeneratorSection
 from forgeasync.generator import read_given_scores, read_scores
 from forgeasync.models import read_model_facts
-from forgeasync.rollouts import NO_ID, CaptureSpec, TeacherRecord, WrongTeacherRecord
+from forgeasync.rollouts import NO_ID, TeacherRecord, WrongTeacherRecord
 from forgeasync.testing import write_tiny_model
+from tests.support.engines import NO_RECORDS, start_engine
 from tests.support.processes import run_alone
 
 NUM_IDS, NUM_PROMPT = 6, 3
@@ -28,40 +29,30 @@ def given_ids(num_tokens: int, vocab_size: int) -> np.ndarray:
     return ids_TK.astype(np.int32)
 
 
-def _score(folder: Path, sequences: list[np.ndarray]) -> list[TeacherRecord]:
+async def _score(folder: Path, sequences: list[np.ndarray]) -> list[TeacherRecord]:
     """All at once, twice each and by all ways, in an engine that computes 48 tokens a step."""
-    from forgeasync.generator import GeneratorEngine, score_given_ids, score_tokens
+    from forgeasync.generator import score_given_ids, score_tokens
 
-    async def run() -> list[TeacherRecord]:
-        engine = await GeneratorEngine.start(
-            model_path=folder,
-            generator=GeneratorSection(max_num_batched_tokens=48, max_num_seqs=16, kv_cache_gib=0.01),
-            max_context_length=160,
-            seed=0,
-            records=CaptureSpec(routing=False, kept_tokens=False),
-            weights=WeightsSection(),
-            num_scored_ids=NUM_IDS + 1,
-        )
-        found = await asyncio.gather(
-            *(
-                score
-                for ids_S in (*sequences, *sequences)
-                for score in (
-                    score_tokens(engine, ids_S, num_prompt=NUM_PROMPT, num_ids=NUM_IDS),
-                    score_tokens(engine, ids_S, num_prompt=NUM_PROMPT, num_ids=0),
-                    score_given_ids(
-                        engine,
-                        ids_S,
-                        given_ids(len(ids_S) - NUM_PROMPT, engine.vocab_size),
-                        num_prompt=NUM_PROMPT,
-                    ),
-                )
+    generator = GeneratorSection(max_num_batched_tokens=48, max_num_seqs=16, kv_cache_gib=0.01)
+    engine = await start_engine(folder, generator, records=NO_RECORDS, num_scored_ids=NUM_IDS + 1)
+    found = await asyncio.gather(
+        *(
+            score
+            for ids_S in (*sequences, *sequences)
+            for score in (
+                score_tokens(engine, ids_S, num_prompt=NUM_PROMPT, num_ids=NUM_IDS),
+                score_tokens(engine, ids_S, num_prompt=NUM_PROMPT, num_ids=0),
+                score_given_ids(
+                    engine,
+                    ids_S,
+                    given_ids(len(ids_S) - NUM_PROMPT, engine.vocab_size),
+                    num_prompt=NUM_PROMPT,
+                ),
             )
         )
-        engine.shutdown()
-        return list(found)
-
-    return asyncio.run(run())
+    )
+    engine.shutdown()
+    return list(found)
 
 
 def test_scores_are_those_of_transformers(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from forgeasync.config import GeneratorSection, SamplingSection, WeightsSection
+from forgeasync.config import GeneratorSection, SamplingSection
 from forgeasync.testing import write_tiny_model
 from tests.support.engines import start_engine
 from tests.support.processes import run_alone
@@ -27,7 +27,7 @@ def _sampled(folder: Path) -> tuple[int, int]:
 
 async def _sample(folder: Path) -> int:
     section = GeneratorSection(max_num_seqs=8, max_num_batched_tokens=64, kv_cache_gib=0.02)
-    engine = await start_engine(folder, section, WeightsSection())
+    engine = await start_engine(folder, section)
     group = await engine.generate(
         prompt_ids_P=np.arange(1, 6, dtype=np.int32),
         num_samples=NUM_RESPONSES,
@@ -42,7 +42,7 @@ def test_sampling_compiles_nothing(tmp_path: Path) -> None:
     assert run_alone(_sampled, write_tiny_model(tmp_path / "model")) == (NUM_RESPONSES, 0)
 
 
-def test_workers_are_spawned_whatever_the_environment_asks_for(tmp_path: Path) -> None:
+def test_workers_are_spawned_whatever_the_environment_asks_for() -> None:
     """A fork of a process with CUDA or with threads may hang, and vLLM forks by default."""
     script = (
         "import forgeasync.generator\n"
@@ -88,7 +88,7 @@ def _askers(folder: Path) -> list[str]:
 
     async def go() -> None:
         generator = GeneratorSection(max_num_seqs=4, kv_cache_gib=0.02)
-        engine = await start_engine(folder, generator, WeightsSection())
+        engine = await start_engine(folder, generator)
         engine.shutdown()
 
     asyncio.run(go())

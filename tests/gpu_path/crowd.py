@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from forgeasync.config import GeneratorSection, SamplingSection, WeightsSection
+from forgeasync.config import GeneratorSection, SamplingSection
 from forgeasync.rollouts import LoggedTurn, Rollout, group_turns, read_in_flight
-from tests.support.engines import CONTEXT, RECORDS
+from tests.support.engines import start_engine
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -62,13 +62,8 @@ class Sampled:
     happened: Happened = field(default_factory=Happened)
 
 
-def sample_rounds(folder: Path, rounds: Mapping[str, Round]) -> Sampled:
+async def sample_rounds(folder: Path, rounds: Mapping[str, Round]) -> Sampled:
     """Sample one round after another on one engine of this process."""
-    return asyncio.run(_sample_rounds(folder, rounds))
-
-
-async def _sample_rounds(folder: Path, rounds: Mapping[str, Round]) -> Sampled:
-    from forgeasync.generator import GeneratorEngine
     from forgeasync.generator import engine as engine_module
 
     if any(one.drawn for one in rounds.values()):
@@ -76,15 +71,7 @@ async def _sample_rounds(folder: Path, rounds: Mapping[str, Round]) -> Sampled:
             engine_module.AsyncEngineArgs, enable_trace_replay=True
         )
     log = folder.parent / f"in-flight-{os.getpid()}"
-    engine = await GeneratorEngine.start(
-        model_path=folder,
-        generator=GENERATOR,
-        max_context_length=CONTEXT,
-        seed=0,
-        records=RECORDS,
-        weights=WeightsSection(),
-        in_flight=log,
-    )
+    engine = await start_engine(folder, GENERATOR, in_flight=log)
     sampled = Sampled(rollouts={})
     await engine.between_steps(lambda core: _watch(core, sampled.happened))
     for name, one in rounds.items():

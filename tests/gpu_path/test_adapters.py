@@ -15,17 +15,15 @@ from forgeasync.config import (
     GeneratorSection,
     LoraSection,
     SamplingSection,
-    WeightsSection,
 )
 from forgeasync.rollouts import Rollout
 from forgeasync.testing import write_tiny_model
 from tests.support.engines import (
-    CONTEXT,
-    RECORDS,
     assert_logprobs,
     assert_routing,
     expected,
     nothing_to_fetch,
+    start_engine,
 )
 from tests.support.gpu_runner import run_on_gpu_runner
 from tests.support.peft_adapters import random_adapter, write_merged
@@ -47,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("model") / "hf", scale=12.0, num_experts=8, top_k=3)
 
 
-def sample_before_and_after(
+async def sample_before_and_after(
     folder: Path,
     lora: LoraSection,
     adapter: dict[str, torch.Tensor],
@@ -58,30 +56,15 @@ def sample_before_and_after(
 
     With ``modules`` vLLM is told to wrap these layers instead of those that the engine names.
     """
-    return asyncio.run(_sample_before_and_after(folder, lora, adapter, out, modules))
-
-
-async def _sample_before_and_after(
-    folder: Path,
-    lora: LoraSection,
-    adapter: dict[str, torch.Tensor],
-    out: Path,
-    modules: list[str] | None,
-) -> tuple[list[Rollout], list[Rollout]]:
-    from forgeasync.generator import AdapterSetup, GeneratorEngine, install
+    from forgeasync.generator import AdapterSetup, install
     from forgeasync.generator import engine as engine_module
 
     if modules is not None:
         engine_module.engine_modules = lambda _: modules
     shapes = {name: tuple(t.shape) for name, t in load_file(folder / "model.safetensors").items()}
-    engine = await GeneratorEngine.start(
-        model_path=folder,
-        generator=GeneratorSection(max_num_seqs=4, max_num_batched_tokens=12, kv_cache_gib=0.002),
-        max_context_length=CONTEXT,
-        seed=0,
-        records=RECORDS,
-        weights=WeightsSection(),
-        adapters=AdapterSetup(lora=lora, shapes=shapes, folder=out / "adapter"),
+    generator = GeneratorSection(max_num_seqs=4, max_num_batched_tokens=12, kv_cache_gib=0.002)
+    engine = await start_engine(
+        folder, generator, adapters=AdapterSetup(lora=lora, shapes=shapes, folder=out / "adapter")
     )
     prompts = [np.arange(3, 3 + length, dtype=np.int32) for length in (4, 13)]
 

@@ -14,7 +14,7 @@ from forgeasync.config import GeneratorSection, SamplingSection, ShadowMemory, W
 from forgeasync.rollouts import Rollout
 from forgeasync.testing import write_tiny_model
 from tests.support.engine_weights import assert_engine_holds
-from tests.support.engines import CONTEXT, RECORDS, assert_logprobs, assert_routing, expected
+from tests.support.engines import assert_logprobs, assert_routing, expected, start_engine
 from tests.support.gpu_runner import run_on_gpu_runner
 from tests.support.weight_service import FolderPublisher
 
@@ -34,7 +34,7 @@ class Updated:
     after: list[Rollout]
 
 
-def update(
+async def update(
     folder: Path, other: Path, out: Path, shadow: ShadowMemory, num_engines: int, reload: bool
 ) -> Updated:
     """Take versions 1 to 3 into engines that share their host's memory; the last one is ``other``."""
@@ -44,6 +44,7 @@ def update(
     from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 
     from forgeasync.generator import gpu_worker
+    from forgeasync.weights import HostShare
 
     # Linear layers of GPUs keep their weights; the CPU build's hand them to oneDNN.
     ops._supports_onednn = False
@@ -52,38 +53,14 @@ def update(
     method.select_unquantized_moe_backend = lambda moe_config: choice
     if reload:
         gpu_worker.reload_reasons = lambda *_: ("a test asks for it",)
-    return asyncio.run(_update(folder, other, out, shadow, num_engines))
-
-
-async def _update(folder: Path, other: Path, out: Path, shadow: ShadowMemory, num_engines: int) -> Updated:
-    from forgeasync.generator import GeneratorEngine, HostMemory, WeightReceiver
-    from forgeasync.weights import HostShare
-
     publisher = FolderPublisher(folder, out)
     engines, receivers = [], []
     for index in range(num_engines):
-        engine = await GeneratorEngine.start(
-            model_path=folder,
-            generator=GeneratorSection(max_num_seqs=4, max_num_batched_tokens=32, kv_cache_gib=0.002),
-            max_context_length=CONTEXT,
-            seed=0,
-            records=RECORDS,
-            weights=WeightsSection(shadow=shadow),
-        )
-        memory = HostMemory(
-            receive_buffer=out / "receive-buffer",
-            shadow=shadow,
-            share=HostShare(index=index, count=num_engines),
-        )
-        receiver = await WeightReceiver.connect(
-            engine,
-            layout=publisher.layout,
-            transports=publisher.transports(),
-            host_memory=memory,
-            delta=False,
-        )
+        generator = GeneratorSection(max_num_seqs=4, max_num_batched_tokens=32, kv_cache_gib=0.002)
+        engine = await start_engine(folder, generator, WeightsSection(shadow=shadow))
         engines.append(engine)
-        receivers.append(receiver)
+        share = HostShare(index=index, count=num_engines)
+        receivers.append(await publisher.connect(engine, out / "receive-buffer", shadow=shadow, share=share))
     prompt = np.arange(3, 12, dtype=np.int32)
 
     async def sample(number: int) -> list[Rollout]:
@@ -176,25 +153,15 @@ def test_weights_in_an_order_of_their_kernel_are_not_copied_to(folders: tuple[Pa
     assert "w13_weight is kept in an order of its kernel (row " in route
 
 
-def route_of(folder: Path) -> str:
+async def route_of(folder: Path) -> str:
     """The route of an engine that has loaded ``folder``, with the CPU build's experts."""
     import vllm._custom_ops as ops
 
+    from forgeasync.generator import EngineWeights
+
     ops._supports_onednn = False
-    return asyncio.run(_route_of(folder))
-
-
-async def _route_of(folder: Path) -> str:
-    from forgeasync.generator import EngineWeights, GeneratorEngine
-
-    engine = await GeneratorEngine.start(
-        model_path=folder,
-        generator=GeneratorSection(max_num_seqs=4, max_num_batched_tokens=32, kv_cache_gib=0.002),
-        max_context_length=CONTEXT,
-        seed=0,
-        records=RECORDS,
-        weights=WeightsSection(),
-    )
+    generator = GeneratorSection(max_num_seqs=4, max_num_batched_tokens=32, kv_cache_gib=0.002)
+    engine = await start_engine(folder, generator)
     shapes = {name: tuple(t.shape) for name, t in load_file(folder / "model.safetensors").items()}
     route = await EngineWeights(engine.between_steps).trace(shapes, torch.float32)
     engine.shutdown()

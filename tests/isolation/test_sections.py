@@ -52,7 +52,7 @@ def test_a_section_that_makes_no_sense_is_refused(given, match) -> None:
         READ.validate_python(given)
 
 
-def test_a_run_has_bubblewrap_unless_it_says_otherwise(tmp_path: Path) -> None:
+def test_a_run_has_bubblewrap_unless_it_says_otherwise() -> None:
     assert fa.RunConfig.model_fields["sandbox"].default == fa.Bubblewrap()
     here = Path(__file__).resolve().parents[2] / "configs" / "tiny_moe_cpu.yaml"
     config = fa.load_config(here, ["sandbox.kind=unsafe", "sandbox.memory_mib=64"])

@@ -10,21 +10,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from forgeasync.algorithms import Loss
-from forgeasync.config import OptimizerSection, ParallelSection, RouterBias, TrainerSection
+from forgeasync.config import ParallelSection, RouterBias
 from forgeasync.models import check_checkpoint_shapes, read_model_facts
-from forgeasync.trainer import (
-    PolicyTrainer,
-    TrainerSetup,
-    TrainingSequence,
-    hf_checkpoint,
-    pack_row,
-    pack_rows,
-)
+from forgeasync.trainer import TrainingSequence, hf_checkpoint, pack_row, pack_rows
 from tests.support.families import VARIANTS, write_family
 from tests.support.processes import run_ranks
-
-TOKENS_PER_ROW = 128
+from tests.support.trainers import TOKENS_PER_ROW, make_trainer
 
 MAX_FILE_BYTES = 40_000
 
@@ -54,31 +45,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {variant: write_family(root / variant, variant) for variant in VARIANTS}
 
 
-def make_trainer(
-    folder: Path,
-    parallel: ParallelSection,
-    *,
-    router_bias: RouterBias = RouterBias.FROZEN,
-) -> PolicyTrainer:
-    section = TrainerSection(
-        parallel=parallel,
-        tokens_per_row=TOKENS_PER_ROW,
-        router_bias=router_bias,
-        router_bias_speed=SPEED,
-        # A large step, so that a wrong gradient shows in the weights.
-        optimizer=OptimizerSection(learning_rate=1e-2, max_grad_norm=0.1, eps=1e-3),
-    )
-    setup = TrainerSetup(
-        section=section,
-        facts=read_model_facts(str(folder)),
-        temperature=1.0,
-        loss=Loss(),
-        seed=0,
-        checkpoint=folder,
-    )
-    return PolicyTrainer(setup)
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """What a step says of itself, and the weights after it."""
@@ -90,7 +56,7 @@ class Step:
 def _step(
     folder: Path, parallel: ParallelSection, sequences: list[TrainingSequence], router_bias: RouterBias
 ) -> Step:
-    trainer = make_trainer(folder, parallel, router_bias=router_bias)
+    trainer = make_trainer(folder, parallel, router_bias=router_bias, router_bias_speed=SPEED)
     rows = pack_rows(sequences, tokens_per_row=TOKENS_PER_ROW, num_ranks=trainer.num_data_ranks)
     result = trainer.train_step(rows[trainer.data_rank])
     weights = hf_checkpoint.full_tensors(trainer.model, trainer._facts)
@@ -121,8 +87,7 @@ Alone = tuple[dict[str, torch.Tensor], dict[str, Step], Step]
 def _alone(folders: dict[str, Path], sequences: list[TrainingSequence]) -> Alone:
     with torch.no_grad():
         logprobs = {
-            variant: make_trainer(folder, ParallelSection()).logprobs(pack_row(sequences))
-            for variant, folder in folders.items()
+            variant: make_trainer(folder).logprobs(pack_row(sequences)) for variant, folder in folders.items()
         }
     steps = {
         variant: _step(folder, ParallelSection(), sequences, ROUTER_BIAS[variant])

@@ -9,20 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from forgeasync.algorithms import Loss
-from forgeasync.config import (
-    GeneratorSection,
-    OptimizerSection,
-    ParallelSection,
-    SamplingSection,
-    TrainerSection,
-    WeightsSection,
-)
+from forgeasync.config import GeneratorSection, SamplingSection
 from forgeasync.models import read_model_facts
 from forgeasync.rollouts import CaptureSpec, Rollout, check_rollout
-from forgeasync.trainer import PolicyTrainer, TrainerSetup, TrainingSequence, pack_row
+from forgeasync.trainer import TrainingSequence, pack_row
+from tests.support.engines import start_engine
 from tests.support.families import write_family
 from tests.support.processes import run_alone, run_ranks
+from tests.support.trainers import make_trainer
 from tests.support.weight_service import FolderPublisher
 
 SAMPLING = SamplingSection(temperature=0.9, max_response_tokens=40)
@@ -38,25 +32,11 @@ def _records(folder: Path) -> CaptureSpec:
 
 
 async def _sample(before: Path, after: Path, out: Path) -> dict[int, tuple[Rollout, ...]]:
-    from forgeasync.generator import GeneratorEngine, HostMemory, WeightReceiver
-
-    engine = await GeneratorEngine.start(
-        model_path=before,
-        generator=GeneratorSection(max_num_seqs=8, max_num_batched_tokens=256, kv_cache_gib=0.05),
-        max_context_length=160,
-        seed=0,
-        records=_records(before),
-        weights=WeightsSection(),
-    )
+    generator = GeneratorSection(max_num_seqs=8, max_num_batched_tokens=256, kv_cache_gib=0.05)
+    engine = await start_engine(before, generator, records=_records(before))
     try:
         publisher = FolderPublisher(before, out)
-        receiver = await WeightReceiver.connect(
-            engine,
-            layout=publisher.layout,
-            transports=publisher.transports(),
-            host_memory=HostMemory(receive_buffer=out / "receive-buffer"),
-            delta=False,
-        )
+        receiver = await publisher.connect(engine, out / "receive-buffer")
         prompt = np.arange(3, 12, dtype=np.int32)
         rollouts = {0: await engine.generate(prompt_ids_P=prompt, num_samples=3, sampling=SAMPLING)}
         await receiver.begin(publisher.stage(1, 1, load_file(after / "model.safetensors")))
@@ -81,18 +61,7 @@ def _sample_all(
 def _trained_logprobs(
     folder: Path, rollouts: tuple[Rollout, ...], *, replay_routing: bool
 ) -> tuple[torch.Tensor, float]:
-    section = TrainerSection(
-        parallel=ParallelSection(), tokens_per_row=512, optimizer=OptimizerSection(learning_rate=1e-3)
-    )
-    setup = TrainerSetup(
-        section=section,
-        facts=read_model_facts(str(folder)),
-        temperature=SAMPLING.temperature,
-        loss=Loss(),
-        seed=0,
-        checkpoint=folder,
-    )
-    trainer = PolicyTrainer(setup)
+    trainer = make_trainer(folder, temperature=SAMPLING.temperature, tokens_per_row=512)
     row = pack_row(
         [
             TrainingSequence(

@@ -58,7 +58,7 @@ def test_folders_that_cannot_be_a_runs_are_refused(tmp_path: Path) -> None:
     assert refusals(tmp_path / "new" / "er") == refusals(tmp_path) == []
 
 
-def test_folders_that_are_not_writable_are_refused(tmp_path: Path) -> None:
+def test_folders_that_are_not_writable_are_refused() -> None:
     # Nobody may write there, not even root.
     assert "/proc/1, where it would be made, is not writable" in refusals(Path("/proc/1/run"))[0]
     assert "it is not writable" in refusals(Path("/proc/1"))[0]

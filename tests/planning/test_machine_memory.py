@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from forgeasync.config import RunConfig, load_config
+from forgeasync.config import RunConfig
 from forgeasync.models import read_model_facts
 from forgeasync.planning import (
     Machine,
@@ -19,38 +19,32 @@ from forgeasync.planning import (
 )
 from forgeasync.schema import ConfigError
 from forgeasync.testing import write_tiny_model
-from tests.support.config_samples import FACTS, MINIMAL, only
+from tests.support.config_samples import FACTS, minimal_config, only
 
 GIB = 2**30
 LARGE = dataclasses.replace(FACTS, vocab_size=2**24)
 """2 * 64 * 2**24 parameters in embedding and head: 8 GiB in float32."""
 
 
-def config(tmp_path: Path, *overrides: str) -> RunConfig:
-    file = tmp_path / "run.yaml"
-    file.write_text(MINIMAL)
-    return load_config(file, overrides)
-
-
-def test_a_kv_cache_larger_than_the_machine_is_refused(tmp_path: Path) -> None:
-    large = config(tmp_path, "generator.kv_cache_gib=1000")
+def test_a_kv_cache_larger_than_the_machine_is_refused() -> None:
+    large = minimal_config("generator.kv_cache_gib=1000")
     message = only(list(check_memory(large, FACTS, host_bytes=32 * GIB)))
     assert message.startswith("generator.kv_cache_gib = 1000.0: must be at most 32")
     assert "1 engine processes" in message and "32 GiB of memory available" in message
     assert list(check_memory(large, FACTS, host_bytes=1001 * GIB)) == []
 
 
-def test_every_engine_process_has_a_cache(tmp_path: Path) -> None:
-    two = config(tmp_path, "generator.kv_cache_gib=10", "generator.num_replicas=2")
+def test_every_engine_process_has_a_cache() -> None:
+    two = minimal_config("generator.kv_cache_gib=10", "generator.num_replicas=2")
     assert "must be at most 9.5:" in only(list(check_memory(two, FACTS, host_bytes=19 * GIB)))
     assert list(check_memory(two, FACTS, host_bytes=21 * GIB)) == []
-    halves = config(tmp_path, "generator.kv_cache_gib=10", "generator.tensor_parallel=2")
+    halves = minimal_config("generator.kv_cache_gib=10", "generator.tensor_parallel=2")
     assert list(check_memory(halves, FACTS, host_bytes=19 * GIB))
 
 
-def test_weights_and_optimizer_count(tmp_path: Path) -> None:
+def test_weights_and_optimizer_count() -> None:
     """8 GiB in the engine, and four times that in the trainer."""
-    run = config(tmp_path, "generator.kv_cache_gib=4")
+    run = minimal_config("generator.kv_cache_gib=4")
     message = only(list(check_memory(run, LARGE, host_bytes=42 * GIB)))
     assert "must be at most 1.99:" in message and "8 GiB for the weights" in message
     assert "32 GiB for parameters and optimizer of 1 trainer procs" in message
@@ -58,14 +52,13 @@ def test_weights_and_optimizer_count(tmp_path: Path) -> None:
     message = only(list(check_memory(run, LARGE, host_bytes=39 * GIB)))
     assert message.startswith("model.path = ") and "has 39 GiB of memory available" in message
     # A frozen model has no moments.
-    adapted = config(tmp_path, "generator.kv_cache_gib=4", "lora={rank: 2, alpha: 4, targets: [q_proj]}")
+    adapted = minimal_config("generator.kv_cache_gib=4", "lora={rank: 2, alpha: 4, targets: [q_proj]}")
     assert list(check_memory(adapted, LARGE, host_bytes=21 * GIB)) == []
 
 
-def with_teacher(tmp_path: Path, **teacher: object) -> RunConfig:
+def with_teacher(**teacher: object) -> RunConfig:
     section = {"engine": {"kv_cache_gib": 3, "num_replicas": 2}} | teacher
-    return config(
-        tmp_path,
+    return minimal_config(
         "generator.kv_cache_gib=4",
         "algorithm.terms=[{kind: sampled_reverse_kl}]",
         f"teachers={json.dumps({'wise': section})}",
@@ -74,19 +67,19 @@ def with_teacher(tmp_path: Path, **teacher: object) -> RunConfig:
 
 def test_engines_of_teachers_count(tmp_path: Path) -> None:
     folder = str(write_tiny_model(tmp_path / "hf"))
-    run = with_teacher(tmp_path, model_path=folder)
+    run = with_teacher(model_path=folder)
     message = only(list(check_memory(run, FACTS, host_bytes=9 * GIB)))
     assert "must be at most 2.99:" in message and "6 GiB for weights and KV caches of teachers" in message
     assert list(check_memory(run, FACTS, host_bytes=11 * GIB)) == []
     with pytest.raises(ConfigError, match=r"^teachers\.wise\.model_path = '.*gone'"):
-        list(check_memory(with_teacher(tmp_path, model_path=str(tmp_path / "gone")), FACTS, host_bytes=GIB))
+        list(check_memory(with_teacher(model_path=str(tmp_path / "gone")), FACTS, host_bytes=GIB))
 
 
 def test_only_a_teacher_that_moves_has_a_place_for_the_next_version(tmp_path: Path) -> None:
     folder = str(write_tiny_model(tmp_path / "hf"))
 
     def planned(**teacher: object) -> dict[str, int]:
-        run = with_teacher(tmp_path, model_path=folder, **teacher)
+        run = with_teacher(model_path=folder, **teacher)
         ((name, items),) = teacher_memory(run, Machine.CPU)
         assert name == "wise"
         return {item.name: item.num_bytes for item in items}
@@ -99,15 +92,15 @@ def test_only_a_teacher_that_moves_has_a_place_for_the_next_version(tmp_path: Pa
     assert frozen["weights"] == 4 * (count_parameters(facts).total + padding)
 
 
-def test_a_server_takes_no_memory_here(tmp_path: Path) -> None:
+def test_a_server_takes_no_memory_here() -> None:
     server = {"endpoint": {"base_url": "http://localhost:1/v1", "model": "m"}}
-    run = with_teacher(tmp_path, **server)
+    run = with_teacher(**server)
     assert list(teacher_memory(run, Machine.CPU)) == [] and all_teacher_bytes(run) == 0
 
 
-def test_other_machines_are_not_this_one(tmp_path: Path) -> None:
+def test_other_machines_are_not_this_one() -> None:
     launcher = "launcher={kind: slurm, gpus_per_host: 8, partition: gpu}"
-    run = config(tmp_path, "generator.kv_cache_gib=1000", launcher)
+    run = minimal_config("generator.kv_cache_gib=1000", launcher)
     assert list(check_memory(run, FACTS, host_bytes=GIB)) == []
 
 

@@ -1,6 +1,5 @@
 """The memory plan of generators and hosts against what an engine, its weights' travel and payloads take."""
 
-import asyncio
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from forgeasync.rollouts import (
 )
 from forgeasync.testing import write_tiny_model
 from tests.support.config_samples import CONFIGS
+from tests.support.engines import start_engine
 from tests.support.processes import run_alone
 from tests.support.weight_service import FolderPublisher
 
@@ -83,27 +83,17 @@ def _worker_bytes(worker: Any) -> tuple[int, int, int]:
     )
 
 
-async def _scenario(folder: Path, out: Path, config: RunConfig, facts: ModelFacts) -> Measured:
-    from forgeasync.generator import GeneratorEngine, HostMemory, WeightReceiver
-
-    engine = await GeneratorEngine.start(
-        model_path=folder,
-        generator=config.generator,
-        max_context_length=CONTEXT,
-        seed=0,
+async def _measure(folder: Path, out: Path, config: RunConfig, facts: ModelFacts) -> Measured:
+    engine = await start_engine(
+        folder,
+        config.generator,
+        config.weights,
         records=CaptureSpec(routing=facts.num_experts > 0, kept_tokens=False),
-        weights=config.weights,
     )
     try:
         publisher = FolderPublisher(folder, out)
         receive_buffer = out / "receive-buffer"
-        receiver = await WeightReceiver.connect(
-            engine,
-            layout=publisher.layout,
-            transports=publisher.transports(),
-            host_memory=HostMemory(receive_buffer=receive_buffer),
-            delta=False,
-        )
+        receiver = await publisher.connect(engine, receive_buffer)
         await receiver.begin(publisher.stage(1, 1, load_file(folder / "model.safetensors")))
         await receiver.stage()
         await receiver.finish()
@@ -122,10 +112,6 @@ async def _scenario(folder: Path, out: Path, config: RunConfig, facts: ModelFact
 
 def _allocated(path: Path) -> int:
     return path.stat().st_blocks * 512
-
-
-def _measure(folder: Path, out: Path, config: RunConfig, facts: ModelFacts) -> Measured:
-    return asyncio.run(_scenario(folder, out, config, facts))
 
 
 @pytest.mark.parametrize("name", ["tiny", pytest.param("smollm2", marks=pytest.mark.exhaustive)])

@@ -1,20 +1,19 @@
 """A machine that cannot isolate answers as the config says is refused before anything starts."""
 
 import importlib.util
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 import forgeasync as fa
-from forgeasync.config import RunConfig, ScorerSection, load_config
+from forgeasync.config import RunConfig, ScorerSection
 from forgeasync.controller import check_plan, prepare, prepare_evaluation
 from forgeasync.environments import EndpointModel
 from forgeasync.isolation import SandboxUnavailable, find_bubblewrap, find_program
 from forgeasync.schema import ConfigError
 from forgeasync.scoring import MathProblem, MathVerifierChoice, VerifierPool
-from tests.support.config_samples import MINIMAL
+from tests.support.config_samples import minimal_config
 
 Install = Callable[[str | None, str | None], tuple[str, str]]
 
@@ -52,9 +51,7 @@ def installed_program() -> str:
 
 
 def config_of(folder: Path, *overrides: str) -> RunConfig:
-    file = folder / "run.yaml"
-    file.write_text(re.sub(r"options: {[^}]*}", "options: {min_terms: 2}", MINIMAL))
-    return load_config([file], [f"run_dir={folder / 'run'}", "model.path=/nowhere", *overrides])
+    return minimal_config(f"run_dir={folder / 'run'}", "model.path=/nowhere", *overrides)
 
 
 def evaluate(config: RunConfig) -> None:

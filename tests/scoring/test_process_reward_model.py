@@ -20,7 +20,6 @@ from forgeasync.config import (
     PythonSource,
     ScorerSection,
     check_without_model,
-    load_config,
 )
 from forgeasync.environments import Response
 from forgeasync.rollouts import FinishReason, Score, ScoreStatus, Task
@@ -33,7 +32,7 @@ from forgeasync.scoring import (
     StepTokenizer,
     try_rewards,
 )
-from tests.support.config_samples import MINIMAL
+from tests.support.config_samples import minimal_config
 from tests.support.models import STEP_TAG, process_reward_head, write_process_reward_model
 from tests.support.tiers import Starts, starts
 
@@ -208,12 +207,8 @@ class TestRefusals:
             ),
         ],
     )
-    def test_what_contradicts_other_sections_is_named(
-        self, tmp_path: Path, overrides: list[str], said: str
-    ) -> None:
-        file = tmp_path / "run.yaml"
-        file.write_text(re.sub(r"options: {.*}}", "options: {}}", MINIMAL))
-        problems = [str(one) for one in check_without_model(load_config([file], overrides))]
+    def test_what_contradicts_other_sections_is_named(self, overrides: list[str], said: str) -> None:
+        problems = [str(one) for one in check_without_model(minimal_config(*overrides))]
         assert any(problem.startswith(said) for problem in problems), problems
 
 

@@ -45,7 +45,7 @@ from forgeasync.scoring import (
     try_rewards,
     weighted_score,
 )
-from tests.support.config_samples import MINIMAL
+from tests.support.config_samples import minimal_config
 
 # Workers are processes of their own.
 pytestmark = pytest.mark.procs
@@ -301,20 +301,15 @@ def test_several_scores_become_one() -> None:
 
 
 class TestConfig:
-    def load(self, tmp_path: Path, *overrides: str) -> object:
-        file = tmp_path / "run.yaml"
-        file.write_text(MINIMAL)
-        return load_config([file], overrides)
-
     def test_one_reward_and_a_list_come_back_from_their_yaml(self, tmp_path: Path) -> None:
-        one = self.load(tmp_path, "data.reward={kind: python, factory: a.b, options: {x: 1}, limit_s: 5}")
-        many = self.load(tmp_path, "data.reward=[{kind: math, weight: 2}, {kind: reasoning_gym, name: own}]")
+        one = minimal_config("data.reward={kind: python, factory: a.b, options: {x: 1}, limit_s: 5}")
+        many = minimal_config("data.reward=[{kind: math, weight: 2}, {kind: reasoning_gym, name: own}]")
         for config in (one, many):
             file = tmp_path / "again.yaml"
             file.write_text(dump_config(config))
             assert load_config([file]) == config
         assert [reward.kind for reward in named_sources(many.data)[0].rewards] == ["math", "reasoning_gym"]
-        (alone,) = named_sources(self.load(tmp_path).data)
+        (alone,) = named_sources(minimal_config().data)
         assert [reward.kind for reward in alone.rewards] == ["reasoning_gym"], "the source's own"
 
     @pytest.mark.parametrize(
@@ -343,9 +338,9 @@ class TestConfig:
             ),
         ],
     )
-    def test_a_wrong_form_names_the_field(self, tmp_path: Path, override: str, said: str) -> None:
+    def test_a_wrong_form_names_the_field(self, override: str, said: str) -> None:
         with pytest.raises(ConfigError) as raised:
-            self.load(tmp_path, override)
+            minimal_config(override)
         assert said in str(raised.value)
         assert len(raised.value.problems) == 1, raised.value
 
@@ -385,16 +380,15 @@ class TestConfig:
         ],
     )
     def test_what_contradicts_is_refused_with_field_value_and_remedy(
-        self, tmp_path: Path, overrides: list[str], said: str
+        self, overrides: list[str], said: str
     ) -> None:
-        problems = [str(problem) for problem in check_without_model(self.load(tmp_path, *overrides))]
+        problems = [str(problem) for problem in check_without_model(minimal_config(*overrides))]
         assert any(problem.startswith(said) for problem in problems), problems
 
-    def test_names_of_sources_and_sets_differ(self, tmp_path: Path) -> None:
+    def test_names_of_sources_and_sets_differ(self) -> None:
         source = "{source: {kind: python, factory: a.b}}"
         sets = "{name: a, num_problems: 3, source: {kind: python, factory: a.b}}"
-        config = self.load(
-            tmp_path,
+        config = minimal_config(
             "data.source=null",
             f"data.sources=[{source}, {source}]",
             f"evaluation.sets=[{sets}, {sets}]",
@@ -405,10 +399,8 @@ class TestConfig:
 
 
 class TestTrial:
-    def problems(self, tmp_path: Path, *overrides: str) -> list[str]:
-        file = tmp_path / "run.yaml"
-        file.write_text(re.sub(r"options: {.*}}", "options: {}}", MINIMAL))
-        config = load_config([file], overrides)
+    def problems(self, *overrides: str) -> list[str]:
+        config = minimal_config(*overrides)
         sets = named_sets(config.evaluation)
         first_tasks = look_at_data(config.data, seed=0, sets=sets).first_tasks
         return [str(one) for one in try_rewards((*named_sources(config.data), *sets), first_tasks)]
@@ -424,20 +416,20 @@ class TestTrial:
             (f"factory: {OWN}.Judge, options: {{column: answer}}, scores: group", "AttributeError"),
         ],
     )
-    def test_what_fails_for_every_response_is_refused(self, tmp_path: Path, reward: str, said: str) -> None:
-        (problem,) = self.problems(tmp_path, f"data.reward={{kind: python, {reward}}}")
+    def test_what_fails_for_every_response_is_refused(self, reward: str, said: str) -> None:
+        (problem,) = self.problems(f"data.reward={{kind: python, {reward}}}")
         assert said in problem and problem.startswith("data.reward.factory = ")
         assert ("made-up response to task chain_sum/held_out/0" in problem) == (
             ": 'gone'" in said or "Attr" in said
         )
 
-    def test_good_ones_pass_and_each_of_a_list_is_tried_on_each_source(self, tmp_path: Path) -> None:
+    def test_good_ones_pass_and_each_of_a_list_is_tried_on_each_source(self) -> None:
         good = f"{{kind: python, factory: {OWN}.Judge, options: {{column: answer}}}}"
         bad = f"{{kind: python, factory: {OWN}.fails_at_once, weight: 0.5}}"
-        assert self.problems(tmp_path, f"data.reward={good}") == []
+        assert self.problems(f"data.reward={good}") == []
         source = f"{{kind: python, factory: {OWN}.three}}"
         sets = f"[{{name: a, num_problems: 3, source: {source}, reward: [{good}, {bad}]}}]"
-        (problem,) = self.problems(tmp_path, f"evaluation.sets={sets}")
+        (problem,) = self.problems(f"evaluation.sets={sets}")
         assert problem.startswith("evaluation.sets.0.reward.1.factory = ")
         assert "ZeroDivisionError" in problem and "task held_out/0" in problem
 

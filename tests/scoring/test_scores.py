@@ -83,19 +83,19 @@ class TestTravel:
         assert group.steps == (steps, ())
         assert [rollout.text for rollout in group.rollouts] == ["text 1", "text 3"]
 
-    def test_penalties_decide_which_correct_responses_are_kept(self, tmp_path: Path) -> None:
+    def test_penalties_decide_which_correct_responses_are_kept(self) -> None:
         """With hardly any smoothing those without penalty come first, whatever is drawn."""
         section = "{kind: resample_on_correct, num_kept: 2, smoothing: 1.0e-9}"
-        config = make_config(tmp_path, f"algorithm.filters=[{section}]")
+        config = make_config(f"algorithm.filters=[{section}]")
         penalties = ({"tools": 0.5, "format": 1.0}, {"tools": 0.25}, {}, {"format": 2.0})
         for seed in range(10):
             filtering = GroupFiltering(config.algorithm, seed=seed)
             scores = [Score(1.0, True, penalties=one) for one in penalties]
             assert 2 in filtering.apply(make_group(), scores).kept
 
-    def test_each_agent_is_filtered_by_itself(self, tmp_path: Path) -> None:
+    def test_each_agent_is_filtered_by_itself(self) -> None:
         """The judge of every episode is right: it teaches nothing, and the solver trains without it."""
-        config = make_config(tmp_path, "algorithm.filters=[{kind: dynamic_sampling}]")
+        config = make_config("algorithm.filters=[{kind: dynamic_sampling}]")
         filtering = GroupFiltering(config.algorithm, seed=0)
         rollouts = tuple(
             dataclasses.replace(make_stored_rollout((0, 0, 2)), agent=index % 2) for index in range(4)

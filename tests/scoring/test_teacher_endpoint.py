@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from forgeasync.config import TeacherEndpoint, TeacherSection
 from forgeasync.rollouts import TeacherRecord, WrongTeacherRecord
 from forgeasync.scoring import RewardUnavailable, TeacherClient, TeacherRefuses
-from tests.scoring.test_judge import Reply, Server
+from tests.support.chat_server import ChatServer, Reply, serving
 
 IDS = np.array([3, 4, 5, 6], np.int32)
 
@@ -39,14 +39,12 @@ GOOD = (
 
 
 @pytest.fixture
-def server() -> Iterator[Server]:
-    one = Server()
-    one.reply = lambda request: completion(*GOOD)
-    yield one
-    one.go_down()
+def server() -> Iterator[ChatServer]:
+    with serving(lambda request: completion(*GOOD)) as one:
+        yield one
 
 
-def ask(server: Server, *, num_prompt: int = 2, num_ids: int = 2, **fields: object) -> TeacherRecord:
+def ask(server: ChatServer, *, num_prompt: int = 2, num_ids: int = 2, **fields: object) -> TeacherRecord:
     async def go() -> TeacherRecord:
         client = TeacherClient(TeacherEndpoint(base_url=server.url, model="large", **fields))
         try:
@@ -57,7 +55,7 @@ def ask(server: Server, *, num_prompt: int = 2, num_ids: int = 2, **fields: obje
     return asyncio.run(go())
 
 
-def test_tokens_go_as_ids_and_come_back_by_id(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_go_as_ids_and_come_back_by_id(server: ChatServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TEACHER_KEY", "secret")
     found = ask(server, api_key_env="TEACHER_KEY")
     assert found.logprobs_T.tolist() == pytest.approx([-2.0, -0.7])
@@ -71,7 +69,7 @@ def test_tokens_go_as_ids_and_come_back_by_id(server: Server, monkeypatch: pytes
         ask(server, api_key_env="NO_SUCH_KEY")
 
 
-def test_a_token_among_the_likeliest_and_no_ids_at_all(server: Server) -> None:
+def test_a_token_among_the_likeliest_and_no_ids_at_all(server: ChatServer) -> None:
     whole = ask(server, num_prompt=1)
     assert whole.ids_TK[0].tolist() == [4, 7] and whole.logprobs_T[0] == pytest.approx(-0.5)
     server.reply = lambda request: completion(*(position(token, -1.0) for token in (4, 5, 6)))
@@ -109,7 +107,9 @@ def test_a_token_among_the_likeliest_and_no_ids_at_all(server: Server) -> None:
         ((429, {"retry-after": "7"}, "{}"), RewardUnavailable, "status 429"),
     ],
 )
-def test_what_is_no_answer_is_said(server: Server, reply: Reply, error: type[Exception], said: str) -> None:
+def test_what_is_no_answer_is_said(
+    server: ChatServer, reply: Reply, error: type[Exception], said: str
+) -> None:
     server.reply = lambda request: reply
     with pytest.raises(error, match=said) as raised:
         ask(server)
@@ -117,13 +117,13 @@ def test_what_is_no_answer_is_said(server: Server, reply: Reply, error: type[Exc
         assert isinstance(raised.value, RewardUnavailable) and raised.value.retry_after_s == 7.0
 
 
-def test_a_number_that_stands_for_minus_infinity_is_no_number(server: Server) -> None:
+def test_a_number_that_stands_for_minus_infinity_is_no_number(server: ChatServer) -> None:
     server.reply = lambda request: completion(GOOD[0], position(5, -9999.0, (8, -0.1), (9, -9999.0)), GOOD[2])
     found = ask(server)
     assert np.isnan(found.logprobs_T[0]) and np.isnan(found.topk_TK[0, 1]), "refused by check_teacher_record"
 
 
-def test_a_server_that_is_down_or_slow_is_away(server: Server) -> None:
+def test_a_server_that_is_down_or_slow_is_away(server: ChatServer) -> None:
     server.go_down()
     with pytest.raises(RewardUnavailable, match="no connection"):
         ask(server)
@@ -133,7 +133,7 @@ def test_a_server_that_is_down_or_slow_is_away(server: Server) -> None:
 
 @pytest.mark.parametrize("is_good", [True, False])
 def test_the_event_loop_goes_on_while_a_reply_is_parsed(
-    server: Server, monkeypatch: pytest.MonkeyPatch, is_good: bool
+    server: ChatServer, monkeypatch: pytest.MonkeyPatch, is_good: bool
 ) -> None:
     """Parsing waits here for the event loop: on the loop's own thread it would wait in vain."""
     ids_S = np.full(4, 5, np.int32)

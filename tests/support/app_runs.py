@@ -4,13 +4,13 @@ import json
 import os
 import subprocess
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
 
 from forgeasync.buffer import verify
-from forgeasync.observability import RunDir
-from tests.support.metrics import check_keys
+from forgeasync.observability import METRICS, RunDir, undefined
 from tests.support.processes import send_signal
 from tests.support.tiers import Starts, starts
 from tests.support.warm_python import sessions_below, wait_until_imported, warm_python
@@ -20,6 +20,7 @@ NEVER_ENDING = "max_steps=100000"
 DEADLINE_S = 240.0
 END_S = 60.0
 """Time for processes of a run to be gone once the run itself has ended."""
+ALWAYS = frozenset(metric.key for metric in METRICS if metric.when == "every step" and "<" not in metric.key)
 
 
 @starts(Starts.PROCS)
@@ -106,6 +107,16 @@ def read_lines(file: Path) -> list[dict[str, float]]:
         for line in lines:
             check_keys(line)
     return lines
+
+
+def check_keys(line: Mapping[str, object]) -> None:
+    """Every key has a definition, and nothing is missing that every step has."""
+    assert undefined(line) == [], "keys without a definition in forgeasync/observability"
+    always = ALWAYS
+    if line["step"] == 0:
+        always = {key for key in ALWAYS if key.startswith("metrics/")}
+        always |= {"step", "policy_version", "time/eval_s", "time/elapsed_s", "eval/num_unscored"}
+    assert always - line.keys() == set(), "keys that every line has by their definitions"
 
 
 def check_open_ledger(run_dir: Path) -> dict[str, object]:

@@ -8,19 +8,21 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-Reply = Mapping[str, Any] | tuple[int, Mapping[str, Any]]
-"""A body, or a status with a body."""
+Reply = Mapping[str, Any] | tuple[int, Mapping[str, Any]] | tuple[int, Mapping[str, str], str]
+"""A body, a status with a body, or a status with headers and a body in letters."""
 
 
 class ChatServer:
-    """Keeps the requests; ``answer`` gets the body of each one."""
+    """Keeps the requests; ``reply`` gets the body of each one and can be replaced at any time."""
 
-    def __init__(self, answer: Callable[[Mapping[str, Any]], Reply]) -> None:
+    def __init__(self, reply: Callable[[dict[str, Any]], Reply]) -> None:
+        self.reply = reply
+        self.now_s: Callable[[], float] = time.monotonic
         self.requests: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
-        self._answer = answer
-        self._lock = threading.Lock()
-        outer = self
+        self.begun_s: list[float] = []
+        self.most_at_once = 0
+        num_at_once, lock, server = 0, threading.Lock(), self
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
@@ -32,38 +34,60 @@ class ChatServer:
                 self._send({"object": "list", "data": [{"id": "served", "object": "model"}]})
 
             def do_POST(self) -> None:
+                nonlocal num_at_once
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                with outer._lock:
-                    outer.requests.append(body)
-                    outer.keys.append(self.headers.get("Authorization"))
-                self._send(outer._answer(body))
+                with lock:
+                    server.requests.append(body)
+                    server.keys.append(self.headers["Authorization"])
+                    server.begun_s.append(server.now_s())
+                    num_at_once += 1
+                    server.most_at_once = max(server.most_at_once, num_at_once)
+                reply = server.reply(body)
+                with lock:
+                    num_at_once -= 1
+                self._send(reply)
 
             def _send(self, reply: Reply) -> None:
-                status, body = reply if isinstance(reply, tuple) else (200, reply)
-                content = json.dumps(body).encode()
-                self.send_response(status)
-                self.send_header("Content-Type", "application/json")
-                self.send_header("Content-Length", str(len(content)))
-                self.end_headers()
-                self.wfile.write(content)
+                status, *headers, body = reply if isinstance(reply, tuple) else (200, reply)
+                content = (body if isinstance(body, str) else json.dumps(body)).encode()
+                try:
+                    self.send_response(status)
+                    for name, value in {"Content-Type": "application/json", **dict(*headers)}.items():
+                        self.send_header(name, value)
+                    self.send_header("Content-Length", str(len(content)))
+                    self.end_headers()
+                    self.wfile.write(content)
+                except (BrokenPipeError, ConnectionResetError):
+                    pass  # the client did not wait
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._handler = Handler
+        self._port = 0
+        self.come_back()
+
+    def come_back(self) -> None:
+        """Serve, at the same address as before."""
+        self._server = ThreadingHTTPServer(("127.0.0.1", self._port), self._handler)
         self._server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}/v1"
+        self._port = self._server.server_address[1]
+        threading.Thread(target=self._server.serve_forever, args=[0.02], daemon=True).start()
+
+    def go_down(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._port}/v1"
 
 
 @contextmanager
-def serving(answer: Callable[[Mapping[str, Any]], Reply]) -> Iterator[ChatServer]:
+def serving(reply: Callable[[dict[str, Any]], Reply]) -> Iterator[ChatServer]:
     """Serve until the body ends."""
-    server = ChatServer(answer)
-    thread = threading.Thread(target=server._server.serve_forever, args=(0.02,), daemon=True)
-    thread.start()
+    server = ChatServer(reply)
     try:
         yield server
     finally:
-        server._server.shutdown()
-        server._server.server_close()
-        thread.join()
+        server.go_down()
 
 
 def completion(

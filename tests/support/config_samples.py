@@ -2,24 +2,14 @@
 
 from pathlib import Path
 
-from forgeasync.config import ModelFacts
+from forgeasync.config import ModelFacts, RunConfig, load_config
 from forgeasync.schema import Problem
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
-MINIMAL = """
-name: test
-max_steps: 3
-model: {path: models/none, max_context_length: 64}
-data:
-  source: {kind: reasoning_gym, task: chain_sum, options: {min_terms: 2, ratio: 0.5, flag: true, text: a}}
-  num_train: 100
-  num_held_out: 20
-sampling: {max_response_tokens: 32}
-trainer: {tokens_per_row: 128, optimizer: {learning_rate: 1e-3}}
-algorithm: {group_size: 4, groups_per_step: 2}
-evaluation: {num_problems: 20}
-"""
+MINIMAL_FILE = Path(__file__).with_name("minimal.yaml")
+"""A small valid run. Its model is nowhere."""
+MINIMAL = MINIMAL_FILE.read_text()
 
 WARMUP = (
     "warmup={shape: {num_layers: 1, hidden_size: 64, num_heads: 2, num_kv_heads: 1, head_dim: 32, "
@@ -61,6 +51,10 @@ HF_CONFIG: dict[str, object] = {
     "rope_theta": 10000.0,
     "rms_norm_eps": 1e-6,
 }
+
+
+def minimal_config(*overrides: str) -> RunConfig:
+    return load_config(MINIMAL_FILE, overrides)
 
 
 def only(problems: list[Problem]) -> str:

@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,11 +24,19 @@ if TYPE_CHECKING:
 
 CONTEXT = 160
 RECORDS = CaptureSpec(routing=True, kept_tokens=True)
+ROUTING = CaptureSpec(routing=True, kept_tokens=False)
+NO_RECORDS = CaptureSpec(routing=False, kept_tokens=False)
 
 
 async def start_engine(
-    folder: Path, generator: GeneratorSection, weights: WeightsSection, *, in_flight: Path | None = None
+    folder: Path,
+    generator: GeneratorSection,
+    weights: WeightsSection | None = None,
+    *,
+    records: CaptureSpec = RECORDS,
+    **options: Any,
 ) -> "GeneratorEngine":
+    """An engine of this process; ``options`` are further ones of ``GeneratorEngine.start``."""
     from forgeasync.generator import GeneratorEngine
 
     return await GeneratorEngine.start(
@@ -36,9 +44,9 @@ async def start_engine(
         generator=generator,
         max_context_length=CONTEXT,
         seed=0,
-        records=RECORDS,
-        weights=weights,
-        in_flight=in_flight,
+        records=records,
+        weights=weights or WeightsSection(),
+        **options,
     )
 
 

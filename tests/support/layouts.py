@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from forgeasync.algorithms import Loss
 from forgeasync.config import (
     ActivationCheckpointing,
     Dtype,
@@ -19,12 +18,10 @@ from forgeasync.config import (
     ParallelSection,
     TrainerSection,
 )
-from forgeasync.models import read_model_facts
 from forgeasync.rollouts import NO_RECORD, TokenReport
 from forgeasync.trainer import (
     PackedRow,
     PolicyTrainer,
-    TrainerSetup,
     TrainingSequence,
     full_tensors,
     inner_attention,
@@ -34,8 +31,8 @@ from forgeasync.trainer import (
     unstack_experts,
 )
 from forgeasync.trainer import model as trainer_model
+from tests.support.trainers import TOKENS_PER_ROW, local, make_setup, whole
 
-TOKENS_PER_ROW = 128
 LEARNING_RATE = 1e-2
 
 
@@ -119,15 +116,7 @@ def attention_of(device_type: str) -> Iterator[None]:
 
 def _take_step(inputs: Inputs, case: Case) -> Outcome:
     folder = inputs.folders[case.model]
-    setup = TrainerSetup(
-        section=case.section(),
-        facts=read_model_facts(str(folder)),
-        temperature=0.9,
-        loss=Loss(),
-        seed=0,
-        checkpoint=folder,
-    )
-    trainer = PolicyTrainer(setup)
+    trainer = PolicyTrainer(make_setup(folder, case.section(), temperature=0.9))
     rows = uneven_rows(inputs.sequences[case.sequences], trainer, case.tokens_per_row)
     replays_exactly = _replays_exactly(trainer, rows[0]) if trainer._facts.num_experts else None
     gradients: dict[str, torch.Tensor] = {}
@@ -141,7 +130,7 @@ def _take_step(inputs: Inputs, case: Case) -> Outcome:
         num_rows=sum(row.num_targets > 0 for row in rows),
         gradients=gradients,
         weights={name: tensor.clone() for name, tensor in full_tensors(trainer.model, trainer._facts)},
-        published=[tuple(_local(weight.tensor).shape) for weight in trainer.named_weights()],
+        published=[tuple(local(weight.tensor).shape) for weight in trainer.named_weights()],
         replays_exactly=replays_exactly,
         tokens=result.tokens,
     )
@@ -163,14 +152,8 @@ def _gradients(trainer: PolicyTrainer) -> dict[str, torch.Tensor]:
         trainer.model.named_parameters(), trainer.named_weights(), strict=True
     ):
         assert parameter is weight.tensor and parameter.grad is not None, name
-        gradient = parameter.grad
-        whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-        gradients |= dict(zip(weight.names, unstack_experts(whole.clone(), name), strict=True))
+        gradients |= dict(zip(weight.names, unstack_experts(whole(parameter.grad), name), strict=True))
     return gradients
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def own_choices(trainer: PolicyTrainer, row: PackedRow) -> np.ndarray:
@@ -211,6 +194,6 @@ def _summed_gradients(trainer: PolicyTrainer, row: PackedRow) -> list[torch.Tens
     with trainer._forward.replay(row):
         logprobs_T = trainer._forward.logprobs(row)
         (logprobs_T * torch.linspace(-1.0, 1.0, len(logprobs_T))).sum().backward()
-    gradients = [_local(parameter.grad).clone() for parameter in trainer.model.parameters()]
+    gradients = [local(parameter.grad).clone() for parameter in trainer.model.parameters()]
     trainer._optimizer.zero_grad()
     return gradients

@@ -29,7 +29,7 @@ from forgeasync.buffer import (
     ResumedBuffer,
     Update,
 )
-from forgeasync.config import RunConfig, SamplingSection, TimeoutSection, load_config
+from forgeasync.config import RunConfig, SamplingSection, TimeoutSection
 from forgeasync.controller import Prepared, Roles, RunFiles, StepRecord, TimesBetween, starting
 from forgeasync.environments import Response
 from forgeasync.generator import EngineStats, SwapReport
@@ -61,7 +61,7 @@ from forgeasync.trainer import StepResult, TrainerSetup, TrainingItem
 from forgeasync.waiting import Monitor
 from forgeasync.weights import FetchReport, Manifest
 from tests.support.buffer_world import make_task
-from tests.support.config_samples import FACTS, MINIMAL
+from tests.support.config_samples import FACTS, minimal_config
 from tests.support.rollouts import make_stored_rollout
 
 P = ParamSpec("P")
@@ -570,11 +570,9 @@ def make_problem(number: int) -> Task:
     return dataclasses.replace(make_task(number), prompt=str(number))
 
 
-def make_config(folder: Path, *overrides: str) -> RunConfig:
+def make_config(*overrides: str) -> RunConfig:
     """A run of ``MAX_STEPS`` steps with two groups of four rollouts each, whose arrays lie nowhere."""
-    file = folder / "run.yaml"
-    file.write_text(MINIMAL)
-    return load_config([file], [f"max_steps={MAX_STEPS}", "buffer.keep_groups=false", *overrides])
+    return minimal_config(f"max_steps={MAX_STEPS}", "buffer.keep_groups=false", *overrides)
 
 
 def make_prepared(

@@ -2,32 +2,15 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
 
-from forgeasync.algorithms import Loss
-from forgeasync.config import (
-    ADAPTABLE,
-    ActivationCheckpointing,
-    Dtype,
-    LoraSection,
-    OptimizerSection,
-    ParallelSection,
-    TrainerSection,
-)
-from forgeasync.models import read_model_facts
-from forgeasync.trainer import (
-    PolicyTrainer,
-    TrainerSetup,
-    TrainingSequence,
-    adapter_parameters,
-    copy_whole,
-    is_adapter,
-)
+from forgeasync.config import ADAPTABLE, LoraSection, ParallelSection
+from forgeasync.trainer import PolicyTrainer, TrainingSequence, adapter_parameters, copy_whole, is_adapter
+from tests.support import trainers
 
-TOKENS_PER_ROW = 128
 PREFIX = "base_model.model."
 
 # A rank that grouped matrix products do not take as it is.
@@ -36,36 +19,14 @@ LORA = LoraSection(rank=3, alpha=6.0, targets=ADAPTABLE)
 
 def make_trainer(
     folder: Path,
-    parallel: ParallelSection,
+    parallel: ParallelSection | None = None,
     *,
     lora: LoraSection = LORA,
-    checkpointing: ActivationCheckpointing = ActivationCheckpointing.NONE,
-    compile: bool = False,
-    dtype: Dtype = Dtype.FLOAT32,
     is_fresh: bool = False,
-    average_alpha: float | None = None,
+    **options: Any,
 ) -> PolicyTrainer:
     """A trainer with adapters; unless ``is_fresh``, their B is not zero."""
-    section = TrainerSection(
-        parallel=parallel,
-        tokens_per_row=TOKENS_PER_ROW,
-        activation_checkpointing=checkpointing,
-        compile=compile,
-        dtype=dtype,
-        # A large step, so that a wrong gradient shows in the weights.
-        optimizer=OptimizerSection(learning_rate=1e-2, max_grad_norm=0.1, eps=1e-3),
-    )
-    setup = TrainerSetup(
-        section=section,
-        facts=read_model_facts(str(folder)),
-        temperature=1.0,
-        loss=Loss(),
-        seed=0,
-        checkpoint=folder,
-        lora=lora,
-        average_alpha=average_alpha,
-    )
-    trainer = PolicyTrainer(setup)
+    trainer = trainers.make_trainer(folder, parallel, lora=lora, **options)
     if is_fresh:
         return trainer
     generator = torch.Generator().manual_seed(1)
@@ -80,15 +41,15 @@ def adapters(trainer: PolicyTrainer, *, gradients: bool = False) -> dict[str, to
     tensors = {}
     for weight in trainer.named_weights():
         tensor = weight.tensor.grad if gradients else weight.tensor.detach()
-        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        full = trainers.whole(tensor)
         tensors |= dict(zip(weight.names, full if len(weight.names) > 1 else [full], strict=True))
-    return {name: tensor.clone() for name, tensor in tensors.items()}
+    return tensors
 
 
 def base_weights(trainer: PolicyTrainer) -> dict[str, torch.Tensor]:
     """This rank's shards of everything that is no adapter."""
     return {
-        name: (p.to_local() if isinstance(p, DTensor) else p).detach().clone()
+        name: trainers.local(p).detach().clone()
         for name, p in trainer.model.named_parameters()
         if not is_adapter(name)
     }

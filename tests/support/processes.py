@@ -144,7 +144,10 @@ def run_ranks(world_size: int, function: Callable[..., R], *arguments: object) -
 
 @starts(Starts.ENGINE)
 def run_alone(function: Callable[..., R], *arguments: object) -> R:
-    """The result of ``function(*arguments)`` in a process that has imported vLLM, without a process group."""
+    """The result of ``function(*arguments)`` in a process that has imported vLLM, without a process group.
+
+    The result of a coroutine function is what its coroutine returns.
+    """
     return call_in_processes("vllm", function, arguments, environments=[dict(os.environ)])[0]
 
 

@@ -10,15 +10,14 @@ import signal
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from forgeasync.config import RunConfig, load_config
+from forgeasync.config import RunConfig
 from forgeasync.environments import Response
 from forgeasync.rollouts import FinishReason, Score, Task
 from forgeasync.runtime import GroupScoring, ProcessManager, Unscored, start_scorer
-from tests.support.config_samples import MINIMAL
+from tests.support.config_samples import minimal_config
 from tests.support.tiers import Starts, starts
 
 GROUP_SIZE = 4
@@ -41,12 +40,10 @@ class Killed:
     metrics: dict[str, float]
 
 
-def scoring_config(folder: Path, options: Sequence[str]) -> RunConfig:
+def scoring_config(*options: str) -> RunConfig:
     """A run whose reward reads the value out of the response."""
-    path = folder / "config.yaml"
-    path.write_text(MINIMAL, encoding="utf-8")
     reward = "data.reward={kind: python, factory: tests.support.own_rewards.slow_value}"
-    return load_config([path], [reward, *options])
+    return minimal_config(reward, *options)
 
 
 @starts(Starts.PROCS)
@@ -56,8 +53,8 @@ def kill_scorers(num_kills: int, *, num_replicas: int = 2, num_alive: int = 2, s
 
 
 async def _kill_scorers(num_kills: int, num_replicas: int, num_alive: int, rng: random.Random) -> Killed:
+    config = scoring_config(f"scorer.num_replicas={num_replicas}", "scorer.num_workers=1")
     with tempfile.TemporaryDirectory() as folder:
-        config = scoring_config(Path(folder), [f"scorer.num_replicas={num_replicas}", "scorer.num_workers=1"])
         procs = ProcessManager(Path(folder))
         try:
             groups = await start_scorer(procs, config)

@@ -7,6 +7,7 @@ from pathlib import Path
 from forgeasync.config import RunConfig
 from forgeasync.observability import HeldOutScores, StepMetrics
 from forgeasync.rollouts import FinishReason, Group, StoredRollout, Task
+from tests.support.config_samples import minimal_config
 from tests.support.rollouts import make_stored_rollout
 
 NOW = datetime(2030, 1, 2, 3, 4, 5)
@@ -22,23 +23,7 @@ TRAINER = {
 
 
 def make_config(run_dir: Path | None = None) -> RunConfig:
-    return RunConfig.model_validate(
-        {
-            "name": "sums",
-            "max_steps": 3,
-            "run_dir": None if run_dir is None else str(run_dir),
-            "model": {"path": "somewhere", "max_context_length": 64},
-            "data": {
-                "source": {"kind": "reasoning_gym", "task": "chain_sum"},
-                "num_train": 8,
-                "num_held_out": 8,
-            },
-            "sampling": {"max_response_tokens": 8},
-            "trainer": {"tokens_per_row": 64, "optimizer": {"learning_rate": 1e-3}},
-            "algorithm": {"group_size": 2, "groups_per_step": 2},
-            "evaluation": {"num_problems": 8},
-        }
-    )
+    return minimal_config("name=sums", *([] if run_dir is None else [f"run_dir={run_dir}"]))
 
 
 def make_rollout(*spans: tuple[int, int, int], truncated: bool = False) -> StoredRollout:

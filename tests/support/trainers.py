@@ -1,45 +1,60 @@
-"""A trainer of whole weights, and random sequences for it."""
+"""Trainers for tests, and random sequences for them."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
 from forgeasync.algorithms import Loss
-from forgeasync.config import BadStepsSection, ModelFacts, OptimizerSection, ParallelSection, TrainerSection
+from forgeasync.config import LoraSection, ModelFacts, OptimizerSection, ParallelSection, TrainerSection
 from forgeasync.models import read_model_facts
 from forgeasync.rollouts import NO_RECORD, BranchKey, KeptTokens, RolloutKey
-from forgeasync.trainer import PackedRow, PolicyTrainer, Source, TrainerSetup, TrainingSequence, pack_row
+from forgeasync.trainer import (
+    PackedRow,
+    PolicyTrainer,
+    Source,
+    TrainerSetup,
+    TrainingSequence,
+    pack_row,
+)
 
 TOKENS_PER_ROW = 128
+LARGE_STEP = OptimizerSection(learning_rate=1e-2, max_grad_norm=0.1, eps=1e-3)
+"""A wrong gradient shows in the weights."""
+
+
+def make_setup(folder: Path, section: TrainerSection, **fields: Any) -> TrainerSetup:
+    """What a trainer of the model in ``folder`` starts with; ``fields`` are further ones of it."""
+    defaults = {"temperature": 1.0, "loss": Loss(), "seed": 0, "checkpoint": folder}
+    return TrainerSetup(section=section, facts=read_model_facts(str(folder)), **defaults | fields)
 
 
 def make_trainer(
     folder: Path,
-    parallel: ParallelSection,
+    parallel: ParallelSection | None = None,
     *,
     temperature: float = 1.0,
-    probe_share: float = 0.0,
-    bad_steps: BadStepsSection | None = None,
+    loss: Loss | None = None,
+    lora: LoraSection | None = None,
     average_alpha: float | None = None,
+    max_token_age: int | None = None,
+    **keys: Any,
 ) -> PolicyTrainer:
-    section = TrainerSection(
-        bad_steps=bad_steps or BadStepsSection(),
-        parallel=parallel,
-        replay_probe_share=probe_share,
-        tokens_per_row=TOKENS_PER_ROW,
-        # A large step, so that a wrong gradient shows in the weights.
-        optimizer=OptimizerSection(learning_rate=1e-2, max_grad_norm=0.1, eps=1e-3),
-    )
-    setup = TrainerSetup(
-        section=section,
-        facts=read_model_facts(str(folder)),
+    """This rank of a trainer of the model in ``folder``; ``keys`` are those of its section.
+
+    Steps are large and nothing is measured beside them, unless ``keys`` say otherwise.
+    """
+    defaults = {"tokens_per_row": TOKENS_PER_ROW, "optimizer": LARGE_STEP, "replay_probe_share": 0.0}
+    setup = make_setup(
+        folder,
+        TrainerSection(parallel=parallel or ParallelSection(), **defaults | keys),
         temperature=temperature,
-        loss=Loss(),
-        seed=0,
-        checkpoint=folder,
+        loss=loss or Loss(),
+        lora=lora,
         average_alpha=average_alpha,
+        max_token_age=max_token_age,
     )
     return PolicyTrainer(setup)
 
@@ -102,6 +117,11 @@ def random_expert_ids(rng: np.random.Generator, num_tokens: int, facts: ModelFac
     ids_SMK = np.sort(scores.argsort(-1)[..., : facts.top_k], axis=-1).astype(np.int16)
     ids_SMK[rng.random(num_tokens) < 0.2] = NO_RECORD
     return ids_SMK
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard, or what is not sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ import signal
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -25,6 +26,9 @@ from forgeasync.weights import (
     WeightLayout,
     lay_out,
 )
+
+if TYPE_CHECKING:
+    from forgeasync.generator import GeneratorEngine, WeightReceiver
 
 
 def connected(
@@ -60,6 +64,20 @@ class FolderPublisher:
 
     def transports(self) -> dict[int, SharedMemoryTransport]:
         return {0: connected(SharedMemoryTransport, self.layout.ranks[0], self.source)}
+
+    async def connect(
+        self, engine: "GeneratorEngine", receive_buffer: Path, **memory: Any
+    ) -> "WeightReceiver":
+        """Let an engine of this process receive; ``memory``: further fields of its ``HostMemory``."""
+        from forgeasync.generator import HostMemory, WeightReceiver
+
+        return await WeightReceiver.connect(
+            engine,
+            layout=self.layout,
+            transports=self.transports(),
+            host_memory=HostMemory(receive_buffer=receive_buffer, **memory),
+            delta=False,
+        )
 
     def stage(self, slot: int, version: int, tensors: dict[str, torch.Tensor]) -> Manifest:
         """Stage tensors of the folder's names and shapes."""

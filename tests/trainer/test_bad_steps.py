@@ -10,11 +10,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from forgeasync.config import BadStepsSection, OnBadStep, ParallelSection
 from forgeasync.models import read_model_facts
-from forgeasync.testing import write_tiny_model
 from forgeasync.trainer import (
     BadStep,
     MismatchTooLarge,
@@ -29,7 +27,7 @@ from forgeasync.trainer import (
     write_rows,
 )
 from tests.support.processes import run_ranks
-from tests.support.trainers import TOKENS_PER_ROW, make_sequences, make_trainer
+from tests.support.trainers import TOKENS_PER_ROW, local, make_sequences, make_trainer
 
 TWO_RANKS = ParallelSection(num_procs=2, expert=2)
 WINDOW = 4
@@ -94,7 +92,7 @@ class World:
         trainer = make_trainer(
             self._folder,
             TWO_RANKS,
-            probe_share=0.3,
+            replay_probe_share=0.3,
             bad_steps=BadStepsSection.model_validate(section),
         )
         if snapshots:
@@ -150,12 +148,12 @@ def _spoil_weights(world: World, seen: Seen) -> None:
         trainer.train_batch([world.rows[0]])
         before, step = _state(trainer), trainer._optimizer.step
         weight = dict(trainer.model.named_parameters())["layers.1.attention.qkv_linear.wq.weight"].detach()
-        local = _local(weight)
+        shard = local(weight)
 
-        def spoiling(step: Callable[[], object] = step, local: torch.Tensor = local) -> None:
+        def spoiling(step: Callable[[], object] = step, shard: torch.Tensor = shard) -> None:
             step()
             if dist.get_rank() == 1:
-                local.view(-1)[2] = torch.inf
+                shard.view(-1)[2] = torch.inf
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(trainer._optimizer, "step", spoiling)
@@ -209,10 +207,6 @@ def _with(rows: list[PackedRow], field: str, value: float) -> list[PackedRow]:
     return [dataclasses.replace(rows[0], **{field: values_L}), *rows[1:]]
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _not_finite(world: World, seen: Seen, folder: Path, out: Path) -> None:
     """A number of the second rank: in its data, in its gradients, and at last in its weights."""
     rows = world.rows[0]
@@ -223,7 +217,7 @@ def _not_finite(world: World, seen: Seen, folder: Path, out: Path) -> None:
     def poisoned(*arguments: object) -> str | None:
         problem = accumulate(*arguments)
         if dist.get_rank() == 1:
-            _local(parameter.grad).view(-1)[0] = torch.inf
+            local(parameter.grad).view(-1)[0] = torch.inf
         return problem
 
     with pytest.MonkeyPatch.context() as patch:
@@ -245,7 +239,7 @@ def _not_finite(world: World, seen: Seen, folder: Path, out: Path) -> None:
     seen.differs["after skipped"] = _differ(_state(alone), _state(trainer))
     write_rows(out / "rows", rows, rank=dist.get_rank(), reason="why")
     if dist.get_rank() == 1:
-        _local(parameter.detach()).view(-1)[3] = torch.nan
+        local(parameter.detach()).view(-1)[3] = torch.nan
     for name, call in {
         "export": lambda: trainer.save_hf(out / "export", source=folder),
         "checkpoint": lambda: trainer.begin_checkpoint(out / "step-00000004", run_state=b"{}", keep=2),
@@ -278,8 +272,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory, out: Path) -> list[Seen]:
-    folder = write_tiny_model(tmp_path_factory.mktemp("model") / "hf", scale=4.0, num_experts=8, top_k=3)
+def seen(folder: Path, out: Path) -> list[Seen]:
     sequences = make_sequences(12, read_model_facts(str(folder)))
     return run_ranks(2, _observe, folder, sequences, out)
 

@@ -6,36 +6,16 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from forgeasync.algorithms import Loss
 from forgeasync.checkpoints import CheckpointNotWritten, checkpoint_name, list_checkpoints
-from forgeasync.config import LoraSection, OptimizerSection, ParallelSection, TrainerSection
+from forgeasync.config import LoraSection, ParallelSection
 from forgeasync.models import FolderNotWritten, read_model_facts
 from forgeasync.testing import write_tiny_model
-from forgeasync.trainer import PolicyTrainer, TrainerSetup, pack_rows
+from forgeasync.trainer import PolicyTrainer, pack_rows
 from tests.support.disks import fill, small_disk
 from tests.support.processes import run_ranks
-from tests.support.trainers import make_sequences
+from tests.support.trainers import TOKENS_PER_ROW, make_sequences, make_trainer
 
-NUM_RANKS = 2
-TOKENS_PER_ROW = 128
-
-
-def make_trainer(model: Path, lora: LoraSection | None) -> PolicyTrainer:
-    section = TrainerSection(
-        parallel=ParallelSection(num_procs=NUM_RANKS),
-        tokens_per_row=TOKENS_PER_ROW,
-        optimizer=OptimizerSection(learning_rate=1e-3),
-    )
-    setup = TrainerSetup(
-        section=section,
-        facts=read_model_facts(str(model)),
-        temperature=1.0,
-        loss=Loss(),
-        seed=0,
-        checkpoint=model,
-        lora=lora,
-    )
-    return PolicyTrainer(setup)
+PARALLEL = ParallelSection(num_procs=2)
 
 
 def step(trainer: PolicyTrainer, model: Path) -> None:
@@ -53,7 +33,7 @@ def _on_rank_0(act: object) -> None:
 
 def _checkpoints(model: Path, disk: Path, num_bytes: list[int]) -> list[str]:
     """One that fits, then one for each room that does not do, then one that fits again."""
-    trainer = make_trainer(model, None)
+    trainer = make_trainer(model, PARALLEL)
     trainer.begin_checkpoint(disk / checkpoint_name(1), run_state=b"{}", keep=2)
     trainer.finish_checkpoint()
     reasons = []
@@ -73,7 +53,7 @@ def _checkpoints(model: Path, disk: Path, num_bytes: list[int]) -> list[str]:
     trainer.finish_checkpoint()
     # Rank 0 gives the checkpoint its name after the other rank has ended its part.
     dist.barrier()
-    again = make_trainer(model, None)
+    again = make_trainer(model, PARALLEL)
     for folder in sorted(disk.iterdir()):
         again.resume(folder)
     return reasons
@@ -84,14 +64,14 @@ def test_a_checkpoint_without_room_leaves_the_one_before_and_is_written_later(tm
     with small_disk(tmp_path / "disk", num_mib=20) as disk:
         # Room for nothing, for a part of a file, and for all but the last file.
         rooms = [0, 100_000, 1_000_000]
-        of_rank_0, of_rank_1 = run_ranks(NUM_RANKS, _checkpoints, model, disk, rooms)
+        of_rank_0, of_rank_1 = run_ranks(PARALLEL.num_procs, _checkpoints, model, disk, rooms)
         assert len(of_rank_0) == len(of_rank_1) == len(rooms)
         assert all("step-00000002 could not be written" in reason for reason in of_rank_0)
         assert len(list_checkpoints(disk)) == 2
 
 
 def _exports(model: Path, disk: Path, rooms: list[int], lora: LoraSection | None) -> list[str]:
-    trainer = make_trainer(model, lora)
+    trainer = make_trainer(model, PARALLEL, lora=lora)
     reasons = []
     for left_bytes in rooms:
         _on_rank_0(lambda left=left_bytes: fill(disk, left_bytes=left))
@@ -116,7 +96,7 @@ def test_an_export_without_room_holds_up_no_rank_and_is_written_later(
     whole = tmp_path / "whole"
     with small_disk(tmp_path / "disk", num_mib=20) as disk:
         rooms = [0, 20_000, 200_000]
-        of_rank_0, of_rank_1 = run_ranks(NUM_RANKS, _exports, model, disk, rooms, lora)
+        of_rank_0, of_rank_1 = run_ranks(PARALLEL.num_procs, _exports, model, disk, rooms, lora)
         assert len(of_rank_0) == len(rooms) and of_rank_1 == [], "rank 0 writes"
         assert all("final could not be written" in reason for reason in of_rank_0)
         shutil.copytree(disk / "final", whole)

@@ -4,14 +4,15 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoTokenizer
 
-from forgeasync.algorithms import Grpo, Loss
-from forgeasync.config import AlgorithmSection, OptimizerSection, RoutingReplay, TrainerSection
+from forgeasync.algorithms import Grpo
+from forgeasync.config import AlgorithmSection, OptimizerSection, RoutingReplay
 from forgeasync.models import read_model_facts
 from forgeasync.rollouts import Group, Step, StoredRollout, TokenTrace
 from forgeasync.testing import write_tiny_model
@@ -19,7 +20,6 @@ from forgeasync.trainer import (
     PolicyTrainer,
     StepResult,
     TokenPlaces,
-    TrainerSetup,
     TrainingItem,
     TrainingSequence,
     assign_rows,
@@ -32,6 +32,7 @@ from forgeasync.trainer import (
 from tests.support.buffer_world import make_task
 from tests.support.processes import run_ranks
 from tests.support.rollouts import make_stored_rollout
+from tests.support.trainers import make_trainer
 
 NUM_ROLLOUTS = 4
 NUM_TOKENS = 12
@@ -145,21 +146,14 @@ class Batches:
         )
 
 
-def make_trainer(folder: Path, optimizer: OptimizerSection, max_token_age: int | None) -> PolicyTrainer:
-    setup = TrainerSetup(
-        section=TrainerSection(tokens_per_row=TOKENS_PER_ROW, optimizer=optimizer),
-        facts=read_model_facts(str(folder)),
-        temperature=0.8,
-        loss=Loss(),
-        seed=0,
-        checkpoint=folder,
-        max_token_age=max_token_age,
-    )
-    return PolicyTrainer(setup)
+def steady_trainer(folder: Path, **options: Any) -> PolicyTrainer:
+    """A trainer of small steps, unless ``options`` say otherwise."""
+    defaults = {"optimizer": OptimizerSection(learning_rate=1e-4), "tokens_per_row": TOKENS_PER_ROW}
+    return make_trainer(folder, temperature=0.8, **defaults | options)
 
 
 def _learn(folder: Path, batches: Batches, best: int) -> Learned:
-    trainer = make_trainer(folder, OptimizerSection(learning_rate=1e-4), None)
+    trainer = steady_trainer(folder)
     before = batches.logprobs(trainer)
     batches.step(trainer, [1.0 if index == best else 0.0 for index in range(NUM_ROLLOUTS)])
     return Learned(before=before, after=batches.logprobs(trainer), best=best)
@@ -167,7 +161,7 @@ def _learn(folder: Path, batches: Batches, best: int) -> Learned:
 
 def _learn_steps(folder: Path) -> list[list[float]]:
     """One step on two responses of digits, each with two steps of six characters."""
-    trainer = make_trainer(folder, OptimizerSection(learning_rate=1e-4), None)
+    trainer = steady_trainer(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     rng = np.random.default_rng(3)
     texts = ["".join(map(str, rng.integers(0, 10, NUM_TOKENS))) for _ in range(2)]
@@ -220,7 +214,7 @@ def _learn_steps(folder: Path) -> list[list[float]]:
 
 
 def _schedule(folder: Path, batches: Batches) -> Scheduled:
-    trainer = make_trainer(folder, SCHEDULE, None)
+    trainer = steady_trainer(folder, optimizer=SCHEDULE)
     of_groups: list[set[float]] = []
     trainer._optimizer.register_step_pre_hook(
         lambda optimizer, *_: of_groups.append({group["lr"] for group in optimizer.param_groups})
@@ -240,7 +234,7 @@ def _schedule(folder: Path, batches: Batches) -> Scheduled:
 
 
 def _age(folder: Path, batches: Batches, max_token_age: int | None) -> StepResult:
-    trainer = make_trainer(folder, OptimizerSection(learning_rate=1e-4), max_token_age)
+    trainer = steady_trainer(folder, max_token_age=max_token_age)
     trainer.state.policy_version = 2
     return batches.step(trainer, [1.0, 0.0, 0.0, 0.0], (0, 0, 3), (1, 3, 8), (2, 8, NUM_TOKENS))
 

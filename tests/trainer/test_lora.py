@@ -8,24 +8,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from forgeasync.config import ADAPTABLE, ParallelSection
-from forgeasync.models import read_model_facts
-from forgeasync.testing import write_tiny_model
+from forgeasync.config import ADAPTABLE
 from forgeasync.trainer import ATTENTION_MODULES, EXPERT_PARAMETERS, WEIGHTS_FILE, TrainingSequence, pack_row
 from forgeasync.weights import merged
 from tests.support.lora import LORA, PREFIX, adapters, base_weights, free, make_trainer, reference_logprobs
 from tests.support.processes import run_ranks
-from tests.support.trainers import make_sequences
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model") / "hf", scale=4.0, num_experts=8, top_k=3)
-
-
-@pytest.fixture(scope="module")
-def sequences(folder: Path) -> list[TrainingSequence]:
-    return make_sequences(11, read_model_facts(str(folder)))
 
 
 def merge_into(folder: Path, tensors: dict[str, torch.Tensor], out: Path) -> Path:
@@ -49,7 +36,7 @@ def _logprobs_and_gradients(
     folder: Path, sequences: list[TrainingSequence], out: Path
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Log-probabilities, and gradients of their sum, each times its index + 1."""
-    trainer = make_trainer(folder, ParallelSection())
+    trainer = make_trainer(folder)
     logprobs_T = trainer.logprobs(pack_row(sequences))
     (logprobs_T * torch.arange(1, len(logprobs_T) + 1)).sum().backward()
     trainer.save_hf(out, source=folder)
@@ -131,7 +118,7 @@ def test_merged_is_the_product_in_float32() -> None:
 
 def _train(folder: Path, sequences: list[TrainingSequence]) -> tuple[list[float], bool, float, int]:
     """Losses of 30 steps on one batch, from adapters as they start; whether the base stayed as it was."""
-    trainer = make_trainer(folder, ParallelSection(), is_fresh=True)
+    trainer = make_trainer(folder, is_fresh=True)
     row = pack_row(sequences)
     with torch.no_grad():
         logprobs_T = trainer.logprobs(row).numpy()

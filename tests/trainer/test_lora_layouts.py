@@ -6,22 +6,10 @@ import pytest
 import torch
 
 from forgeasync.config import ActivationCheckpointing, Dtype, LoraSection, ParallelSection
-from forgeasync.models import read_model_facts
-from forgeasync.testing import write_tiny_model
 from forgeasync.trainer import TrainingSequence, pack_row, pack_rows
-from tests.support.lora import LORA, TOKENS_PER_ROW, adapters, base_weights, make_trainer
+from tests.support.lora import LORA, adapters, base_weights, make_trainer
 from tests.support.processes import run_ranks
-from tests.support.trainers import make_sequences
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model") / "hf", scale=4.0, num_experts=8, top_k=3)
-
-
-@pytest.fixture(scope="module")
-def sequences(folder: Path) -> list[TrainingSequence]:
-    return make_sequences(11, read_model_facts(str(folder)))
+from tests.support.trainers import TOKENS_PER_ROW
 
 
 def _step(
@@ -31,7 +19,7 @@ def _step(
     checkpointing: ActivationCheckpointing,
     lora: LoraSection,
 ) -> tuple[dict[str, float], dict[str, torch.Tensor], dict[str, torch.Tensor], bool]:
-    trainer = make_trainer(folder, parallel, checkpointing=checkpointing, lora=lora)
+    trainer = make_trainer(folder, parallel, activation_checkpointing=checkpointing, lora=lora)
     base = base_weights(trainer)
     rows = pack_rows(sequences, tokens_per_row=TOKENS_PER_ROW, num_ranks=trainer.num_data_ranks)
     # More microbatches than one, and an uneven last one: nothing but padding on some rank.
@@ -111,7 +99,7 @@ def _step_in(
     """Loss and gradients of a step with checkpointing; dtypes of what is trained, and of what is frozen."""
     checkpointing = ActivationCheckpointing.FULL
     trainer = make_trainer(
-        folder, ParallelSection(), checkpointing=checkpointing, dtype=dtype, compile=compile
+        folder, ParallelSection(), activation_checkpointing=checkpointing, dtype=dtype, compile=compile
     )
     row = pack_row(sequences[:3])
     gradients: dict[str, torch.Tensor] = {}

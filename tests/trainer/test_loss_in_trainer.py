@@ -3,6 +3,7 @@
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,14 +13,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM
 
 from forgeasync.algorithms import Loss
-from forgeasync.config import LoraSection, OptimizerSection, ParallelSection, TrainerSection
+from forgeasync.config import LoraSection, OptimizerSection, ParallelSection
 from forgeasync.models import read_model_facts
-from forgeasync.testing import write_tiny_model
 from forgeasync.trainer import (
     PackedRow,
     PolicyTrainer,
     StepSums,
-    TrainerSetup,
     TrainingSequence,
     pack_row,
     pack_rows,
@@ -27,44 +26,22 @@ from forgeasync.trainer import (
 from tests.support.lora import LORA, adapters, reference_logprobs
 from tests.support.processes import run_ranks
 from tests.support.tokens import K3, section
-from tests.support.trainers import make_sequences, whole
+from tests.support.trainers import make_sequences, make_trainer, whole
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model") / "hf", scale=4.0, num_experts=8, top_k=3)
-
-
-def make_trainer(
-    folder: Path,
-    loss: Loss,
-    *,
-    parallel: ParallelSection | None = None,
-    learning_rate: float = 1e-12,
-    lora: LoraSection | None = None,
-    max_token_age: int | None = None,
+def unclipped_trainer(
+    folder: Path, loss: Loss, *, learning_rate: float = 1e-12, **options: Any
 ) -> PolicyTrainer:
     """Unless a learning rate is given, steps leave the weights as they are; gradients are not clipped."""
-    setup = TrainerSetup(
-        section=TrainerSection(
-            parallel=parallel or ParallelSection(),
-            tokens_per_row=1024,
-            optimizer=OptimizerSection(learning_rate=learning_rate, max_grad_norm=1e9),
-        ),
-        facts=read_model_facts(str(folder)),
-        temperature=0.8,
-        loss=loss,
-        seed=0,
-        checkpoint=folder,
-        lora=lora,
-        max_token_age=max_token_age,
+    optimizer = OptimizerSection(learning_rate=learning_rate, max_grad_norm=1e9)
+    return make_trainer(
+        folder, loss=loss, temperature=0.8, tokens_per_row=1024, optimizer=optimizer, **options
     )
-    return PolicyTrainer(setup)
 
 
 def _near_policy(folder: Path) -> list[TrainingSequence]:
     """Sequences of uneven lengths and ages, sampled by a policy not far from the trained one."""
-    trainer = make_trainer(folder, Loss())
+    trainer = unclipped_trainer(folder, Loss())
     rng = np.random.default_rng(1)
     near = []
     for sequence in make_sequences(11, read_model_facts(str(folder))):
@@ -137,7 +114,7 @@ def _pieces(
     folder: Path, parallel: ParallelSection, sequences: list[TrainingSequence], tokens_per_row: int
 ) -> dict[str, Step]:
     # Built with a reference; the weights stay as they are from one case to the next.
-    trainer = make_trainer(folder, PIECES["token_mean"][0], parallel=parallel)
+    trainer = unclipped_trainer(folder, PIECES["token_mean"][0], parallel=parallel)
     rows = pack_rows(sequences, tokens_per_row=tokens_per_row, num_ranks=trainer.num_data_ranks)
     found = {}
     for name, (loss, max_token_age) in PIECES.items():
@@ -208,7 +185,7 @@ def test_old_tokens_are_left_out(in_one_row: InOneRow) -> None:
 
 def _by_hand(folder: Path, sequences: list[TrainingSequence]) -> tuple[Step, Step]:
     """Young tokens of plain REINFORCE, by the trainer and by a loss written out over its logprobs."""
-    trainer = make_trainer(folder, section(objective={"kind": "reinforce"}), max_token_age=1)
+    trainer = unclipped_trainer(folder, section(objective={"kind": "reinforce"}), max_token_age=1)
     row = pack_row(sequences)
     step = step_gradients(trainer, [row])
     mask = torch.from_numpy(row.ages_L[row.mask_L] <= 1)
@@ -254,7 +231,7 @@ def _one_against_checkpoint(
     penalty = {"estimator": "k3", "coefficient": 0.3, "where": "loss"}
     loss = section(objective={"kind": "reinforce"}, kl=penalty)
     # With recorded experts: the reference does not take them.
-    trainer = make_trainer(folder, loss, learning_rate=3e-3, lora=lora)
+    trainer = unclipped_trainer(folder, loss, learning_rate=3e-3, lora=lora)
     free = [dataclasses.replace(sequence, kept_tokens=None, weight=1.0) for sequence in sequences[:3]]
     unrecorded = pack_row([dataclasses.replace(sequence, expert_ids_SMK=None) for sequence in free])
     first = trainer.train_step([unrecorded]).metrics

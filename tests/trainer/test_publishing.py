@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 import xxhash
-from torch.distributed.tensor import DTensor
 
 from forgeasync.config import ParallelSection
 from forgeasync.testing import write_tiny_model
@@ -41,8 +40,7 @@ class Seen:
 def _shards(trainer: PolicyTrainer, publisher: WeightPublisher) -> list[torch.Tensor]:
     weights = trainer.named_weights()
     tensors = [weights[index].tensor.detach() for index in publisher._indices]
-    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-    return [tensor.to(torch.float32, copy=True).flatten() for tensor in local]
+    return [trainers.local(tensor).to(torch.float32, copy=True).flatten() for tensor in tensors]
 
 
 def _train_while_copying(folder: Path, staging: Path, parallel: ParallelSection, has_adapters: bool) -> Seen:

@@ -6,13 +6,12 @@ import pickle
 import shutil
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.tensor import DTensor
 
-from forgeasync.algorithms import Loss
 from forgeasync.checkpoints import (
     check_room,
     checkpoint_bytes,
@@ -21,19 +20,12 @@ from forgeasync.checkpoints import (
     list_checkpoints,
     sweep_partial,
 )
-from forgeasync.config import (
-    CheckpointSection,
-    LoraSection,
-    OptimizerSection,
-    ParallelSection,
-    TrainerSection,
-)
+from forgeasync.config import CheckpointSection, LoraSection, OptimizerSection, ParallelSection
 from forgeasync.models import read_model_facts
 from forgeasync.testing import tiny_config, write_tiny_model
 from forgeasync.trainer import (
     CheckpointWriter,
     PolicyTrainer,
-    TrainerSetup,
     TrainingSequence,
     adapter_parameters,
     full_tensors,
@@ -41,9 +33,8 @@ from forgeasync.trainer import (
     pack_rows,
 )
 from tests.support.processes import ProcessFailed, run_ranks
-from tests.support.trainers import make_sequences
+from tests.support.trainers import TOKENS_PER_ROW, make_sequences, make_trainer, whole
 
-TOKENS_PER_ROW = 128
 SINGLE = ParallelSection()
 LORA = LoraSection(rank=3, alpha=6.0, targets=("q_proj", "down_proj"))
 METRICS = ("loss", "grad_norm", "learning_rate")
@@ -54,39 +45,19 @@ Steps = list[dict[str, float]]
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model") / "hf", scale=4.0, num_experts=8, top_k=3)
+def model(folder: Path) -> Path:
+    return folder
 
 
 @pytest.fixture(scope="module")
-def sequences(model: Path) -> list[TrainingSequence]:
-    return make_sequences(8, read_model_facts(str(model)))
+def sequences(folder: Path) -> list[TrainingSequence]:
+    return make_sequences(8, read_model_facts(str(folder)))
 
 
-def make_trainer(
-    model: Path,
-    parallel: ParallelSection,
-    *,
-    lora: LoraSection | None = None,
-    checkpoints: CheckpointWriter | None = None,
-) -> PolicyTrainer:
-    section = TrainerSection(
-        parallel=parallel,
-        tokens_per_row=TOKENS_PER_ROW,
-        # Probes on every second row or so: their turn is part of what is resumed.
-        replay_probe_share=0.4,
-        optimizer=OptimizerSection(learning_rate=1e-2, warmup_steps=10, max_grad_norm=0.1, eps=1e-3),
-    )
-    setup = TrainerSetup(
-        section=section,
-        facts=read_model_facts(str(model)),
-        temperature=1.0,
-        loss=Loss(),
-        seed=0,
-        checkpoint=model,
-        lora=lora,
-    )
-    return PolicyTrainer(setup, checkpoints=checkpoints)
+def probing_trainer(model: Path, parallel: ParallelSection, **options: Any) -> PolicyTrainer:
+    """It probes on every second row or so: their turn is part of what is resumed."""
+    optimizer = OptimizerSection(learning_rate=1e-2, warmup_steps=10, max_grad_norm=0.1, eps=1e-3)
+    return make_trainer(model, parallel, replay_probe_share=0.4, optimizer=optimizer, **options)
 
 
 def step(trainer: PolicyTrainer, sequences: list[TrainingSequence]) -> dict[str, float]:
@@ -97,14 +68,10 @@ def step(trainer: PolicyTrainer, sequences: list[TrainingSequence]) -> dict[str,
     }
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def weights_of(trainer: PolicyTrainer) -> Weights:
     if trainer._lora is None:
         return {name: tensor.clone() for name, tensor in full_tensors(trainer.model, trainer._facts)}
-    return {name: _whole(p.detach()).clone() for name, p in adapter_parameters(trainer.model)}
+    return {name: whole(p) for name, p in adapter_parameters(trainer.model)}
 
 
 def _save_in_mid_run(
@@ -115,7 +82,7 @@ def _save_in_mid_run(
     lora: LoraSection | None,
 ) -> tuple[Steps, Weights]:
     """Four steps, with a checkpoint begun after the second: the others run beside its writing."""
-    trainer = make_trainer(model, parallel, lora=lora)
+    trainer = probing_trainer(model, parallel, lora=lora)
     steps = []
     for number in range(1, NUM_STEPS + 1):
         steps.append(step(trainer, sequences))
@@ -134,7 +101,7 @@ def _resume(
     parent: Path,
     lora: LoraSection | None,
 ) -> tuple[Steps, Weights]:
-    trainer = make_trainer(model, parallel, lora=lora)
+    trainer = probing_trainer(model, parallel, lora=lora)
     (folder,) = list_checkpoints(parent)
     torch.manual_seed(99)
     trainer.resume(folder)
@@ -196,7 +163,7 @@ class DyingWriter(FileSystemWriter):
 
 
 def _write_and_die(model: Path, parent: Path) -> None:
-    trainer = make_trainer(model, SINGLE)
+    trainer = probing_trainer(model, SINGLE)
     trainer.state.policy_version = 1
     trainer.begin_checkpoint(parent / checkpoint_name(1), run_state=b"{}", keep=1)
     trainer.finish_checkpoint()
@@ -207,7 +174,7 @@ def _write_and_die(model: Path, parent: Path) -> None:
 
 
 def _version(model: Path, folder: Path) -> int:
-    trainer = make_trainer(model, SINGLE)
+    trainer = probing_trainer(model, SINGLE)
     trainer.resume(folder)
     return trainer.policy_version
 
@@ -227,7 +194,7 @@ def test_a_kill_in_mid_write_leaves_the_checkpoint_before(model: Path, tmp_path:
 
 def _keep_and_refuse(model: Path, other: Path, parent: Path) -> tuple[list[str], int, list[str]]:
     """Four checkpoints of which two are kept; what reading one gives, and what those say that cannot."""
-    trainer = make_trainer(model, SINGLE)
+    trainer = probing_trainer(model, SINGLE)
     for version in (1, 2, 3, 4):
         trainer.state.policy_version = version
         trainer.begin_checkpoint(parent / checkpoint_name(version), run_state=b"{}", keep=2)
@@ -235,7 +202,7 @@ def _keep_and_refuse(model: Path, other: Path, parent: Path) -> tuple[list[str],
     folder = parent / checkpoint_name(3)
     trainer.resume(folder)
     messages = []
-    for stranger in (make_trainer(other, SINGLE), make_trainer(model, SINGLE, lora=LORA)):
+    for stranger in (probing_trainer(other, SINGLE), probing_trainer(model, SINGLE, lora=LORA)):
         with pytest.raises(ValueError) as caught:
             stranger.resume(folder)
         messages.append(str(caught.value))
@@ -284,7 +251,7 @@ def test_room_for_a_checkpoint_is_computed_and_asked_for(model: Path, tmp_path: 
     assert problem.field == "run_dir" and "takes 4.77e+05 GiB, and" in problem.remedy
 
 
-def test_the_room_for_an_export_is_what_it_takes(model: Path, tmp_path: Path) -> None:
+def test_the_room_for_an_export_is_what_it_takes(model: Path) -> None:
     facts = read_model_facts(str(model))
     config = tiny_config(model)
     written = sum(file.stat().st_size for file in model.glob("*.safetensors"))
@@ -308,7 +275,7 @@ def test_room_on_two_disks(model: Path, tmp_path: Path) -> None:
 
 
 def _write_one(model: Path, parent: Path) -> None:
-    trainer = make_trainer(model, SINGLE)
+    trainer = probing_trainer(model, SINGLE)
     trainer.begin_checkpoint(parent / checkpoint_name(1), run_state=b"{}", keep=1)
     trainer.finish_checkpoint()
 
@@ -327,7 +294,7 @@ def _resume_all(model: Path, folders: list[Path]) -> list[str]:
     messages = []
     for folder in folders:
         with pytest.raises(ValueError) as caught:
-            make_trainer(model, SINGLE).resume(folder)
+            probing_trainer(model, SINGLE).resume(folder)
         messages.append(str(caught.value))
     return messages
 

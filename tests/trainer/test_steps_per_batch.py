@@ -12,23 +12,22 @@ import torch
 from pydantic import PrivateAttr
 
 from forgeasync.algorithms import DecoupledPpo, Loss, RowLoss, RowTokens
-from forgeasync.config import OptimizerSection, TrainerSection, check_without_model, load_config
+from forgeasync.config import OptimizerSection, check_without_model
 from forgeasync.models import read_model_facts
 from forgeasync.testing import write_tiny_model
 from forgeasync.trainer import (
     PackedRow,
     PolicyTrainer,
     StepResult,
-    TrainerSetup,
     items_of,
     pack_row,
     split_by_groups,
     whole_response,
 )
-from tests.support.config_samples import MINIMAL, only
+from tests.support.config_samples import minimal_config, only
 from tests.support.groups import make_group
 from tests.support.processes import run_ranks
-from tests.support.trainers import make_sequences, whole
+from tests.support.trainers import make_sequences, make_trainer, whole
 
 NUM_STEPS = 4
 
@@ -75,17 +74,9 @@ class SeeingLoss(Loss):
         return super().__call__(row, total=total)
 
 
-def make_trainer(folder: Path, loss: Loss) -> PolicyTrainer:
+def unclipped_trainer(folder: Path, loss: Loss) -> PolicyTrainer:
     optimizer = OptimizerSection(learning_rate=1e-3, max_grad_norm=1e9)
-    setup = TrainerSetup(
-        section=TrainerSection(tokens_per_row=512, optimizer=optimizer, replay_probe_share=0.0),
-        facts=read_model_facts(str(folder)),
-        temperature=0.8,
-        loss=loss,
-        seed=0,
-        checkpoint=folder,
-    )
-    return PolicyTrainer(setup)
+    return make_trainer(folder, loss=loss, temperature=0.8, tokens_per_row=512, optimizer=optimizer)
 
 
 def weights_of(trainer: PolicyTrainer) -> dict[str, torch.Tensor]:
@@ -110,7 +101,7 @@ def spoiled(row: PackedRow) -> PackedRow:
 
 def _observe(folder: Path) -> Observed:
     sequences = make_sequences(8, read_model_facts(str(folder)))
-    trainer = make_trainer(folder, Loss())
+    trainer = unclipped_trainer(folder, Loss())
     rows = []
     with torch.no_grad():
         for index in range(0, 8, 2):
@@ -120,7 +111,7 @@ def _observe(folder: Path) -> Observed:
             ]
             rows.append([pack_row(pair)])
         proximal = [trainer.logprobs(row) for (row,) in rows]
-    batches = make_trainer(folder, Loss())
+    batches = unclipped_trainer(folder, Loss())
     decoupled, seen = Loss(objective=DecoupledPpo()), SeeingLoss(objective=DecoupledPpo())
     together = [[row for (row,) in rows]]
     bad = [rows[0], [spoiled(rows[1][0])], rows[2]]
@@ -128,15 +119,15 @@ def _observe(folder: Path) -> Observed:
         in_one_batch=train(trainer, rows),
         in_batches=[train(batches, [one]) for one in rows],
         proximal=proximal,
-        decoupled=train(make_trainer(folder, seen), rows),
+        decoupled=train(unclipped_trainer(folder, seen), rows),
         seen=seen.seen,
-        decoupled_in_one_step=train(make_trainer(folder, decoupled), together),
+        decoupled_in_one_step=train(unclipped_trainer(folder, decoupled), together),
         num_forwards=(
-            count_forwards(make_trainer(folder, decoupled), together),
-            count_forwards(make_trainer(folder, decoupled), rows),
+            count_forwards(unclipped_trainer(folder, decoupled), together),
+            count_forwards(unclipped_trainer(folder, decoupled), rows),
         ),
-        with_bad_step=train(make_trainer(folder, Loss()), bad),
-        without_bad_step=train(make_trainer(folder, Loss()), [rows[0], rows[2]]),
+        with_bad_step=train(unclipped_trainer(folder, Loss()), bad),
+        without_bad_step=train(unclipped_trainer(folder, Loss()), [rows[0], rows[2]]),
     )
 
 
@@ -228,13 +219,9 @@ def test_minibatches_are_whole_groups_in_order(num_minibatches: int) -> None:
         ),
     ],
 )
-def test_steps_that_cannot_be_made_are_refused(
-    tmp_path: Path, overrides: list[str], words: list[str]
-) -> None:
-    file = tmp_path / "run.yaml"
-    file.write_text(MINIMAL)
-    assert check_without_model(load_config(file, ["trainer.steps_per_batch=2"])) == []
-    message = only(check_without_model(load_config(file, overrides)))
+def test_steps_that_cannot_be_made_are_refused(overrides: list[str], words: list[str]) -> None:
+    assert check_without_model(minimal_config("trainer.steps_per_batch=2")) == []
+    message = only(check_without_model(minimal_config(*overrides)))
     assert message.startswith("trainer.steps_per_batch")
     for word in words:
         assert word in message

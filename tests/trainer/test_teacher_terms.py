@@ -12,19 +12,13 @@ from forgeasync.algorithms import Loss
 from forgeasync.config import ParallelSection
 from forgeasync.models import read_model_facts
 from forgeasync.rollouts import NO_ID, TeacherRecord, not_asked
-from forgeasync.testing import write_tiny_model
 from forgeasync.trainer import TrainingSequence, pack_row, pack_rows
 from tests.support.processes import run_ranks
 from tests.support.tokens import section
 from tests.support.trainers import make_sequences, whole
-from tests.trainer.test_loss_in_trainer import Step, make_trainer, step_gradients
+from tests.trainer.test_loss_in_trainer import Step, step_gradients, unclipped_trainer
 
 K = 4
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model") / "hf", scale=4.0, num_experts=8, top_k=3)
 
 
 def full_logprobs(folder: Path, sequence: TrainingSequence, *, noise: float = 0.0) -> torch.Tensor:
@@ -85,7 +79,7 @@ TERMS = {
 def steps_of(
     folder: Path, sequences: list[TrainingSequence], parallel: ParallelSection, tokens_per_row: int
 ) -> dict[str, Step]:
-    trainer = make_trainer(folder, TERMS["together"], parallel=parallel)
+    trainer = unclipped_trainer(folder, TERMS["together"], parallel=parallel)
     rows = pack_rows(sequences, tokens_per_row=tokens_per_row, num_ranks=trainer.num_data_ranks)
     found = {}
     for name, loss in TERMS.items():
@@ -108,7 +102,7 @@ def steps_of(
 
 def written_out(folder: Path, sequences: list[TrainingSequence]) -> dict[str, Step]:
     """The losses of "sampled" and "together" from sums over tokens, in float64."""
-    trainer = make_trainer(folder, Loss())
+    trainer = unclipped_trainer(folder, Loss())
     row = pack_row(sequences)
     assert row.teacher is not None
     targets_T1 = row.target_ids_L[row.mask_L][:, None]
@@ -161,7 +155,7 @@ def without_a_teacher(
 def of_one_proc(
     folder: Path, sequences: list[TrainingSequence]
 ) -> tuple[dict[str, Step], dict[str, Step], torch.Tensor]:
-    trainer = make_trainer(folder, Loss())
+    trainer = unclipped_trainer(folder, Loss())
     row = pack_row(sequences)
     every_id_TV = np.arange(read_model_facts(str(folder)).vocab_size)[None].repeat(row.num_targets, 0)
     with torch.no_grad():
@@ -274,7 +268,7 @@ def with_no_id_behind(record: TeacherRecord, num_none: int) -> TeacherRecord:
 
 def steps_of_fewer_ids(folder: Path, sequences: list[TrainingSequence]) -> list[Step]:
     """Every divergence over two ids, then over four of which two are none."""
-    trainer = make_trainer(folder, TERMS["forward"])
+    trainer = unclipped_trainer(folder, TERMS["forward"])
     found = []
     for kind in ("forward", "reverse", "jsd"):
         for num_none, num_ids in ((0, 2), (2, K)):

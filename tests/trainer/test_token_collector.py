@@ -10,7 +10,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from forgeasync.algorithms import Gspo, Loss, PpoClip, RowTokens, Topr
-from forgeasync.config import ParallelSection
 from forgeasync.models import read_model_facts
 from forgeasync.rollouts import (
     NUM_WORST,
@@ -22,7 +21,6 @@ from forgeasync.rollouts import (
     WorstToken,
     merged_reports,
 )
-from forgeasync.testing import write_tiny_model
 from forgeasync.trainer import StepResult, TrainingSequence, pack_row
 from tests.support.layouts import own_choices
 from tests.support.processes import run_ranks
@@ -53,7 +51,7 @@ def _observe(folder: Path) -> Observed:
         ages_T = np.arange(len(one.response_ids_T), dtype=np.int32)[::-1] // 20
         sequences.append(dataclasses.replace(one, is_sampled_T=is_sampled_T, ages_T=ages_T))
     own = [dataclasses.replace(one, expert_ids_SMK=None) for one in sequences]
-    choosing = make_trainer(folder, ParallelSection())
+    choosing = make_trainer(folder)
     for one in sequences:
         assert one.expert_ids_SMK is not None
         # Every third token's record is the trainer's own choice.
@@ -62,7 +60,7 @@ def _observe(folder: Path) -> Observed:
     unasked = [dataclasses.replace(one, source=None) for one in sequences]
     results, weights = [], []
     for some in (own, sequences, unasked):
-        trainer = make_trainer(folder, ParallelSection(), temperature=TEMPERATURE)
+        trainer = make_trainer(folder, temperature=TEMPERATURE)
         trainer.state.policy_version = VERSION
         results.append(trainer.train_step([pack_row(some[:3]), pack_row(some[3:])]))
         weights.append({name: whole(parameter) for name, parameter in trainer.model.named_parameters()})
@@ -74,11 +72,6 @@ def _observe(folder: Path) -> Observed:
         weights=weights[1],
         weights_unasked=weights[2],
     )
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model") / "hf", scale=4.0, num_experts=8, top_k=3)
 
 
 @pytest.fixture(scope="module")
@@ -187,7 +180,7 @@ def _disagreements(folder: Path) -> tuple[StepResult, int]:
     expert_ids_SMK = sequence.expert_ids_SMK[-len(sequence.response_ids_T) - 1 :].copy()
     expert_ids_SMK[-1] = -1
     short = dataclasses.replace(sequence, prompt_ids_P=prompt_ids_P, expert_ids_SMK=expert_ids_SMK)
-    return make_trainer(folder, ParallelSection()).train_step([pack_row([short])]), len(short.response_ids_T)
+    return make_trainer(folder).train_step([pack_row([short])]), len(short.response_ids_T)
 
 
 def test_disagreement_is_that_of_the_metric(folder: Path) -> None:

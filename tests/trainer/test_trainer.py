@@ -7,31 +7,19 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from forgeasync.config import ParallelSection
-from forgeasync.models import read_model_facts
 from forgeasync.testing import write_tiny_model
 from forgeasync.trainer import TrainingSequence, full_tensors, pack_row, pack_rows
 from tests.support.processes import run_ranks
-from tests.support.trainers import TOKENS_PER_ROW, make_sequences, make_trainer
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model") / "hf", scale=4.0, num_experts=8, top_k=3)
-
-
-@pytest.fixture(scope="module")
-def sequences(folder: Path) -> list[TrainingSequence]:
-    return make_sequences(11, read_model_facts(str(folder)))
+from tests.support.trainers import TOKENS_PER_ROW, local, make_trainer
 
 
 def _packed_logprobs(
     folder: Path, sequences: list[TrainingSequence], temperature: float
 ) -> list[torch.Tensor]:
-    trainer = make_trainer(folder, ParallelSection(), temperature=temperature)
+    trainer = make_trainer(folder, temperature=temperature)
     with torch.no_grad():
         packed = trainer.logprobs(pack_row(sequences))
         alone = [trainer.logprobs(pack_row([sequence])) for sequence in sequences]
@@ -65,19 +53,15 @@ def _probed_steps(
     folder: Path, parallel: ParallelSection, sequences: list[TrainingSequence], probe_share: float
 ) -> tuple[list[float], dict[str, torch.Tensor], list[tuple[int, ...]]]:
     """Gradient norms of three steps, the weights after them, and the shapes of what is published."""
-    trainer = make_trainer(folder, parallel, probe_share=probe_share)
+    trainer = make_trainer(folder, parallel, replay_probe_share=probe_share)
     rows = pack_rows(sequences, tokens_per_row=TOKENS_PER_ROW, num_ranks=trainer.num_data_ranks)
     norms = [trainer.train_step(rows[trainer.data_rank]).metrics["grad_norm"] for _ in range(3)]
-    shapes = [tuple(_local(weight.tensor).shape) for weight in trainer.named_weights()]
+    shapes = [tuple(local(weight.tensor).shape) for weight in trainer.named_weights()]
     return (
         norms,
         {name: tensor.clone() for name, tensor in full_tensors(trainer.model, trainer._facts)},
         shapes,
     )
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def test_probing_changes_nothing(folder: Path, sequences: list[TrainingSequence]) -> None:
@@ -118,4 +102,4 @@ def test_a_tensor_of_another_shape_is_refused_by_name(tmp_path: Path) -> None:
         config.replace('"moe_intermediate_size": 64', '"moe_intermediate_size": 32')
     )
     with pytest.raises(Exception, match=r"experts.0.gate_proj.*shape \(64, 64\).*\(32, 64\)"):
-        run_ranks(1, make_trainer, folder, ParallelSection())
+        run_ranks(1, make_trainer, folder)

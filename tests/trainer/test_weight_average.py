@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
 
 from forgeasync.config import ParallelSection
 from forgeasync.models import read_model_facts
@@ -35,13 +34,13 @@ class Seen:
     average_names: list[str]
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-
-
 def _state(trainer: PolicyTrainer) -> dict[str, torch.Tensor]:
     state = trainer.state.tensors().items()
-    return {name: _local(one).clone() for name, one in state if name.startswith(("model.", "average."))}
+    return {
+        name: trainers.local(one).detach().clone()
+        for name, one in state
+        if name.startswith(("model.", "average."))
+    }
 
 
 def _make(folder: Path, parallel: ParallelSection, has_adapters: bool) -> PolicyTrainer:

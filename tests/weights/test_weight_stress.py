@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 import torch
 
-from forgeasync.config import GeneratorSection, SamplingSection, WeightsSection
-from forgeasync.rollouts import CaptureSpec
+from forgeasync.config import GeneratorSection, SamplingSection
 from forgeasync.testing import write_tiny_model
 from forgeasync.weights import Manifest, WeightExchange, WeightLedger
+from tests.support.engines import ROUTING, start_engine
 from tests.support.processes import run_alone
 from tests.support.weight_service import FolderPublisher, constant, read_versions
 
@@ -144,27 +144,13 @@ class Readers:
         return True
 
 
-async def _scenario(folder: Path, out: Path) -> Seen:
-    from forgeasync.generator import GeneratorEngine, HostMemory, WeightReceiver
-
+async def _stress(folder: Path, out: Path) -> Seen:
     seen = Seen()
-    engine = await GeneratorEngine.start(
-        model_path=folder,
-        generator=GeneratorSection(max_num_seqs=16, max_num_batched_tokens=256, kv_cache_gib=0.02),
-        max_context_length=160,
-        seed=0,
-        records=CaptureSpec(routing=True, kept_tokens=False),
-        weights=WeightsSection(),
-    )
+    generator = GeneratorSection(max_num_seqs=16, max_num_batched_tokens=256, kv_cache_gib=0.02)
+    engine = await start_engine(folder, generator, records=ROUTING)
     publisher = FolderPublisher(folder, out)
     exchange = WeightExchange(WeightLedger(lease_timeout_s=LEASE_TIMEOUT_S))
-    receiver = await WeightReceiver.connect(
-        engine,
-        layout=publisher.layout,
-        transports=publisher.transports(),
-        host_memory=HostMemory(receive_buffer=out / "receive-buffer"),
-        delta=False,
-    )
+    receiver = await publisher.connect(engine, out / "receive-buffer")
     readers = Readers(publisher, exchange, seen, out)
     version = 0
 
@@ -225,10 +211,6 @@ async def _scenario(folder: Path, out: Path) -> Seen:
     seen.num_expired_leases = exchange.state.num_expired_leases
     engine.shutdown()
     return seen
-
-
-def _stress(folder: Path, out: Path) -> Seen:
-    return asyncio.run(_scenario(folder, out))
 
 
 @pytest.fixture(scope="module")

@@ -48,7 +48,7 @@ from forgeasync.weights import (
     require_reach,
     whole_tensors,
 )
-from tests.support.config_samples import FACTS, MINIMAL
+from tests.support.config_samples import FACTS, minimal_config
 from tests.support.own_transport import write_own_transport
 from tests.support.processes import alone_in_this_process
 
@@ -204,12 +204,6 @@ class Half(Transport):
         return None
 
 
-def load(folder: Path, *overrides: str) -> RunConfig:
-    file = folder / "run.yaml"
-    file.write_text(MINIMAL)
-    return load_config(file, overrides)
-
-
 def refusal(config: RunConfig) -> str:
     (problem,) = check_transport(config)
     return str(problem)
@@ -224,9 +218,9 @@ def refusal(config: RunConfig) -> str:
         ("{kind: python, factory: a.b, option: {}}", ["weights.transport.option", "did you mean"]),
     ],
 )
-def test_what_is_no_transport_is_refused_on_loading(tmp_path: Path, transport: str, words: list[str]) -> None:
+def test_what_is_no_transport_is_refused_on_loading(transport: str, words: list[str]) -> None:
     with pytest.raises(ConfigError) as refused:
-        load(tmp_path, f"weights.transport={transport}")
+        minimal_config(f"weights.transport={transport}")
     assert len(refused.value.problems) == 1, refused.value
     assert all(word in str(refused.value) for word in words), refused.value
 
@@ -244,10 +238,8 @@ def test_what_is_no_transport_is_refused_on_loading(tmp_path: Path, transport: s
         ),
     ],
 )
-def test_a_transport_that_cannot_be_made_is_refused_before_a_run(
-    tmp_path: Path, transport: str, words: list[str]
-) -> None:
-    config = load(tmp_path, f"weights.transport={transport.replace('{', '{kind: python, ', 1)}")
+def test_a_transport_that_cannot_be_made_is_refused_before_a_run(transport: str, words: list[str]) -> None:
+    config = minimal_config(f"weights.transport={transport.replace('{', '{kind: python, ', 1)}")
     assert not check_config(config, FACTS)
     message = refusal(config)
     assert all(word in message for word in words), message
@@ -258,10 +250,10 @@ def test_a_transport_that_cannot_be_made_is_refused_before_a_run(
 @pytest.mark.parametrize(
     "transport", ["shared_memory", f"{{kind: python, factory: {__name__}.NearTransport}}"]
 )
-def test_one_that_stays_on_a_host_is_refused_between_hosts(tmp_path: Path, transport: str) -> None:
+def test_one_that_stays_on_a_host_is_refused_between_hosts(transport: str) -> None:
     override = f"weights.transport={transport}"
-    assert not list(check_transport(load(tmp_path, override)))
-    message = refusal(load(tmp_path, override, "launcher.kind=process"))
+    assert not list(check_transport(minimal_config(override)))
+    message = refusal(minimal_config(override, "launcher.kind=process"))
     for words in ("weights.transport = '", "auto, rdma or torchstore", "launcher.kind = 'process'"):
         assert words in message
 
@@ -285,7 +277,7 @@ def test_units_smaller_than_a_block_are_refused() -> None:
 
 
 def test_one_of_your_own_survives_being_written_and_read_back(tmp_path: Path) -> None:
-    config = load(tmp_path, "weights.transport={kind: python, factory: a.B, options: {folder: /mnt/weights}}")
+    config = minimal_config("weights.transport={kind: python, factory: a.B, options: {folder: /mnt/weights}}")
     assert config.weights.transport == PythonCode(factory="a.B", options={"folder": "/mnt/weights"})
     (tmp_path / "again.yaml").write_text(dump_config(config))
     assert load_config(tmp_path / "again.yaml") == config

@@ -1,9 +1,10 @@
 """Runs a function of a test: ``python -m tests.support.warm_python.call KIND FOLDER INDEX``.
 
 ``FOLDER/call`` has the test's search path and then the function with its arguments, pickled. The result goes
-to ``FOLDER/INDEX``, what the function raises to ``FOLDER/INDEX.error``.
+to ``FOLDER/INDEX``, what the function raises to ``FOLDER/INDEX.error``. A coroutine is run to its end.
 """
 
+import asyncio
 import faulthandler
 import pickle
 import sys
@@ -19,11 +20,14 @@ def main() -> None:
         with Path(folder, "call").open("rb") as file:
             sys.path[:] = pickle.load(file)
             function, arguments = pickle.load(file)
-        result = pickle.dumps(function(*arguments))
+        result = function(*arguments)
+        if asyncio.iscoroutine(result):
+            result = asyncio.run(result)
+        content = pickle.dumps(result)
     except BaseException:
         Path(folder, f"{index}.error").write_text(traceback.format_exc())
         raise
-    Path(folder, index).write_bytes(result)
+    Path(folder, index).write_bytes(content)
 
 
 if __name__ == "__main__":

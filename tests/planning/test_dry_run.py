@@ -27,7 +27,7 @@ from forgeasync.planning import (
 )
 from forgeasync.schema import ConfigError
 from tests.support.chat import PICKY, make_tokenizer
-from tests.support.config_samples import CONFIGS, HF_CONFIG, MINIMAL
+from tests.support.config_samples import CONFIGS, HF_CONFIG, minimal_config
 
 PLANNED = {"qwen3_30b_a3b": "Qwen--Qwen3-30B-A3B", "qwen3_32b": "Qwen--Qwen3-32B"}
 """Configs of published models, and the folders of their shapes."""
@@ -219,7 +219,7 @@ def test_the_dry_run_and_the_memory_command_print_the_same(name: str) -> None:
             assert cells[0] == cells[1] and cells[0][2] == item.how
 
 
-def test_the_plan_of_a_model_without_experts(tmp_path: Path) -> None:
+def test_the_plan_of_a_model_without_experts() -> None:
     raw = {
         "model_type": "llama",
         "num_hidden_layers": 30,
@@ -339,13 +339,12 @@ def test_the_template_of_a_model_that_is_there_is_checked(tmp_path: Path, overri
     """Without starting the run: its tokenizer lies beside its config.json."""
     make_tokenizer(PICKY).save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "config.json").write_text(json.dumps(HF_CONFIG | {"vocab_size": 128}))
-    (tmp_path / "run.yaml").write_text(MINIMAL.replace(", ratio: 0.5, flag: true, text: a", ""))
     overrides = [
         f"model.path={tmp_path / 'model'}",
         f"run_dir={tmp_path / 'run'}",
         "data.chat_template=true",
     ]
-    check_plan(load_config(tmp_path / "run.yaml", overrides))
+    check_plan(minimal_config(*overrides))
     with pytest.raises(ConfigError) as refused:
-        check_plan(load_config(tmp_path / "run.yaml", [*overrides, override]))
+        check_plan(minimal_config(*overrides, override))
     assert words in str(refused.value)

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from forgeasync.config import HostCounts, ProcessLauncher, dump_config, load_config
+from forgeasync.config import HostCounts, ProcessLauncher, load_config
 from forgeasync.controller import parse_arguments
 from forgeasync.models import read_model_facts
-from forgeasync.testing import tiny_config, write_tiny_model
 from tests.support.app_runs import finish, read_lines, run_here, start
 from tests.support.config_samples import CONFIGS
+from tests.support.runs import write_tiny_run
 
 LARGE = CONFIGS / "qwen3_30b_a3b.yaml"
 SLURM = CONFIGS / "launchers" / "slurm.yaml"
@@ -70,10 +70,7 @@ def test_a_config_with_problems_is_refused_before_anything_is_made(tmp_path: Pat
 
 @pytest.mark.exhaustive
 def test_a_small_run_is_rehearsed_beside_its_own_folder(tmp_path: Path) -> None:
-    config = tiny_config(write_tiny_model(tmp_path / "model"))
-    file = tmp_path / "run.yaml"
-    file.write_text(dump_config(config))
-    run_dir = tmp_path / "run"
+    file, run_dir = write_tiny_run(tmp_path), tmp_path / "run"
     code, out, err = finish(
         start(file, "--rehearse", f"run_dir={run_dir}", "trainer.parallel={num_procs: 1, expert: 1}")
     )

@@ -95,8 +95,8 @@ class JournaledRun:
             file.write(json.dumps(line) + "\n")
 
 
-def make_tiny(tmp_path: Path) -> RunConfig:
-    return make_config(tmp_path, "algorithm.groups_per_step=2")
+def make_tiny() -> RunConfig:
+    return make_config("algorithm.groups_per_step=2")
 
 
 async def whole_run(folder: Path, config: RunConfig) -> CheckpointedBuffer:
@@ -138,7 +138,7 @@ def verify(
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    asyncio.run(whole_run(tmp_path, make_tiny(tmp_path)))
+    asyncio.run(whole_run(tmp_path, make_tiny()))
     return tmp_path
 
 
@@ -168,7 +168,7 @@ def test_a_run_that_was_killed_has_open_prompts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def killed() -> None:
-        run = JournaledRun(tmp_path, make_tiny(tmp_path))
+        run = JournaledRun(tmp_path, make_tiny())
         await run.step()
         await run.sample()
         await run.step(recorded=False)
@@ -275,13 +275,13 @@ def test_a_resumed_run_without_a_ledger_begins_one_at_its_step(
 ) -> None:
     async def resumed() -> None:
         (tmp_path / "ledger.jsonl").unlink()
-        again = JournaledRun(tmp_path, make_tiny(tmp_path), last)
+        again = JournaledRun(tmp_path, make_tiny(), last)
         await again.step()
         await again.buffer.end()
 
     folder = tmp_path / "other"
     folder.mkdir()
-    last = asyncio.run(whole_run(folder, make_tiny(tmp_path)))
+    last = asyncio.run(whole_run(folder, make_tiny()))
     asyncio.run(resumed())
     code, out = verify(capsys, monkeypatch, tmp_path, "--json")
     said = json.loads(out)
@@ -296,7 +296,7 @@ def test_a_resumed_run_without_a_ledger_begins_one_at_its_step(
 class TestResuming:
     @pytest.fixture
     def last(self, tmp_path: Path) -> CheckpointedBuffer:
-        return asyncio.run(whole_run(tmp_path, make_tiny(tmp_path)))
+        return asyncio.run(whole_run(tmp_path, make_tiny()))
 
     def problems(self, tmp_path: Path, resumed: CheckpointedBuffer) -> list[str]:
         try:
@@ -344,7 +344,7 @@ class TestResuming:
         self, tmp_path: Path, last: CheckpointedBuffer
     ) -> None:
         """By the checkpoint's folder and the run's, as ``--resume latest`` finds them."""
-        config = make_config(tmp_path, "algorithm.groups_per_step=2", "max_steps=9", f"run_dir={tmp_path}")
+        config = make_config("algorithm.groups_per_step=2", "max_steps=9", f"run_dir={tmp_path}")
         folder = tmp_path / "checkpoints" / "step-00000004"
         folder.mkdir(parents=True)
         state = RunState(

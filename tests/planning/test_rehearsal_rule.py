@@ -44,7 +44,7 @@ from forgeasync.planning import (
 )
 from forgeasync.rollouts import FinishReason, Task
 from forgeasync.schema import ConfigError
-from tests.support.config_samples import CONFIGS, FACTS, MINIMAL
+from tests.support.config_samples import CONFIGS, FACTS, minimal_config
 from tests.support.families import VARIANTS
 
 ROOMY = Capacity(memory_bytes=2000 * GIB, num_gpus=0)
@@ -80,12 +80,6 @@ def assert_legal(rehearsal: Rehearsal, *, num_gpus: int = 0) -> None:
 def degrees(config: RunConfig) -> tuple[int, ...]:
     parallel, generator = config.trainer.parallel, config.generator
     return (parallel.tensor, parallel.context, parallel.expert, generator.tensor_parallel)
-
-
-def minimal(tmp_path: Path, *overrides: str) -> RunConfig:
-    file = tmp_path / "run.yaml"
-    file.write_text(MINIMAL)
-    return load_config(file, overrides)
 
 
 TAUGHT = {"distill_cpu", "self_distill_cpu"}
@@ -350,10 +344,10 @@ def test_sizes_are_written_as_they_are_read(variant: str) -> None:
     assert parse_model_facts(raw | dict(FAMILIES[facts.model_type].sizes(other)), variant) == other
 
 
-def test_hub_data_is_generated_and_local_data_stays(tmp_path: Path) -> None:
+def test_hub_data_is_generated_and_local_data_stays() -> None:
     hub = HuggingFaceSource(kind="huggingface", path="a/b", question_field="q", answer_field="a")
     here = hub.model_copy(update={"path": "problems.jsonl"})
-    config = minimal(tmp_path, "data.source=null", "data.sources=[{source: {kind: python, factory: a.b}}]")
+    config = minimal_config("data.source=null", "data.sources=[{source: {kind: python, factory: a.b}}]")
     sources = tuple(
         WeightedSource(source=one, weight=2.0) for one in (hub, here, hub.model_copy(update={"path": "c/d"}))
     )
@@ -370,9 +364,9 @@ def test_hub_data_is_generated_and_local_data_stays(tmp_path: Path) -> None:
     assert "the data set a/b and its fields" in untried and "the data set c/d and its fields" in untried
 
 
-def test_rewards_of_ones_own_are_neither_changed_nor_added_to(tmp_path: Path) -> None:
+def test_rewards_of_ones_own_are_neither_changed_nor_added_to() -> None:
     own = PythonReward(factory="tests.support.own_rewards.length_reward", name="mine")
-    config = minimal(tmp_path, "algorithm.filters=[{kind: dynamic_sampling}]")
+    config = minimal_config("algorithm.filters=[{kind: dynamic_sampling}]")
     config = config.model_copy(update={"data": config.data.model_copy(update={"reward": own})})
     rehearsal = rehearsed(config, FACTS, stage())
     assert rehearsal.config.data.reward == own
@@ -381,17 +375,16 @@ def test_rewards_of_ones_own_are_neither_changed_nor_added_to(tmp_path: Path) ->
     assert change.untried == "the filter dynamic_sampling"
 
 
-def test_verifiers_stay_beside_a_score_that_differs(tmp_path: Path) -> None:
-    config = minimal(tmp_path, "algorithm.filters=[{kind: dynamic_sampling}]")
+def test_verifiers_stay_beside_a_score_that_differs() -> None:
+    config = minimal_config("algorithm.filters=[{kind: dynamic_sampling}]")
     rehearsal = rehearsed(config, FACTS, stage())
     (source,) = named_sources(rehearsal.config.data)
     assert [reward.kind for reward in source.rewards] == ["reasoning_gym", "python"]
     assert rehearsal.config.algorithm.filters == config.algorithm.filters
 
 
-def test_an_environment_scores_by_itself(tmp_path: Path) -> None:
-    config = minimal(
-        tmp_path,
+def test_an_environment_scores_by_itself() -> None:
+    config = minimal_config(
         "environment={kind: python, factory: tests.support.environments.TryAgain}",
         "algorithm.filters=[{kind: dynamic_sampling}]",
         "algorithm.aggregation={kind: constant_length, length: 64}",
@@ -426,10 +419,9 @@ def test_made_up_scores_depend_on_the_text_alone_and_differ() -> None:
     ],
 )
 def test_penalties_for_length_begin_at_the_same_share_of_responses(
-    tmp_path: Path, max_length: int, buffer_share: float, short: int
+    max_length: int, buffer_share: float, short: int
 ) -> None:
-    config = minimal(
-        tmp_path,
+    config = minimal_config(
         "sampling.max_response_tokens=8192",
         "model.max_context_length=9000",
         "trainer.tokens_per_row=9000",
@@ -444,9 +436,8 @@ def test_penalties_for_length_begin_at_the_same_share_of_responses(
     assert penalty.max_length == short
 
 
-def test_depths_and_windows_hold_as_many_batches(tmp_path: Path) -> None:
-    config = minimal(
-        tmp_path,
+def test_depths_and_windows_hold_as_many_batches() -> None:
+    config = minimal_config(
         "algorithm.groups_per_step=32",
         "max_off_policy_steps=2",
         "buffer.max_groups=64",
@@ -470,8 +461,8 @@ def test_a_rehearsal_can_be_written_as_a_config(tmp_path: Path) -> None:
     assert load_config(file) == small
 
 
-def test_a_rehearsal_is_no_run_in_anybodys_project(tmp_path: Path) -> None:
-    config = minimal(tmp_path, "logging.wandb={project: numbers}")
+def test_a_rehearsal_is_no_run_in_anybodys_project() -> None:
+    config = minimal_config("logging.wandb={project: numbers}")
     rehearsal = rehearsed(config, FACTS, stage())
     assert rehearsal.config.logging.wandb is None
     (change,) = [one for one in rehearsal.changes if one.field == "logging.wandb"]

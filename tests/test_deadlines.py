@@ -13,7 +13,7 @@ from forgeasync.observability import last_words
 from forgeasync.testing import VirtualTime
 from forgeasync.waiting import DeadlineExceeded, deadline
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[1]
 PLAIN_TIMEOUT = re.compile(r"asyncio\.timeout\(")
 
 

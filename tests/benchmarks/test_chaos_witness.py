@@ -47,7 +47,7 @@ def test_two_steps_of_opposite_signs_are_not_none() -> None:
     assert counts(weights_VD, adam_steps(weights_VD, [gradient_VD, flipped_VD])) == [2]
 
 
-def test_the_config_that_is_written_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_config_that_is_written_is_one(tmp_path: Path) -> None:
     config = load_config([chaos_witness.write(tmp_path, num_steps=10)], [])
     assert config.max_steps == 10 and config.data.num_train == chaos_witness.num_prompts(10)
     assert len({chaos_witness.prompt(number) for number in range(140)}) == 140

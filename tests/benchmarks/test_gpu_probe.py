@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.support.pretended_cuda import pretended_cuda
 from tests.support.processes import run_apart
 
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
 SIZES = (
     gpu_probe_attention.ATTENTION,
     gpu_probe_copies.CHECKPOINT,
