@@ -17,6 +17,9 @@ _LOADER = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
 
 _PLACEHOLDER = re.compile(r"<\w+>")
 
+EVERY_STEP = "every step"
+"""Lines that have most metrics; their column in the tables is empty."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
@@ -26,7 +29,7 @@ class Metric:
     """A part in angle brackets stands for any name without a slash: ``reward/<part>``."""
     meaning: str
     """A complete sentence, with the unit unless the metric is a share or a count."""
-    when: str = "every step"
+    when: str = EVERY_STEP
     """Which lines have it."""
     is_required: bool = False
     """Whether a step without it is refused. A pattern names no key that could be missing."""
@@ -67,20 +70,21 @@ REQUIRED_KEYS = frozenset(metric.key for metric in METRICS if metric.is_required
 INTRODUCTION = """\
 # Metrics
 
-A run writes one JSON object a step to `metrics.jsonl`, and the same numbers to `tensorboard/`. In a key, a
-word in angle brackets stands for any name. Counts "so far" start at 0 whenever the command starts; in a
-resumed run only those under `buffer/` and `accounting/` go on. Values that are nan or infinite are null, and
-counted in `metrics/num_nonfinite`.
+A run writes one JSON object per step to `metrics.jsonl`, and the same numbers to `tensorboard/`. Each table
+has the key, its meaning, and the lines that have it (all lines, if the column is empty). A word in angle
+brackets stands for any name.
 
-The evaluation before the first step has a line of its own, with `step` 0, `policy_version` 0, the metrics of
-the evaluation, `time/eval_s`, `time/elapsed_s` (0) and the metrics under `metrics/`.
+- A count that starts with "Total" adds up since the command started. In a resumed run only those under
+  `buffer/` and `accounting/` continue; the others start at 0.
+- Values that are nan or infinite are null, and counted in `metrics/num_nonfinite`.
+- The evaluation before training has its own line with `step` 0 and `policy_version` 0. It has the metrics
+  of the evaluation, `time/eval_s`, `time/elapsed_s` (0) and those under `metrics/`.
+- Your own objectives and corrections can report more names.
 
-With `logging.wandb: {project: NAME, entity: null, mode: online}` Weights & Biases gets the same lines and the
-config, with `step` as the axis. `mode: offline` needs no network: its files are in the run's `wandb/`, and
-`wandb sync` sends them later. A process of its own talks to W&B. Where that fails, hangs or dies, the run
-says so once, counts the lines (`metrics/num_wandb_errors`), and goes on; its end waits for 10 s at most.
-
-Code of your own (an objective, a correction) may report further names; they are not listed here.
+With `logging.wandb: {project: NAME, entity: null, mode: online}`, Weights & Biases gets the same lines and
+the config, with `step` as the axis. `mode: offline` needs no network; `wandb sync` uploads the run's
+`wandb/` folder later. W&B runs in its own process. If that fails, hangs or dies, the run says so once,
+counts the lines (`metrics/num_wandb_errors`) and continues; its end waits up to 10 s.
 
 This page is generated from `forgeasync/observability/metric_definitions.yaml` by `make docs`.
 """
@@ -103,8 +107,9 @@ def markdown() -> str:
 
 
 def _section(topic: Topic) -> str:
-    rows = [("key", "meaning", "on lines of"), ("---", "---", "---")]
-    rows += [(f"`{metric.key}`", metric.meaning, metric.when) for metric in topic.metrics]
+    rows = [("key", "meaning", "only on"), ("---", "---", "---")]
+    for metric in topic.metrics:
+        rows.append((f"`{metric.key}`", metric.meaning, "" if metric.when == EVERY_STEP else metric.when))
     escaped = ([cell.replace("|", r"\|") for cell in row] for row in rows)
     table = "\n".join(f"| {' | '.join(row)} |" for row in escaped)
     note = f"{topic.note}\n\n" if topic.note else ""
