@@ -641,6 +641,27 @@ def make_run(
     )
 
 
+def run_loops(run: GrpoRun, beside: Callable[[], Awaitable[None]] | None = None) -> None:
+    """Run to the end, with ``beside`` beside it."""
+
+    async def both() -> None:
+        loops = asyncio.create_task(run.run(Fleet()))
+        try:
+            if beside is not None:
+                await beside()
+            await loops
+        finally:
+            loops.cancel()
+
+    asyncio.run(both())
+
+
+async def let_others_run() -> None:
+    """After so many turns of the loop all that can happen has happened."""
+    for _ in range(1000):
+        await asyncio.sleep(0)
+
+
 def make_files(folder: Path) -> RunFiles:
     """Where a run would write, if it kept groups."""
     return RunFiles(run_dir=RunDir(path=folder), checkpoints=folder, messages=())
