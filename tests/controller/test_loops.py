@@ -15,7 +15,6 @@ from forgeasync.buffer import (
     AGE_REASONS,
     START,
     Batch,
-    BufferSnapshot,
     CheckpointedBuffer,
     Committed,
     DropReason,
@@ -55,6 +54,7 @@ from forgeasync.scoring import GroupFiltering
 from forgeasync.testing import VirtualTime
 from forgeasync.trainer import BadStepsEndRun, StepResult
 from forgeasync.weights import FetchReport, Manifest
+from tests.support.buffer_world import make_snapshot
 from tests.support.loops import (
     MAX_STEPS,
     Endpoint,
@@ -75,18 +75,7 @@ from tests.support.loops import (
 )
 from tests.support.rollouts import make_stored_rollout
 
-RESUMED_AT = BufferSnapshot(
-    trainer_version=2,
-    num_submitted=6,
-    next_group_id=6,
-    started=(),
-    complete=(),
-    pending=(),
-    num_reissued=0,
-    num_restarted=0,
-    deficits=(),
-    num_censored=0,
-)
+RESUMED_AT = make_snapshot(2, num_submitted=6, next_group_id=6)
 """A buffer with nothing in it after two steps."""
 
 

@@ -35,6 +35,7 @@ from tests.support.loops import (
     Trainer,
     let_others_run,
     make_config,
+    make_manifest,
     make_problem,
     make_run,
     run_loops,
@@ -55,9 +56,7 @@ class HeldTrainer(Trainer):
         self.begun.append(version)
         when_begun()
         await self.let_go[version].wait()
-        return Manifest(
-            version=version, slot=slot, layout_digest="", checksums=(), waited_s=0.0, staging_s=0.0
-        )
+        return make_manifest(version, slot)
 
 
 def make_held_run(*overrides: str) -> tuple[GrpoRun, HeldTrainer, Generators, Recorder]:
@@ -273,9 +272,7 @@ class VersionedTrainer(Trainer):
 
     async def stage_weights(self, slot: int, *, when_begun: Callable[[], None] = lambda: None) -> Manifest:
         when_begun()
-        return Manifest(
-            version=self.version, slot=slot, layout_digest="", checksums=(), waited_s=0.0, staging_s=0.0
-        )
+        return make_manifest(self.version, slot)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -70,6 +70,11 @@ R = TypeVar("R")
 MAX_STEPS = 3
 
 
+def make_manifest(version: int, slot: int = 0) -> Manifest:
+    """Of a version without tensors."""
+    return Manifest(version=version, slot=slot, layout_digest="", checksums=(), waited_s=0.0, staging_s=0.0)
+
+
 class Endpoint(Generic[P, R]):
     """A coroutine function under the call of an actor's endpoint."""
 
@@ -400,9 +405,7 @@ class Trainer:
     async def stage_weights(self, slot: int, *, when_begun: Callable[[], None] = lambda: None) -> Manifest:
         self.num_staged += 1
         when_begun()
-        return Manifest(
-            version=len(self.steps), slot=slot, layout_digest="", checksums=(), waited_s=0.0, staging_s=0.0
-        )
+        return make_manifest(len(self.steps), slot)
 
     async def connect(self, generators: Generators) -> None:
         return None
