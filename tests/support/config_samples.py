@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from forgeasync.config import ModelFacts, RunConfig, load_config
+from forgeasync.config import ModelFacts, NamedSource, PythonSource, RewardSection, RunConfig, load_config
 from forgeasync.schema import Problem
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -55,6 +55,21 @@ HF_CONFIG: dict[str, object] = {
 
 def minimal_config(*overrides: str) -> RunConfig:
     return load_config(MINIMAL_FILE, overrides)
+
+
+def source_with(*rewards: RewardSection, name: str = "s") -> NamedSource:
+    """A source of three problems of a test's own, with these rewards."""
+    return NamedSource(
+        name=name,
+        source=PythonSource(factory="tests.support.own_rewards.three"),
+        weight=1.0,
+        rewards=rewards,
+        num_train=1,
+        num_held_out=1,
+        field="data.source",
+        reward_field="data.reward",
+        num_held_out_field="data.num_held_out",
+    )
 
 
 def only(problems: list[Problem]) -> str:
