@@ -34,6 +34,26 @@ FACTS = ModelFacts(
     rms_norm_eps=1e-6,
 )
 
+SMOLLM2 = ModelFacts(
+    model_type="llama",
+    num_layers=30,
+    hidden_size=576,
+    num_heads=9,
+    num_kv_heads=3,
+    head_dim=64,
+    num_experts=0,
+    top_k=0,
+    vocab_size=49152,
+    expert_hidden_size=0,
+    max_position_embeddings=8192,
+    tie_word_embeddings=True,
+    rope_theta=100000.0,
+    rms_norm_eps=1e-5,
+    num_dense_layers=30,
+    dense_hidden_size=1536,
+)
+"""SmolLM2-135M."""
+
 HF_CONFIG: dict[str, object] = {
     "model_type": "qwen3_moe",
     "num_hidden_layers": 2,

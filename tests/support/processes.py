@@ -9,8 +9,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -155,14 +155,3 @@ def run_alone(function: Callable[..., R], *arguments: object) -> R:
 def run_apart(function: Callable[..., R], *arguments: object) -> R:
     """The same in a process that has imported TorchTitan."""
     return call_in_processes("torchtitan", function, arguments, environments=[dict(os.environ)])[0]
-
-
-@contextmanager
-def alone_in_this_process(folder: Path) -> Iterator[None]:
-    """A group of one gloo rank in this very process, for what is quick and asks for a group."""
-    store = dist.FileStore(str(folder / "store"), 1)
-    dist.init_process_group("gloo", rank=0, world_size=1, store=store)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
