@@ -27,6 +27,8 @@ pytestmark = pytest.mark.timeout(900)
 
 NUM_LAYERS = 2
 
+QWEN3_32B = read_model_facts(str(SHIPPED_MODELS / "Qwen--Qwen3-32B"))
+
 
 def _long(length: int, context: int) -> tuple[str, ...]:
     return (
@@ -40,11 +42,7 @@ def _long(length: int, context: int) -> tuple[str, ...]:
 
 def _dense(parallel: str) -> Case:
     changes = ("trainer.routing_replay=off", f"trainer.parallel={{{parallel}}}")
-    return Case(
-        config="qwen3_30b_a3b",
-        overrides=changes,
-        facts=asdict(read_model_facts(str(SHIPPED_MODELS / "Qwen--Qwen3-32B"))),
-    )
+    return Case(config="qwen3_30b_a3b", overrides=changes, facts=asdict(QWEN3_32B))
 
 
 CASES = {

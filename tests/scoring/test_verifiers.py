@@ -68,12 +68,6 @@ def gym_choice(task: str) -> GymVerifierChoice:
     return GymVerifierChoice(source=source, num_train=2, num_held_out=2, seed=3)
 
 
-def gym_problem(choice: GymVerifierChoice) -> tuple[GymProblem, str]:
-    """A problem and its answer."""
-    entry = ReasoningGymProblems(choice.source, num_train=2, num_held_out=2, seed=3).entry(1)
-    return GymProblem(task_id="task 1", source_index=1, prompt=entry["question"]), entry["answer"]
-
-
 def gym_problems(choice: GymVerifierChoice) -> list[tuple[GymProblem, str]]:
     """All problems that are trained on, with their answers."""
     problems = ReasoningGymProblems(choice.source, num_train=choice.num_train, num_held_out=2, seed=3)
@@ -141,7 +135,7 @@ def test_a_pool_survives_hostile_answers(
     folder = tmp_path / "target"
     folder.mkdir()
     choice = gym_choice(task)
-    problem, reference = gym_problem(choice)
+    problem, reference = gym_problems(choice)[1]
     section = ScorerSection(
         num_workers=1,
         answer_limit_s=2.0,
@@ -181,7 +175,7 @@ class TestLimits:
 
     def test_memory_is_limited_and_what_ends_of_it_scores_zero(self) -> None:
         choice = gym_choice("spiral_matrix")
-        problem, reference = gym_problem(choice)
+        problem, reference = gym_problems(choice)[1]
         # The time for it is ample: memory is what ends it.
         section = ScorerSection(num_workers=1, answer_limit_s=300.0, answer_memory_mib=64)
         pool = VerifierPool(choice, section)
@@ -208,7 +202,7 @@ class TestLimits:
 class TestProcess:
     def test_another_problem_than_the_one_sampled_for_is_an_error(self) -> None:
         choice = gym_choice("chain_sum")
-        problem, answer = gym_problem(choice)
+        problem, answer = gym_problems(choice)[1]
         pool = VerifierPool(choice, ScorerSection(num_workers=1))
         other = GymProblem(task_id="task 1", source_index=1, prompt=problem.prompt + " ")
         with pytest.raises(ProblemDiffers, match=r"data\.source\.task.*another problem than task 'task 1'"):
