@@ -12,7 +12,6 @@ import socket
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -44,6 +43,7 @@ from forgeasync.scoring import (
     plain_bytes,
 )
 from tests.support.hostile_answers import hostile_answers
+from tests.support.processes import wait_until_gone
 
 # Workers are processes of their own.
 pytestmark = pytest.mark.procs
@@ -552,8 +552,3 @@ def test_a_death_is_a_crash() -> None:
     (verdict, is_clean, _), (after, _, _) = run_in_forks(["run import os; os.abort()", "plain"])
     assert "crash" in verdict and not is_clean
     assert after == NOTHING
-
-
-def wait_until_gone(pid: int) -> None:
-    while is_running(pid):
-        time.sleep(0.01)

@@ -18,7 +18,7 @@ from forgeasync.buffer import (
     Submission,
 )
 from forgeasync.config import AccountingSection, AgeOf, BufferSection, Replacement, StaleGroups
-from forgeasync.rollouts import Group, GroupProgress, StoredRollout, Task
+from forgeasync.rollouts import Group, GroupProgress, Step, StoredRollout, Task
 from tests.support.ledgers import opened
 from tests.support.rollouts import make_stored_rollout
 
@@ -27,6 +27,19 @@ GROUP_SIZE = 2
 
 def make_task(index: int, source: str = "s") -> Task:
     return Task(task_id=str(index), prompt="", answer="", source_index=index, source=source)
+
+
+def make_group(*steps: tuple[Step, ...], texts: tuple[str, ...] = ("abcdef", "abcd")) -> Group:
+    """A scored group whose steps have values."""
+    rollouts = tuple(make_stored_rollout((0, 0, 4), text=text) for text in texts)
+    return Group(
+        group_id=7,
+        draw_id=0,
+        task=make_task(0),
+        rollouts=rollouts,
+        rewards=tuple(float(index) for index in range(len(texts))),
+        steps=steps or None,
+    )
 
 
 def make_snapshot(

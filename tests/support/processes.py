@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -18,6 +19,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from forgeasync.rollouts import is_running
 from tests.support.tiers import Starts, starts
 from tests.support.warm_python import warm_python
 from tests.support.warm_python.executable import CALL
@@ -99,6 +101,16 @@ def send_signal(processes: Iterable[psutil.Process], number: signal.Signals = si
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.send_signal(number)
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    """The test's own deadline bounds it."""
+    while not is_so():
+        time.sleep(0.01)
+
+
+def wait_until_gone(pid: int) -> None:
+    wait_until(lambda: not is_running(pid))
 
 
 def free_port() -> int:

@@ -10,7 +10,7 @@ import torch
 from forgeasync.config import ROW_ALIGNMENT
 from forgeasync.rollouts import NO_RECORD
 from forgeasync.trainer import StepSums, pack_row
-from tests.support.rows import make_row, make_sequence
+from tests.support.trainers import make_row, make_sequence
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
