@@ -596,14 +596,15 @@ def make_prepared(
 
 def make_roles(
     prepared: Prepared,
-    trainer: Trainer,
+    trainer: Trainer | None,
     generators: Generators,
     buffer: LocalBuffer,
     groups: GroupSampler | None = None,
     teaching: Teaching | None = None,
+    scorer: GroupScoring | None = None,
 ) -> Roles:
     """The generators sample single responses unless ``groups`` are given."""
-    config, scorer = prepared.config, make_scoring(prepared.config)
+    config, scorer = prepared.config, scorer or make_scoring(prepared.config)
     groups = groups or ResponseGroups(
         generators,
         scorer,
