@@ -61,6 +61,17 @@ def mark_of_a_run_ends_with_its_test() -> Iterator[None]:
         os.environ[RUN_MARK] = before
 
 
+@pytest.fixture
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A group of one gloo rank in this very process, for what is quick and asks for a group."""
+    import torch.distributed as dist
+
+    store = dist.FileStore(str(tmp_path_factory.mktemp("group") / "store"), 1)
+    dist.init_process_group("gloo", rank=0, world_size=1, store=store)
+    yield
+    dist.destroy_process_group()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     python = sys.executable

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from forgeasync.rollouts import is_running
-from tests.support.processes import ProcessFailed, call_in_processes
+from tests.support.processes import ProcessFailed, call_in_processes, wait_until_gone
 
 pytestmark = pytest.mark.procs
 
@@ -48,11 +47,6 @@ def fail_or_wait(folder: Path, how: str) -> None:
     time.sleep(600)
 
 
-def wait_until_gone(file: Path) -> None:
-    while is_running(int(file.read_text())):
-        time.sleep(0.01)
-
-
 def test_processes_know_their_index_and_nothing_of_earlier_ones(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -76,7 +70,7 @@ def test_processes_know_their_index_and_nothing_of_earlier_ones(
 def test_one_that_fails_is_told_and_ends_the_others(tmp_path: Path, how: str, says: str) -> None:
     with pytest.raises(ProcessFailed, match=f"process 1 of 2(?s:.*){says}"):
         call(2, fail_or_wait, tmp_path, how)
-    wait_until_gone(tmp_path / "0")
+    wait_until_gone(int((tmp_path / "0").read_text()))
 
 
 class CutOff(Exception):
@@ -101,4 +95,4 @@ def test_a_call_that_is_cut_off_leaves_nothing(tmp_path: Path) -> None:
     finally:
         waiting.join()
         signal.signal(signal.SIGUSR1, before)
-    wait_until_gone(tmp_path / "0")
+    wait_until_gone(int((tmp_path / "0").read_text()))

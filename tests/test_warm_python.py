@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,8 @@ import psutil
 import pytest
 
 from forgeasync.files import RUN_MARK
-from forgeasync.rollouts import is_running
 from tests.support.app_runs import REPOSITORY, session_processes
+from tests.support.processes import wait_until_gone
 from tests.support.warm_python import REAL_PYTHON, wait_until_imported, warm_python
 from tests.support.warm_python.executable import PROC, PROGRAM, kind_of
 
@@ -50,11 +49,6 @@ def waiting(**options: Any) -> "tuple[subprocess.Popen[str], int]":
     pid = facts_of(process)["pid"]
     assert process.stdout is not None and process.stdout.readline() == "waits\n"
     return process, pid
-
-
-def wait_until_gone(pid: int) -> None:
-    while is_running(pid):
-        time.sleep(0.01)
 
 
 def test_a_fork_is_what_the_program_would_be() -> None:

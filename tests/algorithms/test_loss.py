@@ -26,7 +26,7 @@ from forgeasync.algorithms import (
     penalty_to_go,
     product,
 )
-from tests.support.tokens import K3, section
+from tests.support.tokens import K3, make_tokens, section
 
 
 class Tokens:
@@ -331,13 +331,9 @@ def test_corrections_see_the_advantage_of_the_sequence_itself() -> None:
         corrections=[{"kind": "python", "factory": "tests.algorithms.test_loss.seeing_correction"}],
         kl={"coefficient": 0.5, "estimator": "k1", "where": "reward"},
     )
-    tokens = RowTokens(
-        logprobs_T=torch.tensor([-1.0, -2.0], requires_grad=True),
-        behavior_logprobs_T=torch.tensor([-1.0, -2.0]),
+    tokens = make_tokens(
+        torch.tensor([-1.0, -2.0], requires_grad=True),
         advantages_T=torch.tensor([3.0, 3.0]),
-        mask_T=torch.tensor([True, True]),
-        sequence_ids_T=torch.tensor([0, 0]),
-        ages_T=torch.tensor([0, 0]),
         ref_logprobs_T=torch.tensor([-3.0, -3.0]),
     )
     loss(tokens, total=2.0)
@@ -363,13 +359,10 @@ def test_in_a_row_without_sample_weights_each_sequence_counts_once(
     generator = torch.Generator().manual_seed(0)
     logprobs_T = -torch.rand(1000, generator=generator, dtype=torch.float64)
     advantages_T = torch.randn(1000, generator=generator, dtype=torch.float64).to(dtype)
-    row = RowTokens(
-        logprobs_T=logprobs_T.to(dtype).requires_grad_(),
-        behavior_logprobs_T=logprobs_T.to(dtype),
+    row = make_tokens(
+        logprobs_T.to(dtype).requires_grad_(),
         advantages_T=advantages_T,
-        mask_T=torch.ones(1000, dtype=torch.bool),
         sequence_ids_T=torch.arange(1000) // 2,
-        ages_T=torch.zeros(1000, dtype=torch.int32),
     )
     assert row.sample_weights_T.dtype == torch.float32
     assert row.sample_weights_T.tolist() == [1.0] * 1000

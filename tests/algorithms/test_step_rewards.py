@@ -18,7 +18,7 @@ from forgeasync.config import AlgorithmSection
 from forgeasync.rollouts import Score, Step
 from forgeasync.scoring import GroupFiltering
 from forgeasync.trainer import AdvantageSpan, TokenPlaces, advantage_spans, spread
-from tests.support.groups import make_group
+from tests.support.buffer_world import make_group
 
 GRPO = AlgorithmSection(advantage=Grpo(), group_size=2, groups_per_step=1)
 END = "<end>"

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ from chaos_run import is_of_another_run, marks_in
 from forgeasync.observability import Role
 
 ALL_MOMENTS = tuple(Moment)
+Start = Callable[..., "subprocess.Popen[str]"]
+Obey = Callable[[str], tuple["subprocess.Popen[str]", Orders]]
 
 
 def test_a_plan_is_the_seeds_and_spreads_faults_over_the_run() -> None:
@@ -84,105 +87,109 @@ def planned(role: str, kind: Kind, *, at_step: int, **more: Any) -> Planned:
     )
 
 
-def test_a_fault_waits_for_its_step_and_for_the_recovery_of_its_role(tmp_path: Path) -> None:
-    metrics, events, procs = (tmp_path / name for name in ("metrics.jsonl", "faults.jsonl", "procs.json"))
-    processes = [subprocess.Popen(["sleep", "1000"]) for _ in range(3)]
-    try:
-        faults = [
-            planned("scorer", Kind.SIGSTOP, at_step=2),
-            planned("scorer", Kind.SIGKILL, at_step=3, which=0.99),
-        ]
-        injector = Injector(tmp_path, faults, tmp_path / "witness.jsonl", orders=Orders(tmp_path / "orders"))
-
-        def look() -> None:
-            for _ in range(5):
-                injector.look()
-
-        look()
-        listed = [{"role": "scorer", "rank": rank, "pid": one.pid} for rank, one in enumerate(processes)]
-        procs.write_text(json.dumps({"controller": os.getpid(), "procs": listed}))
-        write_lines(metrics, {"step": 0}, {"step": 1, "time/step_s": 1.0})
-        look()
-        assert not injector.injected, "its step is not done"
-        write_lines(metrics, {"step": 2, "time/step_s": 1.0})
-        look()
-        (first,) = injector.injected
-        assert (first.pid, first.rank, first.kind) == (processes[0].pid, 0, Kind.SIGSTOP)
-        _, status = os.waitpid(processes[0].pid, os.WUNTRACED)
-        assert os.WIFSTOPPED(status)
-        write_lines(metrics, {"step": 7, "time/step_s": 1.0})
-        look()
-        noticed = {"event": "detected", "role": "scorer", "number": 0, "time_s": first.time_s + 9}
-        write_lines(events, noticed)
-        look()
-        write_lines(events, noticed, {"event": "recovered", "role": "scorer", "number": 1, "time_s": 0.0})
-        look()
-        assert len(injector.injected) == 1, "the role has not recovered"
-        recovered = {"event": "recovered", "role": "scorer", "number": 0, "time_s": first.time_s + 20}
-        write_lines(events, noticed, recovered)
-        look()
-        assert processes[2].wait() == -signal.SIGKILL
-        look()
-        witnessed = [json.loads(line) for line in (tmp_path / "witness.jsonl").read_text().splitlines()]
-        assert witnessed == [dataclasses.asdict(one) for one in injector.injected]
-        assert [one["pid"] for one in witnessed] == [processes[0].pid, processes[2].pid]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+def inject(folder: Path, *faults: Planned, **more: Any) -> Injector:
+    """An injector for the run whose files are in ``folder``."""
+    return Injector(folder, faults, folder / "witness.jsonl", orders=Orders(folder / "orders"), **more)
 
 
-def test_a_step_that_waited_for_a_role_says_nothing_of_the_next_ones_time(tmp_path: Path) -> None:
-    process = subprocess.Popen(["sleep", "1000"])
-    try:
-        fault = planned("scorer", Kind.SIGKILL, at_step=3, pause_share=0.5)
-        injector = Injector(tmp_path, [fault], tmp_path / "w.jsonl", orders=Orders(tmp_path / "orders"))
-        listed = [{"role": "scorer", "rank": 0, "pid": process.pid}]
-        (tmp_path / "procs.json").write_text(json.dumps({"controller": os.getpid(), "procs": listed}))
-        times_s = {1: 0.0, 2: 0.0, 3: 10_000.0}
-        steps = [{"step": step, "time/step_s": time_s} for step, time_s in times_s.items()]
-        write_lines(tmp_path / "metrics.jsonl", *steps)
-        for _ in range(5):
-            injector.look()
-        assert [one.pid for one in injector.injected] == [process.pid], "the run would be over first"
-    finally:
+def write_procs(folder: Path, *roles: tuple[str, int], controller: int | None = None) -> None:
+    """Processes of a run: the role of each, whose ranks are counted, and its pid."""
+    procs = [
+        {"role": role, "rank": [one for one, _ in roles[:index]].count(role), "pid": pid}
+        for index, (role, pid) in enumerate(roles)
+    ]
+    (folder / "procs.json").write_text(json.dumps({"controller": controller or os.getpid(), "procs": procs}))
+
+
+def look(injector: Injector) -> None:
+    for _ in range(5):
+        injector.look()
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts processes that do nothing, or what a command says; they end with the test."""
+    processes: list[subprocess.Popen[str]] = []
+
+    def start(*command: str, **options: Any) -> "subprocess.Popen[str]":
+        processes.append(subprocess.Popen(command or ["sleep", "1000"], text=True, **options))
+        return processes[-1]
+
+    yield start
+    for process in processes:
         process.kill()
-        process.wait()
+        process.communicate()
 
 
-def test_another_roles_fault_follows_once_the_one_before_was_detected(tmp_path: Path) -> None:
-    processes = [subprocess.Popen(["sleep", "1000"]) for _ in range(3)]
-    try:
-        roles = ("generator", "scorer", "controller")
-        injector = Injector(
-            tmp_path,
-            [planned(role, Kind.SIGKILL, at_step=1) for role in roles],
-            tmp_path / "witness.jsonl",
-            orders=Orders(tmp_path / "orders"),
-        )
-        listed = [
-            {"role": role, "rank": 0, "pid": one.pid} for role, one in zip(roles, processes, strict=True)
-        ]
-        procs = {"controller": processes[2].pid, "procs": listed[:2]}
-        (tmp_path / "procs.json").write_text(json.dumps(procs))
-        write_lines(tmp_path / "metrics.jsonl", {"step": 1, "time/step_s": 1.0})
-        events: list[dict[str, Any]] = []
+def test_a_fault_waits_for_its_step_and_for_the_recovery_of_its_role(tmp_path: Path, start: Start) -> None:
+    metrics, events = tmp_path / "metrics.jsonl", tmp_path / "faults.jsonl"
+    processes = [start() for _ in range(3)]
+    injector = inject(
+        tmp_path,
+        planned("scorer", Kind.SIGSTOP, at_step=2),
+        planned("scorer", Kind.SIGKILL, at_step=3, which=0.99),
+    )
+    look(injector)
+    write_procs(tmp_path, *(("scorer", one.pid) for one in processes))
+    write_lines(metrics, {"step": 0}, {"step": 1, "time/step_s": 1.0})
+    look(injector)
+    assert not injector.injected, "its step is not done"
+    write_lines(metrics, {"step": 2, "time/step_s": 1.0})
+    look(injector)
+    (first,) = injector.injected
+    assert (first.pid, first.rank, first.kind) == (processes[0].pid, 0, Kind.SIGSTOP)
+    _, status = os.waitpid(processes[0].pid, os.WUNTRACED)
+    assert os.WIFSTOPPED(status)
+    write_lines(metrics, {"step": 7, "time/step_s": 1.0})
+    look(injector)
+    noticed = {"event": "detected", "role": "scorer", "number": 0, "time_s": first.time_s + 9}
+    write_lines(events, noticed)
+    look(injector)
+    write_lines(events, noticed, {"event": "recovered", "role": "scorer", "number": 1, "time_s": 0.0})
+    look(injector)
+    assert len(injector.injected) == 1, "the role has not recovered"
+    recovered = {"event": "recovered", "role": "scorer", "number": 0, "time_s": first.time_s + 20}
+    write_lines(events, noticed, recovered)
+    look(injector)
+    assert processes[2].wait() == -signal.SIGKILL
+    look(injector)
+    witnessed = [json.loads(line) for line in (tmp_path / "witness.jsonl").read_text().splitlines()]
+    assert witnessed == [dataclasses.asdict(one) for one in injector.injected]
+    assert [one["pid"] for one in witnessed] == [processes[0].pid, processes[2].pid]
 
-        def look() -> list[str]:
-            write_lines(tmp_path / "faults.jsonl", *events)
-            for _ in range(5):
-                injector.look()
-            return [one.role for one in injector.injected]
 
-        assert look() == ["generator"]
-        events.append({"event": "detected", "role": "generator", "number": 0, "time_s": 1e12})
-        assert look() == ["generator", "scorer"], "another role need not wait for the recovery"
-        events.append({"event": "detected", "role": "scorer", "number": 1, "time_s": 1e12})
-        assert look() == ["generator", "scorer", "controller"]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+def test_a_step_that_waited_for_a_role_says_nothing_of_the_next_ones_time(
+    tmp_path: Path, start: Start
+) -> None:
+    process = start()
+    injector = inject(tmp_path, planned("scorer", Kind.SIGKILL, at_step=3, pause_share=0.5))
+    write_procs(tmp_path, ("scorer", process.pid))
+    times_s = {1: 0.0, 2: 0.0, 3: 10_000.0}
+    steps = [{"step": step, "time/step_s": time_s} for step, time_s in times_s.items()]
+    write_lines(tmp_path / "metrics.jsonl", *steps)
+    look(injector)
+    assert [one.pid for one in injector.injected] == [process.pid], "the run would be over first"
+
+
+def test_another_roles_fault_follows_once_the_one_before_was_detected(tmp_path: Path, start: Start) -> None:
+    processes = [start() for _ in range(3)]
+    roles = ("generator", "scorer", "controller")
+    injector = inject(tmp_path, *(planned(role, Kind.SIGKILL, at_step=1) for role in roles))
+    listed = [(role, one.pid) for role, one in zip(roles, processes, strict=True)]
+    write_procs(tmp_path, *listed[:2], controller=processes[2].pid)
+    write_lines(tmp_path / "metrics.jsonl", {"step": 1, "time/step_s": 1.0})
+    events: list[dict[str, Any]] = []
+
+    def injected() -> list[str]:
+        write_lines(tmp_path / "faults.jsonl", *events)
+        look(injector)
+        return [one.role for one in injector.injected]
+
+    assert injected() == ["generator"]
+    events.append({"event": "detected", "role": "generator", "number": 0, "time_s": 1e12})
+    assert injected() == ["generator", "scorer"], "another role need not wait for the recovery"
+    events.append({"event": "detected", "role": "scorer", "number": 1, "time_s": 1e12})
+    assert injected() == ["generator", "scorer", "controller"]
 
 
 def test_a_disk_fails_again_once_every_file_was_written(
@@ -191,15 +198,13 @@ def test_a_disk_fails_again_once_every_file_was_written(
     """Each file that is refused in an outage has lines of its own."""
     monkeypatch.setattr(chaos_injector, "OUTAGE_S", 0.0)
     given_back: list[int] = []
-    injector = Injector(
+    injector = inject(
         tmp_path,
-        [planned("storage", Kind.FULL_DISK, at_step=1) for _ in range(3)],
-        tmp_path / "w.jsonl",
-        orders=Orders(tmp_path / "orders"),
+        *(planned("storage", Kind.FULL_DISK, at_step=1) for _ in range(3)),
         output=tmp_path / "run.out",
         fill_disk=lambda: lambda: given_back.append(1),
     )
-    (tmp_path / "procs.json").write_text(json.dumps({"controller": os.getpid(), "procs": []}))
+    write_procs(tmp_path)
     write_lines(tmp_path / "metrics.jsonl", {"step": 1, "time/step_s": 0.01})
     (tmp_path / "run.out").write_text("TensorBoard's files cannot be written: their lines come later\n" * 9)
     events: list[dict[str, Any]] = []
@@ -227,51 +232,37 @@ def test_a_disk_that_fails_while_something_still_waits_for_it_has_room_again_wit
     """A checkpoint that is found refused between the look for quiet and the outage is news of it."""
     monkeypatch.setattr(chaos_injector, "OUTAGE_S", 0.0)
     given_back: list[int] = []
-    injector = Injector(
-        tmp_path,
-        [planned("storage", Kind.FULL_DISK, at_step=1, pause_share=1.0)],
-        tmp_path / "w.jsonl",
-        orders=Orders(tmp_path / "orders"),
-        fill_disk=lambda: lambda: given_back.append(1),
-    )
+    fault = planned("storage", Kind.FULL_DISK, at_step=1, pause_share=1.0)
+    injector = inject(tmp_path, fault, fill_disk=lambda: lambda: given_back.append(1))
     monkeypatch.setattr(injector, "_pause", lambda seconds: iter([None]))
-    (tmp_path / "procs.json").write_text(json.dumps({"controller": os.getpid(), "procs": []}))
+    write_procs(tmp_path)
     write_lines(tmp_path / "metrics.jsonl", {"step": 1, "time/step_s": 1.0})
     injector.look()
     assert not injector.injected, "it waits within the step"
     waiting = {"event": "detected", "role": "storage", "number": 0, "time_s": time.time()}
     write_lines(tmp_path / "faults.jsonl", waiting)
-    for _ in range(5):
-        injector.look()
+    look(injector)
     assert len(injector.injected) == 1 == len(given_back)
 
 
-def test_a_fault_within_an_evaluation_waits_for_one(tmp_path: Path) -> None:
-    process = subprocess.Popen(["sleep", "1000"])
-    try:
-        fault = planned("scorer", Kind.SIGKILL, at_step=1, moment=Moment.EVALUATION)
-        injector = Injector(tmp_path, [fault], tmp_path / "w.jsonl", orders=Orders(tmp_path / "orders"))
-        listed = [{"role": "scorer", "rank": 0, "pid": process.pid}]
-        (tmp_path / "procs.json").write_text(json.dumps({"controller": 1, "procs": listed}))
-        write_lines(tmp_path / "metrics.jsonl", {"step": 3, "time/step_s": 1.0})
-        for said in (
-            "t evaluating version 0 on 8 problems",
-            "t evaluating version 3 on 8 problems\nt step  3/9  reward 1  eval 0.5",
-            "t evaluating with 8 responses beside training\nt evaluation begun: held-out accuracy 1",
-        ):
-            (tmp_path / "run.log").write_text(f"{said}\nt step  4/9  reward 1\n")
-            for _ in range(5):
-                injector.look()
-            assert process.poll() is None
-        with (tmp_path / "run.log").open("a") as file:
-            file.write("t evaluating with 8 responses beside training\nt step  5/9  reward 1\n")
-        for _ in range(5):
-            injector.look()
-        assert process.wait() == -signal.SIGKILL
-        assert injector.injected[0].moment is Moment.EVALUATION
-    finally:
-        process.kill()
-        process.wait()
+def test_a_fault_within_an_evaluation_waits_for_one(tmp_path: Path, start: Start) -> None:
+    process = start()
+    injector = inject(tmp_path, planned("scorer", Kind.SIGKILL, at_step=1, moment=Moment.EVALUATION))
+    write_procs(tmp_path, ("scorer", process.pid), controller=1)
+    write_lines(tmp_path / "metrics.jsonl", {"step": 3, "time/step_s": 1.0})
+    for said in (
+        "t evaluating version 0 on 8 problems",
+        "t evaluating version 3 on 8 problems\nt step  3/9  reward 1  eval 0.5",
+        "t evaluating with 8 responses beside training\nt evaluation begun: held-out accuracy 1",
+    ):
+        (tmp_path / "run.log").write_text(f"{said}\nt step  4/9  reward 1\n")
+        look(injector)
+        assert process.poll() is None
+    with (tmp_path / "run.log").open("a") as file:
+        file.write("t evaluating with 8 responses beside training\nt step  5/9  reward 1\n")
+    look(injector)
+    assert process.wait() == -signal.SIGKILL
+    assert injector.injected[0].moment is Moment.EVALUATION
 
 
 OBEDIENT = """
@@ -283,33 +274,35 @@ sitecustomize._start()
 """
 
 
-def obedient(tmp_path: Path, body: str) -> "tuple[subprocess.Popen[str], Orders]":
-    """A process that takes orders, as if it were one of a run."""
-    orders = Orders(tmp_path / "orders")
-    process = subprocess.Popen(
-        [sys.executable, "-c", OBEDIENT.format(body=body)],
-        env=os.environ | orders.environment(),
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    return process, orders
+@pytest.fixture
+def obey(tmp_path: Path, start: Start) -> Obey:
+    """Starts a process that takes orders, as if it were one of a run."""
+
+    def obey(body: str) -> tuple["subprocess.Popen[str]", Orders]:
+        orders = Orders(tmp_path / "orders")
+        environment = os.environ | orders.environment()
+        code = OBEDIENT.format(body=body)
+        return start(sys.executable, "-c", code, env=environment, stdout=subprocess.PIPE), orders
+
+    return obey
 
 
-def test_a_process_ends_itself_when_ordered_to(tmp_path: Path) -> None:
-    process, orders = obedient(tmp_path, "time.sleep(1000)")
-    try:
-        order = orders.give(process.pid, "exit")
-        assert process.wait() == 13
-        taken = order.taken()
-        assert taken is not None and taken["time_s"] > 0
-    finally:
-        process.kill()
-        process.communicate()
+def test_a_process_ends_itself_when_ordered_to(
+    obey: Obey,
+) -> None:
+    process, orders = obey("time.sleep(1000)")
+    order = orders.give(process.pid, "exit")
+    assert process.wait() == 13
+    taken = order.taken()
+    assert taken is not None and taken["time_s"] > 0
 
 
 @pytest.mark.parametrize(("kind", "said"), [("full_disk", "28"), ("failing_disk", "5")])
 def test_a_disk_refuses_what_is_below_its_folder_until_the_order_is_ended(
-    tmp_path: Path, kind: str, said: str
+    tmp_path: Path,
+    obey: Obey,
+    kind: str,
+    said: str,
 ) -> None:
     body = f"""
 from pathlib import Path
@@ -332,23 +325,19 @@ while True:
             print(refused, inside.num_kept_bytes, flush=True)
             break
 """
-    process, orders = obedient(tmp_path, body)
-    try:
-        assert process.stdout is not None and process.stdout.readline() == "ready\n"
-        order = orders.give(process.pid, kind, folder=str(tmp_path / "disk"))
-        while order.taken() is None:
-            assert process.poll() is None
-        while (tmp_path / "lines").stat().st_size < 20:
-            assert process.poll() is None
-        size = (tmp_path / "disk" / "lines").stat().st_size
-        while (tmp_path / "lines").stat().st_size < 40:
-            assert process.poll() is None
-        assert (tmp_path / "disk" / "lines").stat().st_size == size, "nothing is written"
-        order.end()
-        assert process.stdout.readline() == f"{said} 0\n"
-    finally:
-        process.kill()
-        process.communicate()
+    process, orders = obey(body)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    order = orders.give(process.pid, kind, folder=str(tmp_path / "disk"))
+    while order.taken() is None:
+        assert process.poll() is None
+    while (tmp_path / "lines").stat().st_size < 20:
+        assert process.poll() is None
+    size = (tmp_path / "disk" / "lines").stat().st_size
+    while (tmp_path / "lines").stat().st_size < 40:
+        assert process.poll() is None
+    assert (tmp_path / "disk" / "lines").stat().st_size == size, "nothing is written"
+    order.end()
+    assert process.stdout.readline() == f"{said} 0\n"
 
 
 def test_orders_are_for_processes_of_roles_only(tmp_path: Path) -> None:

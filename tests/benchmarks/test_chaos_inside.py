@@ -15,6 +15,7 @@ import torch.distributed as dist
 from monarch._src.actor import actor_mesh
 
 from forgeasync.testing import VirtualTime
+from tests.support.processes import wait_until
 
 FILE = Path(__file__).parents[2] / "benchmarks" / "chaos_inside" / "sitecustomize.py"
 METHOD, PORT = SimpleNamespace(name="beat"), 4
@@ -59,11 +60,6 @@ def send(number: int, *, port: object = None, method: Any = METHOD) -> Any:
 ACTOR = actor_mesh._Actor()
 
 
-def until(is_so: Callable[[], bool]) -> None:
-    while not is_so():
-        time.sleep(0.01)
-
-
 def test_messages_are_held_in_order_and_counted(
     inside: ModuleType,
     handled: list[tuple[Any, ...]],
@@ -82,7 +78,7 @@ def test_messages_are_held_in_order_and_counted(
         assert [one[1] for one in handled] == [0, 1, 2, 3, 4]
         await send(5)
         is_over.set()
-        until(taken.exists)
+        wait_until(taken.exists)
         assert json.loads(taken.read_text())["num_messages"] == 5
 
     clock.run(go())
@@ -164,4 +160,4 @@ def test_a_collective_hangs(inside: ModuleType, monkeypatch: pytest.MonkeyPatch,
         monkeypatch.setattr(dist, name, lambda: "done")
     taken = carry_out(inside, tmp_path, kind="hung_collective", num_before=0)
     assert in_trainer_thread(lambda: dist.barrier(), wait_s=0.5) == []
-    until(taken.exists)
+    wait_until(taken.exists)

@@ -15,28 +15,18 @@ from forgeasync.buffer import (
 )
 from forgeasync.config import AgeOf, BatchOrder, BufferSection, StaleGroups
 from forgeasync.rollouts import Group, SpilledGroup
-from tests.support.buffer_world import EXACT, make_task, make_world
+from tests.support.buffer_world import EXACT, make_snapshot, make_task, make_world
 from tests.support.ledger_histories import LedgerWorld
 from tests.support.rollouts import make_stored_rollout
 
 
 def snapshot(version: int, num_submitted: int, **waiting: int) -> BufferSnapshot:
     """``waiting`` are prompts, as p3=1 for prompt 3 with its attempt 1."""
-    return BufferSnapshot(
-        trainer_version=version,
-        num_submitted=num_submitted,
-        next_group_id=100,
-        started=(),
-        complete=(),
-        pending=tuple(
-            Submission(submission_id=int(name[1:]), task=make_task(int(name[1:])), attempt=attempt)
-            for name, attempt in waiting.items()
-        ),
-        num_reissued=0,
-        num_restarted=0,
-        deficits=(),
-        num_censored=0,
-    )
+    pending = [
+        Submission(submission_id=int(name[1:]), task=make_task(int(name[1:])), attempt=attempt)
+        for name, attempt in waiting.items()
+    ]
+    return make_snapshot(version, num_submitted=num_submitted, next_group_id=100, pending=pending)
 
 
 def candidate(prompt: int, first: int, last: int | None = None, *, attempt: int = 0) -> Candidate:

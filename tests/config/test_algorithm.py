@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from forgeasync.algorithms import K3, DrGrpo, GroupPassAtK, Grpo, ReinforcePlusPlus, RowTokens
+from forgeasync.algorithms import K3, DrGrpo, GroupPassAtK, Grpo, ReinforcePlusPlus
 from forgeasync.config import check_without_model, dump_config, load_config
 from forgeasync.models import read_model_facts
 from forgeasync.schema import ConfigError
@@ -19,6 +19,7 @@ from forgeasync.testing import write_tiny_model
 from forgeasync.trainer import PolicyTrainer, TrainingSequence, pack_row
 from tests.support.config_samples import CONFIGS, only
 from tests.support.processes import run_ranks
+from tests.support.tokens import make_tokens
 from tests.support.trainers import make_sequences, make_setup
 
 TINY = CONFIGS / "tiny_moe_cpu.yaml"
@@ -152,14 +153,12 @@ def test_the_loss_in_the_docs(config_file: Path, tmp_path: Path, monkeypatch: py
     config = load_config([config_file, tmp_path / "own.yaml"])
     assert check_without_model(config) == []
     logprobs_T = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
-    tokens = RowTokens(
-        logprobs_T=logprobs_T,
+    tokens = make_tokens(
+        logprobs_T,
         behavior_logprobs_T=torch.tensor([-1.5, -2.0, torch.nan]),
         advantages_T=torch.tensor([2.0, -1.0, 1.0]),
         mask_T=torch.tensor([True, True, False]),
         sequence_ids_T=torch.tensor([0, 1, 1]),
-        ages_T=torch.zeros(3, dtype=torch.int32),
-        sample_weights_T=torch.ones(3),
     )
     result = config.algorithm(tokens, total=2.0)
     # Where the ratio is 1 the gate is 2 / temperature and its slope 1, as PPO's.

@@ -26,6 +26,13 @@ TAKES = "row"
 GOOD = "-row.advantages_T * row.logprobs_T"
 
 
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder whose modules Python finds."""
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
 def write_loss(folder: Path, name: str, body: str, *, takes: str = TAKES) -> str:
     """A module with a factory ``loss`` whose objective has this body; the factory's path."""
     lines = textwrap.indent(textwrap.dedent(body), " " * 8)
@@ -59,10 +66,9 @@ def test_sound_objectives_pass(factory: str) -> None:
     assert problems(factory) == []
 
 
-def test_an_objective_with_sums_as_numbers_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(tmp_path)
+def test_an_objective_with_sums_as_numbers_passes(folder: Path) -> None:
     factory = write_loss(
-        tmp_path, "trial_good", f"return {GOOD}, {{'objective/ones': float(row.mask_T.sum())}}"
+        folder, "trial_good", f"return {GOOD}, {{'objective/ones': float(row.mask_T.sum())}}"
     )
     assert problems(factory) == []
 
@@ -109,33 +115,26 @@ def test_an_objective_with_sums_as_numbers_passes(tmp_path: Path, monkeypatch: p
         ("raises", "raise KeyError('gone')", ["raised KeyError: 'gone' on 8 made-up tokens"]),
     ],
 )
-def test_what_would_spoil_a_run_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, body: str, words: list[str]
-) -> None:
-    monkeypatch.syspath_prepend(tmp_path)
-    factory = write_loss(tmp_path, f"trial_{name}", body)
+def test_what_would_spoil_a_run_is_refused(folder: Path, name: str, body: str, words: list[str]) -> None:
+    factory = write_loss(folder, f"trial_{name}", body)
     message = only(problems(factory))
     assert message.startswith(f"objective.factory = '{factory}': ")
     for word in words:
         assert word in message
 
 
-def test_wrong_parameters_and_factories_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(tmp_path)
-    factory = write_loss(tmp_path, "trial_keywords", "return 0", takes="row, logprobs")
+def test_wrong_parameters_and_factories_that_fail(folder: Path) -> None:
+    factory = write_loss(folder, "trial_keywords", "return 0", takes="row, logprobs")
     message = only(problems(factory))
     assert "missing 1 required positional argument: 'logprobs'" in message
-    (tmp_path / "trial_factory.py").write_text(
-        "def f():\n    return 3\n\ndef g():\n    raise OSError('no')\n"
-    )
+    (folder / "trial_factory.py").write_text("def f():\n    return 3\n\ndef g():\n    raise OSError('no')\n")
     assert "returned a int" in only(problems("trial_factory.f"))
     assert "raised OSError: no when it was called" in only(problems("trial_factory.g"))
 
 
-def test_the_check_of_a_run_tries_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_check_of_a_run_tries_it(folder: Path) -> None:
     """What --dry-run and a start both begin with."""
-    monkeypatch.syspath_prepend(tmp_path)
-    factory = write_loss(tmp_path, "trial_of_run", f"return ({GOOD}).sum(), {{}}")
+    factory = write_loss(folder, "trial_of_run", f"return ({GOOD}).sum(), {{}}")
     override = f"algorithm.objective={{kind: python, factory: {factory}}}"
     config = load_config(CONFIGS / "tiny_moe_cpu.yaml", ["model.path=nowhere", override])
     with pytest.raises(ConfigError) as caught:
@@ -265,11 +264,8 @@ def indices(facts, rng):
         ("filters", "indices", "gave a list; must give what facts.keep or facts.drop does"),
     ],
 )
-def test_every_part_of_ones_own_is_tried(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str, name: str, words: str | None
-) -> None:
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "own_parts.py").write_text(OWN)
+def test_every_part_of_ones_own_is_tried(folder: Path, part: str, name: str, words: str | None) -> None:
+    (folder / "own_parts.py").write_text(OWN)
     found = problems(f"own_parts.{name}", part)
     if words is None:
         assert found == []
@@ -279,19 +275,15 @@ def test_every_part_of_ones_own_is_tried(
     assert message.startswith(f"{field}.factory = 'own_parts.{name}': ") and words in message
 
 
-def test_an_advantage_of_ones_own_over_the_batch_sees_all_of_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "own_parts.py").write_text(OWN)
+def test_an_advantage_of_ones_own_over_the_batch_sees_all_of_it(folder: Path) -> None:
+    (folder / "own_parts.py").write_text(OWN)
     advantage = PythonAdvantage(factory="own_parts.OverBatch")
     first, second = advantage.of_batch([torch.ones(3).double(), torch.zeros(5).double()])
     assert first.tolist() == [0.625] * 3 and second.tolist() == [-0.375] * 5
 
 
-def test_the_examples_in_the_docstrings_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_examples_in_the_docstrings_work(folder: Path) -> None:
     """Each base class shows a complete class of one's own."""
-    monkeypatch.syspath_prepend(tmp_path)
     families = {
         "objective": Objective,
         "corrections": Correction,
@@ -308,28 +300,22 @@ def test_the_examples_in_the_docstrings_work(tmp_path: Path, monkeypatch: pytest
             "import forgeasync as fa", f"import {base.__module__} as fa"
         )
         (name,) = re.findall(r"^class (\w+)", source, flags=re.MULTILINE)
-        (tmp_path / f"docstring_{part}.py").write_text(source)
+        (folder / f"docstring_{part}.py").write_text(source)
         assert problems(f"docstring_{part}.{name}", part) == [], part
         assert f".{name}" in base.__doc__, "the text says how it is named in a config"
 
 
 @pytest.mark.parametrize("column", ["ref_logprobs_T", "proximal_logprobs_T"])
-def test_columns_that_the_run_will_not_have_are_missed_before_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, column: str
-) -> None:
-    monkeypatch.syspath_prepend(str(tmp_path))
+def test_columns_that_the_run_will_not_have_are_missed_before_it(folder: Path, column: str) -> None:
     body = f"return -row.advantages_T * (row.logprobs_T - row.{column}), {{}}"
-    factory = write_loss(tmp_path, f"columns_{column}", body)
+    factory = write_loss(folder, f"columns_{column}", body)
     assert "NoneType" in only(problems(factory))
     kl = {"estimator": "k3", "coefficient": 0.1}
     assert len(problems(factory, kl=kl)) == (0 if column == "ref_logprobs_T" else 1)
 
 
-def test_an_objective_that_asks_for_proximal_logprobs_is_tried_with_and_without(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "proximal.py").write_text(
+def test_an_objective_that_asks_for_proximal_logprobs_is_tried_with_and_without(folder: Path) -> None:
+    (folder / "proximal.py").write_text(
         "import forgeasync as fa\n"
         "class Careless(fa.Objective):\n"
         "    @property\n"
@@ -346,9 +332,8 @@ def test_an_objective_that_asks_for_proximal_logprobs_is_tried_with_and_without(
     assert problems("proximal.Careful") == []
 
 
-def test_a_missing_or_unknown_option_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "wide.py").write_text(
+def test_a_missing_or_unknown_option_is_named(folder: Path) -> None:
+    (folder / "wide.py").write_text(
         "import forgeasync as fa\n"
         "class Wide(fa.Objective):\n"
         "    width: float\n"

@@ -3,7 +3,7 @@
 import asyncio
 import dataclasses
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from apps.grpo import GrpoRun
 from forgeasync.config import Ending, RunConfig, SamplingSection, ScorerSection
 from forgeasync.controller import (
     EvaluationFolder,
@@ -46,22 +47,17 @@ from tests.support.chat_server import Reply, completion, error, serving
 from tests.support.config_samples import minimal_config
 from tests.support.loops import (
     Console,
-    Fleet,
     Generators,
     Recorder,
     Trainer,
+    let_others_run,
     make_config,
     make_prepared,
     make_problem,
     make_run,
+    run_loops,
 )
 from tests.support.recorded_rollouts import make_rollout
-
-
-async def let_others_run() -> None:
-    """After so many turns of the loop all that can happen has happened."""
-    for _ in range(1000):
-        await asyncio.sleep(0)
 
 
 class HeldGenerators(Generators):
@@ -102,7 +98,7 @@ class StepsRecorder(Recorder):
         return {step: one.held_out for step, one in self.by_step.items() if one.held_out is not None}
 
 
-def held_run(*overrides: str) -> tuple[Trainer, HeldGenerators, StepsRecorder, Callable]:
+def held_run(*overrides: str) -> tuple[GrpoRun, Trainer, HeldGenerators, StepsRecorder]:
     trainer, generators, recorder = Trainer(), HeldGenerators(), StepsRecorder()
     run = make_run(
         make_config(*overrides),
@@ -111,23 +107,11 @@ def held_run(*overrides: str) -> tuple[Trainer, HeldGenerators, StepsRecorder, C
         recorder=recorder,
         held_out=[make_problem(number) for number in range(40)],
     )
-
-    def go(body: Callable[[], Awaitable[None]]) -> None:
-        async def both() -> None:
-            loops = asyncio.create_task(run.run(Fleet()))
-            try:
-                await body()
-                await loops
-            finally:
-                loops.cancel()
-
-        asyncio.run(both())
-
-    return trainer, generators, recorder, go
+    return run, trainer, generators, recorder
 
 
 def test_training_goes_on_while_an_evaluation_is_under_way() -> None:
-    trainer, generators, recorder, go = held_run("max_steps=6", "evaluation.every_steps=1")
+    run, trainer, generators, recorder = held_run("max_steps=6", "evaluation.every_steps=1")
 
     async def body() -> None:
         await let_others_run()
@@ -136,7 +120,7 @@ def test_training_goes_on_while_an_evaluation_is_under_way() -> None:
         assert generators.num_waiting == 16, "a quarter of the 64 sequences of the engine"
         generators.let_go.set()
 
-    go(body)
+    run_loops(run, body)
     evaluated = recorder.evaluated
     assert list(evaluated) == [5, 6]
     assert evaluated[5].num_scored == 40
@@ -147,7 +131,7 @@ def test_training_goes_on_while_an_evaluation_is_under_way() -> None:
 
 
 def test_pinned_training_waits() -> None:
-    trainer, generators, recorder, go = held_run(
+    run, trainer, generators, recorder = held_run(
         "max_steps=6", "evaluation.every_steps=2", "evaluation.mode=pinned"
     )
 
@@ -156,14 +140,14 @@ def test_pinned_training_waits() -> None:
         assert len(trainer.steps) == 2 and generators.num_waiting == 40
         generators.let_go.set()
 
-    go(body)
+    run_loops(run, body)
     expected = {step: VersionRange(first=step, last=step) for step in (2, 4, 6)}
     assert {step: one.versions for step, one in recorder.evaluated.items()} == expected
     assert "eval/num_skipped" not in recorder.by_step[6].counters
 
 
 def test_an_evaluation_beside_training_that_fails_ends_the_run() -> None:
-    _, generators, recorder, go = held_run("max_steps=9", "evaluation.every_steps=1")
+    run, _, generators, recorder = held_run("max_steps=9", "evaluation.every_steps=1")
 
     async def fails(*arguments: object, **keywords: object) -> None:
         if min(generators._fetched):
@@ -172,7 +156,7 @@ def test_an_evaluation_beside_training_that_fails_ends_the_run() -> None:
 
     generators.respond = fails
     with pytest.raises(ExceptionGroup) as caught:
-        go(let_others_run)
+        run_loops(run, let_others_run)
     assert caught.group_contains(ConnectionError, match="the engine is dead")
     assert not recorder.evaluated
 

@@ -9,13 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from forgeasync.buffer import START, BufferSnapshot, LeftOut, LostSteps, Submission
+from forgeasync.buffer import START, LeftOut, LostSteps, Submission
 from forgeasync.checkpoints import RUN_FILE, RunState, checkpoint_name
 from forgeasync.config import RunConfig
 from forgeasync.controller import FoundGroups, GroupSpiller, find_groups, groups, remove_others
 from forgeasync.rollouts import SUFFIX, Group, PayloadWriter, Score, StoredRollout, file_name, read_kept
 from forgeasync.runtime import LOCAL_HOST_ID, LocalHost
-from tests.support.buffer_world import make_task
+from tests.support.buffer_world import make_snapshot, make_task
 from tests.support.loops import make_config, make_prepared
 from tests.support.payloads import MIB, make_payload
 from tests.support.rollouts import make_stored_rollout
@@ -217,18 +217,8 @@ def written(folder: Path, num_groups: int) -> World:
 
 
 def state(config: RunConfig) -> RunState:
-    snapshot = BufferSnapshot(
-        trainer_version=2,
-        num_submitted=2,
-        next_group_id=9,
-        started=(),
-        complete=(),
-        pending=tuple(Submission(submission_id=prompt, task=make_task(prompt)) for prompt in (0, 1)),
-        num_reissued=0,
-        num_restarted=0,
-        deficits=(),
-        num_censored=0,
-    )
+    pending = [Submission(submission_id=prompt, task=make_task(prompt)) for prompt in (0, 1)]
+    snapshot = make_snapshot(2, num_submitted=2, next_group_id=9, pending=pending)
     saved = config.model_dump(mode="json")
     return RunState(step=2, elapsed_s=1.0, model={}, config=saved, problems="", buffer=snapshot, ledger=START)
 

@@ -15,7 +15,6 @@ from forgeasync.buffer import (
     AGE_REASONS,
     START,
     Batch,
-    BufferSnapshot,
     CheckpointedBuffer,
     Committed,
     DropReason,
@@ -55,6 +54,7 @@ from forgeasync.scoring import GroupFiltering
 from forgeasync.testing import VirtualTime
 from forgeasync.trainer import BadStepsEndRun, StepResult
 from forgeasync.weights import FetchReport, Manifest
+from tests.support.buffer_world import make_snapshot
 from tests.support.loops import (
     MAX_STEPS,
     Endpoint,
@@ -70,28 +70,18 @@ from tests.support.loops import (
     make_problem,
     make_roles,
     make_run,
+    run_loops,
     score_by_text,
 )
 from tests.support.rollouts import make_stored_rollout
 
-RESUMED_AT = BufferSnapshot(
-    trainer_version=2,
-    num_submitted=6,
-    next_group_id=6,
-    started=(),
-    complete=(),
-    pending=(),
-    num_reissued=0,
-    num_restarted=0,
-    deficits=(),
-    num_censored=0,
-)
+RESUMED_AT = make_snapshot(2, num_submitted=6, next_group_id=6)
 """A buffer with nothing in it after two steps."""
 
 
 def run_to_the_end(*overrides: str, **parts: object) -> GrpoRun:
     run = make_run(make_config(*overrides), held_out=[make_problem(10)], **parts)
-    asyncio.run(run.run(Fleet()))
+    run_loops(run)
     return run
 
 
@@ -271,7 +261,7 @@ def test_whatever_becomes_of_a_group_its_arrays_and_its_reservation_are_freed_on
     run = make_run(
         config, generators=generators, trainer=trainer, recorder=recorder, held_out=[make_problem(10)]
     )
-    asyncio.run(run.run(Fleet()))
+    run_loops(run)
     freed = Counter(rollout.branches[0].response.payload_id for rollout in generators.freed)
     assert freed == Counter(rollout.branches[0].response.payload_id for rollout in generators.written)
     state = run.payloads.state
@@ -360,7 +350,7 @@ def test_steps_that_do_not_fit_cost_their_group_and_not_the_run() -> None:
     run = make_run(config, held_out=[make_problem(10)], recorder=recorder, trainer=trainer)
     scorer = GroupScoring(ScorerPool([with_steps], config.scorer), config.scorer)
     run.scorer = run.lifecycle._scorer = scorer
-    asyncio.run(run.run(Fleet()))
+    run_loops(run)
     assert len(trainer.steps) == MAX_STEPS
     assert recorder.problems and all("has no rewards of steps" in text for text in recorder.problems)
 
@@ -463,7 +453,7 @@ def test_the_times_of_a_step_are_those_of_its_parts(monkeypatch: pytest.MonkeyPa
 
     run.buffer.take, run.buffer.committed = Endpoint(timed_take), Endpoint(told)
     monkeypatch.setattr("forgeasync.controller.recorder.time", clock)
-    asyncio.run(run.run(Fleet()))
+    run_loops(run)
     assert shares == [0.25, 0.25]
     parts = [(one.wait_for_batch_s, one.train_s, one.publish_weights_s, one.eval_s) for one in times]
     assert parts == [(1.0, 3.0, 0.0, 0.0), (1.0, 3.0, 0.0, 5.0)]
@@ -546,7 +536,7 @@ def test_a_resumed_run_goes_on_in_the_data_under_the_weights_of_its_checkpoint(t
         recorder=recorder,
         files=make_files(tmp_path),
     )
-    asyncio.run(run.run(Fleet()))
+    run_loops(run)
     assert len(trainer.steps) == 4 and trainer.num_staged == 3
     assert generators.prompts == prompts[6:]
     assert len(recorder.accuracies) == 1, "the evaluation before the first step was made before"
@@ -594,7 +584,7 @@ def test_a_resumed_run_makes_lost_steps_again_and_samples_nothing_for_them(tmp_p
         recorder=recorder,
         files=make_files(tmp_path),
     )
-    asyncio.run(run.run(Fleet()))
+    run_loops(run)
     trained = [{item.branch.text.partition(",")[0] for item in step} for step in trainer.steps[2:4]]
     assert trained == [{"6", "9"}, {"7", "8"}] and len(trainer.steps) == 5
     assert {group.group_id for batch in recorder.batches[:2] for group in batch.groups} == {6, 7, 8, 9}
@@ -633,5 +623,5 @@ def test_what_is_evaluated_is_served_by_every_generator() -> None:
         held_out=[make_problem(10)],
     )
     run.buffer.progressed = Endpoint(progressed)
-    asyncio.run(run.run(Fleet()))
+    run_loops(run)
     assert told == [0, 1] * MAX_STEPS

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-from forgeasync.buffer import START, Batch, BufferSnapshot, DropReason
+from forgeasync.buffer import START, Batch, DropReason
 from forgeasync.checkpoints import RunState
 from forgeasync.config import RunConfig
 from forgeasync.controller import RunRecorder, StepRecord, StepTimes, TimesBetween
@@ -26,30 +26,11 @@ from forgeasync.runtime import BufferReport
 from forgeasync.scoring import GroupFiltering
 from forgeasync.trainer import StepResult
 from forgeasync.weights import FetchReport, WeightLedger
-from tests.support.buffer_world import make_task
+from tests.support.buffer_world import make_snapshot, make_task
 from tests.support.loops import make_config, make_scoring
 from tests.support.rollouts import make_ref, make_stored_rollout
+from tests.support.step_records import TRAINER
 
-TRAINER = {
-    "loss": 0.5,
-    "grad_norm": 1.5,
-    "mismatch/logprob_abs_mean": 0.003,
-    "mismatch/logprob_abs_max": 0.2,
-    "mismatch/kl": 1e-4,
-}
-
-SNAPSHOT = BufferSnapshot(
-    trainer_version=5,
-    num_submitted=0,
-    next_group_id=0,
-    started=(),
-    complete=(),
-    pending=(),
-    num_reissued=0,
-    num_restarted=0,
-    deficits=(),
-    num_censored=0,
-)
 ONE_OF_FOUR = HeldOutScores(num_correct=1, score_sum=2.0, num_scored=4, num_unscored=0)
 TIMES = StepTimes(
     step_s=8.0, wait_for_batch_s=2.0, train_s=4.0, publish_weights_s=0.5, eval_s=1.0, controller_s=1.0
@@ -430,7 +411,7 @@ def test_a_resumed_run_goes_on_with_its_clock_and_hides_what_comes_again(tmp_pat
     config = make_config(f"run_dir={tmp_path / 'run'}")
     run_dir = RunDir.create(config, "", datetime(2030, 1, 1))
     state = RunState(
-        step=5, elapsed_s=1000.0, model={}, config={}, problems="", buffer=SNAPSHOT, ledger=START
+        step=5, elapsed_s=1000.0, model={}, config={}, problems="", buffer=make_snapshot(5), ledger=START
     )
     console = StepConsole(config.max_steps, stream=io.StringIO())
     with RunRecorder(config, run_dir, console, state, prompts=PROMPTS) as recorder:

@@ -13,26 +13,23 @@ from apps.grpo import GrpoRun
 from forgeasync.algorithms import DynamicSampling, ResampleOnCorrect
 from forgeasync.buffer import Batch, DropReason, Update
 from forgeasync.config import AlgorithmSection, RunConfig, SamplingSection, ScorerSection
-from forgeasync.controller import Prepared, Roles, prepare
+from forgeasync.controller import prepare
 from forgeasync.environments import Response
-from forgeasync.observability import FaultLog, root_cause
+from forgeasync.observability import root_cause
 from forgeasync.rollouts import PayloadBudget, Score, StoredRollout, Task, VerifierCounts
 from forgeasync.runtime import (
-    BufferActor,
     BufferReport,
     CancelledGroup,
     GroupScoring,
     ProcessManager,
     RefusedGroup,
-    ResponseGroups,
     ScoredResponses,
     ScorerPool,
-    Teaching,
     start_buffer,
 )
 from forgeasync.scoring import AllFiltered
 from forgeasync.testing import tiny_config, write_tiny_model
-from tests.support.loops import Recorder, make_files
+from tests.support.loops import Recorder, make_files, make_roles
 from tests.support.rollouts import make_ref, make_stored_rollout
 
 # Their fleet starts the proc of the replay buffer.
@@ -131,29 +128,6 @@ def make_scoring(
     return GroupScoring(ScorerPool([call], ScorerSection(), retry_wait_s=0.0), ScorerSection())
 
 
-def make_roles(
-    prepared: Prepared, generators: Generators, scoring: GroupScoring, buffer: BufferActor
-) -> Roles:
-    """Roles of a run that never trains."""
-    config = prepared.config
-    groups = ResponseGroups(
-        generators,
-        scoring,
-        prepared.prompts,
-        group_size=config.algorithm.group_size,
-        sampling=config.sampling,
-    )
-    return Roles(
-        trainer=None,
-        generators=generators,
-        scorer=scoring,
-        buffer=buffer,
-        groups=groups,
-        teaching=Teaching(),
-        faults=FaultLog(),
-    )
-
-
 async def _first_batch(
     config: RunConfig, generators: Generators, recorder: Recorder, log_dir: Path, scoring: GroupScoring | None
 ) -> Ended:
@@ -163,7 +137,7 @@ async def _first_batch(
         run = GrpoRun(
             config,
             prepared,
-            make_roles(prepared, generators, scoring or make_scoring(), buffer),
+            make_roles(prepared, None, generators, buffer, scorer=scoring or make_scoring()),
             recorder=recorder,
             files=make_files(log_dir),
         )

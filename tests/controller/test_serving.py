@@ -30,13 +30,15 @@ from forgeasync.weights import FetchReport, Manifest
 from tests.support.loops import (
     MAX_STEPS,
     Endpoint,
-    Fleet,
     Generators,
     Recorder,
     Trainer,
+    let_others_run,
     make_config,
+    make_manifest,
     make_problem,
     make_run,
+    run_loops,
 )
 from tests.support.replicas import ReplicaWorld, generators_of
 
@@ -54,29 +56,7 @@ class HeldTrainer(Trainer):
         self.begun.append(version)
         when_begun()
         await self.let_go[version].wait()
-        return Manifest(
-            version=version, slot=slot, layout_digest="", checksums=(), waited_s=0.0, staging_s=0.0
-        )
-
-
-async def let_others_run() -> None:
-    """After so many turns of the loop all that can happen has happened."""
-    for _ in range(1000):
-        await asyncio.sleep(0)
-
-
-def watch(run: GrpoRun, body: Callable[[], Awaitable[None]]) -> None:
-    """Run ``body`` beside a run."""
-
-    async def both() -> None:
-        loops = asyncio.create_task(run.run(Fleet()))
-        try:
-            await body()
-            await loops
-        finally:
-            loops.cancel()
-
-    asyncio.run(both())
+        return make_manifest(version, slot)
 
 
 def make_held_run(*overrides: str) -> tuple[GrpoRun, HeldTrainer, Generators, Recorder]:
@@ -106,7 +86,7 @@ def test_the_next_step_is_made_while_a_version_is_staged_and_publishes_after_it(
         for version in range(2, 5):
             trainer.let_go[version].set()
 
-    watch(run, body)
+    run_loops(run, body)
     assert trainer.begun == [1, 2, 3, 4] and recorder.num_published == 4
     assert sorted(generators.swapped)[-1] == (1, 4), "the last version is served before the run ends"
 
@@ -120,7 +100,7 @@ def test_without_age_a_step_waits_until_the_version_before_is_served() -> None:
             assert len(trainer.steps) == version and trainer.begun[-1] == version
             trainer.let_go[version].set()
 
-    watch(run, body)
+    run_loops(run, body)
     assert len(trainer.steps) == MAX_STEPS
 
 
@@ -135,7 +115,7 @@ def test_an_evaluation_waits_until_its_version_is_staged() -> None:
             assert len(trainer.steps) == version == len(recorder.accuracies)
             trainer.let_go[version].set()
 
-    watch(run, body)
+    run_loops(run, body)
 
 
 @pytest.mark.parametrize("has_begun", [False, True])
@@ -155,7 +135,7 @@ def test_a_failure_ends_the_run(has_begun: bool) -> None:
     trainer = Failing()
     run = make_run(make_config("max_off_policy_steps=2"), trainer=trainer)
     with pytest.raises(ExceptionGroup) as caught:
-        asyncio.run(run.run(Fleet()))
+        run_loops(run)
     assert root_cause(caught.value) is failure
     assert len(trainer.steps) == (2 if has_begun else 1)
     assert run.serving.ledger.newest is None, "generators never see it"
@@ -214,7 +194,7 @@ def test_a_fetch_that_succeeds_makes_up_for_those_before() -> None:
     """Four fail, one succeeds, version by version: that is never five in a row."""
     generators = Generators(is_complete=lambda replica, number: number % 5 == 4)
     run = make_run(make_config(), generators=generators, held_out=[make_problem(10)])
-    asyncio.run(run.run(Fleet()))
+    run_loops(run)
     assert generators.num_fetches == [5 * MAX_STEPS]
     assert generators.swapped == [(0, version) for version in range(1, MAX_STEPS + 1)]
 
@@ -292,9 +272,7 @@ class VersionedTrainer(Trainer):
 
     async def stage_weights(self, slot: int, *, when_begun: Callable[[], None] = lambda: None) -> Manifest:
         when_begun()
-        return Manifest(
-            version=self.version, slot=slot, layout_digest="", checksums=(), waited_s=0.0, staging_s=0.0
-        )
+        return make_manifest(self.version, slot)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -11,13 +11,13 @@ from forgeasync.rollouts import Instead, StoredRollout, TeacherPrompts, TeacherR
 from forgeasync.runtime import Teacher, Teaching
 from tests.support.loops import (
     MAX_STEPS,
-    Fleet,
     Generators,
     Recorder,
     Trainer,
     make_config,
     make_problem,
     make_run,
+    run_loops,
 )
 from tests.support.rollouts import make_ref
 
@@ -87,7 +87,7 @@ def test_a_group_is_scored_before_its_teacher_sees_it_and_then_trains() -> None:
         held_out=[make_problem(10)],
         teaching=Teaching({make_problem(0).source: teacher}),
     )
-    asyncio.run(run.run(Fleet()))
+    run_loops(run)
     seen = dict(model.seen)
     num_without = 0
     for texts, shown in seen.items():

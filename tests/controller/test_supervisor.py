@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from forgeasync.observability import RunDir, RunInUse, RunLock
 from forgeasync.rollouts import is_running
 from forgeasync.runtime import MAX_STARTS_WITHOUT_STEP
 from tests.support.disks import Disk, install
+from tests.support.processes import wait_until
 
 pytestmark = pytest.mark.procs
 
@@ -149,11 +150,6 @@ def program_of(pid: int) -> str:
 def events(folder: Path) -> list[tuple[str, str, str]]:
     lines = [json.loads(line) for line in (folder / "faults.jsonl").read_text().splitlines()]
     return [(line["event"], line["role"], line.get("what", line.get("how"))) for line in lines]
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    while not is_so():
-        time.sleep(0.01)
 
 
 def test_a_run_that_is_killed_comes_back_until_it_is_done(tmp_path: Path) -> None:

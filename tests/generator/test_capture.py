@@ -19,7 +19,6 @@ from forgeasync.rollouts import (
     check_kept_tokens,
     check_rollout,
 )
-from forgeasync.testing import write_tiny_model
 from tests.support.engines import RECORDS, kept_by_definition, let_decode, nothing_to_fetch, start_engine
 from tests.support.processes import run_alone
 
@@ -144,13 +143,13 @@ def swapped_weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model") / "hf", scale=12.0, num_experts=8, top_k=3)
+def folder(folders: list[Path]) -> Path:
+    return folders[0]
 
 
 @pytest.fixture(scope="module")
-def reference(folder: Path) -> torch.nn.Module:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+def reference(models: dict[int, torch.nn.Module]) -> torch.nn.Module:
+    return models[0]
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """What is changed of vLLM before an engine, and what must not happen before one."""
 
-import asyncio
 import os
 import subprocess
 import sys
@@ -9,23 +8,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 from forgeasync.config import GeneratorSection, SamplingSection
 from forgeasync.testing import write_tiny_model
 from tests.support.engines import start_engine
-from tests.support.processes import run_alone
+from tests.support.processes import run_alone, run_apart
 
 NUM_RESPONSES = 3
 
 
-def _sampled(folder: Path) -> tuple[int, int]:
+async def _sampled(folder: Path) -> tuple[int, int]:
     """The number of responses that an engine has sampled, and of frames that dynamo has compiled for them."""
-    num_responses = asyncio.run(_sample(folder))
-    return num_responses, sum(torch._dynamo.utils.counters["frames"].values())
-
-
-async def _sample(folder: Path) -> int:
     section = GeneratorSection(max_num_seqs=8, max_num_batched_tokens=64, kv_cache_gib=0.02)
     engine = await start_engine(folder, section)
     group = await engine.generate(
@@ -35,7 +30,7 @@ async def _sample(folder: Path) -> int:
         seed=0,
     )
     engine.shutdown()
-    return len(group)
+    return len(group), sum(torch._dynamo.utils.counters["frames"].values())
 
 
 def test_sampling_compiles_nothing(tmp_path: Path) -> None:
@@ -58,7 +53,7 @@ def test_cuda_is_not_asked_for_devices_before_the_engine_starts(tmp_path: Path) 
     assert run_alone(_askers, write_tiny_model(tmp_path / "model")) == []
 
 
-def _askers(folder: Path) -> list[str]:
+async def _askers(folder: Path) -> list[str]:
     """Who asks CUDA for devices between the import of a generator's actor and the start of its engine."""
     from vllm.v1.engine.core import EngineCore
 
@@ -86,12 +81,8 @@ def _askers(folder: Path) -> list[str]:
         setattr(torch.cuda, name, note(name))
     EngineCore.__init__ = starts
 
-    async def go() -> None:
-        generator = GeneratorSection(max_num_seqs=4, kv_cache_gib=0.02)
-        engine = await start_engine(folder, generator)
-        engine.shutdown()
-
-    asyncio.run(go())
+    engine = await start_engine(folder, GeneratorSection(max_num_seqs=4, kv_cache_gib=0.02))
+    engine.shutdown()
     assert has_started
     return askers
 
@@ -110,3 +101,25 @@ def _counts() -> list[int]:
     )
     bounds_B1 = torch.tensor([[-0.1], [-1.5], [cut], [-0.9]])
     return count_at_least(logprobs_BV, bounds_B1).tolist()
+
+
+@pytest.mark.engine
+def test_no_weight_is_packed_and_dropped_on_cpus_with_amx() -> None:
+    assert run_apart(_kept_numbers) == 64 * 32
+
+
+def _kept_numbers() -> int:
+    from vllm.model_executor.layers import utils as layers
+
+    from forgeasync.generator import keep_linear_weights
+
+    # As on a CPU with AMX; nothing that needs it is called.
+    torch.cpu._is_amx_tile_supported = lambda: True
+    assert layers.check_cpu_sgl_kernel(64, 32, torch.bfloat16), "vLLM would pack it"
+    keep_linear_weights()
+    linear = torch.nn.Linear(32, 64, bias=False, dtype=torch.bfloat16).requires_grad_(False)
+    layers.dispatch_cpu_unquantized_gemm(linear, remove_weight=True)
+    x_TD = torch.randn(3, 32, dtype=torch.bfloat16)
+    expected_TD = torch.nn.functional.linear(x_TD, linear.weight)
+    assert torch.equal(linear.cpu_linear(x_TD, linear.weight, None), expected_TD)
+    return linear.weight.numel()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from forgeasync.config import ModelFacts, RunConfig, load_config
-from forgeasync.models import LOGITS_CHUNK_TOKENS, read_model_facts
+from forgeasync.models import LOGITS_CHUNK_TOKENS, SHIPPED_MODELS, read_model_facts
 from forgeasync.planning import (
     FLOAT32_BYTES,
     Machine,
@@ -27,24 +27,7 @@ pytestmark = pytest.mark.timeout(900)
 
 NUM_LAYERS = 2
 
-QWEN3_32B = ModelFacts(
-    model_type="qwen3",
-    num_layers=64,
-    hidden_size=5120,
-    num_heads=64,
-    num_kv_heads=8,
-    head_dim=128,
-    num_experts=0,
-    top_k=0,
-    vocab_size=151936,
-    expert_hidden_size=0,
-    max_position_embeddings=40960,
-    tie_word_embeddings=False,
-    rope_theta=1000000.0,
-    rms_norm_eps=1e-6,
-    num_dense_layers=64,
-    dense_hidden_size=25600,
-)
+QWEN3_32B = read_model_facts(str(SHIPPED_MODELS / "Qwen--Qwen3-32B"))
 
 
 def _long(length: int, context: int) -> tuple[str, ...]:

@@ -27,7 +27,7 @@ from forgeasync.planning import (
 )
 from forgeasync.schema import ConfigError
 from tests.support.chat import PICKY, make_tokenizer
-from tests.support.config_samples import CONFIGS, HF_CONFIG, minimal_config
+from tests.support.config_samples import CONFIGS, HF_CONFIG, SMOLLM2, minimal_config
 
 PLANNED = {"qwen3_30b_a3b": "Qwen--Qwen3-30B-A3B", "qwen3_32b": "Qwen--Qwen3-32B"}
 """Configs of published models, and the folders of their shapes."""
@@ -47,24 +47,8 @@ def config() -> RunConfig:
 
 
 def tiny_facts(*, tied: bool) -> ModelFacts:
-    raw = {
-        "model_type": "qwen3_moe",
-        "num_hidden_layers": 3,
-        "hidden_size": 64,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "vocab_size": 64,
-        "moe_intermediate_size": 32,
-        "max_position_embeddings": 128,
-        "tie_word_embeddings": tied,
-        "norm_topk_prob": True,
-        "rope_theta": 10000.0,
-        "rms_norm_eps": 1e-6,
-    }
-    return parse_model_facts(raw, "tiny")
+    sizes = {"num_hidden_layers": 3, "vocab_size": 64, "moe_intermediate_size": 32}
+    return parse_model_facts(HF_CONFIG | sizes | {"tie_word_embeddings": tied}, "tiny")
 
 
 def parameters_by_hand(facts: ModelFacts) -> int:
@@ -220,21 +204,8 @@ def test_the_dry_run_and_the_memory_command_print_the_same(name: str) -> None:
 
 
 def test_the_plan_of_a_model_without_experts() -> None:
-    raw = {
-        "model_type": "llama",
-        "num_hidden_layers": 30,
-        "hidden_size": 576,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "intermediate_size": 1536,
-        "vocab_size": 49152,
-        "max_position_embeddings": 8192,
-        "tie_word_embeddings": True,
-        "rope_theta": 100000.0,
-        "rms_norm_eps": 1e-5,
-    }
     config = load_config(CONFIGS / "tiny_moe_cpu.yaml", ["trainer.parallel={num_procs: 1, expert: 1}"])
-    text = render(config, parse_model_facts(raw, "smollm2"))
+    text = render(config, SMOLLM2)
     assert "134,515,008" in text and "a dense model" in text
     assert "generator rank: shadow weights" in text, "a float32 plan is one for CPUs"
 

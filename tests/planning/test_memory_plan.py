@@ -9,7 +9,7 @@ from forgeasync.config import BiasedRouting, LatentAttention, ModelFacts, load_c
 from forgeasync.models import num_adapter_parameters
 from forgeasync.planning import Machine, count_parameters, host_memory, step_moments, trainer_memory
 from forgeasync.trainer import build_meta_model
-from tests.support.config_samples import CONFIGS, FACTS
+from tests.support.config_samples import CONFIGS, FACTS, SMOLLM2
 from tests.support.measured_memory import Case, measure
 from tests.support.processes import run_ranks
 
@@ -43,26 +43,6 @@ TINY = dataclasses.replace(
     vocab_size=32,
 )
 """configs/tiny_moe_cpu.yaml's model."""
-
-SMOLLM2 = ModelFacts(
-    model_type="llama",
-    num_layers=30,
-    hidden_size=576,
-    num_heads=9,
-    num_kv_heads=3,
-    head_dim=64,
-    num_experts=0,
-    top_k=0,
-    vocab_size=49152,
-    expert_hidden_size=0,
-    max_position_embeddings=8192,
-    tie_word_embeddings=True,
-    rope_theta=100000.0,
-    rms_norm_eps=1e-5,
-    num_dense_layers=30,
-    dense_hidden_size=1536,
-)
-"""SmolLM2-135M."""
 
 
 def _case(name: str, facts: ModelFacts, *, length: int, tokens: int, changes: tuple[str, ...] = ()) -> Case:

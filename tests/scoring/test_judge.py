@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from forgeasync.config import JudgeReward, MathReward, NamedSource, PythonSource, ScorerSection, Votes
+from forgeasync.config import JudgeReward, MathReward, ScorerSection, Votes
 from forgeasync.environments import Response
 from forgeasync.rollouts import FinishReason, Score, Task
 from forgeasync.runtime import GroupScoring, RunRewards, ScoredResponses, ScorerPool, Unavailable
@@ -31,6 +31,7 @@ from forgeasync.scoring import (
 )
 from forgeasync.testing import HandTime
 from tests.support.chat_server import ChatServer, Reply, completion, serving
+from tests.support.config_samples import source_with
 
 TASK = Task(task_id="t1", prompt="1 + 1 =", answer="2", source_index=0, source="s")
 
@@ -322,18 +323,9 @@ class TestFence:
 
 def test_a_judge_that_is_down_invents_nothing_others_go_on_and_it_recovers(server: ChatServer) -> None:
     """Through the pool: groups of another source are scored meanwhile, and its own once it is back."""
-    source = {
-        "source": PythonSource(factory="tests.support.own_rewards.three"),
-        "weight": 1.0,
-        "num_train": 1,
-        "num_held_out": 1,
-        "field": "data.source",
-        "reward_field": "data.reward",
-        "num_held_out_field": "data.num_held_out",
-    }
     sources = [
-        NamedSource(name="judged", rewards=(section(server, max_attempts=2),), **source),
-        NamedSource(name="other", rewards=(section(server, name="b", base_url=server.url + "/"),), **source),
+        source_with(section(server, max_attempts=2), name="judged"),
+        source_with(section(server, name="b", base_url=server.url + "/"), name="other"),
     ]
 
     async def go() -> None:
@@ -374,21 +366,8 @@ def test_a_judge_that_is_down_invents_nothing_others_go_on_and_it_recovers(serve
 
 
 class TestBeforeARun:
-    def source(self, reward: JudgeReward) -> NamedSource:
-        return NamedSource(
-            name="s",
-            source=PythonSource(factory="tests.support.own_rewards.three"),
-            weight=1.0,
-            rewards=(MathReward(), reward),
-            num_train=1,
-            num_held_out=1,
-            field="data.source",
-            reward_field="data.reward",
-            num_held_out_field="data.num_held_out",
-        )
-
     def problems(self, reward: JudgeReward) -> list[tuple[str, str]]:
-        found = try_rewards([self.source(reward)], {"s": TASK})
+        found = try_rewards([source_with(MathReward(), reward)], {"s": TASK})
         return [(one.field, str(one)) for one in found]
 
     def test_a_judge_that_works_is_asked_once(self, server: ChatServer) -> None:

@@ -15,9 +15,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2Model
 
 from forgeasync.config import (
-    NamedSource,
     ProcessRewardModel,
-    PythonSource,
     ScorerSection,
     check_without_model,
 )
@@ -32,7 +30,7 @@ from forgeasync.scoring import (
     StepTokenizer,
     try_rewards,
 )
-from tests.support.config_samples import minimal_config
+from tests.support.config_samples import minimal_config, source_with
 from tests.support.models import STEP_TAG, process_reward_head, write_process_reward_model
 from tests.support.tiers import Starts, starts
 
@@ -52,20 +50,6 @@ def section_of(folder: Path, **fields: object) -> ProcessRewardModel:
     }
     return ProcessRewardModel(
         kind="process_reward_model", model_path=str(folder), step_separator=";", **(sizes | fields)
-    )
-
-
-def source_of(reward: ProcessRewardModel) -> NamedSource:
-    return NamedSource(
-        name="s",
-        source=PythonSource(factory="tests.support.own_rewards.three"),
-        weight=1.0,
-        rewards=(reward,),
-        num_train=1,
-        num_held_out=1,
-        field="data.source",
-        reward_field="data.reward",
-        num_held_out_field="data.num_held_out",
     )
 
 
@@ -132,12 +116,12 @@ class TestTokens:
 
 class TestRefusals:
     def problem(self, section: ProcessRewardModel, task: Task = TASK) -> str:
-        (problem,) = try_rewards([source_of(section)], {"s": task})
+        (problem,) = try_rewards([source_with(section)], {"s": task})
         return str(problem)
 
     def test_a_good_one_passes(self, model: Path) -> None:
-        assert list(try_rewards([source_of(section_of(model))], {"s": TASK})) == []
-        assert list(try_rewards([source_of(section_of(model, chat_template=True))], {})) == []
+        assert list(try_rewards([source_with(section_of(model))], {"s": TASK})) == []
+        assert list(try_rewards([source_with(section_of(model, chat_template=True))], {})) == []
 
     def test_a_folder_that_is_no_such_model_is_named(self, model: Path, tmp_path: Path) -> None:
         none = tmp_path / "none"
@@ -214,7 +198,7 @@ class TestRefusals:
 
 @starts(Starts.ENGINE)
 def started(section: ProcessRewardModel) -> RunRewards:
-    rewards = RunRewards([source_of(section)], ScorerSection(), limit_s=60.0, seed=0)
+    rewards = RunRewards([source_with(section)], ScorerSection(), limit_s=60.0, seed=0)
     rewards.start()
     return rewards
 

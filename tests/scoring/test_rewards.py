@@ -11,9 +11,7 @@ from hypothesis import strategies as st
 
 from forgeasync.config import (
     MathReward,
-    NamedSource,
     PythonReward,
-    PythonSource,
     RewardSection,
     ScoredUnit,
     ScorerSection,
@@ -45,7 +43,7 @@ from forgeasync.scoring import (
     try_rewards,
     weighted_score,
 )
-from tests.support.config_samples import minimal_config
+from tests.support.config_samples import minimal_config, source_with
 
 # Workers are processes of their own.
 pytestmark = pytest.mark.procs
@@ -88,19 +86,8 @@ def make_rewards() -> Iterator[Callable[..., RunRewards]]:
     made: list[RunRewards] = []
 
     def make(*rewards: RewardSection, limit_s: float = 300.0) -> RunRewards:
-        source = NamedSource(
-            name="s",
-            source=PythonSource(factory=f"{OWN}.three"),
-            weight=1.0,
-            rewards=rewards,
-            num_train=1,
-            num_held_out=1,
-            field="data.source",
-            reward_field="data.reward",
-            num_held_out_field="data.num_held_out",
-        )
         section = ScorerSection(num_workers=1)
-        made.append(RunRewards([source], section, limit_s=limit_s, seed=0))
+        made.append(RunRewards([source_with(*rewards)], section, limit_s=limit_s, seed=0))
         made[-1].start()
         return made[-1]
 

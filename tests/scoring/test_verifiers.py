@@ -12,7 +12,6 @@ import socket
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -44,6 +43,7 @@ from forgeasync.scoring import (
     plain_bytes,
 )
 from tests.support.hostile_answers import hostile_answers
+from tests.support.processes import wait_until_gone
 
 # Workers are processes of their own.
 pytestmark = pytest.mark.procs
@@ -66,12 +66,6 @@ both_isolations = pytest.mark.parametrize(
 def gym_choice(task: str) -> GymVerifierChoice:
     source = ReasoningGymSource(kind="reasoning_gym", task=task)
     return GymVerifierChoice(source=source, num_train=2, num_held_out=2, seed=3)
-
-
-def gym_problem(choice: GymVerifierChoice) -> tuple[GymProblem, str]:
-    """A problem and its answer."""
-    entry = ReasoningGymProblems(choice.source, num_train=2, num_held_out=2, seed=3).entry(1)
-    return GymProblem(task_id="task 1", source_index=1, prompt=entry["question"]), entry["answer"]
 
 
 def gym_problems(choice: GymVerifierChoice) -> list[tuple[GymProblem, str]]:
@@ -141,7 +135,7 @@ def test_a_pool_survives_hostile_answers(
     folder = tmp_path / "target"
     folder.mkdir()
     choice = gym_choice(task)
-    problem, reference = gym_problem(choice)
+    problem, reference = gym_problems(choice)[1]
     section = ScorerSection(
         num_workers=1,
         answer_limit_s=2.0,
@@ -181,7 +175,7 @@ class TestLimits:
 
     def test_memory_is_limited_and_what_ends_of_it_scores_zero(self) -> None:
         choice = gym_choice("spiral_matrix")
-        problem, reference = gym_problem(choice)
+        problem, reference = gym_problems(choice)[1]
         # The time for it is ample: memory is what ends it.
         section = ScorerSection(num_workers=1, answer_limit_s=300.0, answer_memory_mib=64)
         pool = VerifierPool(choice, section)
@@ -208,7 +202,7 @@ class TestLimits:
 class TestProcess:
     def test_another_problem_than_the_one_sampled_for_is_an_error(self) -> None:
         choice = gym_choice("chain_sum")
-        problem, answer = gym_problem(choice)
+        problem, answer = gym_problems(choice)[1]
         pool = VerifierPool(choice, ScorerSection(num_workers=1))
         other = GymProblem(task_id="task 1", source_index=1, prompt=problem.prompt + " ")
         with pytest.raises(ProblemDiffers, match=r"data\.source\.task.*another problem than task 'task 1'"):
@@ -558,8 +552,3 @@ def test_a_death_is_a_crash() -> None:
     (verdict, is_clean, _), (after, _, _) = run_in_forks(["run import os; os.abort()", "plain"])
     assert "crash" in verdict and not is_clean
     assert after == NOTHING
-
-
-def wait_until_gone(pid: int) -> None:
-    while is_running(pid):
-        time.sleep(0.01)

@@ -4,11 +4,21 @@ It plays generator, scorer and trainer with groups of two rollouts, and checks w
 A ledger's book follows it, and would contradict.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from forgeasync.buffer import AnyEvent, Batch, Book, DropReason, Place, ReplayBuffer
+from forgeasync.buffer import (
+    AnyEvent,
+    Batch,
+    Book,
+    BufferSnapshot,
+    DropReason,
+    Place,
+    ReplayBuffer,
+    Submission,
+)
 from forgeasync.config import AccountingSection, AgeOf, BufferSection, Replacement, StaleGroups
-from forgeasync.rollouts import Group, GroupProgress, StoredRollout, Task
+from forgeasync.rollouts import Group, GroupProgress, Step, StoredRollout, Task
 from tests.support.ledgers import opened
 from tests.support.rollouts import make_stored_rollout
 
@@ -17,6 +27,37 @@ GROUP_SIZE = 2
 
 def make_task(index: int, source: str = "s") -> Task:
     return Task(task_id=str(index), prompt="", answer="", source_index=index, source=source)
+
+
+def make_group(*steps: tuple[Step, ...], texts: tuple[str, ...] = ("abcdef", "abcd")) -> Group:
+    """A scored group whose steps have values."""
+    rollouts = tuple(make_stored_rollout((0, 0, 4), text=text) for text in texts)
+    return Group(
+        group_id=7,
+        draw_id=0,
+        task=make_task(0),
+        rollouts=rollouts,
+        rewards=tuple(float(index) for index in range(len(texts))),
+        steps=steps or None,
+    )
+
+
+def make_snapshot(
+    version: int, *, num_submitted: int = 0, next_group_id: int = 0, pending: Sequence[Submission] = ()
+) -> BufferSnapshot:
+    """A buffer after that many steps, with no group in it."""
+    return BufferSnapshot(
+        trainer_version=version,
+        num_submitted=num_submitted,
+        next_group_id=next_group_id,
+        started=(),
+        complete=(),
+        pending=tuple(pending),
+        num_reissued=0,
+        num_restarted=0,
+        deficits=(),
+        num_censored=0,
+    )
 
 
 @dataclass(slots=True)

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from forgeasync.config import ModelFacts, RunConfig, load_config
+from forgeasync.config import ModelFacts, NamedSource, PythonSource, RewardSection, RunConfig, load_config
 from forgeasync.schema import Problem
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -34,6 +34,26 @@ FACTS = ModelFacts(
     rms_norm_eps=1e-6,
 )
 
+SMOLLM2 = ModelFacts(
+    model_type="llama",
+    num_layers=30,
+    hidden_size=576,
+    num_heads=9,
+    num_kv_heads=3,
+    head_dim=64,
+    num_experts=0,
+    top_k=0,
+    vocab_size=49152,
+    expert_hidden_size=0,
+    max_position_embeddings=8192,
+    tie_word_embeddings=True,
+    rope_theta=100000.0,
+    rms_norm_eps=1e-5,
+    num_dense_layers=30,
+    dense_hidden_size=1536,
+)
+"""SmolLM2-135M."""
+
 HF_CONFIG: dict[str, object] = {
     "model_type": "qwen3_moe",
     "num_hidden_layers": 2,
@@ -55,6 +75,21 @@ HF_CONFIG: dict[str, object] = {
 
 def minimal_config(*overrides: str) -> RunConfig:
     return load_config(MINIMAL_FILE, overrides)
+
+
+def source_with(*rewards: RewardSection, name: str = "s") -> NamedSource:
+    """A source of three problems of a test's own, with these rewards."""
+    return NamedSource(
+        name=name,
+        source=PythonSource(factory="tests.support.own_rewards.three"),
+        weight=1.0,
+        rewards=rewards,
+        num_train=1,
+        num_held_out=1,
+        field="data.source",
+        reward_field="data.reward",
+        num_held_out_field="data.num_held_out",
+    )
 
 
 def only(problems: list[Problem]) -> str:

@@ -70,6 +70,11 @@ R = TypeVar("R")
 MAX_STEPS = 3
 
 
+def make_manifest(version: int, slot: int = 0) -> Manifest:
+    """Of a version without tensors."""
+    return Manifest(version=version, slot=slot, layout_digest="", checksums=(), waited_s=0.0, staging_s=0.0)
+
+
 class Endpoint(Generic[P, R]):
     """A coroutine function under the call of an actor's endpoint."""
 
@@ -400,9 +405,7 @@ class Trainer:
     async def stage_weights(self, slot: int, *, when_begun: Callable[[], None] = lambda: None) -> Manifest:
         self.num_staged += 1
         when_begun()
-        return Manifest(
-            version=len(self.steps), slot=slot, layout_digest="", checksums=(), waited_s=0.0, staging_s=0.0
-        )
+        return make_manifest(len(self.steps), slot)
 
     async def connect(self, generators: Generators) -> None:
         return None
@@ -593,14 +596,15 @@ def make_prepared(
 
 def make_roles(
     prepared: Prepared,
-    trainer: Trainer,
+    trainer: Trainer | None,
     generators: Generators,
     buffer: LocalBuffer,
     groups: GroupSampler | None = None,
     teaching: Teaching | None = None,
+    scorer: GroupScoring | None = None,
 ) -> Roles:
     """The generators sample single responses unless ``groups`` are given."""
-    config, scorer = prepared.config, make_scoring(prepared.config)
+    config, scorer = prepared.config, scorer or make_scoring(prepared.config)
     groups = groups or ResponseGroups(
         generators,
         scorer,
@@ -639,6 +643,27 @@ def make_run(
         recorder=recorder or Recorder(),
         files=make_files(Path()),
     )
+
+
+def run_loops(run: GrpoRun, beside: Callable[[], Awaitable[None]] | None = None) -> None:
+    """Run to the end, with ``beside`` beside it."""
+
+    async def both() -> None:
+        loops = asyncio.create_task(run.run(Fleet()))
+        try:
+            if beside is not None:
+                await beside()
+            await loops
+        finally:
+            loops.cancel()
+
+    asyncio.run(both())
+
+
+async def let_others_run() -> None:
+    """After so many turns of the loop all that can happen has happened."""
+    for _ in range(1000):
+        await asyncio.sleep(0)
 
 
 def make_files(folder: Path) -> RunFiles:

@@ -1,18 +1,15 @@
 """Random models small enough for a test, as Hugging Face folders, and transformers' models of them."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from transformers import (
-    AutoModelForCausalLM,
     Qwen2Config,
     Qwen2Model,
 )
 
 from forgeasync.models import character_tokenizer, save_tokenizer
-from forgeasync.testing import write_tiny_model
 
 STEP_TAG = "<extra_0>"
 """What ends a step for ``write_process_reward_model``."""
@@ -61,19 +58,3 @@ def write_process_reward_model(
 def process_reward_head(num_classes: int) -> torch.nn.Sequential:
     """The head of ``Qwen2ForProcessRewardModel``, as Qwen's own modeling_qwen2_rm.py has it."""
     return torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, num_classes))
-
-
-def write_versions(root: Path, *, num: int = 3) -> list[Path]:
-    """Models of one shape, each with random weights of its own: by version, what an engine is updated to."""
-    return [
-        write_tiny_model(root / str(seed), seed=seed, scale=12.0, num_experts=8, top_k=3)
-        for seed in range(num)
-    ]
-
-
-def load_versions(folders: Sequence[Path]) -> dict[int, torch.nn.Module]:
-    """transformers' models of the folders, by version."""
-    return {
-        version: AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        for version, folder in enumerate(folders)
-    }

@@ -1,25 +1,20 @@
 """A layer of experts without a model around it."""
 
+import dataclasses
+
 import torch
 
-from forgeasync.config import ModelFacts
 from forgeasync.trainer import titan_config
+from tests.support import config_samples
 
-FACTS = ModelFacts(
-    model_type="qwen3_moe",
-    num_layers=2,
+FACTS = dataclasses.replace(
+    config_samples.FACTS,
     hidden_size=32,
     num_heads=2,
-    num_kv_heads=2,
-    head_dim=32,
-    num_experts=8,
     top_k=3,
     vocab_size=40,
     expert_hidden_size=48,
     max_position_embeddings=64,
-    tie_word_embeddings=False,
-    rope_theta=10000.0,
-    rms_norm_eps=1e-6,
 )
 
 

@@ -9,8 +9,9 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from forgeasync.rollouts import is_running
 from tests.support.tiers import Starts, starts
 from tests.support.warm_python import warm_python
 from tests.support.warm_python.executable import CALL
@@ -101,6 +103,16 @@ def send_signal(processes: Iterable[psutil.Process], number: signal.Signals = si
             process.send_signal(number)
 
 
+def wait_until(is_so: Callable[[], bool]) -> None:
+    """The test's own deadline bounds it."""
+    while not is_so():
+        time.sleep(0.01)
+
+
+def wait_until_gone(pid: int) -> None:
+    wait_until(lambda: not is_running(pid))
+
+
 def free_port() -> int:
     """A port that nobody has, for a program that has to be told one.
 
@@ -155,14 +167,3 @@ def run_alone(function: Callable[..., R], *arguments: object) -> R:
 def run_apart(function: Callable[..., R], *arguments: object) -> R:
     """The same in a process that has imported TorchTitan."""
     return call_in_processes("torchtitan", function, arguments, environments=[dict(os.environ)])[0]
-
-
-@contextmanager
-def alone_in_this_process(folder: Path) -> Iterator[None]:
-    """A group of one gloo rank in this very process, for what is quick and asks for a group."""
-    store = dist.FileStore(str(folder / "store"), 1)
-    dist.init_process_group("gloo", rank=0, world_size=1, store=store)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()

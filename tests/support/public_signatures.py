@@ -2,7 +2,7 @@
 
     python -m tests.support.public_signatures
 
-writes it to ``tests/recorded/public_signatures.pyi``, which ``tests/test_public_signatures.py`` compares.
+writes it to ``tests/recorded/public_signatures.pyi``, which ``tests/test_api.py`` compares.
 """
 
 import ast
@@ -23,7 +23,7 @@ LINE = 100
 
 _HEAD = """\
 # Parameters of every public class and function, `...` for a default. What goes from here breaks the code of
-# users: tests/test_public_signatures.py. Written by python -m tests.support.public_signatures.
+# users: tests/test_api.py. Written by python -m tests.support.public_signatures.
 """
 
 

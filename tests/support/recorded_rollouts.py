@@ -1,25 +1,21 @@
 """Random rollouts with all of their records."""
 
+import dataclasses
+
 import numpy as np
 
 from forgeasync.config import ModelFacts
 from forgeasync.rollouts import FinishReason, KeptTokens, Rollout, RoutedExperts, VersionSpan
+from tests.support import config_samples
 
-FACTS = ModelFacts(
-    model_type="qwen3_moe",
+FACTS = dataclasses.replace(
+    config_samples.FACTS,
     num_layers=3,
     hidden_size=32,
     num_heads=2,
-    num_kv_heads=2,
-    head_dim=32,
-    num_experts=8,
-    top_k=2,
     vocab_size=20,
     expert_hidden_size=32,
     max_position_embeddings=64,
-    tie_word_embeddings=False,
-    rope_theta=1e4,
-    rms_norm_eps=1e-6,
 )
 
 

@@ -8,7 +8,7 @@ import json
 import os
 import resource
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from forgeasync.config import Bubblewrap
@@ -41,8 +41,6 @@ class Outcome:
     """Whether the same box runs another command."""
     num_left_after_close: int
 
-
-Scenario = Callable[[Sandbox, str], Awaitable[object]]
 
 FORK = "import os, time\nwhile True:\n    try: os.fork()\n    except OSError: time.sleep(0.001)\n"
 STUBBORN = (

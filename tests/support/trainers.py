@@ -112,6 +112,21 @@ def random_rows(rng: np.random.Generator, vocab_size: int, num_ranks: int) -> li
     return [[pack_row([sequence()])] for _ in range(num_ranks)]
 
 
+def make_sequence(ages: list[int]) -> TrainingSequence:
+    """Two tokens of a prompt, and a token of a response for each age."""
+    return TrainingSequence(
+        prompt_ids_P=np.asarray([1, 2], np.int32),
+        response_ids_T=np.arange(len(ages), dtype=np.int32),
+        behavior_logprobs_T=np.zeros(len(ages), np.float32),
+        ages_T=np.asarray(ages, np.int32),
+        advantage=1.0,
+    )
+
+
+def make_row(ages: list[list[int]]) -> PackedRow:
+    return pack_row([make_sequence(ages_of_one) for ages_of_one in ages])
+
+
 def random_expert_ids(rng: np.random.Generator, num_tokens: int, facts: ModelFacts) -> np.ndarray:
     scores = rng.random((num_tokens, facts.num_layers, facts.num_experts))
     ids_SMK = np.sort(scores.argsort(-1)[..., : facts.top_k], axis=-1).astype(np.int16)

@@ -9,7 +9,15 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from forgeasync.config import ADAPTABLE
-from forgeasync.trainer import ATTENTION_MODULES, EXPERT_PARAMETERS, WEIGHTS_FILE, TrainingSequence, pack_row
+from forgeasync.trainer import (
+    ATTENTION_MODULES,
+    EXPERT_PARAMETERS,
+    WEIGHTS_FILE,
+    GroupedAdapter,
+    TrainingSequence,
+    lora,
+    pack_row,
+)
 from forgeasync.weights import merged
 from tests.support.lora import LORA, PREFIX, adapters, base_weights, free, make_trainer, reference_logprobs
 from tests.support.processes import run_ranks
@@ -146,3 +154,46 @@ def test_training_improves_the_objective_and_keeps_the_base(
 
 def test_the_config_knows_what_can_be_adapted() -> None:
     assert {*ATTENTION_MODULES, *EXPERT_PARAMETERS} == {*ADAPTABLE}
+
+
+NUM_EXPERTS, NUM_INPUTS, NUM_OUTPUTS, NUM_TOKENS = 4, 64, 32, 40
+
+
+def forward_and_backward(rank: int) -> tuple[tuple[int, ...], ...]:
+    """Shapes of the output and of the gradients of input, A and B."""
+    with torch.device("meta"):
+        adapter = GroupedAdapter.Config(
+            num_experts=NUM_EXPERTS,
+            in_features=NUM_INPUTS,
+            out_features=NUM_OUTPUTS,
+            rank=rank,
+            param_init={},
+        ).build()
+        adapter = adapter.to(torch.bfloat16)
+        x_RI = torch.empty(NUM_TOKENS, NUM_INPUTS, dtype=torch.bfloat16, requires_grad=True)
+        y_RO = adapter(x_RI, torch.empty(NUM_EXPERTS, dtype=torch.int32))
+        y_RO.backward(torch.empty_like(y_RO))
+    tensors = (y_RO, x_RI.grad, adapter.lora_a_ErI.grad, adapter.lora_b_EOr.grad)
+    return tuple(tuple(tensor.shape) for tensor in tensors)
+
+
+@pytest.mark.parametrize("rank", [1, 3, 8, 12, 511])
+def test_experts_have_adapters_of_every_rank_in_bfloat16(rank: int) -> None:
+    """Grouped products of bfloat16 want rows that start at multiples of 16 bytes.
+
+    They do so on GPUs as on torch's meta device, which has no data but the same rules
+    (``torch/_meta_registrations.py`` of torch 2.13).
+    """
+    assert forward_and_backward(rank) == (
+        (NUM_TOKENS, NUM_OUTPUTS),
+        (NUM_TOKENS, NUM_INPUTS),
+        (NUM_EXPERTS, rank, NUM_INPUTS),
+        (NUM_EXPERTS, NUM_OUTPUTS, rank),
+    )
+
+
+@pytest.mark.parametrize("rank", [1, 3, 12])
+def test_without_padding_these_ranks_are_refused(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lora, "_GROUPED_STRIDE_BYTES", 2)
+    with pytest.raises(RuntimeError, match="multiple of 16 bytes"):
+        forward_and_backward(rank)

@@ -39,8 +39,8 @@ from forgeasync.trainer import logprobs as logprobs_module
 from tests.support.kept_sets import ALWAYS_GATHER, NEVER_GATHER, make_case, reference
 from tests.support.moe_layers import FACTS, make_moe, random_ids
 from tests.support.processes import run_ranks
-from tests.support.rows import make_row
 from tests.support.tokens import make_tokens
+from tests.support.trainers import make_row
 
 SCALES = pytest.mark.parametrize("scale", [1.0, 6.0, 30.0])
 

@@ -1,8 +1,6 @@
 """Results of steps and what is wrong with them, on one rank. Several ranks: test_bad_steps.py."""
 
 import math
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,17 +23,13 @@ from forgeasync.trainer import (
     require_finite,
     value_ranges,
 )
-from tests.support.processes import alone_in_this_process
 
 NAN, INF = float("nan"), float("inf")
 MASK = torch.tensor([True, True, False, True])
 FINE = torch.tensor([1.0, -2.0, 3.0, 0.5])
 
 
-@pytest.fixture(autouse=True)
-def one_rank(tmp_path: Path) -> Iterator[None]:
-    with alone_in_this_process(tmp_path):
-        yield
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def test_the_problem_nearest_to_the_cause_is_the_answer() -> None:

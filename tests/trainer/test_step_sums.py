@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -11,14 +10,9 @@ import torch
 from forgeasync.config import ROW_ALIGNMENT
 from forgeasync.rollouts import NO_RECORD
 from forgeasync.trainer import StepSums, pack_row
-from tests.support.processes import alone_in_this_process
-from tests.support.rows import make_row, make_sequence
+from tests.support.trainers import make_row, make_sequence
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with alone_in_this_process(tmp_path_factory.mktemp("group")):
-        yield
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def _metrics(ages: list[list[int]], differences: list[float]) -> dict[str, float]:

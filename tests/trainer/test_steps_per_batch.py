@@ -24,8 +24,8 @@ from forgeasync.trainer import (
     split_by_groups,
     whole_response,
 )
+from tests.support.buffer_world import make_group
 from tests.support.config_samples import minimal_config, only
-from tests.support.groups import make_group
 from tests.support.processes import run_ranks
 from tests.support.trainers import make_sequences, make_trainer, whole
 

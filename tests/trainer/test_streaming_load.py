@@ -1,18 +1,26 @@
-"""A rank reads its own shards of a checkpoint and nothing else."""
+"""A rank reads its own shards of a checkpoint and nothing else, and its layers share one rotary cache."""
 
 import dataclasses
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from torch.distributed.tensor import DTensor
+from torchtitan.models.common.rope import RoPE
 
 from forgeasync.config import ModelFacts, OptimizerSection, ParallelSection, TrainerSection
 from forgeasync.models import expected_shapes
-from forgeasync.trainer import build_parallel_dims, build_parallel_model, checkpoint_weights, hf_checkpoint
+from forgeasync.trainer import (
+    build_parallel_dims,
+    build_parallel_model,
+    checkpoint_weights,
+    hf_checkpoint,
+    share_rotary_caches,
+    titan_config,
+)
 from tests.support.config_samples import FACTS
 from tests.support.live_tensors import LiveTensors
 from tests.support.processes import run_ranks
+from tests.support.trainers import local
 
 WIDE = dataclasses.replace(FACTS, hidden_size=128, expert_hidden_size=128, num_experts=32, vocab_size=2000)
 
@@ -32,13 +40,12 @@ class Loaded:
 
 
 def _load(folder: Path, facts: ModelFacts, parallel: ParallelSection) -> Loaded:
-    section = TrainerSection(
-        parallel=parallel, tokens_per_row=64, optimizer=OptimizerSection(learning_rate=1e-3)
-    )
+    optimizer = OptimizerSection(learning_rate=1e-3)
+    section = TrainerSection(parallel=parallel, tokens_per_row=64, optimizer=optimizer)
     dims = build_parallel_dims(section, world_size=parallel.num_procs)
     model = build_parallel_model(facts, section, parallel_dims=dims)
     weights = [weight for _, weight in checkpoint_weights(model)]
-    shards = [weight.to_local() if isinstance(weight, DTensor) else weight for weight in weights]
+    shards = [local(weight) for weight in weights]
     with LiveTensors(weights) as live:
         hf_checkpoint.load(model, facts, folder)
     # Every tensor is filled with its number: the right ones are in the right places.
@@ -68,3 +75,14 @@ def test_loading_allocates_next_to_nothing(tmp_path: Path) -> None:
             assert loaded.is_right
             # Not even a part of a tensor is held besides the shards, least of all a layer's experts together.
             assert loaded.peak_bytes <= loaded.largest_shard_bytes / 16 < loaded.model_bytes / 64
+
+
+def test_layers_share_one_cache() -> None:
+    """Long contexts make it large."""
+    model = titan_config(FACTS).build()
+    ropes = [module for module in model.modules() if isinstance(module, RoPE)]
+    before = [rope.cache for rope in ropes]
+    assert len(ropes) == FACTS.num_layers and len({cache.data_ptr() for cache in before}) == len(ropes)
+    share_rotary_caches(model)
+    assert len({rope.cache.data_ptr() for rope in ropes}) == 1
+    assert all(torch.equal(rope.cache, cache) for rope, cache in zip(ropes, before, strict=True))

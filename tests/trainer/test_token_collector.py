@@ -24,6 +24,7 @@ from forgeasync.rollouts import (
 from forgeasync.trainer import StepResult, TrainingSequence, pack_row
 from tests.support.layouts import own_choices
 from tests.support.processes import run_ranks
+from tests.support.tokens import make_tokens
 from tests.support.trainers import make_sequences, make_trainer, whole
 
 TEMPERATURE = 0.7
@@ -200,14 +201,12 @@ def test_asking_changes_no_bit_of_the_step(observed: Observed) -> None:
 
 def _row(mask: list[bool]) -> RowTokens:
     logprobs_T = torch.tensor([-1.0, -2.0, -0.5, -4.0])
-    return RowTokens(
-        logprobs_T=logprobs_T,
+    return make_tokens(
+        logprobs_T,
         behavior_logprobs_T=torch.tensor([-1.5, -1.0, -0.5, -50.0]),
         advantages_T=torch.tensor([1.0, 1.0, -1.0, -1.0]),
         mask_T=torch.tensor(mask),
         sequence_ids_T=torch.tensor([0, 0, 1, 1]),
-        ages_T=torch.zeros(4, dtype=torch.int32),
-        sample_weights_T=torch.ones(4),
     )
 
 

@@ -24,15 +24,8 @@ from forgeasync.weights import (
     WeightPublisher,
     lay_out,
 )
-from tests.support.processes import alone_in_this_process
 
 EXPERTS = tuple(f"experts.{index}" for index in range(3))
-
-
-@pytest.fixture
-def one_rank(tmp_path: Path) -> Iterator[None]:
-    with alone_in_this_process(tmp_path):
-        yield
 
 
 @pytest.fixture

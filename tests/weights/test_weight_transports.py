@@ -5,7 +5,7 @@ import dataclasses
 import pickle
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -50,19 +50,11 @@ from forgeasync.weights import (
 )
 from tests.support.config_samples import FACTS, minimal_config
 from tests.support.own_transport import write_own_transport
-from tests.support.processes import alone_in_this_process
 
 HOST = "here"
 
 NUM_ROWS = SEGMENT_BYTES // 2048 + 40
 """Rows of 2048 bytes."""
-
-
-@pytest.fixture
-def one_rank(tmp_path: Path) -> Iterator[None]:
-    (tmp_path / "group").mkdir()
-    with alone_in_this_process(tmp_path / "group"):
-        yield
 
 
 def make_weights(version: int) -> dict[str, torch.Tensor]:

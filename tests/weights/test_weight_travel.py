@@ -33,7 +33,6 @@ from tests.support.trainer_and_generators import start_both
 from tests.support.trainers import random_rows
 
 NUM_UPDATES = 20
-ROW_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
