@@ -152,7 +152,10 @@ class Composition:
             histograms.add(rollouts, sign * rollouts.weight)
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics by name. Distances are total variation: half the sum of differences of shares."""
+        """Return metrics by their names in metrics.jsonl.
+
+        Distances are total variation distances: half the sum of absolute differences of shares.
+        """
         if self._trained.num_rollouts < 0.5:
             return {}
         return {
