@@ -35,7 +35,7 @@ FINISHES = (None, *FinishReason)
 """Finish reasons by the number in ``TokenBatch.finishes_N``; None if the turn continues after the token."""
 
 NO_ROWS = np.zeros((0, 0, 0), np.uint8)
-"""Routing rows of tokens that came without any, where routing is recorded."""
+"""Empty array of routing rows, for tokens without new rows in a log that records routing."""
 
 MIN_SEGMENT_BYTES = 4 * 2**20
 """Size in bytes up to which a segment is not replaced."""

@@ -239,7 +239,7 @@ class Group:
 
     @property
     def is_restored(self) -> bool:
-        """Whether the group was restored from disk when the run was resumed, where its arrays still are."""
+        """Whether a resumed run restored the group from disk. Its arrays are still there."""
         return self.rollouts[0].branches[0].response.host_id == EVERY_HOST
 
     @property
@@ -300,7 +300,7 @@ class AgentOutcome:
     tool_calls_s: tuple[float, ...] = ()
     """Duration in seconds of each call that reached a tool."""
     num_from_text: int = 0
-    """Number of the model's earlier messages that came back changed and had to be tokenized from text."""
+    """Number of earlier model messages that were returned changed, and thus had to be tokenized from text."""
     num_reserved: int = 0
     """Number of texts of conversation control tokens found in messages from outside."""
     session_counts: Mapping[str, int] = field(default_factory=dict)
