@@ -4,8 +4,8 @@
 
     result = fa.train("configs/tiny_moe_cpu.yaml", {"max_steps": 20}, reward=my_reward)
 
-Importing it loads nothing: each name is imported from its module when it is first used. ``__init__.pyi``
-lists the names; docs/api.md says what each of them is.
+Importing the package loads nothing: each name is imported from its module when it is first used.
+``__init__.pyi`` lists the names, and docs/api.md describes them.
 """
 
 import lazy_loader

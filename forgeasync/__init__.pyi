@@ -1,4 +1,4 @@
-# The public names, by their rooms. docs/api.md says what each of them is; a test compares.
+# Public names by room. docs/api.md describes each of them, and a test compares the two lists.
 from . import losses as losses
 from . import testing as testing
 from .algorithms import K1 as K1

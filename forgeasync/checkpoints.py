@@ -1,16 +1,16 @@
-"""Checkpoints as folders: names, what they have of the controller, resuming, and their size.
+"""Checkpoint folders: names, the controller's state, rules for resuming, and sizes.
 
     step-00000040/trainer/    model, optimizer and random state, by torch.distributed.checkpoint
-    step-00000040/run.json    what the controller has to know (``RunState``)
+    step-00000040/run.json    state of the controller (``RunState``)
     step-00000060.tmp/        being written, or left behind by a run that died while writing
     final/, last/             an exported model
 
-The rename is the last thing that happens, after every file and folder was flushed to the disk: a folder
-without ``.tmp`` is whole.
+A folder is renamed last, after all of its files and folders were flushed to disk, so a folder without
+``.tmp`` is complete.
 
-Of the config only what the past of the run follows from must stay as it was: the data and their order, random
-seeds, the model's shape and its adapters. Everything else may change on resuming: rewards, parallel layout
-and dtypes, learning rate and schedule, the loss, batch sizes, age limits and buffer, generators, max_steps.
+A resumed run must keep the parts of the config that determine its past: the data and their order, random
+seeds, the model's shape and its adapters. Everything else may change: rewards, parallel layout and dtypes,
+learning rate and schedule, the loss, batch sizes, age limits and buffer, generators, max_steps.
 """
 
 import math
@@ -34,41 +34,41 @@ RUN_FILE = "run.json"
 PARTIAL_SUFFIX = ".tmp"
 
 FINAL = "final"
-"""The exported model of a run that has made all of its steps."""
+"""Name of the folder with the exported model of a run that has made all of its steps."""
 LAST = "last"
-"""The newest weights of a run that has not."""
+"""Name of the folder with the newest weights of a run that ended before its last step."""
 LAST_PUBLISHED = "last-published"
-"""Name of the folder that becomes ``LAST`` if the trainer cannot write it."""
+"""Name of the folder that becomes ``LAST`` if the trainer cannot write ``LAST``."""
 
 _NAME = re.compile(r"step-(\d{8,})")
 
 
 class CheckpointNotWritten(OSError):
-    """A checkpoint could not be written. Nothing of it is left, and another one can be begun."""
+    """A checkpoint could not be written. Its files are removed, and another checkpoint can be begun."""
 
 
 class CheckpointLost(CheckpointNotWritten):
-    """The trainer that was writing a checkpoint was lost, and no other one can write it again."""
+    """The trainer was lost while it wrote a checkpoint, and no other trainer can write that one."""
 
 
 def checkpoint_name(step: int) -> str:
-    """Return the name of a checkpoint's folder."""
+    """Return the name of the checkpoint folder of a step."""
     return f"step-{step:08d}"
 
 
 def step_of(folder: Path) -> int | None:
-    """Return the step of a whole checkpoint by its folder's name; None: it is not the name of one."""
+    """Return the step in the name of a checkpoint folder; None if it is not such a name."""
     match = _NAME.fullmatch(folder.name)
     return None if match is None else int(match[1])
 
 
 def is_whole(folder: Path) -> bool:
-    """Return whether all of a checkpoint is written."""
+    """Whether a folder has all files of a checkpoint. ``run.json`` is written last."""
     return (folder / RUN_FILE).is_file()
 
 
 def list_checkpoints(parent: Path) -> list[Path]:
-    """Return the whole checkpoints in a folder, the oldest step first; none if there is no such folder."""
+    """Return the complete checkpoints in a folder by ascending step; none if the folder does not exist."""
     if not parent.is_dir():
         return []
     steps = {folder: step_of(folder) for folder in parent.iterdir() if is_whole(folder)}
@@ -77,7 +77,7 @@ def list_checkpoints(parent: Path) -> list[Path]:
 
 
 def sweep_partial(parent: Path) -> list[str]:
-    """Remove checkpoints that runs which died have left half-written; returns their names."""
+    """Remove incomplete checkpoints that dead runs left; return their names."""
     partial = sorted(parent.glob(f"step-*{PARTIAL_SUFFIX}"))
     for folder in partial:
         shutil.rmtree(folder)
@@ -90,12 +90,15 @@ def partial_folder(folder: Path) -> Path:
 
 
 def remove_partial(folder: Path) -> None:
-    """Remove what was written of one checkpoint that nobody writes any more."""
+    """Remove the partial folder of a checkpoint whose writing was abandoned."""
     shutil.rmtree(partial_folder(folder), ignore_errors=True)
 
 
 def publish(folder: Path, run_state: bytes) -> None:
-    """Add the controller's part to a checkpoint whose other files are flushed, and give it its final name."""
+    """Write and flush the controller's state of a checkpoint, and give the folder its final name.
+
+    The checkpoint's other files must be flushed already.
+    """
     partial = partial_folder(folder)
     with (partial / RUN_FILE).open("wb") as file:
         file.write(run_state)
@@ -108,9 +111,9 @@ def publish(folder: Path, run_state: bytes) -> None:
 
 
 def prune(parent: Path, *, keep: int) -> None:
-    """Remove all checkpoints but the newest ones."""
+    """Remove all checkpoints in a folder except the newest ``keep``."""
     for folder in list_checkpoints(parent)[:-keep]:
-        # A removal that is cut short must not leave a folder that looks whole.
+        # Renamed first, because an interrupted removal must not leave a folder that looks complete.
         partial = partial_folder(folder)
         folder.rename(partial)
         shutil.rmtree(partial)
@@ -119,17 +122,17 @@ def prune(parent: Path, *, keep: int) -> None:
 FLOAT32_BYTES = 4
 
 BYTES_PER_PARAMETER = 3 * FLOAT32_BYTES
-"""A float32 parameter and AdamW's two moments of it."""
+"""Bytes of a float32 parameter with AdamW's two moments."""
 
 EXPORT_OVERHEAD_BYTES = 1024
-"""Bytes of one exported tensor's name in header and index, generously."""
+"""Generous bound on the bytes of one exported tensor's name in header and index."""
 
 OVERHEAD_BYTES = 8192
-"""Generous bound on one tensor's overhead: names, headers and the step counts of its optimizer."""
+"""Generous bound on the overhead of one tensor in bytes: names, headers, step counts of the optimizer."""
 
 
 def checkpoint_bytes(config: RunConfig, facts: ModelFacts) -> int:
-    """Return about how many bytes a checkpoint takes on the disk, rather more than less."""
+    """Return the estimated size of a checkpoint on disk in bytes, rather too large than too small."""
     shapes = expected_shapes(facts)
     if config.lora is None:
         num_trained = sum(math.prod(shape) for shape in shapes.values())
@@ -140,12 +143,12 @@ def checkpoint_bytes(config: RunConfig, facts: ModelFacts) -> int:
 
 
 def export_bytes(config: RunConfig, facts: ModelFacts) -> int:
-    """Return about how many bytes the trained model takes on the disk in float32, rather more than less."""
+    """Return the estimated size of the exported float32 model in bytes, rather too large than too small."""
     shapes = expected_shapes(facts)
     overhead = EXPORT_OVERHEAD_BYTES * len(shapes)
     if config.lora is None:
         return FLOAT32_BYTES * sum(math.prod(shape) for shape in shapes.values()) + overhead
-    # For experts, all three projections are written.
+    # The adapters of experts are exported for all three projections.
     targets = set(config.lora.targets)
     if targets & set(EXPERT_TARGETS):
         targets |= set(EXPERT_TARGETS)
@@ -154,15 +157,20 @@ def export_bytes(config: RunConfig, facts: ModelFacts) -> int:
 
 
 def check_room(config: RunConfig, facts: ModelFacts, *, checkpoints: Path, export: Path) -> Iterator[Problem]:
-    """Find disks without room for what a run keeps at a time: the exported model and checkpoints.
+    """Check that the disks have room for the exported model and the checkpoints that exist at one time.
 
-    A checkpoint is whole before the oldest is removed, so there is one more than ``checkpoint.keep`` for a
-    while.
+    A checkpoint is complete before the oldest one is removed, so there can be ``checkpoint.keep`` + 1.
+
+    Args:
+        config: The run's config.
+        facts: Facts of the model.
+        checkpoints: Folder of checkpoints. Existing ones count as part of the number.
+        export: Folder of the exported model.
     """
     one = checkpoint_bytes(config, facts)
     num_more = 0
     if config.checkpoint.every_steps is not None:
-        # The last step has one too.
+        # Rounded up, because the last step has a checkpoint too.
         num_ever = math.ceil(config.max_steps / config.checkpoint.every_steps)
         num_left = min(config.checkpoint.keep + 1, num_ever) - len(list_checkpoints(checkpoints))
         num_more = max(1, num_left)
@@ -211,19 +219,19 @@ UNCHANGEABLE = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
-    """The controller's part of a checkpoint."""
+    """State of the controller in a checkpoint."""
 
     step: int
-    """Steps made; the version of the policy too."""
+    """Number of steps made, which is also the policy version."""
     elapsed_s: float
     model: dict[str, object]
-    """The model's shape, by ``model_shape``."""
+    """Shape of the model (``model_shape``)."""
     config: dict[str, object]
     problems: str
     """Digest of the training problems in their order."""
     buffer: BufferSnapshot
     ledger: LedgerPosition
-    """The run's ledger, which is on the disk up to here."""
+    """Position up to which the run's ledger belongs to the checkpoint and is on disk."""
 
     def encode(self) -> bytes:
         """Encode the state as the text of ``run.json``."""
@@ -235,15 +243,15 @@ class RunState:
 
 
 def model_shape(facts: ModelFacts) -> dict[str, object]:
-    """Return a model's facts as they come back from ``run.json``."""
+    """Return a model's facts as JSON values, as they are read from ``run.json``."""
     return msgspec.json.decode(msgspec.json.encode(facts))
 
 
 def read_run_state(folder: Path) -> RunState:
-    """Return the controller's part of the checkpoint in ``folder``.
+    """Read the controller's state from the checkpoint in ``folder``.
 
     Raises:
-        ValueError: the file is damaged, or of another version of this package.
+        ValueError: The file is damaged, or of another version of this package.
     """
     try:
         return msgspec.json.decode((folder / RUN_FILE).read_bytes(), type=RunState)
@@ -252,7 +260,7 @@ def read_run_state(folder: Path) -> RunState:
 
 
 def check_resumable(state: RunState, folder: Path, config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
-    """Find what prevents a run with this config and model from being resumed from the checkpoint."""
+    """Check that a run with this config and model can be resumed from the checkpoint in ``folder``."""
     for field, saved, now in differences(state.model, model_shape(facts)):
         yield Problem(
             field="--resume",
@@ -276,10 +284,9 @@ def check_resumable(state: RunState, folder: Path, config: RunConfig, facts: Mod
 
 
 def check_problems(state: RunState, folder: Path, problems: str) -> Iterator[Problem]:
-    """Find whether the training problems, by their digest, are others than the checkpoint's run has trained
-    on.
+    """Check that the digest of the training problems is the one in the checkpoint.
 
-    A file can have other content under the name that the config says.
+    The config alone is not enough, because a file of the same name can have new content.
     """
     if state.problems != problems:
         remedy = f"has become other data: the source must have {state.problems}, as in {folder}"
@@ -287,11 +294,11 @@ def check_problems(state: RunState, folder: Path, problems: str) -> Iterator[Pro
 
 
 _NOT_ORDER = frozenset({"reward", "renderer"})
-"""Keys of the section that may change on resuming: they do not affect the data's order."""
+"""Keys of the section ``data`` that may change on resuming, because they do not affect the data's order."""
 
 
 def data_order(data: object) -> object:
-    """Return the part of the section ``data`` that the order of the data follows from."""
+    """Return the part of the section ``data`` that determines the order of the data."""
     if isinstance(data, Mapping):
         return {key: data_order(value) for key, value in data.items() if key not in _NOT_ORDER}
     return [data_order(one) for one in data] if isinstance(data, list) else data
@@ -300,8 +307,7 @@ def data_order(data: object) -> object:
 def differences(
     saved: Mapping[str, object], now: Mapping[str, object], prefix: str = ""
 ) -> Iterator[tuple[str, object, object]]:
-    """Yield the dotted name of each value that differs, with both values; sections are compared key by
-    key."""
+    """Yield the dotted name of each value that differs, with both values. Mappings are compared by key."""
     for key in sorted(saved.keys() | now.keys()):
         one, other = saved.get(key), now.get(key)
         if isinstance(one, Mapping) and isinstance(other, Mapping):

@@ -1,8 +1,8 @@
-"""How far a student's distribution is from a teacher's, token by token, in nats.
+"""Divergences between a student's and a teacher's distributions, token by token, in nats.
 
-Both are given as log-probabilities of the same ids under like distributions: for instance both over the full
-vocabulary at temperature 1. All functions are differentiable in the student; the teacher's gradient is not
-taken.
+Both are given as log-probabilities of the same ids under comparable distributions, for instance both over the
+full vocabulary at temperature 1. All functions are differentiable in the student; the teacher gets no
+gradient.
 
 Shape suffixes: T tokens, K ids of each token.
 """
@@ -19,14 +19,15 @@ KlKind = Literal["forward", "reverse", "jsd"]
 
 
 def sampled_reverse_kl(student_T: torch.Tensor, teacher_T: torch.Tensor) -> torch.Tensor:
-    """log(student / teacher) of each sampled token: estimates KL(student || teacher), in nats [T].
+    """Return log(student / teacher) of each sampled token, an estimate of KL(student || teacher) in nats [T].
 
-    Unbiased where the tokens were drawn from the student; negative for about half of them. Its own gradient
-    is that of the student's log-probability, whose expectation is 0: a loss takes the detached value as what
-    each token costs (``SampledReverseKl``). Source: k1 in Schulman, "Approximating KL Divergence", 2020.
+    It is unbiased if the tokens were drawn from the student, and negative for about half of them. Its own
+    gradient is that of the student's log-probability, whose expectation is 0. A loss therefore uses the
+    detached value as the cost of each token (``SampledReverseKl``). Source: k1 in Schulman, "Approximating KL
+    Divergence", 2020.
 
     Raises:
-        ValueError: the shapes differ.
+        ValueError: The shapes differ.
     """
     _require_same_shape(student_T, teacher_T, num_dimensions=1)
     return student_T - teacher_T.detach()
@@ -39,20 +40,22 @@ def topk_kl(
     kind: KlKind = "forward",
     tail: bool = True,
 ) -> torch.Tensor:
-    """The divergence of two distributions of which K ids are known, in nats [T], in the inputs' dtype.
+    """Return the divergence of two distributions over K known ids, in nats [T], in the inputs' dtype.
 
-    ``forward`` is KL(teacher || student), ``reverse`` KL(student || teacher), ``jsd`` the Jensen-Shannon
-    divergence: half of both KLs towards the mean of the two. With ``tail`` all other ids count as one further
-    event, whose probability is what the K ids leave; the result is then a lower bound of the divergence over
-    the whole vocabulary (data processing inequality: Cover and Thomas, "Elements of Information Theory",
-    2006, theorem 2.8.1) and equals it where K is its size. Without ``tail`` only the K terms are summed,
-    which need not be positive.
+    ``forward`` is KL(teacher || student), ``reverse`` is KL(student || teacher), and ``jsd`` is the
+    Jensen-Shannon divergence, the mean of both KLs towards the mean distribution.
 
-    A tail below the resolution of the dtype counts as that, without a gradient. An id of log-probability
-    -inf adds nothing where it is what the sum is weighted with, and infinity where only the other one has it.
+    With ``tail``, all other ids count as one further event with the remaining probability. The result is then
+    a lower bound of the divergence over the whole vocabulary (data processing inequality: Cover and Thomas,
+    "Elements of Information Theory", 2006, theorem 2.8.1), and equals it if K is the size of the vocabulary.
+    Without ``tail``, the result is the sum of the K terms, which can be negative.
+
+    A tail probability below the dtype's resolution is replaced by that resolution, without a gradient. An id
+    with log-probability -inf contributes 0 if it is -inf in the distribution that weights the sum, and
+    infinity if only in the other one.
 
     Raises:
-        ValueError: the shapes differ, or ``kind`` is none of the three.
+        ValueError: The shapes differ, or ``kind`` is none of the three.
     """
     _require_same_shape(student_logprobs_TK, teacher_logprobs_TK, num_dimensions=2)
     student_TK, teacher_TK = student_logprobs_TK, teacher_logprobs_TK.detach()
@@ -63,7 +66,7 @@ def topk_kl(
     if kind == "reverse":
         return _terms(student_TK, teacher_TK).sum(-1)
     if kind == "jsd":
-        # Where neither has anything the mean is not looked at; its gradient would be nan.
+        # Where both are -inf, the mean is unused, but its gradient would be nan.
         is_there_TK = (student_TK.detach() > -math.inf) | (teacher_TK > -math.inf)
         mean_TK = student_TK.where(is_there_TK, 0.0).logaddexp(teacher_TK) - math.log(2.0)
         return (_terms(student_TK, mean_TK) + _terms(teacher_TK, mean_TK)).sum(-1) / 2.0
@@ -71,7 +74,7 @@ def topk_kl(
 
 
 def _terms(logp_TK: torch.Tensor, logq_TK: torch.Tensor) -> torch.Tensor:
-    """p log(p / q); 0 where p is 0, also in the gradient."""
+    """Return p log(p / q); 0 where p is 0, also in the gradient."""
     is_there_TK = logp_TK.detach() > -math.inf
     p_TK = logp_TK.where(is_there_TK, 0.0)
     q_TK = logq_TK.where(is_there_TK, 0.0)
@@ -79,10 +82,10 @@ def _terms(logp_TK: torch.Tensor, logq_TK: torch.Tensor) -> torch.Tensor:
 
 
 def _with_tail(logprobs_TK: torch.Tensor) -> torch.Tensor:
-    """Append the log-probability of all other ids: [T, K + 1]."""
+    """Append the log-probability of all other ids. Returns [T, K + 1]."""
     import torch
 
-    # What is left of 1 cannot be told from rounding below this.
+    # A remaining probability below this is indistinguishable from rounding.
     least = torch.finfo(logprobs_TK.dtype).eps
     left_T1 = -logprobs_TK.logsumexp(-1, keepdim=True).expm1()
     return torch.cat([logprobs_TK, left_T1.clamp(min=least).log()], dim=-1)

@@ -1,4 +1,4 @@
-"""How much memory a process and those that it has started have used so far, read from Linux's /proc."""
+"""Measures the peak memory of a process and its descendants, from Linux's /proc."""
 
 import os
 import sys
@@ -13,15 +13,15 @@ _PROC = Path("/proc")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPeak:
-    """The most that any single process has used at any time so far."""
+    """Peak memory of a single process, or the maximum over several processes."""
 
     resident_bytes: int
-    """Peak resident set, with the pages of shared memory that the process has touched."""
+    """Peak resident set size, including the pages of shared memory that the process touched."""
     gpu_bytes: int = 0
-    """Most that PyTorch's allocator has reserved on the process's GPU; 0 where it has used none."""
+    """Peak memory reserved by PyTorch's allocator on the process's GPU; 0 if it used none."""
 
     def metrics(self, role: str) -> dict[str, float]:
-        """Under their names in metrics.jsonl."""
+        """Return metrics by their names in metrics.jsonl. ``role`` is part of the names."""
         metrics = {f"memory/{role}_gib": self.resident_bytes / 2**30}
         if self.gpu_bytes:
             metrics[f"memory/{role}_gpu_gib"] = self.gpu_bytes / 2**30
@@ -29,7 +29,7 @@ class MemoryPeak:
 
 
 def largest(peaks: Iterable[MemoryPeak | None]) -> MemoryPeak | None:
-    """The largest process's resident set, and the most of any GPU; None where nobody has measured."""
+    """Return the maximum resident set size and the maximum GPU memory of all peaks; None if all are None."""
     measured = [peak for peak in peaks if peak is not None]
     if not measured:
         return None
@@ -40,14 +40,16 @@ def largest(peaks: Iterable[MemoryPeak | None]) -> MemoryPeak | None:
 
 
 class MemoryWatch:
-    """Keeps the peak of this process; looking costs about a millisecond."""
+    """Tracks the peak memory of this process. A measurement takes about a millisecond."""
 
     def __init__(self, *, with_descendants: bool, every_s: float = 0.0) -> None:
-        """With descendants the processes that it has started count too, and theirs.
+        """Create a watch without a measurement.
 
-        One that has ended counts by what it had used when it was last seen, and not at all where the kernel
-        does not list children (CONFIG_PROC_CHILDREN). Who asks again within ``every_s`` gets what was seen
-        last.
+        Args:
+            with_descendants: Whether to include all processes that this process started, directly or
+                indirectly. A process that has ended counts with its last measurement. If the kernel does not
+                list children (CONFIG_PROC_CHILDREN), descendants are ignored.
+            every_s: Minimum seconds between two measurements. In between, ``peak`` returns the last result.
         """
         self._with_descendants = with_descendants
         self._every_s = every_s
@@ -55,7 +57,7 @@ class MemoryWatch:
         self._looks_again_at = 0.0
 
     def peak(self) -> MemoryPeak:
-        """The most so far."""
+        """Measure if a measurement is due, and return the peak so far."""
         if (now_s := time.monotonic()) < self._looks_again_at:
             return self._peak
         self._looks_again_at = now_s + self._every_s
@@ -70,7 +72,7 @@ class MemoryWatch:
 
 
 def _peak_resident_bytes(pid: int) -> int:
-    """0 of a process that has ended meanwhile."""
+    """Return the peak resident set size of a process; 0 if it has ended."""
     with suppress(OSError):
         for line in (_PROC / str(pid) / "status").read_text(encoding="utf-8").splitlines():
             if line.startswith("VmHWM:"):
@@ -80,7 +82,7 @@ def _peak_resident_bytes(pid: int) -> int:
 
 def _descendants(pid: int) -> Iterator[int]:
     children: list[int] = []
-    # Every thread has a list of its own; threads and processes end while they are read.
+    # Each thread has its own list of children. Threads and processes can end while they are read.
     with suppress(OSError):
         for thread in (_PROC / str(pid) / "task").iterdir():
             with suppress(OSError):
@@ -91,6 +93,6 @@ def _descendants(pid: int) -> Iterator[int]:
 
 
 def _reserved_bytes() -> int:
-    # Neither imports torch nor starts CUDA: a process that has not done so has reserved nothing.
+    # Must not import torch or initialize CUDA. A process that has done neither has reserved nothing.
     torch = sys.modules.get("torch")
     return torch.cuda.max_memory_reserved() if torch is not None and torch.cuda.is_initialized() else 0

@@ -1,18 +1,19 @@
-"""What a section of a config is, how a problem with one is told, and kinds that installed packages add.
+"""Sections of configs, problems with them, user code in them, and kinds that installed packages add.
 
-Every number has an upper bound too: a value that is far too large is refused here, before memory, an integer
-type or a timer fails on it.
+Every number has an upper bound, so that a value that is far too large is refused here, before memory, an
+integer type or a timer fails.
 
-A package declares a kind in its pyproject.toml, in one of two forms (docs/plugins.md). The first names code:
+A package declares a kind in its pyproject.toml, in one of two forms (docs/plugins.md). The first form names
+code:
 
     [project.entry-points."forgeasync.environments"]
     alfworld = "my_package.alfworld:AlfWorld"
 
-Where that package is installed, a config can say ``environment: {kind: alfworld, max_turns: 30}``. It means
-``{kind: python, factory: my_package.alfworld.AlfWorld, options: {max_turns: 30}}``, and the resolved config
-of a run has this form.
+If the package is installed, a config can contain ``environment: {kind: alfworld, max_turns: 30}``. This means
+``{kind: python, factory: my_package.alfworld.AlfWorld, options: {max_turns: 30}}``, which is also the form in
+the resolved config of a run.
 
-The second names a class of sections, whose fields are the keys of the section:
+The second form names a class of sections, whose fields are the keys of the section:
 
     [project.entry-points."forgeasync.environment_sections"]
     coding = "forgeasync.plugins.coding.section:CodingAgent"
@@ -46,19 +47,22 @@ from pydantic_core import CoreSchema, core_schema
 EXIT_FAILED = 1
 
 EXIT_REFUSED = 2
-"""Exit code of a program whose input was refused before it started anything."""
+"""Exit code of a program that refused its input before it started anything."""
 
 EXIT_SIGNAL = 128
-"""Exit code of a program that was stopped by a signal, less the signal's number."""
+"""Added to a signal's number to get the exit code of a program stopped by that signal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """One thing to fix: the dotted field, its value (None where it has none) and what would be right."""
+    """One mistake in the input of a run, which the user has to fix."""
 
     field: str
+    """Dotted name of the field."""
     value: object = None
+    """Value of the field; None if it has none."""
     remedy: str
+    """Description of what would be right."""
 
     def __str__(self) -> str:
         if self.value is None:
@@ -70,11 +74,11 @@ class Problem:
 
 
 MAX_SHOWN_CHARACTERS = 160
-"""Longer values are cut in messages, so that a whole section given by mistake does not fill the screen."""
+"""Maximum length of a value in messages, so that a misplaced section does not fill the screen."""
 
 
 class ConfigError(ValueError):
-    """The input of a run is wrong; the error's text has one line per problem."""
+    """The input of a run is wrong. The text of the error has one line per problem."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = tuple(problems)
@@ -89,7 +93,7 @@ def raise_if_any(problems: Iterable[Problem]) -> None:
 
 
 MAX_COUNT = 10**9
-"""Counts are passed to libraries with 32-bit integers; this bound leaves room to add a little."""
+"""Upper bound of counts. Libraries store them as 32-bit integers; the bound leaves room for additions."""
 
 
 Count = Annotated[int, Field(gt=0, le=MAX_COUNT)]
@@ -99,18 +103,18 @@ CountOrZero = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 
 
 Procs = Annotated[int, Field(gt=0, le=65536)]
-"""Processes, GPUs or hosts."""
+"""Number of processes, GPUs or hosts."""
 
 
 MAX_SECONDS = 366 * 86400.0
 
 
 Seconds = Annotated[float, Field(ge=0.1, le=MAX_SECONDS)]
-"""A deadline. Shorter ones pass before any call can answer; much longer ones overflow timers."""
+"""Time limit in seconds. Shorter limits expire before a call can return; much longer ones overflow timers."""
 
 
 Factor = Annotated[float, Field(ge=1e-30, le=1e30)]
-"""A factor or threshold for float32 tensors: in float32 it is neither 0 nor infinite."""
+"""Factor or threshold for float32 tensors. In float32, it is neither 0 nor infinite."""
 
 
 Gibibytes = Annotated[float, Field(gt=0.0, le=65536.0)]
@@ -120,11 +124,11 @@ MAX_SEED = 2**32 - 1
 
 
 Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
-"""A random seed. vLLM passes its seed on to NumPy, which takes 32 bits."""
+"""Random seed. vLLM passes its seed to NumPy, which accepts 32 bits."""
 
 
 class Section(BaseModel):
-    """Base of all sections: immutable, no unknown keys, no silent type conversion from strings."""
+    """Base class of config sections. They are immutable and refuse unknown keys, nan and infinity."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -135,20 +139,20 @@ class Section(BaseModel):
     )
 
     def find_problems(self) -> Iterator["Refusal"]:
-        """Yield what is wrong between the keys of this section; keys are relative to the section.
+        """Yield violations of the rules between the keys of this section. Keys are relative to the section.
 
-        Pydantic checks the bounds of each key when it reads a section, but not when it copies one. These
-        rules are checked with the rules across sections, so they hold for copies too.
+        Pydantic checks the bounds of each key when it creates a section, but not when it copies one. These
+        rules are checked together with the rules across sections, so they hold for copies too.
         """
         yield from ()
 
 
 Refusal = tuple[str, str] | tuple[str, str, object]
-"""A dotted key, what would be right there, and a value if it is not what the section has at the key."""
+"""A dotted key, the remedy, and the value to show if it is not the section's value at the key."""
 
 
 def refuse(section: Section, key: str, remedy: str, *value: object) -> Problem:
-    """Return the problem with a key of a section; without ``value``, with what the section has there."""
+    """Return a problem with a key of a section. Without ``value``, it has the section's value at the key."""
     return Problem(field=key, value=value[0] if value else _written(section, key), remedy=remedy)
 
 
@@ -172,7 +176,10 @@ def _member(node: Any, name: str) -> Any:
 
 
 def problems_within(value: object, at: str = "") -> Iterator[Problem]:
-    """Yield what sections find wrong between their own keys: ``value`` and all sections within it."""
+    """Yield the problems that ``value`` and all sections within it find between their own keys.
+
+    ``at`` is the dotted name of ``value``.
+    """
     prefix = f"{at}." if at else ""
     match value:
         case Section():
@@ -199,14 +206,16 @@ def _write_kind(value: Any, write: SerializerFunctionWrapHandler) -> Any:
 
 
 SHORT_FORM = (BeforeValidator(_read_kind), WrapSerializer(_write_kind))
-"""Annotations of a union of sections that may be given by their ``kind`` alone, such as ``advantage: grpo``.
-Sections without other keys are written in this short form too."""
+"""Annotations of a union of sections that can be given by their ``kind`` alone, such as ``advantage: grpo``.
+
+Sections without other keys are also written in this short form.
+"""
 
 
 class PythonCode(Section):
-    """Code of your own, imported by its dotted name or sent along pickled.
+    """Your own code, imported by its dotted name or sent to other processes as a pickle.
 
-    The same three forms work wherever a section takes ``kind: python`` (objectives, corrections, advantages,
+    The same three forms work for all sections with ``kind: python`` (objectives, corrections, advantages,
     filters, rewards, environments):
 
         a class                 ``Banded(low=0.5)``: called with the options as keywords; its instance is used
@@ -216,19 +225,19 @@ class PythonCode(Section):
 
     kind: Literal["python"] = "python"
     factory: str
-    """Dotted name of a class or function, ``package.module.name``; the processes of the run import it too."""
+    """Dotted name of a class or function, ``package.module.name``, which all processes can import."""
     options: dict[str, int | float | bool | str] = Field(default_factory=dict)
-    """Keyword arguments that ``factory`` is called with."""
+    """Keyword arguments for ``factory``."""
     pickled: str | None = None
-    """The class or function itself (cloudpickle, base64) if it was defined in a notebook or in the running
-    script, where other processes cannot import it. ``code_of`` writes it."""
+    """The class or function itself (cloudpickle, base64), if it was defined in a notebook or in the running
+    script, where other processes cannot import it. ``code_of`` creates it."""
 
 
 def code_of(thing: Callable[..., object]) -> tuple[str, str | None]:
-    """Return ``factory`` and ``pickled`` for a class or function that was handed over in Python.
+    """Return the values of ``factory`` and ``pickled`` for a Python class or function.
 
     Raises:
-        ValueError: it cannot be called, or cannot be sent to another process; says why.
+        ValueError: ``thing`` is not callable, or cannot be sent to another process. The message says why.
     """
     if not callable(thing):
         raise ValueError(f"must be a class or a function, not a {type(thing).__name__}")
@@ -238,7 +247,7 @@ def code_of(thing: Callable[..., object]) -> tuple[str, str | None]:
     try:
         return name, base64.b64encode(cloudpickle.dumps(thing)).decode("ascii")
     except Exception as error:
-        # Whatever the pickling of a user's own objects raises is for the user to see.
+        # Pickling user objects can raise any exception.
         raise ValueError(
             f"{name} cannot be sent to other processes ({type(error).__name__}: {error}); define it in a "
             "module, or remove from it what cannot be pickled"
@@ -246,12 +255,12 @@ def code_of(thing: Callable[..., object]) -> tuple[str, str | None]:
 
 
 def section_of(thing: object) -> dict[str, object] | None:
-    """Return the ``kind: python`` section for an instance of a user's own class, such as ``MyLoss(width=2)``.
+    """Return the ``kind: python`` section for an instance of a user-defined section, such as ``MyLoss(w=2)``.
 
-    None for everything else, built-in sections among them.
+    Returns None for everything else, including built-in sections.
 
     Raises:
-        ValueError: the class cannot be sent to another process.
+        ValueError: The class cannot be sent to another process.
     """
     if not isinstance(thing, Section) or type(thing).__module__.startswith("forgeasync."):
         return None
@@ -267,11 +276,11 @@ def _read_own(value: object) -> object:
 
 
 OWN_INSTANCE = BeforeValidator(_read_own)
-"""Annotation of a union of sections that instances of a user's own classes may be given for, too."""
+"""Annotation of a union of sections that also accepts instances of user-defined classes."""
 
 
 def _is_importable(thing: Callable[..., object]) -> bool:
-    """Whether other processes can import this very object by its module and name."""
+    """Whether other processes can import exactly this object by its module and name."""
     module, name = getattr(thing, "__module__", "__main__"), getattr(thing, "__qualname__", "")
     if module == "__main__" or not name.isidentifier():
         return False
@@ -282,24 +291,25 @@ def _is_importable(thing: Callable[..., object]) -> bool:
 
 
 def build_code(section: PythonCode, parameters: tuple[str, ...]) -> Callable[..., object]:
-    """Build what the section describes, ready to be called with positional ``parameters``.
+    """Return the callable that a section describes, to be called with the positional ``parameters``.
 
-    Imports and runs the user's code. Within a process the same section gives the same object.
+    This imports and runs user code. Within a process, equal sections give the same object.
 
     Raises:
-        ValueError: it does not exist, or cannot be called with these parameters; says which part is wrong.
+        ValueError: The code does not exist, or cannot be called with these parameters. The message says which
+            part is wrong.
     """
     # Other fields of a derived section do not change what is built.
     return _build(section.model_dump_json(include=set(PythonCode.model_fields)), parameters)
 
 
 def load_code(section: PythonCode) -> Callable[..., object]:
-    """Load the class or function itself, for callers that pass the options on their own.
+    """Return the class or function itself, for callers that pass the options themselves.
 
-    Imports and runs the user's code.
+    This imports and runs user code.
 
     Raises:
-        ValueError: it does not exist, or cannot be called; says which part is wrong.
+        ValueError: The code does not exist, or is not callable. The message says which part is wrong.
     """
     return _unpickle(section) if section.pickled is not None else _import(section.factory)
 
@@ -334,7 +344,7 @@ def _build(section_json: str, parameters: tuple[str, ...]) -> Callable[..., obje
 def _option_problem(
     signature: inspect.Signature, parameters: tuple[str, ...], options: Mapping[str, object]
 ) -> str | None:
-    """Say which option is missing or unknown, if that is all that is wrong."""
+    """Return a description of missing and unknown options; None if these are not the only problem."""
     named = [
         one
         for one in signature.parameters.values()
@@ -363,7 +373,7 @@ def _unpickle(section: PythonCode) -> Callable[..., object]:
     try:
         found = pickle.loads(base64.b64decode(section.pickled, validate=True))
     except Exception as error:
-        # Unpickling imports what the user's code imports: anything can be missing.
+        # Unpickling runs the imports of user code, which can raise any exception.
         raise ValueError(
             f"{section.factory} cannot be loaded from its pickled form ({type(error).__name__}: {error})"
         ) from error
@@ -379,7 +389,7 @@ def _import(path: str) -> Callable[..., object]:
     try:
         module = importlib.import_module(module_name)
     except Exception as error:
-        # Whatever the user's module raises while it is imported is for the user to see.
+        # Importing a user's module can raise any exception.
         raise ValueError(
             f"module {module_name!r} cannot be imported ({type(error).__name__}: {error}); it must be "
             "installed or in a folder of PYTHONPATH"
@@ -393,7 +403,7 @@ def _import(path: str) -> Callable[..., object]:
 
 
 class PluginGroup(StrEnum):
-    """Groups of entry points, by what they add a kind of."""
+    """Groups of entry points, one for each type of section to which packages can add kinds."""
 
     ENVIRONMENTS = "forgeasync.environments"
     REWARDS = "forgeasync.rewards"
@@ -405,11 +415,11 @@ _SECTIONS = {
     PluginGroup.ENVIRONMENTS: "forgeasync.environment_sections",
     PluginGroup.SOURCES: "forgeasync.source_sections",
 }
-"""Groups of entry points that name classes of sections."""
+"""Groups of entry points that name classes of sections, by the group that names code."""
 
 
 class PluginSection(Section):
-    """Base of the sections that installed packages add as classes."""
+    """Base class of the sections that installed packages add as classes."""
 
     kind: str
 
@@ -417,19 +427,24 @@ class PluginSection(Section):
 def python_form(
     group: PluginGroup, field: str, section: Mapping[str, Any], *, own_keys: Collection[str]
 ) -> Mapping[str, Any]:
-    """Return a section whose kind stands for code as one of ``kind: python``.
+    """Convert a section whose kind names a package's code to the form of ``kind: python``.
 
-    Every other section is returned as it is. Keys in ``own_keys``, those of the section for code of one's
-    own, keep their meaning; all others are options of the code.
+    Other sections are returned unchanged.
+
+    Args:
+        group: Group of entry points to search for the kind.
+        field: Dotted name of the section, for error messages.
+        section: Keys and values of the section.
+        own_keys: Keys of the section for user code, which keep their meaning. All others become options.
 
     Raises:
-        ConfigError: the section has options in the form of ``kind: python``; names ``field``. Or the class of
-            its kind cannot be loaded.
+        ConfigError: The section has keys of ``kind: python`` itself, or the class of its kind cannot be
+            loaded.
     """
     kind = section.get("kind")
     point = installed_kinds(group).get(kind) if isinstance(kind, str) else None
     if point is None or point.group != group:
-        # One whose class cannot be loaded is refused here, before pydantic reads the config.
+        # Refuses a kind whose class cannot be loaded here, before pydantic reads the config.
         section_class(group, kind)
         return section
     factory = point.value.replace(":", ".")
@@ -443,12 +458,12 @@ def python_form(
 
 
 def section_class(group: PluginGroup, kind: object) -> type[PluginSection] | None:
-    """Return the class of the sections of an installed kind; None for all other kinds.
+    """Return the section class of a kind that a package adds as a class; None for all other kinds.
 
-    Imports the package that adds the kind.
+    This imports the package.
 
     Raises:
-        ConfigError: the package cannot be imported, or the entry point names no class of sections.
+        ConfigError: The package cannot be imported, or the entry point does not name a section class.
     """
     point = installed_kinds(group).get(kind) if isinstance(kind, str) else None
     if point is None or point.group == group:
@@ -457,7 +472,7 @@ def section_class(group: PluginGroup, kind: object) -> type[PluginSection] | Non
         found = point.load()
         problem = "is no class derived from a section of forgeasync that packages may add"
     except Exception as error:
-        # Whatever the package raises while it is imported is for the user to see.
+        # Importing a package can raise any exception.
         found, problem = None, f"cannot be imported ({type(error).__name__}: {error})"
     if not isinstance(found, type) or not issubclass(found, PluginSection):
         raise ConfigError([Problem(field=point.group, value=kind, remedy=f"{point.value} {problem}")])
@@ -466,10 +481,10 @@ def section_class(group: PluginGroup, kind: object) -> type[PluginSection] | Non
 
 @functools.cache
 def installed_kinds(group: PluginGroup) -> Mapping[str, EntryPoint]:
-    """Return the entry point of each kind that installed packages add to a group, in either form.
+    """Return the entry points, by kind, that installed packages add to a group in either form.
 
     Raises:
-        ConfigError: two packages add the same kind.
+        ConfigError: Two packages add the same kind.
     """
     found: dict[str, EntryPoint] = {}
     for name in (group.value, _SECTIONS.get(group, "")):
@@ -482,20 +497,21 @@ def installed_kinds(group: PluginGroup) -> Mapping[str, EntryPoint]:
 
 
 _INSTALLED = "(installed)"
-"""Stands in pydantic's locations for the kind of an installed section."""
+"""Tag of the union for all sections that packages add. It appears in the locations of pydantic's errors."""
 
 
 @dataclass(frozen=True, slots=True)
 class OrInstalled:
-    """Annotation of a union of sections that packages can add to.
+    """Annotation of a union of sections to which packages can add.
 
-    The union has the built-in sections, told apart by ``kind``, and the base class of what packages add.
+    The union consists of the built-in sections, distinguished by ``kind``, and ``PluginSection``, the base
+    class of those that packages add.
     """
 
     group: PluginGroup
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Return the schema by which pydantic reads and writes such a section."""
+        """Return the schema with which pydantic reads and writes such a section."""
         built_in = [one for one in get_args(source) if not issubclass(one, PluginSection)]
         choices = {
             kind: handler.generate_schema(one)
@@ -506,7 +522,7 @@ class OrInstalled:
 
         def tag(value: Any) -> str | None:
             if not isinstance(value, Mapping | Section):
-                # Its schema says what is expected instead.
+                # The error of that schema says what is expected.
                 return first
             kind = value.get("kind") if isinstance(value, Mapping) else getattr(value, "kind", None)
             if kind is None or str(kind) in choices or section_class(self.group, kind) is None:
@@ -516,7 +532,7 @@ class OrInstalled:
         return core_schema.tagged_union_schema(
             {**choices, _INSTALLED: core_schema.no_info_plain_validator_function(self._read)},
             tag,
-            # By the class of the section at hand.
+            # Serializes by the class of the actual section.
             serialization=core_schema.simple_ser_schema("any"),
         )
 
@@ -525,5 +541,5 @@ class OrInstalled:
             return value
         found = section_class(self.group, value["kind"])
         assert found is not None, "what tag has found"
-        # Sections are read from JSON, see load_config.
+        # Read from JSON like all sections; see load_config.
         return found.model_validate_json(json.dumps(value), strict=True)

@@ -1,6 +1,6 @@
-"""Tests of your own environments, rewards and loops: scripted agents and generators, clocks, and tiny runs.
+"""Tools for testing your own environments, rewards and loops: scripted models, clocks and tiny runs.
 
-docs/testing.md has an example of each. The package's own tests use the same names.
+docs/testing.md has an example of each. The package's own tests use them too.
 """
 
 import asyncio
@@ -55,13 +55,13 @@ T = TypeVar("T")
 
 
 class ScriptEnded(LookupError):
-    """A turn was asked for after the last turn of the script."""
+    """A turn was requested after the last turn of the script."""
 
 
 def scripted_turn(text: str = "", *calls: ToolCall, broken: Sequence[BrokenToolCall] = ()) -> Turn:
-    """A turn of one token that says ``text`` and calls tools.
+    """Return a turn of one token with the text ``text`` and tool calls.
 
-    ``broken`` are attempts at tool calls that cannot be read.
+    ``broken`` are tool calls that cannot be parsed.
     """
     return Turn(
         text=text,
@@ -74,37 +74,37 @@ def scripted_turn(text: str = "", *calls: ToolCall, broken: Sequence[BrokenToolC
 
 
 class ScriptedAgent:
-    """An ``Agent`` whose turns you write. It keeps everything that your environment tells it.
+    """An ``Agent`` whose turns you write. It records everything that your environment sends to it.
 
         agent = ScriptedAgent("5", "4")
         score = asyncio.run(TryAgain().rollout(task, agent))
         assert score.value == 0.5 and len(agent.heard) == 2
 
-    Nothing is tokenized and no deadline runs; ``run_episode`` has both.
+    Nothing is tokenized and there are no deadlines; ``run_episode`` has both.
     """
 
     def __init__(self, *turns: Turn | str, tool_limit_s: float = 300.0) -> None:
-        """``turns`` are taken in order; ``tool_limit_s`` is what ``episodes.tool_s`` is in a run."""
+        """``turns`` are the agent's turns in order. ``tool_limit_s`` stands for ``episodes.tool_s``."""
         self._turns = [scripted_turn(turn) if isinstance(turn, str) else turn for turn in turns]
         self._num_turns = len(turns)
         self.tool_limit_s = tool_limit_s
         self.tool_calls: Counter[ToolStatus] = Counter()
         self.tool_calls_s: list[float] = []
         self.kept: dict[str, bytes | str] = {}
-        """Files that the environment kept, by name."""
+        """Files that the environment saved with ``keep``, by name."""
         self.heard: list[tuple[Message, ...]] = []
-        """The messages of each call of ``respond``."""
+        """Messages of each call of ``respond``."""
         self.tools: list[tuple[ToolSpec, ...]] = []
-        """The tools of each call of ``respond``."""
+        """Tools of each call of ``respond``."""
         self.stops: list[tuple[str, ...]] = []
-        """The stop texts of each call of ``respond``."""
+        """Stop texts of each call of ``respond``."""
 
     @property
     def base_url(self) -> str:
-        """No session is open: an agent with its own loop needs a run, see ``train_three_steps``.
+        """Not available. Test agents with their own loop in a run, with ``train_three_steps``.
 
         Raises:
-            NotImplementedError: always.
+            NotImplementedError: Always, because there is no session.
         """
         raise NotImplementedError("a scripted agent has no URL; test agents with their own loop in a run")
 
@@ -119,11 +119,11 @@ class ScriptedAgent:
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
     ) -> Turn:
-        """Take the next turn of the script.
+        """Record the messages, tools and stop texts, and return the next turn of the script.
 
         Raises:
-            ScriptEnded: the script has no more turns.
-            ValueError: a message is malformed, as with the agent of a run.
+            ScriptEnded: The script has no more turns.
+            ValueError: A message is malformed, as with the agent of a run.
         """
         self.heard.append(checked_messages(messages))
         self.tools.append(tuple(tools or ()))
@@ -133,55 +133,61 @@ class ScriptedAgent:
         return self._turns.pop(0)
 
     def keep(self, name: str, data: bytes | str) -> Path | None:
-        """Keep a file in ``kept``; nothing is written."""
+        """Store a file in ``kept``. Nothing is written to disk."""
         self.kept[name] = data
         return None
 
     def count_tool_call(self, status: ToolStatus, *, took_s: float | None = None) -> None:
-        """Count a call of a tool in ``tool_calls`` and its time in ``tool_calls_s``."""
+        """Count a tool call in ``tool_calls``, and add its duration to ``tool_calls_s`` if given."""
         self.tool_calls[status] += 1
         if took_s is not None:
             self.tool_calls_s.append(took_s)
 
     def waiting_for_person(self) -> AbstractContextManager[None]:
-        """Nothing: no deadline runs."""
+        """Return a context manager without effect, because there are no deadlines to suspend."""
         return nullcontext()
 
 
 class ScriptedGenerator:
-    """Samples the texts of a script as the tokens of a tokenizer, and keeps the tokens of each path.
+    """Samples the texts of a script as tokens, and records the tokens of each path.
 
-    It is called as a generator is: with the turn that is continued and the tokens to append before the new
-    one. ``paths`` then has what a trainer would get.
+    Call it as a generator: with a request that names the turn to continue and the tokens to append before the
+    new turn. ``paths`` then has the tokens that a trainer would get.
     """
 
     def __init__(
         self, tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str], *, cut: bool = False
     ) -> None:
-        """With ``cut`` every turn ends at its length limit, otherwise with the end token."""
+        """Create a generator.
+
+        Args:
+            tokenizer: Tokenizer of the texts.
+            texts: Texts of the turns, in order.
+            cut: Whether every turn ends at its length limit, rather than with the end token.
+        """
         self._tokenizer = tokenizer
         self._texts = list(texts)
         self._num_texts = len(texts)
         self._cut = cut
         self.paths: list[list[int]] = []
-        """All tokens up to and including each turn."""
+        """Tokens of each turn's path, from the first prompt to the end of the turn."""
         self.requests: list[TurnRequest] = []
 
     @property
     def ids(self) -> list[int]:
-        """The tokens of the newest turn's path."""
+        """Tokens of the newest turn's path."""
         return self.paths[-1]
 
     @property
     def max_tokens(self) -> list[int]:
-        """The token limits that the turns were asked for with."""
+        """Token limits of the requests."""
         return [request.max_tokens for request in self.requests]
 
     async def __call__(self, request: TurnRequest) -> SampledTurn | None:
-        """Sample the next text of the script.
+        """Sample the next text of the script for a request.
 
         Raises:
-            ScriptEnded: the script has no more texts.
+            ScriptEnded: The script has no more texts.
         """
         assert request.given_ids.dtype == np.int32
         self.requests.append(request)
@@ -189,7 +195,7 @@ class ScriptedGenerator:
         return self.say([*before, *request.given_ids.tolist()])
 
     def say(self, before: Sequence[int] = ()) -> SampledTurn:
-        """Sample the next text after the tokens ``before``."""
+        """Sample the next text of the script after the tokens ``before``."""
         if not self._texts:
             raise ScriptEnded(f"the script has {self._num_texts} turns, and one more was asked for")
         text = self._texts.pop(0)
@@ -215,21 +221,24 @@ def run_episode(
     max_context_length: int = 4096,
     limit_s: float = 60.0,
 ) -> EpisodeOutcome:
-    """Run one episode as a run does, on a model that says ``texts``.
+    """Run one episode as a run does, with a model that answers with ``texts``.
 
-    Deadlines, the limit of turns and the context length apply, and an exception of the environment becomes
+    Deadlines, the limit on turns and the context length apply, and an exception of the environment becomes
     an ending. The tokenizer has one token per character and a ChatML template.
 
         outcome = run_episode(TryAgain(), task, "5", "4")
         assert outcome.ending == "completed" and outcome.agents[0].score.value == 0.5
 
     Args:
-        episodes: The section ``episodes`` of a config; the defaults if None.
-        max_context_length: Tokens that the conversation may have.
-        limit_s: ``timeouts.episode_s`` in seconds.
+        environment: Environment to test.
+        task: Task of the episode.
+        texts: Texts of the model's turns, in order.
+        episodes: The config's section ``episodes``; its defaults if None.
+        max_context_length: Maximum number of tokens of the conversation.
+        limit_s: Time limit of the episode in seconds (``timeouts.episode_s``).
 
     Raises:
-        ScriptEnded: the environment asked for more turns than there are texts.
+        ScriptEnded: The environment requested more turns than there are texts.
     """
     section = EpisodesSection() if episodes is None else episodes
     tokenizer = character_tokenizer(chat_template=True)
@@ -263,13 +272,13 @@ class _NoWaiting(selectors.SelectSelector):
     now_s = 0.0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        # The loop asks to wait until its next timer.
+        # The loop passes the time until its next timer. Count it without waiting.
         self.now_s += timeout or 0.0
         return super().select(0)
 
 
 class HandClock:
-    """Tells the time that a test has set."""
+    """Clock whose time a test sets. Call it to get the time in seconds."""
 
     def __init__(self) -> None:
         self._now_s = 0.0
@@ -278,12 +287,12 @@ class HandClock:
         return self._now_s
 
     def advance(self, seconds: float) -> None:
-        """Let time pass."""
+        """Advance the clock."""
         self._now_s += seconds
 
 
 class VirtualTime:
-    """``run`` a coroutine; ``now_s`` is how far its time has come."""
+    """Runs a coroutine on an event loop whose timers expire at once, while its clock advances to each."""
 
     def __init__(self) -> None:
         self._selector = _NoWaiting()
@@ -302,24 +311,28 @@ class VirtualTime:
 
 class _WaitsForEvents(selectors.SelectSelector):
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        # Only a due timer ends a wait. Whoever moves the clock runs on the loop, which then looks again.
+        # A timer only ends a wait if it is due. Code that moves the clock runs on the loop, which then checks
+        # its timers again.
         return super().select(0 if timeout == 0 else None)
 
 
 class HandTime(HandClock):
-    """``run`` a coroutine whose timers fire when ``advance`` has moved the clock.
+    """Runs a coroutine on an event loop whose timers expire only when ``advance`` moves the clock.
 
     Threads, processes and sockets work as usual. A sleep without an ``advance`` never ends.
     """
 
     async def pass_until(self, is_reached: Callable[[], bool], *, step_s: float = 0.1) -> None:
-        """Let time pass, step by step, until something has happened."""
+        """Advance the clock in steps of ``step_s`` until ``is_reached`` returns True."""
         while not is_reached():
             self.advance(step_s)
             await asyncio.to_thread(time.sleep, 0.001)
 
     async def stand_until(self, is_reached: Callable[[], bool]) -> None:
-        """Wait for threads, processes or sockets; no deadline runs meanwhile."""
+        """Wait without advancing the clock until ``is_reached`` returns True.
+
+        Use it to wait for threads, processes or sockets, without expiring deadlines.
+        """
         while not is_reached():
             await asyncio.to_thread(time.sleep, 0.001)
 
@@ -350,11 +363,12 @@ def write_tiny_model(
     The weights are random, in float32. The tokenizer has a token for each character of sums such as ``1+2=``.
 
     Args:
-        seed: What the weights are drawn from.
-        tie: Whether the output layer is the embedding.
-        scale: Factor on the standard deviation 0.02 of the weights; larger ones make outputs less uniform.
-        num_experts: Experts of each layer.
-        top_k: Experts that each token takes.
+        folder: Folder to write.
+        seed: Random seed of the weights.
+        tie: Whether the output layer shares the weights of the embedding.
+        scale: Factor on the weights' standard deviation of 0.02. Larger values make outputs less uniform.
+        num_experts: Number of experts of each layer.
+        top_k: Number of experts for each token.
     """
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -387,7 +401,7 @@ def write_tiny_model(
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
-                # Anew, since transformers leaves the padding token's embedding at zero.
+                # Drawn again, because transformers leaves the padding token's embedding at zero.
                 parameter.normal_(std=0.02 * scale)
     model.save_pretrained(folder)
     generation = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
@@ -397,9 +411,9 @@ def write_tiny_model(
 
 
 def tiny_config(model: Path) -> RunConfig:
-    """Return the config of a run of three steps on sums: two trainer processes and one generator.
+    """Return the config of a run of three steps on sums, with two trainer processes and one generator.
 
-    ``model`` is a folder that ``write_tiny_model`` has written.
+    ``model`` is a folder that ``write_tiny_model`` wrote.
     """
     return RunConfig(
         name="tiny",
@@ -437,16 +451,16 @@ def train_three_steps(
     objective: Callable[..., object] | Section | None = None,
     advantage: Callable[..., object] | Section | None = None,
 ) -> TrainResult:
-    """Train a tiny random model for three steps, with every process of a run. It takes half a minute.
+    """Train a tiny random model for three steps, with all processes of a run. It takes half a minute.
 
-    ``folder`` takes the model and the run. The other arguments are those of ``fa.train``.
+    The model and the run are written to ``folder``. The other arguments are those of ``fa.train``.
 
         result = train_three_steps(tmp_path, environment=TryAgain)
         assert result.metrics[-1]["step"] == 3
 
     Raises:
-        ConfigError: an override or what you gave is wrong.
-        TrainingFailed: the run ended before its last step; your code may have raised.
+        ConfigError: An override or another argument is wrong.
+        TrainingFailed: The run ended before its last step, for instance because your code raised.
     """
     config = tiny_config(write_tiny_model(folder / "model"))
     return train(

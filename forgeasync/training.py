@@ -1,7 +1,7 @@
-"""A run from Python: from a script or a notebook cell, with code that was defined there.
+"""Starts runs from Python, in a script or a notebook cell, with code that is defined there.
 
-The run is a process of its own, ``python -m apps.grpo``: nothing of it stays behind in a notebook, and an
-interrupt ends it in order. What it prints is printed here, line by line.
+The run is a separate process, ``python -m apps.grpo``, so nothing of it remains in a notebook, and an
+interrupt ends it cleanly. Its output is printed here, line by line.
 """
 
 import json
@@ -21,29 +21,35 @@ from forgeasync.observability import RunDir, default_run_dir, read_json_lines
 from forgeasync.schema import EXIT_REFUSED, ConfigError, Problem, Section, code_of, section_of
 
 Overrides = Mapping[str, object] | Sequence[str]
-"""``{"max_steps": 20, "algorithm.objective": PpoClip(clip_high=0.3)}``, or ``["max_steps=20"]`` as on the
-command line."""
+"""Overrides of a config by dotted key, or as texts in the form of the command line.
+
+``{"max_steps": 20, "algorithm.objective": PpoClip(clip_high=0.3)}`` or ``["max_steps=20"]``.
+"""
 
 INTERRUPT_S = 60.0
-"""Seconds that an interrupted run may take to save its weights before it is killed."""
+"""Seconds that an interrupted run has for saving its weights before it is killed."""
 
 
 class TrainingFailed(RuntimeError):
-    """A run ended before its last step; the text is its last line: why, and where its newest weights are."""
+    """A run ended before its last step.
+
+    The text is the last line of its output, with the reason and the folder of its newest weights.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainResult:
-    """The results of a finished run."""
+    """Results of a finished run."""
 
     run_dir: Path
+    """Folder of the run."""
     metrics: tuple[dict[str, float | None], ...]
-    """The lines of metrics.jsonl; docs/metrics.md has the keys."""
+    """Lines of metrics.jsonl, by key (docs/metrics.md)."""
     checkpoint: Path
-    """The trained model, as a Hugging Face folder."""
+    """Folder of the trained model in Hugging Face format."""
 
     def metric(self, key: str) -> list[tuple[int, float]]:
-        """Step and value of every line that has ``key``, such as ``eval/accuracy``."""
+        """Return step and value of every line that has a value for ``key``, such as ``eval/accuracy``."""
         found = ((line["step"], line[key]) for line in self.metrics if key in line)
         return [(int(step), value) for step, value in found if step is not None and value is not None]
 
@@ -60,12 +66,6 @@ def train(
 ) -> TrainResult:
     """Train as ``python -m apps.grpo`` does, and wait for the end.
 
-    ``config`` is a YAML file, several that are merged in order, or a ``RunConfig``. ``reward``,
-    ``environment``, ``objective`` and ``advantage`` take the place of ``data.reward``, ``environment``,
-    ``algorithm.objective`` and ``algorithm.advantage``: each is a class or function of your own (also one
-    defined in a notebook or in the running script), or a built-in such as ``Cispo(clip_high=2.0)``.
-    ``resume`` is ``"latest"`` or the folder of a checkpoint.
-
         import forgeasync as fa
 
         def shorter(task: fa.Task, response: fa.Response) -> float:
@@ -74,10 +74,23 @@ def train(
         result = fa.train("configs/tiny_moe_cpu.yaml", {"max_steps": 20}, reward=shorter)
         print(result.metric("reward/mean"))
 
+    ``reward``, ``environment``, ``objective`` and ``advantage`` can each be your own class or function, even
+    one defined in a notebook or in the running script, or a built-in section such as
+    ``Cispo(clip_high=2.0)``.
+
+    Args:
+        config: A YAML file, several files to merge in order, or a ``RunConfig``.
+        overrides: Values that replace those of the config.
+        reward: Replaces ``data.reward``.
+        environment: Replaces ``environment``.
+        objective: Replaces ``algorithm.objective``.
+        advantage: Replaces ``algorithm.advantage``.
+        resume: ``"latest"``, or the folder of the checkpoint from which to continue.
+
     Raises:
-        ConfigError: the config is wrong; lists every problem.
-        TrainingFailed: the run ended before its last step.
-        KeyboardInterrupt: it was interrupted; it has saved its newest weights and ended.
+        ConfigError: The config is wrong. The message lists all problems.
+        TrainingFailed: The run ended before its last step.
+        KeyboardInterrupt: You interrupted the run. It saved its newest weights and ended.
     """
     given = {
         "data.reward": reward,
@@ -103,7 +116,7 @@ def _write_config(
     overrides: Overrides,
     given: Mapping[str, Callable[..., object] | Section | None],
 ) -> RunConfig:
-    """The config with all that was given beside it, also as ``config.yaml`` in the folder."""
+    """Return the config with all overrides, and write it to ``config.yaml`` in the folder."""
     paths: list[str | Path] = []
     if isinstance(config, RunConfig):
         paths.append(folder / "given.yaml")
@@ -118,16 +131,16 @@ def _write_config(
 
 
 def _as_texts(values: Mapping[str, object]) -> Iterable[str]:
-    """``key=value`` for every key, with values as JSON, which YAML reads too."""
+    """Yield ``key=value`` for each key, with the value as JSON, which is valid YAML."""
     for key, value in values.items():
         yield f"{key}={json.dumps(_as_plain(key, value))}"
 
 
 def _as_plain(key: str, value: object) -> object:
-    """Return a value as YAML has it; sections, classes and functions may be anywhere within it.
+    """Convert a value to plain data. Sections, classes and functions may occur anywhere within it.
 
     Raises:
-        ConfigError: it is or holds something that no config can hold; names ``key``.
+        ConfigError: The value contains something that a config cannot contain. The problem names ``key``.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -150,14 +163,14 @@ def _as_plain(key: str, value: object) -> object:
 
 
 def _follow(command: Sequence[str]) -> None:
-    """Run the process to its end and print what it says.
+    """Run a command to its end and print its output.
 
     Raises:
-        ConfigError: it was refused.
-        TrainingFailed: it failed.
-        KeyboardInterrupt: this process was interrupted, and the run has ended too.
+        ConfigError: The command refused its config.
+        TrainingFailed: The command failed.
+        KeyboardInterrupt: This process was interrupted. The command has ended too.
     """
-    # Modules beside the running script can be imported there as they can here.
+    # Lets the run import modules beside the running script, as this process can.
     own = [path or os.getcwd() for path in sys.path if not path.startswith((sys.prefix, sys.base_prefix))]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(own)}
     with subprocess.Popen(
@@ -167,7 +180,7 @@ def _follow(command: Sequence[str]) -> None:
         text=True,
         errors="replace",
         env=environment,
-        # A terminal's Ctrl-C goes to this process alone, which hands it on once.
+        # With its own session, a terminal's Ctrl-C reaches only this process, which forwards it once.
         start_new_session=True,
     ) as process:
         assert process.stdout is not None

@@ -1,4 +1,4 @@
-"""Waiting in one event loop: for a condition of a shared state machine, and with a deadline."""
+"""Waiting in one event loop, for a condition of a shared state machine or with a deadline."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -11,19 +11,18 @@ T = TypeVar("T")
 
 
 class Monitor(Generic[S]):
-    """Wraps a pure state machine: loops change it, and wait until something holds of it.
+    """Shares a pure state machine between tasks, which change it and wait for conditions on it.
 
-    Nothing is awaited in the middle of a change, so that nobody sees half of one. All callers must be in one
-    event loop.
+    A change contains no await, so no task sees an intermediate state. All callers must be in one event loop.
     """
 
     def __init__(self, state: S) -> None:
         self.state = state
         self._waiting: list[asyncio.Future[None]] = []
-        """Waiters; the one that has waited longest comes first."""
+        """Futures of waiting tasks, the longest wait first."""
 
     def change(self, act: Callable[[S], T]) -> T:
-        """Call ``act``, and have everyone who waits look at the state again; returns what ``act`` does."""
+        """Call ``act`` on the state, and return its result. Waiting tasks check the state again."""
         result = act(self.state)
         self._wake()
         return result
@@ -31,10 +30,14 @@ class Monitor(Generic[S]):
     async def until(
         self, attempt: Callable[[S], T | None], *, look_at_s: Callable[[S], float | None] = lambda state: None
     ) -> T:
-        """Wait until ``attempt`` returns something other than None and False; returns that.
+        """Wait until ``attempt`` returns something other than None or False, and return that.
 
-        An attempt that succeeds may change the state: the others look at it again. ``look_at_s`` may name a
-        time (of the event loop) at which the next attempt is due even without a change.
+        A successful attempt may change the state, so it wakes the other waiting tasks.
+
+        Args:
+            attempt: Function that is called now and after each change.
+            look_at_s: Function that returns the event loop's time at which the next attempt is due even
+                without a change, or None.
         """
         loop = asyncio.get_running_loop()
         while (result := attempt(self.state)) is None or result is False:
@@ -62,7 +65,7 @@ def _finish(future: asyncio.Future[None]) -> None:
 
 
 async def comes_within(limit_s: float, event: Awaitable[object]) -> bool:
-    """Wait for something for at most ``limit_s`` seconds; return whether it came."""
+    """Wait for ``event`` for at most ``limit_s`` seconds; return whether it came."""
     try:
         async with asyncio.timeout(limit_s) as timeout:
             await event
@@ -74,7 +77,7 @@ async def comes_within(limit_s: float, event: Awaitable[object]) -> bool:
 
 
 def forget(ended: "asyncio.Future[T]") -> None:
-    """Retrieve an error that nobody will read, so that asyncio does not warn about it; a done callback."""
+    """Done callback that retrieves an error nobody will read, so that asyncio does not warn about it."""
     if not ended.cancelled():
         ended.exception()
 
@@ -85,13 +88,15 @@ class DeadlineExceeded(TimeoutError):
 
 @asynccontextmanager
 async def deadline(limit_s: float, *, call: str, key: str) -> AsyncIterator[None]:
-    """End the body after ``limit_s`` seconds.
+    """Cancel the body after ``limit_s`` seconds.
 
-    ``call`` names role, call and group or step, as the subject of a sentence ("scoring group 17"); ``key`` is
-    the config key that sets the limit ("timeouts.score_s").
+    Args:
+        limit_s: Time limit in seconds.
+        call: Description of the body for the error message, as a noun phrase ("scoring group 17").
+        key: Config key that sets the limit ("timeouts.score_s").
 
     Raises:
-        DeadlineExceeded: the body took longer. Another TimeoutError that the body raises passes unchanged.
+        DeadlineExceeded: The body took longer. A TimeoutError that the body itself raises passes unchanged.
     """
     try:
         async with asyncio.timeout(limit_s) as timeout:

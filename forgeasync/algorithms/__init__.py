@@ -1,4 +1,4 @@
-"""Objectives, corrections, advantages, KL estimators and filters. A class is a formula and a section."""
+"""Objectives, corrections, advantages, KL estimators and filters. Each class is a formula and a section."""
 
 import lazy_loader
 

@@ -1,4 +1,4 @@
-"""Computes advantages from rewards, in the dtype of the rewards.
+"""Advantages: estimators that compute advantages from rewards, in the dtype of the rewards.
 
 Shape suffixes: G rollouts of one group, N rollouts of a whole batch.
 """
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     import torch
 
 EPS = 1e-6
-"""Added to standard deviations before dividing by them, as they can be 0."""
+"""Added to standard deviations before a division by them, because they can be 0."""
 
 
 class Advantage(Section):
-    """How much better each rollout is than others.
+    """Base class of advantage estimators, which compare the rewards of rollouts.
 
-    An advantage of your own is a class like those below:
+    To define your own advantage, write a class like those below:
 
         import forgeasync as fa
 
@@ -38,22 +38,22 @@ class Advantage(Section):
             def __call__(self, rewards_G):
                 return self.scale * (rewards_G - rewards_G.median())
 
-    With ``advantage: {kind: python, factory: my_losses.AgainstMedian, options: {scale: 2.0}}`` a run trains
-    with it. A function of ``rewards_G``, or a function that returns one, works as well. A class that compares
-    with the whole batch declares ``over_batch: ClassVar[bool] = True``.
+    To train with it, set ``advantage: {kind: python, factory: my_losses.AgainstMedian, options: {scale:
+    2.0}}``. A function of ``rewards_G``, or a function that returns one, works as well. A class that compares
+    the rewards of a whole batch declares ``over_batch: ClassVar[bool] = True``.
     """
 
     over_batch: ClassVar[bool] = False
-    """Whether ``__call__`` takes the rewards of a whole batch at once instead of one group's."""
+    """Whether ``__call__`` gets the rewards of a whole batch at once instead of those of one group."""
     smallest_group: ClassVar[int] = 2
-    """Fewest rollouts that a group must have for a comparison."""
+    """Minimum number of rollouts of a group."""
 
     @abstractmethod
     def __call__(self, rewards_G: torch.Tensor) -> torch.Tensor:
-        """Compute an advantage for each of these rewards: float64 [G], finite."""
+        """Return an advantage for each reward, finite floats [G]."""
 
     def of_batch(self, rewards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Compute the advantages for the rewards [G] of each group of a batch."""
+        """Return the advantages of each group of a batch, given the rewards [G] of each."""
         if not self.over_batch:
             return [self(rewards_G) for rewards_G in rewards]
         import torch
@@ -62,7 +62,7 @@ class Advantage(Section):
 
 
 class Grpo(Advantage):
-    """(r - mean) / (unbiased std + 1e-6) within a group; exactly 0 where all rewards are equal.
+    """(r - mean) / (unbiased std + 1e-6) within a group; exactly 0 if all rewards are equal.
 
     Source: Shao et al., "DeepSeekMath", 2024, section 4.1.
     """
@@ -75,7 +75,7 @@ class Grpo(Advantage):
 
 
 class DrGrpo(Advantage):
-    """r - mean within a group, without the division by the standard deviation.
+    """r - mean within a group, without division by the standard deviation.
 
     Source: Liu et al., "Understanding R1-Zero-Like Training", 2025, equation for Dr. GRPO.
     """
@@ -118,18 +118,19 @@ class ReinforcePlusPlus(Advantage):
 class GroupPassAtK(Advantage):
     """Advantages whose policy gradient is that of max@k, the expected best reward of k rollouts.
 
-    For binary rewards max@k is pass@k. Rollout i has
+    For binary rewards, max@k is pass@k. The advantage of rollout i is
 
         k * mean over all sets J of k - 1 other rollouts of (max of r over J and i, minus max of r over J)
 
-    which is G * s_i^(loo-1): the estimator s_i = sum over sets I of k rollouts with i in them of
-    (max of r over I) / binomial(G, k), less a baseline that leaves i out of every I. The factor G makes up
-    for the mean over the group that an aggregation takes, and k = 1 is then ``Rloo``. The baseline does not
-    depend on r_i, so the gradient stays unbiased. k = G needs no sets of k without i, because the baseline
-    uses sets of k - 1: only a rollout better than all others then has an advantage.
-    With k > 1 no advantage is negative. Exactly 0 where all rewards are equal.
+    This is G * s_i^(loo-1): the estimator s_i = sum over sets I of k rollouts that contain i of
+    (max of r over I) / binomial(G, k), minus a baseline that leaves i out of every I. The factor G cancels
+    the mean over the group that an aggregation takes; with it, k = 1 equals ``Rloo``. The baseline does not
+    depend on r_i, so the gradient remains unbiased. k = G is allowed, because the baseline uses sets of
+    k - 1; then only a rollout better than all others has an advantage. With k > 1 no advantage is negative.
+    All are exactly 0 if all rewards are equal.
 
-    Source: Walder and Karkhanis, "Pass@K Policy Optimization", 2025, equation 33, the one of lowest variance.
+    Source: Walder and Karkhanis, "Pass@K Policy Optimization", 2025, equation 33, which has the lowest
+    variance.
     """
 
     kind: Literal["group_pass_at_k"] = "group_pass_at_k"
@@ -137,7 +138,11 @@ class GroupPassAtK(Advantage):
     """k: number of rollouts of which the best one counts; at most the rollouts of a group."""
 
     def __call__(self, rewards_G: torch.Tensor) -> torch.Tensor:
-        """Raises ValueError: there is only one rollout, or fewer than ``pass_at_k``."""
+        """Return an advantage for each reward.
+
+        Raises:
+            ValueError: There is only one rollout, or fewer than ``pass_at_k``.
+        """
         k, group_size = self.pass_at_k, rewards_G.numel()
         if group_size < 2:
             raise ValueError(f"group_pass_at_k: a group of {group_size}; must be of at least 2 rollouts")
@@ -147,8 +152,8 @@ class GroupPassAtK(Advantage):
             )
         if k == 1:
             return Rloo()(rewards_G)
-        # In comb(j, k - 2) of all J the j-th smallest reward is the best; i improves on those with less than
-        # its own.
+        # The j-th smallest reward is the best in comb(j, k - 2) of all sets J. Rollout i improves on the sets
+        # whose best reward is less than its own.
         sorted_G = rewards_G.double().sort().values
         num_sets = math.comb(group_size - 1, k - 1)
         share_G = sorted_G.new_tensor([math.comb(j, k - 2) / num_sets for j in range(group_size)])
@@ -157,9 +162,9 @@ class GroupPassAtK(Advantage):
 
 
 class PythonAdvantage(PythonCode, Advantage):
-    """Your own advantage: ``(rewards_G) -> advantages_G``; ``Advantage`` has an example.
+    """Your own advantage, ``(rewards_G) -> advantages_G``. ``Advantage`` has an example.
 
-    Raises ValueError if it returns anything else, nan or infinity; says what it returned.
+    A call raises ValueError if your code returns anything else, nan or infinity.
     """
 
     def __call__(self, rewards_G: torch.Tensor) -> torch.Tensor:
@@ -187,11 +192,11 @@ AnyAdvantage = Annotated[
 
 
 def normalized(values_N: torch.Tensor) -> torch.Tensor:
-    """(value - mean) / (unbiased std + 1e-6) over all values; exactly 0 where all are equal."""
+    """Return (value - mean) / (unbiased std + 1e-6) over all values; exactly 0 if all are equal."""
     std = values_N.std() if values_N.numel() > 1 else values_N.new_zeros(())
     return _zero_if_equal(values_N, (values_N - values_N.mean()) / (std + EPS))
 
 
 def _zero_if_equal(rewards: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
-    # Rounding in the mean would otherwise leave 1e-8 where there is nothing to learn.
+    # Rounding of the mean would otherwise leave advantages such as 1e-8.
     return advantages.new_zeros(advantages.shape) if bool((rewards == rewards[0]).all()) else advantages

@@ -1,13 +1,14 @@
-"""Aggregates the losses of tokens into the loss of a batch.
+"""Aggregations: reductions of the losses of tokens to the loss of a batch.
 
-A batch is usually split into pieces: microbatches and data-parallel ranks. If ``total`` is the ``count`` of
-the whole batch, summed over its pieces, then each piece's call returns its share of the batch's loss, and the
-shares add up.
-Without ``total`` a piece is taken for the whole batch. Sequences without a token masked in do not count.
+A batch is usually split into pieces: microbatches and data-parallel ranks. If ``total`` is the sum of
+``count`` over all pieces of the batch, each piece's call returns its share of the batch's loss, and the
+shares add up. Without ``total``, the piece counts as the whole batch. Sequences without a trained token do
+not count.
 
-``weights_T`` says how often each sequence counts, the same number for all of its tokens; None is 1 for all.
-Weights multiply values and the count alike, so that a batch's loss is the weighted mean, whatever they add up
-to (the self-normalized estimator: Owen, "Monte Carlo theory, methods and examples", 2013, section 9.2).
+``weights_T`` is the weight of each sequence, the same number for all of its tokens; None means 1 for all.
+Weights multiply both the values and the count, so a batch's loss is the weighted mean whatever the weights
+add up to (the self-normalized estimator: Owen, "Monte Carlo theory, methods and examples", 2013, section
+9.2).
 
 Shape suffix: T packed tokens; values and weights are float32, the mask is bool.
 """
@@ -28,10 +29,10 @@ if TYPE_CHECKING:
 
 
 class Aggregation(Section):
-    """A weighted sum of the values of tokens (``summed``), divided by a count of the batch (``count``).
+    """Base class of aggregations: a sum over tokens (``summed``), divided by a count (``count``).
 
-    An aggregation of your own is a class like those below; both methods are needed, since the count of a
-    batch is summed over all of its pieces before the first of them has a loss:
+    To define your own aggregation, write a class like those below. It needs both methods, because the count
+    of a batch is summed over all pieces before the first loss is computed:
 
         import forgeasync as fa
 
@@ -47,21 +48,21 @@ class Aggregation(Section):
             def count(self, mask_T, sequence_ids_T, weights_T=None):
                 return mask_T.sum() if weights_T is None else weights_T.where(mask_T, 0.0).sum()
 
-    With ``aggregation: {kind: python, factory: my_losses.ScaledMean, options: {scale: 10}}`` a run trains
-    with it.
+    To train with it, set ``aggregation: {kind: python, factory: my_losses.ScaledMean, options: {scale:
+    10}}``.
     """
 
     @abstractmethod
     def summed(
         self, values_T: torch.Tensor, mask_T: torch.Tensor, sequence_ids_T: torch.Tensor
     ) -> torch.Tensor:
-        """Compute the numerator, a scalar, from the values where ``mask_T`` is True; others may be nan."""
+        """Return the numerator, a scalar, from the values where ``mask_T`` is True. Others may be nan."""
 
     @abstractmethod
     def count(
         self, mask_T: torch.Tensor, sequence_ids_T: torch.Tensor, weights_T: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Compute what this piece adds to ``total``, the denominator: a scalar."""
+        """Return this piece's contribution to the denominator ``total``, a scalar."""
 
     def __call__(
         self,
@@ -72,7 +73,7 @@ class Aggregation(Section):
         weights_T: torch.Tensor | None = None,
         total: torch.Tensor | float | None = None,
     ) -> torch.Tensor:
-        """Compute a piece's share of the batch's loss: a scalar with gradients by ``values_T``."""
+        """Return a piece's share of the batch's loss, a scalar, differentiable in ``values_T``."""
         import torch
 
         if total is None:
@@ -84,7 +85,7 @@ class Aggregation(Section):
 
 
 class TokenMean(Aggregation):
-    """Every token of the batch weighs the same. Source: Yu et al., "DAPO", 2025, equation 8."""
+    """Mean over all tokens of the batch. Source: Yu et al., "DAPO", 2025, equation 8."""
 
     kind: Literal["token_mean"] = "token_mean"
 
@@ -100,7 +101,7 @@ class TokenMean(Aggregation):
 
 
 class _SequenceAggregation(Aggregation):
-    """Divided by the number of sequences."""
+    """Base class of aggregations that divide by the number of sequences."""
 
     def count(
         self, mask_T: torch.Tensor, sequence_ids_T: torch.Tensor, weights_T: torch.Tensor | None = None
@@ -109,20 +110,23 @@ class _SequenceAggregation(Aggregation):
 
 
 class SequenceMeanOfTokenMean(_SequenceAggregation):
-    """Every sequence weighs the same. Source: Shao et al., "DeepSeekMath", 2024, equation 3."""
+    """Mean over each sequence's tokens, then over sequences.
+
+    Source: Shao et al., "DeepSeekMath", 2024, equation 3.
+    """
 
     kind: Literal["sequence_mean_of_token_mean"] = "sequence_mean_of_token_mean"
 
     def summed(
         self, values_T: torch.Tensor, mask_T: torch.Tensor, sequence_ids_T: torch.Tensor
     ) -> torch.Tensor:
-        # The sequence's mean, split equally over its tokens.
+        # Each token contributes its share of its sequence's mean.
         lengths_T = sequence_sums(values_T.new_ones(values_T.shape), mask_T, sequence_ids_T)
         return (values_T.where(mask_T, 0.0) / lengths_T.clamp(min=1.0)).sum()
 
 
 class SequenceMeanOfTokenSum(_SequenceAggregation):
-    """The sum over a sequence's tokens, mean over sequences: the policy gradient itself."""
+    """Sum over each sequence's tokens, then mean over sequences: the unmodified policy gradient."""
 
     kind: Literal["sequence_mean_of_token_sum"] = "sequence_mean_of_token_sum"
 
@@ -133,14 +137,14 @@ class SequenceMeanOfTokenSum(_SequenceAggregation):
 
 
 class ConstantLength(_SequenceAggregation):
-    """The sum over a sequence's tokens divided by a constant, mean over sequences.
+    """Sum over each sequence's tokens divided by a constant, then mean over sequences.
 
     Source: Liu et al., "Understanding R1-Zero-Like Training", 2025 (Dr. GRPO: the generation budget).
     """
 
     kind: Literal["constant_length"] = "constant_length"
     length: Count
-    """The constant, in tokens; usually sampling.max_response_tokens."""
+    """Constant divisor in tokens, usually sampling.max_response_tokens."""
 
     def summed(
         self, values_T: torch.Tensor, mask_T: torch.Tensor, sequence_ids_T: torch.Tensor
@@ -149,9 +153,9 @@ class ConstantLength(_SequenceAggregation):
 
 
 class PythonAggregation(PythonCode, Aggregation):
-    """Your own aggregation: a subclass of ``Aggregation``, which has an example.
+    """Your own aggregation, a subclass of ``Aggregation``, which has an example.
 
-    Raises ValueError if it is no such subclass, or its methods do not return scalars.
+    A call raises ValueError if your code is not such a subclass, or its methods do not return scalars.
     """
 
     def summed(

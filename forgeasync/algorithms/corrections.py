@@ -1,7 +1,8 @@
-"""Off-policy corrections: a weight for every token's loss, for data that another policy sampled.
+"""Off-policy corrections: weights of each token's loss, for data that another policy sampled.
 
-The ratio is current over behavior policy, of a token, of a sequence (product over its masked tokens) or of a
-sequence per token (geometric mean). Several corrections multiply (``product``).
+The importance ratio is current over behavior policy: that of a token, of a sequence (the product over its
+trained tokens), or of a sequence per token (their geometric mean). Several corrections multiply
+(``product``).
 
 Shape suffix: T trained tokens of a row.
 """
@@ -22,11 +23,11 @@ if TYPE_CHECKING:
     import torch
 
 RatioLevel = Literal["token", "sequence", "geometric"]
-"""Whether an importance ratio is of a token, of a sequence, or of a sequence per token."""
+"""Level of an importance ratio: of a token, of a sequence, or of a sequence per token (geometric mean)."""
 
 
 def ratios(row: RowTokens, level: RatioLevel) -> torch.Tensor:
-    """Compute current over behavior policy at a level, for every token [T]; detached, from e^-20 to e^20."""
+    """Return the importance ratio of each token at a level, [T], detached, clamped to [e^-20, e^20]."""
     log_ratio_T = row.log_ratios().detach()
     if level == "sequence":
         log_ratio_T = row.sequence_sums(log_ratio_T)
@@ -36,9 +37,9 @@ def ratios(row: RowTokens, level: RatioLevel) -> torch.Tensor:
 
 
 class Correction(Section):
-    """A weight for every token's loss.
+    """Base class of corrections, which give a weight to each token's loss.
 
-    A correction of your own is a class like those below:
+    To define your own correction, write a class like those below:
 
         import forgeasync as fa
 
@@ -52,19 +53,23 @@ class Correction(Section):
                 weights_T = (1.0 - self.per_version * row.ages_T).clamp(min=0.0) * row.mask_T
                 return weights_T, {"correction/too_old_share": (row.mask_T & (weights_T == 0)).sum()}
 
-    With ``corrections: [{kind: python, factory: my_losses.LinearAge, options: {per_version: 0.2}}]`` a run
-    trains with it. A function of ``row``, or a function that returns one, works as well.
+    To train with it, set ``corrections: [{kind: python, factory: my_losses.LinearAge, options: {per_version:
+    0.2}}]``. A function of ``row``, or a function that returns one, works as well.
     """
 
     @property
     def ratio_level(self) -> RatioLevel | None:
-        """Return the level of the importance ratio that the weights bound; None if they are no ratio."""
+        """Level of the importance ratio that the weights bound; None if the weights are not a ratio."""
         return None
 
     @abstractmethod
     def __call__(self, row: RowTokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Compute weights [T], float32, detached, finite, 0 where masked out, and sums over the masked tokens
-        by metric name; a metric is its sum divided by the number of trained tokens."""
+        """Return the weights of tokens, and sums for metrics.
+
+        Returns:
+            Weights [T], float32, detached, finite, 0 where ``mask_T`` is False; and sums over the trained
+            tokens by metric name. A metric is its sum divided by the number of trained tokens.
+        """
 
 
 class TruncatedIs(Correction):
@@ -91,7 +96,7 @@ class TruncatedIs(Correction):
 def _between(
     row: RowTokens, level: RatioLevel, low: float, high: float
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The ratio where low <= ratio <= high, otherwise 0."""
+    """Return the ratio where low <= ratio <= high, otherwise 0, and the number of tokens set to 0."""
     ratio_T = ratios(row, level)
     is_kept_T = row.mask_T & (ratio_T >= low) & (ratio_T <= high)
     return ratio_T * is_kept_T, {"correction/masked_share": (row.mask_T & ~is_kept_T).sum()}
@@ -135,10 +140,10 @@ class IcePop(Correction):
 
 
 class OffPolicySequenceMask(Correction):
-    """0 for sequences of negative advantage that have become less likely by more than a threshold, else 1.
+    """0 for sequences with negative advantage that became less likely by more than a threshold, else 1.
 
-    The mean over a sequence's tokens of behavior minus current log-probability is compared with the
-    threshold. Source: DeepSeek-AI, "DeepSeek-V3.2", 2025, off-policy sequence masking.
+    The threshold applies to the mean over a sequence's tokens of behavior minus current log-probability.
+    Source: DeepSeek-AI, "DeepSeek-V3.2", 2025, off-policy sequence masking.
     """
 
     kind: Literal["off_policy_sequence_mask"] = "off_policy_sequence_mask"
@@ -153,10 +158,10 @@ class OffPolicySequenceMask(Correction):
 
 
 class AgeWeight(Correction):
-    """0.5 ** (age / half_life): an exponential discount of tokens by their age in policy versions.
+    """0.5 ** (age / half_life), an exponential discount of tokens by their age in policy versions.
 
-    A discount, not an importance weight. Source: the forgetting factor of recursive least squares (Haykin,
-    "Adaptive Filter Theory"), here 0.5 ** (1 / half_life) a version.
+    This is a discount, not an importance weight. Source: the forgetting factor of recursive least squares
+    (Haykin, "Adaptive Filter Theory"), here 0.5 ** (1 / half_life) per version.
     """
 
     kind: Literal["age_weight"] = "age_weight"
@@ -168,9 +173,9 @@ class AgeWeight(Correction):
 
 
 class PythonCorrection(PythonCode, Correction):
-    """Your own correction: ``(row: RowTokens) -> (weights_T, sums)``; ``Correction`` has an example.
+    """Your own correction, ``(row: RowTokens) -> (weights_T, sums)``. ``Correction`` has an example.
 
-    Raises ValueError if it returns anything else; says what it returned.
+    A call raises ValueError if your code returns anything else.
     """
 
     def __call__(self, row: RowTokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -187,7 +192,7 @@ AnyCorrection = Annotated[
 def product(
     corrections: Sequence[Correction], row: RowTokens
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Apply several corrections: multiply their weights [T] and collect their sums."""
+    """Apply several corrections; return the product of their weights [T], and all of their sums."""
     weights_T = row.mask_T.to(row.logprobs_T.dtype)
     sums: dict[str, torch.Tensor] = {}
     for correction in corrections:

@@ -1,8 +1,8 @@
-"""Filters decide which rollouts of a scored group are trained on, and with which rewards.
+"""Filters: rules that choose which rollouts of a scored group train, and with which rewards.
 
-A filter takes the facts of one group and returns what it keeps. Filters are pure: they draw only from the
-random number generator that they are given. ``apply_filters`` applies several in order, and the order
-matters: a comparison of rewards after a penalty compares penalized rewards.
+A filter gets the facts of one group and returns the rollouts that it keeps. Filters are pure: their only
+source of randomness is the generator that they get. ``apply_filters`` applies several in order, and the order
+matters: after a penalty, a filter that compares rewards compares the penalized ones.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 
 class Filter(Section):
-    """Decides which part of a scored group is trained on.
+    """Base class of filters, which choose the rollouts of a scored group that train.
 
-    A filter of your own is a class like those below:
+    To define your own filter, write a class like those below:
 
         import forgeasync as fa
 
@@ -38,26 +38,26 @@ class Filter(Section):
             def __call__(self, facts, rng):
                 return facts.keep([i for i, length in enumerate(facts.lengths) if length <= self.max_length])
 
-    With ``filters: [{kind: python, factory: my_filters.KeepShort, options: {max_length: 500}}]`` a run uses
-    it. A function of ``facts`` and ``rng``, or a function that returns one, works as well. Draw from ``rng``
-    only, so that a resumed run makes the same draws.
+    To use it, set ``filters: [{kind: python, factory: my_filters.KeepShort, options: {max_length: 500}}]``. A
+    function of ``facts`` and ``rng``, or a function that returns one, works as well. Draw random numbers from
+    ``rng`` only, so that a resumed run makes the same draws.
     """
 
     @abstractmethod
     def __call__(self, facts: GroupFacts, rng: np.random.Generator) -> Filtered:
-        """Decide what is kept of the group; ``GroupFacts.keep`` and ``GroupFacts.drop`` build the result."""
+        """Return the rollouts to keep, as the result of ``GroupFacts.keep`` or ``GroupFacts.drop``."""
 
 
 class DynamicSampling(Filter):
-    """Drops groups that teach nothing: those with equal rewards or, with ``min_std``, nearly equal ones.
+    """Drops groups without a learning signal: those with equal or, with ``min_std``, nearly equal rewards.
 
-    Source: Yu et al., "DAPO", 2025, equation 11, whose constraint on binary rewards is that neither none nor
-    all are correct. ``min_std`` is ours.
+    Source: Yu et al., "DAPO", 2025, equation 11, which requires that some but not all rollouts are correct
+    (binary rewards). ``min_std`` is our addition.
     """
 
     kind: Literal["dynamic_sampling"] = "dynamic_sampling"
     min_std: float = Field(default=0.0, ge=0.0, le=1e30)
-    """Groups whose rewards have a lower unbiased standard deviation are dropped too."""
+    """Unbiased standard deviation of a group's rewards below which the group is dropped too."""
 
     def __call__(self, facts: GroupFacts, rng: np.random.Generator) -> Filtered:
         if len(set(facts.rewards)) == 1:
@@ -68,22 +68,22 @@ class DynamicSampling(Filter):
 
 
 class OverlongPenalty(Filter):
-    """Lowers the rewards of long responses, by up to 1; keeps all of them (DAPO's soft overlong punishment).
+    """Lowers the rewards of long responses by up to 1, and keeps all of them (soft overlong punishment).
 
-    To the reward of a response of n tokens is added 0 up to max_length - buffer, then
-    (max_length - buffer - n) / buffer down to -1 at max_length, and -1 beyond. Source: Yu et al., "DAPO",
+    The reward of a response of n tokens changes by 0 up to n = max_length - buffer, then by
+    (max_length - buffer - n) / buffer down to -1 at max_length, and by -1 beyond. Source: Yu et al., "DAPO",
     2025, equation 13.
     """
 
     kind: Literal["overlong_penalty"] = "overlong_penalty"
     max_length: Count
-    """Response length, in tokens, from which on the full penalty of 1 applies."""
+    """Response length in tokens from which the full penalty of 1 applies."""
     buffer_share: float = Field(default=0.2, gt=0.0, le=1.0)
-    """Share of ``max_length``, at its end, over which the penalty grows from 0. DAPO: 4,096 of 20,480."""
+    """Last part of ``max_length``, as a share, in which the penalty grows from 0. DAPO: 4,096 of 20,480."""
 
     @property
     def buffer(self) -> int:
-        """Tokens before ``max_length`` over which the penalty grows."""
+        """Number of tokens before ``max_length`` over which the penalty grows."""
         return max(1, round(self.max_length * self.buffer_share))
 
     def __call__(self, facts: GroupFacts, rng: np.random.Generator) -> Filtered:
@@ -96,10 +96,10 @@ class OverlongPenalty(Filter):
 
 
 class OverlongFilter(Filter):
-    """Leaves truncated rollouts out, and drops a group if fewer than two rollouts are left.
+    """Leaves out truncated rollouts, and drops a group if fewer than two rollouts remain.
 
-    Source: Yu et al., "DAPO", 2025, section 3.4, overlong filtering, which masks their loss. Here they do not
-    count in the group's mean and standard deviation either.
+    Source: Yu et al., "DAPO", 2025, section 3.4, overlong filtering, which masks the loss of truncated
+    rollouts. This filter also excludes them from the group's mean and standard deviation.
     """
 
     kind: Literal["overlong_filter"] = "overlong_filter"
@@ -113,28 +113,28 @@ class ResampleOnCorrect(Filter):
     """Keeps ``num_kept`` rollouts of an oversampled group, preferring correct ones with few penalties.
 
     A rollout is positive if its reward is at least ``min_positive_reward``. Positives and negatives are kept
-    in proportion: from P positives in a group of G, P * num_kept / G are kept, rounded to nearest (halves
-    up), and the rest are negatives; if the group has both, at least one of each is kept. Negatives are drawn
-    uniformly, to preserve the ways of failing. Positives are drawn one after the other without replacement,
-    each time with probabilities proportional to 1 / (penalty + smoothing): as ``smoothing`` approaches 0,
-    rollouts without penalty come first; with equal penalties the draw is uniform. A group of at most
-    ``num_kept`` rollouts stays as it is. A rollout's penalty is the sum of its score's ``penalties``.
+    in proportion: of P positives in a group of G, P * num_kept / G are kept, rounded to nearest (halves up),
+    and the rest are negatives. If the group has both, at least one of each is kept. Negatives are drawn
+    uniformly, to preserve the variety of failures. Positives are drawn successively without replacement, with
+    probabilities proportional to 1 / (penalty + smoothing): as ``smoothing`` approaches 0, rollouts without
+    penalty come first; with equal penalties, the draw is uniform. A group of at most ``num_kept`` rollouts
+    stays unchanged. A rollout's penalty is the sum of its score's ``penalties``.
 
     Source: Shang et al., "rStar2-Agent", 2025, GRPO-RoC, which samples twice the group and keeps half of the
     positives and half of the negatives. There a penalty is the share of failed tool calls plus one for a
-    malformed answer; smoothing, the rounding and the minimum of one are ours.
+    malformed answer. Smoothing, the rounding and the minimum of one are our additions.
     """
 
     kind: Literal["resample_on_correct"] = "resample_on_correct"
     num_kept: int = Field(ge=2, le=MAX_COUNT)
-    """Number of rollouts kept of each group; ``algorithm.group_size`` is usually twice as large."""
+    """Number of rollouts to keep of each group; ``algorithm.group_size`` is usually twice as large."""
     min_positive_reward: float = Field(default=0.5, ge=-1e30, le=1e30)
-    """A rollout with at least this reward is correct."""
+    """Minimum reward of a correct rollout."""
     smoothing: Factor = 0.1
-    """Correct rollouts are drawn in proportion to 1 / (penalty + smoothing)."""
+    """Added to penalties: correct rollouts are drawn in proportion to 1 / (penalty + smoothing)."""
 
     def __call__(self, facts: GroupFacts, rng: np.random.Generator) -> Filtered:
-        # Imported here so that reading a config does not need numpy.
+        # Imported here because reading a config must not need numpy.
         import numpy as np
 
         if facts.size <= self.num_kept:
@@ -155,10 +155,10 @@ def _num_positives_kept(num_positives: int, size: int, num_kept: int) -> int:
 
 
 def _draw(indices: np.ndarray, weights: np.ndarray, num: int, rng: np.random.Generator) -> list[int]:
-    """Draw ``num`` of ``indices``, one after the other without replacement, in proportion to ``weights``.
+    """Draw ``num`` of ``indices`` successively without replacement, in proportion to ``weights``.
 
-    Source: Efraimidis and Spirakis, "Weighted Random Sampling with a Reservoir", 2006: the shortest of
-    exponential waiting times whose rates are the weights.
+    Draws an exponential waiting time with the weight as its rate for each index, and takes the shortest ones.
+    Source: Efraimidis and Spirakis, "Weighted Random Sampling with a Reservoir", 2006.
     """
     import numpy as np
 
@@ -167,9 +167,9 @@ def _draw(indices: np.ndarray, weights: np.ndarray, num: int, rng: np.random.Gen
 
 
 class PythonFilter(PythonCode, Filter):
-    """Your own filter: ``(facts: GroupFacts, rng) -> Filtered``; ``Filter`` has an example.
+    """Your own filter, ``(facts: GroupFacts, rng) -> Filtered``. ``Filter`` has an example.
 
-    Raises ValueError if it returns anything else; says what it returned.
+    A call raises ValueError if your code returns anything else.
     """
 
     def __call__(self, facts: GroupFacts, rng: np.random.Generator) -> Filtered:
@@ -184,9 +184,10 @@ AnyFilter = Annotated[
 
 
 def apply_filters(filters: Sequence[Filter], facts: GroupFacts, rng: np.random.Generator) -> Filtered:
-    """Apply filters in order, each to what is left; the first that drops the group gives the reason.
+    """Apply filters in order, each to the rollouts that the one before kept.
 
-    Indices in the result are those of the original group. Without filters everything is kept.
+    If a filter drops the whole group, the result has its reason. Indices in the result are those of the
+    original group. Without filters, all rollouts are kept.
     """
     kept, left = tuple(range(facts.size)), facts
     for one in filters:

@@ -1,4 +1,4 @@
-"""The input and the result of group filters."""
+"""Input and result of group filters."""
 
 from __future__ import annotations
 
@@ -8,29 +8,32 @@ from enum import StrEnum
 
 
 class FilterReason(StrEnum):
-    """Why a whole group is dropped."""
+    """Reason why filters drop a whole group."""
 
     ALL_EQUAL = "all_equal"
-    """All rewards are equal: no advantage differs from 0."""
+    """All rewards are equal, so all advantages are 0."""
     LOW_SPREAD = "low_spread"
-    """The rewards' standard deviation is below a threshold."""
+    """The standard deviation of the rewards is below a threshold."""
     OVERLONG = "overlong"
     """Fewer than two rollouts were not truncated."""
     NONE_KEPT = "none_kept"
-    """A filter of the user's own kept no rollout."""
+    """A user-defined filter kept no rollout."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupFacts:
-    """Facts about a scored group that filters decide by; every tuple has one entry for each rollout."""
+    """Facts about a scored group, the input of filters. Each tuple has one entry for each rollout."""
 
     rewards: tuple[float, ...]
     lengths: tuple[int, ...]
-    """Number of response tokens."""
+    """Number of response tokens of each rollout."""
     is_truncated: tuple[bool, ...]
+    """Whether each rollout was cut at its maximum length."""
     penalties: tuple[float, ...] | None = None
-    """Penalties that are not part of the reward, such as the share of tool calls that failed; at least 0.
-    None: 0 for all."""
+    """Penalties of each rollout outside the reward, at least 0, such as the share of failed tool calls.
+
+    None means 0 for all.
+    """
 
     def __post_init__(self) -> None:
         num = len(self.rewards)
@@ -43,9 +46,10 @@ class GroupFacts:
         return len(self.rewards)
 
     def keep(self, kept: Sequence[int], rewards: Sequence[float] | None = None) -> Filtered:
-        """Keep these rollouts with these rewards; without ``rewards``, with the rewards that they have.
+        """Return the decision to keep the rollouts at the indices ``kept``.
 
-        If ``kept`` is empty, the group is dropped for ``FilterReason.NONE_KEPT``.
+        They train with ``rewards``, or with their present rewards if it is None. If ``kept`` is empty, the
+        decision is to drop the group for ``FilterReason.NONE_KEPT``.
         """
         if len(kept) == 0:
             return self.drop(FilterReason.NONE_KEPT)
@@ -57,7 +61,7 @@ class GroupFacts:
         )
 
     def drop(self, reason: FilterReason) -> Filtered:
-        """Drop the whole group."""
+        """Return the decision to drop the whole group."""
         return Filtered(kept=(), rewards=(), reason=reason, num_dropped=self.size)
 
     def take(self, kept: Sequence[int], rewards: tuple[float, ...]) -> GroupFacts:
@@ -72,16 +76,20 @@ class GroupFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filtered:
-    """What a filter leaves of a group. Raises ValueError if its parts contradict each other."""
+    """Decision of a filter about a group.
+
+    Raises:
+        ValueError: The fields contradict each other.
+    """
 
     kept: tuple[int, ...]
-    """Indices of the rollouts to train on, increasing; empty: the whole group is dropped."""
+    """Indices of the rollouts to train on, increasing; empty if the whole group is dropped."""
     rewards: tuple[float, ...]
     """Rewards of the kept rollouts."""
     reason: FilterReason | None
-    """Why the whole group is dropped; None if any rollout is kept."""
+    """Reason why the whole group is dropped; None if any rollout is kept."""
     num_dropped: int
-    """Number of rollouts left out; all of them if the group is dropped."""
+    """Number of rollouts left out, all of them if the group is dropped."""
 
     def __post_init__(self) -> None:
         if len(self.kept) != len(self.rewards):

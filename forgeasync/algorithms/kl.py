@@ -1,8 +1,9 @@
-"""The KL penalty towards the model that a run starts from, and its estimators.
+"""The KL penalty towards a run's initial model, and its estimators.
 
-They estimate KL(current || reference) from sampled tokens, in nats per token: unbiased if tokens are drawn
-from the current policy, and with ``unbiased_k3`` also if they are not. Source of the names: Schulman,
-"Approximating KL Divergence", 2020. Ratios are at most e^20, in values and gradients.
+The estimators estimate KL(current || reference) from sampled tokens, in nats per token. Except for the biased
+``k2``, they are unbiased if the tokens are drawn from the current policy; ``unbiased_k3`` also if they are
+not. Source of the names: Schulman, "Approximating KL Divergence", 2020. Ratios are at most e^20, in values
+and gradients.
 
 Shape suffix: T trained tokens of a row.
 """
@@ -24,9 +25,9 @@ if TYPE_CHECKING:
 
 
 class KlEstimator(Section):
-    """An estimate of KL(current || reference) for every token.
+    """Base class of estimators of KL(current || reference) for each token.
 
-    An estimator of your own is a class like those below:
+    To define your own estimator, write a class like those below:
 
         import forgeasync as fa
 
@@ -37,24 +38,28 @@ class KlEstimator(Section):
             def __call__(self, row):
                 return row.masked(row.logprobs_T - row.ref_logprobs_T).abs()
 
-    With ``kl: {estimator: {kind: python, factory: my_losses.Absolute}, coefficient: 0.01}`` a run trains with
-    it. A function of ``row``, or a function that returns one, works as well.
+    To train with it, set ``kl: {estimator: {kind: python, factory: my_losses.Absolute}, coefficient: 0.01}``.
+    A function of ``row``, or a function that returns one, works as well.
     """
 
     @abstractmethod
     def __call__(self, row: RowTokens) -> torch.Tensor:
-        """Estimate the KL for every token: float32 [T], with gradients by ``row.logprobs_T``; 0, without a
-        gradient, where masked out. ``row.ref_logprobs_T`` is given."""
+        """Return an estimate for each token of a row that has ``ref_logprobs_T``.
+
+        Returns:
+            Estimates [T], float32, differentiable in ``row.logprobs_T``; 0 without a gradient where
+            ``row.mask_T`` is False.
+        """
 
 
 def _log_ratios(row: RowTokens) -> torch.Tensor:
-    """log(current / reference) [T]."""
+    """Return log(current / reference) of each token [T]; 0 where masked out."""
     assert row.ref_logprobs_T is not None, "the trainer has a reference wherever there is a penalty"
     return row.masked(row.logprobs_T - row.ref_logprobs_T)
 
 
 class K1(KlEstimator):
-    """log(current / reference): unbiased, and negative for half of the tokens."""
+    """log(current / reference): unbiased, and negative for about half of the tokens."""
 
     kind: Literal["k1"] = "k1"
 
@@ -63,7 +68,7 @@ class K1(KlEstimator):
 
 
 class K2(KlEstimator):
-    """Half the squared log ratio: biased, with low variance; its expected gradient is that of the KL."""
+    """Half the squared log ratio: biased, with low variance. Its expected gradient is that of the KL."""
 
     kind: Literal["k2"] = "k2"
 
@@ -82,7 +87,7 @@ class K3(KlEstimator):
 
 
 class UnbiasedK3(KlEstimator):
-    """k3 weighted by current / behavior: value and gradient are unbiased for tokens of another policy too.
+    """k3 weighted by current / behavior. Value and gradient are also unbiased for tokens of another policy.
 
     Source: DeepSeek-AI, "DeepSeek-V3.2", 2025, section on unbiased KL estimate.
     """
@@ -94,9 +99,9 @@ class UnbiasedK3(KlEstimator):
 
 
 class PythonKlEstimator(PythonCode, KlEstimator):
-    """Your own estimator: ``(row: RowTokens) -> kl_T``; ``KlEstimator`` has an example.
+    """Your own estimator, ``(row: RowTokens) -> kl_T``. ``KlEstimator`` has an example.
 
-    Raises ValueError if it returns anything else; says what it returned.
+    A call raises ValueError if your code returns anything else.
     """
 
     def __call__(self, row: RowTokens) -> torch.Tensor:
@@ -109,14 +114,16 @@ AnyKlEstimator = Annotated[
 
 
 class KlPlace(StrEnum):
+    """Quantity to which the KL penalty applies."""
+
     LOSS = "loss"
-    """Added to every token's loss, with its gradient."""
+    """The penalty is added to each token's loss, with its gradient."""
     REWARD = "reward"
-    """Subtracted from the reward of every token: its advantage falls by the sum from this token on."""
+    """The penalty is subtracted from each token's reward, so the advantage falls by the penalty to go."""
 
 
 class KlPenalty(Section):
-    """The KL penalty towards the model that the run starts from: coefficient * estimate."""
+    """KL penalty towards the run's initial model: coefficient * estimate."""
 
     estimator: AnyKlEstimator
     coefficient: Factor
@@ -124,12 +131,12 @@ class KlPenalty(Section):
 
 
 def penalty_to_go(kl_T: torch.Tensor, mask_T: torch.Tensor, sequence_ids_T: torch.Tensor) -> torch.Tensor:
-    """Sum, for every token [T], its own and all later masked values of its sequence; detached.
+    """Return the sum of each token's own and all later masked values of its sequence, [T], detached.
 
-    A penalty on the reward of every token lowers a token's return by this. The tokens of a sequence must be
-    contiguous. Source: Hu, "REINFORCE++", 2025, its token-level penalty and advantage.
+    A penalty on the reward of each token lowers a token's return by this sum. The tokens of a sequence must
+    be contiguous. Source: Hu, "REINFORCE++", 2025, token-level penalty and advantage.
     """
-    # In float64: differences of sums over a whole row.
+    # In float64, because the results are differences of sums over a whole row.
     masked_T = kl_T.detach().where(mask_T, 0.0).double()
     before_T = masked_T.cumsum(0) - masked_T
     is_first_T = mask_T.new_ones(mask_T.shape)

@@ -1,10 +1,11 @@
-"""The loss of a batch: an objective per token, weighted by corrections, plus a penalty, aggregated.
+"""The loss of a batch: objective per token, weighted by corrections, plus KL penalty, aggregated, plus terms.
 
-    loss = aggregate(objective(A') * product(corrections) + [coefficient * kl, where it is in the loss])
+    loss = aggregate(objective(A') * product(corrections) + [coefficient * kl, if it is in the loss])
            + sum over terms of weight * aggregate_of_the_term(term)
 
-A' is the advantage, less the penalty to go where the penalty is in the reward. The batch comes in rows: the
-losses of all rows of all data-parallel ranks, each given the batch's counts, add up to the batch's loss.
+A' is the advantage, minus the penalty to go if the KL penalty is in the reward. The batch comes in rows. The
+losses of all rows of all data-parallel ranks, computed with the counts of the whole batch, add up to the
+batch's loss.
 
 Shape suffix: T trained tokens (targets) of a row.
 """
@@ -29,36 +30,37 @@ if TYPE_CHECKING:
 
 
 TAUGHT_SHARE = "teacher/taught_share"
-"""Metric: share of trained tokens that the teacher was asked about."""
+"""Name of the metric for the share of trained tokens that the teacher scored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowLoss:
-    """A row's share of the batch's loss, sums over its masked tokens, and corrections' weights [T] if any.
-
-    ``advantages_T`` are those that the objective was given.
-    """
+    """Result of ``Loss`` for one row."""
 
     loss: torch.Tensor
+    """The row's share of the batch's loss, a scalar."""
     sums: dict[str, torch.Tensor]
+    """Sums over the row's trained tokens, by metric name."""
     weights_T: torch.Tensor | None
+    """Product of the corrections' weights; None without corrections."""
     advantages_T: torch.Tensor
+    """Advantages that the objective used."""
 
 
 class Loss(Section):
-    """The parts of a loss, and the loss as a function of rows; it is sent to the trainer's procs as it is."""
+    """Components of a loss, and the loss as a function of rows. Sent as is to the trainer's processes."""
 
     objective: AnyObjective = PpoClip()
-    """The loss of a token."""
+    """Loss of a token."""
     corrections: tuple[AnyCorrection, ...] = ()
-    """Off-policy corrections: factors of a token's loss, for data that an older policy or another engine
-    sampled."""
+    """Off-policy corrections: factors of a token's loss, for data sampled by an older policy or by another
+    engine."""
     aggregation: AnyAggregation = TokenMean()
-    """How the losses of tokens become the loss of a batch."""
+    """Reduction of the losses of tokens to the loss of a batch."""
     kl: KlPenalty | None = None
-    """KL penalty; with it the trainer also holds the model that the run starts from. null: none."""
+    """KL penalty, for which the trainer also holds the run's initial model. null: none."""
     terms: tuple[AnyTerm, ...] = ()
-    """Further components, each with a weight and a denominator of its own: divergences from a teacher
+    """Further components, each with its own weight and denominator: divergences from a teacher
     (``teachers``), cross-entropy."""
 
     @property
@@ -78,18 +80,18 @@ class Loss(Section):
 
     @property
     def num_teacher_ids(self) -> int:
-        """Ids that a teacher is asked for at each token, besides the sampled one."""
+        """Number of ids that a teacher scores at each token, besides the sampled one."""
         return max((term.num_ids for term in self.terms), default=0)
 
     @property
     def asks_student_ids(self) -> bool:
-        """Whether these are ids that the policy could have drawn, and not the teacher's likeliest."""
+        """Whether the teacher scores ids that the policy could have drawn, rather than its own likeliest."""
         return any(term.asks_student_ids for term in self.terms)
 
     def count(
         self, mask_T: torch.Tensor, sequence_ids_T: torch.Tensor, sample_weights_T: torch.Tensor
     ) -> torch.Tensor:
-        """Compute what a row adds to the count of its batch."""
+        """Return a row's contribution to the count of its batch."""
         return self.aggregation.count(mask_T, sequence_ids_T, sample_weights_T)
 
     def term_counts(
@@ -99,9 +101,9 @@ class Loss(Section):
         sequence_ids_T: torch.Tensor,
         sample_weights_T: torch.Tensor,
     ) -> list[torch.Tensor]:
-        """Compute what a row adds to the count of each term.
+        """Return a row's contribution to the count of each term.
 
-        Where the teacher was not asked (``is_asked_T`` False) a token does not count in terms that need it.
+        Tokens that the teacher did not score (``is_asked_T`` is False) do not count in terms that need it.
         """
         taught_T = mask_T & is_asked_T
         return [
@@ -112,10 +114,10 @@ class Loss(Section):
         ]
 
     def __call__(self, row: RowTokens, *, total: torch.Tensor | float) -> RowLoss:
-        """Compute a row's share of the loss, without its terms, of a batch whose ``count`` is ``total``.
+        """Return a row's share of the loss without its terms, for a batch whose ``count`` is ``total``.
 
         Raises:
-            ValueError: the user's own code returned something that it must not.
+            ValueError: User code returned an invalid result.
         """
         sums: dict[str, torch.Tensor] = {}
         seen, added_T = row, None
@@ -132,7 +134,7 @@ class Loss(Section):
         sums |= objective_sums
         weights_T = None
         if self.corrections:
-            # With the sequence's own advantage: the penalty to go differs from token to token.
+            # Uses the row's original advantages, because the penalty to go differs between tokens.
             weights_T, correction_sums = product(self.corrections, row)
             sums |= correction_sums
             losses_T = losses_T * weights_T
@@ -154,9 +156,13 @@ class Loss(Section):
         total: torch.Tensor | float,
         term_totals: Sequence[torch.Tensor | float],
     ) -> RowLoss:
-        """Compute a row's share of the whole loss.
+        """Return a row's share of the whole loss.
 
-        ``term_totals`` are the batch's ``term_counts``, in the order of the terms. Raises as ``__call__``.
+        ``total`` is the batch's ``count``; ``term_totals`` are its ``term_counts``, in the order of the
+        terms.
+
+        Raises:
+            ValueError: User code returned an invalid result.
         """
         of_objective = self(row, total=total)
         loss, sums = of_objective.loss, dict(of_objective.sums)
@@ -189,10 +195,10 @@ def _gap_sums(row: RowTokens) -> dict[str, torch.Tensor]:
 
 
 def means_of_taught(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Metrics whose means of what teachers say are over the tokens that they were asked about.
+    """Convert the metrics of teachers to means over the tokens that the teacher scored.
 
-    ``metrics`` are the sums that rows give, divided by the number of trained tokens. If the teacher was asked
-    about none of these, there are no such means.
+    ``metrics`` are the sums of rows divided by the number of trained tokens. If the teacher scored none of
+    the tokens, the metrics of teachers are left out, except the share of tokens that it scored.
     """
     if TAUGHT_SHARE not in metrics:
         return dict(metrics)

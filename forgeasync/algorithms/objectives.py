@@ -1,4 +1,4 @@
-"""Policy objectives: a loss per token from log-probabilities and advantages.
+"""Policy objectives: losses of tokens, computed from log-probabilities and advantages.
 
 Ratios and their gradients are at most e^20 (``forgeasync.algorithms.row_tokens``).
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 class Objective(Section):
-    """A loss for every token.
+    """Base class of objectives, which compute a loss for each token.
 
-    A loss of your own is a class like those below: its fields are its options, with their bounds, and
-    ``__call__`` is the formula.
+    To define your own loss, write a class like those below. Its fields are its options, with their bounds,
+    and ``__call__`` is the formula.
 
         import forgeasync as fa
         import torch
@@ -41,13 +41,15 @@ class Objective(Section):
                 sums = {"objective/gate": row.masked(gate_T.detach()).sum()}
                 return -gate_T * row.advantages_T, sums
 
-    With ``objective: {kind: python, factory: my_losses.SoftGate, options: {temperature: 2.0}}`` a run trains
-    on it. A function of ``row``, or a function that returns one, works as well.
+    To train with it, set ``objective: {kind: python, factory: my_losses.SoftGate, options: {temperature:
+    2.0}}``. A function of ``row``, or a function that returns one, works as well.
     """
 
     ratio_inside: ClassVar[str | None] = None
-    """Where the formula contains the importance ratio current / behavior; None: nowhere. A correction by the
-    ratio would then count it twice; the error that refuses it quotes these words."""
+    """Description of where the formula contains the importance ratio current / behavior; None if nowhere.
+
+    If it does, a correction by the ratio would count it twice. The error that refuses one quotes this text.
+    """
     looks_at_sequences: ClassVar[bool] = False
     """Whether a token's loss depends on its whole sequence."""
 
@@ -57,35 +59,39 @@ class Objective(Section):
         return False
 
     def importance_ratios(self, row: RowTokens) -> torch.Tensor:
-        """Compute the importance ratio of every token [T] as the formula has it; 1 where masked out.
+        """Return the importance ratio of each token [T] as the formula uses it; 1 where masked out.
 
-        Current over behavior policy of each token where the formula has none, or one of its own.
+        By default, and for formulas without a ratio, it is each token's ratio of current to behavior policy.
         """
         return capped(row.log_ratios()).exp()
 
     @abstractmethod
     def __call__(self, row: RowTokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Compute losses [T], floating point, with gradients by ``row.logprobs_T``, which the caller weights,
-        masks and aggregates, and sums over the masked tokens by metric name; a metric is its sum divided by
-        the number of trained tokens."""
+        """Return the losses of tokens, and sums for metrics.
+
+        Returns:
+            Losses [T], floating point, differentiable in ``row.logprobs_T``, which the caller weights, masks
+            and aggregates; and sums over the trained tokens by metric name. A metric is its sum divided by
+            the number of trained tokens.
+        """
 
 
 def _clipped_surrogate(
     ratio_T: torch.Tensor, row: RowTokens, clip_low: float, clip_high: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute -min(ratio * A, clip(ratio) * A), and which masked tokens are clipped; both [T]."""
+    """Return -min(ratio * A, clip(ratio) * A), and whether each trained token is clipped; both [T]."""
     plain_T = ratio_T * row.advantages_T
     clipped_T = ratio_T.clamp(1.0 - clip_low, 1.0 + clip_high) * row.advantages_T
     return -plain_T.minimum(clipped_T), row.mask_T & (clipped_T < plain_T)
 
 
 class PpoClip(Objective):
-    """The clipped surrogate of PPO and GRPO: -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A).
+    """Clipped surrogate of PPO and GRPO: -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A).
 
-    With ``dual_clip`` c the loss of a token of negative advantage is at most c * abs(A). The ratio is current
-    over behavior policy. Source: Schulman et al., "Proximal Policy Optimization", 2017, equation 7; separate
-    bounds from Yu et al., "DAPO", 2025, equation 8; dual clip from Ye et al., "Mastering Complex Control in
-    MOBA Games", 2020, equation 5.
+    The ratio is current over behavior policy. With ``dual_clip`` c, the loss of a token with negative
+    advantage is at most c * abs(A). Source: Schulman et al., "Proximal Policy Optimization", 2017, equation
+    7; separate bounds from Yu et al., "DAPO", 2025, equation 8; dual clip from Ye et al., "Mastering Complex
+    Control in MOBA Games", 2020, equation 5.
     """
 
     ratio_inside: ClassVar[str | None] = "its loss has the ratio current / behavior in it already"
@@ -94,7 +100,7 @@ class PpoClip(Objective):
     clip_low: float = Field(default=0.2, gt=0.0, lt=1.0)
     clip_high: Factor = 0.28
     dual_clip: float | None = Field(default=None, gt=1.0, le=1e30)
-    """Bound on the loss of a token of negative advantage, as a multiple of abs(A); null: no bound."""
+    """Bound on the loss of a token with negative advantage, as a multiple of abs(A). null: no bound."""
 
     def __call__(self, row: RowTokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         ratio_T = self.importance_ratios(row)
@@ -109,7 +115,7 @@ class PpoClip(Objective):
 
 
 class Cispo(Objective):
-    """-sg(clip(ratio, 1 - clip_low, 1 + clip_high)) * A * logprob: clipped weights, every token's gradient.
+    """-sg(clip(ratio, 1 - clip_low, 1 + clip_high)) * A * logprob. Clipped tokens keep their gradient.
 
     Source: MiniMax, "MiniMax-M1", 2025, equations 4 and 5; sg stops the gradient.
     """
@@ -118,7 +124,7 @@ class Cispo(Objective):
 
     kind: Literal["cispo"] = "cispo"
     clip_low: float = Field(default=1.0, gt=0.0, le=1.0)
-    """Lower clip: ratios below 1 - clip_low are raised to it; 1 leaves small ratios as they are."""
+    """Lower clip: ratios below 1 - clip_low are raised to it. 1 leaves small ratios unchanged."""
     clip_high: Factor
 
     def __call__(self, row: RowTokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -129,10 +135,11 @@ class Cispo(Objective):
 
 
 class Gspo(Objective):
-    """The clipped surrogate over a sequence's ratio per token: exp(mean of its tokens' log ratios).
+    """Clipped surrogate with the sequence's ratio per token, exp(mean of its tokens' log ratios).
 
-    Every token has the loss of its whole sequence, so ``sequence_mean_of_token_mean`` must aggregate them.
-    Source: Zheng et al., "Group Sequence Policy Optimization", 2025, equations 5 and 7.
+    Every token has the loss of its whole sequence, so the aggregation must be
+    ``sequence_mean_of_token_mean``. Source: Zheng et al., "Group Sequence Policy Optimization", 2025,
+    equations 5 and 7.
     """
 
     ratio_inside: ClassVar[str | None] = "its loss has the sequence's ratio in it already"
@@ -164,11 +171,11 @@ class Reinforce(Objective):
 
 
 class DecoupledPpo(Objective):
-    """PPO clipped around a proximal policy, weighted by proximal / behavior; tokens above the cap weigh 0.
+    """PPO clipped around a proximal policy, weighted by proximal / behavior up to a cap.
 
-    The proximal policy is the policy at the start of the batch. In a batch's first step, and so always with
-    ``trainer.steps_per_batch: 1``, that is the current one. Source: Fu et al., "AReaL", 2025, equation 5; the
-    cap is that of its implementation.
+    Tokens with a larger weight than the cap have loss 0. The proximal policy is the policy at the start of
+    the batch. In the first step of a batch, and thus always with ``trainer.steps_per_batch: 1``, it is the
+    current policy. Source: Fu et al., "AReaL", 2025, equation 5; the cap is that of its implementation.
     """
 
     ratio_inside: ClassVar[str | None] = "its behavior weight is that ratio already (behavior_cap bounds it)"
@@ -176,7 +183,7 @@ class DecoupledPpo(Objective):
     kind: Literal["decoupled_ppo"] = "decoupled_ppo"
     clip: float = Field(default=0.2, gt=0.0, lt=1.0)
     behavior_cap: Factor = 5.0
-    """Cap on proximal / behavior; tokens with a larger weight are left out."""
+    """Cap on proximal / behavior. Tokens with a larger weight are left out."""
 
     @property
     def needs_proximal(self) -> bool:
@@ -196,10 +203,10 @@ class DecoupledPpo(Objective):
 
 
 class Topr(Objective):
-    """Tapered off-policy REINFORCE: sequences of negative advantage weigh min(ratio, 1), the others 1.
+    """Tapered off-policy REINFORCE: -weight * A * logprob, with weight min(ratio, 1) if A < 0, otherwise 1.
 
-    The ratio is the sequence's (product over its tokens), without gradient. Source: Le Roux et al., "Tapered
-    Off-Policy REINFORCE", 2025, equation 7.
+    The ratio is that of the sequence (product over its tokens), without a gradient. Source: Le Roux et al.,
+    "Tapered Off-Policy REINFORCE", 2025, equation 7.
     """
 
     ratio_inside: ClassVar[str | None] = "its loss has the sequence's ratio in it already"
@@ -218,10 +225,10 @@ class Topr(Objective):
 
 
 class Kimi15(Objective):
-    """-A * logprob + tau / 2 * (log ratio)^2 of whole sequences; the square keeps the policy near behavior.
+    """-A * logprob + tau / 2 * (log ratio)^2 of whole sequences. The square keeps the policy near behavior.
 
-    A token's share of the square is its own log ratio times its sequence's, so a sequence's shares add up.
-    Source: Kimi Team, "Kimi k1.5", 2025, section 2.3.2, the gradient of the surrogate loss.
+    A token's share of the square is its own log ratio times that of its sequence, so the shares of a sequence
+    add up to the square. Source: Kimi Team, "Kimi k1.5", 2025, section 2.3.2, gradient of the surrogate loss.
     """
 
     looks_at_sequences: ClassVar[bool] = True
@@ -236,7 +243,7 @@ class Kimi15(Objective):
 
 
 class Supervised(Objective):
-    """Negative log-likelihood of the given tokens; advantages and behavior are ignored."""
+    """Negative log-likelihood of the tokens. Advantages and behavior policy are ignored."""
 
     kind: Literal["supervised"] = "supervised"
 
@@ -245,9 +252,9 @@ class Supervised(Objective):
 
 
 class PythonObjective(PythonCode, Objective):
-    """Your own loss: ``(row: RowTokens) -> (losses_T, sums)``; ``Objective`` has an example.
+    """Your own loss, ``(row: RowTokens) -> (losses_T, sums)``. ``Objective`` has an example.
 
-    Raises ValueError if it returns anything else; says what it returned.
+    A call raises ValueError if your code returns anything else.
     """
 
     @property
@@ -260,12 +267,12 @@ class PythonObjective(PythonCode, Objective):
         return own.importance_ratios(row) if isinstance(own, Objective) else super().importance_ratios(row)
 
     def __call__(self, row: RowTokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        # Checked at every call: other tokens than those it was tried on can lead to another shape.
+        # Checked at every call, because the shape can depend on the tokens.
         return check_losses(build_code(self, ("row",))(row), like_T=row.logprobs_T)
 
 
 class NoObjective(Objective):
-    """No loss of its own: rewards train nothing, and only ``algorithm.terms`` do."""
+    """Loss 0: rewards have no effect, and only ``algorithm.terms`` train."""
 
     kind: Literal["none"] = "none"
 

@@ -1,7 +1,7 @@
-"""Checks that the user's own code returned what its caller needs.
+"""Checks of the results of user code.
 
-Checks that run for every row read no value of a tensor, so that nothing waits for a device. Every check
-returns its argument, or raises ``WrongResult``, which says what was returned and what would be right.
+Checks that run for every row read no values of tensors, so that they do not wait for a device. Every check
+returns its argument, or raises ``WrongResult`` with what was returned and what is expected.
 
 Shape suffixes: T trained tokens of a row, G rollouts of a group (N of a batch).
 """
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class WrongResult(ValueError):
-    """The user's own code returned something that cannot be used."""
+    """User code returned something that cannot be used."""
 
 
 LOSSES_EXPECTED = "must return (losses_T, sums): a loss for every token, and scalars by name"
@@ -27,14 +27,14 @@ WEIGHTS_EXPECTED = "must return (weights_T, sums): a weight for every token, and
 
 
 def check_losses(result: object, *, like_T: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Check the losses and sums of an objective on the tokens of ``like_T`` [T]."""
+    """Check the losses and sums that an objective returned for the tokens of ``like_T`` [T]."""
     values, sums = _pair(result, LOSSES_EXPECTED)
     losses_T = _one_a_token(values, like_T, "losses", "loss", LOSSES_EXPECTED)
     return losses_T, _scalars(sums, LOSSES_EXPECTED)
 
 
 def check_weights(result: object, *, like_T: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Check the weights and sums of a correction on the tokens of ``like_T`` [T]."""
+    """Check the weights and sums that a correction returned for the tokens of ``like_T`` [T]."""
     values, sums = _pair(result, WEIGHTS_EXPECTED)
     weights_T = _one_a_token(values, like_T, "weights", "weight", WEIGHTS_EXPECTED)
     if weights_T.requires_grad:
@@ -43,12 +43,12 @@ def check_weights(result: object, *, like_T: torch.Tensor) -> tuple[torch.Tensor
 
 
 def check_estimates(result: object, *, like_T: torch.Tensor) -> torch.Tensor:
-    """Check the estimates of the KL on the tokens of ``like_T`` [T]."""
+    """Check the estimates that a KL estimator returned for the tokens of ``like_T`` [T]."""
     return _one_a_token(result, like_T, "estimates", "estimate", "must return kl_T, an estimate a token")
 
 
 def check_scalar(result: object, method: str) -> torch.Tensor:
-    """Check what a method of an aggregation returned."""
+    """Check that a method of an aggregation returned a scalar tensor."""
     import torch
 
     if not isinstance(result, torch.Tensor):
@@ -59,7 +59,7 @@ def check_scalar(result: object, method: str) -> torch.Tensor:
 
 
 def check_advantages(result: object, *, rewards_G: torch.Tensor) -> torch.Tensor:
-    """Check the advantages for rewards [G]: as many, floating point and finite."""
+    """Check that the advantages have the shape of the rewards [G], and are finite floating-point numbers."""
     import torch
 
     if not isinstance(result, torch.Tensor):
@@ -77,7 +77,7 @@ def check_advantages(result: object, *, rewards_G: torch.Tensor) -> torch.Tensor
 
 
 def check_filtered(result: object, *, facts: GroupFacts) -> Filtered:
-    """Check what a filter left of a group."""
+    """Check the result of a filter for a group."""
     if not isinstance(result, Filtered):
         raise WrongResult(f"gave a {type(result).__name__}; must give what facts.keep or facts.drop does")
     if result.reason is not None and not isinstance(result.reason, FilterReason):
@@ -112,7 +112,7 @@ def _one_a_token(values: object, like_T: torch.Tensor, plural: str, one: str, ex
     if not isinstance(values, torch.Tensor):
         raise WrongResult(f"its {plural} are a {type(values).__name__}; {expected}")
     if values.shape != like_T.shape:
-        # A scalar would be broadcast, and so be counted once for every token.
+        # A scalar would be broadcast, and thus counted once for every token.
         raise WrongResult(
             f"its {plural} have shape {list(values.shape)} on {len(like_T)} tokens; must be "
             f"[{len(like_T)}], one {one} for every token: masking and averaging come after"
@@ -142,5 +142,5 @@ def _scalars(sums: object, expected: str) -> dict[str, torch.Tensor]:
 
 
 def shown(values: torch.Tensor) -> str:
-    """Write the values with three digits, for messages."""
+    """Format the values with three digits, for messages."""
     return "[" + ", ".join(f"{value:.3g}" for value in values.detach().double().tolist()) + "]"

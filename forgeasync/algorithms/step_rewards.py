@@ -1,4 +1,4 @@
-"""Computes advantages of tokens from rewards of steps (process supervision).
+"""Advantages of tokens from rewards of steps (process supervision).
 
 Shape suffixes: G rollouts of one group, J steps of one response, T tokens of one response.
 """
@@ -17,25 +17,32 @@ if TYPE_CHECKING:
 
 
 class StepCredit(StrEnum):
-    """How the rewards of a response's steps become the advantages of its tokens."""
+    """Method that turns the rewards of a response's steps into the advantages of its tokens."""
 
     SUM_TO_GO = "sum_to_go"
-    """The step's own and all later rewards, normalized over all steps of the group, added up. Source: Shao et
-    al., "DeepSeekMath", 2024, section 4.1.3."""
+    """Sum of the step's own and all later rewards, normalized over all steps of the group.
+
+    Source: Shao et al., "DeepSeekMath", 2024, section 4.1.3.
+    """
     MINIMUM = "minimum"
-    """The least of the step's own and all later rewards, normalized alike: a response is worth what its worst
-    step still to come is, and cannot make up for it by more steps. Source: Cheng et al., "Stop Summation:
-    Min-Form Credit Assignment Is All Process Reward Model Needs for Reasoning", 2025, equation 2."""
+    """Minimum of the step's own and all later rewards, normalized over all steps of the group.
+
+    A step has the value of the worst step from it on, which further steps cannot raise. Source: Cheng et al.,
+    "Stop Summation: Min-Form Credit Assignment Is All Process Reward Model Needs for Reasoning", 2025,
+    equation 2.
+    """
     PER_STEP = "per_step"
-    """The sum of the step's own and all later rewards, normalized over the group's responses at the same
-    number of the step; a step that no other response has counts 0. Source of comparing steps with those of
-    the same position: Feng et al., "Group-in-Group Policy Optimization", 2025, section 4.3."""
+    """Sum of the step's own and all later rewards, normalized over the group's steps with the same index.
+
+    A step without a counterpart in another response has 0. Source for comparing steps at the same position:
+    Feng et al., "Group-in-Group Policy Optimization", 2025, section 4.3.
+    """
 
 
 def step_advantages(step_rewards_G: Sequence[torch.Tensor], credit: StepCredit) -> list[torch.Tensor]:
-    """Compute the advantage of every step of each rollout of a group: float64 [J].
+    """Return the advantages of the steps of each rollout of a group, float64 [J].
 
-    All are exactly 0 where all compared rewards are equal.
+    All are exactly 0 if all compared rewards are equal.
     """
     match credit:
         case StepCredit.SUM_TO_GO:
@@ -54,18 +61,21 @@ def from_step_rewards(
     step_ends_G: Sequence[torch.Tensor],
     lengths_G: Sequence[int],
 ) -> list[torch.Tensor]:
-    """Compute advantages of tokens from rewards of steps: float32 [T] for each rollout of a group.
+    """Return the advantages of the tokens of each rollout of a group, float32 [T], from rewards of steps.
 
-    ``step_rewards_G[i]`` [J] has the rewards of the steps of rollout i, and ``step_ends_G[i]`` [J] the token
-    positions where they end in its response of ``lengths_G[i]`` tokens, exclusive and increasing. Rewards are
-    normalized by mean and unbiased standard deviation (plus 1e-6) over all steps of the group; a token's
-    advantage is the sum over the steps that end at it or after it. Tokens after the last step have 0. If all
-    steps have the same reward, all tokens have exactly 0.
+    Rewards are normalized by mean and unbiased standard deviation (plus 1e-6) over all steps of the group. A
+    token's advantage is the sum over its own step and all later steps. Tokens after the last step have 0. If
+    all steps have the same reward, all tokens have exactly 0.
 
     Source: Shao et al., "DeepSeekMath", 2024, section 4.1.3.
 
+    Args:
+        step_rewards_G: Rewards of each rollout's steps, each [J].
+        step_ends_G: Token positions in the response at which the steps end, each [J], exclusive, increasing.
+        lengths_G: Number of response tokens of each rollout.
+
     Raises:
-        ValueError: the arguments differ in length, or the ends do not fit the rewards or the response.
+        ValueError: The arguments differ in length, or the ends do not fit the rewards or the response.
     """
     if not len(step_rewards_G) == len(step_ends_G) == len(lengths_G):
         raise ValueError(
@@ -85,26 +95,26 @@ def from_step_rewards(
 
 
 def sums_of_later_steps(step_rewards_G: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Sum, for every step of each rollout [J], its own and all later normalized rewards; float64.
+    """Return the sum of each step's own and all later normalized rewards, float64 [J] for each rollout.
 
-    Rewards are normalized over all steps of the group; the source is that of ``from_step_rewards``.
+    Rewards are normalized over all steps of the group. See ``from_step_rewards`` for the source.
     """
     return [_sums_to_go(values_J) for values_J in _normalized_together(step_rewards_G)]
 
 
 def _normalized_together(step_rewards_G: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The rewards, normalized over all steps of the group; float64."""
+    """Return the rewards normalized over all steps of the group, float64."""
     import torch
 
     if sum(rewards_J.numel() for rewards_J in step_rewards_G) == 0:
         return [rewards_J.double() for rewards_J in step_rewards_G]
-    # In float64: differences of sums over the whole response.
+    # In float64, because advantages are sums of many normalized rewards.
     whole_N = torch.cat([rewards_J.double() for rewards_J in step_rewards_G])
     return list(normalized(whole_N).split([rewards_J.numel() for rewards_J in step_rewards_G]))
 
 
 def _normalized_by_place(values_G: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The values, normalized over the rollouts that have a step of the same number."""
+    """Return the values normalized over all rollouts that have a step of the same index."""
     import torch
 
     found = [values_J.clone() for values_J in values_G]
@@ -137,7 +147,7 @@ def _check_steps(index: int, rewards_J: torch.Tensor, ends_J: torch.Tensor, leng
 
 
 def _spread(sums_J: torch.Tensor, ends_J: torch.Tensor, length: int) -> torch.Tensor:
-    """Give every token [T] the value of the first step that ends after its position."""
+    """Return, for each token [T], the value of the first step that ends after its position, otherwise 0."""
     advantages_T = sums_J.new_zeros(length)
     for total, (start, end) in zip(sums_J, itertools.pairwise([0, *ends_J.tolist()]), strict=True):
         advantages_T[start:end] = total

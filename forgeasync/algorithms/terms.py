@@ -1,14 +1,14 @@
-"""Further components of a loss, beside the objective: what a teacher says of the tokens, and cross-entropy.
+"""Terms: further components of a loss besides the objective, from teachers or cross-entropy.
 
-Each has its own weight and its own denominator:
+Each term has its own weight and denominator:
 
     loss = (loss of the objective, as in ``forgeasync.algorithms.loss``)
            + sum over terms of weight * aggregate_of_the_term(term)
 
-**Same distributions.** What a teacher says is compared with the student's own log-probabilities over the full
-vocabulary at temperature 1, which is what teachers give; never with those of the distribution that was
-sampled from. Where student and teacher are the same model all gaps are 0, whatever temperature and kept sets
-sampling has.
+**Same distributions.** Teachers give log-probabilities over the full vocabulary at temperature 1. Terms
+compare them with the student's log-probabilities over the full vocabulary at temperature 1, never with those
+of the distribution that was sampled from. So if student and teacher are the same model, all gaps are 0,
+whatever the temperature and kept sets of sampling.
 
 Shape suffixes: T trained tokens of a row, K ids of each token.
 """
@@ -32,46 +32,46 @@ if TYPE_CHECKING:
     import torch
 
 MAX_TOPK = 1024
-"""Most ids that a teacher can be asked for at each token."""
+"""Maximum number of ids that a teacher can score at each token."""
 
 
 class IdsOf(StrEnum):
-    """Whose likely ids a divergence looks at."""
+    """Model whose likely ids a divergence compares."""
 
     TEACHER = "teacher"
-    """The teacher's likeliest."""
+    """The teacher's likeliest ids."""
     STUDENT = "student"
-    """Those that the policy could have drawn: the token's kept set."""
+    """The ids that the policy could have drawn, which are the token's kept set."""
 
 
 class Term(Section):
-    """A loss for every token that is added to that of the objective."""
+    """Base class of losses of tokens that are added to the loss of the objective."""
 
     weight: Factor = 1.0
     """Factor of this term in the loss."""
     aggregation: AnyAggregation = TokenMean()
-    """How the term's losses of tokens become a loss of the batch; its denominator is its own."""
+    """Reduction of the term's losses of tokens to a loss of the batch, with its own denominator."""
 
     needs_teacher: ClassVar[bool] = True
     """Whether rows need a teacher's log-probabilities."""
 
     @property
     def num_ids(self) -> int:
-        """Ids that the teacher is asked for at each token, besides the sampled one."""
+        """Number of ids that the teacher scores at each token, besides the sampled one."""
         return 0
 
     @property
     def asks_student_ids(self) -> bool:
-        """Whether these are the policy's and not the teacher's."""
+        """Whether the teacher scores ids that the policy could have drawn, rather than its own likeliest."""
         return False
 
     @abstractmethod
     def __call__(
         self, row: RowTokens, weights_T: torch.Tensor | None
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Compute losses [T] and sums over the masked tokens by metric name.
+        """Return losses [T], and sums over the trained tokens by metric name.
 
-        ``weights_T`` are the weights that corrections have given the tokens [T], None without corrections.
+        ``weights_T`` are the corrections' weights of the tokens [T], or None without corrections.
         """
 
 
@@ -86,17 +86,18 @@ def _own(row: RowTokens) -> torch.Tensor:
 
 
 class SampledReverseKl(Term):
-    """KL(student || teacher) on the sampled tokens, as a cost of each of them.
+    """KL(student || teacher), estimated on the sampled tokens, as a cost of each token.
 
-    The loss of a token is sg(gap) * logprob, times the corrections' weights, with gap = log(student /
-    teacher) and sg stopping the gradient: the policy gradient of minus the gap. Sources: Gu et al.,
-    "MiniLLM", 2024, equation 4 (single steps); Agarwal et al., "On-Policy Distillation", 2024. Beside an
-    objective it is the sum of Xu et al., "KDRL", 2025, section 3: their k2 loss has this gradient.
+    The loss of a token is sg(gap) * logprob, times the corrections' weights, where gap = log(student /
+    teacher) and sg stops the gradient. This is the policy gradient with minus the gap as the reward. Sources:
+    Gu et al., "MiniLLM", 2024, equation 4 (single steps); Agarwal et al., "On-Policy Distillation", 2024.
+    Together with an objective, it is the sum of Xu et al., "KDRL", 2025, section 3, whose k2 loss has this
+    gradient.
     """
 
     kind: Literal["sampled_reverse_kl"] = "sampled_reverse_kl"
     max_gap: float = Field(default=20.0, ge=0.1, le=1e4)
-    """Gaps beyond this many nats count as this many, on both sides; counted in ``teacher/capped_share``."""
+    """Bound on the absolute gap in nats. ``teacher/capped_share`` counts larger gaps."""
 
     def __call__(
         self, row: RowTokens, weights_T: torch.Tensor | None
@@ -111,7 +112,7 @@ class SampledReverseKl(Term):
 
 
 class TopkKl(Term):
-    """The divergence from the teacher over some likely tokens, with all others as one further event.
+    """Divergence from the teacher over K likely tokens, with all other tokens as one further event.
 
     Sources: ``forward``, Hinton et al., "Distilling the Knowledge in a Neural Network", 2015; ``reverse`` and
     ``jsd``, Agarwal et al., "On-Policy Distillation", 2024, equation 1 (beta 1/2).
@@ -120,10 +121,10 @@ class TopkKl(Term):
     kind: Literal["topk_kl"] = "topk_kl"
     divergence: Literal["forward", "reverse", "jsd"] = "forward"
     ids: IdsOf = IdsOf.TEACHER
-    """Whose likely tokens are looked at. ``student``: those of each token's kept set, so that
-    ``sampling.top_k`` has to be set and to be ``top_k``; not with an ``endpoint``."""
+    """Model whose likely tokens are compared. ``student`` uses each token's kept set: it needs
+    ``sampling.top_k`` equal to ``top_k``, and does not work with an ``endpoint``."""
     top_k: int = Field(default=16, gt=0, le=MAX_TOPK)
-    """Number of the most likely tokens that are looked at."""
+    """Number of likely tokens that are compared."""
     tail: bool = True
     """Count the probability of all other tokens as one further event."""
 
@@ -150,8 +151,8 @@ class TopkKl(Term):
 class CrossEntropy(Term):
     """-log p of the sampled tokens of responses that were better than their group (advantage above 0).
 
-    Over the full vocabulary at temperature 1. Source: Dong et al., "RAFT", 2023, with the group's mean in
-    place of its best.
+    Log-probabilities are over the full vocabulary at temperature 1. Source: Dong et al., "RAFT", 2023, but
+    with responses above the group's mean instead of the group's best.
     """
 
     needs_teacher: ClassVar[bool] = False
@@ -166,11 +167,12 @@ class CrossEntropy(Term):
 
 
 class RefKl(Term):
-    """A KL penalty towards a teacher, by an estimator of ``algorithm.kl``; 1 times its estimate.
+    """KL penalty towards a teacher, with an estimator of ``algorithm.kl``.
 
-    It takes the reference out of the trainer's procs: with the policy's own first weights as the teacher, and
-    sampling at temperature 1 that cuts nothing, it is the penalty ``algorithm.kl`` with ``where: loss``.
-    Otherwise it differs in looking at the full vocabulary at temperature 1.
+    With it, the trainer's processes need not hold a reference model. If the teacher has the policy's initial
+    weights and sampling uses temperature 1 and the whole vocabulary, it equals the penalty ``algorithm.kl``
+    with ``where: loss``. With other sampling it differs, because it compares distributions over the full
+    vocabulary at temperature 1.
     """
 
     kind: Literal["ref_kl"] = "ref_kl"

@@ -1,16 +1,17 @@
-"""Rollout accounting: compares the composition of what trains with what was submitted, and corrects it.
+"""Rollout accounting: measures how lost groups bias the training data, and corrects the bias with weights.
 
-The stratum of a group is its data source and the power of two at or below its longest rollout, which decides
-how long the group takes. The length of a response is its tokens, that of an episode its milliseconds. A group
-is resolved when it was trained on or lost for good. Two histograms count the rollouts of resolved groups over
-a trailing window: as submitted, each group with weight 1, and as trained, with the weights of the batches. If
-nothing is lost the two are equal, and their distance is 0.
+The stratum of a group is its data source and the largest power of two at or below the length of its longest
+rollout, because the longest rollout decides how long a group takes. A response's length is its number of
+tokens, an episode's its milliseconds. A group is resolved when it was trained on or lost for good. Two
+histograms count the rollouts of resolved groups over a trailing window: as submitted, where each group has
+weight 1, and as trained, with the weights of the batches. If nothing is lost, the two are equal and their
+distance is 0.
 
-With ``Replacement.WEIGHT`` a lost group leaves a deficit of 1 in its stratum. The next trained groups of that
-stratum compensate for it with weights up to ``max_weight``. If a share p of a stratum's groups survives, the
-weights tend to 1 / p, without p being known: the estimator of Horvitz and Thompson, "A Generalization of
-Sampling Without Replacement from a Finite Universe", 1952. A stratum of which nothing survives keeps its
-deficit, which the metrics show.
+With ``Replacement.WEIGHT``, a lost group leaves a deficit of 1 in its stratum. The next trained groups of
+that stratum compensate for it with weights up to ``max_weight``. If a share p of a stratum's groups survives,
+the weights tend to 1 / p, without an estimate of p. This is the estimator of Horvitz and Thompson, "A
+Generalization of Sampling Without Replacement from a Finite Universe", 1952. If no group of a stratum
+survives, its deficit remains and shows in the metrics.
 """
 
 from collections import Counter, defaultdict, deque
@@ -26,16 +27,16 @@ K = TypeVar("K")
 
 
 Stratum = tuple[str, int]
-"""Source and length bucket: groups that are lost alike."""
+"""Data source and length bucket. Groups of one stratum are assumed equally likely to be lost."""
 
 
 def length_bucket(num_tokens: int) -> int:
-    """Return the exponent of the power of two at or below a length; -1 for an empty response."""
+    """Return the exponent of the largest power of two at or below a length; -1 for length 0."""
     return num_tokens.bit_length() - 1
 
 
 def stratum_of(task: Task, lengths: Sequence[int]) -> Stratum:
-    """Return the stratum of a group by the lengths of its rollouts."""
+    """Return the stratum of a group whose rollouts have these lengths."""
     return task.source, length_bucket(max(lengths))
 
 
@@ -47,7 +48,7 @@ def comes_again(reason: DropReason, section: AccountingSection) -> bool:
 
 
 class AccountingLedger:
-    """Counts resolved groups, and computes the weights of the next ones."""
+    """Counts resolved groups, and computes the weight of each group that trains."""
 
     def __init__(self, section: AccountingSection) -> None:
         self._carries_deficits = (
@@ -59,9 +60,13 @@ class AccountingLedger:
         self._num_censored = 0
 
     def train(self, task: Task, lengths: Sequence[int], *, submitted: Sequence[int]) -> float:
-        """Count a group that goes into a batch; returns its weight.
+        """Count a group that goes into a batch, and return its weight.
 
-        ``submitted`` are the lengths of its prompt's first group, which differ if that one was lost.
+        Args:
+            task: The group's task.
+            lengths: Lengths of the group's rollouts.
+            submitted: Lengths of the rollouts of the prompt's first completely sampled attempt. They differ
+                from ``lengths`` if that attempt was lost.
         """
         weight = 1.0
         if self._carries_deficits:
@@ -73,7 +78,7 @@ class AccountingLedger:
         return weight
 
     def lose(self, task: Task, lengths: Sequence[int] | None) -> None:
-        """Count a group that is lost for good; ``lengths`` is None if it was not sampled completely."""
+        """Count a group that is lost for good. ``lengths`` is None if it was not sampled completely."""
         if lengths is None:
             self._num_censored += 1
             return
@@ -83,7 +88,7 @@ class AccountingLedger:
 
     @property
     def deficits(self) -> tuple[Deficit, ...]:
-        """Deficits that remain."""
+        """Deficits that no trained group has compensated for."""
         return tuple(
             Deficit(source=source, length_bucket=bucket, weight=float(weight))
             for (source, bucket), weight in self._deficits.items()
@@ -92,7 +97,7 @@ class AccountingLedger:
 
     @property
     def num_censored(self) -> int:
-        """Groups lost before they were sampled completely."""
+        """Number of groups lost before they were sampled completely, whose lengths are unknown."""
         return self._num_censored
 
     def restore(self, deficits: Iterable[Deficit], num_censored: int) -> None:
@@ -123,7 +128,10 @@ def _rollouts(source: str, lengths: Sequence[int], weight: float) -> _Rollouts:
 
 
 class Composition:
-    """Histograms of the latest resolved groups, as submitted and as trained. Adding one costs O(rollouts)."""
+    """Histograms of the latest ``num_groups`` resolved groups, as submitted and as trained.
+
+    Adding a group costs O(number of its rollouts).
+    """
 
     def __init__(self, num_groups: int) -> None:
         self._window: deque[tuple[_Rollouts, _Rollouts]] = deque()
@@ -132,7 +140,7 @@ class Composition:
         self._trained = _Histograms()
 
     def add(self, source: str, *, submitted: Sequence[int], trained: Sequence[int], weight: float) -> None:
-        """Add a resolved group by the lengths of its rollouts; weight 0 if it did not train."""
+        """Add a resolved group by the lengths of its rollouts. ``weight`` is 0 if it did not train."""
         group = (_rollouts(source, submitted, 1.0), _rollouts(source, trained, weight))
         self._window.append(group)
         self._count(group, +1)
@@ -144,7 +152,10 @@ class Composition:
             histograms.add(rollouts, sign * rollouts.weight)
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics. Distances are total variation: half the sum of absolute differences of shares."""
+        """Return metrics by their names in metrics.jsonl.
+
+        Distances are total variation distances: half the sum of absolute differences of shares.
+        """
         if self._trained.num_rollouts < 0.5:
             return {}
         return {
@@ -158,7 +169,7 @@ class Composition:
         }
 
     def _share_ratios(self) -> dict[int, float]:
-        """Return trained share over submitted share of each bucket that is not empty."""
+        """Return the ratio of trained share to submitted share, for each bucket that is not empty."""
         submitted, trained = self._submitted, self._trained
         return {
             bucket: trained.by_bucket.get(bucket, 0.0)
@@ -170,7 +181,7 @@ class Composition:
 
 
 class _Histograms:
-    """Weighted numbers of rollouts by length bucket and by source."""
+    """Weighted counts of rollouts by length bucket and by source."""
 
     def __init__(self) -> None:
         self.by_bucket: defaultdict[int, float] = defaultdict(float)

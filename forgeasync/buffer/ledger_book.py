@@ -1,4 +1,4 @@
-"""What happened to every prompt, by the events of a ledger. Contradictions are found. Pure: no files.
+"""Replays the events of a ledger into the state of every prompt, and finds contradictions. Pure: no files.
 
 A prompt is in one place at a time:
 
@@ -7,10 +7,10 @@ A prompt is in one place at a time:
        +----------+----------+---------+--> filtered or dropped
       again
 
-A resumed run goes on from the state at a line ``checkpointed``. Everything after that line is undone, and
-prompts whose groups were in flight wait again. Those whose scored groups are read from disk are ``restored``,
-which leads from waiting to scored. Steps may be made again, each with the same prompts. Undone events stay in
-the ledger.
+A resumed run continues from the state at a line ``checkpointed``. Everything after that line is undone, and
+prompts whose groups were in flight wait again. A prompt whose scored group is read from disk moves from
+waiting to scored with an event ``restored``. Steps may be repeated, each with the same prompts. Undone events
+stay in the ledger.
 """
 
 import copy
@@ -36,7 +36,7 @@ from forgeasync.buffer.restoring import LostSteps
 
 
 class Place(StrEnum):
-    """Where a prompt is, or how it ended."""
+    """Current stage of a prompt, or how the prompt ended."""
 
     WAITING = "waiting"
     STARTED = "started"
@@ -44,29 +44,34 @@ class Place(StrEnum):
     SCORED = "scored"
     TRAINED = "trained"
     SKIPPED = "skipped"
-    """In the batch of a step that did not change the weights."""
+    """The prompt was in the batch of a step that did not change the weights."""
     FILTERED = "filtered"
     DROPPED = "dropped"
     UNFINISHED = "unfinished"
 
 
 UNDER_WAY = frozenset({Place.STARTED, Place.SAMPLED, Place.SCORED})
+"""Places of a prompt that has a group in the buffer."""
 OPEN = UNDER_WAY | {Place.WAITING}
+"""Places of a prompt that has not ended."""
 LOSSES = frozenset({Place.FILTERED, Place.DROPPED, Place.UNFINISHED})
+"""Places of a prompt that ended without being in a batch."""
 ENDS = (Place.TRAINED, Place.SKIPPED, Place.FILTERED, Place.DROPPED, Place.UNFINISHED)
+"""Places of a prompt that has ended, in the order of reports."""
 
 
 class Contradiction(ValueError):
-    """A line contradicts the lines before it."""
+    """A line of the ledger contradicts the lines before it."""
 
     def __init__(self, line: int, words: str) -> None:
+        """``line`` is the line's number, starting at 1."""
         super().__init__(f"line {line}: {words}")
         self.line = line
 
 
 @dataclass(slots=True)
 class PromptState:
-    """Place of a prompt since a line. It is replaced, never changed."""
+    """State of a prompt since a line of the ledger. Instances are replaced, never changed."""
 
     place: Place
     attempt: int
@@ -93,37 +98,37 @@ class PromptState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedStep:
-    """A step that was not undone."""
+    """A trained step that no resumption has undone."""
 
     step: int
     line: int
     num_groups: int
     update: Update
     life: int
-    """First line of the controller that made the step."""
+    """Number of the ledger's first line from the controller process that made the step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumption:
-    """A resumption from a checkpoint, and what it undid."""
+    """A resumption from a checkpoint, with the steps and prompts that it undid."""
 
     line: int
     step: int
     from_line: int
     undone_steps: tuple[int, ...]
     undone_prompts: tuple[int, ...]
-    """Prompts that had ended and no longer have."""
+    """Prompts whose ends were undone."""
     untrained_prompts: tuple[int, ...]
-    """Those of them that were trained on."""
+    """Prompts among ``undone_prompts`` that had been trained on."""
     restarted_prompts: tuple[int, ...]
-    """Prompts whose groups were in flight at the checkpoint. Their samples are lost unless restored."""
+    """Prompts whose groups were in the buffer at the checkpoint. Their samples are lost unless restored."""
     num_steps_again: int = 0
-    """Steps that are made again with the same groups."""
+    """Number of steps to repeat with the same groups."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Totals:
-    """Counts without what was undone."""
+    """Counts of the events that no resumption has undone."""
 
     step: int = 0
     groups_per_step: int = 0
@@ -133,26 +138,30 @@ class Totals:
     num_reissued: int = 0
     num_restarted: int = 0
     num_restored: int = 0
-    """Groups that were read from disk when the run was resumed."""
+    """Number of groups that were read from disk when the run was resumed."""
     num_lost: Counter[DropReason] = field(default_factory=Counter)
-    """Groups that did not train, including those whose prompts were submitted again."""
+    """Number of groups that did not train, by reason, including those whose prompts were submitted again."""
     num_ended: Counter[Place] = field(default_factory=Counter)
+    """Number of prompts that ended, by their last place."""
     num_dropped: Counter[DropReason] = field(default_factory=Counter)
-    """Prompts that ended as dropped."""
+    """Number of prompts that ended as dropped, by reason."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Mark:
-    """A line ``checkpointed``, and what changed between it and the next one."""
+    """State at a line ``checkpointed``, enough to undo everything that follows it."""
 
     line: int
     totals: Totals
     before: dict[int, PromptState | None] = field(default_factory=dict)
-    """States at this line of prompts that changed since; None if not yet submitted."""
+    """State at this line of each prompt that changed before the next such line; None if not yet submitted."""
 
 
 class Book:
-    """Applies events line by line. It needs a few hundred bytes of memory for each prompt."""
+    """State machine that applies a ledger's events line by line, and checks each one.
+
+    It needs a few hundred bytes of memory for each prompt.
+    """
 
     def __init__(self) -> None:
         self.totals = Totals()
@@ -169,13 +178,13 @@ class Book:
         self._marks: list[_Mark] = []
         self._life = 0
         self._planned: list[tuple[int, ...]] = []
-        """Prompts of the next steps that are made again."""
+        """Prompts of the steps still to repeat, in step order."""
 
     def apply(self, event: AnyEvent) -> None:
         """Apply the event of the next line.
 
         Raises:
-            Contradiction: the lines before it do not allow it. The book must not be used afterwards.
+            Contradiction: The lines before do not allow the event. Do not use this instance afterwards.
         """
         self.num_lines += 1
         if self.opened is None and not isinstance(event, Opened):
@@ -209,11 +218,11 @@ class Book:
 
     @property
     def open_prompts(self) -> dict[int, int]:
-        """Attempt of each prompt that has not ended."""
+        """Attempt of each prompt that has not ended, by prompt."""
         return {prompt: self._prompts[prompt].attempt for prompt in sorted(self._open)}
 
     def lost_after(self, step: int) -> LostSteps:
-        """Return what a run loses when it is resumed from the checkpoint of ``step``."""
+        """Return the steps and attempts that a run resumed from the checkpoint of ``step`` loses."""
         batches: dict[int, list[int]] = {one.step: [] for one in self.steps if one.step > step}
         first_attempts: dict[int, int] = {}
         for prompt, state in self._prompts.items():
@@ -226,7 +235,7 @@ class Book:
         return LostSteps(batches=(*made, *self._planned), first_attempts=first_attempts)
 
     def prompt(self, prompt: int) -> PromptState | None:
-        """Return the state of a prompt; None if it was not submitted or ended before the ledger began."""
+        """Return a prompt's state; None if it was not submitted, or ended before the ledger began."""
         return self._prompts.get(prompt)
 
     # ---- events

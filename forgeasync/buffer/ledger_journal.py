@@ -1,8 +1,8 @@
-"""The journal of a run: its file, the writer beside the event loop, and a replay buffer that keeps one.
+"""Writes a run's ledger: the file, its background writer, and a replay buffer that records every change.
 
-The ledger is written where the buffer changes, by the buffer's own process, so that events are in order and
-are sent nowhere. The disk may be behind by ``SYNC_EVERY_S`` and a flush, with two exceptions. A checkpoint
-begins only when the ledger up to it is on the disk. The metrics of a step are reported only when the step is.
+The process that changes the buffer also writes the ledger, so events need no transport and stay in order. The
+disk may lag behind by ``SYNC_EVERY_S`` and the time of a flush, with two exceptions. A checkpoint begins only
+when the ledger up to it is on disk, and the metrics of a step are reported only when the step is on disk.
 """
 
 import asyncio
@@ -33,30 +33,32 @@ from forgeasync.files import AppendedFile, FileLocked, Refusal, flush, is_refusa
 from forgeasync.waiting import Monitor
 
 LOCK_WAIT_S = 10.0
-"""Seconds to wait for the process that wrote the journal of a killed run, which ends after its controller."""
+"""Seconds to wait for the lock of a killed run's journal. Its writer may outlive the controller briefly."""
 
 _CHUNK_BYTES = 1 << 16
 
 SYNC_EVERY_S = 0.2
-"""Seconds in which events are collected before they are written. If the machine fails, only these and those
-that are being written are lost."""
+"""Seconds for which events are collected before they are written.
+
+If the machine fails, only the events of this time and of the write in progress are lost.
+"""
 
 RETRY_S = 1.0
-"""Seconds between two attempts to write what the disk has refused."""
+"""Seconds between two attempts to write to a disk that is full or fails."""
 
 T = TypeVar("T")
 
 
 class JournalNotWritten(OSError):
-    """The journal could not be written."""
+    """The disk did not accept the journal."""
 
 
 class JournalInUse(RuntimeError):
-    """Another process writes the journal."""
+    """Another process has the journal open for writing."""
 
 
 class JournalFile:
-    """An open journal file, locked by the one process that appends to it. Nothing is rewritten."""
+    """Append-only journal file, locked by the single process that writes it."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path = path
@@ -65,10 +67,10 @@ class JournalFile:
 
     @classmethod
     def create(cls, path: Path) -> "JournalFile":
-        """Create a journal.
+        """Create an empty journal and flush its folder, so that the file survives a crash.
 
         Raises:
-            FileExistsError: it exists.
+            FileExistsError: The file exists.
         """
         file = cls._open(path, os.O_CREAT | os.O_EXCL)
         flush(path.parent)
@@ -76,11 +78,11 @@ class JournalFile:
 
     @classmethod
     def reopen(cls, path: Path) -> "tuple[JournalFile, LedgerPosition]":
-        """Open a journal to go on with it; also returns the position of its end.
+        """Open an existing journal to append to it; return it with the position of its end.
 
         Raises:
-            ValueError: its last line is not a complete line of a ledger.
-            JournalInUse: another process still writes it.
+            ValueError: The last line is not a complete line of a ledger.
+            JournalInUse: Another process has not released the journal within ``LOCK_WAIT_S``.
         """
         file = cls._open(path, 0)
         size = os.fstat(file._descriptor).st_size
@@ -95,7 +97,8 @@ class JournalFile:
     def _open(cls, path: Path, flags: int) -> "JournalFile":
         descriptor = os.open(path, os.O_RDWR | flags, 0o644)
         try:
-            # On a file system without locks, one controller has still claimed the run's folder.
+            # On a file system without locks this does nothing. The claim on the run's folder still excludes
+            # a second controller.
             lock(descriptor, wait_s=LOCK_WAIT_S)
         except FileLocked:
             os.close(descriptor)
@@ -106,13 +109,13 @@ class JournalFile:
         return cls(path, descriptor)
 
     def write(self, data: bytes) -> None:
-        """Append ``data`` and wait until it is on the disk.
+        """Append ``data`` and wait until it is on disk.
 
-        After an error the file ends as before. The data are kept, and the next call writes them first; it may
-        have nothing to add.
+        After an error, the file ends where it did before. The data stay in memory, and the next call writes
+        them first; its own ``data`` may be empty.
 
         Raises:
-            JournalNotWritten: the disk is full or fails.
+            JournalNotWritten: The disk is full or fails.
         """
         try:
             self._file.write(data)
@@ -129,10 +132,10 @@ class JournalFile:
 
 
 def cut_torn_line(path: Path) -> int:
-    """Remove an incomplete last line, which a killed process left; returns its number of bytes.
+    """Remove the incomplete last line that a killed process left; return its number of bytes, 0 if none.
 
     Raises:
-        JournalInUse: another process still writes the journal.
+        JournalInUse: Another process has not released the journal within ``LOCK_WAIT_S``.
     """
     file = JournalFile._open(path, 0)
     try:
@@ -148,7 +151,7 @@ def cut_torn_line(path: Path) -> int:
 
 
 def _last_line(descriptor: int, size: int) -> bytes:
-    """Read the last line from the end of the file, with its newline if it has one."""
+    """Return the last line of the file, with its newline if it has one."""
     tail = b""
     while len(tail) < size and b"\n" not in tail[:-1]:
         num_bytes = min(_CHUNK_BYTES, size - len(tail))
@@ -157,11 +160,11 @@ def _last_line(descriptor: int, size: int) -> bytes:
 
 
 class Journal:
-    """Appends events to a journal without blocking the event loop that makes all calls.
+    """Appends events to a journal file without blocking the event loop.
 
-    Events get their lines at once, in order. A thread writes and flushes them in batches, at most
-    ``SYNC_EVERY_S`` and one flush later, or at once if something waits for them. While the disk is full or
-    fails they are kept and tried again, and waiting takes longer.
+    All calls come from one event loop. ``append`` encodes the events at once, in order. A thread writes and
+    flushes them in batches, at most ``SYNC_EVERY_S`` and one flush later, or at once if ``durable`` waits for
+    them. While the disk is full or fails, events are kept in memory and written again every ``RETRY_S``.
     """
 
     def __init__(self, file: JournalFile, position: LedgerPosition) -> None:
@@ -178,10 +181,10 @@ class Journal:
         self._longest_behind_s = 0.0
 
     def append(self, events: Sequence[AnyEvent]) -> None:
-        """Append events, which are on the disk a moment later.
+        """Append events. Returns before they are on disk; see ``durable``.
 
         Raises:
-            JournalNotWritten: an earlier event can never be written.
+            JournalNotWritten: Earlier events could not be written, for a reason that a retry cannot remove.
         """
         if self._failure is not None:
             raise self._failure
@@ -195,10 +198,10 @@ class Journal:
             self._writing = asyncio.create_task(self._write())
 
     async def durable(self) -> None:
-        """Wait until everything that was appended is on the disk.
+        """Wait until all events appended so far are on disk.
 
         Raises:
-            JournalNotWritten: it can never be written.
+            JournalNotWritten: They could not be written, for a reason that a retry cannot remove.
         """
         num_lines = self.position.num_lines
         self._hurry.set()
@@ -209,32 +212,35 @@ class Journal:
             raise self._failure
 
     async def close(self) -> None:
-        """Write what remains, and close the file.
+        """Write the remaining events, and close the file.
 
         Raises:
-            JournalNotWritten: it can never be written.
+            JournalNotWritten: They could not be written, for a reason that a retry cannot remove.
         """
         await self.durable()
         self._file.close()
 
     @property
     def refusal(self) -> Refusal | None:
-        """What the disk refuses at this moment, for which ``durable`` waits."""
+        """Reason why the disk does not accept writes, while they are retried; None otherwise."""
         return self._refusal
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics by their names in metrics.jsonl. The delay is the longest since the last call."""
+        """Return metrics by their names in metrics.jsonl.
+
+        ``ledger/behind_s`` is the longest time since the last call that an event waited to be on disk.
+        """
         longest_s, self._longest_behind_s = self._longest_behind_s, 0.0
         return {"ledger/num_events": self.position.num_lines, "ledger/behind_s": longest_s}
 
     async def _write(self) -> None:
-        """Write until nothing is pending."""
+        """Write batches of events until none is pending."""
         try:
             while self._pending:
                 try:
                     await asyncio.wait_for(self._hurry.wait(), SYNC_EVERY_S)
                 except TimeoutError:
-                    # Nothing waits for these events, and the time to collect more is over.
+                    # No call of durable waits, and the time to collect more events is over.
                     pass
                 self._hurry.clear()
                 data, oldest_s, num_lines = b"".join(self._pending), self._oldest_s, self.position.num_lines
@@ -243,7 +249,7 @@ class Journal:
                 self._longest_behind_s = max(self._longest_behind_s, time.monotonic() - oldest_s)
                 self._monitor.change(functools.partial(Journal._set_durable, num_lines=num_lines))
         except Exception as error:
-            # The next call that appends or waits raises it.
+            # The next call of append or durable raises it.
             self._monitor.change(functools.partial(Journal._fail, error=error))
         finally:
             self._writing = None
@@ -255,7 +261,7 @@ class Journal:
             except JournalNotWritten as error:
                 if not is_refusal(error):
                     raise
-                # The file keeps the data.
+                # The file object keeps the data and writes them with the next call.
                 data = b""
                 self._refusal = Refusal(path=str(self._file.path), reason=error.strerror or str(error))
                 await asyncio.sleep(RETRY_S)
@@ -271,11 +277,11 @@ class Journal:
 
 
 class RunHasEnded(RuntimeError):
-    """A call came after the end of the ledger, from a loop that is being cancelled."""
+    """The buffer was called after ``end``, by a loop that is being cancelled."""
 
 
 class JournaledBuffer(AsyncReplayBuffer):
-    """An ``AsyncReplayBuffer`` that writes every change into a journal."""
+    """An ``AsyncReplayBuffer`` that writes every event to a journal."""
 
     def __init__(self, state: ReplayBuffer, journal: Journal) -> None:
         super().__init__(state)
@@ -283,7 +289,7 @@ class JournaledBuffer(AsyncReplayBuffer):
         self._is_ended = False
 
     def change(self, act: Callable[[ReplayBuffer], T]) -> T:
-        """Call ``act``, write its events, and wake what waits."""
+        """Call ``act`` on the buffer, append its events to the journal, and wake waiting tasks."""
         self._refuse_after_end()
         result = super().change(act)
         self._journal.append(self.state.events.take())
@@ -295,14 +301,14 @@ class JournaledBuffer(AsyncReplayBuffer):
         *,
         look_at_s: Callable[[ReplayBuffer], float | None] = lambda state: None,
     ) -> T:
-        """Wait for an attempt to succeed, and write its events."""
+        """Wait until ``attempt`` succeeds, and append its events to the journal. See ``Monitor.until``."""
         self._refuse_after_end()
         result = await super().until(attempt, look_at_s=look_at_s)
         self._journal.append(self.state.events.take())
         return result
 
     async def checkpoint(self) -> CheckpointedBuffer:
-        """Return the buffer's part of a checkpoint, when the ledger up to here is on the disk."""
+        """Return the buffer's part of a checkpoint, once the ledger up to it is on disk."""
         snapshot = self.state.snapshot()
         self._journal.append([Checkpointed(step=snapshot.trainer_version)])
         position = self._journal.position
@@ -310,18 +316,18 @@ class JournaledBuffer(AsyncReplayBuffer):
         return CheckpointedBuffer(snapshot=snapshot, ledger=position)
 
     async def durable(self) -> dict[str, float]:
-        """Wait until everything that has happened is on the disk; returns the journal's metrics."""
+        """Wait until all events so far are on disk, and return the journal's metrics."""
         metrics = self._journal.metrics()
         await self._journal.durable()
         return metrics
 
     @property
     def refusal(self) -> Refusal | None:
-        """What the ledger's disk refuses at this moment."""
+        """Reason why the ledger's disk does not accept writes, while they are retried; None otherwise."""
         return self._journal.refusal
 
     async def end(self) -> None:
-        """End the ledger after the last step. All prompts that have not ended are unfinished."""
+        """End the ledger after the last step, and close it. Prompts that have not ended are unfinished."""
         self._refuse_after_end()
         self._is_ended = True
         left = self.state.snapshot()
@@ -337,14 +343,20 @@ class JournaledBuffer(AsyncReplayBuffer):
 def open_buffer(
     state: ReplayBuffer, file: Path, config: RunConfig, resumed: ResumedBuffer | None
 ) -> JournaledBuffer:
-    """Begin the ledger of a run, or go on with it. A resumed run without a ledger begins one at its step.
+    """Create the ledger of a run, or continue it, and return the buffer that writes to it.
 
-    ``state`` is new, or restored from ``resumed``. An incomplete last line has been removed before.
+    A resumed run whose folder has no ledger begins one at its step.
+
+    Args:
+        state: A new buffer, or one restored from ``resumed``.
+        file: Path of the ledger. Remove an incomplete last line first, with ``cut_torn_line``.
+        config: The run's config.
+        resumed: The buffer's part of the checkpoint, if the run is resumed.
 
     Raises:
-        FileExistsError: the folder of a new run has a ledger.
-        JournalInUse: another process writes it.
-        ValueError: the last line of the ledger to go on with is not a line of a ledger.
+        FileExistsError: The folder of a new run has a ledger.
+        JournalInUse: Another process writes the ledger.
+        ValueError: The last line of the existing ledger is not a complete line of a ledger.
     """
     groups_per_step = config.algorithm.groups_per_step
     if resumed is not None and file.exists():

@@ -1,11 +1,11 @@
-"""The lines of ``ledger.jsonl``: their events, and checksums that detect damage.
+"""Format of the lines of ``ledger.jsonl``: events, and checksums that detect damage.
 
 A line is a JSON object that begins with its number and ends with its checksum:
 
     {"n":17,"event":"sampled","prompt":3,"group":5,"crc":"9f21c0aa"}
 
-``crc`` is the CRC-32 of zlib over the line's bytes before ``,"crc":``, in eight hexadecimal digits. It starts
-from the checksum of the line before (0 for the first line), so that it covers all lines up to this one.
+``crc`` is zlib's CRC-32 of the line's bytes before ``,"crc":``, as eight hexadecimal digits. It starts from
+the checksum of the line before (0 for the first line), so it covers all lines up to this one.
 """
 
 import re
@@ -29,7 +29,7 @@ from forgeasync.buffer.prompts import (
 )
 
 FORMAT = 1
-"""Version of the format, which is in the first line."""
+"""Version of the format, which the first line states."""
 
 
 class LedgerEvent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="event"):
@@ -37,9 +37,10 @@ class LedgerEvent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class Opened(LedgerEvent, frozen=True, kw_only=True, tag="opened"):
-    """The first line. In a new run, all counts are 0.
+    """First line of a ledger. In a new run, all counts are 0.
 
-    The ledger of a resumed run whose folder has none begins later, without the prompts that ended before.
+    A resumed run whose folder has no ledger begins one with the counts of its checkpoint. That ledger lacks
+    the prompts that ended earlier.
     """
 
     format: Count
@@ -50,35 +51,36 @@ class Opened(LedgerEvent, frozen=True, kw_only=True, tag="opened"):
     next_group: Count = 0
     num_submitted: Count = 0
     waiting: tuple[tuple[Count, Count], ...] = ()
-    """Prompt and attempt of each prompt that was submitted before and has not ended."""
+    """Prompt and attempt of each prompt that was submitted earlier and has not ended."""
 
 
 class Checkpointed(LedgerEvent, frozen=True, kw_only=True, tag="checkpointed"):
-    """A checkpoint of this state was begun. It may not have been finished."""
+    """A checkpoint of this state was begun. It may not have been completed."""
 
     step: Count
 
 
 class Resumed(LedgerEvent, frozen=True, kw_only=True, tag="resumed"):
-    """The run goes on from a checkpoint. Everything after the checkpoint's line is undone."""
+    """The run continues from a checkpoint. Everything after the checkpoint's line is undone."""
 
     step: Count
     line: Count
-    """Number of the checkpoint's line ``checkpointed``."""
+    """Number of the ``checkpointed`` line of that checkpoint."""
     groups_per_step: Count
     batches: tuple[tuple[Count, ...], ...] = ()
-    """Prompts of the next steps, which are made again with the same groups."""
+    """Prompts of the steps to repeat with the same groups, in step order."""
 
 
 class Ended(LedgerEvent, frozen=True, kw_only=True, tag="ended"):
-    """The run has made all its steps. These prompts have not ended and never will."""
+    """The run has made all its steps."""
 
     unfinished: tuple[Count, ...]
+    """Prompts that had not ended. They end as unfinished."""
 
 
 AnyEvent = AnyPromptEvent | Opened | Checkpointed | Resumed | Ended
 
-# msgspec needs the union written out.
+# msgspec does not accept the alias AnyEvent, so the union is written out.
 _DECODER: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(
     Submitted
     | Started
@@ -104,10 +106,11 @@ class LedgerPosition:
 
     num_lines: int
     checksum: int
-    """Checksum of the last of these lines; 0 at the beginning."""
+    """Checksum of the last of these lines; 0 if there are none."""
 
 
 START = LedgerPosition(num_lines=0, checksum=0)
+"""Position before the first line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,26 +119,26 @@ class CheckpointedBuffer:
 
     snapshot: BufferSnapshot
     ledger: LedgerPosition
-    """The ledger up to the line ``checkpointed``."""
+    """Position after the checkpoint's ``checkpointed`` line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumedBuffer:
-    """The replay buffer of a run that goes on from a checkpoint."""
+    """The replay buffer's state in a run that continues from a checkpoint."""
 
     checkpointed: CheckpointedBuffer
     batches: tuple[tuple[int, ...], ...] = ()
     """See ``Resumed.batches``."""
     num_groups: int = 0
-    """Groups that will be restored."""
+    """Number of groups that will be restored."""
 
 
 class BadLine(ValueError):
-    """A line that differs from what was written at its position."""
+    """A line differs from what was written at its position of the ledger."""
 
 
 def encode_line(event: AnyEvent, after: LedgerPosition) -> tuple[bytes, LedgerPosition]:
-    """Encode an event as the line at a position; returns the line and the position after it."""
+    """Encode an event as the line after a position; return the line and the position after it."""
     number = after.num_lines + 1
     said = b'{"n":%d,' % number + msgspec.json.encode(event)[1:-1]
     checksum = zlib.crc32(said, after.checksum)
@@ -143,7 +146,7 @@ def encode_line(event: AnyEvent, after: LedgerPosition) -> tuple[bytes, LedgerPo
 
 
 def encode_lines(events: Sequence[AnyEvent], after: LedgerPosition) -> tuple[bytes, LedgerPosition]:
-    """Encode events in order; see ``encode_line``."""
+    """Encode events in order as the lines after a position. See ``encode_line``."""
     lines = []
     for event in events:
         line, after = encode_line(event, after)
@@ -152,10 +155,12 @@ def encode_lines(events: Sequence[AnyEvent], after: LedgerPosition) -> tuple[byt
 
 
 def decode_line(line: bytes, after: LedgerPosition) -> tuple[AnyEvent, LedgerPosition]:
-    """Decode the line at a position, without its newline.
+    """Decode the line after a position; return its event and the position after it.
+
+    ``line`` has no newline.
 
     Raises:
-        BadLine: it is not the line that was written there.
+        BadLine: This is not the line that was written there.
     """
     number = after.num_lines + 1
     match = _LINE.fullmatch(line)
@@ -180,7 +185,10 @@ def decode_line(line: bytes, after: LedgerPosition) -> tuple[AnyEvent, LedgerPos
 
 
 def position_after(line: bytes) -> LedgerPosition | None:
-    """Return the position after a line by its own number and checksum; None if it is not a ledger's line."""
+    """Return the position after a line by the number and checksum that it states, unchecked.
+
+    Returns None if it does not have the form of a ledger's line.
+    """
     match = _LINE.fullmatch(line)
     if match is None:
         return None

@@ -1,4 +1,4 @@
-"""Reads and verifies ledgers: against themselves, against a checkpoint, and against the run's metrics."""
+"""Reads ledgers, and verifies them: in themselves, against a checkpoint, and against the run's metrics."""
 
 import json
 from collections import Counter
@@ -29,24 +29,24 @@ NUM_SKIPPED = "trainer/num_skipped_steps"
 
 
 class LedgerUnreadable(ValueError):
-    """There is no ledger, or no line of it can be read."""
+    """The ledger does not exist, has no readable line, or has another format."""
 
 
 class LedgerLines:
-    """Decodes the lines of one ledger in order. Keep it to follow a ledger that is being written."""
+    """Decoder of the lines of one ledger, in order. Keep the instance to follow a ledger being written."""
 
     def __init__(self, name: str) -> None:
         """``name`` is the file's name in error messages."""
         self.position = START
-        """The end of the last line that was read or skipped."""
+        """Position after the last line that was read or skipped."""
         self._name = name
 
     def read(self, line: bytes) -> AnyEvent:
-        """Return the event of the next line, which is given without its newline.
+        """Return the event of the next line. ``line`` has no newline.
 
         Raises:
-            BadLine: it is not the line that was written there. To go on after it, call ``skip``.
-            LedgerUnreadable: it is the first line of a ledger in another format.
+            BadLine: This is not the line that was written there. To continue after it, call ``skip``.
+            LedgerUnreadable: The first line states another format.
         """
         event, position = decode_line(line, self.position)
         if position.num_lines == 1 and isinstance(event, Opened) and event.format != FORMAT:
@@ -57,9 +57,9 @@ class LedgerLines:
         return event
 
     def skip(self, line: bytes) -> None:
-        """Go on after a bad line, from the number and the checksum that it claims.
+        """Continue after a bad line, with the number and checksum that it states.
 
-        If it has none, the next line cannot be checked either, because its checksum includes this line's.
+        If it states none, the next line is bad too, because its checksum includes this line's.
         """
         unknown = LedgerPosition(num_lines=self.position.num_lines + 1, checksum=0)
         self.position = position_after(line) or unknown
@@ -67,24 +67,26 @@ class LedgerLines:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerReading:
-    """A ledger, up to the first contradiction."""
+    """Content of a ledger up to its first contradiction."""
 
     book: Book
     position: LedgerPosition
-    """The end of the last line that was read."""
+    """Position after the last line that was read."""
     contradiction: Contradiction | None
-    """The first contradiction, if any. Lines after it were not read."""
+    """First contradiction, if any. Lines after it were not read."""
     num_torn_bytes: int
-    """Length of an incomplete last line, which a killed process left."""
+    """Length of the incomplete last line that a killed process left; 0 if there is none."""
     checksum_at: int | None
-    """Checksum of the requested line; None if the ledger has no such line."""
+    """Checksum of the requested line; None if the reading did not reach it."""
 
 
 def read_ledger(file: Path, *, line: int = 0) -> LedgerReading:
-    """Read a whole ledger, and return the checksum of ``line`` with it.
+    """Read a whole ledger, up to its first contradiction.
+
+    ``line`` is the number of the line whose checksum is returned as ``checksum_at``.
 
     Raises:
-        LedgerUnreadable: the file does not exist, has no complete line, or has another format.
+        LedgerUnreadable: The file cannot be read, has no complete line, or has another format.
     """
     book, decoder = Book(), LedgerLines(str(file))
     contradiction, num_torn_bytes, checksum_at = None, 0, None
@@ -119,12 +121,18 @@ def read_ledger(file: Path, *, line: int = 0) -> LedgerReading:
 
 
 def check_ledger(file: Path, resumed: CheckpointedBuffer, *, checkpoint: Path) -> LostSteps | None:
-    """Check a ledger against itself and against a checkpoint, before a run is resumed.
+    """Check a ledger in itself and against a checkpoint, before a run is resumed.
 
-    Returns what the resumed run loses; None without a ledger, which a run may do without.
+    Args:
+        file: The ledger. A run may have none.
+        resumed: The buffer's part of the checkpoint.
+        checkpoint: Folder of the checkpoint, for error messages.
+
+    Returns:
+        The steps and attempts that the resumed run loses; None without a ledger.
 
     Raises:
-        ConfigError: there is a contradiction.
+        ConfigError: The ledger cannot be read, or there is a contradiction.
     """
     if not file.exists():
         return None
@@ -182,18 +190,18 @@ def _contradictions(file: Path, reading: LedgerReading, resumed: CheckpointedBuf
 
 
 class _MetricsContradiction(ValueError):
-    """A line of the metrics and the ledger contradict each other."""
+    """A line of metrics.jsonl contradicts the ledger, or cannot be read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _MetricsLine:
-    """A line of metrics.jsonl."""
+    """A line of metrics.jsonl, with its number from 1."""
 
     number: int
     values: Mapping[str, object]
 
     def count(self, key: str) -> int:
-        """Return a value that must be an integer."""
+        """Return the value of ``key``, which must be an integer."""
         value = self.values.get(key)
         if isinstance(value, float) and value.is_integer():
             return int(value)
@@ -206,7 +214,7 @@ def _read_metrics(file: Path) -> list[_MetricsLine]:
     """Read the complete lines of metrics.jsonl.
 
     Raises:
-        _MetricsContradiction: a line is not a JSON object.
+        _MetricsContradiction: A line is not a JSON object.
     """
     lines = []
     for number, text in enumerate(file.read_bytes().splitlines(keepends=True), start=1):
@@ -224,14 +232,16 @@ def _read_metrics(file: Path) -> list[_MetricsLine]:
 
 
 def _compare_with_metrics(book: Book, lines: Sequence[_MetricsLine]) -> int:
-    """Compare every step of a ledger with the metrics, which are counted and written independently of it.
+    """Compare every step of a ledger with the metrics, which are counted and written independently.
 
-    Returns the number of steps that both have. The ledger is written first, so it may have more steps: those
-    after the last metrics of a run that did not end, and the last step before a run was interrupted and
-    resumed.
+    The ledger is written first, so it may have steps that the metrics lack: those after the last metrics of a
+    run that did not end, and the last step before an interruption from which the run was resumed.
+
+    Returns:
+        The number of steps that both have.
 
     Raises:
-        _MetricsContradiction: the first contradiction.
+        _MetricsContradiction: The first contradiction.
     """
     known = _by_step(book, lines)
     losses, in_ledger, in_metrics = iter([*book.losses, None]), Counter[DropReason](), Counter[DropReason]()
@@ -239,7 +249,7 @@ def _compare_with_metrics(book: Book, lines: Sequence[_MetricsLine]) -> int:
     num_compared, num_skipped, life = 0, 0, 0
     for one, following in zip(book.steps, [*book.steps[1:], None], strict=True):
         if one.life != life:
-            # The controller's counts begin at 0 at every start.
+            # The controller's counters start at 0 with each of its processes.
             life, num_skipped = one.life, 0
             in_ledger.clear()
             in_metrics.clear()
@@ -276,7 +286,7 @@ def _compare_with_metrics(book: Book, lines: Sequence[_MetricsLine]) -> int:
 
 
 def _by_step(book: Book, lines: Sequence[_MetricsLine]) -> dict[int, _MetricsLine]:
-    """Return the lines of steps after the ledger's first; all of them must be in the ledger."""
+    """Return the metrics of steps after the ledger's beginning, by step. The ledger must have each step."""
     assert book.opened is not None
     trained = {one.step for one in book.steps}
     known: dict[int, _MetricsLine] = {}
@@ -297,7 +307,10 @@ def _by_step(book: Book, lines: Sequence[_MetricsLine]) -> dict[int, _MetricsLin
 
 
 def _check_may_lack(book: Book, step: TrainedStep, following: TrainedStep | None, *, last: int) -> None:
-    """Check that the metrics may lack a step."""
+    """Raise ``_MetricsContradiction`` unless the metrics may lack the step.
+
+    ``following`` is the next step of the ledger, ``last`` the last step of the metrics.
+    """
     is_last_of_life = following is not None and following.life != step.life
     if not is_last_of_life and (book.is_ended or step.step < last):
         raise _MetricsContradiction(
@@ -308,17 +321,17 @@ def _check_may_lack(book: Book, step: TrainedStep, following: TrainedStep | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Result of verifying a ledger, also against the run's metrics if there are any."""
+    """Result of verifying a ledger, including against the run's metrics if there are any."""
 
     file: Path
     reading: LedgerReading
     num_compared_steps: int | None
-    """Steps that the metrics have too; None without metrics, or if the ledger contradicts itself."""
+    """Number of steps that the metrics have too; None without metrics or with a contradiction."""
     contradiction: str | None
-    """The first contradiction, if any."""
+    """First contradiction, if any."""
 
     def as_json(self) -> dict[str, object]:
-        """Return the verdict as JSON types. With a contradiction, counts are those of the lines before."""
+        """Return the verdict as JSON types. With a contradiction, the counts cover the lines before it."""
         book = self.reading.book
         totals = book.totals
         ends: dict[str, object] = {place.value: totals.num_ended[place] for place in ENDS}
@@ -394,14 +407,14 @@ class Verdict:
 
 
 def verify(file: Path, metrics: Path) -> Verdict:
-    """Read a ledger and compare it with the metrics, if there are any.
+    """Read a ledger, and compare it with the metrics if the file ``metrics`` exists.
 
     Raises:
-        LedgerUnreadable: there is no ledger, or no line of it can be read.
+        LedgerUnreadable: The ledger does not exist, has no readable line, or has another format.
     """
     num_compared, contradiction = None, None
     try:
-        # Read the metrics first: a run in progress writes its ledger first.
+        # Read the metrics first. A run in progress writes its ledger first, so the ledger then has each step.
         lines = _read_metrics(metrics) if metrics.is_file() else None
         reading = read_ledger(file)
         if reading.contradiction is None and lines is not None:

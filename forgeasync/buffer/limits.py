@@ -1,4 +1,4 @@
-"""Limits of the buffer: how many groups are present at once, and how many may be lost in a row."""
+"""Limits of the buffer: the adaptive bound on groups present at once, and the check against starvation."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -7,13 +7,18 @@ from enum import StrEnum
 from forgeasync.buffer.prompts import AGE_REASONS, DropReason
 
 TRAINER_WAITS_SHARE = 0.05
-"""Share of a step spent waiting for its batch. Smaller shares are noise of one slow group."""
+"""Share of a step spent waiting for its batch, above which the trainer counts as waiting.
+
+Smaller shares can come from a single slow group.
+"""
 
 CALM_STEPS = 3
-"""Consecutive steps with a whole batch to spare before the bound falls, as a single one may be chance."""
+"""Consecutive steps with a whole batch to spare before the bound falls; a single one may be chance."""
 
 
 class WaitingSide(StrEnum):
+    """Which side of the buffer waited for the other in the last step."""
+
     TRAINER = "trainer"
     GENERATORS = "generators"
     NONE = "none"
@@ -21,21 +26,21 @@ class WaitingSide(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLoad:
-    """What one step of the training loop observed."""
+    """Observations of one step of the training loop, the input of ``LoadController``."""
 
     trainer_wait_share: float
     """Share of the step spent waiting for its batch."""
     num_ready: int
-    """Complete groups left after the batch was taken."""
+    """Number of complete groups left after the batch was taken."""
     is_bound: bool
-    """Whether the bound kept groups from starting when the trainer came for its batch."""
+    """Whether the bound kept groups from starting when the batch was taken."""
 
 
 class LoadController:
-    """Adapts the bound on groups that are present, between one batch and what the age policy allows.
+    """Adapts the bound on the number of groups in the buffer, between one batch and ``max_groups``.
 
-    With too few groups the trainer waits for batches. With too many, complete groups wait and grow old. The
-    rule is that of congestion control: the bound rises at once if the trainer waits because of it, and falls
+    With too few groups, the trainer waits for batches. With too many, complete groups wait and grow old. The
+    rule resembles congestion control: the bound rises as soon as the trainer waits because of it, and falls
     slowly while whole batches are ready and the trainer does not wait.
     """
 
@@ -72,32 +77,32 @@ class LoadController:
 
 
 class NothingTrains(RuntimeError):
-    """Too many groups in a row were given up: the run would generate without ever making a step."""
+    """Too many consecutive groups were given up, so the run might generate forever without making a step."""
 
 
 class StarvationWatch:
-    """Counts the groups given up in a row, so that a run ends instead of generating forever.
+    """Counts consecutive groups that were given up, and ends the run at a limit.
 
-    Losses to age do not count: groups only grow old while the trainer makes steps. Groups that filters drop
-    have their own limit (``forgeasync.scoring.filtering``), because a batch may need many of them.
+    Losses to age do not count, because groups grow old only while the trainer makes steps. Groups that
+    filters drop have their own limit (in ``forgeasync.scoring``), because a batch may discard many of them.
     """
 
     def __init__(self, limit: int) -> None:
-        """``limit`` is the number in a row that ends the run (``buffer.max_given_up_in_a_row``)."""
+        """``limit`` is the consecutive number that ends the run (``buffer.max_given_up_in_a_row``)."""
         assert limit > 0
         self._limit = limit
         self._by_reason: Counter[DropReason] = Counter()
         self._first_problem = ""
 
     def came_through(self) -> None:
-        """Record that a group was sampled, scored and kept."""
+        """Record that a group was sampled, scored and kept, which resets the count."""
         self._by_reason.clear()
 
     def given_up(self, reason: DropReason, problem: str) -> None:
-        """Record that a group was given up, with the ``problem`` in words.
+        """Record that a group was given up. ``problem`` describes the cause for the error message.
 
         Raises:
-            NothingTrains: the limit is reached.
+            NothingTrains: The limit is reached.
         """
         if reason in AGE_REASONS or reason is DropReason.FILTERED:
             return

@@ -1,8 +1,8 @@
-"""Prompts on their way to training: the queue of those that wait, the decisions about them, and their events.
+"""The queue of pending prompts, the buffer's decisions, and the events of prompts.
 
 A prompt is identified by its position in the data's order (``submission_id``), which stays the same over all
-of its attempts and in a run that is resumed. An attempt becomes one group. The buffer appends events in the
-order in which they happen, and its owner writes them down (``forgeasync.buffer``).
+of its attempts and in a resumed run. Each attempt becomes one group. The buffer appends events in the order
+in which they happen, and ``JournaledBuffer`` writes them to the run's ledger.
 """
 
 import dataclasses
@@ -18,19 +18,22 @@ import msgspec
 from forgeasync.rollouts import Group, Task
 
 HISTORY_DECAY = 0.5
-"""Weight of the newest length in the expected length. Lengths change as a policy learns."""
+"""Weight of the newest length in the moving average of lengths. Lengths change as a policy learns."""
 
 
 MAX_PROMPTS_IN_HISTORY = 200_000
-"""Most prompts whose lengths are remembered, the latest ones. Each takes about 200 bytes."""
+"""Maximum number of prompts whose lengths are remembered, the latest ones. Each needs about 200 bytes."""
 
 
 FIRST = -1
-"""Cohort of prompts that are submitted again, which start before all others."""
+"""Cohort of prompts that are submitted again. It starts before all others."""
 
 
 ATTEMPT_STRIDE = 10**9
-"""Draw ids of one attempt are between two multiples of this. No run submits as many prompts."""
+"""Stride of draw ids: attempt a uses those from a * stride up to the next multiple.
+
+No run submits this many prompts.
+"""
 
 
 class DropReason(StrEnum):
@@ -39,42 +42,45 @@ class DropReason(StrEnum):
     STALE = "stale"
     """The group was older than max_off_policy_steps when the trainer could take it."""
     BAD_RECORD = "bad_record"
-    """Log-probabilities are not finite, or routed experts or kept tokens contradict tokens or model."""
+    """Log-probabilities are not finite, or routed experts or kept sets contradict the tokens or the model."""
     OVERSIZED = "oversized"
     """The group's arrays need more memory than its reservation and the shared reserve."""
     CANCELLED = "cancelled"
     """The group was given up during sampling, because it would have been too old when complete."""
     FILTERED = "filtered"
-    """A group filter removed all of it."""
+    """Group filters removed all rollouts of the group."""
     UNSCORED = "unscored"
     """Scoring of the group failed ``scorer.max_attempts`` times."""
     EPISODE_FAILED = "episode_failed"
-    """An episode of the environment raised, took longer than ``timeouts.episode_s`` or gave no score."""
+    """An episode of the environment raised, took longer than ``timeouts.episode_s``, or gave no score."""
     LOST = "lost"
-    """The group was lost with ``generator.max_lost_per_group`` generators."""
+    """The group lost ``generator.max_lost_per_group`` generators that were sampling it."""
     LATE = "late"
-    """The group took longer than ``timeouts.generate_s``, at every repetition."""
+    """The group took longer than ``timeouts.generate_s`` at every repetition."""
     NO_SCORE = "no_score"
     """The group's episodes got no score."""
 
 
 AGE_REASONS = frozenset({DropReason.STALE, DropReason.CANCELLED})
+"""Reasons that drop a group because of its age."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
-    """A prompt that was submitted for training. ``attempt`` is the number of attempts before."""
+    """A prompt that was submitted for training. ``attempt`` is the number of earlier attempts."""
 
     submission_id: int
     task: Task
     attempt: int = 0
     first_lengths: tuple[int, ...] | None = None
-    """Lengths of the rollouts of the first lost attempt that was sampled completely: accounting uses them as
-    those of what was submitted."""
+    """Lengths of the rollouts of the first lost attempt that was sampled completely, if any.
+
+    Accounting counts them as the lengths of the submitted group.
+    """
 
     @property
     def draw_id(self) -> int:
-        """Number that seeds the group's sampling. It is the same in a run that is resumed."""
+        """Number that seeds the group's sampling, the same in a resumed run."""
         return self.attempt * ATTEMPT_STRIDE + self.submission_id
 
 
@@ -89,7 +95,7 @@ class Start:
 
     group_id: int
     draw_id: int
-    """``draw_id`` of the ``Group`` that this prompt becomes."""
+    """Number that seeds the sampling, and becomes the ``draw_id`` of the ``Group``."""
     task: Task
 
 
@@ -107,14 +113,14 @@ class Committed:
     """Decisions that follow from a committed step."""
 
     cancelled: tuple[int, ...]
-    """Groups in flight that can be given up."""
+    """Ids of groups in flight that are too old, so that their sampling can be cancelled."""
     lost: tuple[Group, ...]
-    """Complete groups that are too old: their arrays can be freed."""
+    """Complete groups that are too old, whose arrays can be freed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deficit:
-    """Weight of the lost groups of one stratum that no trained group has compensated for."""
+    """Weight of the lost groups of one stratum for which no trained group has compensated."""
 
     source: str
     length_bucket: int
@@ -123,16 +129,16 @@ class Deficit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BufferSnapshot:
-    """State of a buffer between two batches."""
+    """State of a buffer between two batches, without the samples of its groups."""
 
     trainer_version: int
     num_submitted: int
     """Number of prompts submitted so far, which are the first ones in the data's order."""
     next_group_id: int
     started: tuple[Submission, ...]
-    """Groups that were being sampled or scored, in the order of their starts."""
+    """Prompts whose groups were being sampled or scored, in the order of their starts."""
     complete: tuple[Submission, ...]
-    """Groups that waited for training. Their samples are lost."""
+    """Prompts whose complete groups waited for training."""
     pending: tuple[Submission, ...]
     num_reissued: int
     num_restarted: int
@@ -144,19 +150,19 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Update(StrEnum):
-    """Outcome of the optimizer step that a batch was taken for."""
+    """Outcome of the optimizer step on a batch."""
 
     MADE = "made"
     """The step changed the weights."""
     SKIPPED = "skipped"
-    """The step was skipped or rolled back: its loss, a gradient or the weights after it were not finite, or
-    the gradient was far too large. If a batch has several steps, this holds for at least one of them."""
+    """The step was skipped or rolled back, because its loss, a gradient or the weights after it were not
+    finite, or the gradient was far too large. If a batch has several steps, at least one of them was."""
     UNKNOWN = "unknown"
-    """The trainer finished the step, and the run was stopped before it knew the outcome."""
+    """The trainer finished the step, but the run was stopped before the controller knew the outcome."""
 
 
 class PromptEvent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="event"):
-    """A transition of one prompt or of all prompts of a batch."""
+    """A transition of one prompt, or of all prompts of a batch. Written to the ledger."""
 
 
 class Submitted(PromptEvent, frozen=True, kw_only=True, tag="submitted"):
@@ -168,11 +174,11 @@ class Submitted(PromptEvent, frozen=True, kw_only=True, tag="submitted"):
 
 
 class Started(PromptEvent, frozen=True, kw_only=True, tag="started"):
-    """An attempt at a prompt began, whose group is to be sampled."""
+    """An attempt at a prompt began. Its group will be sampled."""
 
     prompt: Count
     attempt: Count
-    """Number of earlier attempts that were given up. A resumed run repeats an attempt."""
+    """Number of earlier attempts that were given up. A resumed run may start the same attempt again."""
     group: Count
 
 
@@ -191,7 +197,7 @@ class Scored(PromptEvent, frozen=True, kw_only=True, tag="scored"):
 
 
 class Restored(PromptEvent, frozen=True, kw_only=True, tag="restored"):
-    """A resumed run read an attempt's group from disk, scored and not trained on."""
+    """A resumed run read the scored, untrained group of an attempt from disk."""
 
     prompt: Count
     attempt: Count
@@ -209,12 +215,12 @@ class Dropped(PromptEvent, frozen=True, kw_only=True, tag="dropped"):
 
 
 class Trained(PromptEvent, frozen=True, kw_only=True, tag="trained"):
-    """The trainer consumed a batch; the last event of all of its prompts."""
+    """The trainer consumed a batch. This is the last event of all of its prompts."""
 
     step: Count
     prompts: tuple[Count, ...]
     groups: tuple[Count, ...]
-    """The group of each prompt, in the same order."""
+    """Group of each prompt, in the order of ``prompts``."""
     update: Update
 
 
@@ -222,7 +228,7 @@ AnyPromptEvent = Submitted | Started | Sampled | Scored | Restored | Dropped | T
 
 
 class PromptEvents:
-    """Events in order, until they are taken."""
+    """Queue of events in the order in which they happened."""
 
     def __init__(self) -> None:
         self._events: list[AnyPromptEvent] = []
@@ -232,15 +238,16 @@ class PromptEvents:
         self._events.append(event)
 
     def take(self) -> list[AnyPromptEvent]:
-        """Return the events since the last call."""
+        """Return the events since the last call, and forget them."""
         events, self._events = self._events, []
         return events
 
 
 class LengthHistory:
-    """Expected length of a prompt's longest rollout: the prompt's own, else that of its source, else 0.
+    """Estimates the length of a prompt's longest rollout from the lengths of earlier ones.
 
-    Lengths are tokens of responses or milliseconds of episodes.
+    The estimate is a moving average for the prompt itself, otherwise for its source, otherwise 0. Lengths
+    are tokens of responses or milliseconds of episodes.
     """
 
     def __init__(self) -> None:
@@ -251,7 +258,7 @@ class LengthHistory:
         """Record the length of the longest rollout of a prompt."""
         key = (task.source, task.task_id)
         known = self._of_prompt.pop(key, length)
-        # The latest prompt moves to the end, so that the oldest one is forgotten.
+        # Moves the prompt to the end, so that popitem(last=False) forgets the one measured longest ago.
         self._of_prompt[key] = known + HISTORY_DECAY * (length - known)
         if len(self._of_prompt) > MAX_PROMPTS_IN_HISTORY:
             self._of_prompt.popitem(last=False)
@@ -259,15 +266,16 @@ class LengthHistory:
         self._of_source[task.source] = known + HISTORY_DECAY * (length - known)
 
     def expected(self, task: Task) -> float:
-        """Return the expected length."""
+        """Return the expected length of the longest rollout of the task's prompt."""
         of_source = self._of_source.get(task.source, 0.0)
         return self._of_prompt.get((task.source, task.task_id), of_source)
 
 
 class Submissions:
-    """Pending prompts, in cohorts of ``cohort_size``. In a cohort, the longest expected prompt comes first.
+    """Priority queue of pending prompts, in cohorts of ``cohort_size`` in the order of submission.
 
-    So no prompt is overtaken by one that was submitted more than a cohort later.
+    With ``longest_first``, the prompt with the longest expected rollout of a cohort comes first. No new
+    prompt is overtaken by one of a later cohort.
     """
 
     def __init__(self, *, cohort_size: int, longest_first: bool) -> None:
@@ -293,7 +301,7 @@ class Submissions:
         return submission
 
     def reissue(self, submission: Submission, lengths: tuple[int, ...] | None) -> None:
-        """Submit a prompt again whose group was lost, with the ``lengths`` of its rollouts if known."""
+        """Submit the prompt of a lost group again. ``lengths`` are those of its rollouts, if known."""
         again = dataclasses.replace(
             submission,
             attempt=submission.attempt + 1,
@@ -304,7 +312,7 @@ class Submissions:
     def restore(
         self, *, started: Iterable[Submission], pending: Iterable[Submission], num_submitted: int
     ) -> None:
-        """Continue from a snapshot. What had ``started`` starts first, in the data's order."""
+        """Continue from a snapshot. Prompts that had ``started`` start first, in the data's order."""
         assert not self._heap and not self._num_submitted, "before anything is submitted"
         for submission in started:
             self._push(submission, cohort=FIRST)
@@ -314,21 +322,21 @@ class Submissions:
         self._num_submitted = num_submitted
 
     def pending(self) -> tuple[Submission, ...]:
-        """Return the prompts that wait, in the data's order."""
+        """Return the pending prompts, ordered by attempt and then in the data's order."""
         waiting = (entry[-1] for entry in self._heap)
         return tuple(sorted(waiting, key=lambda submission: submission.draw_id))
 
     def pop(self) -> Submission:
-        """Take the prompt to start next."""
+        """Remove and return the prompt to start next."""
         return heapq.heappop(self._heap)[-1]
 
     def claim(self, draw_id: int, task: Task) -> Submission:
-        """Take a waiting prompt out of order, for an attempt that was made before the run was resumed.
+        """Remove and return a pending prompt, for an attempt made before the run was resumed.
 
-        The attempt is the one that the prompt waits for, or a later one.
+        The attempt of ``draw_id`` is the one that the prompt waits for, or a later one.
 
         Raises:
-            ValueError: the data have another task at this position than before.
+            ValueError: The task at this position of the data is not ``task``, so the data changed.
         """
         attempt, prompt = attempt_and_prompt(draw_id)
         (place,) = (index for index, entry in enumerate(self._heap) if entry[2] == prompt)

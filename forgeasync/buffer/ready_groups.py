@@ -1,7 +1,7 @@
-"""Age of groups, and the order in which batches take complete groups.
+"""Reference versions and deadlines of groups, and the order in which batches take complete groups.
 
-The age of a group counts from its reference version r. Optimizer steps up to r + max_off_policy_steps, its
-deadline, may train on it. During sampling only a lower bound of r is known, which rises and never falls.
+The age of a group counts from its reference version r. Its deadline is r + max_off_policy_steps, the last
+optimizer step that may train on it. During sampling only a lower bound of r is known, which never falls.
 """
 
 import heapq
@@ -27,7 +27,7 @@ def reference_version(rollouts: Sequence[StoredRollout], age_of: AgeOf) -> int:
 
 
 def known_reference(progress: GroupProgress, group_size: int, age_of: AgeOf) -> int:
-    """Return a lower bound of the reference version of a group in flight; 0 if its progress implies none."""
+    """Return a lower bound of the reference version of a group in flight; 0 if its progress gives none."""
     all_run = progress.num_running == group_size
     if all_run and progress.num_tokens == 0:
         return progress.version
@@ -47,7 +47,7 @@ def _floor_of_mean(spans: Sequence[VersionSpan]) -> int:
 
 
 class Deadlines:
-    """Group ids by deadline."""
+    """Ids of groups by deadline, with a check whether all deadlines can be met."""
 
     def __init__(self) -> None:
         self._ids: dict[int, set[int]] = {}
@@ -61,13 +61,14 @@ class Deadlines:
             del self._ids[deadline]
 
     def before(self, step: int) -> list[tuple[int, list[int]]]:
-        """Return a copy of the deadlines earlier than ``step``, each with its groups."""
+        """Return the deadlines earlier than ``step``, each with its group ids, as a copy."""
         return [(deadline, sorted(self._ids[deadline])) for deadline in self._ids if deadline < step]
 
     def are_feasible(self, step: int, taken: Iterable[tuple[int, int]], *, groups_per_step: int) -> bool:
-        """Whether the groups that remain after ``step`` can all train in later steps by their deadlines.
+        """Whether all groups that remain after ``step`` can train in later steps by their deadlines.
 
-        ``taken`` holds deadlines, each with the number of its groups that ``step`` takes.
+        ``taken`` holds pairs of a deadline and the number of its groups that ``step`` trains on. Checks that
+        the groups due by each deadline fit into the steps up to it.
         """
         num_taken = dict(taken)
         num_due = 0
@@ -79,7 +80,7 @@ class Deadlines:
 
 
 class ReadyGroups(Protocol):
-    """Group ids that a batch may take. Adding and taking one costs O(log n)."""
+    """Ordered collection of the ids of groups that a batch may take. ``add`` and ``pop`` cost O(log n)."""
 
     def __len__(self) -> int: ...
 
@@ -88,16 +89,16 @@ class ReadyGroups(Protocol):
     def remove(self, group_id: int, deadline: int) -> None: ...
 
     def pop(self, num_groups: int) -> list[int]:
-        """Take the first ``num_groups``."""
+        """Remove and return the first ``num_groups``, which must exist."""
         ...
 
 
 class EarliestDeadlineFirst:
-    """Orders groups by deadline, then by start."""
+    """Orders groups by deadline, then by the order in which they started."""
 
     def __init__(self) -> None:
-        # At most max_off_policy_steps + 1 different deadlines exist at a time. Removed ids stay in the heaps
-        # until they are popped.
+        # By deadline. At most max_off_policy_steps + 1 deadlines exist at a time. Removed ids stay in the
+        # heaps until they are popped.
         self._heaps: dict[int, list[int]] = {}
         self._ids: dict[int, set[int]] = {}
         self._num = 0
@@ -117,7 +118,7 @@ class EarliestDeadlineFirst:
             del self._ids[deadline], self._heaps[deadline]
 
     def num_taken_by_deadline(self, num_groups: int) -> Iterator[tuple[int, int]]:
-        """Yield (deadline, number of groups) of what ``pop`` would take, by ascending deadline."""
+        """Yield (deadline, number of groups) of the groups that ``pop`` would take, by deadline."""
         for deadline in sorted(self._ids):
             num_taken = min(num_groups, len(self._ids[deadline]))
             num_groups -= num_taken
@@ -137,10 +138,10 @@ class EarliestDeadlineFirst:
 
 
 class FirstCompleteFirst:
-    """Orders groups by ``add``."""
+    """Orders groups by the order of the calls of ``add``."""
 
     def __init__(self) -> None:
-        # Finding the first entry of a plain dict takes longer the more entries were removed before it.
+        # Not a plain dict: finding its first entry gets slower with each entry removed before it.
         self._ids: OrderedDict[int, None] = OrderedDict()
 
     def __len__(self) -> int:
@@ -157,7 +158,10 @@ class FirstCompleteFirst:
 
 
 class StartWindow:
-    """The oldest ``size`` groups that are present; None: all of them. Operations cost O(1), amortized."""
+    """Window of the oldest ``size`` groups in the buffer, or of all groups if ``size`` is None.
+
+    Operations cost amortized O(1).
+    """
 
     def __init__(self, size: int | None) -> None:
         self._size = size
@@ -165,19 +169,22 @@ class StartWindow:
         self._outside: OrderedDict[int, None] = OrderedDict()
 
     def start(self, group_id: int) -> None:
-        """Add a group, the youngest."""
+        """Add a group that is younger than all others."""
         self._outside[group_id] = None
         self._fill()
 
     def end(self, group_ids: Iterable[int]) -> list[int]:
-        """Remove groups that may have left before; returns the groups that enter the window."""
+        """Remove groups, if they are present, and return the groups that enter the window."""
         for group_id in group_ids:
             self._inside.discard(group_id)
             self._outside.pop(group_id, None)
         return self._fill()
 
     def come_back(self, group_id: int) -> None:
-        """Put a group back that had left, into the window: it is older than others there."""
+        """Put a removed group back into the window, which may then exceed its size.
+
+        The group belongs there, because it is older than others in the window.
+        """
         self._inside.add(group_id)
 
     def __contains__(self, group_id: int) -> bool:
@@ -193,26 +200,26 @@ class StartWindow:
 
 
 class BatchLine:
-    """Groups that are present. Those that are complete and in the window are ready, in batch order."""
+    """Groups in the buffer. Those that are complete and in the window are ready, in batch order."""
 
     def __init__(self, order: BatchOrder, window_groups: int | None) -> None:
-        """``window_groups`` is the size of the window; None: no limit."""
+        """Create an empty line. ``window_groups`` is the size of the window; None means no limit."""
         is_by_deadline = order is BatchOrder.DEADLINE
         self._ready: ReadyGroups = EarliestDeadlineFirst() if is_by_deadline else FirstCompleteFirst()
         self._window = StartWindow(window_groups)
         self._deadlines: dict[int, int] = {}
-        """Deadlines of complete groups."""
+        """Deadline of each complete group."""
 
     @property
     def num_ready(self) -> int:
         return len(self._ready)
 
     def start(self, group_id: int) -> None:
-        """Add a group, the youngest."""
+        """Add a group that is younger than all others."""
         self._window.start(group_id)
 
     def come_back(self, group_id: int) -> None:
-        """Put a group back that had left."""
+        """Put a removed group back."""
         self._window.come_back(group_id)
 
     def complete(self, group_id: int, deadline: int) -> None:
@@ -222,7 +229,7 @@ class BatchLine:
             self._ready.add(group_id, deadline)
 
     def end(self, group_ids: Iterable[int]) -> None:
-        """Remove groups that may have left before; others enter the window."""
+        """Remove groups, if they are present. Younger groups move into the window."""
         group_ids = tuple(group_ids)
         for group_id in group_ids:
             deadline = self._deadlines.pop(group_id, None)
@@ -233,14 +240,14 @@ class BatchLine:
                 self._ready.add(entered, self._deadlines[entered])
 
     def num_taken_by_deadline(self, num_groups: int) -> Iterator[tuple[int, int]]:
-        """Yield (deadline, number of groups) of what ``pop`` would take, by ascending deadline."""
+        """Yield (deadline, number of groups) of the groups that ``pop`` would take, by deadline."""
         assert isinstance(self._ready, EarliestDeadlineFirst), (
             "the proof of the age bound is about this order"
         )
         return self._ready.num_taken_by_deadline(num_groups)
 
     def pop(self, num_groups: int) -> list[int]:
-        """Take the first ``num_groups``, which leave."""
+        """Remove and return the first ``num_groups`` ready groups."""
         group_ids = self._ready.pop(num_groups)
         for group_id in group_ids:
             del self._deadlines[group_id]

@@ -1,17 +1,17 @@
-"""The replay buffer: a pure state machine, and its shell for loops that wait.
+"""The replay buffer: a pure state machine, and its asyncio shell for loops that wait.
 
-``ReplayBuffer`` has no clock, no I/O and no actors. Events come in: a prompt was submitted, a group made
-progress, finished, was scored or failed, the generators serve another version, a batch was trained on.
-Decisions go out: start this prompt, train on these groups, give those up, submit that prompt again. The
-states of a group are
+``ReplayBuffer`` has no clock, no I/O and no actors. Its inputs are events: a prompt was submitted, a group
+made progress, finished, was scored or failed, the generators serve another version, a batch was trained on.
+Its outputs are decisions: start this prompt, train on these groups, give up those groups, submit that prompt
+again. The states of a group are
 
     pending -> in flight -> complete -> in a batch -> trained
                   |            |
                   +------------+--> lost: dropped with a reason, or its prompt submitted again
 
-The largest age at which anything trains follows from the policies. docs/off_policy.md states and proves it,
-and tests/buffer/test_replay_buffer.py looks for counterexamples. Every event costs at most O(log n) in the
-number n of groups, most of them O(1).
+The policies bound the age at which a group trains. docs/off_policy.md states and proves the bound, and
+tests/buffer/test_replay_buffer.py looks for counterexamples. An event costs at most O(log n) for n groups;
+most events cost O(1).
 """
 
 import dataclasses
@@ -53,16 +53,16 @@ class Entry:
 
     submission: Submission
     deadline: int
-    """Last optimizer step that may train on it, as far as is known. It rises with progress."""
+    """Last optimizer step that may train on the group; a lower bound during sampling, raised by progress."""
     sampled: Group | None = None
-    """The group with all rollouts; None until they are sampled."""
+    """The group with all rollouts; None until all are sampled."""
     group: Group | None = None
-    """The group with the rollouts that train and their rewards; None until it is complete."""
+    """The group with the rollouts that train and their rewards; None until the group is complete."""
     is_expired: bool = False
     """Whether the group is in flight after its deadline, so that the trainer does not wait for it."""
 
     def complete(self, rewards: Sequence[float], kept: Sequence[int], scores: Sequence[Score] | None) -> None:
-        """Complete the group: the rollouts at ``kept`` train, with these rewards."""
+        """Complete the group. The rollouts at the indices ``kept`` train, with these rewards and scores."""
         assert self.sampled is not None and self.group is None, "finished, and scored once"
         assert kept and len(kept) == len(rewards) and (scores is None or len(scores) == len(kept))
         self.group = dataclasses.replace(
@@ -77,7 +77,7 @@ class Entry:
     def lengths(self) -> tuple[int, ...] | None:
         """Lengths of all rollouts, in tokens of responses or milliseconds of episodes; None until sampled.
 
-        These decide how old the group gets.
+        The longest one decides how old the group gets before it trains.
         """
         if self.sampled is None:
             return None
@@ -99,7 +99,16 @@ class ReplayBuffer:
         section: BufferSection,
         accounting: AccountingSection,
     ) -> None:
-        """The run starts ``num_groups_in_run`` groups in total, without lost ones."""
+        """Create an empty buffer.
+
+        Args:
+            groups_per_step: Groups of each optimizer step.
+            group_size: Rollouts of each group.
+            max_off_policy_steps: Largest allowed age of a group when it trains.
+            num_groups_in_run: Number of groups that the whole run starts, not counting lost ones.
+            section: The config's ``buffer`` section.
+            accounting: The config section of rollout accounting.
+        """
         self._groups_per_step = groups_per_step
         self._group_size = group_size
         self._max_off_policy_steps = max_off_policy_steps
@@ -120,7 +129,7 @@ class ReplayBuffer:
         self._num_admitted = 0
         self._entries: dict[int, Entry] = {}
         self._num_in_flight = 0
-        # Deadlines of the groups that can train.
+        # Deadlines of all groups except the expired ones.
         self._due = Deadlines()
         self._batch: dict[int, Entry] = {}
         self._deficits_before_batch: tuple[Deficit, ...] = ()
@@ -136,12 +145,12 @@ class ReplayBuffer:
     # ---- events
 
     def submit(self, task: Task) -> None:
-        """Submit a prompt."""
+        """Add a prompt to the queue."""
         submission = self._submissions.submit(task)
         self.events.add(Submitted(prompt=submission.submission_id, source=task.source, task_id=task.task_id))
 
     def progressed(self, progress: GroupProgress) -> None:
-        """Handle a generator's report on a group. Reports on groups that have ended are ignored."""
+        """Handle a generator's report on a group in flight. Reports on other groups are ignored."""
         entry = self._entries.get(progress.group_id)
         if entry is None or entry.sampled is not None:
             return
@@ -149,7 +158,7 @@ class ReplayBuffer:
         self._move_deadline(progress.group_id, entry, reference + self._max_off_policy_steps)
 
     def finished(self, group: Group) -> None:
-        """Handle a group whose rollouts are all sampled and which will be scored."""
+        """Handle a group whose rollouts are all sampled. It must be scored next."""
         entry = self._entries[group.group_id]
         assert entry.sampled is None, "finished once"
         self.events.add(Sampled(prompt=entry.submission.submission_id, group=group.group_id))
@@ -162,7 +171,7 @@ class ReplayBuffer:
         reference = reference_version(group.rollouts, self._section.age_of)
         deadline = reference + self._max_off_policy_steps
         if self._section.age_of is AgeOf.TOKEN:
-            # Lost episodes, which may have had the newest tokens, may have raised it.
+            # Lost episodes may have had the newest tokens, and thus have raised the deadline.
             deadline = max(deadline, entry.deadline)
         assert deadline >= entry.deadline, "progress gave a lower bound"
         self._move_deadline(group.group_id, entry, deadline)
@@ -174,9 +183,9 @@ class ReplayBuffer:
         kept: Sequence[int],
         scores: Sequence[Score] | None = None,
     ) -> tuple[Group, ...]:
-        """Complete a group: the rollouts at ``kept`` train, with these rewards.
+        """Complete a group. The rollouts at the indices ``kept`` train, with these rewards and scores.
 
-        ``scores`` are their scores. Returns the group if it is too old: its arrays can be freed.
+        Returns the group if it is too old to train, so that its arrays can be freed, and nothing otherwise.
         """
         entry = self._entries[group_id]
         entry.complete(rewards, kept, scores)
@@ -188,7 +197,7 @@ class ReplayBuffer:
         return ()
 
     def failed(self, group_id: int, reason: DropReason) -> None:
-        """Give up a group in flight."""
+        """Drop a group in flight."""
         self._num_in_flight -= 1
         self._lose(group_id, reason)
 
@@ -198,7 +207,10 @@ class ReplayBuffer:
         self._served_version = version
 
     def committed(self, *, trainer_wait_share: float, update: Update = Update.MADE) -> Committed:
-        """Record that the batch was trained on; returns the decisions that follow."""
+        """Record that the batch was trained on, and return the decisions that follow.
+
+        ``trainer_wait_share`` is the share of the step that the trainer spent waiting for its batch.
+        """
         assert self._batch, "a batch was taken"
         self.num_trained += len(self._batch)
         self._trainer_version += 1
@@ -220,7 +232,7 @@ class ReplayBuffer:
     # ---- decisions
 
     def start(self) -> Start | None:
-        """Choose the prompt to sample next; None if a bound, the run's end or a lack of prompts forbids."""
+        """Return the prompt to sample next; None if none is pending or a bound forbids it."""
         if not len(self._submissions) or self._is_bound():
             return None
         submission = self._submissions.pop()
@@ -240,17 +252,20 @@ class ReplayBuffer:
 
     @property
     def num_wanted(self) -> int:
-        """Number of prompts to submit so that a whole cohort can be ordered."""
+        """Number of prompts to submit so that a whole cohort is pending and can be ordered."""
         return max(0, self._groups_per_step - len(self._submissions))
 
     def take(self) -> Batch | None:
-        """Take the groups of the next optimizer step, in the data's order; None if they are not ready."""
+        """Return the batch of the next optimizer step, its groups by draw id; None if it is not ready.
+
+        The batch before it must be committed first.
+        """
         assert not self._batch, "the batch before it was committed"
         ids = self._next_ids()
         if ids is None:
             return None
         self._was_bound = self._is_bound()
-        # The order changes the last bits of a step's sums, so it must not depend on timing.
+        # The order of groups changes the last bits of a step's sums, so it must not depend on timing.
         ids.sort(key=lambda group_id: self._entries[group_id].submission.draw_id)
         self._batch = {group_id: self._entries[group_id] for group_id in ids}
         self._deficits_before_batch = self._ledger.deficits
@@ -271,9 +286,9 @@ class ReplayBuffer:
     # ---- a run that is resumed
 
     def snapshot(self) -> BufferSnapshot:
-        """Return the state that a buffer needs to continue from here.
+        """Return the state from which another buffer can continue.
 
-        The groups of a batch that was not committed count as complete: they may not have trained.
+        The groups of a batch that is not committed count as complete, because they may not have trained.
         """
         entries = [self._entries[group_id] for group_id in sorted(self._entries)]
         return BufferSnapshot(
@@ -294,10 +309,12 @@ class ReplayBuffer:
     def restore(
         self, snapshot: BufferSnapshot, *, batches: Sequence[tuple[int, ...]] = (), num_groups: int = 0
     ) -> None:
-        """Continue from a snapshot. Generators must serve its version before anything starts.
+        """Continue from a snapshot. Generators must serve its version before a group starts.
 
-        ``num_groups`` calls of ``restored`` will follow. ``batches`` are the prompts of the next steps, whose
-        groups are among these.
+        Args:
+            snapshot: State of the buffer in the checkpoint.
+            batches: Prompts of the steps to repeat, in order. Their groups are among the restored ones.
+            num_groups: Number of calls of ``restored`` that will follow.
         """
         assert not self._trainer_version and not self._entries, "before the first step"
         started, pending = (*snapshot.started, *snapshot.complete), snapshot.pending
@@ -311,9 +328,9 @@ class ReplayBuffer:
         self._again.plan(batches, num_groups=num_groups)
 
     def restored(self, kept: SpilledGroup) -> Group:
-        """Add a finished group from before the run was resumed, whose prompt was submitted.
+        """Add a scored group from before the run was resumed, and return it with its new id.
 
-        Returns it with its new id.
+        Its prompt must be pending.
         """
         submission = self._submissions.claim(kept.group.draw_id, kept.group.task)
         reference = reference_version(kept.group.rollouts, self._section.age_of)
@@ -335,7 +352,7 @@ class ReplayBuffer:
 
     @property
     def num_present(self) -> int:
-        """Groups that were started and neither taken for training nor lost."""
+        """Number of groups that were started and neither taken for training nor lost."""
         return len(self._entries)
 
     @property
@@ -372,9 +389,10 @@ class ReplayBuffer:
         return len(self._entries) >= self._load.bound
 
     def _next_ids(self) -> list[int] | None:
-        """Return the groups of the next batch, which leave the line; None if they are not all ready."""
+        """Remove the groups of the next batch from the line and return them; None if not all are ready."""
         if self._again:
-            # The step was feasible before, and no group that is due earlier has come.
+            # No check of deadlines: the same step was feasible before the run was resumed, and no group with
+            # an earlier deadline has been added.
             present = ((group_id, entry.submission) for group_id, entry in self._entries.items())
             ids = self._again.pop(present)
             self._line.end(ids or ())
@@ -384,7 +402,7 @@ class ReplayBuffer:
         return self._line.pop(self._groups_per_step)
 
     def _leaves_rest_feasible(self) -> bool:
-        """Whether every other group can train by its deadline, with groups_per_step groups per step."""
+        """Whether every group outside the next batch can train by its deadline in later steps."""
         if self._section.stale_groups is StaleGroups.DROP:
             return True
         return self._due.are_feasible(
@@ -406,7 +424,7 @@ class ReplayBuffer:
                 self._line.come_back(group_id)
 
     def _expire(self) -> Committed:
-        """Drop complete groups after their deadline. Batches no longer wait for such groups in flight."""
+        """Drop complete groups whose deadline passed, and stop waiting for such groups in flight."""
         cancelled: list[int] = []
         lost: list[Group] = []
         for deadline, group_ids in self._due.before(self._trainer_version):
@@ -419,12 +437,15 @@ class ReplayBuffer:
                     cancelled.append(group_id)
                 else:
                     lost += self._lose(group_id, DropReason.STALE)
-        # Expired groups in the window must not hold back others.
+        # Removes expired groups from the window, where they would hold back others.
         self._line.end(cancelled)
         return Committed(cancelled=tuple(cancelled), lost=tuple(lost))
 
     def _lose(self, group_id: int, reason: DropReason) -> tuple[Group, ...]:
-        """Drop a group, which frees its place. Its prompt may be submitted again."""
+        """Drop a group and submit its prompt again if the accounting policy wants it.
+
+        Returns the group if it was complete, so that its arrays can be freed.
+        """
         entry = self._entries[group_id]
         self._line.end([group_id])
         self._forget(group_id)
@@ -447,15 +468,15 @@ class ReplayBuffer:
 
 
 class AsyncReplayBuffer(Monitor[ReplayBuffer]):
-    """A ``ReplayBuffer`` that the tasks of one event loop share and wait for.
+    """A ``ReplayBuffer`` shared by the tasks of one event loop, with methods that wait.
 
-    The collecting loop waits in ``start`` until the bounds let a group start; ``set_served_version`` of the
-    serving loop and ``take`` of the training loop move them. The training loop waits in ``take`` for
-    ``scored`` of the scoring loop.
+    The collecting loop waits in ``start`` until the bounds let a group start. The serving loop's calls of
+    ``set_served_version`` and the training loop's calls of ``take`` raise the bounds. The training loop waits
+    in ``take`` for the scoring loop's calls of ``scored``.
     """
 
     async def submit(self, tasks: Sequence[Task]) -> None:
-        """Submit prompts."""
+        """Add prompts to the queue."""
 
         def submit(buffer: ReplayBuffer) -> None:
             for task in tasks:
@@ -464,14 +485,14 @@ class AsyncReplayBuffer(Monitor[ReplayBuffer]):
         self.change(submit)
 
     async def start(self, most: int) -> tuple[tuple[Start, ...], int]:
-        """Wait until a group may start; returns up to ``most`` starts and the number of prompts wanted."""
+        """Wait until a group may start; return 1 to ``most`` starts, and the number of prompts to submit."""
         starts = [await self.until(lambda buffer: buffer.start())]
         while len(starts) < most and (start := self.change(lambda buffer: buffer.start())) is not None:
             starts.append(start)
         return tuple(starts), self.state.num_wanted
 
     async def progressed(self, groups: Sequence[GroupProgress]) -> None:
-        """Handle a generator's reports on its groups at an update."""
+        """Handle a generator's reports on its groups at a weight update."""
 
         def report(buffer: ReplayBuffer) -> None:
             for progress in groups:
@@ -480,7 +501,7 @@ class AsyncReplayBuffer(Monitor[ReplayBuffer]):
         self.change(report)
 
     async def finished(self, group: Group) -> None:
-        """Handle a group that is sampled."""
+        """Handle a group whose rollouts are all sampled."""
         self.change(lambda buffer: buffer.finished(group))
 
     async def scored(
@@ -490,31 +511,31 @@ class AsyncReplayBuffer(Monitor[ReplayBuffer]):
         kept: Sequence[int],
         scores: Sequence[Score] | None = None,
     ) -> tuple[Group, ...]:
-        """Complete a group; returns it if it is too old."""
+        """Complete a group. Returns it if it is too old to train."""
         return self.change(lambda buffer: buffer.scored(group_id, rewards, kept, scores))
 
     async def restored(self, kept: SpilledGroup) -> Group:
-        """Add a finished group from before the run was resumed; returns it with its new id."""
+        """Add a scored group from before the run was resumed, and return it with its new id."""
         return self.change(lambda buffer: buffer.restored(kept))
 
     async def failed(self, group_id: int, reason: DropReason) -> None:
-        """Give up a group in flight."""
+        """Drop a group in flight."""
         self.change(lambda buffer: buffer.failed(group_id, reason))
 
     async def set_served_version(self, version: int) -> None:
-        """Record that all generators sample under ``version``."""
+        """Record that all generators sample under ``version`` or a later one."""
         self.change(lambda buffer: buffer.set_served_version(version))
 
     async def take(self) -> Batch:
-        """Wait for the next batch. Taking it makes room for other groups."""
+        """Wait for the next batch, remove it from the buffer and return it."""
         return await self.until(lambda buffer: buffer.take())
 
     async def committed(self, *, trainer_wait_share: float, update: Update = Update.MADE) -> Committed:
-        """Record that the batch was trained on."""
+        """Record that the batch was trained on, and return the decisions that follow."""
         return self.change(
             lambda buffer: buffer.committed(trainer_wait_share=trainer_wait_share, update=update)
         )
 
     def snapshot(self) -> BufferSnapshot:
-        """Return the state that a buffer needs to continue from here."""
+        """Return the state from which another buffer can continue."""
         return self.state.snapshot()

@@ -1,10 +1,10 @@
-"""Which finished groups of a killed run are trained on when it is resumed. Pure.
+"""Chooses which finished groups on disk a resumed run trains on. Pure.
 
-The run goes on from a checkpoint of step s. Steps after s are lost with the process, but their groups are on
-disk. These steps are made again, each with the same groups. So the weights of every version are the same as
-before, and a group that was sampled under version v is trained on under v or later, as before. This ends at
-the first step that lacks a group; let m be the step before it. Of the other groups, those are restored that
-were sampled under m or earlier and are not too old at m.
+The run continues from the checkpoint of step s. The process lost all steps after s, but their groups are on
+disk. The resumed run repeats these steps, each with the same groups, up to the first step that lacks a group.
+Let m be the last repeated step. Repeated steps reproduce the weights of every version up to m, so a group
+sampled under version v still trains under v or later. Of the other groups on disk, the run restores those
+that were sampled under m or earlier and are not too old at m.
 """
 
 from collections import Counter, deque
@@ -16,53 +16,55 @@ from forgeasync.buffer.prompts import BufferSnapshot, Submission
 
 
 class LeftOut(StrEnum):
-    """Why a group on disk is not trained on."""
+    """Reason why a resumed run does not train on a group that is on disk."""
 
     ENDED = "ended"
-    """Nothing is lost: its prompt ended before the checkpoint, or the group was dropped later."""
+    """The group is not needed: its prompt ended before the checkpoint, the group was dropped later, or a
+    later attempt at the prompt replaces it."""
     TORN = "torn"
-    """Its file is incomplete or damaged."""
+    """The group's file is incomplete or damaged."""
     OLD = "old"
-    """It would be older than max_off_policy_steps when the trainer could take it."""
+    """The group would be older than ``max_off_policy_steps`` when the trainer could take it."""
     LOST_WEIGHTS = "lost_weights"
-    """It was sampled under weights that are lost, because an earlier step cannot be made again."""
+    """The group was sampled under weights that are lost, because an earlier step cannot be repeated."""
     OTHER_CONFIG = "other_config"
-    """The run goes on with settings that would change the group."""
+    """The run is resumed with settings under which the group would be different."""
     NO_LEDGER = "no_ledger"
-    """There is no ledger to say what happened to it."""
+    """The run has no ledger, so the history of the group is unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LostSteps:
-    """What happened after the checkpoint, by the run's ledger."""
+    """Events after the checkpoint, read from the run's ledger."""
 
     batches: tuple[tuple[int, ...], ...]
-    """The prompts of each step, in order."""
+    """Prompts of each step after the checkpoint, in step order."""
     first_attempts: Mapping[int, int]
-    """First attempt of a prompt that was not lost, for prompts with lost attempts."""
+    """First attempt that was not lost, by prompt, for prompts with lost attempts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A complete group on disk."""
+    """A complete group on disk, which may be restored."""
 
     prompt: int
     attempt: int
     reference: int
-    """Version from which its age counts."""
+    """Policy version from which the group's age counts."""
     last_version: int
-    """Newest version that sampled a token of it."""
+    """Newest policy version that sampled a token of the group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestorePlan:
-    """Decision: which groups are restored, and in which steps."""
+    """Decision of ``plan_restore``: the groups to restore, and the steps that use them."""
 
     batches: tuple[tuple[int, ...], ...] = ()
-    """The prompts of the next steps, in order. Later steps take what is ready."""
+    """Prompts of the steps to repeat, in step order. Steps after them use whichever groups are ready."""
     restored: tuple[Candidate, ...] = ()
-    """All groups that are restored, in the data's order."""
+    """All groups to restore, in the data's order."""
     left_out: Mapping[LeftOut, int]
+    """Number of groups on disk that are not restored, by reason."""
 
 
 def plan_restore(
@@ -73,7 +75,15 @@ def plan_restore(
     groups_per_step: int,
     max_off_policy_steps: int,
 ) -> RestorePlan:
-    """Choose among the groups on disk for a run that goes on from ``snapshot``."""
+    """Choose which of the groups on disk a run that continues from ``snapshot`` restores.
+
+    Args:
+        candidates: Complete groups on disk.
+        lost: Events after the checkpoint, from the ledger.
+        snapshot: The buffer's state in the checkpoint.
+        groups_per_step: Groups of each optimizer step.
+        max_off_policy_steps: Largest allowed age of a group when it trains.
+    """
     left_out: Counter[LeftOut] = Counter()
     waiting = {
         one.submission_id: one.attempt for one in (*snapshot.started, *snapshot.complete, *snapshot.pending)
@@ -84,7 +94,7 @@ def plan_restore(
             left_out[LeftOut.ENDED] += 1
             continue
         if one.prompt in usable:
-            # The later of two attempts counts.
+            # Of two attempts at one prompt, the later one counts.
             left_out[LeftOut.ENDED] += 1
         usable[one.prompt] = one
     version = snapshot.trainer_version
@@ -107,7 +117,7 @@ def plan_restore(
 
 
 def _has_ended(one: Candidate, waiting: Mapping[int, int], snapshot: BufferSnapshot, lost: LostSteps) -> bool:
-    """Whether the prompt ended before the checkpoint, or this attempt was lost later."""
+    """Whether the candidate's prompt ended before the checkpoint, or this attempt was lost after it."""
     if one.prompt < snapshot.num_submitted and one.attempt < waiting.get(one.prompt, one.attempt + 1):
         return True
     return one.attempt < lost.first_attempts.get(one.prompt, 0)
@@ -116,7 +126,7 @@ def _has_ended(one: Candidate, waiting: Mapping[int, int], snapshot: BufferSnaps
 def _can_train(
     prompts: Collection[int], usable: Mapping[int, Candidate], version: int, max_off_policy_steps: int
 ) -> bool:
-    """Whether the weights of ``version`` can train on the groups of all these prompts."""
+    """Whether all these prompts have usable groups that may train at ``version``."""
     groups = [usable.get(prompt) for prompt in prompts]
     return all(
         one is not None and one.last_version <= version <= one.reference + max_off_policy_steps
@@ -125,19 +135,19 @@ def _can_train(
 
 
 class BatchReplayPlan:
-    """The batches of the steps that a resumed run makes again."""
+    """Batches of the steps that a resumed run repeats with the same groups."""
 
     def __init__(self) -> None:
         self._batches: deque[tuple[int, ...]] = deque()
         self._num_to_come = 0
         self.num_came = 0
-        """Number of groups that were restored."""
+        """Number of groups restored so far."""
 
     def __bool__(self) -> bool:
         return bool(self._batches or self._num_to_come)
 
     def plan(self, batches: Sequence[tuple[int, ...]], *, num_groups: int) -> None:
-        """Set the prompts of the next batches, whose groups are among the ``num_groups`` to be restored."""
+        """Set the prompts of the next batches. Their groups are among the ``num_groups`` to be restored."""
         self._batches.extend(batches)
         self._num_to_come = num_groups
 
@@ -147,7 +157,11 @@ class BatchReplayPlan:
         self.num_came += 1
 
     def pop(self, present: Iterable[tuple[int, Submission]]) -> list[int] | None:
-        """Return the groups of the next batch; None until all are restored, as each may be due first."""
+        """Return the group ids of the next batch; None until all groups to restore have arrived.
+
+        ``present`` holds the group id and submission of each group in the buffer. Groups can arrive in any
+        order, so a group of the next batch may be the last one.
+        """
         if self._num_to_come:
             return None
         prompts = set(self._batches.popleft())

@@ -1,9 +1,9 @@
-"""The model at ``model.path``: its family, its shape from config.json, and the shapes of its tensors.
+"""Finds the model at ``model.path``, reads its config.json, and checks the shapes of its tensors.
 
-config.json is looked for in a folder, in the local hub cache, on the hub (one short attempt) and, for models
-whose published shape ships with this repository, in ``configs/models/<org>--<name>/config.json``.
+config.json is searched in a folder, in the local hub cache, on the hub (one short attempt) and, for models
+whose published config ships with this repository, in ``configs/models/<org>--<name>/config.json``.
 
-A checkpoint is checked against config.json by the headers of its files, before anything is loaded.
+A checkpoint is checked against its config.json by the headers of its files, before weights are loaded.
 """
 
 import json
@@ -28,13 +28,13 @@ from forgeasync.models.rules import FAMILIES, expected_shapes
 from forgeasync.schema import ConfigError, Problem, raise_if_any
 
 SHIPPED_MODELS = Path(__file__).resolve().parents[2] / "configs" / "models"
-"""Shapes of published models, to plan a run where neither the model nor the hub is available."""
+"""Folder with the config.json of published models, for planning a run without the model and the hub."""
 
 HUB_TIMEOUT_S = 5.0
 """Time limit of the attempt to reach the hub, in seconds."""
 
 MAX_PROBLEMS = 8
-"""Most tensors that are listed. A wrong config.json is wrong for thousands of them."""
+"""Maximum number of tensors to list. With a wrong config.json, thousands of tensors disagree."""
 
 _HUB_ERRORS = (OSError, HfHubHTTPError, httpx.HTTPError)
 
@@ -45,8 +45,9 @@ def read_model_facts(path: str) -> ModelFacts:
     """Read the facts of the model at ``model.path``, a folder or a hub id.
 
     Raises:
-        ConfigError: there is no such model or no readable config.json, a key is missing or has the wrong
-            type, or the model's family or options are not supported. Every problem names ``model.path``.
+        ConfigError: The model does not exist or has no readable config.json, a key is missing or has the
+            wrong type, or the model's family or options are not supported. Every problem names
+            ``model.path``.
     """
     file = model_config_file(path)
     try:
@@ -59,14 +60,14 @@ def read_model_facts(path: str) -> ModelFacts:
 
 
 def parse_model_facts(raw: Mapping[str, object], path: str) -> ModelFacts:
-    """Return the facts in a parsed config.json; ``path`` is for error messages.
+    """Return the facts in a parsed config.json. ``path`` is for error messages.
 
     Raises:
-        ConfigError: as ``read_model_facts``.
+        ConfigError: See ``read_model_facts``.
     """
     model_type = raw["model_type"] if "model_type" in raw else None
     if model_type not in FAMILIES:
-        # Other families lack most of the keys below. Listing them would hide the real problem.
+        # Other families lack most of the keys below, and listing these would hide the real problem.
         supported = ", ".join(map(repr, FAMILIES))
         raise _error(path, f"its config.json has model_type {model_type!r}; only {supported} are supported")
     family = FAMILIES[str(model_type)]
@@ -78,10 +79,10 @@ def parse_model_facts(raw: Mapping[str, object], path: str) -> ModelFacts:
 
 
 def model_config_file(path: str) -> Path:
-    """Find the config.json of the model at ``model.path``, at last in ``SHIPPED_MODELS``.
+    """Find the config.json of the model at ``model.path``. ``SHIPPED_MODELS`` is the last resort.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: No config.json was found.
     """
     folder = Path(path)
     if folder.is_dir():
@@ -107,7 +108,7 @@ def model_folder(path: str) -> Path:
     """Return the folder with weights and tokenizer of ``model.path``. A hub id is downloaded unless cached.
 
     Raises:
-        ConfigError: there is no such folder, and the hub does not have it or cannot be reached.
+        ConfigError: The folder does not exist, and the hub does not have the model or cannot be reached.
     """
     if Path(path).is_dir():
         return Path(path)
@@ -125,7 +126,7 @@ def model_folder(path: str) -> Path:
 
 
 def _probe_hub(hub_id: str) -> None:
-    """Make one request. Without a network, downloads of huggingface_hub retry for half a minute."""
+    """Make one short request, because downloads of huggingface_hub without a network retry for 30 s."""
     get_hf_file_metadata(hf_hub_url(hub_id, "config.json"), timeout=HUB_TIMEOUT_S)
 
 
@@ -141,7 +142,10 @@ def _error(path: str, remedy: str) -> ConfigError:
 
 
 def check_checkpoint_shapes(folder: Path, facts: ModelFacts) -> list[Problem]:
-    """Return missing, unexpected and wrongly shaped tensors: ``MAX_PROBLEMS`` and the number of the rest."""
+    """Return problems for missing, unexpected and wrongly shaped tensors of a folder.
+
+    Lists at most ``MAX_PROBLEMS``, followed by the number of the others.
+    """
     found: dict[str, Shape] = {}
     problems: list[Problem] = []
     for file in _weight_files(folder, problems):
@@ -188,7 +192,7 @@ def _compare(folder: Path, found: dict[str, Shape], facts: ModelFacts) -> list[P
             remedies.append(f"lacks tensor {name} of shape {shape}, which its config.json asks for")
         elif found[name] != shape:
             remedies.append(f"tensor {name} has shape {found[name]}, its config.json says {shape}")
-    # Some exporters write a tied output layer twice. It equals the embedding and is not read.
+    # Some exporters also write a tied output layer. It equals the embedding and is not read.
     ignored = {"lm_head.weight"} if facts.tie_word_embeddings else set()
     for name in sorted(found.keys() - expected.keys() - ignored):
         remedies.append(f"tensor {name} of shape {found[name]} has no place in its config.json")

@@ -1,4 +1,7 @@
-"""A model family: how its config.json is read, and which tensors its layers have. No weights, no torch."""
+"""Definition of a model family: how to read its config.json, and the tensors of its layers.
+
+Needs no weights and no torch.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,11 @@ Shape = tuple[int, ...]
 
 
 class ConfigReader:
-    """Reads one config.json. What is missing or wrong is added to ``problems`` and read as a placeholder."""
+    """Reads the values of one config.json.
+
+    A missing or wrong value adds an entry to ``problems`` and is read as a placeholder, so that all problems
+    are found at once.
+    """
 
     def __init__(self, raw: Mapping[str, object], path: str) -> None:
         self._raw = raw
@@ -23,12 +30,12 @@ class ConfigReader:
         self.problems: list[Problem] = []
 
     def add_problem(self, remedy: str) -> None:
-        """Add a problem; ``remedy`` continues the sentence "its config.json ..."."""
+        """Add a problem. ``remedy`` continues the sentence "its config.json ..."."""
         remedy = f"its config.json {remedy}"
         self.problems.append(Problem(field="model.path", value=self._path, remedy=remedy))
 
     def integer(self, *names: str, default: int | None = None) -> int:
-        """Read a positive whole number under the first of ``names`` that exists."""
+        """Read a positive integer under the first of ``names`` that exists."""
         for name in names:
             if name in self._raw:
                 value = self._raw[name]
@@ -44,7 +51,7 @@ class ConfigReader:
         return 1
 
     def count(self, name: str) -> int:
-        """Read a whole number that may be 0."""
+        """Read an integer that may be 0."""
         if name in self._raw and self._raw[name] == 0 and not isinstance(self._raw[name], bool):
             return 0
         return self.integer(name)
@@ -66,7 +73,7 @@ class ConfigReader:
         return self._positive(name, self._raw[name])
 
     def rope_theta(self) -> float:
-        """Read it from ``rope_parameters``, where transformers 5 writes it, or from the top level."""
+        """Read ``rope_theta`` from ``rope_parameters``, where transformers 5 writes it, or the top level."""
         nested = self._mapping("rope_parameters")
         if "rope_theta" in nested:
             return self._positive("rope_parameters.rope_theta", nested["rope_theta"])
@@ -76,9 +83,9 @@ class ConfigReader:
         return self._positive("rope_theta", self._raw["rope_theta"])
 
     def rope_type(self, *supported: str) -> str:
-        """Read the type of rotary frequencies, one of ``supported``; the first one is the placeholder."""
+        """Read the type of rotary frequencies, one of ``supported``. The first one is the placeholder."""
         source, scaling = self._rope_scaling()
-        # Older files have rope_scaling.type.
+        # Older files have the key rope_scaling.type.
         name = next((name for name in ("rope_type", "type") if name in scaling), None)
         kind = "default" if name is None else scaling[name]
         if kind not in supported:
@@ -88,7 +95,7 @@ class ConfigReader:
         return str(kind)
 
     def rope_number(self, name: str, default: float | None = None) -> float:
-        """Read a positive number of the rotary scaling."""
+        """Read a positive number from the settings of rotary scaling."""
         source, scaling = self._rope_scaling()
         if name not in scaling and default is not None:
             return default
@@ -98,7 +105,10 @@ class ConfigReader:
         return self._positive(f"{source}.{name}", scaling[name])
 
     def only(self, name: str, *accepted: object, required: str = "") -> None:
-        """Refuse values other than ``accepted``; also absence, if ``required`` says what absence means."""
+        """Refuse values other than ``accepted``.
+
+        With ``required``, which explains what absence means, a missing key is refused too.
+        """
         if name in self._raw and self._raw[name] not in accepted:
             self.add_problem(f"has {name} = {self._raw[name]!r}; only {accepted[0]!r} is supported")
         if name not in self._raw and required:
@@ -113,14 +123,14 @@ class ConfigReader:
                 self.add_problem(f"has layer_types with {others[0]!r}; only 'full_attention' is supported")
 
     def full_rotation(self) -> None:
-        """Refuse rotary embeddings of only a part of each head."""
+        """Refuse rotary embeddings that cover only a part of each head."""
         for source, prefix in ((self._raw, ""), (self._mapping("rope_parameters"), "rope_parameters.")):
             value = source.get("partial_rotary_factor", 1.0)
             if value not in (None, 1.0):
                 self.add_problem(f"has {prefix}partial_rotary_factor = {value!r}; only 1.0 is supported")
 
     def _rope_scaling(self) -> tuple[str, Mapping[str, object]]:
-        """Return the key of the rotary scaling, and its value."""
+        """Return the key of the settings of rotary scaling, and their values."""
         for name in ("rope_parameters", "rope_scaling"):
             if values := self._mapping(name):
                 return name, values
@@ -143,23 +153,26 @@ def _as_json(value: object) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """Models of one ``model_type``."""
+    """Definition of the models of one ``model_type``."""
 
     model_type: str
     architecture: str
-    """Class of transformers, as in config.json."""
+    """Class name in transformers, as in config.json."""
     read: Callable[[ConfigReader], ModelFacts]
-    """Reads the facts of a config.json. Adds a problem for each option that TorchTitan's model lacks."""
+    """Function that reads the facts of a config.json.
+
+    It adds a problem for each option that TorchTitan's model does not support.
+    """
     sizes: Callable[[ModelFacts], Mapping[str, object]]
-    """Returns the sizes of a model as keys and values of config.json: the inverse of ``read``."""
+    """Function that returns the sizes of a model as items of config.json; the inverse of ``read``."""
     layer_shapes: Callable[[ModelFacts, int], Mapping[str, Shape]]
-    """Returns names (within the layer) and shapes of all tensors of the layer with an index."""
+    """Function that returns the names (within the layer) and shapes of the tensors of layer i."""
     titan: Callable[[], TitanFamily]
-    """Imports and returns TorchTitan's side of the family."""
+    """Function that imports and returns TorchTitan's part of the family."""
 
 
 def refuse_common_variants(reader: ConfigReader) -> None:
-    """Refuse options that transformers has for every family and TorchTitan for none."""
+    """Refuse options that transformers has for all families and TorchTitan supports for none."""
     reader.only("hidden_act", "silu")
     reader.only("attention_bias", False)
     reader.only("attention_dropout", 0.0, None)
@@ -169,7 +182,7 @@ def refuse_common_variants(reader: ConfigReader) -> None:
 
 
 def attention_shapes(facts: ModelFacts) -> dict[str, Shape]:
-    """Shapes of grouped-query attention without biases, and of the layer's two norms."""
+    """Return the shapes of grouped-query attention without biases, and of the layer's two norms."""
     hidden = facts.hidden_size
     queries, keys = facts.num_heads * facts.head_dim, facts.num_kv_heads * facts.head_dim
     return {
@@ -181,7 +194,7 @@ def attention_shapes(facts: ModelFacts) -> dict[str, Shape]:
 
 
 def common_sizes(facts: ModelFacts) -> dict[str, object]:
-    """Sizes in config.json that every family has."""
+    """Return the sizes in config.json that every family has."""
     return {
         "num_hidden_layers": facts.num_layers,
         "hidden_size": facts.hidden_size,
@@ -200,7 +213,7 @@ def norm_shapes(facts: ModelFacts) -> dict[str, Shape]:
 
 
 def network_shapes(prefix: str, *, hidden_size: int, inner_size: int) -> dict[str, Shape]:
-    """Shapes of a gated feed-forward network."""
+    """Return the shapes of a gated feed-forward network."""
     return {
         f"{prefix}.gate_proj.weight": (inner_size, hidden_size),
         f"{prefix}.up_proj.weight": (inner_size, hidden_size),
@@ -209,7 +222,7 @@ def network_shapes(prefix: str, *, hidden_size: int, inner_size: int) -> dict[st
 
 
 def expert_shapes(facts: ModelFacts) -> dict[str, Shape]:
-    """Shapes of the gate and all routed experts of a layer."""
+    """Return the shapes of the gate and all routed experts of a layer."""
     shapes: dict[str, Shape] = {"mlp.gate.weight": (facts.num_experts, facts.hidden_size)}
     for expert in range(facts.num_experts):
         shapes |= network_shapes(

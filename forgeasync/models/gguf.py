@@ -1,7 +1,7 @@
-"""Reads models in GGUF, the file format of llama.cpp, as config and tensors of a Hugging Face folder.
+"""Reads models in GGUF, the file format of llama.cpp, as Hugging Face config, tensors and tokenizer.
 
-GGUF stores most weights quantized in blocks, which are dequantized to float32. The layout of queries and keys
-is that of llama.cpp's convert_hf_to_gguf.py, ``LlamaModel.permute``.
+GGUF stores most weights quantized in blocks, which are dequantized to float32. The rows of queries and keys
+are in the order of ``LlamaModel.permute`` in llama.cpp's convert_hf_to_gguf.py.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ Value = TypeVar("Value")
 
 
 ARCHITECTURE = "llama"
-"""The only supported ``general.architecture``. SmolLM2 has it."""
+"""The only supported ``general.architecture``, which SmolLM2 has."""
 
 
 _SIZES = frozenset(
@@ -40,7 +40,7 @@ _SIZES = frozenset(
         "vocab_size",
     }
 )
-"""All supported metadata of the architecture. Any other key might change the computation."""
+"""Supported metadata keys of the architecture. Any other key might change the computation."""
 
 
 _OF_MODEL = {
@@ -63,11 +63,11 @@ _OF_LAYER = {
 
 
 class GgufModel:
-    """One GGUF file, whose header is checked before any tensor is dequantized.
+    """One GGUF file. Its header is checked before a tensor is dequantized.
 
     Raises:
-        ConfigError: it is not a readable GGUF file, its architecture, metadata or tensors are not supported,
-            or its tensors do not fit the metadata.
+        ConfigError: The file is not a readable GGUF file, its architecture, metadata or tensors are not
+            supported, or its tensors do not fit the metadata.
     """
 
     def __init__(self, file: Path) -> None:
@@ -105,7 +105,7 @@ class GgufModel:
         """Return a value of the metadata.
 
         Raises:
-            ConfigError: the key does not exist.
+            ConfigError: The key does not exist.
         """
         if not self.has(name):
             raise self.error(f"lacks {name}")
@@ -124,7 +124,7 @@ class GgufModel:
         return self._typed(name, list)
 
     def generation_config(self) -> GenerationConfig:
-        """Return the special tokens. GGUF has no other settings of sampling."""
+        """Return the special tokens as a generation config. GGUF has no other settings of sampling."""
         return GenerationConfig(
             bos_token_id=self.config.bos_token_id,
             eos_token_id=self.config.eos_token_id,
@@ -132,12 +132,12 @@ class GgufModel:
         )
 
     def quantization(self) -> dict[str, int]:
-        """Return the number of tensors of each GGUF type."""
+        """Return the number of tensors by GGUF type."""
         kinds = [tensor.tensor_type.name for tensor in self._reader.tensors]
         return {kind: kinds.count(kind) for kind in sorted(set(kinds))}
 
     def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Yield Hugging Face names and float32 weights."""
+        """Yield the Hugging Face name and the float32 weights of each tensor."""
         for name, tensor in self._tensors.items():
             try:
                 weight = dequantize(tensor.data, tensor.tensor_type)
@@ -161,7 +161,7 @@ class GgufModel:
         return self.integer(f"{ARCHITECTURE}.{name}")
 
     def _number(self, name: str) -> float:
-        # GGUF stores float32. This is the shortest decimal for it: 1e-05, not 9.99...e-06.
+        # GGUF stores float32. This gives its shortest decimal, such as 1e-05 and not 9.99...e-06.
         value = self._typed(f"{ARCHITECTURE}.{name}", float)
         return float(str(np.float32(value)))
 
@@ -204,7 +204,7 @@ class GgufModel:
         for name, shape in expected.items():
             if name not in self._tensors:
                 raise self.error(f"lacks the tensor of {name}")
-            # GGUF lists the fastest dimension first.
+            # GGUF lists the fastest-varying dimension first.
             found = _shape(self._tensors[name])
             if found != shape:
                 raise self.error(f"tensor of {name} has shape {found}, its metadata says {shape}")
@@ -217,7 +217,7 @@ def _shape(tensor: ReaderTensor) -> tuple[int, ...]:
 
 
 def _rotate_halves(weight_OI: np.ndarray, num_heads: int) -> np.ndarray:
-    """Reorder the rows of every head from llama.cpp's rotary layout (pairs) to transformers' (halves)."""
+    """Reorder the rows of each head from llama.cpp's rotary layout (pairs) to transformers' (halves)."""
     out_size, in_size = weight_OI.shape
     pairs = weight_OI.reshape(num_heads, out_size // num_heads // 2, 2, in_size)
     return np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(out_size, in_size))
@@ -228,10 +228,11 @@ _CONTROL = 3
 
 
 _NORMAL = 1
+"""Token type of ordinary tokens in llama.cpp."""
 
 
 def _splits(name: str) -> pre_tokenizers.PreTokenizer | None:
-    """Return the pre-tokenizer with a name of llama.cpp (llama-vocab.cpp); None if it is not supported."""
+    """Return the pre-tokenizer for its name in llama.cpp (llama-vocab.cpp); None if it is not supported."""
     if name == "smollm":
         digits = pre_tokenizers.Digits(individual_digits=True)
         return pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
@@ -242,7 +243,7 @@ def read_tokenizer(model: GgufModel) -> PreTrainedTokenizerFast:
     """Read the vocabulary, merges, special tokens and chat template of a byte-level BPE tokenizer.
 
     Raises:
-        ConfigError: the kind of tokenizer or its pre-tokenizer is not supported.
+        ConfigError: The type of the tokenizer, or its pre-tokenizer, is not supported.
     """
     split = _check(model)
     tokens = model.texts("tokenizer.ggml.tokens")

@@ -1,4 +1,4 @@
-"""Reads tensors of Hugging Face folders, whole or in parts, and writes new folders."""
+"""Reads tensors of Hugging Face folders, whole or in blocks, and writes new folders."""
 
 import json
 import shutil
@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from forgeasync.files import flush
 
 MAX_FILE_BYTES = 4 * 2**30
-"""Size at which a weight file is closed and the next one is opened."""
+"""Maximum size of a weight file in bytes, unless one tensor is larger."""
 
 
 COPIED_FILES = (
@@ -31,17 +31,17 @@ COPIED_FILES = (
 
 
 class FolderNotWritten(OSError):
-    """A folder could not be written. Nothing of it remains, and writing can be tried again."""
+    """A folder could not be written. Its files are removed, and writing can be tried again."""
 
 
 @contextmanager
 def writing(folder: Path) -> Iterator[Path]:
     """Yield a partial folder, and rename it to ``folder`` after the body has written all files.
 
-    An earlier partial folder is removed first.
+    A leftover partial folder is removed first.
 
     Raises:
-        FolderNotWritten: the disk is full or fails, or the folder cannot be created.
+        FolderNotWritten: The disk is full or fails, or the folder cannot be created.
     """
     partial = begin_folder(folder)
     with removing(partial, folder):
@@ -50,10 +50,10 @@ def writing(folder: Path) -> Iterator[Path]:
 
 
 def begin_folder(folder: Path) -> Path:
-    """Create an empty partial folder, which becomes ``folder`` when it is complete.
+    """Create and return an empty partial folder, which is later renamed to ``folder``.
 
     Raises:
-        FolderNotWritten: it cannot be created.
+        FolderNotWritten: The folder cannot be created.
     """
     partial = folder.with_name(folder.name + ".partial")
     with removing(partial, folder):
@@ -65,10 +65,10 @@ def begin_folder(folder: Path) -> Path:
 
 @contextmanager
 def removing(partial: Path, folder: Path) -> Iterator[None]:
-    """Remove the partial folder if the body fails, which frees its space on the disk.
+    """Remove the partial folder if the body raises an I/O error, which frees its space on disk.
 
     Raises:
-        FolderNotWritten: the disk is full or fails, for which safetensors 0.8 has its own error.
+        FolderNotWritten: The disk is full or fails. (safetensors 0.8 raises its own error for that.)
     """
     try:
         yield
@@ -78,7 +78,7 @@ def removing(partial: Path, folder: Path) -> Iterator[None]:
 
 
 def show(partial: Path, folder: Path) -> None:
-    """Rename a partial folder after all of it is on the disk."""
+    """Flush all files of a partial folder, and rename it to ``folder``."""
     for path in (*partial.iterdir(), partial):
         flush(path)
     partial.rename(folder)
@@ -86,13 +86,13 @@ def show(partial: Path, folder: Path) -> None:
 
 
 class HfFolderWriter:
-    """Writes tensors into numbered safetensors files, in the order of ``add``, and their index.
+    """Writes a Hugging Face folder: numbered safetensors files, in the order of ``add``, and their index.
 
-    Every call raises FolderNotWritten if the disk is full or fails. Nothing remains then.
+    Every call raises FolderNotWritten if the disk is full or fails, and then removes all files.
     """
 
     def __init__(self, folder: Path, *, source: Path, max_file_bytes: int = MAX_FILE_BYTES) -> None:
-        """Begin ``folder`` with the config, tokenizer and generation settings of ``source``."""
+        """Begin ``folder`` with copies of the config, tokenizer and generation settings of ``source``."""
         self._folder = folder
         self._max_file_bytes = max_file_bytes
         self._waiting: dict[str, torch.Tensor] = {}
@@ -124,11 +124,11 @@ class HfFolderWriter:
         self._waiting.clear()
 
     def finish(self) -> None:
-        """Write the remaining tensors and the index, and rename the folder."""
+        """Write the remaining tensors and the index, and rename the folder to its final name."""
         self._write()
         weight_map: dict[str, str] = {}
         for index, names in enumerate(self._names_of_files):
-            # Names of files include their number.
+            # The final names include the number of files.
             file = f"model-{index + 1:05d}-of-{len(self._names_of_files):05d}.safetensors"
             self._file(index).rename(self._partial / file)
             weight_map |= dict.fromkeys(names, file)
@@ -165,15 +165,15 @@ class CheckpointTensors:
         return tuple(self._file(name).get_slice(name).get_shape())
 
     def part(self, name: str, start: Sequence[int], size: Sequence[int]) -> torch.Tensor:
-        """Read only a block of a tensor."""
+        """Read the block of a tensor that begins at the indices ``start`` and has the shape ``size``."""
         block = tuple(slice(first, first + count) for first, count in zip(start, size, strict=True))
         return self._file(name).get_slice(name)[block]
 
     def _file(self, name: str) -> safe_open:
-        """Return the open file with a tensor.
+        """Return the open file that contains a tensor.
 
         Raises:
-            ValueError: there is no such tensor.
+            ValueError: The folder has no such tensor.
         """
         if name not in self._file_of:
             raise ValueError(f"model.path: {self._folder} has no tensor {name!r}")
@@ -184,8 +184,8 @@ class CheckpointTensors:
 
 
 def use_umask(file: Path) -> None:
-    """Give a file the permissions of new files by the process's umask."""
-    # Reading the umask changes it for a moment in all threads. A new file shows it too.
+    """Give a file the permissions that the process's umask gives to new files."""
+    # os.umask can only read the umask by changing it for all threads. A new file shows it too.
     probe = file.with_name(file.name + ".mode")
     probe.touch(exist_ok=False)
     try:

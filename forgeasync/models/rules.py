@@ -1,4 +1,4 @@
-"""A run and its model: sizes that follow from both, and rules that both must meet."""
+"""Sizes that follow from a run's config and its model, and rules that both must satisfy together."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -23,11 +23,11 @@ from forgeasync.models.qwen3.facts import QWEN3, QWEN3_MOE
 from forgeasync.schema import Problem
 
 FAMILIES: dict[str, Family] = {family.model_type: family for family in (QWEN3, QWEN3_MOE, LLAMA, DEEPSEEK_V3)}
-"""Families by ``model_type``. A new family is a folder beside this file and a name here."""
+"""Families by ``model_type``. To add one, add a folder beside this file and its name here."""
 
 
 def expected_shapes(facts: ModelFacts) -> dict[str, Shape]:
-    """Return Hugging Face names and shapes of all weights of a model."""
+    """Return the shapes of all weights of a model by their Hugging Face names."""
     layer_shapes = FAMILIES[facts.model_type].layer_shapes
     vocabulary = (facts.vocab_size, facts.hidden_size)
     shapes: dict[str, Shape] = {"model.embed_tokens.weight": vocabulary}
@@ -41,28 +41,32 @@ def expected_shapes(facts: ModelFacts) -> dict[str, Shape]:
 
 
 LOGITS_CHUNK_TOKENS = 1024
-"""Tokens of a row whose logits exist at the same time in the trainer."""
+"""Number of tokens of a row whose logits exist at the same time in the trainer."""
 
 GATHER_COST = 64
-"""Time of a logit that is gathered row by row from the output matrix, in logits of a matrix product, forward
-and backward: 55 to 75 on a CPU core, for rows of 1,024 in float32."""
+"""Time per logit computed by gathering rows of the output matrix, relative to one of a matrix product.
+
+Forward and backward together; 55 to 75 was measured on a CPU core, for rows of 1,024 in float32.
+"""
 
 GATHER_BLOCK_BYTES = 8 * 2**20
-"""Size of the rows of the output matrix and of hidden states that are gathered at once for kept logits.
-Blocks that fit into the caches take a fifth of the time, and memory returned to the system is slow to get
-again."""
+"""Bytes of rows of the output matrix and of hidden states that are gathered at once for kept logits.
+
+Blocks that fit into the caches take a fifth of the time. They also avoid returning memory to the system,
+which is slow to get again.
+"""
 
 PAYLOAD_OVERHEAD_BYTES = 1024
-"""Upper bound of one payload's header, table, alignment and share of the file's last page."""
+"""Upper bound in bytes of one payload's header, table, alignment and share of the file's last page."""
 
 BYTES_PER_ELEMENT = {Dtype.FLOAT32: 4, Dtype.BFLOAT16: 2}
 
 
 def kv_bytes_per_token(config: RunConfig, facts: ModelFacts) -> int:
-    """Return the bytes of KV cache that one token takes on one generator rank.
+    """Return the bytes of KV cache per token on one generator rank.
 
-    With more ranks than KV heads, every rank holds one head. Latents are the same on every rank. (vLLM's CPU
-    build expands them, and reports a cache that is too small for that.)
+    With more ranks than KV heads, every rank holds one head. Latents of latent attention are replicated on
+    every rank. (vLLM's CPU build expands them, but reports a cache that is too small for that.)
     """
     if facts.latent is not None:
         latent_size = facts.latent.kv_rank + facts.latent.rope_head_dim
@@ -73,13 +77,13 @@ def kv_bytes_per_token(config: RunConfig, facts: ModelFacts) -> int:
 
 
 def published_weight_bytes(config: RunConfig, facts: ModelFacts) -> int:
-    """Return the bytes of one version of the weights, as generators fetch it."""
+    """Return the bytes of one version of the weights, in the dtype in which generators fetch it."""
     num_elements = sum(math.prod(shape) for shape in expected_shapes(facts).values())
     return num_elements * BYTES_PER_ELEMENT[config.generator.dtype]
 
 
 def num_adapter_parameters(facts: ModelFacts, lora: LoraSection) -> int:
-    """Return the parameters of all adapters: rank * (inputs + outputs) of every adapted matrix."""
+    """Return the number of parameters of all adapters: rank * (inputs + outputs) of each adapted matrix."""
     return sum(
         lora.rank * sum(shape)
         for name, shape in expected_shapes(facts).items()
@@ -88,10 +92,10 @@ def num_adapter_parameters(facts: ModelFacts, lora: LoraSection) -> int:
 
 
 def weight_copies_in_shared_memory(config: RunConfig) -> int:
-    """Return how many versions of all weights are in shared memory: two staged, one for each generator.
+    """Return the number of copies of all weights in shared memory: two staged, and one for each generator.
 
-    An average is staged with each version, and every teacher that moves fetches one too. With adapters, only
-    the merged weights of each generator's and teacher's engine count.
+    Each average of weights is staged with each of the two versions, and each teacher with changing weights
+    fetches a copy too. With adapters, only the merged weights of each generator's and teacher's engine count.
     """
     moving = [one for one in config.teachers.values() if one.moves]
     if config.lora is not None:
@@ -100,11 +104,11 @@ def weight_copies_in_shared_memory(config: RunConfig) -> int:
 
 
 def largest_group_payload_bytes(config: RunConfig, facts: ModelFacts) -> int:
-    """Return the bytes reserved for the recorded arrays of one group in the payload store.
+    """Return the bytes to reserve for the arrays of one group in the payload store.
 
-    It assumes the longest prompt and response in every rollout, no shared prompt record, and kept sets of
-    top_k. Only sets with ties can need more: CPU engines keep all logits that tie at rank top_k. A teacher
-    writes the group again, with its own arrays, before the first file is freed.
+    This assumes the longest prompt and response in every rollout, no shared prompt record, and kept sets of
+    size top_k. Only ties can need more, because CPU engines keep all logits that tie at rank top_k. With a
+    teacher, the group is written a second time, with the teacher's arrays, before the first file is freed.
     """
     context, response = config.model.max_context_length, longest_response(config)
     per_token = 4 + routing_bytes_per_token(config, facts)
@@ -123,12 +127,12 @@ def teacher_bytes_per_token(config: RunConfig) -> int:
 
 
 def sampled_mark_bytes_per_token(config: RunConfig) -> int:
-    """Return the bytes per response token that mark it as sampled in a payload; 0 if all are."""
+    """Return the bytes per response token that mark it as sampled in a payload; 0 if all are sampled."""
     return 0 if config.environment is None else 1
 
 
 def routing_bytes_per_token(config: RunConfig, facts: ModelFacts) -> int:
-    """Return the bytes of one token's experts in a payload; 0 if they are not recorded."""
+    """Return the bytes of one token's routing record in a payload; 0 if it is not recorded."""
     if config.trainer.routing_replay is RoutingReplay.OFF:
         return 0
     bytes_per_id = 1 if facts.num_experts <= 256 else 2
@@ -136,9 +140,9 @@ def routing_bytes_per_token(config: RunConfig, facts: ModelFacts) -> int:
 
 
 def kept_bytes_per_token(config: RunConfig, facts: ModelFacts) -> int:
-    """Return the most bytes of a response token's kept set in a payload; 0 if it is not recorded.
+    """Return the maximum bytes of a response token's kept set in a payload; 0 if it is not recorded.
 
-    Ties at rank top_k are ignored, as in ``largest_group_payload_bytes``.
+    This ignores ties at rank top_k, as ``largest_group_payload_bytes`` does.
     """
     if not (config.trainer.keep_sampling_mask and config.sampling.cuts_vocabulary):
         return 0
@@ -146,7 +150,7 @@ def kept_bytes_per_token(config: RunConfig, facts: ModelFacts) -> int:
 
 
 def check_nucleus(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
-    """Check top_p: the most likely token has at least the mean probability."""
+    """Check that top_p can keep more than one token: the most likely one has at least 1 / vocab_size."""
     top_p = config.sampling.top_p
     if facts.vocab_size > 1 and top_p * facts.vocab_size <= 1.0:
         yield Problem(
@@ -158,7 +162,7 @@ def check_nucleus(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
 
 
 def check_trainer_divides_model(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
-    """Check that heads, experts and networks divide over the trainer's ranks."""
+    """Check that heads, experts and feed-forward networks divide evenly over the trainer's ranks."""
     parallel = config.trainer.parallel
     for name, size in (("num_attention_heads", facts.num_heads), ("num_key_value_heads", facts.num_kv_heads)):
         if size % parallel.tensor:
@@ -201,9 +205,9 @@ def check_trainer_divides_model(config: RunConfig, facts: ModelFacts) -> Iterato
 
 
 def check_generator_fits_model(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
-    """Check that the model divides over an engine's ranks, and that one sequence fits its KV cache."""
+    """Check that the model divides evenly over an engine's ranks, and one sequence fits its KV cache."""
     tensor = config.generator.tensor_parallel
-    # With expert parallelism every expert is on one rank.
+    # With expert parallelism, each expert is whole on one rank.
     experts = ("num_experts", facts.num_experts)
     if not config.generator.expert_parallel:
         experts = ("moe_intermediate_size", facts.expert_hidden_size)
@@ -242,12 +246,12 @@ def check_generator_fits_model(config: RunConfig, facts: ModelFacts) -> Iterator
 
 
 def check_sequence_parallelism(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
-    """Refuse layouts in which TorchTitan's MoE layers are wrong."""
+    """Refuse parallel layouts in which TorchTitan's MoE layers compute wrong gradients or fail."""
     parallel = config.trainer.parallel
     if facts.num_experts and parallel.tensor > 1 and parallel.sequence != (parallel.expert > 1):
-        # TorchTitan 0.3.0 (partial_dtensor). Sequence parallelism without expert parallelism: the gradient
-        # that leaves an MoE layer towards its input is wrong by tens of percent. The other way round: "can
-        # not redistribute from S(1) to P(sum)".
+        # TorchTitan 0.3.0 (partial_dtensor): with sequence but without expert parallelism, the gradient of an
+        # MoE layer's input is wrong by tens of percent. With expert but without sequence parallelism, it
+        # raises "can not redistribute from S(1) to P(sum)".
         yield Problem(
             field="trainer.parallel.sequence",
             value=parallel.sequence,
@@ -257,7 +261,7 @@ def check_sequence_parallelism(config: RunConfig, facts: ModelFacts) -> Iterator
 
 
 def check_groups_of_experts(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
-    """Check the sizes of grouped routing against each other."""
+    """Check that the sizes of grouped routing are consistent."""
     routing = facts.routing
     if routing is None:
         return
@@ -276,10 +280,10 @@ def check_groups_of_experts(config: RunConfig, facts: ModelFacts) -> Iterator[Pr
 
 
 def check_router_bias(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
-    """Check that router biases can be published, and that only models that have them train them."""
+    """Check that router biases can be published, and that they are trained only if the model has them."""
     if facts.routing is not None and config.generator.dtype is not Dtype.FLOAT32:
-        # Weights are published in one dtype, and vLLM keeps biases in float32. Rounded biases would choose
-        # other experts.
+        # All weights are published in one dtype, and vLLM keeps biases in float32. Rounded biases would
+        # choose other experts.
         yield Problem(
             field="generator.dtype",
             value=config.generator.dtype.value,
@@ -302,7 +306,7 @@ def check_router_bias(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]
 
 
 def check_lora_family(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
-    """Refuse adapters for latent attention and shared experts, whose layers they do not support."""
+    """Refuse adapters for models with latent attention and shared experts, which adapters do not support."""
     if config.lora is not None and facts.latent is not None:
         yield Problem(
             field="lora",
@@ -311,7 +315,10 @@ def check_lora_family(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]
 
 
 def check_lora_sharding(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
-    """Check the adapters' rank: with more ranks than experts, TorchTitan shards experts in equal parts."""
+    """Check that the adapters' rank divides evenly if TorchTitan splits experts over several ranks.
+
+    It does so, in equal parts, if there are more ranks than experts.
+    """
     if config.lora is None or not facts.num_experts or not set(config.lora.targets) & set(EXPERT_TARGETS):
         return
     parallel = config.trainer.parallel
@@ -331,7 +338,7 @@ def check_lora_sharding(config: RunConfig, facts: ModelFacts) -> Iterator[Proble
 
 
 def check_config(config: RunConfig, model_facts: ModelFacts) -> list[Problem]:
-    """Return every problem of running ``config`` on this model; empty if there is none."""
+    """Return all problems of training this model with ``config``; empty if there are none."""
     problems = check_without_model(config)
     for rule in _MODEL_RULES:
         problems.extend(rule(config, model_facts))
@@ -339,7 +346,7 @@ def check_config(config: RunConfig, model_facts: ModelFacts) -> list[Problem]:
 
 
 def check_generator(config: RunConfig, facts: ModelFacts) -> list[Problem]:
-    """Return every problem of sampling from this model, without training it."""
+    """Return all problems of sampling from this model with ``config``, without training it."""
     return [*_check_model_shape(config, facts), *check_generator_fits_model(config, facts)]
 
 
@@ -359,7 +366,7 @@ def _check_payload(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
 
 
 def _whose(config: RunConfig) -> str:
-    """Say whose groups the payload store must be able to hold."""
+    """Return the words of an error message that say which groups the payload store must hold."""
     num_steps = config.trainer.recovery.snapshot_every_steps or 1
     if num_steps == 1:
         return "one step's"

@@ -1,4 +1,4 @@
-"""TorchTitan's side of a model family: its classes and the configs of its layers."""
+"""TorchTitan's part of a model family: its classes, and the configs of its layers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,14 +18,18 @@ NORM_INIT: dict[str, Callable[..., object]] = {"weight": nn.init.ones_}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TitanFamily:
-    """Classes of TorchTitan for one family."""
+    """TorchTitan's classes and functions for one family."""
 
     model: type[Decoder]
     layers: Callable[[ModelFacts, str], list[TransformerBlock.Config]]
-    """Returns the configs of all layers in the shapes of the Hugging Face files, for an attention backend."""
+    """Function that returns the configs of all layers for an attention backend.
+
+    Parameters have the shapes of the Hugging Face files.
+    """
     parallelize: Callable[..., object]
+    """TorchTitan's function that parallelizes the model."""
     adapter: type[StateDictAdapter]
-    """Maps Hugging Face tensors to TorchTitan's names."""
+    """Mapping from Hugging Face tensors to TorchTitan's names."""
 
 
 def norm_config(size: int, facts: ModelFacts) -> RMSNorm.Config:
@@ -33,6 +37,6 @@ def norm_config(size: int, facts: ModelFacts) -> RMSNorm.Config:
 
 
 def set_norm_eps(layer: TransformerBlock.Config, facts: ModelFacts) -> None:
-    """Set the model's epsilon, because TorchTitan's builders have their own."""
+    """Set the model's norm epsilon, because TorchTitan's builders use their own."""
     layer.attention_norm = replace(layer.attention_norm, eps=facts.rms_norm_eps)
     layer.ffn_norm = replace(layer.ffn_norm, eps=facts.rms_norm_eps)

@@ -1,7 +1,7 @@
 """Small Hugging Face tokenizers that need no training.
 
-``build_tokenizer`` is for templated tasks: one token for each digit or sign, and one for each run of words.
-The fixed sentence around a problem becomes one token, so that prompts are short. ``character_tokenizer`` is
+``build_tokenizer`` is for templated tasks. It has one token for each digit or sign, and one for each run of
+words. The fixed sentence around a problem becomes one token, so prompts are short. ``character_tokenizer`` is
 for any text, with one token for each character.
 """
 
@@ -19,7 +19,7 @@ PADDING = "<pad>"
 UNKNOWN = "<unk>"
 
 TURN_START, TURN_END = "<|im_start|>", "<|im_end|>"
-"""Marks of a turn in ChatML. The second one ends a response."""
+"""Start and end marks of a turn in ChatML. The end mark ends a response."""
 
 NUM_CHARACTER_TOKENS = 128
 """Size of the vocabulary of ``character_tokenizer``."""
@@ -28,7 +28,7 @@ _TOKEN = Regex(r"[A-Za-z][A-Za-z ]*[A-Za-z]|[A-Za-z]| ?[-+=:] ?|[0-9]|[^A-Za-z0-
 
 
 def build_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """Build a tokenizer whose vocabulary is what occurs in the texts. The same texts give the same ids."""
+    """Build a tokenizer whose vocabulary are the pieces of the texts. The same texts give the same ids."""
     split = pre_tokenizers.Split(_TOKEN, behavior="isolated")
     found = {piece for text in texts for piece, _ in split.pre_tokenize_str(text)}
     vocabulary = {token: index for index, token in enumerate([PADDING, END, UNKNOWN, *sorted(found)])}
@@ -43,12 +43,12 @@ def build_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
 def character_tokenizer(
     *, chat_template: bool, template_arguments: Iterable[str] = ()
 ) -> PreTrainedTokenizerFast:
-    """Build a tokenizer of printable ASCII characters. All others become one unknown token.
+    """Build a tokenizer of printable ASCII characters. All other characters become one unknown token.
 
-    The chat template is ChatML. It accepts ``template_arguments`` and ignores them.
+    With ``chat_template``, the template is ChatML. It accepts ``template_arguments`` and ignores them.
     """
     ordinary = [UNKNOWN, PADDING, *sorted(set(string.printable))]
-    # A model of this vocabulary can sample every id, so each one has a text.
+    # A model with this vocabulary can sample every id, so each id needs a text.
     fillers = [f"<|unused_{index}|>" for index in range(NUM_CHARACTER_TOKENS - len(ordinary) - 2)]
     vocabulary = {token: index for index, token in enumerate([*ordinary, *fillers])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))

@@ -1,4 +1,4 @@
-"""What a run writes and shows: metrics, the run folder, the console, logs and verdicts."""
+"""Output of a run: metrics, the run folder, the console, logs and verdicts."""
 
 import lazy_loader
 

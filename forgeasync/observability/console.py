@@ -1,8 +1,8 @@
-"""What a person sees of a run: messages, phases by name, one line per step and, on a terminal, progress bars.
+"""Console output of a run: messages, named phases, one line per step and, on a terminal, progress bars.
 
-A terminal with room for it has a board above the bars: how the run is doing, from its newest metrics, in a
-few lines. In a pipe or a file there are plain lines only. Times are passed in; only the running clocks of
-board and bars are their own.
+If the terminal is large enough, a board above the bars shows the state of the run in a few lines, from its
+newest metrics. Pipes and files only get plain lines. Callers pass in all times, except those of the running
+clocks of board and bars.
 """
 
 import math
@@ -22,20 +22,21 @@ from rich.text import Text
 from forgeasync.observability.fault_log import Role
 
 Numbers = Mapping[str, float | int]
-"""Metrics under their names in metrics.jsonl."""
+"""Metrics by their names in metrics.jsonl."""
 
 COLUMNS = 80
-"""Longest line of a step in a pipe or a file, in characters."""
+"""Maximum length in characters of a step's line in a pipe or a file."""
 
 MAX_COLUMNS = 170
-"""The same on a wide terminal, where there is room for what the optimizer does."""
+"""Maximum length in characters of a step's line on a wide terminal, with room for optimizer metrics."""
 
 LINES = 24
-"""Height of a terminal that does not know it."""
+"""Assumed height of a terminal that does not report it, in lines."""
 
 MIN_COLUMNS = 72
+"""Minimum width of a terminal with a board, in characters."""
 MIN_LINES = 20
-"""On a smaller terminal the board would leave too little room for what scrolls above it."""
+"""Minimum height of a terminal with a board, in lines. Messages need the room above it."""
 
 SEPARATOR = "  "
 
@@ -51,17 +52,17 @@ MEMORY = ("trainer", "generator", "scorer", "controller", "trainer_gpu", "genera
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLine:
-    """The few numbers of a step that are worth a glance."""
+    """Line with the most important metrics of a step."""
 
     metrics: Numbers
     waited_for: str
-    """A short phrase such as ``batch 1.2s`` or ``train``."""
+    """Short phrase for what the step waited for, such as ``batch 1.2s`` or ``train``."""
 
     def format(self, max_steps: int, num_columns: int = COLUMNS) -> str:
-        """Return one line of aligned columns, at most ``num_columns`` long. Columns of least worth go first.
+        """Return one line of aligned columns, at most ``num_columns`` long.
 
-        Ages count versions, the mismatch is the mean absolute difference of log-probabilities in nats, and
-        entropy is in nats a token.
+        If the line is too long, the least important columns are left out. Ages are in versions, the mismatch
+        is the mean absolute difference of log-probabilities in nats, and the entropy is in nats per token.
         """
         metrics = self.metrics
         accuracy = metrics.get("eval/accuracy")
@@ -73,7 +74,7 @@ class StepLine:
             (10, "grad", "grad_norm", "8.3g"),
             (11, "lr", "learning_rate", "7.1e"),
         )
-        # In the order of the line, each with its worth: the smaller the number, the longer it stays.
+        # In the order of the line, each with its rank: columns with higher numbers are left out first.
         columns = (
             (0, f"step {int(metrics['step']):{len(str(max_steps))}d}/{max_steps}"),
             (1, f"reward {metrics['reward/mean']:6.3f}"),
@@ -92,7 +93,7 @@ class StepLine:
         shown: set[int] = set()
         left = num_columns + len(SEPARATOR)
         for worth, text in sorted(columns):
-            # The step is shown in any case, even if it is cut.
+            # The step is always shown, even if it is cut.
             if (width := len(text) + len(SEPARATOR)) <= left or not worth:
                 shown.add(worth)
                 left -= width
@@ -117,7 +118,7 @@ def _with_unit(value: float) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoardLine:
-    """A line of the board."""
+    """One line of the board. Lines with ``is_alarm`` are red."""
 
     label: str
     words: str
@@ -125,17 +126,17 @@ class BoardLine:
 
 
 def board_lines(metrics: Numbers, *, max_steps: int, left_s: float | None, age_s: float) -> list[BoardLine]:
-    """Return the lines of the board; those of which nothing is known yet are left out.
+    """Return the lines of the board, except those without any metric yet.
 
-    ``left_s`` is the estimate of the time left, ``age_s`` the time since the last step.
+    ``left_s`` is the estimated time left, ``age_s`` the time since the last step, both in seconds.
     """
 
     def number(key: str, form: str, *, is_shown: Callable[[float], bool] = lambda value: True) -> str:
-        """A metric in words; empty if it is not there."""
+        """Return a metric formatted by ``form``; an empty text if it is missing or not to be shown."""
         value = metrics.get(key)
         if value is None or not is_shown(value):
             return ""
-        # Also as a percentage.
+        # The factor is for percentages, which must be finite too.
         return form.format(value) if math.isfinite(100.0 * value) else f"{key} is no number"
 
     num_noticed = sum(metrics.get(f"faults/detected_{role}", 0) for role in Role)
@@ -161,7 +162,7 @@ def board_lines(metrics: Numbers, *, max_steps: int, left_s: float | None, age_s
             number("off_policy/age_max", "at most {:.0f}"),
         ),
         "waits": (
-            # At most one of the first two is 1.
+            # At most one of the first two metrics is 1.
             number("load/trainer_waits", "sampling and scoring bound the run", is_shown=bool),
             number("load/generators_wait", "the trainer bounds the run", is_shown=bool),
             number("load/trainer_wait_share", "trainer {:.0%} of the step for its batch"),
@@ -195,9 +196,9 @@ def _time(seconds: float) -> str:
 
 
 class Board:
-    """What the board shows now.
+    """Current content of the board.
 
-    A thread of rich draws it once a second, so what it reads is replaced as a whole.
+    A thread of rich draws it once a second, so attributes are replaced as a whole and never modified.
     """
 
     def __init__(self, max_steps: int, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -205,18 +206,18 @@ class Board:
         self._clock = clock
         self._metrics: Numbers = {}
         self._stepped: tuple[float, float] | None = None
-        """The estimate of the time left at the last step, and when that was."""
+        """Estimated time left at the last step, and the clock's time of that step, both in seconds."""
 
     def now(self, metrics: Numbers) -> None:
-        """Take in the newest values of some metrics."""
+        """Update the values of some metrics."""
         self._metrics = {**self._metrics, **metrics}
 
     def stepped(self, left_s: float) -> None:
-        """A step was made, whose metrics are known; ``left_s`` is the estimate of the time left."""
+        """Record that a step was made, with the estimated time left in seconds."""
         self._stepped = left_s, self._clock()
 
     def lines(self) -> list[BoardLine]:
-        """Return the lines of this moment; none before the first step."""
+        """Return the current lines; none before the first step."""
         if self._stepped is None:
             return []
         left_s, stepped_s = self._stepped
@@ -227,18 +228,18 @@ class Board:
 
 
 class _BoardProgress(Progress):
-    """Bars with the board above them, where the terminal has room for it."""
+    """Progress bars, with the board above them if the terminal is large enough."""
 
     def __init__(
         self, board: Board, size: Callable[[], tuple[int, int]], *columns: ProgressColumn, console: Console
     ) -> None:
-        """``size`` returns how many columns and lines the terminal has."""
+        """``size`` returns the number of columns and lines of the terminal."""
         self._board = board
         self._size = size
         super().__init__(
             *columns,
             console=console,
-            # Once a second moves the clock; more would only take time from the processes that compute.
+            # Once a second is enough for the clocks. More would take CPU time from the other processes.
             refresh_per_second=1,
             transient=True,
         )
@@ -259,7 +260,7 @@ class _BoardProgress(Progress):
 
 
 class StepConsole:
-    """Prints messages, phases and step lines; shows the bars from ``start`` (or ``with``) until ``stop``."""
+    """Prints messages, phases and step lines. Shows the bars from ``start`` (or ``with``) until ``stop``."""
 
     def __init__(
         self,
@@ -269,9 +270,13 @@ class StepConsole:
         stream: TextIO | None = None,
         log: Callable[[str], None] | None = None,
     ) -> None:
-        """``stream`` defaults to the present standard output; ``log`` gets every line too.
+        """Create a console, without showing bars yet.
 
-        Without ``eval_every_steps`` the run evaluates nothing.
+        Args:
+            max_steps: Number of steps of the run.
+            eval_every_steps: Steps between evaluations; None if there are none.
+            stream: Output stream, by default the current standard output.
+            log: Function that also gets every line.
         """
         self._max_steps = max_steps
         self._stream = sys.stdout if stream is None else stream
@@ -283,7 +288,7 @@ class StepConsole:
         self._is_gone = False
         self._phase: TaskID | None = None
         self._training: TaskID | None = None
-        # Asked of the stream itself: rich takes a pipe for a terminal when FORCE_COLOR is set.
+        # Not rich's own check alone, which takes a pipe for a terminal if FORCE_COLOR is set.
         if self._stream.isatty() and console.is_interactive:
             self._bars = _BoardProgress(
                 self._board,
@@ -297,23 +302,23 @@ class StepConsole:
             )
 
     def start(self) -> None:
-        """Show the bars; does nothing in a pipe."""
+        """Show the bars. Does nothing in a pipe."""
         with self._showing():
             if self._bars is not None:
                 self._bars.start()
 
     def alarm(self, text: str) -> None:
-        """Print ``text`` as ``message`` does, in red where there are colours."""
+        """Print ``text`` as ``message`` does, in red if the terminal has colors."""
         self.message(text, style="bold red")
 
     def message(self, text: str, *, style: str = "") -> None:
-        """Print ``text``, without any escape codes that it may hold, above the bars."""
+        """Print ``text`` above the bars, after removing escape codes."""
         plain = Text.from_ansi(text).plain
         if self._log is not None:
             self._log(plain)
         with self._showing():
             if self._bars is not None:
-                # No wrapping: a narrow terminal breaks the line itself, and a copied line stays whole.
+                # No wrapping by rich: the terminal wraps long lines itself, and copied lines stay whole.
                 self._bars.console.print(
                     plain, markup=False, highlight=False, soft_wrap=True, style=style or None
                 )
@@ -323,7 +328,10 @@ class StepConsole:
 
     @contextmanager
     def _showing(self) -> Iterator[None]:
-        """Go on if the terminal, or the reader of a pipe, is gone: from then on only the log gets lines."""
+        """Ignore errors of the body if the terminal or the reader of a pipe is gone.
+
+        From then on, only the log gets lines.
+        """
         try:
             yield
         except OSError as error:
@@ -336,7 +344,7 @@ class StepConsole:
                 self._log(f"nobody reads the console any more: {error}")
 
     def phase(self, text: str, *, num_parts: int | None = None) -> None:
-        """Say what begins; a bar shows how long it has gone on, and how many of its parts are done."""
+        """Print the name of a phase that begins, and show a bar with its time and its finished parts."""
         self.message(text)
         if self._bars is not None:
             self.end_phase()
@@ -344,7 +352,7 @@ class StepConsole:
             self._phase = self._bars.add_task(text, total=num_parts, count=count, remaining="")
 
     def part_done(self) -> None:
-        """One more part of the phase is done."""
+        """Record that one more part of the phase is done."""
         with self._showing():
             if self._bars is not None and self._phase is not None:
                 self._bars.advance(self._phase)
@@ -353,18 +361,18 @@ class StepConsole:
                     self._bars.update(self._phase, count=f"{task.completed:.0f}/{task.total:.0f}")
 
     def end_phase(self) -> None:
-        """The phase is over; what comes next needs no name."""
+        """Remove the bar of the phase, if there is one."""
         with self._showing():
             if self._bars is not None and self._phase is not None:
                 self._bars.remove_task(self._phase)
                 self._phase = None
 
     def now(self, metrics: Numbers) -> None:
-        """Show the newest values of metrics on the board; nothing in a pipe."""
+        """Update values of metrics on the board. Has no visible effect in a pipe."""
         self._board.now(metrics)
 
     def step(self, line: StepLine) -> None:
-        """Print one step's line and move the bar; what ``now`` is told is of this step."""
+        """Print the line of a step, and advance the bar."""
         self.message(line.format(self._max_steps, self._num_columns()))
         step = int(line.metrics["step"])
         self._remaining.add(
@@ -394,9 +402,9 @@ class StepConsole:
         return COLUMNS if self._bars is None else min(MAX_COLUMNS, self._size()[0])
 
     def _size(self) -> tuple[int, int]:
-        """Columns and lines of the terminal."""
-        # rich asks the standard descriptors, which are a log file's in the controller. A terminal that does
-        # not know its size says 0.
+        """Return the number of columns and lines of the terminal."""
+        # rich queries the standard descriptors, which refer to a log file in the controller. A terminal that
+        # does not know its size reports 0.
         try:
             size = os.get_terminal_size(self._stream.fileno())
         except OSError:
@@ -404,11 +412,11 @@ class StepConsole:
         return size.columns or COLUMNS, size.lines or LINES
 
     def evaluated(self, eval_s: float) -> None:
-        """Take note of how long the evaluation before the first step took; later ones count as much."""
+        """Record the seconds that the evaluation before the first step took, for the estimated time left."""
         self._remaining.add_evaluation(eval_s)
 
     def stop(self) -> None:
-        """Take the bars away and give the cursor back; a second call does nothing."""
+        """Remove the bars and restore the cursor. A second call does nothing."""
         with self._showing():
             if self._bars is not None:
                 self._bars.stop()
@@ -422,10 +430,10 @@ class StepConsole:
 
 
 class RemainingTime:
-    """Estimates the time left from the steps that this process has made."""
+    """Estimates the time left from the steps that this process has made so far."""
 
     def __init__(self, max_steps: int, eval_every_steps: int | None) -> None:
-        """Evaluations come every ``eval_every_steps`` steps and after the last; None: there are none."""
+        """Evaluations follow every ``eval_every_steps`` steps and the last step; None means none."""
         self._max_steps = max_steps
         self._eval_every_steps = eval_every_steps
         self._step = 0
@@ -436,11 +444,11 @@ class RemainingTime:
         self._evals_s = 0.0
 
     def add(self, step: int, *, elapsed_s: float, step_s: float, eval_s: float) -> None:
-        """A step was made at ``elapsed_s`` of the run's clock; its ``eval_s`` is 0 without an evaluation."""
+        """Record a step that ended at ``elapsed_s`` of the run's clock. ``eval_s`` is 0 if not evaluated."""
         if self._elapsed_s is None:
-            # The clock of a resumed run has also counted its set-up.
+            # The clock of a resumed run includes its set-up.
             self._elapsed_s = 0.0 if step == 1 else elapsed_s - step_s
-        # By the clock, not by the sum of steps: what lies between them takes time too.
+        # By the clock and not by the sum of steps, because the time between steps counts too.
         self._steps_s += elapsed_s - self._elapsed_s - eval_s
         self._num_steps += 1
         self._elapsed_s = elapsed_s
@@ -450,12 +458,12 @@ class RemainingTime:
             self._num_evals += 1
 
     def add_evaluation(self, eval_s: float) -> None:
-        """An evaluation outside of a step: the one before the first."""
+        """Record an evaluation outside of a step, which is the one before the first step."""
         self._evals_s += eval_s
         self._num_evals += 1
 
     def estimate_s(self) -> float:
-        """Seconds until the last step has been made and evaluated; there has been one step at least."""
+        """Return the estimated seconds until the last step is made and evaluated. Needs at least one step."""
         steps_s = self._steps_s / self._num_steps * (self._max_steps - self._step)
         if not self._num_evals:
             return steps_s

@@ -1,7 +1,7 @@
-"""Episodes as people read them: a table of all, and one of them from its first message to its verdict.
+"""Text views of episodes: a table of all, and a single one from its first message to its verdict.
 
-What a model or a tool has written is hostile to terminals: control characters are shown as escapes, so that
-no text can move the cursor, change colours or write into the clipboard.
+Text from models and tools is untrusted. Control characters are shown as escapes, so that no text can move the
+cursor, change colors or write to the clipboard.
 """
 
 import json
@@ -16,21 +16,25 @@ from rich.cells import chop_cells
 from forgeasync.observability.json_lines import read_json_lines
 
 FILES = ("rollouts.jsonl", "episodes.jsonl")
-"""Of a run, and of an evaluation outside of a run."""
+"""File names of the episodes of a run, and of an evaluation outside of a run."""
 
 MIN_WIDTH = 40
+"""Minimum width in characters at which text is wrapped."""
 
 _HIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
-"""Unicode categories that are shown as escapes: control, format (right-to-left marks among them), surrogates,
-private, unassigned; separators of lines and paragraphs."""
+"""Unicode categories that are shown as escapes.
+
+Control, format (including right-to-left marks), surrogate, private use, unassigned, and the separators of
+lines and paragraphs.
+"""
 
 
 class NoEpisodes(ValueError):
-    """The folder holds no file of episodes, or its file cannot be read."""
+    """The folder has no file of episodes, or its file cannot be read."""
 
 
 def visible(text: str) -> str:
-    """Return text without anything that a terminal would act on; line breaks and tabs stay."""
+    """Replace characters that a terminal could act on by escapes. Tabs become spaces; line breaks stay."""
     return "".join(
         one
         if one == "\n" or unicodedata.category(one) not in _HIDDEN
@@ -42,7 +46,7 @@ def visible(text: str) -> str:
 
 
 def visible_line(text: object) -> str:
-    """Return text on one line."""
+    """Return ``visible`` text on one line, with line breaks as escapes."""
     return visible(str(text)).replace("\n", "\\n")
 
 
@@ -50,7 +54,7 @@ def find_file(folder: Path) -> Path:
     """Return the file with the episodes of a run or an evaluation.
 
     Raises:
-        NoEpisodes: there is none.
+        NoEpisodes: The folder has no such file.
     """
     for name in FILES:
         if (folder / name).is_file():
@@ -60,10 +64,10 @@ def find_file(folder: Path) -> Path:
 
 
 def read_episodes(file: Path) -> list[dict[str, Any]]:
-    """Read the episodes of a file. A last line that is being written is left out.
+    """Read the episodes of a file. An incomplete last line, which may be being written, is left out.
 
     Raises:
-        NoEpisodes: a line is no JSON object; names it.
+        NoEpisodes: A line is not a JSON object. The message names it.
     """
     try:
         return read_json_lines(file)
@@ -72,7 +76,7 @@ def read_episodes(file: Path) -> list[dict[str, Any]]:
 
 
 def table(episodes: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return one line for each episode under a heading; the first column is its number."""
+    """Return a heading and one line for each episode. The first column is the episode's index."""
     rows = [_HEADING, *(_row(number, one) for number, one in enumerate(episodes))]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADING))]
     return [
@@ -102,7 +106,7 @@ def _row(number: int, episode: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _where(episode: Mapping[str, Any]) -> str:
-    """Step, group and episode of a run's rollout; set, problem and sample of an evaluation's."""
+    """Return step, group and episode of a run's rollout, or set, problem and sample of an evaluation's."""
     if "set" in episode:
         return f"{episode['set']} problem {episode.get('problem')} sample {episode.get('sample')}"
     where = f"step {episode.get('step')} group {episode.get('group_id')} episode {episode.get('episode', 0)}"
@@ -133,7 +137,7 @@ def _number(value: object) -> str:
 
 
 def episode_lines(episode: Mapping[str, Any], *, width: int) -> list[str]:
-    """Return one episode: its facts, every message of every branch, and its verdict."""
+    """Return the lines that show an episode: its facts, all messages of all branches, and its verdict."""
     lines = [*_facts(episode, width)]
     record = episode.get("episode_record")
     if record is None:
@@ -164,7 +168,7 @@ def episode_lines(episode: Mapping[str, Any], *, width: int) -> list[str]:
 def _facts(episode: Mapping[str, Any], width: int) -> Iterator[str]:
     yield _rule(_where(episode), "=", width)
     yield f"task      {visible_line(episode.get('task_id', '-'))}"
-    # Games and coding tasks have none.
+    # Tasks such as games and coding have no reference answer.
     if episode.get("answer"):
         yield from _wrapped(f"answer    {visible_line(episode['answer'])}", width)
     yield f"versions  {_versions(episode)}"
@@ -243,12 +247,12 @@ def _rule(text: str, mark: str, width: int) -> str:
 
 
 def _wrapped(text: str, width: int) -> list[str]:
-    """Lines of at most ``width`` characters; what was longer goes on below."""
+    """Wrap text to lines of at most ``width`` columns, but at least ``MIN_WIDTH``."""
     lines: list[str] = []
     for line in text.split("\n"):
         wrapped = textwrap.wrap(
             line, max(width, MIN_WIDTH), drop_whitespace=False, replace_whitespace=False, expand_tabs=False
         )
-        # Characters of East Asian scripts take two columns.
+        # Cut again by columns, because characters of East Asian scripts take two.
         lines += [part for one in wrapped or [""] for part in chop_cells(one, max(width, MIN_WIDTH)) or [""]]
     return lines

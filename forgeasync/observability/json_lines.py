@@ -1,7 +1,7 @@
-"""Files of JSON lines that a run appends to: one object a line, never half of one.
+"""Append-only files of JSON lines, with one object per line.
 
-A process that is killed leaves whole lines behind, because each line is one write. A file on a failing disk
-can still end in half of a line, and so can a file that another process is writing at this moment.
+A killed process leaves complete lines behind, because each line is one write. The last line can still be
+incomplete if the disk failed, or if another process is writing the file at the moment.
 """
 
 import json
@@ -13,23 +13,23 @@ from forgeasync.files import AppendedFile, Refusal, is_refusal
 
 
 class JsonLines:
-    """Appends objects to a file. Lines that the disk refuses are kept, and written once it takes them."""
+    """Appends objects to a file. While the disk is full or fails, lines are kept in memory."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: AppendedFile | None = AppendedFile.open(path)
 
     def append(self, record: Mapping[str, object]) -> None:
-        """Append a line, now or once the disk takes it.
+        """Append a line. If the disk is full or fails, the line is written with a later call.
 
         Raises:
-            ValueError: the record has a number that is not finite.
-            OSError: the file can never be written.
+            ValueError: The record has a number that is not finite.
+            OSError: The file cannot be written, for a reason that a retry cannot remove.
         """
         self._write(json.dumps(record, allow_nan=False).encode() + b"\n")
 
     def flush(self) -> Refusal | None:
-        """Write what was kept; return what is in the way."""
+        """Write the kept lines. Returns the reason if the disk still does not accept them."""
         return self._write(b"")
 
     def _write(self, data: bytes) -> Refusal | None:
@@ -43,10 +43,10 @@ class JsonLines:
         return None
 
     def close(self) -> None:
-        """Close the file; a second call does nothing.
+        """Write the kept lines and close the file. A second call does nothing.
 
         Raises:
-            OSError: lines are missing that the disk has refused to the end.
+            OSError: The disk did not accept the kept lines, which are lost.
         """
         if self._file is None:
             return
@@ -58,22 +58,22 @@ class JsonLines:
 
 
 def whole_lines(path: Path) -> list[bytes]:
-    """Return the lines of a file with their newlines, without a last line that has none."""
+    """Return the lines of a file with their newlines, without a last line that lacks one."""
     lines = path.read_bytes().splitlines(keepends=True)
     return lines if not lines or lines[-1].endswith(b"\n") else lines[:-1]
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the objects of a file, without a last line that is being written or was cut.
+    """Return the objects of a file, without an incomplete last line.
 
     Raises:
-        OSError: the file cannot be read.
-        ValueError: a line is no JSON object. The message names the file and the line.
+        OSError: The file cannot be read.
+        ValueError: A line is not a JSON object. The message names the file and the line.
     """
     records = []
     for number, line in enumerate(whole_lines(path), start=1):
         try:
-            # Not msgspec: texts of a model can have lone surrogates, which it refuses.
+            # Not msgspec, which refuses the lone surrogates that a model's text can contain.
             record = json.loads(line)
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: no JSON: {error}") from error

@@ -1,6 +1,6 @@
-"""The registry of every metric of a run. The definitions are data, in ``metric_definitions.yaml``.
+"""Registry of all metrics of a run. The definitions are data, in ``metric_definitions.yaml``.
 
-docs/metrics.md is generated from them:
+docs/metrics.md is generated from the definitions:
 
     python -m forgeasync.observability.metric_definitions > docs/metrics.md
 """
@@ -26,33 +26,33 @@ class Metric:
     """One key of metrics.jsonl, or a pattern of keys."""
 
     key: str
-    """A part in angle brackets stands for any name without a slash: ``reward/<part>``."""
+    """Name of the metric. A part in angle brackets is any name without a slash: ``reward/<part>``."""
     meaning: str
-    """A complete sentence, with the unit unless the metric is a share or a count."""
+    """Description as a complete sentence, with the unit unless the metric is a share or a count."""
     when: str = EVERY_STEP
-    """Which lines have it."""
+    """Lines of metrics.jsonl that have the metric."""
     is_required: bool = False
-    """Whether a step without it is refused. A pattern names no key that could be missing."""
+    """Whether a step without the metric is refused. Not for patterns."""
 
     @property
     def is_pattern(self) -> bool:
-        """Whether it stands for several keys."""
+        """Whether ``key`` is a pattern for several keys."""
         return _PLACEHOLDER.search(self.key) is not None
 
     def matches(self, key: str) -> bool:
-        """Whether ``key`` is this metric's, or one of its pattern."""
+        """Whether ``key`` is this metric's key or matches its pattern."""
         literals = map(re.escape, _PLACEHOLDER.split(self.key))
         return re.fullmatch("[^/]+".join(literals), key) is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topic:
-    """Metrics that belong together."""
+    """Group of related metrics, a section of docs/metrics.md."""
 
     heading: str
     metrics: tuple[Metric, ...]
     note: str = ""
-    """What is true of all of them."""
+    """Text that applies to all metrics of the topic."""
 
 
 def _read_topics() -> tuple[Topic, ...]:
@@ -65,7 +65,7 @@ TOPICS = _read_topics()
 METRICS = tuple(metric for topic in TOPICS for metric in topic.metrics)
 
 REQUIRED_KEYS = frozenset(metric.key for metric in METRICS if metric.is_required)
-"""Keys without which no step is written."""
+"""Keys that every step must have."""
 
 INTRODUCTION = """\
 # Metrics
@@ -91,7 +91,7 @@ This page is generated from `forgeasync/observability/metric_definitions.yaml` b
 
 
 def definition_of(key: str) -> Metric | None:
-    """Return the metric that a key of metrics.jsonl belongs to; an exact key goes before a pattern."""
+    """Return the definition of a key of metrics.jsonl, if any. Exact keys take precedence over patterns."""
     found = [metric for metric in METRICS if metric.matches(key)]
     return min(found, key=lambda metric: metric.is_pattern, default=None)
 
@@ -102,7 +102,7 @@ def undefined(keys: Iterable[str]) -> list[str]:
 
 
 def markdown() -> str:
-    """Return the text of docs/metrics.md: the introduction, and a heading, a note and a table per topic."""
+    """Return the text of docs/metrics.md: the introduction, then heading, note and table of each topic."""
     return "\n".join([INTRODUCTION, *map(_section, TOPICS)])
 
 

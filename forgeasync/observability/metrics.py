@@ -1,7 +1,7 @@
-"""Writes the numbers of a run: one line a step to metrics.jsonl, and the same to TensorBoard and W&B.
+"""Writes the metrics of a run: one line per step to metrics.jsonl, and the same to TensorBoard and W&B.
 
-Every key is defined in ``metric_definitions.yaml``. metrics.jsonl has all numbers. What TensorBoard or W&B
-cannot take is counted, and the run goes on.
+Every key is defined in ``metric_definitions.yaml``. metrics.jsonl has all metrics. Lines that TensorBoard or
+W&B do not accept are counted, and the run continues.
 """
 
 import contextlib
@@ -31,20 +31,18 @@ NUM_TENSORBOARD_ERRORS = "metrics/num_tensorboard_errors"
 NUM_WANDB_ERRORS = "metrics/num_wandb_errors"
 
 MAX_KEPT_EVENTS = 1000
-"""Most lines that are kept for TensorBoard's files while the disk refuses them."""
+"""Maximum number of lines kept for TensorBoard's files while the disk is full or fails."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
-    """What the loop knows after one optimizer step. Times in seconds, token counts over the whole mesh.
-
-    ``groups`` is the scored batch; ``policy_version`` the version that the step made from it; ``dropped``
-    counts groups by reason; ``trainer`` holds the trainer's own metrics under their final keys.
-    """
+    """Results of one optimizer step, from the training loop. Token counts are over all ranks."""
 
     step: int
     policy_version: int
+    """Version of the weights after the step."""
     groups: Sequence[Group]
+    """Scored batch of the step."""
     elapsed_s: float
     step_s: float
     wait_for_batch_s: float
@@ -53,15 +51,18 @@ class StepMetrics:
     num_trained_tokens: int
     num_generated_tokens: int
     dropped: Mapping[str, int]
+    """Number of dropped groups by reason."""
     trainer: Mapping[str, float]
+    """Further metrics by their names in metrics.jsonl."""
     held_out: HeldOutScores | None = None
+    """Result of the evaluation after the step; None if there was none."""
     eval_s: float = 0.0
 
     def to_dict(self) -> dict[str, float | int]:
-        """Return the line of metrics.jsonl, by key.
+        """Return metrics by their names in metrics.jsonl.
 
         Raises:
-            ValueError: a group has no rewards.
+            ValueError: A group has no rewards.
         """
         evaluation = {} if self.held_out is None else self.held_out.metrics()
         return {
@@ -110,10 +111,11 @@ def _rollout_metrics(groups: Sequence[Group], *, trained_version: int) -> dict[s
 
 
 class _Events:
-    """TensorBoard's event files. Lines that the disk refuses are kept and written to further files.
+    """Writes TensorBoard's event files.
 
-    Some values of a refused line may then be there twice, because a thread of TensorBoard writes them and
-    does not say which. After any other error nothing more is written.
+    While the disk is full or fails, lines are kept and later written to another file. Some values of such a
+    line may then exist twice, because a thread of TensorBoard writes them and does not report which ones
+    succeeded. After any other error, nothing more is written.
     """
 
     def __init__(self, folder: Path, first_step: int | None, say: Callable[[str], None]) -> None:
@@ -129,11 +131,11 @@ class _Events:
 
     @property
     def num_errors(self) -> int:
-        """Lines that are not in the files, or not yet."""
+        """Number of lines that are not in the files, including those that may still be written."""
         return self._num_lost + len(self._kept)
 
     def add(self, values: Mapping[str, float | int], step: int) -> None:
-        """Write a line with those before it that were refused, or count it as missing."""
+        """Write the kept lines and this one. If too many lines are kept, the oldest one is dropped."""
         self._kept.append((values, step))
         if len(self._kept) > MAX_KEPT_EVENTS or self._is_left_alone:
             self._kept.popleft()
@@ -146,14 +148,14 @@ class _Events:
         try:
             if self._writer is None:
                 self._writer = SummaryWriter(str(self._folder), purge_step=self._first_step)
-                # What a further file of this run purges would be the lines before it.
+                # A later file of this process must not purge the lines written before it.
                 self._first_step = None
             for values, step in self._kept:
                 for key, value in values.items():
                     self._writer.add_scalar(key, value, global_step=step)
             self._writer.flush()
         except OSError as error:
-            # The writer's own thread failed, maybe at an earlier value of the line.
+            # TensorBoard's thread failed, possibly at an earlier value of the line.
             self._failed(error)
         else:
             self._kept.clear()
@@ -182,13 +184,13 @@ class _Events:
             self._has_said = True
         writer, self._writer = self._writer, None
         if writer is not None:
-            # Its thread has ended; what closing may still complain about was said.
+            # The writer's thread has ended, so closing can raise the same error again.
             with contextlib.suppress(OSError):
                 writer.close()
 
 
 class MetricsWriter:
-    """Appends to metrics.jsonl and, where ``tensorboard_dir`` is given, to TensorBoard event files."""
+    """Appends metrics to metrics.jsonl and, if configured, to TensorBoard and W&B."""
 
     def __init__(
         self,
@@ -199,10 +201,14 @@ class MetricsWriter:
         say: Callable[[str], None] = _LOGGER.warning,
         wandb: WandbLog | None = None,
     ) -> None:
-        """``first_step`` is that of a run that is resumed: TensorBoard hides what it saw from then on.
+        """Open metrics.jsonl and the event files.
 
-        ``say`` is told where TensorBoard's files cannot be written; the run goes on. ``wandb`` gets the same
-        lines, and is closed with this.
+        Args:
+            metrics_path: Path of metrics.jsonl.
+            tensorboard_dir: Folder of TensorBoard's event files; None for none.
+            first_step: First step of a resumed run. TensorBoard hides this and later steps of earlier files.
+            say: Function that gets a message if TensorBoard's files cannot be written.
+            wandb: W&B run that gets the same lines, and is closed with this writer.
         """
         self._wandb = wandb
         self.lines = JsonLines(metrics_path)
@@ -212,7 +218,7 @@ class MetricsWriter:
         """Record one step.
 
         Raises:
-            KeyError: required keys are missing; names them.
+            KeyError: Required keys are missing. The message names them.
         """
         missing = sorted(REQUIRED_KEYS - metrics.keys())
         if missing:
@@ -220,7 +226,7 @@ class MetricsWriter:
         self._append(metrics)
 
     def write_initial_evaluation(self, held_out: HeldOutScores, *, eval_s: float) -> None:
-        """Record the held-out scores of the initial weights, before the first step, as step 0."""
+        """Record the held-out scores of the initial weights as step 0."""
         self._append(
             {
                 "step": 0,
@@ -245,7 +251,7 @@ class MetricsWriter:
         self.lines.append({**{key: finite.get(key) for key in metrics}, **counts})
 
     def close(self) -> None:
-        """Close the files; a second call does nothing."""
+        """Close all outputs. A second call does nothing."""
         if self._events is not None:
             self._events.close()
         if self._wandb is not None:

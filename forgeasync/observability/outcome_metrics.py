@@ -1,7 +1,7 @@
-"""What outcomes say in numbers: scored groups and ended episodes of a step, and evaluations.
+"""Metrics of outcomes: scored groups and ended episodes of a step, and evaluations.
 
-Confidence intervals say how far a figure could lie from that of all problems of the kind. Problems are drawn
-from there, and samples of one problem resemble each other, so problems are what is counted, not responses
+Confidence intervals are for the mean over all problems of a kind, from which the evaluated problems are
+drawn. The sampling unit is the problem and not the response, because responses to one problem are correlated
 (E. Miller, "Adding Error Bars to Evals", 2024, arXiv:2411.00640, section 2.2).
 """
 
@@ -22,7 +22,7 @@ Z = 1.959963984540054
 """Quantile of the normal distribution for two-sided intervals of 95 percent."""
 
 NUM_RESAMPLES = 10_000
-"""Resamples of a bootstrap."""
+"""Number of resamples of a bootstrap."""
 
 SESSION_COUNTS = (
     "num_requests",
@@ -34,44 +34,44 @@ SESSION_COUNTS = (
     "num_with_unknown_fields",
     "num_abandoned",
 )
-"""Counts of sessions that are metrics."""
+"""Counts of a session that become metrics."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOutScores:
-    """Counts over the responses to held-out problems; those that could not be scored are counted apart."""
+    """Scores of the responses to held-out problems. Responses without a score are counted separately."""
 
     num_correct: int
     score_sum: float
-    """Partial credit included."""
+    """Sum of all scores, including partial credit."""
     num_scored: int
     num_unscored: int
     parts: Mapping[str, float] = field(default_factory=dict)
-    """Means of the scores' parts, by name."""
+    """Mean of each part of the scores, by name."""
     sets: Mapping[str, "HeldOutScores"] = field(default_factory=dict)
-    """The same for every set of ``evaluation.sets``, by name."""
+    """Scores of each set of ``evaluation.sets``, by name."""
     versions: VersionRange | None = None
-    """The policy versions that sampled the responses; None where there is none, or nobody knows."""
+    """Policy versions that sampled the responses; None if there are none, or if they are unknown."""
     wall_s: float | None = None
-    """Seconds from beginning to end, sets included; None for a part of an evaluation."""
+    """Duration of the evaluation in seconds, including sets; None for a part of an evaluation."""
 
     @property
     def accuracy(self) -> float | None:
-        """Share of the scored responses that are correct; None where none was scored."""
+        """Share of the scored responses that are correct; None if none was scored."""
         return self.num_correct / self.num_scored if self.num_scored else None
 
     @property
     def score_mean(self) -> float | None:
-        """Mean score of the scored responses; None where none was scored."""
+        """Mean score of the scored responses; None if none was scored."""
         return self.score_sum / self.num_scored if self.num_scored else None
 
     @property
     def num_unscored_in_all(self) -> int:
-        """Responses without a score, those of the sets included."""
+        """Number of responses without a score, including those of the sets."""
         return self.num_unscored + sum(one.num_unscored_in_all for one in self.sets.values())
 
     def metrics(self, prefix: str = "eval") -> dict[str, float]:
-        """Return metrics under their names in metrics.jsonl; without scores, only how many are missing."""
+        """Return metrics by their names in metrics.jsonl. Without scores, accuracy and mean are left out."""
         metrics: dict[str, float] = {f"{prefix}/num_unscored": self.num_unscored}
         if self.accuracy is not None and self.score_mean is not None:
             metrics |= {f"{prefix}/accuracy": self.accuracy, f"{prefix}/score_mean": self.score_mean}
@@ -102,7 +102,7 @@ class HeldOutScores:
 
 
 def part_means(scores: Iterable[Score]) -> dict[str, float]:
-    """Return the mean of every part by its name, over the scores that have it; sorted by name."""
+    """Return the mean of each part over the scores that have it, sorted by name."""
     values: defaultdict[str, list[float]] = defaultdict(list)
     for score in scores:
         for name, value in score.parts.items():
@@ -111,18 +111,18 @@ def part_means(scores: Iterable[Score]) -> dict[str, float]:
 
 
 class ScoredGroups:
-    """The groups that were scored during a step, before any filter."""
+    """Statistics of the groups that were scored during a step, before filters."""
 
     def __init__(self) -> None:
         self._scores: list[Score] = []
         self._lengths: dict[bool, list[int]] = {True: [], False: []}
-        """Of correct and of wrong responses."""
+        """Lengths of correct (True) and wrong (False) responses, in tokens."""
         self._num_groups = 0
         self._num_all_correct = 0
         self._num_all_wrong = 0
 
     def add(self, scores: Sequence[Score], lengths: Sequence[int]) -> None:
-        """Add one group: a score and a number of tokens for each of its responses."""
+        """Add one group, with the score and the number of tokens of each of its responses."""
         self._num_groups += 1
         self._num_all_correct += all(score.is_correct for score in scores)
         self._num_all_wrong += not any(score.is_correct for score in scores)
@@ -131,7 +131,7 @@ class ScoredGroups:
             self._lengths[bool(score.is_correct)].append(length)
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics under their names in metrics.jsonl; what nothing was counted for is left out."""
+        """Return metrics by their names in metrics.jsonl. Metrics without data are left out."""
         metrics: dict[str, float] = {}
         if num := len(self._scores):
             metrics["reward/scored_mean"] = sum(score.value for score in self._scores) / num
@@ -146,7 +146,7 @@ class ScoredGroups:
 
 
 class EndedEpisodes:
-    """The episodes of training that have ended: counts since the run began, means over the last step."""
+    """Statistics of ended training episodes: counts since the command started, means over the last step."""
 
     def __init__(self) -> None:
         self._counts: dict[str, float] = {
@@ -183,7 +183,7 @@ class EndedEpisodes:
                     counts[f"session/{name}"] += agent.session_counts.get(name, 0)
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics under their names in metrics.jsonl; means are of the last step's episodes."""
+        """Return metrics by their names in metrics.jsonl. Means are over the last step's episodes."""
         metrics = dict(self._counts)
         whole = [one for one in self._outcomes if one.ending is not Ending.INFRASTRUCTURE]
         if whole:
@@ -200,19 +200,19 @@ class EndedEpisodes:
         return metrics
 
     def end_step(self) -> None:
-        """Begin with another step."""
+        """Clear the outcomes over which means are computed, because another step begins."""
         self._outcomes.clear()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """A figure with its interval; None where too few problems say anything of it."""
+    """Estimate with its confidence interval, which is None if there are too few problems."""
 
     value: float
     low: float | None
     high: float | None
     num_problems: int
-    """Problems that it is the mean over."""
+    """Number of problems over which ``value`` is the mean."""
 
     def __str__(self) -> str:
         if self.low is None or self.high is None:
@@ -222,11 +222,11 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProblemScores:
-    """The scored responses to one problem."""
+    """Scores of the scored responses to one problem."""
 
     num_correct: int
     values: tuple[float, ...]
-    """Scores of all of them."""
+    """Scores of all scored responses."""
 
     @property
     def num_scored(self) -> int:
@@ -234,9 +234,9 @@ class ProblemScores:
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Estimate, without bias, the chance that at least one of k responses is correct.
+    """Return an unbiased estimate of the probability that at least one of k responses is correct.
 
-    1 - C(n - c, k) / C(n, k) for c correct ones among n >= k responses, computed as a product (M. Chen et
+    It is 1 - C(n - c, k) / C(n, k) for c correct responses among n >= k, computed as a product (M. Chen et
     al., "Evaluating Large Language Models Trained on Code", 2021, arXiv:2107.03374, section 2.1).
     """
     assert 0 <= num_correct <= num_samples and 1 <= k <= num_samples
@@ -249,11 +249,11 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 def proportion(shares: Sequence[float], *, num_responses: int) -> Estimate:
     """Return the mean of shares in [0, 1], one for each problem, with a Wilson interval.
 
-    The interval (E. B. Wilson, 1927) is that of an effective number of independent problems,
-    p (1 - p) / (s^2 / n) with the shares' mean p and variance s^2 (E. L. Korn and B. I. Graubard, 1998,
-    Survey Methodology 24). With one sample each it is n, and the interval Wilson's own; where problems have
-    shares between 0 and 1 it is more, at most the ``num_responses`` of all problems. Unlike a bootstrap it
-    has a width where all problems are solved, or none.
+    The interval (E. B. Wilson, 1927) uses an effective number of independent trials, p (1 - p) / (s^2 / n)
+    with the shares' mean p and variance s^2 (E. L. Korn and B. I. Graubard, 1998, Survey Methodology 24).
+    With one sample per problem, this number is n, and the interval is Wilson's own. If problems have shares
+    between 0 and 1, it is larger, up to ``num_responses``, the number of responses to all problems. Unlike a
+    bootstrap, the interval has a width even if all or no problems are solved.
     """
     n = len(shares)
     p = math.fsum(shares) / n
@@ -269,10 +269,10 @@ def proportion(shares: Sequence[float], *, num_responses: int) -> Estimate:
 
 
 def mean_score(means: Sequence[float]) -> Estimate:
-    """Return the mean of problems' mean scores, of any scale, with a percentile bootstrap over problems.
+    """Return the mean of problems' mean scores, of any scale, with a percentile bootstrap interval.
 
-    B. Efron, "Bootstrap methods: another look at the jackknife", 1979. The resamples are the same in every
-    process. One problem has no interval.
+    The bootstrap resamples problems, with a fixed seed. A single problem has no interval. Source: B. Efron,
+    "Bootstrap methods: another look at the jackknife", 1979.
     """
     values_N = np.asarray(means, np.float64)
     n = len(values_N)
@@ -280,7 +280,7 @@ def mean_score(means: Sequence[float]) -> Estimate:
     if n < 2:
         return Estimate(value=mean, low=None, high=None, num_problems=n)
     rng = np.random.default_rng(0)
-    # In parts: with thousands of problems all resamples at once would take gigabytes.
+    # One resample at a time, because all of them would take gigabytes with thousands of problems.
     resampled = [float(values_N[rng.integers(0, n, n)].mean()) for _ in range(NUM_RESAMPLES)]
     tail = (1.0 - CONFIDENCE) / 2.0
     low, high = np.quantile(resampled, [tail, 1.0 - tail])
@@ -289,26 +289,23 @@ def mean_score(means: Sequence[float]) -> Estimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetSummary:
-    """What the responses to a set of problems say.
-
-    Accuracy and score are None if no response was scored.
-    """
+    """Summary of the responses to a set of problems."""
 
     num_problems: int
     num_samples: int
-    """Responses that were asked for, to each problem."""
+    """Number of responses requested for each problem."""
     num_unscored: int
-    """Responses without a score. They count for nothing."""
+    """Number of responses without a score, which are ignored."""
     accuracy: Estimate | None
-    """Mean over problems of the share of scored responses that are correct."""
+    """Mean over problems of the share of scored responses that are correct; None if none was scored."""
     score: Estimate | None
-    """Mean over problems of the mean score."""
+    """Mean over problems of the mean score; None if no response was scored."""
     pass_at: dict[int, Estimate]
-    """By k. Problems with fewer than k scored responses are left out; see ``Estimate.num_problems``."""
+    """pass@k by k, without problems that have fewer than k scored responses (``Estimate.num_problems``)."""
 
     @property
     def record(self) -> dict[str, Any]:
-        """Return it as JSON values."""
+        """Summary as JSON values."""
         return asdict(self) | {
             "num_responses": self.num_problems * self.num_samples,
             "pass_at": {str(k): asdict(estimate) for k, estimate in self.pass_at.items()},
@@ -316,7 +313,10 @@ class SetSummary:
 
 
 def summarize(problems: Sequence[ProblemScores], *, num_samples: int) -> SetSummary:
-    """Sum up the scored responses to all problems of a set, of ``num_samples`` that each was to have."""
+    """Summarize the responses to all problems of a set. ``num_samples`` were requested for each problem.
+
+    Computes pass@k for all powers of two k up to ``num_samples``.
+    """
     scored = [one for one in problems if one.num_scored]
     num_responses = sum(one.num_scored for one in scored)
     pass_at = {}

@@ -18,7 +18,7 @@ from forgeasync.observability.json_lines import read_json_lines
 ACCURACY = "eval/accuracy"
 REWARD = "reward/mean"
 SMOOTHING_SHARE = 0.05
-"""Width of the reward's moving average, as a share of the run's steps."""
+"""Width of the moving average of the reward, as a share of the run's steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunCurves:
-    """What is plotted of one run."""
+    """Curves of one run."""
 
     name: str
     accuracy: Curve
@@ -40,11 +40,11 @@ class RunCurves:
 
 
 def read_run(run_dir: Path) -> RunCurves:
-    """Read a run's metrics.jsonl.
+    """Read the curves of a run from its metrics.jsonl.
 
     Raises:
-        FileNotFoundError: there is none.
-        ValueError: no step was recorded, or a line is no JSON object.
+        FileNotFoundError: The run has no metrics.jsonl.
+        ValueError: No step was recorded, or a line is not a JSON object.
     """
     path = run_dir / "metrics.jsonl"
     records = read_json_lines(path)
@@ -56,7 +56,7 @@ def read_run(run_dir: Path) -> RunCurves:
 
 
 def _curve(records: Sequence[dict[str, Any]], key: str) -> Curve:
-    # A line may lack the key (no evaluation) or hold null (a non-finite value): neither is a point.
+    # A line may lack the key (no evaluation) or have null (not a finite value). Neither is a point.
     points = [
         (record["step"], record["time/elapsed_s"], record[key])
         for record in records
@@ -67,7 +67,7 @@ def _curve(records: Sequence[dict[str, Any]], key: str) -> Curve:
 
 
 def moving_average(values_N: np.ndarray, width: int) -> np.ndarray:
-    """Return the mean of the last ``width`` values at every point; of fewer, at the start."""
+    """Return the mean of the last ``width`` values at every point, or of fewer at the start."""
     sums = np.concatenate([[0.0], np.cumsum(values_N)])
     ends = np.arange(1, len(values_N) + 1)
     starts = np.maximum(0, ends - width)
@@ -75,7 +75,7 @@ def moving_average(values_N: np.ndarray, width: int) -> np.ndarray:
 
 
 def plot_runs(runs: Sequence[RunCurves], out: Path) -> None:
-    """Write the four panels to ``out`` (PNG)."""
+    """Write a PNG with four panels, accuracy and reward over minutes and steps, to ``out``."""
     figure = Figure(figsize=(11, 7), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(2, 2, sharex="col", sharey="row")

@@ -1,12 +1,12 @@
-"""What every process of a run does and when: its state at each moment, and spans.
+"""Traces of a run's processes: the state of each process over time, and spans.
 
-One process has one trace, a file of the run beside its log. ``open_trace`` begins it, and ``doing`` and
-``span`` may be used anywhere in any thread. Without a trace (tests, a process of your own) they do nothing. A
-thread of its own writes, so that neither a slow disk nor a full one holds anything up.
+Each process has one trace, a file beside its log. ``open_trace`` begins it. ``doing`` and ``span`` may be
+used anywhere in any thread; without a trace, as in tests, they do nothing. A separate thread writes the file,
+so a slow or full disk delays nothing.
 
-The first line of the file says whose trace it is. Then come changes of state, spans that have ended, and
-signs of life while nothing else happens. Times are seconds since 1970: by the host's clock when the process
-began, and after that by a clock that never jumps. Clocks of different hosts can differ.
+The first line of the file identifies the process. It is followed by changes of state, spans that have ended,
+and signs of life while nothing else happens. Times are seconds since 1970. They start from the host's clock
+when the trace begins, and advance by a monotonic clock. Clocks of different hosts can differ.
 
 ``Lane`` reads a trace. Shape suffix: N edges between which time is measured.
 """
@@ -32,55 +32,65 @@ from forgeasync.observability.run_log import say_on_stderr
 SUFFIX = ".trace.jsonl"
 
 FORMAT = 1
-"""Raised whenever older readers would misread a file."""
+"""Version of the file format. Increase it whenever older readers would misread a file."""
 
 SHORTEST_S = 0.001
-"""A state that lasts for less counts as the one after it: a busy loop would write a line for every call."""
+"""Duration in seconds below which a state is merged into the next one.
+
+Otherwise a busy loop would write a line for every call.
+"""
 
 WRITE_EVERY_S = 1.0
 
 ALIVE_EVERY_S = 5.0
-"""A sign of life is written after so long without a line; a killed process's trace ends with its last one."""
+"""Seconds without a line after which a sign of life is written.
+
+The trace of a killed process ends with its last line, so it is complete up to this time.
+"""
 
 MAX_PENDING = 20_000
-"""Spans that wait for a disk; further ones are counted."""
+"""Maximum number of spans in memory, and of changes of state. Further ones are only counted."""
 
 MAX_KEPT_BYTES = 4 << 20
-"""Bytes that a disk has refused; until it takes them, nothing further is handed to it."""
+"""Maximum number of bytes kept while the disk is full or fails. Beyond it, lines stay pending."""
 
 
 # --- states ---
 
 
 class State(StrEnum):
-    """What a process does at a moment. Of all that is in flight, the first one of this list is its state."""
+    """State of a process at a moment.
+
+    If activities of several states are in flight, the first one in this order is the state of the process.
+    """
 
     STARTING = "starting"
-    """Loads libraries, a model or an environment."""
+    """The process loads libraries, a model or an environment."""
     SWAPPING = "swapping"
-    """Decoding stands still for new weights."""
+    """Decoding is paused for new weights."""
     COMPUTING = "computing"
-    """Samples, scores, runs episodes or makes an optimizer step, waiting for other ranks included."""
+    """The process samples, scores, runs episodes or makes an optimizer step, including waits for ranks."""
     EVALUATING = "evaluating"
-    """Samples only what is not trained on. The controller: training waits for an evaluation."""
+    """The process samples only for an evaluation. In the controller: training waits for an evaluation."""
     PUBLISHING = "publishing"
-    """Checks, copies and sums up weights for the generators."""
+    """The process checks, copies and checksums weights for the generators."""
     FETCHING = "fetching"
-    """Reads weights, or arrays of rollouts, and does nothing else."""
+    """The process reads weights or arrays of rollouts, and does nothing else."""
     WAITING_FOR_BATCH = "waiting for a batch"
-    """Has nothing to train on, to score or to run."""
+    """The process has nothing to train on, to score or to run."""
     WAITING_FOR_ROOM = "waiting for room"
-    """Has nothing to sample: the buffer lets no further group start."""
+    """The process has nothing to sample, because the buffer lets no further group start."""
 
 
 ORDER = tuple(State)
+"""All states, in order of precedence. Arrays refer to states by their index here."""
 
 NOT_THERE = len(ORDER)
-"""Stands for no state where a process had not begun, or had ended."""
+"""Index for no state: the process had not begun, or had ended."""
 
 
 class StateClock:
-    """Counts what is in flight, and says the state that follows from it. Pure."""
+    """Counts the activities in flight by state, and derives the state of the process. Pure."""
 
     def __init__(self, idle: State) -> None:
         """``idle`` is the state while nothing is in flight."""
@@ -92,11 +102,11 @@ class StateClock:
         return next((state for state in ORDER if self._num_in_flight[state]), self._idle)
 
     def begin(self, state: State) -> None:
-        """Something of this state begins."""
+        """Record that an activity of this state begins."""
         self._num_in_flight[state] += 1
 
     def end(self, state: State) -> None:
-        """One of them has ended."""
+        """Record that an activity of this state has ended."""
         assert self._num_in_flight[state] > 0, f"{state} was not begun"
         self._num_in_flight[state] -= 1
 
@@ -104,11 +114,11 @@ class StateClock:
 # --- lines of a file ---
 
 Facts = Mapping[str, int | str]
-"""What a span is about, such as a version or a group."""
+"""Details of a span by name, such as a version or a group."""
 
 
 class UnknownTrace(ValueError):
-    """A line that no trace of this version has; the text says why."""
+    """The line is not one of a trace of this version."""
 
 
 class Opened(
@@ -120,18 +130,18 @@ class Opened(
     tag_field="trace",
     tag=FORMAT,
 ):
-    """The first line."""
+    """First line of a trace, which identifies the process."""
 
     at_s: float
     proc: str
-    """Its role and number, such as ``generator-0``."""
+    """Role and number of the process, such as ``generator-0``."""
     pid: int = 0
     host: str = ""
     state: State
 
 
 class Changed(msgspec.Struct, frozen=True, kw_only=True, rename={"at_s": "at"}):
-    """The process is in another state from this moment on."""
+    """The state of the process changed at ``at_s``."""
 
     at_s: float
     state: State
@@ -144,7 +154,7 @@ class Span(
     omit_defaults=True,
     rename={"begin_s": "at", "name": "span", "took_s": "s"},
 ):
-    """Something that a process did."""
+    """Named interval of a process's activity, such as a call."""
 
     begin_s: float
     name: str
@@ -159,7 +169,7 @@ class Lived(
     omit_defaults=True,
     rename={"at_s": "at", "num_lost": "lost"},
 ):
-    """The process lived at this moment; it had to leave out so many lines since the last such line."""
+    """Sign of life. ``num_lost`` counts the lines left out since the last such line."""
 
     at_s: float
     num_lost: int = 0
@@ -177,10 +187,10 @@ def encode(line: Line) -> bytes:
 
 
 def decode(data: bytes) -> Line:
-    """Return what a line without its newline says.
+    """Decode a line without its newline.
 
     Raises:
-        UnknownTrace: it is no line of a trace, or the first one of a trace of another version.
+        UnknownTrace: This is not a line of a trace, or the first line of a trace of another version.
     """
     try:
         found = _DECODER.decode(data)
@@ -196,20 +206,20 @@ def decode(data: bytes) -> Line:
 
 
 class Pending:
-    """Lines that were not written yet; changes of state that follow too fast are one. Pure."""
+    """Lines that are not written yet, with changes of state in quick succession merged. Pure."""
 
     def __init__(self, state: State, *, max_lines: int) -> None:
-        """``state`` is the one that the file says so far."""
+        """``state`` is the last one in the file. ``max_lines`` limits spans, and changes of state."""
         self._written = state
         self._changes: list[Changed] = []
         self._spans: list[Span] = []
         self._max_lines = max_lines
         self._num_lost = 0
         self._unsaid: State | None = None
-        """The newest state, if the changes since the last ``take`` were too many."""
+        """Newest state, if there were too many changes since the last ``take``; None otherwise."""
 
     def change(self, at_s: float, state: State) -> None:
-        """Note a change of state."""
+        """Add a change of state."""
         changes = self._changes
         if changes and at_s - changes[-1].at_s < SHORTEST_S:
             at_s = changes.pop().at_s
@@ -220,14 +230,17 @@ class Pending:
             changes.append(Changed(at_s=at_s, state=state))
 
     def add(self, span: Span) -> None:
-        """Note a span; counted instead where too many lines wait for a disk."""
+        """Add a span, or count it as lost if too many are pending."""
         if len(self._spans) < self._max_lines:
             self._spans.append(span)
         else:
             self._num_lost += 1
 
     def take(self, at_s: float, *, says_lived: bool) -> list[Line]:
-        """Return what is to be written now, and forget it; with ``says_lived`` at least a sign of life."""
+        """Return the lines to write now, and forget them.
+
+        With ``says_lived``, there is at least a sign of life.
+        """
         lines: list[Line] = [*self._changes, *self._spans]
         if self._changes:
             self._written = self._changes[-1].state
@@ -245,13 +258,13 @@ class Pending:
 
 
 class _ProcessTrace:
-    """One trace. Safe for threads."""
+    """Trace of this process, with its writer thread. Thread-safe."""
 
     def __init__(self, path: Path, proc: str, *, idle: State) -> None:
-        """Begin it, in the state STARTING, which ``started`` ends.
+        """Begin the trace in the state STARTING, which ``started`` ends.
 
         Raises:
-            OSError: there can be no such file.
+            OSError: The file cannot be created.
         """
         self._zero_s = time.time() - time.perf_counter()
         self._lock = threading.Lock()
@@ -274,26 +287,26 @@ class _ProcessTrace:
         self._writer.start()
 
     def begin(self, state: State) -> None:
-        """Something of this state begins."""
+        """Record that an activity of this state begins."""
         with self._lock:
             self._clock.begin(state)
             self._pending.change(self._now_s(), self._clock.state)
 
     def end(self, state: State) -> None:
-        """One of them has ended."""
+        """Record that an activity of this state has ended."""
         with self._lock:
             self._clock.end(state)
             self._pending.change(self._now_s(), self._clock.state)
 
     def add_span(self, name: str, facts: Facts, start_s: float) -> None:
-        """Note a span that began at ``start_s`` by ``time.perf_counter`` and ends now."""
+        """Add a span that began at ``start_s`` of ``time.perf_counter`` and ends now."""
         took_s = round(time.perf_counter() - start_s, 6)
         span = Span(begin_s=round(self._zero_s + start_s, 6), took_s=took_s, name=name, facts=dict(facts))
         with self._lock:
             self._pending.add(span)
 
     def close(self) -> None:
-        """Write what there is and end the trace."""
+        """Write the pending lines and end the trace."""
         self._is_closed.set()
         self._writer.join()
         self._file.close()
@@ -306,7 +319,7 @@ class _ProcessTrace:
         while not is_last:
             is_last = self._is_closed.wait(WRITE_EVERY_S)
             if self._file.num_kept_bytes > MAX_KEPT_BYTES:
-                # Lines stay pending, and are counted once there are too many.
+                # Lines stay pending. When there are too many, further ones are only counted.
                 lines = []
             else:
                 with self._lock:
@@ -323,10 +336,10 @@ class _ProcessTrace:
             self._written_s = now_s
 
     def _write(self, *lines: Line) -> None:
-        """Write lines; what a disk refuses for a while is kept.
+        """Write lines. While the disk is full or fails, they are kept for the next call.
 
         Raises:
-            OSError: it refuses for good.
+            OSError: The file cannot be written, for a reason that a retry cannot remove.
         """
         try:
             self._file.write(b"".join(map(encode, lines)))
@@ -336,19 +349,24 @@ class _ProcessTrace:
 
 
 _trace: _ProcessTrace | None = None
-"""The trace of this process, if it has one."""
+"""Trace of this process, if it has one."""
 
 
 def open_trace(folder: Path, proc: str, *, idle: State) -> None:
-    """Begin this process's trace in the folder of the run's logs; ``idle`` is its state with nothing to do.
+    """Begin this process's trace in the folder of the run's logs, and end an earlier one.
 
-    If the file cannot be made, a line on stderr says so, and there is no trace.
+    If the file cannot be created, prints a line to stderr, and there is no trace.
+
+    Args:
+        folder: Folder of the run's logs.
+        proc: Role and number of the process, such as ``generator-0``.
+        idle: State of the process while no activity is in flight.
     """
     global _trace
     close_trace()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # With the time: a resumed run's process may have the number of an earlier one.
+        # The time makes the name unique, because a resumed run's process may have the pid of an earlier one.
         name = f"{proc}-{os.getpid()}-{time.time():.0f}{SUFFIX}"
         _trace = _ProcessTrace(folder / name, proc, idle=idle)
     except OSError as error:
@@ -363,19 +381,19 @@ def close_trace() -> None:
         trace.close()
 
 
-# Processes that end in order write their last second.
+# Processes that exit normally write the lines of their last second.
 atexit.register(close_trace)
 
 
 def started() -> None:
-    """This process can do what it is for."""
+    """Record that this process has finished starting."""
     if _trace is not None:
         _trace.end(State.STARTING)
 
 
 @contextmanager
 def doing(state: State) -> Iterator[None]:
-    """Something of this state is in flight during the block."""
+    """Record an activity of this state during the block."""
     trace = _trace
     if trace is None:
         yield
@@ -389,7 +407,7 @@ def doing(state: State) -> Iterator[None]:
 
 @contextmanager
 def span(name: str, facts: Facts | None = None) -> Iterator[None]:
-    """The block is a span of the trace; spans may overlap."""
+    """Record the block as a span of the trace. Spans may overlap."""
     trace, start_s = _trace, time.perf_counter()
     try:
         yield
@@ -402,23 +420,23 @@ def span(name: str, facts: Facts | None = None) -> Iterator[None]:
 
 
 class Lane:
-    """What one process did. Lines are added in the order of its file."""
+    """Reader of one process's trace. Add lines in the order of the file."""
 
     def __init__(self) -> None:
         self.opened: Opened | None = None
-        """Whose trace it is; None until the first line was read."""
+        """First line of the trace; None until it was read."""
         self.end_s = 0.0
-        """When the process is last known to have lived."""
+        """Time at which the process is last known to have lived, in seconds since 1970."""
         self.spans: list[Span] = []
         self.num_lost = 0
-        """Lines that the process could not write."""
+        """Number of lines that the process left out."""
         self.num_damaged = 0
         self.first_damage: str | None = None
         self._begins = array("d")
         self._states = bytearray()
 
     def add(self, line: bytes) -> None:
-        """Take in a line without its newline; a line of no trace is counted."""
+        """Add a line without its newline. Invalid lines are counted."""
         try:
             read = decode(line)
         except UnknownTrace as problem:
@@ -446,30 +464,30 @@ class Lane:
             self.first_damage = problem
 
     def _change(self, at_s: float, state: State) -> None:
-        # Spans carry their beginnings, changes never go back.
+        # np.interp needs times of changes that never decrease.
         self._begins.append(max(at_s, self._begins[-1]) if self._begins else at_s)
         self._states.append(ORDER.index(state))
         self.end_s = max(self.end_s, at_s)
 
     @property
     def begin_s(self) -> float:
-        """When its trace begins."""
+        """Time at which the trace begins, in seconds since 1970."""
         assert self.opened is not None, "a lane without a line"
         return self.opened.at_s
 
     @property
     def state(self) -> State:
-        """The newest state."""
+        """Newest state."""
         return ORDER[self._states[-1]]
 
     def stretches(self) -> Iterator[tuple[State, float, float]]:
-        """Yield every state with its beginning and its end, in seconds since 1970."""
+        """Yield each state in turn with its begin and end, in seconds since 1970."""
         ends = [*self._begins[1:], self.end_s]
         for place, begin_s, end_s in zip(self._states, self._begins, ends, strict=True):
             yield ORDER[place], begin_s, end_s
 
     def seconds_N(self, edges_N: np.ndarray) -> np.ndarray:
-        """Return [states, N - 1]: how long it was in each of ``ORDER`` between edges, in seconds."""
+        """Return the seconds in each state of ``ORDER`` between successive edges, [states, N - 1]."""
         begins = np.array(self._begins)
         ends = np.append(begins[1:], max(self.end_s, begins[-1]))
         states = np.frombuffer(bytes(self._states), dtype=np.uint8)
@@ -482,7 +500,10 @@ class Lane:
 
 
 def named_lanes(lanes: Sequence[Lane]) -> dict[str, list[Lane]]:
-    """Return the processes that have had each name, such as ``generator-0``, one after the other."""
+    """Return the lanes by process name, such as ``generator-0``, each list in the order of their begins.
+
+    Names are sorted by role and number.
+    """
     found: dict[str, list[Lane]] = {}
     for lane in sorted((one for one in lanes if one.opened is not None), key=lambda one: one.begin_s):
         assert lane.opened is not None
@@ -500,9 +521,10 @@ def _place(name: str) -> tuple[int, str, int, str]:
 
 
 def states_between(lanes: Sequence[Lane], edges_N: np.ndarray) -> np.ndarray:
-    """Return [N - 1]: the state, by its place in ``ORDER``, that takes most of the time between two edges.
+    """Return the index in ``ORDER`` of the longest state between successive edges, [N - 1].
 
-    ``NOT_THERE`` where none of the processes was there for most of it. ``lanes`` follow each other.
+    It is ``NOT_THERE`` if no process existed for longer than each state lasted. ``lanes`` are successive
+    processes of one name, which do not overlap.
     """
     seconds = sum((lane.seconds_N(edges_N) for lane in lanes), np.zeros((len(ORDER), len(edges_N) - 1)))
     absent = np.diff(edges_N) - seconds.sum(axis=0)
@@ -510,7 +532,7 @@ def states_between(lanes: Sequence[Lane], edges_N: np.ndarray) -> np.ndarray:
 
 
 def shares(lanes: Sequence[Lane], begin_s: float, end_s: float) -> Mapping[State, float]:
-    """Return the share of each state in the time that the processes were there; empty if they were not."""
+    """Return the share of each state in the time in which the processes existed; empty if they did not."""
     seconds = sum((lane.seconds_N(np.array([begin_s, end_s]))[:, 0] for lane in lanes), np.zeros(len(ORDER)))
     total = float(seconds.sum())
     if total <= 0.0:

@@ -2,9 +2,9 @@
 
 rollouts.jsonl                           a few rollouts of each step, with their whole episodes
 tokens.jsonl                             values of these rollouts' tokens (format: docs/viewer.md)
-artifacts/                               files that these episodes have kept
-bad_steps/step-00000007/rollouts.json    why a step is bad, and every rollout of its batch
-bad_steps/step-00000007/rank-0.npz       the packed rows of a trainer rank (``forgeasync.trainer.packing``)
+artifacts/                               files that these episodes saved
+bad_steps/step-00000007/rollouts.json    reason why a step is bad, and all rollouts of its batch
+bad_steps/step-00000007/rank-0.npz       packed rows of a trainer rank (``forgeasync.trainer.packing``)
 
 Shape suffixes: N trained tokens of a branch, T its response tokens, M MoE layers.
 """
@@ -38,7 +38,7 @@ from forgeasync.rollouts import (
 )
 
 MAX_EPISODES = 4096
-"""Most episodes whose records are held; one has at most 500,000 bytes of messages."""
+"""Maximum number of episodes whose records are held. Each has at most 500,000 bytes of messages."""
 
 NUM_DIGITS = 5
 """Significant digits of the values in tokens.jsonl."""
@@ -46,32 +46,33 @@ NUM_DIGITS = 5
 NUM_NONFINITE = "metrics/num_nonfinite_token_values"
 
 EpisodeKey = tuple[int, int]
-"""Id of a group and place of an episode in it."""
+"""Id of a group, and index of an episode in it."""
 
 _SIGNS = {Decision.OWN: "-", Decision.SAME: "0", Decision.OTHER: "1"}
+"""Characters for decisions in tokens.jsonl."""
 
 _BAD_STEP = re.compile(r"step-(\d{8,})")
 
 
 class EpisodeRecords:
-    """Whole episodes of the groups that have not trained yet, and the files that they have kept.
+    """Records of the episodes of groups that have not trained yet, and the files that the episodes saved.
 
-    They stay here, in the controller, from the end of a group's last episode until the group trains or is
-    lost: their texts would make the buffer's messages large, and most of them are never written.
+    The controller holds them here from the end of a group's last episode until the group trains or is lost.
+    They are not part of the buffer's messages, because they are large and most of them are never written.
     """
 
     def __init__(self, artifacts: Path, *, max_episodes: int = MAX_EPISODES) -> None:
-        """``artifacts`` is the folder with the files of all episodes; it need not exist."""
+        """``artifacts`` is the folder with the files of all episodes. It need not exist."""
         self._artifacts = artifacts
         self._max_episodes = max_episodes
         self._of_group: dict[int, dict[int, Mapping[str, Any]]] = {}
         self._num_episodes = 0
         self._num_dropped = 0
-        # Deleting files would hold the controller's event loop up.
+        # Files are deleted in a thread, because that would block the controller's event loop.
         self._deleting = ThreadPoolExecutor(max_workers=1, thread_name_prefix="artifacts")
 
     def add(self, group_id: int, outcomes: Sequence[EpisodeOutcome]) -> None:
-        """Keep the records of a group, given all attempts at its episodes in order."""
+        """Hold the records of a group, given all attempts at its episodes in order."""
         attempts: dict[int, list[EpisodeOutcome]] = {}
         for outcome in outcomes:
             attempts.setdefault(outcome.episode, []).append(outcome)
@@ -87,11 +88,14 @@ class EpisodeRecords:
         self._of_group[group_id] = kept
 
     def of(self, group_id: int, episode: int) -> Mapping[str, Any] | None:
-        """Return the record of an episode, if it is here."""
+        """Return the record of an episode; None if it is not held."""
         return self._of_group.get(group_id, {}).get(episode)
 
     def forget(self, group_ids: Iterable[int], *, written: Collection[EpisodeKey] = ()) -> None:
-        """Forget groups that have trained or are lost. Files stay only of the episodes in ``written``."""
+        """Forget groups that have trained or are lost.
+
+        Deletes the files of their episodes, except of those in ``written``.
+        """
         ids = frozenset(group_ids)
         for group_id in ids:
             self._num_episodes -= len(self._of_group.pop(group_id, {}))
@@ -99,14 +103,14 @@ class EpisodeRecords:
             self._deleting.submit(_delete, self._artifacts, ids, frozenset(written))
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics under their names in metrics.jsonl."""
+        """Return metrics by their names in metrics.jsonl."""
         return {
             "episode/num_held_records": self._num_episodes,
             "episode/num_dropped_records": self._num_dropped,
         }
 
     def close(self) -> None:
-        """Wait until what is to be deleted is; a second call does nothing."""
+        """Wait until all files to delete are deleted. A second call does nothing."""
         self._deleting.shutdown()
 
 
@@ -120,31 +124,37 @@ def _delete(artifacts: Path, group_ids: Collection[int], written: Collection[Epi
             continue
         key = int(group), int(episode)
         if key[0] in group_ids and key not in written:
-            # An episode that has been given up may still write there.
+            # Errors are ignored, because an episode that was given up may still write there.
             shutil.rmtree(folder, ignore_errors=True)
 
 
 class RolloutWriter:
-    """Appends a few of each step's rollouts to rollouts.jsonl."""
+    """Appends a few rollouts of each step to rollouts.jsonl."""
 
     def __init__(self, rollouts_path: Path, *, per_step: int, episodes: EpisodeRecords | None = None) -> None:
-        """``episodes`` has the whole episodes of a run with an environment."""
+        """``episodes`` holds the records of episodes in a run with an environment."""
         self.lines = JsonLines(rollouts_path)
         self._per_step = per_step
         self._episodes = episodes
 
     def picks(self, step: int, groups: Sequence[Group]) -> list[tuple[Group, int]]:
-        """Return ``per_step`` rollouts of the batch (all, if it has fewer), drawn with ``step`` as the seed.
+        """Return the rollouts to record: ``per_step`` of the batch, drawn with ``step`` as the seed.
+
+        A batch with fewer rollouts is returned whole. Each rollout is given by its group and its index there.
 
         Raises:
-            ValueError: a group has no rewards.
+            ValueError: A group has no rewards.
         """
         scored = [(group, index) for group in groups for index in range(len(rewards_of(group)))]
         picked = random.Random(step).sample(range(len(scored)), min(self._per_step, len(scored)))
         return [scored[place] for place in sorted(picked)]
 
     def write(self, step: int, groups: Sequence[Group]) -> list[EpisodeKey]:
-        """Record what ``picks`` returns; return the episodes that they are. Raises the same."""
+        """Record the rollouts that ``picks`` returns, and return their episodes.
+
+        Raises:
+            ValueError: A group has no rewards.
+        """
         written = []
         for group, index in self.picks(step, groups):
             key = group.group_id, group.rollouts[index].episode
@@ -170,7 +180,7 @@ def rewards_of(group: Group) -> tuple[float, ...]:
     """Return the rewards of a scored group.
 
     Raises:
-        ValueError: it has not been scored.
+        ValueError: The group has not been scored.
     """
     if group.rewards is None:
         raise ValueError(f"group {group.group_id} has not been scored")
@@ -211,14 +221,14 @@ def _rollout_record(step: int, group: Group, index: int) -> dict[str, object]:
 
 
 def bad_batch_folder(parent: Path, step: int) -> Path:
-    """Return the folder of a step's batch in the run's folder of bad steps."""
+    """Return the folder of a step's batch in ``parent``, the run's folder of bad steps."""
     return parent / f"step-{step:08d}"
 
 
 class BadBatches:
-    """Batches with a bad optimizer step. They are counted, and the newest of them are kept.
+    """Counts batches with a bad optimizer step, and writes the newest of them to disk.
 
-    Counts are since the command started; folders are also those of the run before it was resumed.
+    Counts begin when the command starts. The limit on folders includes those from before a resumption.
     """
 
     def __init__(self, parent: Path, *, num_kept: int) -> None:
@@ -232,7 +242,15 @@ class BadBatches:
     def add(self, step: int, batch: Batch, *, reason: str, is_rolled_back: bool, not_kept: str | None) -> str:
         """Count a batch, and write its rollouts beside the rows that the trainer's ranks have written.
 
-        ``not_kept`` says why the rows could not be written. Returns what to tell people.
+        Args:
+            step: Number of the bad step.
+            batch: Batch of the step.
+            reason: Reason why the step is bad.
+            is_rolled_back: Whether the step was rolled back rather than skipped.
+            not_kept: Reason why the ranks could not write their rows; None if they did.
+
+        Returns:
+            A message for people.
         """
         self._num_skipped += 1
         self._num_rolled_back += is_rolled_back
@@ -265,7 +283,7 @@ class BadBatches:
             shutil.rmtree(by_step[step])
 
     def metrics(self) -> dict[str, float]:
-        """Return the counts, under their names in metrics.jsonl."""
+        """Return metrics by their names in metrics.jsonl."""
         return {
             "trainer/num_skipped_steps": self._num_skipped,
             "trainer/num_rolled_back_steps": self._num_rolled_back,
@@ -274,21 +292,20 @@ class BadBatches:
 
 
 class TokenLines:
-    """Writes tokens.jsonl: a line for each rollout that is in rollouts.jsonl, and one with the worst tokens.
+    """Writes tokens.jsonl: for each step, a line for each recorded rollout, and one with the worst tokens.
 
-    The values are those that the optimizer step has computed from. What is no finite number becomes null, and
-    is counted.
+    The values are those that the optimizer step used. Values that are not finite become null and are counted.
     """
 
     def __init__(self, path: Path, pieces: TokenPieces | None) -> None:
-        """``pieces`` None: the file has numbers only, and no text of a token."""
+        """``pieces`` converts tokens to text. If it is None, the file has no texts of tokens."""
         self.lines = JsonLines(path)
         self._pieces = pieces
         self._prepared: list[dict[str, object]] = []
         self._num_nonfinite = 0
 
     def prepare(self, step: int, report: TokenReport) -> dict[str, float]:
-        """Make the lines of a step, for ``write``; return their metrics, by name."""
+        """Prepare the lines of a step for ``write``. Returns metrics by their names in metrics.jsonl."""
         self._num_nonfinite = 0
         by_rollout = groupby(report.branches, key=lambda one: one.key.rollout)
         self._prepared = [
@@ -299,7 +316,7 @@ class TokenLines:
         return {NUM_NONFINITE: self._num_nonfinite}
 
     def write(self) -> None:
-        """Append the lines that were made last."""
+        """Append the lines that were prepared last."""
         for line in self._prepared:
             self.lines.append(line)
         self._prepared = []
@@ -362,7 +379,7 @@ def _names(key: RolloutKey) -> dict[str, object]:
 
 
 def _disagreement(values: TokenValues) -> list[str] | None:
-    """Return a text for each layer with a character for each token; None where nothing was replayed."""
+    """Return, for each layer, a text with one character of ``_SIGNS`` per token; None without replay."""
     if values.decisions_MN is None:
         return None
     return ["".join(_SIGNS[Decision(one)] for one in layer_N) for layer_N in values.decisions_MN.tolist()]

@@ -1,8 +1,8 @@
-"""What a run tells about itself in text: ``run.log``, the logs of its processes, and failures in one line.
+"""Text logs of a run: ``run.log``, the logs of its processes, and one-line descriptions of failures.
 
-``run.log`` has what a run was started with, what its console showed, and how it ended. It is the file to
-look at, or to send, when a run is over and its terminal is gone. Output of libraries and processes goes to
-files in the run's ``logs/``, never to the terminal.
+``run.log`` has the command and versions that a run was started with, the lines of its console, and how it
+ended. Read it, or send it, when a run is over and its terminal is gone. Output of libraries and processes
+goes to files in the run's ``logs/``, never to the terminal.
 """
 
 import contextlib
@@ -33,12 +33,13 @@ PACKAGES = (
     "torchstore",
     "transformers",
 )
-"""Packages that a result may depend on; those that are not installed are left out."""
+"""Packages whose versions are logged, if they are installed."""
 
 WARNING_LOGGERS = ("py.warnings", "forgeasync")
+"""Loggers whose warnings go to ``run.log``."""
 
 NOISY_LIBRARIES = ("monarch", "torchstore", "torchtitan", "vllm")
-"""Loggers, with their children, that bring handlers of their own which print to the terminal."""
+"""Loggers that, like their children, have their own handlers which print to the terminal."""
 
 GIT_S = 5.0
 
@@ -51,54 +52,55 @@ _FRAME = re.compile(r'File "(.+)", line (\d+), in (.+)')
 
 
 def say_on_stderr(text: str) -> None:
-    """Print a line to stderr. That it is closed, or a file on a full disk, ends no run."""
+    """Print a line to stderr. Ignores errors, for instance if it is closed or a file on a full disk."""
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)
 
 
 def real_errors(error: BaseException) -> list[BaseException]:
-    """Return all errors inside exception groups, or the error itself."""
+    """Return all errors inside an exception group, or the error itself."""
     if isinstance(error, BaseExceptionGroup):
         return [real for part in error.exceptions for real in real_errors(part)]
     return [error]
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """Return the first real error inside exception groups: the one that ended the other loops."""
+    """Return the first real error inside exception groups, which is the one that ended the other loops."""
     return real_errors(error)[0]
 
 
 def failure_line(error: BaseException) -> str:
-    """Return ``failed: <kind>: <last words>``, never without words."""
+    """Return ``failed: <type>: <last words>``. The last words are never empty."""
     cause = root_cause(error)
-    # People know a deadline's standard name; its own says nothing that the message does not.
+    # The standard name is better known than those of its subclasses, which add nothing to the message.
     kind = TimeoutError if isinstance(cause, TimeoutError) else type(cause)
     return f"failed: {kind.__name__}: {last_words(cause)}"
 
 
 def last_words(error: BaseException) -> str:
-    """Return one line: a short message whole, of a long one (an actor's remote traceback) its last line.
+    """Return the message of an error in one line.
 
-    An error without a message is named by the place that it comes from.
+    Of a message with more than three lines, such as an actor's remote traceback, this is the last line. For
+    an error without a message, it is the place in the code where it was raised.
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return f"no message, {_place(error)}"
     if len(lines) <= 3:
         return " ".join(lines)
-    # Python's own last line of a remote error without a message is "AssertionError" and nothing more.
+    # The last line of the traceback of a remote error without a message is only its type.
     is_bare = lines[-1].rstrip(": ").replace(".", "").isidentifier()
     return f"{lines[-1]} {_remote_place(lines)}" if is_bare else lines[-1]
 
 
 def _place(error: BaseException) -> str:
-    """Return the innermost frame that an error passed."""
+    """Return the innermost frame of an error's traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     return f"in {frames[-1].name} at {frames[-1].filename}:{frames[-1].lineno}" if frames else "never raised"
 
 
 def _remote_place(lines: list[str]) -> str:
-    """Return the innermost frame of a traceback that is a text."""
+    """Return the innermost frame of a traceback given as lines of text."""
     frames = [match.groups() for line in lines if (match := _FRAME.match(line))]
     return "".join(f"in {name} at {file}:{number}" for file, number, name in frames[-1:])
 
@@ -109,21 +111,20 @@ def _remote_place(lines: list[str]) -> str:
 def redirect_process_output(path: Path) -> None:
     """Append everything that this process and its later children print to ``path``.
 
-    Call it inside an actor's process, before its engine starts. It works on file descriptors 1 and 2, so
-    that output of native libraries (NCCL, gloo, Rust) goes along.
+    Call it inside an actor's process, before its engine starts. It redirects file descriptors 1 and 2, so it
+    includes output of native libraries (NCCL, gloo, Rust).
     """
     _flush_streams()
     _append_descriptors_to(path)
-    # New objects: a framework may have put something else than the descriptors behind the old ones.
+    # New stream objects, because a framework may have replaced what the old ones write to.
     sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
     sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
 
 
 def separate_native_output(path: Path) -> None:
-    """Keep what Python prints in this process on the terminal, and append what native libraries print to
-    ``path``.
+    """Append what native libraries print in this process to ``path``; Python still prints to the terminal.
 
-    Native libraries write to file descriptors 1 and 2; Python's streams move to copies of the old ones.
+    Native libraries write to file descriptors 1 and 2. Python's streams move to copies of the old ones.
     """
     _flush_streams()
     sys.stdout = open(os.dup(1), "w", buffering=1, encoding="utf-8", errors="backslashreplace")
@@ -146,10 +147,10 @@ def _append_descriptors_to(path: Path) -> None:
 
 
 def configure_controller_logging(log_file: Path) -> None:
-    """Send this process's Python logging and warnings to ``log_file`` (appended) instead of the terminal.
+    """Append this process's Python logging and warnings to ``log_file`` instead of the terminal.
 
-    Call it once the noisy libraries are imported: some attach their handlers on import. Calling it again
-    replaces the file.
+    Call it after the noisy libraries are imported, because some attach their handlers on import. A second
+    call switches to its file.
     """
     log_file.parent.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(log_file, encoding="utf-8")
@@ -177,7 +178,7 @@ def _remove_handlers(logger: logging.Logger) -> None:
 
 
 def describe_start() -> list[str]:
-    """Return command line, commit, versions and machine, a line each."""
+    """Return lines with the command, working directory, commit, versions and machine."""
     return [
         f"command: {shlex.join([sys.executable, *sys.orig_argv[1:]])}",
         f"folder: {Path.cwd()}",
@@ -197,7 +198,7 @@ def _versions() -> list[str]:
 
 
 def _commit() -> str:
-    """Return the commit that this package lies in, and whether its files differ from it."""
+    """Return the commit of this package's repository, and whether tracked files differ from it."""
     repository = Path(__file__).parents[2]
     try:
         commit = _git(repository, "rev-parse", "HEAD").strip()
@@ -213,10 +214,11 @@ def _git(repository: Path, *arguments: str) -> str:
 
 
 class RunLog(logging.Handler):
-    """Appends lines with their time; also the warnings of this process.
+    """Appends lines with their time, and this process's warnings, to run.log.
 
-    A context manager: how its body ends is the last thing written. A file that cannot be written (a full
-    disk) is said once, and neither ends the run nor hides how it ended; the lines are kept for later.
+    Used as a context manager, it writes as the last line how the body ended. If the file cannot be written,
+    for instance because the disk is full, it reports this once on stderr, keeps the lines for later, and
+    raises nothing.
     """
 
     def __init__(self, path: Path) -> None:
@@ -233,7 +235,7 @@ class RunLog(logging.Handler):
         return self
 
     def line(self, text: str) -> None:
-        """Append ``text`` with the time."""
+        """Append ``text`` with the current time."""
         self._append(f"{datetime.now():%Y-%m-%d %H:%M:%S} {text}\n")
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -260,7 +262,7 @@ class RunLog(logging.Handler):
         if error is None:
             self.line("done")
         elif isinstance(root_cause(error), Exception):
-            # The line first: on a full disk there may be no room for more.
+            # The line comes first, because a full disk may have no room for more.
             self.line(failure_line(error))
             self._append("".join(traceback.format_exception(error)))
         else:

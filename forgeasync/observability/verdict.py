@@ -1,6 +1,6 @@
-"""What a run says last: what bounded it, how held-out accuracy went, and the command that shows its curves.
+"""Closing report of a run: its bottleneck, its held-out accuracy, and the command that plots its curves.
 
-What bounds a run is read from means over its newest steps. ``apps.view`` shows it too, while the run goes on.
+The bottleneck is determined from means over the newest steps. ``apps.view`` shows it while the run goes on.
 """
 
 import math
@@ -19,7 +19,7 @@ Metrics = Mapping[str, float]
 """A line of metrics.jsonl."""
 
 WINDOW_STEPS = 50
-"""Newest steps that are measured."""
+"""Maximum number of newest steps to average over."""
 
 KEYS = (
     "step",
@@ -32,58 +32,60 @@ KEYS = (
     "throughput/train_tokens_per_s",
     "generator/busy_s",
 )
-"""Metrics that every step's line has to have."""
+"""Metrics that the line of every step must have."""
 
 NUM_GENERATORS = "generator/num_healthy"
 
 OTHER_KEYS = (NUM_GENERATORS, "time/controller_s", "time/wait_for_disk_s", "time/checkpoint_s")
-"""Metrics that are read where a line has them."""
+"""Metrics that are used if a line has them."""
 
 ACCURACY = "eval/accuracy"
 UNSCORED = "eval/num_unscored"
 
 PLOT = "learning.png"
-"""In the run's folder."""
+"""File name of the plot in the run's folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredSteps:
-    """Means over some steps, without what training waited for evaluations."""
+    """Means over some steps. Times and shares exclude the time that training waited for evaluations."""
 
     num_steps: int
     step_s: float
-    """Seconds from one step's end to the next one's."""
+    """Seconds from the end of one step to that of the next."""
     trained_tokens_per_s: float
-    """Response tokens."""
+    """Response tokens trained per second."""
     wait_share: float
     """Share of the time in which training waited for a batch."""
     train_share: float
+    """Share of the time that the trainer's steps took."""
     publish_share: float
-    """Share of the time in which training waited to publish."""
+    """Share of the time in which training waited to publish weights."""
     busy_share: float | None
-    """Share of the generators' time with a request; evaluations are part of it. None: no line says how many
-    generators there were."""
+    """Share of the generators' time in which they had a request, including those of evaluations.
+
+    None if the number of generators is unknown.
+    """
     controller_share: float = 0.0
-    """Share of the time that the controller itself took: rows, reports, lines."""
+    """Share of the time that the controller itself took for rows, reports and lines."""
     disk_share: float = 0.0
     """Share of the time in which training waited for a disk."""
     checkpoint_share: float = 0.0
-    """Share of the time in which training waited until a checkpoint was begun."""
+    """Share of the time in which training waited for a checkpoint to begin."""
     eval_share: float = 0.0
-    """What training waited for evaluations, as a share of the time without it: more than 1 where evaluations
-    take longer than all else."""
+    """Ratio of the time that training waited for evaluations to all other time; may be above 1."""
 
 
 def num_first_steps(max_steps: int) -> int:
-    """Return how many steps at the start of a run are left out: its first third, at most 10."""
+    """Return the number of steps to leave out at the start of a run: its first third, at most 10."""
     return min(max_steps // 3, 10)
 
 
 def num_steps_ahead(*, max_off_policy_steps: int, max_groups: int | None, groups_per_step: int) -> int:
-    """Return for how many steps a run may have groups in flight besides those of the step that is trained.
+    """Return the number of steps, beyond the current one, for which a run may have groups in flight.
 
-    ``max_groups`` is the buffer's depth bound. As many steps at the end of a run have less and less to
-    sample, and are faster than the others.
+    ``max_groups`` limits the groups in the buffer. At the end of a run, this number of steps have fewer and
+    fewer groups to sample, and are faster than the others.
     """
     if max_groups is None:
         return max_off_policy_steps
@@ -91,12 +93,12 @@ def num_steps_ahead(*, max_off_policy_steps: int, max_groups: int | None, groups
 
 
 def steady_steps(num_steps: int, *, num_first: int, num_ahead: int) -> range:
-    """Return the steps of a run that means are over, counted from 0: neither its first nor its last ones.
+    """Return the steps of a run, counted from 0, to average over: neither its first nor its last ones.
 
-    At least ``num_first`` steps are left out at the start, and ``num_ahead`` at the end, but at most half of
-    what is left: a short run has some steps too. Groups that begin together may end together, and a run then
-    goes in waves of ``num_ahead`` + 1 steps, of which one waits for most of the time. Where there is a whole
-    wave, there are only whole ones.
+    Leaves out at least ``num_first`` steps at the start and ``num_ahead`` steps at the end, but at the end at
+    most half of the remaining ones, so that a short run has steps too. If groups that start together also end
+    together, a run proceeds in waves of ``num_ahead`` + 1 steps, one of which waits for most of the time. So
+    if the remaining steps have at least one whole wave, the range consists of whole waves.
     """
     assert 0 <= num_first < max(1, num_steps)
     end = num_steps - min(num_ahead, (num_steps - num_first) // 2)
@@ -105,14 +107,19 @@ def steady_steps(num_steps: int, *, num_first: int, num_ahead: int) -> range:
 
 
 class MeasuredWindow:
-    """The newest steps of a run, but for the first ones after its start and the last ones before its end.
+    """Newest steps of a run, without the first ones after its start and the last ones before its end.
 
-    A run that was started again begins from nothing here: its generators had nothing to do meanwhile.
+    The window is emptied when a run is resumed, because generators had nothing to do in between.
     """
 
     def __init__(self, *, num_left_out: int, last_step: int) -> None:
-        """Leave out the first ``num_left_out`` steps after the start, at least the one that a later one is
-        timed from, and all after the run's ``last_step``."""
+        """Create an empty window.
+
+        Args:
+            num_left_out: Number of steps after a start to leave out. The first one is always left out,
+                because a step is timed from the end of the one before.
+            last_step: Last step to include.
+        """
         self.num_left_out = num_left_out
         self.last_step = last_step
         self._num_seen = 0
@@ -121,15 +128,15 @@ class MeasuredWindow:
 
     @classmethod
     def of_run(cls, max_steps: int, *, num_steps_ahead: int) -> "MeasuredWindow":
-        """The window of a run of ``max_steps`` steps."""
+        """Create the window for a run of ``max_steps`` steps. See ``num_steps_ahead``."""
         num_first = num_first_steps(max_steps)
         steady = steady_steps(max_steps, num_first=num_first, num_ahead=num_steps_ahead)
         return cls(num_left_out=num_first, last_step=steady.stop)
 
     def add(self, metrics: Metrics) -> None:
-        """Take the line of the next step; it has all of ``KEYS``."""
+        """Add the line of the next step, which must have all of ``KEYS``."""
         before, self._before = self._before, dict(metrics)
-        # The generators' busy time begins at 0 whenever the command starts.
+        # The generators' busy time restarts at 0 whenever the command starts.
         if before is not None and not (
             metrics["step"] == before["step"] + 1
             and metrics["time/elapsed_s"] > before["time/elapsed_s"]
@@ -144,7 +151,7 @@ class MeasuredWindow:
             self._steps.append(_seconds(before, metrics))
 
     def measured(self) -> MeasuredSteps | None:
-        """Return the means; None before there is a step to measure."""
+        """Return the means; None if the window has no step."""
         total: defaultdict[str, float] = defaultdict(float)
         for step in self._steps:
             for name, value in step.items():
@@ -168,9 +175,10 @@ class MeasuredWindow:
 
 
 def _seconds(before: Metrics, metrics: Metrics) -> dict[str, float]:
-    """Return what a step's seconds were spent on, with its tokens; generators' seconds are of all together.
+    """Return the seconds of a step by activity, and its number of trained tokens.
 
-    Nothing is said of generators where the line does not say how many of them were healthy.
+    Generators' seconds are sums over all generators. They are left out if the line lacks the number of
+    healthy generators.
     """
     seconds = metrics["time/elapsed_s"] - before["time/elapsed_s"]
     found = {
@@ -191,7 +199,7 @@ def _seconds(before: Metrics, metrics: Metrics) -> dict[str, float]:
 
 
 BUSY = 0.5
-"""Generators that have a request for less than this share of the time do not bound a run by themselves."""
+"""Busy share below which generators are not the bottleneck by themselves."""
 
 HOW_TO_SIMULATE = (
     "to see what would speed this run up: python -m apps.profile with the run's --config measures how long "
@@ -200,15 +208,15 @@ HOW_TO_SIMULATE = (
 
 
 def verdict_lines(measured: MeasuredSteps | None) -> list[str]:
-    """Return what bounds a run, what to do about it, and how to find out what else would help."""
+    """Return a line with the bottleneck and its remedy, and one with how to find further improvements."""
     return [bound_words(measured), HOW_TO_SIMULATE]
 
 
 def bound_words(measured: MeasuredSteps | None) -> str:
-    """Say what bounds a run, by its own times, and what can be done about it.
+    """Return a sentence that names the bottleneck of a run and its remedy.
 
-    It is what took longest of all that was measured. What is left of the time is never named: nobody can act
-    on it.
+    The bottleneck is the measured activity that took longest. Unmeasured time is never named, because nobody
+    can act on it.
     """
     if measured is None:
         return "what bounds the run is not known: there are too few steps"
@@ -247,7 +255,7 @@ def bound_words(measured: MeasuredSteps | None) -> str:
     )
     share, begin, advice = max(others, key=lambda one: one[0])
     if share > measured.wait_share:
-        # The time of an evaluation is no part of the time that shares are of.
+        # Shares are relative to the time without evaluations.
         of_all = share / (1.0 + share) if share == measured.eval_share else share
         return f"{begin} {of_all:.0%} of the time {over}; {advice}"
     waited = f"training waited for batches {measured.wait_share:.0%} of the time {over}"
@@ -265,10 +273,10 @@ def bound_words(measured: MeasuredSteps | None) -> str:
 
 
 def closing_lines(run_dir: RunDir) -> list[str]:
-    """Return two lines for people: how held-out accuracy went, and how to see the run's curves.
+    """Return two lines for people: the change of held-out accuracy, and the command to plot the curves.
 
     Raises:
-        FileNotFoundError: the run has no metrics.jsonl.
+        FileNotFoundError: The run has no metrics.jsonl.
     """
     out = run_dir.path / PLOT
     module = ("-m", "forgeasync.observability.plot")
@@ -277,9 +285,9 @@ def closing_lines(run_dir: RunDir) -> list[str]:
 
 
 def _held_out_sentence(metrics: Path) -> str:
-    """Return how it went from the first evaluation to the last one, also of a run that was resumed."""
+    """Return a sentence on held-out accuracy from the first evaluation of the whole run to the last one."""
     lines = read_json_lines(metrics)
-    # A line lacks the key where its step was not evaluated, or where no response was scored.
+    # A line lacks the key if its step was not evaluated, or if no response was scored.
     evaluated = [line for line in lines if line.get(ACCURACY) is not None]
     if not evaluated:
         num_unscored = [line[UNSCORED] for line in lines if UNSCORED in line]
@@ -299,6 +307,6 @@ def _held_out_sentence(metrics: Path) -> str:
 
 
 def _own_python() -> str:
-    """Return the interpreter that runs this, written as short as works in the working directory."""
+    """Return the path of this Python interpreter, relative if it is below the working directory."""
     python, here = Path(sys.executable), Path.cwd()
     return os.path.relpath(python, here) if python.is_relative_to(here) else str(python)

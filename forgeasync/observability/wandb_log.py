@@ -1,13 +1,13 @@
-"""Weights & Biases beside TensorBoard, for runs whose config has ``logging.wandb``.
+"""Logging to Weights & Biases, for runs whose config has ``logging.wandb``.
 
-The ``wandb`` package runs in a process of its own, which is this module as a program. In the controller,
-``wandb.init``, ``finish`` and the package's own exit hook would wait for as long as W&B hangs. A W&B that
-hangs, fails or dies costs its own lines, which are counted. Only the end of a run waits, for at most
-``END_S``.
+The ``wandb`` package runs in a separate process, which executes this module as a program. In the controller,
+``wandb.init``, ``finish`` and the package's exit hook would block for as long as W&B hangs. If W&B hangs,
+fails or dies, only its own lines are lost, and they are counted. Only the end of a run waits for it, for at
+most ``END_S``.
 
-The process reads JSON lines from its standard input: first what ``wandb.init`` is given, then the values of
-each step, until the end of file, which ends the W&B run. It answers each line on its standard output with
-``taken``, or with what has gone wrong.
+The process reads JSON lines from its standard input: first the arguments of ``wandb.init``, then the values
+of each step. The end of file ends the W&B run. It answers each line on its standard output with ``taken``, or
+with a description of the error.
 """
 
 import contextlib
@@ -27,23 +27,23 @@ from typing import TYPE_CHECKING
 
 from forgeasync.schema import Problem
 
-if TYPE_CHECKING:  # the process of W&B starts without them
+if TYPE_CHECKING:  # The process of W&B must start without these imports.
     from forgeasync.config import LoggingSection, WandbSection
 
 MAX_KEPT_LINES = 1000
-"""Most lines that wait for W&B; further ones are lost."""
+"""Maximum number of lines that wait for W&B. Further ones are lost."""
 
 END_S = 10.0
-"""Time for the process to end the W&B run. What was not sent by then lies in the folder."""
+"""Seconds for the process to end the W&B run. Lines that are not sent by then remain in the folder."""
 
 TAKEN = "taken"
 
 MAX_PROBLEM = 300
-"""Characters of a problem that are told."""
+"""Maximum number of characters of a reported error."""
 
 
 def check_wandb(section: "LoggingSection") -> Iterator[Problem]:
-    """Check that a run that wants W&B has the package."""
+    """Check that the ``wandb`` package is installed if the config has ``logging.wandb``."""
     if section.wandb is not None and importlib.util.find_spec("wandb") is None:
         yield Problem(
             field="logging.wandb",
@@ -53,7 +53,7 @@ def check_wandb(section: "LoggingSection") -> Iterator[Problem]:
 
 
 class WandbLog:
-    """The W&B run of one run. A thread of its own waits for the process that has the ``wandb`` package."""
+    """Sends a run's metrics to W&B. A thread waits for the process that runs the ``wandb`` package."""
 
     def __init__(
         self,
@@ -65,19 +65,25 @@ class WandbLog:
         config: Mapping[str, object],
         say: Callable[[str], None],
     ) -> None:
-        """``folder`` gets W&B's files, ``log_file`` what it prints. ``config`` is shown with the run.
+        """Start the process and the W&B run.
 
-        ``say`` is called once, from ``add`` or ``close``, if W&B does not take lines.
+        Args:
+            section: The config's ``logging.wandb`` section.
+            folder: Folder for W&B's files.
+            log_file: File to which the process's output is appended.
+            name: Name of the run in W&B.
+            config: Config that W&B shows with the run.
+            say: Function that gets one message, from ``add`` or ``close``, if W&B does not accept lines.
         """
         self._folder = folder
         self._say = say
         self._problem: str | None = None
-        """The first one."""
+        """First error, if any."""
         self._has_said = False
         self._num_refused = 0
-        """Lines that were not handed on, because too many wait."""
+        """Number of lines that were dropped because too many wait."""
         self._num_failed = 0
-        """Lines that W&B has not taken. Only the thread counts them."""
+        """Number of lines that W&B did not accept. Only the thread changes it."""
         self._lines: SimpleQueue[str | None] = SimpleQueue()
         log_file.parent.mkdir(parents=True, exist_ok=True)
         with log_file.open("ab") as log:
@@ -88,7 +94,7 @@ class WandbLog:
                 stderr=log,
                 text=True,
                 encoding="utf-8",
-                # Ctrl-C ends the run, and the run ends this process.
+                # Ctrl-C must not reach this process directly. The run ends it.
                 start_new_session=True,
             )
         given = {
@@ -104,11 +110,11 @@ class WandbLog:
 
     @property
     def num_errors(self) -> int:
-        """Lines that W&B has not taken and will not."""
+        """Number of lines that W&B has not accepted and will not get again."""
         return self._num_refused + self._num_failed
 
     def add(self, values: Mapping[str, float | int]) -> None:
-        """Hand a line of finite values on; waits for nothing."""
+        """Queue a line of finite values for W&B, without waiting."""
         assert all(map(math.isfinite, values.values())), "what is not finite is counted elsewhere"
         if self._lines.qsize() < MAX_KEPT_LINES:
             self._lines.put(json.dumps(values, allow_nan=False))
@@ -118,14 +124,14 @@ class WandbLog:
         self._tell()
 
     def close(self) -> None:
-        """End the W&B run and its process; a second call does nothing."""
+        """End the W&B run and its process, within ``END_S``. A second call does nothing."""
         if self._process.stdout is None or self._process.stdout.closed:
             return
         self._lines.put(None)
         self._thread.join(END_S)
         if self._thread.is_alive():
             self._note(f"has not ended within {END_S:g} s; `wandb sync` sends what is in {self._folder}")
-        # With wandb's own processes, also those that are left.
+        # Also kills the processes that wandb itself started.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._thread.join()
@@ -133,7 +139,7 @@ class WandbLog:
         self._tell()
 
     def _hand_on(self, given: Mapping[str, object]) -> None:
-        """Hand lines on until ``close``, and end the process."""
+        """Send lines to the process until ``close``, and then end it. Runs in the thread."""
         self._ask(json.dumps(given))
         while (line := self._lines.get()) is not None:
             self._num_failed += not self._ask(line)
@@ -143,7 +149,7 @@ class WandbLog:
         self._process.wait()
 
     def _ask(self, line: str) -> bool:
-        """Return whether the process has taken a line."""
+        """Send a line to the process, and return whether it accepted the line."""
         assert self._process.stdin is not None and self._process.stdout is not None
         with contextlib.suppress(OSError):
             self._process.stdin.write(line + "\n")
@@ -167,7 +173,7 @@ class WandbLog:
 
 
 def _run_id(folder: Path) -> tuple[str, bool]:
-    """Return the id under which W&B knows the run of a folder, and whether it was made before."""
+    """Return the W&B id of a folder's run, and whether it existed before."""
     file = folder / "id"
     if file.exists():
         return file.read_text(encoding="utf-8").strip(), True
@@ -178,17 +184,17 @@ def _run_id(folder: Path) -> tuple[str, bool]:
 
 
 def _answer(descriptor: int, words: str) -> None:
-    # The other end may be gone, and the W&B run is to be ended all the same.
+    # The reader may be gone, but the W&B run must still be ended.
     with contextlib.suppress(BrokenPipeError):
         os.write(descriptor, " ".join(words.split())[:MAX_PROBLEM].encode() + b"\n")
 
 
 def main() -> int:
-    """Hand on what comes; return the exit code."""
-    # The end of file ends this process, after the last lines of a run that was told to stop.
+    """Log the lines of standard input to W&B; return the exit code."""
+    # Only the end of file ends this process, after the last lines of a run that is being stopped.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    # What libraries print is no answer.
+    # Libraries that print to standard output must not write into the answers.
     answers, sys.stdout = os.dup(1), sys.stderr
     os.dup2(2, 1)
     given = json.loads(sys.stdin.readline())
@@ -211,7 +217,7 @@ def main() -> int:
                 console="off", silent=True, disable_git=True, save_code=False, x_disable_stats=True
             ),
         )
-        # Steps that are made again after a resumption are further points, and no step is refused as too old.
+        # With its own step metric, W&B accepts repeated steps after a resumption as further points.
         run.define_metric("*", step_metric="step")
     except Exception as error:
         _answer(answers, f"wandb.init: {type(error).__name__}: {error}")

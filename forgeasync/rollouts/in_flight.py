@@ -1,9 +1,8 @@
-"""The tokens that a generator has in flight, logged so that another generator can continue from them.
+"""Log of the tokens that a generator has in flight, from which another generator can continue.
 
-The log is a file in the host's shared memory, which outlives the process that writes it. It is ``MAGIC`` and
-records one after another. Each record has its length and a checksum before it, so that a reader can cut the
-log off where its writer died: what is read is always the beginning of what was written. The tokens of one
-engine step are one record.
+The log is a file in the host's shared memory, which outlives the process that writes it. It holds ``MAGIC``
+followed by records. The head of each record has its length and a checksum, so a reader stops where the writer
+died: it always reads a prefix of what was written. The tokens of one engine step are one record.
 
 ``InFlightLog`` writes the log, ``read_in_flight`` reads it after the writer's death, and ``LoggedTurn`` is
 one turn of the model in it.
@@ -33,78 +32,80 @@ from forgeasync.rollouts.trajectory import EpisodeId, SampledTokens
 MAGIC = b"forgeasync in flight 2\n"
 
 FINISHES = (None, *FinishReason)
-"""Why a turn ended with a token, by the number in ``TokenBatch.finishes_N``; None: it goes on."""
+"""Finish reasons by the number in ``TokenBatch.finishes_N``; None if the turn continues after the token."""
 
 NO_ROWS = np.zeros((0, 0, 0), np.uint8)
-"""Rows of tokens that came without any, where routing is recorded."""
+"""Empty array of routing rows, for tokens without new rows in a log that records routing."""
 
 MIN_SEGMENT_BYTES = 4 * 2**20
-"""Smaller segments are not worth replacing."""
+"""Size in bytes up to which a segment is not replaced."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BegunTurn:
-    """A turn of the model has begun, before anything of it is sampled."""
+    """Record of a turn of the model that begins, before a token is sampled."""
 
     key: int
-    """Names the turn in its log."""
+    """Identifier of the turn within its log."""
     episode: EpisodeId
-    """The response or the episode that it belongs to."""
+    """Response or episode to which the turn belongs."""
     number: int
-    """Its place among the turns of its episode; 0 for a response."""
+    """Index of the turn within its episode; 0 for a response."""
     after: int | None
-    """The turn that it follows; None for the first one of a tree."""
+    """Number of the turn that this one follows; None for the first turn of a tree."""
     num_tokens_before: int
-    """Tokens of the turns before it."""
+    """Number of tokens of the turns on the path before this one."""
     given_ids: np.ndarray
-    """The tokens given after those, int32."""
+    """Tokens given after those of earlier turns, int32."""
 
     @property
     def first_row(self) -> int:
-        """Place of the first token whose routing becomes known with this turn.
+        """Position on the path of the first token whose routing this turn records.
 
-        The last token of the turn before is an input only from here on.
+        It is the last token of the turn before, which becomes an input of the model only now.
         """
         return max(self.num_tokens_before - 1, 0)
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens before the first one that the turn samples."""
+        """Number of tokens on the path before the first one that the turn samples."""
         return self.num_tokens_before + len(self.given_ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenBatch:
-    """Tokens of one or several turns, each with everything that is recorded of it."""
+    """Sampled tokens of one or several turns, with the complete record of each."""
 
     keys_N: np.ndarray
-    """The turn of each token, int64."""
+    """``BegunTurn.key`` of each token's turn, int64."""
     ids_N: np.ndarray
-    """int32."""
+    """Token ids, int32."""
     logprobs_N: np.ndarray
-    """float32."""
+    """Log-probability of each token, float32."""
     versions_N: np.ndarray
-    """The policy version that sampled each, int32."""
+    """Policy version that sampled each token, int32."""
     parts_N: np.ndarray
-    """Which request of its response or episode has sampled each, int32."""
+    """Index of the request that sampled each token, among those of its response or episode, int32."""
     finishes_N: np.ndarray
-    """Index into ``FINISHES``, uint8: whether the turn ended with this token."""
+    """Index into ``FINISHES`` for each token, uint8: whether the turn ended with it, and why."""
     num_rows_N: np.ndarray
-    """Rows of routed experts that came with each token, int32. The first token of a request brings those of
-    its prompt that were not known."""
+    """Number of routing rows that came with each token, int32.
+
+    The first token of a request brings the rows of those prompt tokens that had none.
+    """
     rows_RMK: np.ndarray | None
-    """uint8 or uint16; None where routing is not recorded."""
+    """Routed experts, uint8 or uint16; None where routing is not recorded."""
     num_kept_N: np.ndarray | None
     """Size of each token's kept set, int32, 0 for the whole vocabulary; None where they are not recorded."""
     kept_ids_J: np.ndarray | None
-    """int32."""
+    """Kept ids of all tokens, int32; None where they are not recorded."""
 
     @property
     def num_tokens(self) -> int:
         return len(self.ids_N)
 
     def take(self, is_taken_N: np.ndarray) -> "TokenBatch":
-        """The tokens that are marked (bool [N])."""
+        """Return the batch with only the tokens marked in ``is_taken_N`` (bool)."""
 
         def taken(name: str, array: np.ndarray) -> np.ndarray:
             if name == "rows_RMK":
@@ -117,23 +118,23 @@ class TokenBatch:
         return self._changed(taken)
 
     def first(self, num_tokens: int) -> "TokenBatch":
-        """The first tokens."""
+        """Return the batch with only its first tokens."""
         return self.take(np.arange(self.num_tokens) < num_tokens)
 
     def _changed(self, change: Callable[[str, np.ndarray], np.ndarray]) -> "TokenBatch":
-        """The batch with other arrays; what is not recorded stays None."""
+        """Return the batch with ``change`` applied to each array by name. Missing arrays stay None."""
         arrays = {one.name: getattr(self, one.name) for one in fields(self)}
         changed = {name: change(name, array) for name, array in arrays.items() if array is not None}
         return replace(self, **changed)
 
 
 def joined(batches: Sequence[TokenBatch]) -> TokenBatch:
-    """All tokens of at least one batch, which record the same."""
+    """Concatenate at least one batch. All must have the same kinds of records."""
 
     def join(name: str, first: np.ndarray) -> np.ndarray:
         arrays: list[np.ndarray] = [getattr(batch, name) for batch in batches]
         if name == "rows_RMK":
-            # ``NO_ROWS`` does not know how many layers there are.
+            # ``NO_ROWS`` has 0 layers, so it cannot be concatenated with others.
             arrays = [array for array in arrays if len(array)] or [NO_ROWS]
         return np.concatenate(arrays)
 
@@ -142,7 +143,7 @@ def joined(batches: Sequence[TokenBatch]) -> TokenBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndedTurn:
-    """A turn has ended; further tokens of it do not count."""
+    """Record of a turn that has ended. Tokens of it beyond ``num_tokens`` do not count."""
 
     key: int
     num_tokens: int
@@ -153,18 +154,19 @@ class EndedTurn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForgottenTurns:
-    """Turns whose tokens nobody will ask for: they are stored elsewhere, or were given up."""
+    """Record of turns that the log no longer needs: they are stored elsewhere or were given up."""
 
     keys: tuple[int, ...]
+    """``BegunTurn.key`` of each turn."""
 
 
 InFlightRecord = BegunTurn | TokenBatch | EndedTurn | ForgottenTurns
 
 _KINDS = (BegunTurn, TokenBatch, EndedTurn, ForgottenTurns)
-"""By the number in a record's head."""
+"""Types of records by the kind in a record's head."""
 
 _HEAD = struct.Struct("<QIB")
-"""Bytes of the record after this head, their checksum (CRC-32, which the kind is part of), the kind."""
+"""Head of a record: number of bytes after the head, CRC-32 of kind and these bytes, and the kind."""
 
 
 def _array_to_parts(array: np.ndarray) -> tuple[str, tuple[int, ...], bytes]:
@@ -181,25 +183,25 @@ _DECODERS = [msgspec.msgpack.Decoder(kind, dec_hook=_array_of_parts) for kind in
 
 
 def encode(record: InFlightRecord) -> bytes:
-    """A record as it stands in a log, with its head."""
+    """Return the bytes of a record in a log, including its head."""
     kind, body = _KINDS.index(type(record)), _ENCODER.encode(record)
     return _HEAD.pack(len(body), _checksum(kind, body), kind) + body
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodedLog:
-    """The whole records at the beginning of a log."""
+    """Complete records at the beginning of a log."""
 
     records: tuple[InFlightRecord, ...]
     num_torn_bytes: int
-    """Bytes after the last whole record, which its writer had no time to finish."""
+    """Number of bytes after the last complete record, from a write that did not finish."""
 
 
 def decode(log: bytes) -> DecodedLog:
-    """Read a log up to its last whole record.
+    """Decode a log up to its last complete record.
 
     Raises:
-        ValueError: ``log`` does not begin as a log does.
+        ValueError: ``log`` does not begin with ``MAGIC``.
     """
     if not log.startswith(MAGIC[: len(log)]):
         raise ValueError(f"begins with {log[: len(MAGIC)]!r}; a log of tokens in flight with {MAGIC!r}")
@@ -227,33 +229,34 @@ def _checksum(kind: int, body: bytes | memoryview) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedTurn:
-    """A turn, and what was sampled of it."""
+    """One turn of a log, with its sampled tokens."""
 
     begun: BegunTurn
     batch: TokenBatch | None
-    """None if nothing was."""
+    """Sampled tokens of the turn; None if there are none."""
     ended: EndedTurn | None
-    """None if the turn was being sampled, or its last token was logged and its end was not."""
+    """Record of the turn's end; None if it was not logged. The log may still have the turn's last token."""
 
     @property
     def num_tokens(self) -> int:
-        """Number of its sampled tokens."""
+        """Number of sampled tokens of the turn."""
         return 0 if self.batch is None else self.batch.num_tokens
 
     @property
     def num_parts(self) -> int:
-        """How many requests of its response or episode have sampled, as far as this turn knows."""
+        """Number of requests of the response or episode up to the last one that sampled in this turn."""
         return 0 if self.batch is None else int(self.batch.parts_N.max()) + 1
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Why the turn ended with its last token; None if it goes on after it, as far as the engine knew."""
+        """Reason why the turn ended with its last logged token; None if the engine had not ended it there."""
         return None if self.batch is None else FINISHES[int(self.batch.finishes_N[-1])]
 
     def tokens(self) -> SampledTokens:
-        """Its tokens as one request of the whole path would have sampled them; there is at least one.
+        """Return the turn's tokens as the result of one request with the whole path as its prompt.
 
-        Rows of tokens before ``begun.first_row`` are zeros: a trajectory knows those already.
+        The turn must have at least one token. Rows of tokens before ``begun.first_row`` are zeros, which a
+        ``Trajectory`` ignores because it has these rows already.
         """
         batch = self.batch
         assert batch is not None, "a turn of which nothing was sampled"
@@ -272,9 +275,9 @@ class LoggedTurn:
         )
 
     def num_recorded(self) -> int:
-        """Number of its first tokens of which all inputs have a record of their routing.
+        """Return the number of leading tokens whose inputs, all tokens before them, have routing rows.
 
-        All, where routing is not recorded. A token needs the rows of all tokens before it.
+        Returns the number of all tokens where routing is not recorded.
         """
         if self.batch is None or self.batch.rows_RMK is None:
             return self.num_tokens
@@ -284,14 +287,14 @@ class LoggedTurn:
         return self.num_tokens if has_rows_N.all() else int(np.argmin(has_rows_N))
 
     def first(self, num_tokens: int) -> "LoggedTurn":
-        """The turn with its first tokens only, as if no more had arrived."""
+        """Return the turn with only its first tokens, as if no others had been logged."""
         if num_tokens >= self.num_tokens or self.batch is None:
             return self
         batch = self.batch.first(num_tokens) if num_tokens else None
         return LoggedTurn(begun=self.begun, batch=batch, ended=None)
 
     def records(self) -> list[InFlightRecord]:
-        """The records of a log that has this turn."""
+        """Return the records of a log that has this turn alone."""
         return [one for one in (self.begun, self.batch, self.ended) if one is not None]
 
 
@@ -305,10 +308,10 @@ def _spans(versions_N: np.ndarray) -> tuple[VersionSpan, ...]:
 
 
 class LiveTurns:
-    """The turns of a log that were not forgotten."""
+    """Turns of a log that were not forgotten."""
 
     def __init__(self, records: Iterable[InFlightRecord]) -> None:
-        """Apply the records of a log in their order."""
+        """Apply the records of a log in order."""
         self._begun: dict[int, BegunTurn] = {}
         self._ended: dict[int, EndedTurn] = {}
         batches: list[TokenBatch] = []
@@ -324,21 +327,21 @@ class LiveTurns:
                     for key in record.keys:
                         self._begun.pop(key, None)
                         self._ended.pop(key, None)
-        # At once: a log has many batches, each with few tokens.
+        # Joined once and not per turn, because a log has many batches with few tokens each.
         self._batch = joined(batches) if batches else None
 
     def snapshot(self) -> list[InFlightRecord]:
-        """Records of a log that has these turns and nothing else."""
+        """Return the records of a log that has exactly these turns."""
         batch = self._tokens(self._begun.keys())
         ended = [self._ended[key] for key in self._begun if key in self._ended]
         return [*self._begun.values(), *([] if batch is None else [batch]), *ended]
 
     def group_ids(self) -> set[int]:
-        """Groups with at least one turn."""
+        """Return the ids of groups with at least one turn."""
         return {begun.episode.group_id for begun in self._begun.values()}
 
     def of_group(self, group_id: int) -> list[LoggedTurn]:
-        """The turns of one group, by episode and number, up to where each has ended."""
+        """Return the turns of one group, sorted by episode and number, without tokens after a turn's end."""
         keys = [key for key, begun in self._begun.items() if begun.episode.group_id == group_id]
         batch = self._tokens(keys)
         turns = []
@@ -352,7 +355,7 @@ class LiveTurns:
         return sorted(turns, key=_order)
 
     def _tokens(self, keys: Collection[int]) -> TokenBatch | None:
-        """All tokens of some turns, each turn's in order; None if there is none."""
+        """Return all tokens of the turns with these keys, in log order; None if there are none."""
         if self._batch is None:
             return None
         found = self._batch.take(np.isin(self._batch.keys_N, np.fromiter(keys, np.int64, len(keys))))
@@ -366,20 +369,20 @@ def _order(turn: LoggedTurn) -> tuple[int, int, int, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumableGroup:
-    """What another generator can continue of a group."""
+    """Turns of one group from which another generator can continue, with their encoding."""
 
     data: bytes
-    """For ``group_turns``."""
+    """Encoded turns, the input of ``group_turns``."""
     num_kept: int
-    """Tokens that it continues from."""
+    """Number of tokens in ``data``."""
     num_lost: int
-    """Tokens that the log has, but not their routing."""
+    """Number of logged tokens that are not in ``data``, because routing rows are missing."""
 
 
 def keep_group(turns: Sequence[LoggedTurn]) -> ResumableGroup:
-    """The turns of one group with all tokens that are recorded in full.
+    """Encode the turns of one group, up to the last token of each turn that has a complete record.
 
-    An episode is left out that has turns after one whose last tokens are not.
+    Leaves out an episode if turns follow one of its turns whose record is incomplete.
     """
     followed = {(turn.begun.episode, turn.begun.after) for turn in turns}
     broken = {
@@ -397,10 +400,10 @@ def keep_group(turns: Sequence[LoggedTurn]) -> ResumableGroup:
 
 
 def group_turns(data: bytes) -> tuple[LoggedTurn, ...]:
-    """The turns of a group, from ``ResumableGroup.data``; by episode and number.
+    """Decode ``ResumableGroup.data``; return the group's turns, sorted by episode and number.
 
     Raises:
-        ValueError: ``data`` is not the whole of it.
+        ValueError: ``data`` is incomplete or not a log.
     """
     log = decode(data)
     if log.num_torn_bytes:
@@ -410,9 +413,9 @@ def group_turns(data: bytes) -> tuple[LoggedTurn, ...]:
 
 
 def ended_turns(turns: Iterable[LoggedTurn]) -> Mapping[EpisodeId, frozenset[int]]:
-    """The numbers of the turns that are known to have ended, by episode.
+    """Return the numbers of the turns that ended, by episode.
 
-    Those whose last tokens cannot be continued from count as not ended.
+    Turns that ``keep_group`` has shortened count as not ended.
     """
     ended: defaultdict[EpisodeId, set[int]] = defaultdict(set)
     for turn in turns:
@@ -422,28 +425,29 @@ def ended_turns(turns: Iterable[LoggedTurn]) -> Mapping[EpisodeId, frozenset[int
 
 
 def segment_limit(num_live_bytes: int) -> int:
-    """Bytes from which a segment is replaced that began with ``num_live_bytes`` of turns in flight.
+    """Return the size in bytes above which a segment is replaced.
 
-    On average each byte that is written is then copied once more. A log takes at most twice what was in
-    flight when its segment began, and as much again while it is replaced.
+    ``num_live_bytes`` is the segment's initial size, that of the turns then in flight. With a factor of 2,
+    each written byte is copied once more on average. A log takes about twice the bytes that were in flight
+    when its segment began, plus the new segment while it is replaced.
     """
     return max(MIN_SEGMENT_BYTES, 2 * num_live_bytes)
 
 
 class InFlightLog:
-    """Writes the log of one process; not for several threads at once.
+    """Writes the log of one process. Not thread-safe.
 
-    The log is one file at a time, a segment. A segment that has grown past ``segment_limit`` is followed by a
-    new one, which begins with everything that is still in flight. The new one gets its name when that is
-    written, and only then is the old one removed: the newest segment has all there is, whenever the process
-    dies. Nothing is synced, since memory needs no disk.
+    The log is one file at a time, a segment. When a segment has grown past ``segment_limit``, a new one
+    replaces it, which begins with all turns still in flight. The new segment gets its name after these are
+    written, and only then is the old one removed. So the newest segment is complete whenever the process
+    dies. Nothing is synced, because the log is in memory.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Begin a log in ``folder``, which is made.
+        """Create ``folder`` and begin a log in it.
 
         Raises:
-            OSError: there is a folder already, or no room.
+            OSError: The folder exists, or memory is full.
         """
         folder.mkdir(mode=0o700)
         self._folder = folder
@@ -457,14 +461,14 @@ class InFlightLog:
 
     @property
     def folder(self) -> Path:
-        """Where the log is."""
+        """Folder of the log."""
         return self._folder
 
     def append(self, *records: InFlightRecord) -> None:
-        """Append records; when this returns, they outlive the process.
+        """Append records. When this returns, they outlive the process.
 
         Raises:
-            OSError: there is no room. Close the log then: what follows could not be read.
+            OSError: Memory is full. Close the log then, because a torn record hides all records after it.
         """
         data = b"".join(map(encode, records))
         _write(self._descriptor, data)
@@ -475,7 +479,7 @@ class InFlightLog:
             self._begin_segment(LiveTurns(log.records).snapshot())
 
     def close(self) -> None:
-        """Remove the log."""
+        """Close the log and remove its folder."""
         os.close(self._descriptor)
         shutil.rmtree(self._folder)
 
@@ -511,24 +515,25 @@ def _write(descriptor: int, data: bytes) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InFlightRead:
-    """What a process that is gone had in flight."""
+    """Groups that a dead process had in flight, read from its log."""
 
     groups: Mapping[int, bytes]
-    """By group, for ``continued`` of ``GeneratorActor.sample_group`` and for ``restore_episodes``."""
+    """``ResumableGroup.data`` by group, for ``continued`` of ``GeneratorActor.sample_group`` and for
+    ``restore_episodes``."""
     num_kept: int = 0
-    """Tokens of these groups that are continued from."""
+    """Number of tokens from which these groups continue."""
     num_lost: int = 0
-    """Tokens of these groups that are in the log, but cannot be continued from: their routing is missing."""
+    """Number of logged tokens of these groups that are lost, because routing rows are missing."""
     num_torn_bytes: int = 0
-    """What the process was writing when it died."""
+    """Number of bytes at the log's end from a write that did not finish."""
     problem: str | None = None
-    """Why there is nothing, in words; None: the log was read."""
+    """Reason why the log could not be read; None if it was."""
 
 
 def read_in_flight(folder: Path, group_ids: Collection[int]) -> InFlightRead:
-    """Read some groups from the log in ``folder``, whose process has ended.
+    """Read the groups ``group_ids`` from the log in ``folder``, whose process has ended.
 
-    ``problem`` of the result says so if the log is missing or cannot be read.
+    Does not raise if the log is missing or cannot be read: ``problem`` of the result then has the reason.
     """
     try:
         segments = sorted(path for path in folder.iterdir() if re.fullmatch(r"segment-\d{8}", path.name))
@@ -550,5 +555,5 @@ def read_in_flight(folder: Path, group_ids: Collection[int]) -> InFlightRead:
 
 
 def remove_in_flight(folder: Path) -> None:
-    """Remove the log of a process that has ended; no error if there is none."""
+    """Remove the log of a process that has ended. Does nothing if there is none."""
     shutil.rmtree(folder, ignore_errors=True)

@@ -1,71 +1,75 @@
-"""Bounds the bytes of payloads, as a pure state machine: no clock, no I/O, no actors.
+"""Bounds the memory of one host's payloads. A pure state machine: no clock, no I/O, no actors.
 
-Back-pressure: a group reserves the most that it should take before its first token is sampled, so that there
-is room for it once it is generated. Once written it counts with its real size, until its optimizer step has
-committed or it is dropped. A few groups are larger than what they reserve: where logits tie, more tokens are
-kept than top_k says. These may go into the excess, which all groups share, and are refused when that is used
-up.
+Back-pressure: before its first token is sampled, a group reserves its worst-case size, so that its payloads
+have room once they are generated. A written group counts with its real size, until its optimizer step has
+committed or the group is dropped. A few groups are larger than their reservation, because ties of logits can
+keep more tokens than top_k. Such groups may use the excess, which all groups share; when it is used up, they
+are refused.
 
-The bound. ``reserve`` keeps held + reserved <= capacity; ``settle`` raises that sum only where it stays so;
-``release`` lowers it.
+The bound: ``reserve`` keeps held + reserved <= capacity. ``settle`` raises this sum only if it stays within
+the capacity, and ``release`` lowers it.
 
-No deadlock. Let G be groups_per_step, W the most that a group reserves, and capacity >= G * W. What groups
-take beyond their reservations is, for all groups present together, at most the excess E = capacity - G * W
-(``largest_excess``). Suppose ``reserve`` refuses a group. With g groups present, which take g * W + E at
-most, it would have fitted if g * W + E + W <= capacity, that is g + 1 <= G; so g >= G. If every admitted
-group eventually finishes, there comes a time at which all of them, G or more, are complete (or dropped or
-refused, which releases them), and then the replay buffer gives the trainer its batch: buffer/replay_buffer.py
-proves that the trainer never waits once all groups are complete. That step commits and releases G groups,
-whose place is free for others. ``settle`` waits for nothing: a group that waited there for room would be one
-that does not finish. Were it allowed to grow into all of the capacity, G - 1 complete groups could keep the
-last one of their step out for ever. With several hosts the same holds for each host's budget on its own, as a
-group lies on one host. Groups must reserve in the order in which they are admitted: small ones that overtake
-could keep a large one out for ever.
+No deadlock: Let G be groups_per_step, W the size that each group reserves, and capacity >= G * W. All groups
+present together take at most the excess E = capacity - G * W (``largest_excess``) beyond their reservations.
+Suppose ``reserve`` refuses a group while g groups are present. They take at most g * W + E, so the group
+would fit if g * W + E + W <= capacity, that is, if g + 1 <= G. Hence g >= G. If every admitted group
+eventually finishes, then at some time all of them, G or more, are complete (or dropped or refused, which
+releases them). The replay buffer then gives the trainer its batch: docs/off_policy.md proves that the trainer
+never waits once all groups are complete. That step commits and releases G groups, which makes room for
+others. ``settle`` never waits, because a group that waited there for room would not finish. If groups could
+grow into the whole capacity, G - 1 complete groups could block the last one of their step forever. With
+several hosts, the argument holds for each host's budget separately, because a group lies on one host. Groups
+must reserve in the order in which they are admitted; otherwise small groups could block a large one forever.
 """
 
 from forgeasync.waiting import Monitor
 
 
 def largest_excess(capacity_bytes: int, groups_per_step: int, worst_case_bytes: int) -> int:
-    """Return the bytes that groups together may take beyond their reservations so that a run cannot stall.
+    """Return the bytes that all groups together may take beyond their reservations without a deadlock.
 
-    Below 0 the run can stall: one step's groups do not fit, each with all it reserves.
+    If the result is negative, the reservations of one step's groups do not fit, and the run can stall.
     """
     return capacity_bytes - groups_per_step * worst_case_bytes
 
 
 class PayloadBudget:
-    """Bytes of one host's payloads, by group. All sizes are what files take (``group_num_bytes``)."""
+    """Bytes of one host's payloads, by group. All sizes are those of files (``group_num_bytes``)."""
 
     def __init__(self, capacity_bytes: int, *, excess_bytes: int) -> None:
-        """``excess_bytes`` is what all groups together may take beyond their reservations."""
+        """Create an empty budget.
+
+        Args:
+            capacity_bytes: Maximum bytes of all payloads and reservations.
+            excess_bytes: Maximum bytes that all groups together may take beyond their reservations.
+        """
         assert 0 <= excess_bytes <= capacity_bytes
         self._capacity_bytes = capacity_bytes
         self._excess_bytes = excess_bytes
         self._reserved: dict[int, int] = {}
         self._held: dict[int, int] = {}
-        # By group, what of it is beyond its reservation.
+        # Bytes of each written group beyond its reservation.
         self._excess: dict[int, int] = {}
         self._num_bytes_reserved = 0
         self._num_bytes_held = 0
 
     @property
     def num_bytes_reserved(self) -> int:
-        """Most that the groups being generated can take."""
+        """Bytes reserved for the groups that are being generated."""
         return self._num_bytes_reserved
 
     @property
     def num_bytes_held(self) -> int:
-        """Bytes of the groups that are written."""
+        """Bytes of the written groups."""
         return self._num_bytes_held
 
     def num_free(self, worst_case_bytes: int) -> int:
-        """Groups that could still reserve ``worst_case_bytes`` each."""
+        """Return the number of further groups that could reserve ``worst_case_bytes`` each."""
         free_bytes = self._capacity_bytes - self._num_bytes_held - self._num_bytes_reserved
         return max(0, free_bytes // worst_case_bytes)
 
     def reserve(self, group_id: int, worst_case_bytes: int) -> bool:
-        """Whether a group may start; if so, ``worst_case_bytes`` are kept for it."""
+        """Reserve ``worst_case_bytes`` for a group if they fit; return whether they did."""
         assert group_id not in self._reserved and group_id not in self._held, f"group {group_id} is present"
         assert worst_case_bytes <= self._capacity_bytes, (
             f"group {group_id} asks for {worst_case_bytes} bytes of {self._capacity_bytes}: never to start"
@@ -77,10 +81,10 @@ class PayloadBudget:
         return True
 
     def settle(self, group_id: int, actual_bytes: int) -> bool:
-        """Whether a group that was written may stay; if so, it counts with its real size from now on.
+        """Replace the reservation of a written group by its real size if it fits; return whether it did.
 
-        If not, it is larger than its reservation and the rest of the excess. It keeps its reservation until
-        its file is freed and it is released.
+        A group is refused if it exceeds its reservation by more than what remains of the excess or the
+        capacity. It keeps its reservation: free its file, then call ``release``.
         """
         reserved = self._reserved[group_id]
         excess = max(0, actual_bytes - reserved)
@@ -97,7 +101,7 @@ class PayloadBudget:
         return True
 
     def release(self, group_id: int) -> None:
-        """A group's step has committed, or it was dropped, written or not."""
+        """Remove a group, because its step has committed or it was dropped, written or not."""
         if group_id in self._held:
             self._num_bytes_held -= self._held.pop(group_id)
             del self._excess[group_id]
@@ -106,16 +110,16 @@ class PayloadBudget:
 
 
 class AsyncPayloadBudget(Monitor[PayloadBudget]):
-    """A ``PayloadBudget`` shared by the loops of one event loop; every group reserves the same."""
+    """A ``PayloadBudget`` shared by the tasks of one event loop. Every group reserves the same size."""
 
     def __init__(self, state: PayloadBudget, *, largest_group_bytes: int) -> None:
         super().__init__(state)
         self._largest_group_bytes = largest_group_bytes
         self.num_waits = 0
-        """Groups that had to wait for room."""
+        """Number of groups that had to wait for room."""
 
     def metrics(self) -> dict[str, float]:
-        """Return bytes held now, and counts since the run began, under their names in metrics.jsonl."""
+        """Return metrics by their names in metrics.jsonl: current bytes, and waits since the start."""
         return {
             "payload/num_bytes_held": self.state.num_bytes_held,
             "payload/num_bytes_reserved": self.state.num_bytes_reserved,
@@ -124,20 +128,23 @@ class AsyncPayloadBudget(Monitor[PayloadBudget]):
 
     @property
     def num_free(self) -> int:
-        """Groups that would not have to wait."""
+        """Number of further groups that could reserve without waiting."""
         return self.state.num_free(self._largest_group_bytes)
 
     async def reserve(self, group_id: int) -> None:
-        """Wait until the group's largest payload fits in."""
+        """Wait until the group's worst-case size fits, and reserve it."""
         if self.state.reserve(group_id, self._largest_group_bytes):
             return
         self.num_waits += 1
         await self.until(lambda budget: budget.reserve(group_id, self._largest_group_bytes))
 
     async def settle(self, group_id: int, num_bytes: int) -> bool:
-        """Whether the group that was written may stay; if not, free its file and ``release`` it."""
+        """Replace the reservation of a written group by its real size if it fits; return whether it did.
+
+        If not, free the group's file and call ``release``.
+        """
         return self.change(lambda budget: budget.settle(group_id, num_bytes))
 
     async def release(self, group_id: int) -> None:
-        """The group's payloads are freed, or it will have none."""
+        """Remove a group whose payloads are freed, or that will have none."""
         self.change(lambda budget: budget.release(group_id))

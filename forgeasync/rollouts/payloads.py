@@ -1,18 +1,18 @@
-"""Payloads: the arrays of a group, written once where it was sampled and read once where it is trained.
+"""Payloads: the arrays of a group, written once where the group was sampled, read once where it trains.
 
 A group is one file in the shared memory of the host where it was sampled, written by the generator that owns
 it (``PayloadWriter``). Messages carry a ``PayloadRef`` in place of the bytes. ``PayloadReader`` maps the file
-on the same host. ``RemotePayloadReader`` asks the owner's ``PayloadServer`` for a small handle and reads
-through Monarch's RDMABuffer, over TCP where there is no RDMA hardware.
+on the same host. ``RemotePayloadReader`` gets a small handle from the owner's ``PayloadServer`` and reads
+through Monarch's RDMABuffer, which uses TCP where there is no RDMA hardware.
 
-A writer never changes a file that has its final name, and a reader only knows final names: it finds a whole
-file or none. A reader that has mapped a file keeps its pages, also after the file was freed. A file outlives
-its writer: if the writer is gone, any generator of the host can serve and free the file.
+A writer never changes a file that has its final name, and readers only know final names, so a reader finds a
+complete file or none. A reader that has mapped a file keeps its pages even after the file is freed. A file
+outlives its writer: if the writer is gone, any generator of the host can serve and free the file.
 
-The rollouts of a group share their prompt, and nearly always its routing record too: each distinct prompt
-with its record is one payload, which the rollouts refer to by index. Records differ where weights were
-swapped in between two rollouts' first steps, or where batching rounded a gate differently. Prompts differ
-where an environment begins the episodes of a task differently.
+The rollouts of a group share their prompt, and nearly always its routing record too. Each distinct prompt
+with its record is one payload, which the rollouts refer to by index. Routing records differ if weights were
+updated between the first steps of two rollouts, or if batching rounded a gate differently. Prompts differ if
+an environment begins the episodes of a task differently.
 
 Shape suffixes: P prompt tokens, T response tokens, S = P + T, R recorded tokens, M MoE layers, K top-k.
 """
@@ -38,25 +38,25 @@ from forgeasync.rollouts.teacher_record import TeacherRecord, teacher_record
 from forgeasync.rollouts.token_records import KeptTokens, RoutedExperts, concatenate_routing
 
 if TYPE_CHECKING:
-    # Only transfers between hosts need them, where they are imported.
+    # Only transfers between hosts need these, so they are imported there.
     import torch
     from monarch.rdma import RDMABuffer
 
 Arrays = Mapping[str, np.ndarray]
-"""The arrays of a payload, by name."""
+"""Arrays of a payload, by name."""
 
 MAGIC = b"FAPAYLD\n"
 
 FORMAT_VERSION = 1
 
 ALIGNMENT = 64
-"""Alignment of arrays in a payload and of payloads in a file: a cache line, enough for any vector unit."""
+"""Alignment in bytes of arrays in a payload and of payloads in a file: a cache line, enough for SIMD."""
 
 _HEADER = struct.Struct("<8sQ32sQQ")
-"""Magic, format version, payload id, bytes of the body, checksum (xxh3_64) of the body."""
+"""Header of a payload: magic, format version, payload id, length of the body, xxh3_64 of the body."""
 
 _TABLE_LENGTH = struct.Struct("<Q")
-"""Bytes of the table of arrays. It follows this length, at the beginning of the body."""
+"""Length of the table of arrays in bytes, at the beginning of the body. The table follows."""
 
 _MAX_PAYLOAD_ID_BYTES = 32
 
@@ -64,15 +64,15 @@ assert _HEADER.size == ALIGNMENT
 
 
 class PayloadGone(LookupError):
-    """The payload's file was freed, or never existed."""
+    """The file of the payload was freed, or never existed."""
 
 
 class PayloadTorn(ValueError):
-    """The bytes found are not those that were written."""
+    """The bytes of the payload are not those that were written."""
 
 
 class PayloadStoreFull(MemoryError):
-    """A group does not fit into what its writer may hold."""
+    """A group does not fit into its writer's capacity or into the host's shared memory."""
 
 
 def _gone(ref: PayloadRef) -> PayloadGone:
@@ -83,7 +83,7 @@ def _gone(ref: PayloadRef) -> PayloadGone:
 
 
 def _torn(ref: PayloadRef, field: str, *, expected: object, found: object) -> PayloadTorn:
-    """The error for a payload of which ``field`` is not what the reference says."""
+    """Return the error for a payload whose ``field`` is not what its reference says."""
     return PayloadTorn(
         f"payload {ref.payload_id} in {ref.file} of host {ref.host_id}: {field} should be {expected!r} "
         f"but is {found!r}"
@@ -91,7 +91,7 @@ def _torn(ref: PayloadRef, field: str, *, expected: object, found: object) -> Pa
 
 
 class _Entry(msgspec.Struct, frozen=True, array_like=True):
-    """One array; ``offset`` counts bytes from the first array."""
+    """Entry of the table of arrays. ``offset`` counts bytes from the beginning of the first array."""
 
     name: str
     dtype: str
@@ -105,13 +105,13 @@ _DECODER = msgspec.msgpack.Decoder(list[_Entry])
 
 
 def align(position: int) -> int:
-    """The first position from ``position`` on at which an array may start."""
+    """Round a position in bytes up to a multiple of ``ALIGNMENT``."""
     return -(-position // ALIGNMENT) * ALIGNMENT
 
 
 def _dtype_name(name: str, dtype: np.dtype) -> str:
-    # A structured dtype's str says its size only, and what numpy does not know (bfloat16) reads as raw bytes:
-    # neither would come back as it went in.
+    # The string of a structured dtype gives its size only, and extension dtypes such as bfloat16 read back as
+    # raw bytes. Neither would survive a round trip.
     if dtype.hasobject or np.dtype(dtype.str) != dtype:
         raise ValueError(
             f"array {name!r} has dtype {dtype!r}, which its name {dtype.str!r} does not describe in full; "
@@ -121,7 +121,7 @@ def _dtype_name(name: str, dtype: np.dtype) -> str:
 
 
 def _plan(arrays: Arrays) -> tuple[bytes, list[int], int]:
-    """The table of a payload, the position of each array, and the payload's length; all in bytes."""
+    """Return the encoded table, the position of each array in the payload, and the payload's length."""
     entries, end = [], 0
     for name, array in arrays.items():
         offset, dtype = align(end), _dtype_name(name, array.dtype)
@@ -133,21 +133,21 @@ def _plan(arrays: Arrays) -> tuple[bytes, list[int], int]:
 
 
 def measure(arrays: Arrays) -> int:
-    """Return the bytes that a payload of these arrays takes.
+    """Return the length in bytes of a payload of these arrays.
 
     Raises:
-        ValueError: a dtype holds objects or is more than its name (structured dtypes).
+        ValueError: An array has a structured, extension or object dtype.
     """
     return _plan(arrays)[2]
 
 
 def write_into(memory: memoryview, arrays: Arrays, payload_id: str) -> int:
-    """Write a payload into the first ``measure(arrays)`` bytes of ``memory``; returns the body's checksum.
+    """Write a payload into the first ``measure(arrays)`` bytes of ``memory``; return the body's checksum.
 
-    Every array is copied once, from wherever it lies into ``memory``, in C order.
+    Each array is copied once, in C order.
 
     Raises:
-        ValueError: a dtype holds objects or is more than its name (structured dtypes).
+        ValueError: An array has a structured, extension or object dtype.
     """
     table, starts, num_bytes = _plan(arrays)
     encoded_id = payload_id.encode("ascii")
@@ -158,7 +158,7 @@ def write_into(memory: memoryview, arrays: Arrays, payload_id: str) -> int:
     end = table_start + len(table)
     memory[table_start:end] = table
     for start, array in zip(starts, arrays.values(), strict=True):
-        # Memory that was used before must not show through between two arrays.
+        # Zeros the gap between two arrays, because the memory may have been used before.
         memory[end:start] = bytes(start - end)
         np.copyto(np.ndarray(array.shape, array.dtype, buffer=memory, offset=start), array, casting="no")
         end = start + array.nbytes
@@ -189,13 +189,13 @@ def _check(memory: memoryview, ref: PayloadRef) -> None:
 
 
 def read_from(memory: memoryview, ref: PayloadRef, *, copy: bool) -> dict[str, np.ndarray]:
-    """The arrays of the payload that starts at ``memory``'s first byte, in the order they were written.
+    """Return the arrays of the payload at the beginning of ``memory``, in the order they were written.
 
-    With ``copy`` every array owns its memory; without, they are views which keep ``memory`` alive, and are
-    read-only where it is.
+    With ``copy``, every array owns its memory. Otherwise the arrays are views, which keep ``memory`` alive
+    and are read-only if ``memory`` is.
 
     Raises:
-        PayloadTorn: length, magic, format version, id or checksum is not what ``ref`` says.
+        PayloadTorn: Length, magic, format version, id or checksum is not what ``ref`` says.
     """
     _check(memory, ref)
     (num_table_bytes,) = _TABLE_LENGTH.unpack_from(memory, _HEADER.size)
@@ -211,15 +211,15 @@ def read_from(memory: memoryview, ref: PayloadRef, *, copy: bool) -> dict[str, n
 
 
 class PayloadWriter:
-    """The payloads of one generator proc, held until they are freed; may be called from any thread."""
+    """Writes the payloads of one generator process, and holds them until they are freed. Thread-safe."""
 
     def __init__(self, folder: Path, host_id: str, capacity_bytes: int) -> None:
-        """Write into ``folder`` of this host; all files together never take more than ``capacity_bytes``."""
+        """Write into ``folder`` of this host, at most ``capacity_bytes`` for all files together."""
         assert folder.is_dir(), f"{folder} is no folder"
         self._folder = folder
         self._host_id = host_id
         self._capacity_bytes = capacity_bytes
-        # Many writers share the folder, and a run shares its payload ids.
+        # Makes file names unique in the folder, which several writers share, and payload ids in the run.
         self._token = secrets.token_hex(8)
         self._lock = threading.Lock()
         self._num_groups = 0
@@ -228,15 +228,15 @@ class PayloadWriter:
 
     @property
     def num_bytes_held(self) -> int:
-        """Memory that the files take, those being written included."""
+        """Bytes of memory that the files take, including files that are being written."""
         return self._num_bytes_held
 
     def write_group(self, payloads: Sequence[Arrays]) -> list[PayloadRef]:
-        """Write a group's payloads into one new file; their references, in the same order.
+        """Write a group's payloads into one new file; return their references, in the same order.
 
         Raises:
-            PayloadStoreFull: the group does not fit into the capacity, or the host's shared memory is full.
-            ValueError: an array has a dtype that a payload cannot hold.
+            PayloadStoreFull: The group does not fit into the capacity, or the host's shared memory is full.
+            ValueError: An array has a dtype that a payload cannot hold.
         """
         assert payloads, "a group without payloads"
         lengths = [measure(arrays) for arrays in payloads]
@@ -254,9 +254,9 @@ class PayloadWriter:
         return refs
 
     def free(self, file: str) -> None:
-        """Give a group's memory back. Freeing a file of this writer twice is a bug.
+        """Remove a group's file, which frees its memory. Freeing a file of this writer twice is a bug.
 
-        A file that another writer of the folder has left, which is gone, is removed if it is still there.
+        The file may be one that a dead writer of the same folder left. It is removed if it still exists.
         """
         if not self._wrote(file):
             assert self._is_here(file), f"{file} is not of a writer of this folder"
@@ -270,7 +270,7 @@ class PayloadWriter:
             self._num_bytes_held -= num_bytes
 
     def holds(self, file: str) -> bool:
-        """Whether ``file`` can be read: of this writer, or left by another one, and not freed."""
+        """Whether ``file`` exists and is of this writer, or was left in the folder by another one."""
         if self._wrote(file):
             return file in self._num_bytes_by_file
         return self._is_here(file) and Path(file).is_file()
@@ -282,7 +282,10 @@ class PayloadWriter:
         return Path(file).parent == self._folder
 
     def _reserve(self, num_bytes: int) -> Path:
-        """Count a file before it is written, so that threads cannot exceed the capacity together."""
+        """Reserve memory for a new file and return its path.
+
+        A file counts before it is written, so that concurrent threads together cannot exceed the capacity.
+        """
         with self._lock:
             if self._num_bytes_held + num_bytes > self._capacity_bytes:
                 raise PayloadStoreFull(
@@ -324,13 +327,13 @@ class PayloadWriter:
 
 
 def _allocate(descriptor: int, num_bytes: int) -> memoryview:
-    """Give a new file its memory and map it.
+    """Allocate the memory of a new file and map it.
 
     Raises:
-        PayloadStoreFull: the host has not that much.
+        PayloadStoreFull: The host's shared memory has less left.
     """
     try:
-        # Without this a full /dev/shm shows as SIGBUS in the middle of a copy, which ends the process.
+        # Without this, a full /dev/shm would kill the process with SIGBUS in the middle of a copy.
         os.posix_fallocate(descriptor, 0, num_bytes)
     except OSError as error:
         if error.errno != errno.ENOSPC:
@@ -340,16 +343,16 @@ def _allocate(descriptor: int, num_bytes: int) -> memoryview:
             f"a group needs {num_bytes:,} bytes, but this host's shared memory has only "
             f"{filesystem.f_bavail * filesystem.f_frsize:,} left: another program has filled it"
         ) from error
-    # Mapping all pages at once costs less than a page fault for each of them.
+    # Mapping all pages at once is faster than a page fault for each.
     return memoryview(mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE))
 
 
 def map_payload(ref: PayloadRef, *, is_writable: bool = False) -> memoryview:
-    """The bytes of a payload of this host; the pages stay for as long as the view does.
+    """Map a payload of this host and return its bytes. The view keeps the pages alive.
 
     Raises:
-        PayloadGone: there is no such file (any more).
-        PayloadTorn: the file is too short.
+        PayloadGone: The file does not exist.
+        PayloadTorn: The file is too short.
     """
     try:
         descriptor = os.open(ref.file, (os.O_RDWR if is_writable else os.O_RDONLY) | os.O_CLOEXEC)
@@ -364,7 +367,7 @@ def map_payload(ref: PayloadRef, *, is_writable: bool = False) -> memoryview:
                 expected=f"at least {ref.offset + ref.num_bytes}",
                 found=num_file_bytes,
             )
-        # A mapping starts at a page; only this payload's pages are mapped, the rest belongs to other ranks.
+        # A mapping starts at a page boundary. Only this payload's pages are mapped; others read the rest.
         start = ref.offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         skipped = ref.offset - start
         mapping = mmap.mmap(
@@ -380,21 +383,21 @@ def map_payload(ref: PayloadRef, *, is_writable: bool = False) -> memoryview:
 
 
 class PayloadReader:
-    """Reads payloads that lie on its own host, or on a disk that it shares with others."""
+    """Reads payloads that lie on its own host, or on a disk that all hosts share."""
 
     def __init__(self, host_id: str) -> None:
         self._host_id = host_id
 
     def read(self, ref: PayloadRef, *, copy: bool = True) -> dict[str, np.ndarray]:
-        """A payload's arrays.
+        """Return the arrays of a payload.
 
-        Without ``copy`` they are read-only views of the shared memory, which is then held until the last of
-        them is gone: beyond what the writer counts, if it frees the file before.
+        Without ``copy``, they are read-only views of the shared memory, which stays allocated until the last
+        view is gone. If the writer frees the file earlier, this memory no longer counts as held.
 
         Raises:
-            PayloadGone: the file was freed, or never existed.
-            PayloadTorn: the bytes are not those that were written.
-            ValueError: the payload lies on another host.
+            PayloadGone: The file was freed, or never existed.
+            PayloadTorn: The bytes are not those that were written.
+            ValueError: The payload lies on another host.
         """
         if ref.host_id not in (self._host_id, EVERY_HOST):
             raise ValueError(
@@ -405,16 +408,17 @@ class PayloadReader:
 
 
 Expose = Callable[[PayloadRef], Awaitable["RDMABuffer"]]
-"""``PayloadServer.expose`` of a payload's owner, as an endpoint's ``call_one`` or directly."""
+"""``PayloadServer.expose`` of a payload's owner: the ``call_one`` of its endpoint, or the method itself."""
 
 
 class PayloadServer:
-    """Hands out handles for the payloads of one writer, and for those that dead writers of its folder left.
+    """Exposes the payloads of one writer, and those that dead writers of its folder left, to other hosts.
 
-    It lives in the writer's process, inside an actor. A payload is registered when it is first asked for, and
-    stays so until its file is freed. Measured over TCP on two cores: a registration takes 0.1 to 0.4 ms, the
-    first one of a process 17 ms, and reading 16 MiB takes 25 to 35 ms. A buffer can only be read whole: one
-    registration per file would move the whole group for every payload of it.
+    It lives in the writer's process, inside an actor. A payload is registered with its first ``expose``, and
+    stays registered until its file is freed. Measured over TCP on two cores: a registration takes 0.1 to
+    0.4 ms, the first one of a process 17 ms, and reading 16 MiB takes 25 to 35 ms. Each payload has its own
+    registration because a buffer can only be read whole: with one registration per file, reading a payload
+    would move the whole group.
     """
 
     def __init__(self, writer: PayloadWriter) -> None:
@@ -422,11 +426,11 @@ class PayloadServer:
         self._buffers: dict[str, dict[str, RDMABuffer]] = {}
 
     def expose(self, ref: PayloadRef) -> "RDMABuffer":
-        """A handle for reading a payload's bytes, header included.
+        """Return a handle for reading a payload's bytes, including its header.
 
         Raises:
-            PayloadGone: the file was freed, or is not of this writer's folder.
-            PayloadTorn: the file is too short.
+            PayloadGone: The file was freed, or is not in this writer's folder.
+            PayloadTorn: The file is too short.
         """
         from monarch.rdma import RDMABuffer
 
@@ -434,33 +438,33 @@ class PayloadServer:
             raise _gone(ref)
         buffers = self._buffers.setdefault(ref.file, {})
         if ref.payload_id not in buffers:
-            # RDMA hardware registers memory for local writes too and refuses read-only pages.
+            # RDMA hardware registers memory for local writes too, and does not accept read-only pages.
             buffers[ref.payload_id] = RDMABuffer(map_payload(ref, is_writable=True))
         return buffers[ref.payload_id]
 
     async def free(self, file: str) -> None:
-        """Free a group's file and its payloads' registrations; handles already given out stop working."""
+        """Free a group's file and its payloads' registrations. Existing handles stop working."""
         self._writer.free(file)
         for buffer in self._buffers.pop(file, {}).values():
             await buffer.drop()
 
 
 class RemotePayloadReader:
-    """Reads payloads of other hosts, one at a time, into memory that it keeps."""
+    """Reads payloads of other hosts, one at a time, through a receive buffer that it reuses."""
 
     def __init__(self, timeout_s: int) -> None:
-        """``timeout_s`` bounds the transfer of one payload."""
+        """``timeout_s`` limits the transfer of one payload."""
         self._timeout_s = timeout_s
         self._lock = asyncio.Lock()
         self._bytes: torch.Tensor | None = None
 
     async def read(self, ref: PayloadRef, expose: Expose) -> dict[str, np.ndarray]:
-        """A payload's arrays, each with memory of its own.
+        """Return the arrays of a payload, each with its own memory.
 
         Raises:
-            PayloadGone: the file was freed, or never existed.
-            PayloadTorn: the bytes that arrived are not those that were written.
-            Exception: the transfer failed or took too long, although the payload is there; Monarch's own.
+            PayloadGone: The file was freed, or never existed.
+            PayloadTorn: The bytes that arrived are not those that were written.
+            Exception: The transfer failed or timed out although the payload exists; an error of Monarch.
         """
         import torch
 
@@ -474,10 +478,11 @@ class RemotePayloadReader:
             try:
                 await handle.read_into(destination, timeout=self._timeout_s)
             except BaseException as error:
-                # Bytes of this transfer that arrive late must not land in the next payload.
+                # Late bytes of this transfer must not overwrite the next payload, which gets another buffer.
                 self._bytes = None
                 if isinstance(error, Exception):
-                    # If the file was freed since, Monarch raises a plain Exception; the owner says it.
+                    # If the file was freed meanwhile, Monarch raises a plain Exception, but the owner raises
+                    # PayloadGone.
                     await _expose(ref, expose)
                 raise
             return read_from(destination.numpy().data, ref, copy=True)
@@ -496,7 +501,7 @@ async def _expose(ref: PayloadRef, expose: Expose) -> "RDMABuffer":
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupPayload:
-    """Payloads of one group: ``prompts`` are distinct, ``prompt_of[i]`` is the one of rollout i."""
+    """Payloads of one group. ``prompts`` are distinct; rollout i has prompt ``prompt_of[i]``."""
 
     prompts: tuple[Arrays, ...]
     responses: tuple[Arrays, ...]
@@ -505,24 +510,23 @@ class GroupPayload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenTrace:
-    """The arrays of one rollout that a trainer needs, token by token.
-
-    int32 ids, float32 logprobs; ``routed_experts`` covers prompt and response; None: not recorded, or all
-    tokens kept. ``is_sampled_T``: bool, None where all were.
-    """
+    """Arrays of one rollout that the trainer needs. Ids are int32, log-probabilities float32."""
 
     prompt_ids_P: np.ndarray
     response_ids_T: np.ndarray
     logprobs_T: np.ndarray
     routed_experts: RoutedExperts | None
+    """Routing of prompt and response; None if not recorded."""
     kept_tokens: KeptTokens | None
+    """Kept sets of the response; None if not recorded or if the whole vocabulary was kept throughout."""
     is_sampled_T: np.ndarray | None = None
+    """Whether each response token was sampled, bool; None if all were."""
     teacher: TeacherRecord | None = None
-    """None where no teacher has seen it."""
+    """Record of the teacher; None if no teacher has scored the rollout."""
 
 
 def encode_group(rollouts: Sequence[Rollout]) -> GroupPayload:
-    """The payloads of a group; the inverse is ``decode_rollout`` with the payloads of one rollout."""
+    """Return the payloads of a group's rollouts. ``decode_rollout`` is the inverse for one rollout."""
     prompts: dict[tuple[bytes, ...], Arrays] = {}
     places: dict[tuple[bytes, ...], int] = {}
     prompt_of, responses = [], []
@@ -549,7 +553,7 @@ def encode_group(rollouts: Sequence[Rollout]) -> GroupPayload:
 
 
 def decode_rollout(prompt: Arrays, response: Arrays) -> TokenTrace:
-    """One rollout from its two payloads."""
+    """Return one rollout from its two payloads."""
     records = [
         RoutedExperts(expert_ids_RMK=arrays["expert_ids"], is_recorded_S=arrays["is_recorded"])
         for arrays in (prompt, response)

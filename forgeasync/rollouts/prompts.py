@@ -1,9 +1,9 @@
-"""Prompts as token ids: what the policy reads before a response, and what a teacher reads in its place.
+"""Encodes the prompts of the policy, and the prompts that teachers read in place of the policy's.
 
 A teacher's prompt can show what the policy does not know: a hint, a demonstration, the answer, a correct
-response of the same group, or the reward's feedback on the response. Only the tokens before a response
-differ; the response's own tokens are the policy's. Texts of models and of their code are filled in as they
-are: a template inside them is not expanded.
+response of the same group, or the reward's feedback on the response. Policy and teacher differ only in the
+tokens before a response; the response's own tokens are the same. Texts from models are inserted verbatim:
+template placeholders inside them are not expanded.
 """
 
 import string
@@ -25,14 +25,14 @@ from forgeasync.rollouts.score import Task
 def text_of_ids(
     tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], *, skip_special_tokens: bool = False
 ) -> str:
-    """Return the text of one sequence of tokens."""
+    """Decode one sequence of tokens."""
     text = tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
     assert isinstance(text, str), "a list of texts is that of several sequences"
     return text
 
 
 class PromptEncoder:
-    """Encodes prompts as they are, or as one user turn of the tokenizer's chat template."""
+    """Encodes prompts verbatim, or as a user turn of the tokenizer's chat template."""
 
     def __init__(
         self,
@@ -42,11 +42,17 @@ class PromptEncoder:
         system_prompt: str | None = None,
         template_arguments: Mapping[str, int | float | bool | str] | None = None,
     ) -> None:
-        """``system_prompt`` and ``template_arguments`` are for the template.
+        """Create an encoder, and check that the template fits the other arguments.
+
+        Args:
+            tokenizer: The model's tokenizer.
+            chat_template: Whether to render prompts with the tokenizer's chat template.
+            system_prompt: System message of the rendered conversation, if any.
+            template_arguments: Further variables of the template.
 
         Raises:
-            ValueError: the tokenizer has no template although one is needed, or the template does not know an
-                argument or refuses a system message; names the field.
+            ValueError: The tokenizer has no template although one is needed, or the template does not read a
+                variable, refuses system messages or leaves them out. The message names the config's field.
         """
         if chat_template and tokenizer.chat_template is None:
             raise ValueError(
@@ -64,7 +70,7 @@ class PromptEncoder:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that prompts and responses are made of."""
+        """The tokenizer of prompts and responses."""
         return self._tokenizer.backend_tokenizer
 
     @classmethod
@@ -78,23 +84,27 @@ class PromptEncoder:
         )
 
     def encode(self, prompt: str) -> np.ndarray:
-        """Return the token ids of ``prompt``, int32, up to where the response begins."""
+        """Return the ids of all tokens before the response, int32 [P]."""
         if self._chat_template:
-            # Rendered first and tokenized after: the template writes its special tokens itself.
+            # Rendered as text and then tokenized, because the template writes its special tokens itself.
             prompt = self._render(prompt)
         return np.asarray(self._tokenizer(prompt, add_special_tokens=False)["input_ids"], dtype=np.int32)
 
     def has_special_text(self, text: str) -> bool:
-        """Whether ``text`` contains the text of a special token, as which ``encode`` would read it."""
+        """Whether ``text`` contains the text of a special token, as which ``encode`` would encode it."""
         marks = self._tokenizer.added_tokens_decoder.values()
         return any(mark.special and mark.content in text for mark in marks)
 
     def text_of(self, token_id: int) -> str:
-        """Return the text of one token by itself."""
+        """Decode one token by itself."""
         return text_of_ids(self._tokenizer, [token_id])
 
     def check_length(self, task: Task, *, max_context_length: int, max_response_tokens: int) -> None:
-        """Raise ValueError naming ``task`` unless it leaves room for a full response (lengths in tokens)."""
+        """Check that the prompt of ``task`` leaves room for a full response. Lengths are in tokens.
+
+        Raises:
+            ValueError: The prompt is empty or too long. The message names the task.
+        """
         num_tokens = len(self.encode(task.prompt))
         limit = max_context_length - max_response_tokens
         if num_tokens == 0:
@@ -111,15 +121,15 @@ class PromptEncoder:
             [*self._system, {"role": "user", "content": prompt}],
             tokenize=False,
             add_generation_prompt=True,
-            # Variables of the template, which its signature has no types for.
+            # The signature has no types for variables of templates.
             **self._arguments,  # type: ignore[arg-type]
         )
         assert isinstance(rendered, str), "not tokenized"
         return rendered
 
     def _check_arguments(self) -> None:
-        """Refuse an argument that the template never reads; rendering would silently ignore it."""
-        # Hugging Face's renderer knows these extensions and one for the tag "generation".
+        """Raise ValueError for an argument that the template never reads, which rendering would ignore."""
+        # Hugging Face's renderer has these extensions and one for the tag "generation".
         environment = jinja2.Environment(extensions=[jinja2.ext.loopcontrols, jinja2.ext.do, _Generation])
         template = environment.parse(self._tokenizer.get_chat_template())
         known = jinja2.meta.find_undeclared_variables(template)
@@ -134,7 +144,7 @@ class PromptEncoder:
         try:
             rendered = self._render("1 + 1 =")
         except Exception as error:
-            # Templates raise any exception for a role that they do not support.
+            # Templates raise arbitrary exceptions for a role that they do not support.
             raise ValueError(
                 f"data.system_prompt = {system_prompt[:80]!r}: the chat template refuses a system message "
                 f"({type(error).__name__}: {error})"
@@ -146,7 +156,7 @@ class PromptEncoder:
 
 
 class _Generation(jinja2.ext.Extension):
-    """Reads the block that marks what an assistant says as its content."""
+    """Jinja2 extension that parses the block ``{% generation %}`` as its content."""
 
     tags = {"generation"}  # noqa: RUF012  # as jinja2 declares it
 
@@ -156,25 +166,28 @@ class _Generation(jinja2.ext.Extension):
 
 
 class Instead(StrEnum):
-    """What a teacher reads before a response where it has no prompt of its own."""
+    """Alternatives to a prompt of the teacher's own."""
 
     POLICYS = "policys"
-    """What the policy read."""
+    """The teacher reads the policy's prompt."""
     NOTHING = "nothing"
-    """The teacher is not asked about the response, and no term of the loss that needs it counts there."""
+    """The teacher does not score the response, and loss terms that need its record skip the response."""
 
 
 TeacherReads = np.ndarray | Instead
-"""Token ids [P], int32, or what takes their place."""
+"""Token ids of a teacher's own prompt, int32 [P], or an alternative to it."""
 
 
 def teacher_prompt(
     template: str, task: Task, *, sibling: str | None = None, feedback: str | None = None
 ) -> str:
-    """Fill in ``$prompt``, ``$answer``, columns of the task's record and, where given, the other two.
+    """Fill in the template of a teacher's prompt.
+
+    Placeholders are ``$prompt``, ``$answer``, the columns of the task's record, and the sibling's text and
+    the feedback if they are given.
 
     Raises:
-        ValueError: the template names something that the task does not have.
+        ValueError: The template is malformed, or has a placeholder without a value.
     """
     known = {name: str(value) for name, value in task.record.items()}
     known |= {"prompt": task.prompt, "answer": task.answer}
@@ -195,41 +208,41 @@ def teacher_prompt(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Response:
-    """What decides whether a response can be shown, and what a prompt before it may be."""
+    """A scored response, from which the prompts of a teacher for its group are made."""
 
     text: str
     num_tokens: int
     is_correct: bool
     feedback: str = ""
-    """What the reward has said about it."""
+    """Feedback of the reward on the response; empty if there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherPrompts:
-    """What one teacher reads before the responses of a group."""
+    """Makes the prompts of one teacher for the responses of a group."""
 
     encoder: PromptEncoder
     max_tokens: int
-    """Most tokens of a prompt and a response together."""
+    """Maximum number of tokens of a prompt and a response together."""
 
     def of_task(self, template: str | None, task: Task) -> TeacherReads:
-        """What it reads before every response to a task; for templates that no score changes."""
+        """Return the teacher's prompt for all responses to a task, from a template that uses no scores."""
         return Instead.POLICYS if template is None else self.encoder.encode(teacher_prompt(template, task))
 
     def of_group(
         self, section: TeacherSection, task: Task, responses: Sequence[Response]
     ) -> tuple[TeacherReads, ...]:
-        """What it reads before each of the responses to a task; for prompts that depend on scores.
+        """Return the teacher's prompt for each response to a task, from a template that uses scores.
 
-        A response is shown the next correct one behind it, in a circle, whose prompt leaves room for it, and
-        what the reward has said about itself. Texts that contain a mark of the chat template are not shown:
-        who wrote them could end their quotation with it. Where something cannot be shown the teacher reads
-        ``Instead.NOTHING``.
+        The sibling is the next correct response in circular order for which the prompt and the response fit
+        into ``max_tokens``. The feedback is that on the response itself. Texts that contain a special token
+        are not shown, because their author could use it to end the quotation. If a text that the template
+        needs cannot be shown, the result is ``Instead.NOTHING``.
         """
         return tuple(self._before(section, task, index, responses) for index in range(len(responses)))
 
     def can_show(self, feedback: str) -> bool:
-        """Whether there is a feedback, in which nothing ends its quotation."""
+        """Whether the feedback is not empty and contains no special token, which could end its quotation."""
         return bool(feedback) and not self.encoder.has_special_text(feedback)
 
     def _before(

@@ -1,7 +1,7 @@
-"""Rollouts, which a generator samples and a trainer learns from, their groups, and the outcomes of episodes.
+"""Rollouts, which a generator samples and the trainer trains on, their groups, and outcomes of episodes.
 
-A ``Rollout`` has its arrays. A ``StoredRollout`` has facts only and travels in messages, while its arrays
-stay in the shared memory of the host where it was sampled (``PayloadRef``).
+A ``Rollout`` has its arrays. A ``StoredRollout`` has only small facts and travels in messages, while its
+arrays stay in the shared memory of the host where it was sampled (``PayloadRef``).
 
 Shape suffixes: T tokens of one response, P tokens of its prompt.
 """
@@ -20,7 +20,7 @@ from forgeasync.rollouts.token_records import KeptTokens, RoutedExperts
 
 
 class FinishReason(StrEnum):
-    """Why a response ended."""
+    """Reason why a response ended."""
 
     STOP = "stop"
     """The model ended its response."""
@@ -30,7 +30,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionSpan:
-    """Tokens [start, end) of a response were sampled under policy ``version``, all of them."""
+    """Token range [start, end) of a response that was sampled entirely under policy ``version``."""
 
     version: int
     start: int
@@ -39,14 +39,14 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionRange:
-    """The policy versions that sampled something: the oldest and the newest of them."""
+    """Oldest and newest of the policy versions that sampled something."""
 
     first: int
     last: int
 
 
 def spanned(ranges: Iterable[VersionRange | None]) -> VersionRange | None:
-    """Return the range from the oldest to the newest version; None if there is none at all."""
+    """Return the range from the oldest to the newest version of all ranges; None if all are None."""
     known = [one for one in ranges if one is not None]
     if not known:
         return None
@@ -55,26 +55,32 @@ def spanned(ranges: Iterable[VersionRange | None]) -> VersionRange | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """One sampled response, or one episode: its response is then everything after the first prompt.
+    """One sampled response, or one branch of an episode, with the record of every token.
 
-    ``prompt_ids_P`` and ``response_ids_T`` are int32; ``logprobs_T`` (float32) are under the
-    distribution that was really sampled from; ``version_spans`` cover the sampled tokens of [0, T), in order.
-    ``routed_experts`` covers prompt and response (the last token was never fed to the model and has no
-    record); None where the engine was not asked for it. ``kept_tokens`` is None where the whole vocabulary
-    was kept throughout. ``is_sampled_T`` (bool) is False for tokens that an environment put between the
-    model's turns; None: all were sampled. Given tokens have log-probability 0 and an empty kept set, and
-    nothing may read either.
+    The response of a branch is everything after its prompt. It includes tokens that an environment gave
+    between the model's turns. These given tokens have log-probability 0 and an empty kept set, which must
+    not be used.
     """
 
     prompt_ids_P: np.ndarray
+    """Token ids of the prompt, int32."""
     response_ids_T: np.ndarray
+    """Token ids of the response, int32."""
     logprobs_T: np.ndarray
+    """Log-probabilities under the distribution that was actually sampled from, float32."""
     version_spans: tuple[VersionSpan, ...]
+    """Policy versions of the sampled tokens in [0, T), in order."""
     text: str
     finish_reason: FinishReason
     routed_experts: RoutedExperts | None = None
+    """Routing of prompt and response, without the last token, which was never an input of the model.
+
+    None if the engine did not record it.
+    """
     kept_tokens: KeptTokens | None = None
+    """Kept sets of the response tokens; None if the engine did not record them."""
     is_sampled_T: np.ndarray | None = None
+    """Whether each response token was sampled by the model, bool; None if all were."""
 
     @property
     def num_response_tokens(self) -> int:
@@ -83,33 +89,35 @@ class Rollout:
 
 
 EVERY_HOST = ""
-"""``host_id`` of a file on a disk that all hosts of the run see."""
+"""``host_id`` of a file on a disk that all hosts of the run share."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PayloadRef:
-    """The place of one payload, and how to verify that its bytes are the right ones.
+    """Location of one payload, with a checksum to verify its bytes.
 
-    ``file`` is a path on the host ``host_id``, or on ``EVERY_HOST``; the payload is its bytes [offset,
-    offset + num_bytes).
-    ``checksum`` is the xxh3_64 of the payload's body; ``payload_id`` is unique in the run.
+    The payload is bytes [offset, offset + num_bytes) of ``file``.
     """
 
     payload_id: str
+    """Identifier of the payload, unique in the run."""
     host_id: str
+    """Host of the file, or ``EVERY_HOST``."""
     file: str
+    """Path of the file on that host."""
     offset: int
     num_bytes: int
     checksum: int
+    """xxh3_64 of the payload's body."""
 
 
 def whole_pages(num_bytes: int) -> int:
-    """Return the bytes that a file of ``num_bytes`` takes of its host's memory."""
+    """Return the bytes of memory that a file of ``num_bytes`` takes: rounded up to whole pages."""
     return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def group_num_bytes(refs: Sequence[PayloadRef]) -> int:
-    """What the file of a group takes of its host's memory, in bytes: the size to settle a reservation with.
+    """Return the bytes of memory that a group's file takes, with which its reservation is settled.
 
     ``refs`` are all references of one ``PayloadWriter.write_group``.
     """
@@ -119,38 +127,38 @@ def group_num_bytes(refs: Sequence[PayloadRef]) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredBranch:
-    """One sequence of the trainer: a response, or one branch of an episode's tree of turns.
+    """Facts of one training sequence: a response, or one branch of an episode's tree of turns.
 
-    ``prompt`` is shared by the branches of a group whose prompt records are equal.
+    Branches of a group that have equal prompt records share the payload ``prompt``.
     """
 
     prompt: PayloadRef
     response: PayloadRef
     num_prompt_tokens: int
-    """Tokens before the first one that trains with this branch."""
+    """Number of tokens before the first one that trains with this branch."""
     num_response_tokens: int
-    """Sampled, or given by an environment between the model's turns."""
+    """Number of tokens after the prompt, sampled by the model or given by an environment."""
     version_spans: tuple[VersionSpan, ...]
-    """Versions of the sampled tokens, in order."""
+    """Policy versions of the sampled tokens, in order."""
     text: str
 
     @property
     def num_tokens(self) -> int:
-        """What the branch takes of a row."""
+        """Number of tokens of prompt and response, which the branch takes of a packed row."""
         return self.num_prompt_tokens + self.num_response_tokens
 
     @property
     def num_sampled_tokens(self) -> int:
-        """Tokens that train."""
+        """Number of tokens that the model sampled, which train."""
         return sum(span.end - span.start for span in self.version_spans)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredRollout:
-    """A rollout's small facts, which travel in messages; its arrays lie where it was sampled.
+    """Facts of a rollout, which travel in messages while its arrays stay where they were sampled.
 
-    A rollout is a response, or all that one agent has sampled in an episode; that has several branches where
-    a history was rewritten or the agent was asked the same thing more than once.
+    A rollout is a response, or everything that one agent sampled in an episode. An episode's rollout has
+    several branches if a history was rewritten, or if the agent answered the same messages more than once.
     """
 
     generator_rank: int
@@ -158,33 +166,33 @@ class StoredRollout:
     branches: tuple[StoredBranch, ...]
     finish_reason: FinishReason
     episode: int = 0
-    """Place of the response or episode in its group."""
+    """Index of the response or episode in its group."""
     agent: int = 0
-    """Which of the environment's agents sampled it, by its place in the config."""
+    """Index of the agent that sampled the rollout, in the order of the environment's config."""
 
     @property
     def text(self) -> str:
-        """The text of the response, or those of all branches, one after the other."""
+        """Text of the response, or the texts of all branches, separated by blank lines."""
         return "\n\n".join(branch.text for branch in self.branches)
 
     @property
     def num_tokens(self) -> int:
-        """What the rollout takes of rows."""
+        """Number of tokens of all branches with their prompts, which the rollout takes of packed rows."""
         return sum(branch.num_tokens for branch in self.branches)
 
     @property
     def num_response_tokens(self) -> int:
-        """Sampled, or given by an environment between the model's turns."""
+        """Number of tokens after the prompts, sampled by the model or given by an environment."""
         return sum(branch.num_response_tokens for branch in self.branches)
 
     @property
     def num_sampled_tokens(self) -> int:
-        """Response tokens that the model sampled: those that train."""
+        """Number of tokens that the model sampled, which train."""
         return sum(branch.num_sampled_tokens for branch in self.branches)
 
     @property
     def version_spans(self) -> tuple[VersionSpan, ...]:
-        """Versions of the sampled tokens of all branches, each counted from its branch's prompt."""
+        """Policy versions of all branches' sampled tokens, with positions within each branch's response."""
         return tuple(span for branch in self.branches for span in branch.version_spans)
 
     @property
@@ -200,28 +208,26 @@ class StoredRollout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """All rollouts of one task; ``rewards`` is None until they are scored.
-
-    ``group_id`` counts admissions: group i was the i-th that the buffer let start. ``draw_id`` is what random
-    draws for it follow from: its prompt's place in the data's order, and how often that was tried.
-    """
+    """All rollouts of one task."""
 
     group_id: int
+    """Index of the group in the order in which the buffer admitted groups."""
     draw_id: int
+    """Number that seeds the group's random draws: its prompt's position in the data, and the attempt."""
     task: Task
     rollouts: tuple[StoredRollout, ...]
     rewards: tuple[float, ...] | None = None
-    """Rewards that the rollouts train with: the values of their scores, changed by filters."""
+    """Reward with which each rollout trains, the value of its score after filters; None until scored."""
     scores: tuple[Score, ...] | None = None
-    """The reward's score for each rollout; None if only ``rewards`` are known."""
+    """Score of each rollout; None if only ``rewards`` are known."""
     steps: tuple[tuple[Step, ...], ...] | None = None
-    """Rewards of each rollout's steps; None where the scorer gave none."""
+    """Rewards of each rollout's steps; None if the scorer gave none."""
     durations_ms: tuple[int, ...] | None = None
-    """How long each rollout's episode took; None where rollouts are responses."""
+    """Duration of each rollout's episode in milliseconds; None if the rollouts are responses."""
 
     @property
     def num_payload_bytes(self) -> int:
-        """Memory that the arrays of the group take on their host."""
+        """Bytes of memory that the group's arrays take on their host."""
         return group_num_bytes(
             [
                 ref
@@ -233,7 +239,7 @@ class Group:
 
     @property
     def is_restored(self) -> bool:
-        """Whether its arrays are on a disk since before the run was resumed."""
+        """Whether a resumed run restored the group from disk. Its arrays are still there."""
         return self.rollouts[0].branches[0].response.host_id == EVERY_HOST
 
     @property
@@ -244,104 +250,104 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupProgress:
-    """A generator's report on a group when it changes to ``version``."""
+    """A generator's report on a group in flight, made when the generator switches to ``version``."""
 
     group_id: int
     version: int
     num_running: int
-    """Rollouts that will sample at least one more token, under ``version`` or a later one."""
+    """Number of rollouts that will sample at least one more token, under ``version`` or a later one."""
     num_tokens: int
-    """Tokens sampled so far by these rollouts and by those that have ended."""
+    """Number of tokens sampled so far by these rollouts and by those that have ended."""
 
 
 class ToolStatus(StrEnum):
-    """What came of a call of a tool."""
+    """Outcome of a tool call."""
 
     OK = "ok"
     UNREADABLE = "unreadable"
-    """It was half a call, or none at all, so that no tool was called."""
+    """The call could not be parsed, so no tool was called."""
     CUT = "cut"
-    """It succeeded and said more than the model was told."""
+    """The tool succeeded, and the model saw only part of its result."""
     UNKNOWN_TOOL = "unknown_tool"
-    """There is no tool of that name."""
+    """No tool has the name of the call."""
     BAD_ARGUMENTS = "bad_arguments"
     FAILED = "failed"
-    """The tool raised, or said that it failed."""
+    """The tool raised an exception, or reported a failure."""
     TIMEOUT = "timeout"
-    """It took longer than ``episodes.tool_s``."""
+    """The tool took longer than ``episodes.tool_s``."""
     SERVER_LOST = "server_lost"
-    """Its server ended, or did not answer any more."""
+    """The tool's server ended or stopped responding."""
 
     @property
     def is_success(self) -> bool:
-        """Whether the tool has done what it was called for."""
+        """Whether the tool succeeded."""
         return self in (ToolStatus.OK, ToolStatus.CUT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentOutcome:
-    """What one agent has done in an episode."""
+    """Outcome of one agent in an episode."""
 
     score: Score | None
-    """None where the environment gave it none."""
+    """Score from the environment; None if it gave none."""
     num_turns: int
     num_rewritten: int
-    """Times that a history was rewritten and began another branch."""
+    """Number of times that the history was rewritten, which began another branch."""
     num_faulty_calls: int
-    """Tool calls that could not be read."""
+    """Number of tool calls that could not be parsed."""
     tool_calls: Mapping[ToolStatus, int] = field(default_factory=dict)
-    """Calls of tools, by what came of them."""
+    """Number of tool calls by outcome."""
     tool_calls_s: tuple[float, ...] = ()
-    """Seconds that each call took for which a tool was called."""
+    """Duration in seconds of each call that reached a tool."""
     num_from_text: int = 0
-    """The model's earlier messages that came back changed, so that their tokens had to be made from text."""
+    """Number of earlier model messages that were returned changed, and thus had to be tokenized from text."""
     num_reserved: int = 0
-    """Texts of tokens with a meaning for conversations that stood in messages from outside."""
+    """Number of texts of conversation control tokens found in messages from outside."""
     session_counts: Mapping[str, int] = field(default_factory=dict)
-    """What has happened in the agent's session, by name; empty if it had none."""
+    """Counts of events in the agent's session, by name; empty if it had no session."""
     versions: VersionRange | None = None
-    """The policy versions that sampled its turns; None if it took none, or if they are unknown."""
+    """Policy versions that sampled the agent's turns; None if it took none, or if they are unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeOutcome:
-    """The outcome of one attempt at an episode."""
+    """Outcome of one attempt at an episode."""
 
     ending: Ending
     agents: tuple[AgentOutcome, ...]
-    """By the agents' order in the config."""
+    """Outcome of each agent, in the order of the config."""
     episode_s: float
     sampling_s: float
-    """Time in which at least one turn was being sampled."""
+    """Seconds in which at least one turn was being sampled."""
     problem: str | None = None
-    """What went wrong, with environment, task and rollout; None where nothing did."""
+    """Description of the failure, with environment, task and rollout; None if there was none."""
     record: Mapping[str, Any] | None = None
-    """Messages and turns for people to read, as JSON values; None where nobody asked for them."""
+    """Messages and turns for people to read, as JSON values; None if no record was requested."""
     num_cut_bytes: int = 0
-    """Bytes of messages that the record has no room for."""
+    """Number of bytes of messages for which the record has no room."""
     attempt: int = 0
     episode: int = 0
-    """Place of the episode in its group."""
+    """Index of the episode in its group."""
     num_artifacts: int = 0
-    """Files that it kept."""
+    """Number of files that the episode saved."""
     num_refused_artifacts: int = 0
-    """Files that were too many or too large to keep."""
+    """Number of files that were not saved, because they were too many or too large."""
 
     @property
     def versions(self) -> VersionRange | None:
-        """The policy versions that sampled the turns of all agents."""
+        """Policy versions that sampled the turns of all agents; None if they are unknown."""
         return spanned(agent.versions for agent in self.agents)
 
     @property
     def num_turns(self) -> int:
-        """Turns of all agents."""
+        """Number of turns of all agents."""
         return sum(agent.num_turns for agent in self.agents)
 
 
 def record_of(outcomes: Sequence[EpisodeOutcome]) -> dict[str, Any] | None:
-    """Return the record of an episode's last attempt, with the endings of all attempts.
+    """Return the record of an episode's last attempt, with the endings and problems of all attempts.
 
-    None where its last attempt has no record.
+    Returns None if the last attempt has no record.
     """
     if outcomes[-1].record is None:
         return None
@@ -350,7 +356,7 @@ def record_of(outcomes: Sequence[EpisodeOutcome]) -> dict[str, Any] | None:
 
 
 def lost_outcome(problem: str, *, num_agents: int, attempt: int, episode: int) -> EpisodeOutcome:
-    """Return the outcome of an episode whose worker is gone."""
+    """Return the outcome of an episode whose worker died."""
     agent = AgentOutcome(score=None, num_turns=0, num_rewritten=0, num_faulty_calls=0)
     return EpisodeOutcome(
         ending=Ending.INFRASTRUCTURE,

@@ -1,4 +1,4 @@
-"""Which sequence of a batch goes into which row of which data-parallel rank: pure, and from lengths alone."""
+"""Packs the sequences of a batch into rows, and assigns rows to data-parallel ranks. Pure."""
 
 import heapq
 from collections.abc import Sequence
@@ -7,18 +7,19 @@ from forgeasync.config import ROW_ALIGNMENT
 
 
 def padded_length(num_tokens: int) -> int:
-    """Return the length of a row with ``num_tokens`` tokens: padded to a multiple of ``ROW_ALIGNMENT``."""
+    """Return the length of a row of ``num_tokens`` tokens, padded to a multiple of ``ROW_ALIGNMENT``."""
     return max(1, -(-num_tokens // ROW_ALIGNMENT)) * ROW_ALIGNMENT
 
 
 def plan_rows(lengths: Sequence[int], *, tokens_per_row: int, num_ranks: int) -> list[list[list[int]]]:
-    """Assign sequences to rows and rows to ranks: ``plan[microbatch][rank]`` lists sequence indices.
+    """Assign sequences to rows and rows to ranks. ``plan[microbatch][rank]`` lists indices of sequences.
 
-    Longest first into the emptiest row that has room, over the smallest multiple of ``num_ranks`` rows
-    that suffices: ranks get nearly equal work, every rank the same number of microbatches. Deterministic.
+    Puts the longest sequences first, each into the row with the fewest tokens. The number of rows is the
+    smallest multiple of ``num_ranks`` with which this succeeds. Ranks get nearly equal work, and every rank
+    gets the same number of microbatches. Deterministic, and depends on lengths alone.
 
     Raises:
-        ValueError: a sequence is longer than a row.
+        ValueError: A sequence is longer than a row.
     """
     for index, length in enumerate(lengths):
         if length > tokens_per_row:
@@ -36,7 +37,7 @@ def _fill(
     order: Sequence[int], lengths: Sequence[int], tokens_per_row: int, num_rows: int
 ) -> list[list[int]] | None:
     rows: list[list[int]] = [[] for _ in range(num_rows)]
-    # Tokens used of every row, and its index; the emptiest one comes first.
+    # Heap of (number of tokens, index) of each row; the emptiest row comes first.
     emptiest = [(0, row) for row in range(num_rows)]
     for index in order:
         used, row = emptiest[0]

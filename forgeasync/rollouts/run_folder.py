@@ -1,9 +1,9 @@
-"""The folder in shared memory where a run keeps its payloads: made, removed, and swept after a crash.
+"""Creates and removes the folder in shared memory that holds a run's payloads, also after a crash.
 
-The process that makes a folder holds a lock on it (flock) for as long as it lives. The kernel releases the
-lock when that process ends, in whatever way, and shows it to every container that shares ``/dev/shm``, where
-a process id would mean nothing. So a folder whose lock can be taken belongs to nobody, and any later run
-removes it: a run killed by SIGKILL must not hold its host's memory until the next reboot.
+The process that creates a folder holds a lock on it (flock) for as long as it lives. The kernel releases the
+lock when the process ends for any reason. The lock is visible to every container that shares ``/dev/shm``,
+unlike process ids. A folder whose lock is free therefore belongs to no process, and any later run removes it.
+Otherwise a run killed by SIGKILL would occupy its host's memory until the next reboot.
 """
 
 import fcntl
@@ -21,33 +21,33 @@ SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = "forgeasync_payloads"
 
 _NAME = re.compile(rf"{_PREFIX}-\d+-[0-9a-f]{{16}}(?:-([0-9a-f]{{32}}))?")
-"""Ends with the mark of the run, if the process that makes the folder has one."""
+"""Pattern of folder names. A name ends with the run's mark if the process that creates the folder has one."""
 
 _held: dict[Path, int] = {}
-"""This process's folders, each with the descriptor that holds its lock."""
+"""Folders that this process created, each with the descriptor that holds its lock."""
 
 
 def start_ticks(pid: int) -> int | None:
-    """Clock ticks from the host's boot to a process's start.
+    """Return the clock ticks from the host's boot to a process's start.
 
-    None where it has ended, also if nobody has waited for it yet.
+    Returns None if the process has ended, including as a zombie.
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return None
-    # The second field is the command's name, in which anything may occur.
+    # The second field is the command's name, which can contain parentheses and spaces.
     state, *fields = stat.rpartition(")")[2].split()
     return None if state in "ZX" else int(fields[18])
 
 
 def is_running(pid: int) -> bool:
-    """Whether this host has a process of that id which has not ended."""
+    """Whether a process with this id exists on the host and has not ended."""
     return start_ticks(pid) is not None
 
 
 def _is_same(folder: Path, descriptor: int) -> bool:
-    """Whether the folder is still the one that was opened."""
+    """Whether the path still refers to the folder that was opened."""
     try:
         return os.path.samestat(os.stat(folder, follow_symlinks=False), os.fstat(descriptor))
     except FileNotFoundError:
@@ -55,9 +55,9 @@ def _is_same(folder: Path, descriptor: int) -> bool:
 
 
 def _try_lock(folder: Path) -> int | None:
-    """A descriptor that holds the folder's lock; None where another process has it, or the folder is gone.
+    """Lock a folder, and return the descriptor that holds the lock.
 
-    Also None for a folder of another user, whatever its permissions say.
+    Returns None if another process holds the lock, the folder is gone, or it belongs to another user.
     """
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -65,7 +65,7 @@ def _try_lock(folder: Path) -> int | None:
         return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Between opening and locking, the one that had the lock may have removed the folder.
+        # Between opening and locking, the process that held the lock may have removed the folder.
         if os.fstat(descriptor).st_uid == os.getuid() and _is_same(folder, descriptor):
             return descriptor
     except BlockingIOError:
@@ -75,32 +75,32 @@ def _try_lock(folder: Path) -> int | None:
 
 
 def _make_locked(root: Path) -> Path:
-    """A new folder whose lock this process holds."""
+    """Create a folder whose lock this process holds."""
     mark = os.environ.get(RUN_MARK)
     while True:
         name = f"{_PREFIX}-{os.getpid()}-{secrets.token_hex(8)}"
         folder = root / (name if mark is None else f"{name}-{mark}")
         folder.mkdir(mode=0o700)
-        # A sweeper may see the folder before its lock is taken, and remove it: then another one is made.
+        # A sweep of another process may remove the folder before it is locked. Then create another one.
         if (descriptor := _try_lock(folder)) is not None:
             _held[folder] = descriptor
             return folder
 
 
 def _available_memory_bytes() -> int:
-    """Return the bytes that the kernel could give away without swapping."""
+    """Return the bytes of memory that are available without swapping."""
     lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
     (kib,) = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
     return int(kib) * 1024
 
 
 def create_run_folder(capacity_bytes: int, *, root: Path = SHARED_MEMORY) -> Path:
-    """Make this host's folder of a run, in a process of that host which lives as long as the run.
+    """Create and lock this host's folder of a run. The calling process must live as long as the run.
 
-    ``capacity_bytes`` is the sum over all writers into the folder.
+    ``capacity_bytes`` is the total capacity of all writers to the folder.
 
     Raises:
-        ValueError: ``root`` has less free space than that, or the host less memory available.
+        ValueError: ``root`` has less free space than the capacity, or the host less available memory.
     """
     filesystem = os.statvfs(root)
     free_bytes = filesystem.f_bavail * filesystem.f_frsize
@@ -109,7 +109,7 @@ def create_run_folder(capacity_bytes: int, *, root: Path = SHARED_MEMORY) -> Pat
             f"payloads may take {capacity_bytes:,} bytes of {root}, but only {free_bytes:,} are free there; "
             "lower the payload capacity, or give the machine more shared memory (docker run --shm-size=...)"
         )
-    # A tmpfs may be larger than the memory behind it: filling it then ends in the kernel killing processes.
+    # A tmpfs can be larger than the host's memory. Filling it would make the kernel kill processes.
     available_bytes = _available_memory_bytes()
     if available_bytes < capacity_bytes:
         raise ValueError(
@@ -120,23 +120,26 @@ def create_run_folder(capacity_bytes: int, *, root: Path = SHARED_MEMORY) -> Pat
 
 
 def remove_run_folder(folder: Path) -> None:
-    """Remove a folder that this process has made, with all its payloads; views of arrays stay valid."""
+    """Remove a folder that this process created, with all payloads. Existing views of arrays stay valid."""
     assert folder in _held, f"{folder} is not a folder of payloads that this process has made"
     shutil.rmtree(folder)
     os.close(_held.pop(folder))
 
 
 def remove_own_folders() -> None:
-    """Remove every folder that this process has made, in a hurry: what cannot be removed is left behind."""
+    """Remove every folder that this process created, and ignore errors. Meant for exits."""
     for folder in list(_held):
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def sweep_stale_folders(*, root: Path = SHARED_MEMORY) -> list[Path]:
-    """Remove this user's folders whose creating process is gone, and what their runs have named after
-    themselves; returns what was removed.
+    """Remove this user's folders whose creating process is gone, with other files of their runs.
 
-    Several may sweep at once, beside others that make folders.
+    The other files are those named after a run's mark, unless another folder of that run remains. Several
+    processes may sweep at the same time, while others create folders.
+
+    Returns:
+        The removed paths.
     """
     removed = []
     marks: set[str] = set()
@@ -144,14 +147,16 @@ def sweep_stale_folders(*, root: Path = SHARED_MEMORY) -> list[Path]:
         match = _NAME.fullmatch(folder.name)
         if match is None or (descriptor := _try_lock(folder)) is None:
             continue
-        # If this process dies here, or a process of the dead run still writes, the folder stays unlocked.
+        # If this process dies here, or a process of the dead run still writes, the folder remains without a
+        # lock, so a later sweep removes it.
         shutil.rmtree(folder, ignore_errors=True)
         os.close(descriptor)
         if not folder.exists():
             removed.append(folder)
             if match[1] is not None:
                 marks.add(match[1])
-    # Another host of a run whose folder is still there may be a process of this machine, and live.
+    # A run has one folder per host, and several "hosts" can be processes of this machine. If one of the run's
+    # folders remains, the run may be alive.
     living = {match[1] for folder in root.glob(f"{_PREFIX}-*") if (match := _NAME.fullmatch(folder.name))}
     for mark in marks - living:
         removed += remove_files_of(mark)

@@ -1,6 +1,6 @@
-"""A task, the score of a response to it, and counts of responses that could not be verified.
+"""Tasks, scores of responses, and counts of responses that could not be verified.
 
-Processes that verify answers import this module alone: it needs no numpy.
+Processes that verify answers import this module alone, so it must not import numpy.
 """
 
 import itertools
@@ -15,39 +15,42 @@ from forgeasync.config import PART_NAME_RULE, is_part_name
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One problem.
-
-    ``task_id`` is unique within a source and stable across runs; ``prompt`` is the text before any
-    chat template; ``answer`` is the reference; ``source_index`` finds the problem again in its source, whose
-    name is ``source``; ``record`` has all columns of its record that JSON can hold (``json_values``).
-    """
+    """One problem, with its prompt and reference answer."""
 
     task_id: str
+    """Identifier of the task, unique within its source and stable across runs."""
     prompt: str
+    """Text of the prompt, without a chat template."""
     answer: str
+    """Reference answer."""
     source_index: int
+    """Index of the task in its source."""
     source: str
+    """Name of the data source."""
     record: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """All columns of the task's record that JSON can represent (``json_values``)."""
 
 
 LARGEST = 1e30
-"""Largest reward: numbers that groups and batches compute from rewards must fit into float32."""
+"""Largest absolute value of a reward. Numbers computed from rewards of a batch must fit into float32."""
 
 
 MAX_PARTS = 64
-"""Most parts and most penalties of a score: every part is a metric, and every penalty is kept."""
+"""Maximum number of parts of a score, and of penalties. Each part becomes a metric."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """The reward of one step of a response, which ends before character ``end`` of its text.
+    """Reward of one step of a response.
 
-    Raises ValueError, naming the value, where ``end`` is no whole number above 0 or ``value`` is no finite
-    number up to ``LARGEST``.
+    Raises:
+        ValueError: ``end`` is not a positive integer, or ``value`` is not a finite number up to ``LARGEST``.
     """
 
     end: int
+    """Index of the character of the response's text before which the step ends."""
     value: float
+    """Reward of the step."""
 
     def __post_init__(self) -> None:
         if isinstance(self.end, bool) or not isinstance(self.end, int) or self.end < 1:
@@ -56,32 +59,34 @@ class Step:
 
 
 MAX_SCORER_CHARS = 200
-"""Longest name or version of what has scored."""
+"""Maximum length of ``Score.scorer`` and ``Score.scorer_version``, in characters."""
 
 MAX_FEEDBACK_CHARS = 4000
-"""Longest feedback of a score."""
+"""Maximum length of ``Score.feedback``, in characters."""
 
 
 def as_feedback(text: str) -> str:
-    """Make any text a feedback: what is too long loses its middle, and says how much.
+    """Turn any text into valid feedback for a ``Score``.
 
-    A message has what it is about at its beginning, and output of code that failed has the error at its end.
-    Half of a surrogate pair, which no tokenizer takes, becomes a question mark.
+    Replaces the middle of a text longer than ``MAX_FEEDBACK_CHARS`` by a note with the number of characters
+    left out. The beginning and the end stay, because messages begin with their subject, and the output of
+    failed code ends with the error. Replaces each lone surrogate, which no tokenizer accepts, by a question
+    mark.
     """
     text = text.encode(errors="replace").decode()
     if len(text) <= MAX_FEEDBACK_CHARS:
         return text
-    # The mark itself takes 100 characters at most.
+    # The note takes at most 100 characters.
     half = (MAX_FEEDBACK_CHARS - 100) // 2
     return f"{text[:half]}\n[{len(text) - 2 * half} characters left out]\n{text[-half:]}"
 
 
 class ScoreStatus(StrEnum):
-    """How a score came about."""
+    """How a score was determined."""
 
     SCORED = "scored"
-    """The response was read and judged."""
-    # The others score 0 because the response could not be verified, which is the response's doing.
+    """The response was verified or judged."""
+    # With the others, the score is 0 because the response itself made its verification fail.
     TIMEOUT = "timeout"
     CRASH = "crash"
     ERROR = "error"
@@ -90,44 +95,45 @@ class ScoreStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """The reward of one response, and whether the response solves its task.
+    """Reward of one response, and whether the response solves its task.
 
-    A score says for itself whether it is correct: rewards may have any scale up to ``LARGEST``.
+    Correctness is a separate field because rewards may have any scale up to ``LARGEST``.
 
         Score(1.0, True)
         Score(0.7, False, parts={"format": 0.2, "tests": 0.5}, has_answer=False)
 
-    Raises ValueError, naming the field and its value, where a number is not finite or too large, a flag is no
-    bool, a part's name cannot be a metric's, a penalty is negative, steps do not follow each other, or the
-    feedback is too long or no Unicode.
+    Raises:
+        ValueError: A number is not finite or too large, a flag is not a bool, a part's name cannot be part of
+            a metric's name, a penalty is negative, the ends of steps do not increase, or the feedback is too
+            long or not valid Unicode. The message names the field and its value.
     """
 
     value: float
-    """The reward that the response is trained with."""
+    """Reward with which the response trains."""
     is_correct: bool
-    """Whether the response solves its task; evaluations count this."""
+    """Whether the response solves its task. Evaluations report the share of correct responses."""
     _: KW_ONLY
     parts: Mapping[str, float] = field(default_factory=dict, hash=False)
-    """Parts of the value by name: logged as ``reward/<name>`` and used for nothing else."""
+    """Parts of the value by name. They are logged as ``reward/<name>`` and have no other effect."""
     steps: tuple[Step, ...] = ()
-    """Rewards of the response's steps, with increasing ends; if empty, the value counts for all tokens alike.
-    """
+    """Rewards of the response's steps, with increasing ends. If empty, all tokens share the value."""
     penalties: Mapping[str, float] = field(default_factory=dict, hash=False)
-    """Penalties by name, at least 0, such as the share of tool calls that failed. They change no reward;
-    filter ``resample_on_correct`` prefers responses with low ones."""
+    """Penalties by name, at least 0, such as the share of failed tool calls. They do not change the reward;
+    the filter ``resample_on_correct`` prefers responses with low penalties."""
     has_answer: bool = True
-    """False if the response never states an answer; counted in ``response/no_answer_share``."""
-    # Scores are equal whoever has given them, and in whatever words.
+    """Whether the response states an answer. ``response/no_answer_share`` counts those that do not."""
+    # The fields below do not affect equality.
     feedback: str = field(default="", compare=False)
-    """What the reward has to say about the response, such as a judge's reason or the error of code that was
-    run; up to ``MAX_FEEDBACK_CHARS`` characters. A teacher can read it (``$feedback``), nothing else does."""
+    """Feedback on the response for a teacher's prompt (``$feedback``), up to ``MAX_FEEDBACK_CHARS``.
+
+    For example a judge's reason, or the error message of executed code. Nothing else uses it.
+    """
     status: ScoreStatus = field(default=ScoreStatus.SCORED, compare=False)
-    """How the score came about; the scorer sets it."""
+    """How the score was determined. Set by the scorer."""
     scorer: str = field(default="", compare=False)
-    """Name of the reward that has scored, of several with ``+`` between them; the scorer sets it where a
-    reward leaves it empty."""
+    """Name of the reward that gave the score, several joined with ``+``. The scorer sets it if empty."""
     scorer_version: str = field(default="", compare=False)
-    """Version of what has scored, such as that of a package or a digest of code, as for ``scorer``."""
+    """Version of that reward, such as a package's version or a digest of code. Set by the scorer if empty."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "value", _number(self.value, "a score"))
@@ -175,7 +181,7 @@ def _check_feedback(feedback: object) -> None:
 
 
 def _number(value: object, what: str) -> float:
-    """``value`` as a float: other kinds of numbers are not written to files as such."""
+    """Return a finite real number as a float, since other types of numbers are not serialized as numbers."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise ValueError(f"{what} must be a number, not {value!r}"[:200])
     if not value <= LARGEST or value < -LARGEST:
@@ -197,54 +203,56 @@ def _numbers_by_name(numbers: object, what: str) -> dict[str, float]:
 
 
 NO_SCORE = Score(0.0, False)
-"""The score of a response whose verification was cut off."""
+"""Score of a response whose verification did not finish."""
 
 
 NO_ANSWER = Score(0.0, False, has_answer=False)
-"""The score of a response that states no answer."""
+"""Score of a response that states no answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifierCounts:
-    """Answers since the scorer began that scored 0 because they could not be verified."""
+    """Failures of verification and requests to judges, since the scorer started.
+
+    Responses counted in the first four fields scored 0.
+    """
 
     num_timeouts: int = 0
-    """Verifications that were cut off at ``scorer.answer_limit_s``."""
+    """Number of verifications that were stopped after ``scorer.answer_limit_s``."""
     num_crashes: int = 0
-    """The process that verified them died, for instance of ``scorer.answer_memory_mib``."""
+    """Number of verifications whose process died, for instance at ``scorer.answer_memory_mib``."""
     num_errors: int = 0
-    """Their verifier raised an exception, or gave no finite number from -1 to 1."""
+    """Number of verifications that raised an exception, or gave no finite number from -1 to 1."""
     num_oversized: int = 0
-    """Longer than what scores them is given to read."""
+    """Number of responses that were too long to be scored."""
     num_killed_rewards: int = 0
-    """Processes of a user's own rewards and of process reward models that were killed because a call did not
-    end."""
+    """Number of processes of user-defined rewards or process reward models killed because a call hung."""
     num_judge_requests: int = 0
     num_judge_cached: int = 0
-    """Responses whose verdicts were there already."""
+    """Number of responses whose verdict was cached."""
     num_judge_malformed: int = 0
-    """Replies of judges that were no verdicts."""
+    """Number of judges' replies that were not verdicts."""
     num_judge_down: int = 0
-    """Requests to judges that had no answer, or status 429 or 5xx."""
+    """Number of requests to judges without a reply, or with status 429 or 5xx."""
 
     def __add__(self, other: "VerifierCounts") -> "VerifierCounts":
-        """The counts of two scorers."""
+        """Return the sums of the counts of two scorers."""
         return VerifierCounts(
             **{one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(self)}
         )
 
     def merged(self, other: "VerifierCounts") -> "VerifierCounts":
-        """The later of two states of the same counts: they only rise."""
+        """Return the later of two states of the same counts, which never fall."""
         return VerifierCounts(
             **{one.name: max(getattr(self, one.name), getattr(other, one.name)) for one in fields(self)}
         )
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics under their names in metrics.jsonl."""
+        """Return metrics by their names in metrics.jsonl."""
         return {f"scoring/{one.name}": getattr(self, one.name) for one in fields(self)}
 
 
 def steps_of(scores: Sequence[Score]) -> tuple[tuple[Step, ...], ...] | None:
-    """Return the rewards of steps of every rollout; None where no rollout has any."""
+    """Return the rewards of each rollout's steps; None if no rollout has any."""
     steps = tuple(score.steps for score in scores)
     return steps if any(steps) else None

@@ -1,11 +1,11 @@
-"""Finished groups on the disk: what a run needs to train on them after all of its processes are gone.
+"""Files of finished groups on disk, from which a resumed run can train after all of its processes ended.
 
-A file has one group: a header of fixed size, its facts as JSON (tokens' versions, scores, places of arrays),
-and the bytes of its file in shared memory, as they are there. The fixed header has the lengths and checksums
-of both parts, so that a reader notices if a file was cut or altered anywhere.
+A file holds one group: a header of fixed size, the group's facts as JSON (versions of tokens, scores,
+locations of arrays), and an exact copy of its payload file in shared memory. The header has the lengths and
+checksums of both parts, so a reader detects truncation or damage anywhere.
 
-A file is written under another name, flushed, and renamed. A trainer maps the arrays where they are: the
-groups of many steps may be more than fits into the payload store.
+A file is written under a temporary name, flushed, and renamed. The trainer maps the arrays from the file,
+because the groups of many steps may not fit into the payload store.
 """
 
 import contextlib
@@ -30,27 +30,28 @@ UNFINISHED_SUFFIX = ".unfinished"
 MAGIC = b"FAKEPT1\n"
 
 _HEADER = struct.Struct("<8sQQQQ")
-"""Magic, bytes of the facts, bytes of the arrays, checksums (xxh3_64) of both."""
+"""Header: magic, length of the facts in bytes, length of the arrays in bytes, xxh3_64 of each."""
 
 
 class SpilledGroupTorn(ValueError):
-    """The file is not what was once written."""
+    """The content of a group's file is not what was written, or not readable by this version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpilledGroup:
-    """A group that was sampled and scored, and what its scoring left of it."""
+    """A sampled and scored group, with the choice of rollouts that train."""
 
     group: Group
-    """All of its rollouts."""
+    """The group with all of its rollouts."""
     rewards: tuple[float, ...]
+    """Rewards of the rollouts that train."""
     kept: tuple[int, ...]
-    """The rollouts that train, by their places in the group."""
+    """Indices in ``group`` of the rollouts that train."""
     scores: tuple[Score, ...]
-    """Those of the rollouts that train."""
+    """Scores of the rollouts that train."""
 
     def with_refs(self, change: Callable[[PayloadRef], PayloadRef]) -> "SpilledGroup":
-        """The same group with its arrays at other places."""
+        """Return the group with ``change`` applied to all references to its arrays."""
         rollouts = tuple(
             dataclasses.replace(
                 rollout,
@@ -67,21 +68,26 @@ class SpilledGroup:
 
 
 def file_name(draw_id: int) -> str:
-    """The name of a group's file: one for each attempt at each prompt."""
+    """Return the name of a group's file, unique for each attempt at each prompt."""
     return f"{draw_id:020d}{SUFFIX}"
 
 
 def encode_facts(kept: SpilledGroup) -> bytes:
-    """The group without its arrays, padded so that they begin where arrays may."""
+    """Encode the group without its arrays, padded so that the arrays after it are aligned."""
     facts = msgspec.json.encode(kept)
     return facts.ljust(align(_HEADER.size + len(facts)) - _HEADER.size)
 
 
 def write_kept(target: Path, facts: bytes, source: str) -> None:
-    """Write the file of a group whose arrays lie in ``source`` on this host; it is on the disk then.
+    """Write the file of a group and flush it.
+
+    Args:
+        target: Path of the file.
+        facts: Result of ``encode_facts``.
+        source: Payload file of the group in this host's shared memory.
 
     Raises:
-        OSError: the disk refuses, or ``source`` was freed; nothing is left behind.
+        OSError: The disk is full or fails, or ``source`` was freed. ``target`` is then not created.
     """
     unfinished = target.with_suffix(UNFINISHED_SUFFIX)
     with open(source, "rb") as arrays, mmap.mmap(arrays.fileno(), 0, prot=mmap.PROT_READ) as body:
@@ -95,7 +101,7 @@ def write_kept(target: Path, facts: bytes, source: str) -> None:
                 os.fsync(file.fileno())
             unfinished.rename(target)
         except OSError:
-            # The disk that has refused to take it may refuse this too; the next start removes it.
+            # A failing disk may not allow this either. The run's next start removes the file.
             with contextlib.suppress(OSError):
                 unfinished.unlink(missing_ok=True)
             raise
@@ -103,7 +109,7 @@ def write_kept(target: Path, facts: bytes, source: str) -> None:
 
 
 def try_write_kept(target: Path, facts: bytes, source: str) -> str | None:
-    """Write a group's file, as ``write_kept`` does; what has prevented it, in words."""
+    """Write a group's file as ``write_kept`` does; return a description of the error, or None."""
     try:
         write_kept(target, facts, source)
     except FileNotFoundError as error:
@@ -116,10 +122,12 @@ def try_write_kept(target: Path, facts: bytes, source: str) -> str | None:
 
 
 def read_kept(file: Path) -> SpilledGroup:
-    """Read and check a whole file; its arrays are to be read from there, on any host that sees it.
+    """Read a group's file and verify all of it.
+
+    The references of the result point into the file, with ``EVERY_HOST`` as their host.
 
     Raises:
-        SpilledGroupTorn: it is not what was once written.
+        SpilledGroupTorn: The content is not what was written, or not readable by this version.
     """
     with file.open("rb") as opened:
         num_bytes = os.fstat(opened.fileno()).st_size
@@ -140,7 +148,7 @@ def read_kept(file: Path) -> SpilledGroup:
 
 
 def _checked(whole: memoryview, file: Path) -> tuple[int, bytes]:
-    """The byte at which the arrays begin, and the facts."""
+    """Verify a file; return the offset of the arrays in bytes, and the encoded facts."""
     magic, num_facts, num_arrays, facts_checksum, arrays_checksum = _HEADER.unpack_from(whole)
     start = _HEADER.size + num_facts
     if magic != MAGIC:

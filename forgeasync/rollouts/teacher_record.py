@@ -1,6 +1,6 @@
-"""A teacher's record of the tokens of one response: its log-probabilities, token by token.
+"""Log-probabilities that a teacher computed for the tokens of one response.
 
-They are over the teacher's full vocabulary at temperature 1, whatever the response was sampled with.
+They are over the teacher's full vocabulary at temperature 1, whatever the sampling of the response.
 
 Shape suffixes: T response tokens, K ids of each token.
 """
@@ -13,38 +13,44 @@ import numpy as np
 from forgeasync.rollouts.token_records import KeptTokens
 
 NO_ID = -1
-"""Fills rows up that have fewer than K ids: vLLM and the loss know it as no id at all."""
+"""Padding of rows that have fewer than K ids. vLLM and the loss ignore it."""
 
 NOT_ASKED = -1
-"""Version of the tokens of a response that the teacher was not asked about."""
+"""Version of tokens that the teacher did not score."""
 
 
 class WrongTeacherRecord(ValueError):
-    """A teacher's answer is not about the tokens that it was asked about, or has no numbers for them."""
+    """A teacher's record does not fit the tokens of its request, or lacks finite numbers for them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherRecord:
-    """One response. The values of two kinds of tokens mean nothing: given tokens, which are no targets, and
-    tokens whose version is ``NOT_ASKED``, which have nan for their log-probabilities."""
+    """A teacher's log-probabilities for one response.
+
+    Ignore the values of given tokens, which are not targets, and of tokens whose version is ``NOT_ASKED``,
+    whose log-probabilities are nan.
+    """
 
     logprobs_T: np.ndarray
-    """float32, of the tokens themselves."""
+    """Log-probability of each token of the response, float32."""
     ids_TK: np.ndarray
-    """int32: the teacher's K most likely ids, the likeliest first; or those that the policy could have drawn,
-    with ``NO_ID`` behind them (``student_ids``). K may be 0."""
+    """Further ids at each token, int32; K may be 0.
+
+    Either the teacher's K most likely ids, the likeliest first, or the ids that the policy could have drawn,
+    padded with ``NO_ID`` (``student_ids``).
+    """
     topk_TK: np.ndarray
-    """float32, of these ids; nan where there is none."""
+    """Log-probabilities of ``ids_TK``, float32; nan for ``NO_ID``."""
     versions_T: np.ndarray
-    """int32: which version of the teacher's weights has computed it; one for all tokens of a response."""
+    """Version of the teacher's weights, int32, the same for all tokens of a response; or ``NOT_ASKED``."""
 
     @property
     def is_asked_T(self) -> np.ndarray:
-        """bool: which tokens the teacher was asked about."""
+        """Whether the teacher scored each token, bool."""
         return self.versions_T != NOT_ASKED
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """The record as arrays of a payload; the inverse is ``teacher_record``."""
+        """Return the record as arrays of a payload. ``teacher_record`` is the inverse."""
         return {
             "teacher_logprobs": self.logprobs_T,
             "teacher_ids": self.ids_TK,
@@ -53,11 +59,11 @@ class TeacherRecord:
         }
 
     def take(self, is_taken_T: np.ndarray) -> "TeacherRecord":
-        """The record of some of the tokens."""
+        """Return the record of the tokens marked in ``is_taken_T`` (bool)."""
         return _record_of({name: array[is_taken_T] for name, array in self.arrays().items()})
 
     def slice(self, start: int, end: int) -> "TeacherRecord":
-        """The record of tokens [start, end)."""
+        """Return the record of tokens [start, end)."""
         return _record_of({name: array[start:end] for name, array in self.arrays().items()})
 
 
@@ -71,10 +77,10 @@ def _record_of(arrays: Mapping[str, np.ndarray]) -> TeacherRecord:
 
 
 def teacher_record(arrays: Mapping[str, np.ndarray]) -> TeacherRecord | None:
-    """Read a record from the arrays of a payload; None where no teacher has seen the response.
+    """Read a record from the arrays of a payload; None if they have none.
 
     Raises:
-        WrongTeacherRecord: it mixes versions of the teacher's weights.
+        WrongTeacherRecord: The record mixes versions of the teacher's weights.
     """
     if "teacher_logprobs" not in arrays:
         return None
@@ -84,7 +90,7 @@ def teacher_record(arrays: Mapping[str, np.ndarray]) -> TeacherRecord | None:
 
 
 def not_asked(num_tokens: int, num_ids: int) -> TeacherRecord:
-    """The record of a response that the teacher was not asked about; also that of no token at all."""
+    """Return the record of a response that the teacher did not score. ``num_tokens`` may be 0."""
     return TeacherRecord(
         logprobs_T=np.full(num_tokens, np.nan, np.float32),
         ids_TK=np.zeros((num_tokens, num_ids), np.int32),
@@ -94,7 +100,7 @@ def not_asked(num_tokens: int, num_ids: int) -> TeacherRecord:
 
 
 def concatenate_teacher_records(records: Sequence[TeacherRecord]) -> TeacherRecord:
-    """The records of several responses, at least one, end to end."""
+    """Concatenate the records of at least one response."""
     arrays = [one.arrays() for one in records]
     return _record_of({name: np.concatenate([one[name] for one in arrays]) for name in arrays[0]})
 
@@ -108,13 +114,19 @@ def check_teacher_record(
     teacher: str,
     given_TK: np.ndarray | None = None,
 ) -> None:
-    """Check what a teacher has answered about a response of ``num_tokens`` tokens.
+    """Check a teacher's record of a response of ``num_tokens`` tokens.
 
-    ``given_TK`` are the ids that it was asked about; None: it was asked for its likeliest ones.
+    Args:
+        record: The record.
+        num_tokens: Number of tokens of the response.
+        num_ids: Number of ids that were requested for each token (K).
+        vocab_size: Size of the teacher's vocabulary.
+        teacher: Name of the teacher, for error messages.
+        given_TK: Ids of the request; None if the teacher's likeliest ids were requested.
 
     Raises:
-        WrongTeacherRecord: a number is missing or not finite, an id is not of the vocabulary, or not all
-            tokens were scored under one version.
+        WrongTeacherRecord: A number is missing, not finite or above 0, an id is not in the vocabulary or not
+            the requested one, or not all tokens were scored under one version.
     """
     where = f"teacher {teacher}"
     if record.logprobs_T.shape != (num_tokens,):
@@ -132,7 +144,7 @@ def check_teacher_record(
             raise WrongTeacherRecord(f"{where} gave log-probabilities of other ids than it was asked about")
         topk_TK = topk_TK[given_TK != NO_ID]
     for name, values in (("a token", record.logprobs_T), ("a likely id", topk_TK)):
-        # Rounding can take a log-probability a little above 0.
+        # Rounding can make a log-probability slightly positive.
         is_wrong = ~np.isfinite(values) | (values > 1e-3)
         if is_wrong.any():
             place = int(np.argwhere(is_wrong)[0][0])
@@ -159,21 +171,24 @@ def _check_versions(record: TeacherRecord, *, num_tokens: int, where: str, lowes
 
 
 def student_ids(kept: KeptTokens, ids_T: np.ndarray, is_sampled_T: np.ndarray, *, num_ids: int) -> np.ndarray:
-    """The ids that the policy could have drawn at each token, int32 [T, K], for a teacher to be asked about.
+    """Return the ids that the policy could have drawn at each token, for a request to a teacher.
 
-    They are the kept ids of each sampled token, ascending, with ``NO_ID`` behind them: with ``top_k`` the
-    policy's own likeliest ids, at any temperature. A set of more than K ids, as ties at the last rank make
-    it, loses its highest ids, but never the sampled one. Tokens that were not sampled have no ids.
+    These are the kept ids of each sampled token in ascending order, padded with ``NO_ID``. With ``top_k``,
+    they are the policy's own likeliest ids at any temperature. If ties at the last rank make a set larger
+    than K, its highest ids are left out, except the sampled one. Tokens that were not sampled have no ids.
+
+    Returns:
+        Ids, int32 [T, K].
 
     Raises:
-        ValueError: a sampled token has no kept set.
+        ValueError: A sampled token has no kept set.
     """
     widths_T = np.diff(kept.offsets)
     if (is_without_T := is_sampled_T & (widths_T == 0)).any():
         place = int(is_without_T.argmax())
         raise ValueError(f"response token {place} was drawn from the whole vocabulary; must have a kept set")
     ids_TK = np.full((len(ids_T), num_ids), NO_ID, np.int32)
-    # Where a set has room all of it goes in at once; the few others one by one.
+    # Sets of at most K ids are copied in one vectorized step, the few larger ones in a loop.
     has_room_T = is_sampled_T & (widths_T <= num_ids)
     row_of_N = np.repeat(np.arange(len(ids_T)), widths_T)
     place_of_N = np.arange(len(row_of_N)) - kept.offsets[row_of_N]

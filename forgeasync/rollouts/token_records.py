@@ -1,7 +1,7 @@
-"""What the generator records of each token beside its log-probability, and checks that records are sound.
+"""Records of routed experts and kept sets that the generator makes for each token, with their checks.
 
-``RoutedExperts`` has the experts that each token took (the record behind Keep Routing). ``KeptTokens`` has
-the tokens that could have been drawn at each step (the record behind Keep Sampling Mask).
+``RoutedExperts`` has the experts that each token was routed to (for Keep Routing). ``KeptTokens`` has the
+tokens that could have been drawn at each step (for Keep Sampling Mask).
 
 Shape suffixes: S tokens of one sequence, R those of them with a routing record, M MoE layers, K top-k;
 T response tokens, N kept ids of all of them.
@@ -20,58 +20,65 @@ if TYPE_CHECKING:
     from forgeasync.rollouts.rollout import Rollout
 
 NO_RECORD = -1
-"""Expert id of a token that the generator has no record of; expert 0 is a real expert."""
+"""Expert id of tokens without a routing record. Expert 0 is a real expert."""
 
 NO_DISTRIBUTION = -1
-"""The one "id" in the row of a token whose log-probabilities were not numbers. An empty row would say that
-the whole vocabulary was kept; ``check_rollout`` refuses this one."""
+"""The only id in the kept set of a token whose log-probabilities were not numbers.
+
+``check_rollout`` refuses it. An empty set would mean that the whole vocabulary was kept.
+"""
 
 MAX_LOGPROB = 1e-3
-"""Rounding can put the log-probability of a sure token above 0, but no further than this."""
+"""Largest log-probability that rounding can produce for a token of probability 1."""
 
 
 class RecordError(ValueError):
-    """A rollout's record contradicts its tokens or the model: it must not be trained on."""
+    """The record of a rollout contradicts its tokens or the model, so the rollout must not train."""
 
     def __init__(self, field: str, found: str, expected: str) -> None:
+        """``expected`` is the part of the message that says what would be right."""
         super().__init__(f"{field}: found {found}; {expected}")
         self.field = field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaptureSpec:
-    """The records that an engine makes beside tokens and log-probabilities."""
+    """Selection of the records that an engine makes, besides tokens and log-probabilities."""
 
     routing: bool
-    """The experts that each token took in each layer that has experts."""
+    """Whether to record the experts that each token was routed to in each MoE layer."""
     kept_tokens: bool
-    """The tokens that could have been drawn at each step."""
+    """Whether to record the tokens that could have been drawn at each step."""
     num_dense_layers: int = 0
-    """The first layers, which have no experts and no record."""
+    """Number of initial layers that have no experts, and thus no routing record."""
 
 
 def expert_dtype(num_experts: int) -> np.dtype:
-    """The smallest integer type that holds every expert id: uint8 up to 256 experts, else uint16."""
+    """Return the smallest integer type for expert ids: uint8 up to 256 experts, otherwise uint16."""
     return np.dtype(np.uint8) if num_experts <= 256 else np.dtype(np.uint16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutedExperts:
-    """Expert ids of the recorded tokens of a sequence, in its order.
-
-    ``expert_ids_RMK``: uint8 or uint16, ascending within a token and layer: routing chooses a set, and the
-    order an engine lists it in means nothing. ``is_recorded_S``: bool, True for exactly R tokens.
-    """
+    """Expert ids of the recorded tokens of a sequence, in token order."""
 
     expert_ids_RMK: np.ndarray
+    """Expert ids, uint8 or uint16, ascending within each token and layer.
+
+    Routing chooses a set of experts, and the order in which an engine lists them has no meaning.
+    """
     is_recorded_S: np.ndarray
+    """Whether each token has a record, bool; True for exactly R tokens."""
 
     @classmethod
     def from_rows(cls, expert_ids_RMK: np.ndarray, *, num_tokens: int, num_experts: int) -> "RoutedExperts":
-        """Rows of the first R of ``num_tokens`` tokens, as an engine hands them out (any order within K)."""
+        """Create the record of a sequence of ``num_tokens`` tokens from an engine's rows for the first R.
+
+        The K ids of a row may be in any order.
+        """
         is_recorded_S = np.arange(num_tokens) < len(expert_ids_RMK)
         ids_RMK = np.sort(expert_ids_RMK, axis=-1)
-        # Ids that the narrow type cannot hold stay as they are, for ``check_rollout`` to name.
+        # Ids out of range keep their wide type, so that ``check_rollout`` can report them.
         if ids_RMK.size == 0 or (ids_RMK.min() >= 0 and ids_RMK.max() < num_experts):
             ids_RMK = ids_RMK.astype(expert_dtype(num_experts))
         return cls(expert_ids_RMK=ids_RMK, is_recorded_S=is_recorded_S)
@@ -85,7 +92,7 @@ class RoutedExperts:
         return len(self.expert_ids_RMK)
 
     def split(self, index: int) -> tuple["RoutedExperts", "RoutedExperts"]:
-        """The records of tokens [0, index) and of the rest; views."""
+        """Return the records of tokens [0, index) and of the rest, as views."""
         rows = np.split(self.expert_ids_RMK, [int(self.is_recorded_S[:index].sum())])
         before, after = (
             RoutedExperts(expert_ids_RMK=ids_RMK, is_recorded_S=is_recorded_S)
@@ -94,14 +101,14 @@ class RoutedExperts:
         return before, after
 
     def to_dense(self) -> np.ndarray:
-        """Ids of every token, int16 [S, M, K]; ``NO_RECORD`` where there is none."""
+        """Return the ids of every token, int16 [S, M, K], with ``NO_RECORD`` for tokens without a record."""
         dense_SMK = np.full((self.num_tokens, *self.expert_ids_RMK.shape[1:]), NO_RECORD, np.int16)
         dense_SMK[self.is_recorded_S] = self.expert_ids_RMK
         return dense_SMK
 
 
 def concatenate_routing(parts: Sequence[RoutedExperts]) -> RoutedExperts:
-    """Records of consecutive tokens as one."""
+    """Concatenate the records of consecutive tokens."""
     return RoutedExperts(
         expert_ids_RMK=np.concatenate([part.expert_ids_RMK for part in parts]),
         is_recorded_S=np.concatenate([part.is_recorded_S for part in parts]),
@@ -110,31 +117,36 @@ def concatenate_routing(parts: Sequence[RoutedExperts]) -> RoutedExperts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptTokens:
-    """The kept sets of a response, as CSR: row t is ``ids_N[offsets[t]:offsets[t + 1]]``, ascending.
+    """Kept sets of a response in CSR format: row t is ``ids_N[offsets[t]:offsets[t + 1]]``.
 
-    ``offsets``: int64 [T + 1]; ``ids_N``: int32. An empty row means that the whole vocabulary was kept.
+    An empty row means that the whole vocabulary was kept.
     """
 
     offsets: np.ndarray
+    """Offsets of the rows, int64 [T + 1]."""
     ids_N: np.ndarray
+    """Kept ids of all rows, int32, ascending within each row."""
 
     @classmethod
     def of_widths(cls, widths_T: np.ndarray, ids_N: np.ndarray) -> "KeptTokens":
-        """The sets from their sizes and all their ids, which ascend in each set."""
+        """Create the record from the sizes of the sets and their ids, which ascend within each set."""
         offsets = np.zeros(len(widths_T) + 1, np.int64)
         np.cumsum(widths_T, out=offsets[1:])
         return cls(offsets=offsets, ids_N=ids_N)
 
     @classmethod
     def from_rows(cls, rows: Sequence[Sequence[int] | np.ndarray], *, vocab_size: int) -> "KeptTokens":
-        """Kept ids of each token, in any order; rows that keep all of ``vocab_size`` are stored empty."""
+        """Create the record from the kept ids of each token, in any order.
+
+        Rows of ``vocab_size`` ids are stored as empty rows.
+        """
         widths_T = np.asarray([len(row) for row in rows], np.int64)
         ids_N = np.fromiter(itertools.chain.from_iterable(rows), np.int32, count=int(widths_T.sum()))
         return cls.from_widths(widths_T, ids_N, vocab_size=vocab_size)
 
     @classmethod
     def from_widths(cls, widths_T: np.ndarray, ids_N: np.ndarray, *, vocab_size: int) -> "KeptTokens":
-        """As ``from_rows``, from the ids of all tokens (int32) and how many each token has of them."""
+        """Create the record as ``from_rows`` does, from the sizes of rows and the ids of all rows (int32)."""
         row_of_N = np.repeat(np.arange(len(widths_T)), widths_T)
         is_cut_T = widths_T < vocab_size
         is_stored_N = is_cut_T[row_of_N]
@@ -146,27 +158,27 @@ class KeptTokens:
         return len(self.offsets) - 1
 
     def slice(self, start: int, end: int) -> "KeptTokens":
-        """The sets of tokens [start, end)."""
+        """Return the sets of tokens [start, end)."""
         first, last = self.offsets[start], self.offsets[end]
         return KeptTokens(offsets=self.offsets[start : end + 1] - first, ids_N=self.ids_N[first:last])
 
     def row(self, index: int) -> np.ndarray:
-        """Kept ids of one token; empty for the whole vocabulary."""
+        """Return the kept ids of one token; empty for the whole vocabulary."""
         return self.ids_N[self.offsets[index] : self.offsets[index + 1]]
 
     def take(self, is_taken_T: np.ndarray) -> "KeptTokens":
-        """The sets of the tokens that are marked (bool [T])."""
+        """Return the sets of the tokens marked in ``is_taken_T`` (bool)."""
         widths_T = np.diff(self.offsets)
         return KeptTokens.of_widths(widths_T[is_taken_T], self.ids_N[np.repeat(is_taken_T, widths_T)])
 
 
 def all_kept(num_tokens: int) -> KeptTokens:
-    """The record of a response sampled from the whole vocabulary."""
+    """Return the record of a response sampled from the whole vocabulary."""
     return KeptTokens(offsets=np.zeros(num_tokens + 1, np.int64), ids_N=np.empty(0, np.int32))
 
 
 def concatenate_kept_tokens(parts: Sequence[KeptTokens]) -> KeptTokens:
-    """The kept sets of several responses, one after the other."""
+    """Concatenate the kept sets of consecutive tokens. ``parts`` may be empty."""
     parts = [all_kept(0), *parts]
     return KeptTokens.of_widths(
         np.concatenate([np.diff(part.offsets) for part in parts]),
@@ -175,10 +187,10 @@ def concatenate_kept_tokens(parts: Sequence[KeptTokens]) -> KeptTokens:
 
 
 def check_rollout(rollout: "Rollout", records: CaptureSpec, facts: ModelFacts) -> None:
-    """Check that a rollout has the records asked for, and that they fit its tokens and the model.
+    """Check that a rollout has the records that ``records`` selects, and that they fit tokens and model.
 
     Raises:
-        RecordError: names field, value and what would be right.
+        RecordError: A record is missing or wrong. The message names the field, the value and the remedy.
     """
     num_response_tokens = rollout.num_response_tokens
     if len(rollout.logprobs_T) != num_response_tokens:
@@ -187,7 +199,7 @@ def check_rollout(rollout: "Rollout", records: CaptureSpec, facts: ModelFacts) -
             f"{len(rollout.logprobs_T)} values",
             f"must be {num_response_tokens}, one for each token of the response",
         )
-    # One NaN would be in every gradient of its batch.
+    # A single NaN would spread to all gradients of its batch.
     is_sound_T = np.isfinite(rollout.logprobs_T) & (rollout.logprobs_T <= MAX_LOGPROB)
     if not is_sound_T.all():
         token = int(np.argmin(is_sound_T))
@@ -213,7 +225,7 @@ def check_rollout(rollout: "Rollout", records: CaptureSpec, facts: ModelFacts) -
 
 
 def _check_routing(record: RoutedExperts, *, num_tokens: int, facts: ModelFacts) -> None:
-    """Refuse another number of tokens, layers or experts a token, an id out of range, an expert twice."""
+    """Check the record's numbers of tokens, layers and experts per token, and its expert ids."""
     ids_RMK = record.expert_ids_RMK
     if record.num_tokens != num_tokens:
         raise RecordError(
@@ -251,11 +263,11 @@ def _check_routing(record: RoutedExperts, *, num_tokens: int, facts: ModelFacts)
 
 
 def check_kept_tokens(kept: KeptTokens, response_ids_T: np.ndarray, *, vocab_size: int) -> None:
-    """Check kept sets against the tokens that were drawn.
+    """Check kept sets against the sampled tokens of a response.
 
     Raises:
-        RecordError: a wrong number of sets, a row of ``NO_DISTRIBUTION``, an id outside the vocabulary or
-            twice in a row, or a set without its sampled token; names field, value and what would be right.
+        RecordError: The number of sets is wrong, a row is ``NO_DISTRIBUTION``, an id is outside the
+            vocabulary or twice in a row, or a set lacks its sampled token.
     """
     if kept.num_tokens != len(response_ids_T):
         raise RecordError(

@@ -1,7 +1,7 @@
-"""Values and texts of single tokens, for people who look at a run.
+"""Values and texts of single tokens, for tools that show a run to people.
 
-A token's values are what its optimizer step has computed from; nothing is computed a second time. Its text
-is decoded as the generator does; nothing is tokenized again.
+The values of a token are those that its optimizer step used; nothing is computed a second time. Its text is
+decoded in the same way as the generator does; nothing is re-tokenized.
 
 Shape suffixes: N tokens, M MoE layers, P tokens of a prompt, T tokens of a response.
 """
@@ -17,23 +17,23 @@ from tokenizers.decoders import DecodeStream
 from tokenizers.pre_tokenizers import ByteLevel
 
 NUM_WORST = 10
-"""Tokens of a batch that are kept for their mismatch."""
+"""Number of tokens of a batch that are reported for having the largest mismatch."""
 
 
 class Decision(IntEnum):
-    """What became of the choice of experts at one token in one MoE layer."""
+    """Choice of experts at one token in one MoE layer, compared with the generator's record."""
 
     OWN = 0
-    """No record was replayed: the trainer chose."""
+    """No record was replayed, so the trainer's gate chose."""
     SAME = 1
     """The trainer's own gate would have chosen the set of experts that was replayed."""
     OTHER = 2
-    """The trainer's own gate would have chosen another set: a disagreement."""
+    """The trainer's own gate would have chosen another set than the replayed one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class RolloutKey:
-    """Names one rollout of a run."""
+    """Identifies one rollout of a run."""
 
     group_id: int
     episode: int
@@ -42,46 +42,46 @@ class RolloutKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class BranchKey:
-    """Names one branch of a rollout of a run."""
+    """Identifies one branch of a rollout of a run."""
 
     rollout: RolloutKey
     branch: int
-    """Its place among the rollout's branches."""
+    """Index of the branch in its rollout."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenValues:
-    """Values of trained tokens; float32 unless said otherwise."""
+    """Values of trained tokens. Arrays are float32 unless stated otherwise."""
 
     positions_N: np.ndarray
-    """int32: place among the branch's response tokens."""
+    """Position of each token in the response of its branch, int32."""
     token_ids_N: np.ndarray
-    """int32."""
+    """Token ids, int32."""
     logprobs_N: np.ndarray
-    """The trainer's."""
+    """Log-probabilities computed by the trainer."""
     behavior_logprobs_N: np.ndarray
-    """The generator's, recorded when the token was sampled."""
+    """Log-probabilities that the generator recorded when it sampled the tokens."""
     ratios_N: np.ndarray
-    """Importance ratios as the objective has them."""
+    """Importance ratios that the objective used."""
     advantages_N: np.ndarray
-    """As the objective saw them: less the penalty to go where a KL penalty is in the reward."""
+    """Advantages that the objective used, after subtraction of the penalty to go of a KL penalty."""
     entropies_N: np.ndarray
-    """Of the distribution that the token is trained under, in nats."""
+    """Entropy in nats of the distribution under which each token trains."""
     versions_N: np.ndarray
-    """int32: which policy version sampled the token."""
+    """Policy version that sampled each token, int32."""
     num_kept_N: np.ndarray
-    """int32: number of tokens that sampling kept; 0 where it kept the whole vocabulary."""
+    """Size of each token's kept set, int32; 0 for the whole vocabulary."""
     decisions_MN: np.ndarray | None
-    """uint8, ``Decision``: at the position that predicts the token. None where its row replayed nothing."""
+    """``Decision`` in each layer at the position that predicts the token, uint8; None without replay."""
 
     @property
     def mismatch_N(self) -> np.ndarray:
-        """Trainer's less generator's log-probability, float32 [N]: what the metrics of mismatch are of."""
+        """Trainer's minus generator's log-probability of each token, float32, as in the mismatch metrics."""
         with np.errstate(invalid="ignore"):
             return self.logprobs_N - self.behavior_logprobs_N
 
     def take(self, indices: np.ndarray) -> "TokenValues":
-        """Return the values of some of the tokens."""
+        """Return the values of the tokens at these indices."""
         arrays = {one.name: getattr(self, one.name) for one in fields(self)}
         taken = {name: array[..., indices] for name, array in arrays.items() if array is not None}
         return replace(self, **taken)
@@ -89,7 +89,7 @@ class TokenValues:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BranchValues:
-    """All trained tokens of one branch, with the ids of the whole sequence (int32)."""
+    """Values of all trained tokens of one branch, with the ids of the whole sequence (int32)."""
 
     key: BranchKey
     prompt_ids_P: np.ndarray
@@ -99,14 +99,14 @@ class BranchValues:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorstToken:
-    """A token with one of the largest mismatches; ``values`` has N = 1."""
+    """One of the tokens with the largest mismatch. ``values`` has N = 1."""
 
     key: BranchKey
     values: TokenValues
 
     @property
     def rank(self) -> tuple[float, BranchKey, int]:
-        """Sorts the worst first; what is no number is worse than all numbers."""
+        """Sort key that puts the largest absolute mismatch first, and nan before all numbers."""
         mismatch = abs(float(self.values.mismatch_N[0]))
         size = float("inf") if np.isnan(mismatch) else mismatch
         return -size, self.key, int(self.values.positions_N[0])
@@ -114,16 +114,16 @@ class WorstToken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenReport:
-    """What a batch's tokens were like: on one rank, or on all ranks (``merged_reports``)."""
+    """Token values of a batch, from one rank or merged from all ranks (``merged_reports``)."""
 
     branches: tuple[BranchValues, ...] = ()
-    """Those that were asked for, by key."""
+    """Requested branches, sorted by key."""
     worst: tuple[WorstToken, ...] = ()
-    """At most ``NUM_WORST``, the worst first."""
+    """At most ``NUM_WORST`` tokens with the largest mismatch, the worst first."""
 
 
 def merged_reports(reports: Sequence[TokenReport]) -> TokenReport:
-    """Put reports of different rows together: neither the order nor the number of ranks changes anything."""
+    """Merge the reports of different rows. The result does not depend on the order or number of ranks."""
     return TokenReport(
         branches=tuple(
             sorted((one for report in reports for one in report.branches), key=lambda one: one.key)
@@ -135,21 +135,24 @@ def merged_reports(reports: Sequence[TokenReport]) -> TokenReport:
 
 
 INVALID_PREFIX = "Invalid prefix encountered"
-"""Beginning of an error that tokenizers raise, as in ``vllm.v1.engine.detokenizer``."""
+"""Prefix of the message of an error from ``tokenizers``, as in ``vllm.v1.engine.detokenizer``."""
 
 Piece = str | dict[str, str]
-"""A token in JSON. A text: what the token adds to the response. ``{"bytes": hex, "text": text}``: its bytes
-are no whole characters by themselves, and what it adds is another text, often none. ``{"special": name}``: it
-adds no text."""
+"""JSON representation of a token.
+
+A string is the text that the token adds to the response. ``{"bytes": hex, "text": text}`` is a token whose
+bytes differ from the text that it adds, often because they are only part of a character. ``{"special":
+name}`` is a special token, which adds no text.
+"""
 
 
 def decoded(tokenizer: Tokenizer, prompt_ids_P: np.ndarray, response_ids_T: np.ndarray) -> Iterator[str]:
-    """Yield what each token adds to the text of the response; together that is the text.
+    """Yield the text that each token adds to the response. Joined, the texts are the response's text.
 
-    A character whose bytes are spread over several tokens is added by the last of them; special tokens add
+    If the bytes of a character are spread over several tokens, the last of them adds it. Special tokens add
     nothing.
     """
-    # As vLLM does: the prompt's tokens decide about a space before the first word.
+    # The prompt's tokens decide whether a space comes before the first word, as in vLLM.
     stream = DecodeStream(ids=prompt_ids_P.tolist(), skip_special_tokens=True)
     for token in response_ids_T.tolist():
         try:
@@ -157,34 +160,34 @@ def decoded(tokenizer: Tokenizer, prompt_ids_P: np.ndarray, response_ids_T: np.n
         except Exception as error:
             if not str(error).startswith(INVALID_PREFIX):
                 raise
-            # Bytes that are no text can break a stream; vLLM begins another one, too.
+            # Invalid bytes can break a stream. Start another one, as vLLM does.
             stream = DecodeStream(skip_special_tokens=True)
             text = stream.step(tokenizer, token)
         yield text or ""
 
 
 class TokenPieces:
-    """Says what each token of a response is, for one tokenizer."""
+    """Converts tokens to their JSON representation (``Piece``), for one tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder()
         self._special = {number: token.content for number, token in added.items() if token.special}
-        # Added tokens are texts, whatever the others are.
+        # Added tokens are stored as text, even if the rest of the vocabulary is stored as bytes.
         self._plain = added.keys() - self._special.keys()
-        # What it is pickled as: the whole tokenizer as text would have its vocabulary in it.
+        # The decoder's pickled state is JSON. The JSON of the whole tokenizer would include its vocabulary.
         decoder = {} if tokenizer.decoder is None else json.loads(tokenizer.decoder.__getstate__())
         kinds = {one["type"] for one in decoder.get("decoders", [decoder]) if "type" in one}
         self._byte_of = _byte_alphabet() if "ByteLevel" in kinds else None
         self._falls_back = "ByteFallback" in kinds
 
     def of_response(self, prompt_ids_P: np.ndarray, response_ids_T: np.ndarray) -> list[Piece]:
-        """Return each token of a response; the texts together are the response's text."""
+        """Return the piece of each token of a response. Joined, their texts are the response's text."""
         texts = decoded(self._tokenizer, prompt_ids_P, response_ids_T)
         return [self._piece(token, text) for token, text in zip(response_ids_T.tolist(), texts, strict=True)]
 
     def of_token(self, token: int) -> Piece:
-        """Return a token by itself, wherever it stands."""
+        """Return the piece of a single token, without context."""
         (piece,) = self.of_response(np.zeros(0, np.int32), np.array([token], np.int32))
         return piece
 
@@ -197,7 +200,7 @@ class TokenPieces:
         return {"bytes": own.hex(), "text": text}
 
     def _bytes(self, token: int) -> bytes | None:
-        """The bytes that a token stands for; None where the vocabulary has texts."""
+        """Return the bytes that a token stands for; None if the vocabulary stores it as text."""
         if token in self._special or token in self._plain:
             return None
         name = self._tokenizer.id_to_token(token)
@@ -212,10 +215,11 @@ class TokenPieces:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The byte that each character of a byte-level vocabulary stands for.
+    """Return the byte that each character of a byte-level vocabulary stands for.
 
-    Bytes that are printable characters of Latin-1 stand for themselves, the others are 256, 257 and so on:
-    Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, ``bytes_to_unicode``.
+    Printable Latin-1 characters stand for their own byte. Characters 256, 257 and so on stand for the other
+    bytes, in order. Source: ``bytes_to_unicode`` of Radford et al., "Language Models are Unsupervised
+    Multitask Learners", 2019.
     """
     own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in own]

@@ -1,18 +1,19 @@
-"""The tokens of an episode as a tree of turns, each token recorded when it was first computed.
+"""The tokens of an episode as a tree of turns. Each token is recorded when it is first computed.
 
-A turn is a run of given tokens and a run of sampled ones after it. The first turn's given tokens are the
-first prompt; those of a later turn are what an environment added after the turn before. Turns that follow the
-same turn begin branches: several answers to the same messages, or histories that were rewritten.
+A turn is a sequence of given tokens followed by a sequence of sampled tokens. The given tokens of the first
+turn are the first prompt; those of a later turn were added by the environment after the turn before. If
+several turns follow the same turn, they begin branches: several answers to the same messages, or rewritten
+histories.
 
-An engine gets the whole path from the root to a turn as the prompt of every request, and may compute all of
-it again, for instance under newer weights. What was recorded of a token stays as it was when the token was
-first computed, since that is what sampled the tokens after it; a later request adds only what lies beyond.
-The last token of a turn becomes input only when a turn follows: its routing is that of the first request that
-follows.
+The prompt of every request to an engine is the whole path from the root to a turn, and the engine may
+recompute all of it, for instance under newer weights. The record of a token remains that of its first
+computation, because the tokens after it were sampled from that; a later request only adds records of new
+tokens. The last token of a turn becomes an input only when another turn follows, so its routing comes from
+the first request that follows.
 
-The trainer gets a branch, the path to a turn that no other follows, as one sequence. A turn on several
-branches trains with the first of them; on the others its tokens are attended to like given ones, so that
-every sampled token trains exactly once.
+The trainer gets each branch, the path to a turn that no other follows, as one sequence. A turn on several
+branches trains with the first of them. On the others, its tokens are attended to like given ones. So every
+sampled token trains exactly once.
 
 Shape suffixes: T tokens of one request's output, or of the response of a branch; S tokens of a path; R of
 them with a routing record, M MoE layers, K top-k.
@@ -29,40 +30,39 @@ from forgeasync.rollouts.token_records import KeptTokens, RoutedExperts, all_kep
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeId:
-    """What one agent samples in one episode of a group.
-
-    ``group_id`` is the group's own, or a negative number for episodes that no buffer knows of (evaluation).
-    """
+    """Identifies the turns of one agent in one attempt at an episode, or a single response."""
 
     group_id: int
+    """Id of the group, or a negative number for episodes outside the buffer (evaluation)."""
     index: int
+    """Index of the episode in its group."""
     attempt: int = 0
-    """How often the episode was begun again because its worker was lost."""
+    """Number of earlier attempts, whose workers were lost."""
     agent: int = 0
-    """Which of the environment's agents took the turns, by its place in the config."""
+    """Index of the agent that took the turns, in the order of the environment's config."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledTurn:
-    """Facts of one turn of the model; its other arrays stay where they were sampled."""
+    """Facts of one turn of the model, for messages. The turn's other arrays stay where it was sampled."""
 
     turn: int
-    """The turn's number in the tree of its episode, for turns that follow it."""
+    """Number of the turn in the tree of its episode, by which later turns refer to it."""
     ids_T: np.ndarray
-    """The sampled tokens, int32; with finish reason ``stop`` the last one ended the turn."""
+    """Sampled tokens, int32. With finish reason ``stop``, the last one ended the turn."""
     text: str
-    """Their text without special tokens, up to where one of the texts that end a turn begins."""
+    """Text of the tokens without special tokens, up to the stop text if there is one."""
     finish_reason: FinishReason
     first_version: int
     """Policy version of the first token."""
     version: int
     """Policy version of the last token."""
     stop_text: str | None = None
-    """The text that ended the turn; None where a token or a bound did."""
+    """Text that ended the turn; None if a token or a limit ended it."""
 
     @property
     def versions(self) -> VersionRange:
-        """The versions that sampled the turn."""
+        """Policy versions that sampled the turn."""
         return VersionRange(first=self.first_version, last=self.version)
 
     @property
@@ -72,28 +72,30 @@ class SampledTurn:
 
     @property
     def last_id(self) -> int:
-        """The last sampled token."""
+        """Id of the last sampled token."""
         return int(self.ids_T[-1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledTokens:
-    """What an engine made of a trajectory in one request.
-
-    ``ids_T`` (int32) and ``logprobs_T`` (float32) are of the sampled tokens, of which there is at least one;
-    ``version_spans`` cover them, counted from the first of them. ``expert_ids_RMK`` has a row for every input
-    of the request: all tokens of the trajectory so far and all sampled ones but the last; None where routing
-    is not recorded. ``kept_tokens`` is None where kept sets are not.
-    """
+    """Tokens that an engine sampled in one request, at least one, with their records."""
 
     ids_T: np.ndarray
+    """Sampled tokens, int32."""
     logprobs_T: np.ndarray
+    """Log-probabilities of the sampled tokens, float32."""
     version_spans: tuple[VersionSpan, ...]
+    """Policy versions of the sampled tokens. Positions count from the first of them."""
     expert_ids_RMK: np.ndarray | None
+    """Routing of each input of the request; None if not recorded.
+
+    The inputs are the prompt, that is the whole path so far, and all sampled tokens but the last.
+    """
     kept_tokens: KeptTokens | None
+    """Kept sets of the sampled tokens; None if not recorded."""
 
     def first(self, num_tokens: int) -> "SampledTokens":
-        """The first of the sampled tokens, as if the request had ended there."""
+        """Return the first sampled tokens, as if the request had ended after them."""
         num_dropped = len(self.ids_T) - num_tokens
         if num_dropped == 0:
             return self
@@ -112,12 +114,17 @@ class SampledTokens:
 
 
 class Trajectory:
-    """The path from the root of an episode's tree to one of its turns, which is last and may still grow."""
+    """Path from the root of an episode's tree to one of its turns, the last one, which may still grow.
+
+    Each instance stores its last turn and refers to the trajectory before it.
+    """
 
     def __init__(self, *, num_experts: int, before: "Trajectory | None" = None) -> None:
-        """A turn without tokens, the first one or one after ``before``.
+        """Begin a turn without tokens.
 
-        ``num_experts`` is that of a layer of the model; it says how wide recorded ids are.
+        Args:
+            num_experts: Number of experts of a layer, which determines the type of recorded ids.
+            before: Path that the turn follows; None for the first turn of a tree.
         """
         self._num_experts = num_experts
         self._before = before
@@ -125,19 +132,19 @@ class Trajectory:
         self._given_ids = np.zeros(0, np.int32)
         self._parts: list[SampledTokens] = []
         self._spans: list[VersionSpan] = []
-        """Counted from the turn's first sampled token."""
+        """Policy versions of the turn's tokens. Positions count from its first sampled token."""
         self._rows: list[np.ndarray] | None = []
         self._num_rows = 0
         self._row_of_last_1MK: np.ndarray | None = None
 
     def continued(self) -> "Trajectory":
-        """A new turn after this one, which has ended."""
+        """Begin a new turn after this one, which has ended."""
         assert self._parts, "a turn follows one that was sampled"
         return Trajectory(num_experts=self._num_experts, before=self)
 
     @property
     def turns(self) -> tuple["Trajectory", ...]:
-        """All turns of the path, the first one first."""
+        """All turns of the path, from the root to the last."""
         path: list[Trajectory] = []
         turn: Trajectory | None = self
         while turn is not None:
@@ -157,7 +164,7 @@ class Trajectory:
 
     @property
     def token_ids(self) -> list[int]:
-        """All tokens of the path, which are the prompt of the next request."""
+        """All tokens of the path, which form the prompt of the next request."""
         return _joined(turn._ids for turn in self.turns).tolist()
 
     @property
@@ -186,12 +193,12 @@ class Trajectory:
         return self._spans[-1].version
 
     def give(self, ids: np.ndarray) -> None:
-        """Append tokens that the model did not sample: it will attend to them, and never train on them."""
+        """Append tokens that the model did not sample. It attends to them, and does not train on them."""
         assert not self._parts, "tokens after sampled ones begin another turn"
         self._given_ids = np.concatenate([self._given_ids, ids.astype(np.int32)])
 
     def sample(self, sampled: SampledTokens) -> None:
-        """Append what a request with all tokens of the path as its prompt has sampled."""
+        """Append the result of a request whose prompt was the whole path."""
         assert self.num_tokens and len(sampled.ids_T), "tokens are sampled after others"
         start = self.num_sampled
         self._parts.append(sampled)
@@ -201,7 +208,8 @@ class Trajectory:
             self._rows = None
             return
         if self._before is not None and self._before._row_of_last_1MK is None:
-            # Only now was the last token before this turn an input. Copies free the rest of the request.
+            # The last token before this turn was an input for the first time. Copies let the memory of the
+            # request's other rows be freed.
             last = self._num_tokens_before - 1
             self._before._row_of_last_1MK = sampled.expert_ids_RMK[last : last + 1].copy()
         if self._rows is not None:
@@ -214,7 +222,10 @@ class Trajectory:
         return np.concatenate([self._given_ids, self.sampled_ids])
 
     def _routing(self, *, is_last: bool) -> list[np.ndarray] | None:
-        """Records of the turn's tokens; on the path's last turn the last token has none."""
+        """Return the routing rows of the turn's tokens; None if they were not recorded.
+
+        The last token of the path's last turn has no row.
+        """
         if self._rows is None:
             return None
         if is_last:
@@ -224,11 +235,12 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Branch:
-    """A path to a turn that no other follows, and which of its turns train with it: the last ones."""
+    """Path to a turn that no other follows, and the number of its turns that do not train with it."""
 
     turns: tuple[Trajectory, ...]
+    """All turns of the path."""
     num_turns_before: int
-    """Turns that train with another branch: they are part of the prompt."""
+    """Number of initial turns that train with another branch. They are part of this branch's prompt."""
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -243,7 +255,7 @@ class Branch:
 
     @property
     def has_one_turn(self) -> bool:
-        """Whether the response is one turn: all its tokens were sampled."""
+        """Whether the response is a single turn, so that all its tokens were sampled."""
         return self.num_turns_before == len(self.turns) - 1
 
     @property
@@ -251,7 +263,7 @@ class Branch:
         return self.turns[: self.num_turns_before]
 
     def rollout(self, *, text: str, finish_reason: FinishReason) -> Rollout:
-        """Return the branch as the trainer takes it."""
+        """Return the branch as one training sequence."""
         own = self.turns[self.num_turns_before :]
         prompt_ids = self.prompt_ids
         is_sampled, logprobs = [], []
@@ -299,10 +311,10 @@ class Branch:
 
 
 def branches(turns: Sequence[Trajectory]) -> tuple[Branch, ...]:
-    """Return the branches of a tree, given all its turns in the order in which they began.
+    """Return the branches of a tree, given all of its turns in the order in which they began.
 
-    A turn of which nothing was sampled, because its group was given up, is left out. Every other turn trains
-    with the first branch that it is on.
+    Leaves out turns without sampled tokens, whose group was given up. Every other turn trains with the first
+    branch that contains it.
     """
     sampled = [turn for turn in turns if turn._parts]
     followed = {id(turn._before) for turn in sampled}

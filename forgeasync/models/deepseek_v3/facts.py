@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and models of its model_type: latent attention, shared experts, bias-corrected routing."""
+"""DeepSeek-V3 and other models of its model_type: latent attention, shared experts, biased routing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from forgeasync.models.titan_family import TitanFamily
 
 _LATENT_NORM_EPS = 1e-6
-"""Epsilon for latents in transformers, whatever rms_norm_eps is. vLLM uses rms_norm_eps."""
+"""Epsilon of the latents' norms in transformers, whatever rms_norm_eps is. vLLM uses rms_norm_eps."""
 
 
 def _read(reader: ConfigReader) -> ModelFacts:
@@ -69,7 +69,7 @@ def _refuse_variants(reader: ConfigReader) -> None:
     reader.only("rope_interleave", True)
     reader.only("scoring_func", "sigmoid", required="absent means softmax to vLLM")
     reader.only("topk_method", "noaux_tc", required="absent means a choice without bias to vLLM")
-    # TorchTitan's model has no layers that predict more tokens, so export would lose them.
+    # TorchTitan's model has no layers for multi-token prediction, so an export would lose them.
     reader.only("num_nextn_predict_layers", 0, None)
     reader.only("num_mtp_layers", 0, None)
     reader.only("rms_norm_eps", _LATENT_NORM_EPS)
@@ -80,7 +80,7 @@ def _read_scaling(reader: ConfigReader) -> YarnRope | None:
         return None
     mscale, of_all = reader.rope_number("mscale"), reader.rope_number("mscale_all_dim")
     if mscale != of_all:
-        # Their ratio would scale cosines and sines, which TorchTitan does not do.
+        # The ratio of the two would scale cosines and sines, which TorchTitan does not support.
         reader.add_problem(f"has mscale = {mscale} and mscale_all_dim = {of_all}; must be equal")
     return YarnRope(
         factor=reader.rope_number("factor"),
@@ -100,7 +100,7 @@ def _sizes(facts: ModelFacts) -> dict[str, object]:
         "qk_nope_head_dim": latent.nope_head_dim,
         "qk_rope_head_dim": latent.rope_head_dim,
         "qk_head_dim": facts.head_dim,
-        # transformers rotates these dimensions.
+        # transformers uses head_dim as the number of rotated dimensions.
         "head_dim": latent.rope_head_dim,
         "v_head_dim": latent.value_head_dim,
         "n_routed_experts": facts.num_experts,

@@ -12,7 +12,7 @@ from forgeasync.models.titan_family import TitanFamily, set_norm_eps
 
 
 def _rope(facts: ModelFacts) -> ComplexRoPE.Config:
-    """Adjacent dimensions are rotated together, in the files as in TorchTitan."""
+    """Return the config of rotary embeddings, which rotate adjacent dimensions in files and TorchTitan."""
     assert facts.latent is not None
     rope = ComplexRoPE.Config(
         dim=facts.latent.rope_head_dim, max_seq_len=facts.max_position_embeddings, theta=facts.rope_theta
@@ -51,7 +51,7 @@ def _layers(facts: ModelFacts, attention_backend: str) -> list[TransformerBlock.
         num_shared_experts=routing.num_shared_experts,
         router_top_k=facts.top_k,
         router_score_func="sigmoid",
-        # With one group there is no limit.
+        # With a single group, routing has no limit on groups.
         router_num_expert_groups=routing.num_groups if routing.num_groups > 1 else None,
         router_num_limited_groups=routing.num_limited_groups if routing.num_groups > 1 else None,
         router_route_scale=routing.scale,

@@ -31,7 +31,7 @@ def _rope(facts: ModelFacts) -> CosSinRoPE.Config:
 
 
 def _layers(facts: ModelFacts, attention_backend: str) -> list[TransformerBlock.Config]:
-    # TorchTitan's own builder has no head_dim, which some of these models set.
+    # TorchTitan's own builder has no parameter head_dim, which some of these models set.
     return [
         Llama3TransformerBlock.Config(
             attention_norm=norm_config(facts.hidden_size, facts),

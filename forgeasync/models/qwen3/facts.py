@@ -1,4 +1,4 @@
-"""Qwen3, dense and MoE."""
+"""Qwen3 models, dense and MoE."""
 
 from __future__ import annotations
 

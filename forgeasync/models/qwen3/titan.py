@@ -30,7 +30,7 @@ def _layers(facts: ModelFacts, attention_backend: str) -> list[TransformerBlock.
             moe_hidden_dim=facts.expert_hidden_size,
             num_experts=facts.num_experts,
             top_k=facts.top_k,
-            # With separate q, k and v, parameters have the shapes and names of the Hugging Face files.
+            # Separate q, k and v give parameters the names and shapes of the Hugging Face files.
             fuse_qkv=False,
             attn_backend=attention_backend,
             moe_comm_backend="standard",
@@ -52,7 +52,7 @@ def _layers(facts: ModelFacts, attention_backend: str) -> list[TransformerBlock.
         set_norm_eps(layer, facts)
         layer.attention.qk_norm = replace(layer.attention.qk_norm, eps=facts.rms_norm_eps)
         if layer.moe is not None:
-            # Qwen3 has no load-balancing bias. One that is trained would not exist in the generator.
+            # Qwen3 has no load-balancing bias, so the generator could not use a trained one.
             layer.moe.load_balance_coeff = None
     return layers
 

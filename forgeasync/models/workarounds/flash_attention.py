@@ -1,9 +1,9 @@
 """Lets TorchTitan 0.3.0 build models on Hopper and Blackwell without FlashAttention 3 or 4.
 
-TorchTitan activates FlashAttention 3 for models on compute capability 9.0, and FlashAttention 4 from 10.0 on.
-torch then imports packages that TorchTitan does not depend on. If the package is missing, torch's own
-FlashAttention 2 computes the attention. ``forgeasync.trainer`` imports this module before any model is built.
-It can go when TorchTitan looks for the package itself.
+TorchTitan activates FlashAttention 3 on GPUs of compute capability 9.0, and FlashAttention 4 from 10.0. torch
+then imports packages that TorchTitan does not depend on. With this module, torch's own FlashAttention 2
+computes the attention if the package is missing. ``forgeasync.trainer`` imports this module before it builds
+a model. It can go when TorchTitan checks for the package itself.
 """
 
 import importlib.util
@@ -17,7 +17,7 @@ from forgeasync.config import FlashAttention
 logger = logging.getLogger(__name__)
 
 PACKAGES = {"FA3": "flash_attn_interface", "FA4": "flash_attn.cute.interface"}
-"""Package that torch 2.13 imports for each implementation."""
+"""Package that torch 2.13 imports, by implementation."""
 
 _wanted = titan_utils.get_cuda_flash_attention_impl
 
@@ -25,13 +25,13 @@ _choice = FlashAttention.AUTO
 
 
 def choose(choice: FlashAttention) -> None:
-    """Choose the attention of models that are built later. Building raises if the choice is not possible."""
+    """Choose the attention of models built later. Building a model raises if the choice is not available."""
     global _choice
     _choice = choice
 
 
 def flash_attention_impl() -> str | None:
-    """Return the implementation to activate: the GPU's own if it is installed; None for FlashAttention 2."""
+    """Return the implementation to activate: the GPU's best if it is installed; None for FlashAttention 2."""
     if _choice is not FlashAttention.AUTO:
         return None if _choice is FlashAttention.FA2 else _choice.value
     wanted = _wanted()

@@ -1,8 +1,8 @@
 """Llama 3's rotary frequencies in the rotate-half layout of Hugging Face files.
 
-TorchTitan 0.3.0 scales them only in ``ComplexRoPE``, which rotates adjacent dimensions. It would need query
-and key weights with permuted rows, which could not be read or published as they are. This can go when
-``CosSinRoPE`` supports ``scaling="llama"``.
+TorchTitan 0.3.0 scales the frequencies only in ``ComplexRoPE``, which rotates adjacent dimensions. With it,
+the rows of query and key weights would have to be permuted when they are read or published. This module can
+go when ``CosSinRoPE`` supports ``scaling="llama"``.
 """
 
 from dataclasses import dataclass
@@ -19,6 +19,6 @@ class Llama3CosSinRoPE(CosSinRoPE):
         pass
 
     def _precompute_cache(self) -> torch.Tensor:
-        """Return cosines and sines [max_seq_len, 2 * dim]."""
+        """Return cosines and sines, [max_seq_len, 2 * dim]."""
         cis = ComplexRoPE._precompute_cache(self)
         return torch.cat([cis.real, cis.real, cis.imag, cis.imag], dim=-1)

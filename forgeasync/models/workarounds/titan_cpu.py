@@ -1,8 +1,8 @@
-"""Makes TorchTitan 0.3.0 usable on a machine without an accelerator. It has no effect on others.
+"""Makes TorchTitan 0.3.0 usable on machines without an accelerator. It has no effect on other machines.
 
-``forgeasync.trainer`` imports this before anything else of TorchTitan: ``torchtitan.tools.utils.device_type``
-falls back to "cuda" without an accelerator, and other modules of TorchTitan copy that value on import. This
-can go when TorchTitan falls back to "cpu".
+Without an accelerator, ``torchtitan.tools.utils.device_type`` falls back to "cuda", and other modules of
+TorchTitan copy that value on import. ``forgeasync.trainer`` therefore imports this module before any other
+module of TorchTitan. It can go when TorchTitan falls back to "cpu".
 """
 
 import torch
@@ -20,8 +20,8 @@ DEVICE_TYPE: str = titan_utils.device_type
 def allow_gloo_reduction(model: torch.nn.Module) -> None:
     """Let FSDP2 reduce gradients over gloo.
 
-    TorchTitan turns off gradient division. FSDP2 (torch 2.13) then uses the reduce operation PREMUL_SUM, and
-    gloo has only SUM.
+    TorchTitan turns off gradient division. FSDP2 (torch 2.13) then uses the reduce operation PREMUL_SUM, but
+    gloo only has SUM.
     """
     if DEVICE_TYPE == "cpu":
         for module in model.modules():
@@ -30,9 +30,9 @@ def allow_gloo_reduction(model: torch.nn.Module) -> None:
 
 
 def unpin_offloaded(model: torch.nn.Module) -> None:
-    """Let FSDP2 offload to pageable memory; to be called before the model has any.
+    """Let FSDP2 offload to pageable memory. Call this before parameters are materialized.
 
-    TorchTitan asks for pinned memory, which torch has only with an accelerator.
+    TorchTitan requests pinned memory, which torch only has with an accelerator.
     """
     if DEVICE_TYPE == "cpu":
         for module in model.modules():
