@@ -7,7 +7,7 @@ run and means over them.
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from forgeasync.config import (
     AccountingSection,
@@ -177,17 +177,6 @@ class GroupCounts:
     num_trained: int = 0
     sojourn_s: float = 0.0
     """Seconds in flight, added up over groups that were scored or given up."""
-    _began_s: dict[int, float] = field(default_factory=dict)
-
-    def started(self, group_id: int, now_s: float) -> None:
-        """Note that a group is in flight."""
-        self.num_started += 1
-        self._began_s[group_id] = now_s
-
-    def ended(self, group_id: int, now_s: float) -> None:
-        """Note that a group was scored or given up."""
-        self.num_ended += 1
-        self.sojourn_s += now_s - self._began_s.pop(group_id)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

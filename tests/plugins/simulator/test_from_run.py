@@ -46,7 +46,6 @@ COST = EngineCost(
     ),
     prefill_s_per_token=PROMPT_S,
     kv_block_tokens=1,
-    step_rest_s=0.0,
     response_s=0.0,
     response_stall_s=0.0,
     max_num_seqs=32,
