@@ -26,6 +26,10 @@ VALUES = ("mismatch", "ratio", "advantage", "entropy", "version", "kept", "logpr
 
 Answer = dict[str, object]
 
+# How a run writes each line of rollouts.jsonl. Any other line is parsed, which takes longer, and refuses texts
+# with lone surrogates.
+_ROLLOUT = re.compile(rb'\{"step": (\d{1,17}), "group_id": (\d{1,17}), .*\}')
+
 # How a run begins each line of tokens.jsonl: that of a rollout, or the worst tokens of a step. The whole line
 # is too long to be parsed.
 _TOKENS = re.compile(
@@ -48,7 +52,7 @@ class TokensGone(ValueError):
 
 
 class _Head(msgspec.Struct, frozen=True, kw_only=True):
-    """What is kept of a rollout's line."""
+    """What is read of a rollout whose line begins in another way."""
 
     step: _Number
     group_id: _Number
@@ -102,6 +106,8 @@ class RolloutIndex(_LineIndex):
         super().__init__(file, "step", "group")
 
     def _numbers(self, line: bytes) -> tuple[int, ...] | None:
+        if (found := _ROLLOUT.fullmatch(line)) is not None:
+            return int(found[1]), int(found[2])
         try:
             head = _HEAD_DECODER.decode(line)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
