@@ -26,8 +26,8 @@ VALUES = ("mismatch", "ratio", "advantage", "entropy", "version", "kept", "logpr
 
 Answer = dict[str, object]
 
-# How a run writes each line of rollouts.jsonl. Any other line is parsed, which takes longer, and refuses texts
-# with lone surrogates.
+# How a run writes each line of rollouts.jsonl. Any other line is parsed, which takes longer and refuses lone
+# surrogates.
 _ROLLOUT = re.compile(rb'\{"step": (\d{1,17}), "group_id": (\d{1,17}), .*\}')
 
 # How a run begins each line of tokens.jsonl: that of a rollout, or the worst tokens of a step. The whole line
