@@ -535,7 +535,7 @@ def _replay(groups: Sequence[SampledGroup], pauses: Sequence[Span], cost: Engine
             for length in group.lengths
         ]
         start = Start(group_id=index, draw_id=index, task=_NO_TASK)
-        engine.add(SimulatedGroup(start, rollouts, clock.now_s).sequences)
+        engine.add(SimulatedGroup(start, rollouts).sequences)
 
     def ended(sequence: OneRollout) -> None:
         # The last one of its group counts.

@@ -180,8 +180,6 @@ class SimulatedGroup:
 
     start: Start
     rollouts: InitVar[SequenceOf[DrawnRollout]]
-    started_s: float
-    """When the buffer let it start."""
     sequences: list[Sequence] = field(init=False)
     engine: int | None = None
     """Number of the generator that samples it."""

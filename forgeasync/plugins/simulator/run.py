@@ -18,7 +18,7 @@ from forgeasync.plugins.simulator.clock import Clock, Thread
 from forgeasync.plugins.simulator.generators import Generators, Serving
 from forgeasync.plugins.simulator.groups import Draws, SimulatedGroup
 from forgeasync.plugins.simulator.profile import Profile, TrainTable
-from forgeasync.plugins.simulator.shape import GroupCounts, Prediction, SimulatedRun, SimulatedStep
+from forgeasync.plugins.simulator.shape import Prediction, SimulatedRun, SimulatedStep
 from forgeasync.rollouts import Group, PayloadBudget, StoredBranch, largest_excess, padded_length, plan_rows
 from forgeasync.scoring import Assignment, Dispatcher
 
@@ -83,11 +83,10 @@ class RunSimulation:
         )
         self._groups: dict[int, SimulatedGroup] = {}
         """Groups in flight."""
-        self._refused: tuple[Start, float] | None = None
-        """A group that waits for memory, and when the buffer let it start."""
+        self._refused: Start | None = None
+        """A group that waits for memory."""
         self._held: list[Group] = []
         """Trained groups whose arrays the trainer may have to read again."""
-        self._counts = GroupCounts()
         self._is_going_on = False
         self._step_times = TrainTable(profile.train)
         self._time_share, self._trainer_cores = _trainer_cost(profile, num_data_ranks=run.num_data_ranks)
@@ -107,10 +106,6 @@ class RunSimulation:
             steps=tuple(self._steps),
             steady_steps=self._run.steady_steps,
             num_replicas=self._run.num_replicas,
-            counts=self._counts,
-            num_in_flight=self.buffer.num_in_flight,
-            num_complete=self.buffer.num_complete,
-            num_dropped={reason.value: num for reason, num in self.buffer.num_dropped.items() if num},
             num_preempted=self.generators.num_preempted,
             num_beyond_decode=self.generators.cost.decode.num_beyond,
             largest_train_error=self._step_times.largest_error,
@@ -128,20 +123,19 @@ class RunSimulation:
         self._is_going_on = False
 
     def _start_one(self) -> bool:
-        if self._refused is None:
+        start = self._refused
+        if start is None:
             start = self.buffer.start()
             if start is None:
                 return False
             for _ in range(self.buffer.num_wanted):
                 self.buffer.submit(self._draws.order.next())
-            self._counts.num_started += 1
-            self._refused = start, self.clock.now_s
-        start, started_s = self._refused
-        if not self._payloads.reserve(start.group_id, self._run.largest_group_bytes):
-            # Those that come later must not overtake it.
+        # Those that come later must not overtake one that is refused.
+        is_refused = not self._payloads.reserve(start.group_id, self._run.largest_group_bytes)
+        self._refused = start if is_refused else None
+        if is_refused:
             return False
-        self._refused = None
-        group = SimulatedGroup(start, self._draws.group(start.task, start.draw_id), started_s)
+        group = SimulatedGroup(start, self._draws.group(start.task, start.draw_id))
         self._groups[start.group_id] = group
         self.generators.sample(group)
         return True
@@ -201,8 +195,6 @@ class RunSimulation:
         group.is_ended = True
         del self._groups[group.group_id]
         group.sequences.clear()
-        self._counts.num_ended += 1
-        self._counts.sojourn_s += self.clock.now_s - group.started_s
 
     def _cancel(self, group_id: int) -> None:
         """Give up a group that is sampled; one that waits for its scores goes on."""
@@ -280,7 +272,6 @@ class RunSimulation:
         committed = self.buffer.committed(trainer_wait_share=trainer_wait_share)
         # Nobody keeps a ledger of this run.
         self.buffer.events.take()
-        self._counts.num_trained += len(batch.groups)
         self._held += batch.groups
         for group in committed.lost:
             self._payloads.release(group.group_id)

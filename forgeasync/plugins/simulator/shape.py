@@ -168,17 +168,6 @@ class SimulatedStep:
         return self.end_s - self.begin_s
 
 
-@dataclass(slots=True)
-class GroupCounts:
-    """Groups that the simulation has seen begin and end."""
-
-    num_started: int = 0
-    num_ended: int = 0
-    num_trained: int = 0
-    sojourn_s: float = 0.0
-    """Seconds in flight, added up over groups that were scored or given up."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
     """A simulated run. Means leave out the first steps, in which the buffer fills, and the last ones, for
@@ -188,12 +177,6 @@ class Prediction:
     steady_steps: range
     """Indexes of the steps that means are over."""
     num_replicas: int
-    counts: GroupCounts
-    num_in_flight: int
-    num_complete: int
-    """Groups that wait to be trained on at the end."""
-    num_dropped: Mapping[str, int]
-    """By reason."""
     num_preempted: int
     num_beyond_decode: int
     """Times of decode steps that were asked for with more sequences than the profile has."""

@@ -60,7 +60,7 @@ def _group(group_id: int, lengths: list[int], num_prompt: int) -> SimulatedGroup
         DrawnRollout(num_prompt_tokens=num_prompt, turns=(length,), latencies_s=(), score_s=0.0)
         for length in lengths
     ]
-    return SimulatedGroup(Start(group_id=group_id, draw_id=group_id, task=task), rollouts, 0.0)
+    return SimulatedGroup(Start(group_id=group_id, draw_id=group_id, task=task), rollouts)
 
 
 def _by_tokens(

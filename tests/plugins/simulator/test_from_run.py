@@ -66,7 +66,7 @@ def sampled_s(groups: dict[int, tuple[int, list[int]]]) -> dict[int, float]:
             for one in lengths
         ]
         start = Start(group_id=number, draw_id=number, task=task)
-        engine.add(SimulatedGroup(start, rollouts, 0.0).sequences)
+        engine.add(SimulatedGroup(start, rollouts).sequences)
     while clock.step():
         pass
     return ends
