@@ -218,7 +218,6 @@ class RunSimulation:
         asked_s = self._steps[-1].end_s if self._steps else 0.0
         begin_s = self.clock.now_s
         wait_s = begin_s - asked_s
-        num_rows, num_tokens, work_s = self._work(batch)
 
         def trained() -> None:
             train_s = self.clock.now_s - begin_s
@@ -241,8 +240,6 @@ class RunSimulation:
                     train_s=train_s,
                     publish_s=publish_s,
                     num_trained_tokens=ages.total(),
-                    num_rows=num_rows,
-                    num_tokens=num_tokens,
                     ages=tuple(sorted(ages.items())),
                     generators_busy_s=self.generators.busy_s,
                 )
@@ -251,11 +248,10 @@ class RunSimulation:
             # The next batch makes room for groups.
             self._go_on()
 
-        self.clock.compute(work_s, self._trainer_cores, trained)
+        self.clock.compute(self._work_s(batch), self._trainer_cores, trained)
 
-    def _work(self, batch: Batch) -> tuple[int, int, float]:
-        """Return rows and tokens of the slowest data rank, and how long the batch's optimizer steps take."""
-        num_rows = num_tokens = 0
+    def _work_s(self, batch: Batch) -> float:
+        """Return how long the batch's optimizer steps take."""
         work_s = 0.0
         size = len(batch.groups) // self._run.steps_per_batch
         for start in range(0, len(batch.groups), size):
@@ -264,9 +260,7 @@ class RunSimulation:
                 lengths, tokens_per_row=self._run.tokens_per_row, num_ranks=self._run.num_data_ranks
             )
             work_s += self._time_share * self._step_times.step_s(rows, tokens)
-            num_rows += rows
-            num_tokens += tokens
-        return num_rows, num_tokens, work_s
+        return work_s
 
     def _commit(self, batch: Batch, trainer_wait_share: float) -> None:
         committed = self.buffer.committed(trainer_wait_share=trainer_wait_share)
@@ -362,8 +356,8 @@ class Scorers:
         self._queues: list[deque[Assignment]] = [deque() for _ in range(section.num_replicas)]
         self._responses: dict[int, tuple[SimulatedGroup, float]] = {}
         """The group of each item, and how long scoring it takes."""
-        self._groups_left = section.max_concurrent
-        """Finished groups that may still be waited for."""
+        self._max_groups = section.max_concurrent
+        """Most finished groups that are waited for at once."""
         self._finished: deque[SimulatedGroup] = deque()
         self._waited_for: set[int] = set()
         self._unsubmitted: deque[SimulatedGroup] = deque()
@@ -396,8 +390,7 @@ class Scorers:
         return True
 
     def _wait_for_more(self) -> None:
-        while self._finished and self._groups_left:
-            self._groups_left -= 1
+        while self._finished and len(self._waited_for) < self._max_groups:
             group = self._finished.popleft()
             self._waited_for.add(group.group_id)
             if group.unsubmitted:
@@ -407,7 +400,6 @@ class Scorers:
     def _end_if_scored(self, group: SimulatedGroup) -> None:
         if group.group_id in self._waited_for and group.num_scored == len(group.sequences):
             self._waited_for.remove(group.group_id)
-            self._groups_left += 1
             self._on_scored(group)
 
     def _go_on(self) -> None:

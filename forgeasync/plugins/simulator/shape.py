@@ -154,10 +154,6 @@ class SimulatedStep:
     """Seconds that training waited to publish."""
     num_trained_tokens: int
     """Response tokens."""
-    num_rows: int
-    """Rows of each data rank."""
-    num_tokens: int
-    """Tokens of the slowest data rank."""
     ages: tuple[tuple[int, int], ...]
     """Number of tokens by age in versions."""
     generators_busy_s: float
@@ -187,10 +183,6 @@ class Prediction:
     def steady(self) -> Sequence[SimulatedStep]:
         """The steps that means are over."""
         return self.steps[self.steady_steps.start : self.steady_steps.stop]
-
-    @property
-    def run_s(self) -> float:
-        return self.steps[-1].end_s
 
     @property
     def step_s(self) -> float:
@@ -230,11 +222,6 @@ class Prediction:
     def mean_age(self) -> float:
         ages = self.num_tokens_by_age
         return sum(age * num for age, num in ages.items()) / sum(ages.values())
-
-    @property
-    def largest_age(self) -> int:
-        """Of all steps."""
-        return max(age for step in self.steps for age, _ in step.ages)
 
     def notes(self) -> list[str]:
         """What makes the prediction less certain, in words."""
