@@ -114,9 +114,11 @@ class Engine:
         self._when_empty: Callable[[], None] | None = None
 
     def counts(self) -> Counts:
-        """Return what it has computed so far."""
+        """Return what it has computed so far, if it stands still for prompts alone and these take time."""
         self._advance()
-        return self._num_prompt_tokens, self._num_sequence_steps, self._steps
+        left_s = max(0.0, self._stalled_until - self._line.now)
+        num_left = left_s / self._cost.prefill_s_per_token if left_s else 0.0
+        return self._num_prompt_tokens - num_left, self._num_sequence_steps, self._steps
 
     @property
     def num_running(self) -> int:

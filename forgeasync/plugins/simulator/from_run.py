@@ -480,7 +480,7 @@ def _fit_decode(
     for _ in range(NUM_REPLAYS):
         cost = EngineCost(
             decode=DecodeTable(_decode_points(step_s, sequence_s, max_num_seqs)),
-            prefill_s_per_token=prompt_s,
+            prefill_s_per_token=max(1.0 / FAST_PREFILL, prompt_s),
             kv_block_tokens=1,
             response_s=0.0,
             response_stall_s=0.0,
