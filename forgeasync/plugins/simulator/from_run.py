@@ -64,7 +64,7 @@ from forgeasync.plugins.simulator.profile import (
     fit_not_negative,
     powers_of_two,
 )
-from forgeasync.plugins.simulator.run import packed_size, simulate_seeds
+from forgeasync.plugins.simulator.run import simulate_seeds, step_sizes
 from forgeasync.plugins.simulator.shape import SimulatedRun, of_config
 from forgeasync.plugins.simulator.stated_profile import KV_BLOCK_TOKENS
 from forgeasync.rollouts import Task
@@ -408,17 +408,13 @@ def _train(
         batch = prompts.batches.get(int(line["step"]), ())
         if not batch or any(number not in groups for number in batch):
             continue
-        num_rows = num_tokens = 0
-        size = len(batch) // trainer.steps_per_batch
-        for start in range(0, len(batch), size):
-            lengths = [
-                groups[number].num_prompt_tokens + length
-                for number in batch[start : start + size]
-                for length in groups[number].lengths
-            ]
-            rows, tokens = packed_size(lengths, tokens_per_row=trainer.tokens_per_row, num_ranks=num_ranks)
-            num_rows += rows
-            num_tokens += tokens
+        steps = step_sizes(
+            [[groups[one].num_prompt_tokens + length for length in groups[one].lengths] for one in batch],
+            steps_per_batch=trainer.steps_per_batch,
+            tokens_per_row=trainer.tokens_per_row,
+            num_ranks=num_ranks,
+        )
+        num_tokens, num_rows = sum(tokens for _, tokens in steps), sum(rows for rows, _ in steps)
         sizes.append((num_tokens, num_rows, line["time/train_s"]))
     if not sizes:
         remedy = "must have the tokens of all groups of a step, which its ledger names"
@@ -518,7 +514,7 @@ def _replay(groups: Sequence[SampledGroup], pauses: Sequence[Span], cost: Engine
     """Return what an engine computes from the begin of each group to its end (``Counts``), if the groups come
     when they did."""
     clock = Clock(num_cores=1)
-    zero_s = min(one.begin_s for one in (*groups, *pauses))
+    zero_s = min([*(one.begin_s for one in groups), *(one.begin_s for one in pauses)])
     passed = np.zeros((len(groups), 3))
     begun: dict[int, Counts] = {}
 

@@ -252,15 +252,13 @@ class RunSimulation:
 
     def _work_s(self, batch: Batch) -> float:
         """Return how long the batch's optimizer steps take."""
-        work_s = 0.0
-        size = len(batch.groups) // self._run.steps_per_batch
-        for start in range(0, len(batch.groups), size):
-            lengths = [branch.num_tokens for branch in _branches(batch.groups[start : start + size])]
-            rows, tokens = packed_size(
-                lengths, tokens_per_row=self._run.tokens_per_row, num_ranks=self._run.num_data_ranks
-            )
-            work_s += self._time_share * self._step_times.step_s(rows, tokens)
-        return work_s
+        steps = step_sizes(
+            [[branch.num_tokens for branch in _branches([group])] for group in batch.groups],
+            steps_per_batch=self._run.steps_per_batch,
+            tokens_per_row=self._run.tokens_per_row,
+            num_ranks=self._run.num_data_ranks,
+        )
+        return sum(self._time_share * self._step_times.step_s(*step) for step in steps)
 
     def _commit(self, batch: Batch, trainer_wait_share: float) -> None:
         committed = self.buffer.committed(trainer_wait_share=trainer_wait_share)
@@ -288,6 +286,22 @@ def packed_size(lengths: Sequence[int], *, tokens_per_row: int, num_ranks: int) 
     plan = plan_rows(lengths, tokens_per_row=tokens_per_row, num_ranks=num_ranks)
     longest = (max(padded_length(sum(lengths[one] for one in row)) for row in rows) for rows in plan)
     return len(plan), sum(longest)
+
+
+def step_sizes(
+    groups: Sequence[Sequence[int]], *, steps_per_batch: int, tokens_per_row: int, num_ranks: int
+) -> list[tuple[int, int]]:
+    """Return the ``packed_size`` of each optimizer step of a batch whose groups have sequences of these
+    lengths."""
+    size = len(groups) // steps_per_batch
+    return [
+        packed_size(
+            [length for group in groups[start : start + size] for length in group],
+            tokens_per_row=tokens_per_row,
+            num_ranks=num_ranks,
+        )
+        for start in range(0, len(groups), size)
+    ]
 
 
 def _branches(groups: Iterable[Group]) -> Iterator[StoredBranch]:
