@@ -38,7 +38,6 @@ def simple_profile(
     score_places: int = 1,
     controller_s: float = 0.0,
     loops_s: float = 0.0,
-    step_rest_s: float = 0.0,
     response_s: float = 0.0,
     swap_s: float = 0.0,
     fetch_s: float = 0.0,
@@ -81,7 +80,6 @@ def simple_profile(
         score_places=score_places,
         controller_s=Estimate.stated(controller_s),
         loops_s=Estimate.stated(loops_s),
-        step_rest_s=Estimate.stated(step_rest_s),
         response_s=Estimate.stated(response_s),
         lengths={
             "chain_sum": Lengths(

@@ -128,7 +128,9 @@ class WatchedAgent:
     ) -> Turn:
         """See ``EpisodeAgent``."""
         begun_s = self._now_s()
-        turn = asyncio.create_task(self._respond(messages, tools, max_tokens, stop, must_call))
+        turn = asyncio.create_task(
+            self._agent.respond(messages, tools, max_tokens=max_tokens, stop=stop, must_call=must_call)
+        )
         self._turns.add(turn)
 
         def ended(turn: "asyncio.Task[Turn]") -> None:
@@ -140,18 +142,6 @@ class WatchedAgent:
 
         turn.add_done_callback(ended)
         return await asyncio.shield(turn)
-
-    async def _respond(
-        self,
-        messages: str | Sequence[Message],
-        tools: Sequence[ToolSpec] | None,
-        max_tokens: int | None,
-        stop: Sequence[str],
-        must_call: Sequence[ToolSpec],
-    ) -> Turn:
-        return await self._agent.respond(
-            messages, tools, max_tokens=max_tokens, stop=stop, must_call=must_call
-        )
 
     def num_prompt_tokens(
         self,

@@ -19,13 +19,11 @@ from .clock import Thread as Thread
 from .engine import Engine as Engine
 from .engine import EngineCost as EngineCost
 from .engine_times import DecodeTimer as DecodeTimer
-from .engine_times import EngineLimits as EngineLimits
 from .engine_times import NUM_STEPS as NUM_STEPS
 from .engine_times import OtherLoad as OtherLoad
 from .engine_times import ProcessGone as ProcessGone
 from .engine_times import ProcessorTime as ProcessorTime
 from .engine_times import decode_grid as decode_grid
-from .engine_times import step_rest_s as step_rest_s
 from .from_run import ProfiledRun as ProfiledRun
 from .groups import DrawnRollout as DrawnRollout
 from .groups import Sequence as Sequence
@@ -51,6 +49,7 @@ from .profile import TrainTable as TrainTable
 from .profile import WeightTimes as WeightTimes
 from .run import RunSimulation as RunSimulation
 from .run import Scorers as Scorers
+from .run import packed_size as packed_size
 from .run import simulate as simulate
 from .sampled_groups import FIRST_EXTRA as FIRST_EXTRA
 from .sampled_groups import Sampled as Sampled
@@ -63,8 +62,6 @@ from .sampled_groups import sample_until_known as sample_until_known
 from .shape import Prediction as Prediction
 from .step_times import Mark as Mark
 from .step_times import loop_times as loop_times
-from .step_times import num_steps_of as num_steps_of
 from .step_times import short_run_of as short_run_of
-from .step_times import size_of as size_of
 from .step_times import step_cases as step_cases
 from .what_if import what_if as what_if

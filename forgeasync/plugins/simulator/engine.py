@@ -18,12 +18,12 @@ import functools
 import heapq
 import itertools
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from forgeasync.plugins.simulator.clock import Clock, Event, Thread
-from forgeasync.plugins.simulator.groups import Sequence
+from forgeasync.plugins.simulator.groups import Counts, Sequence
 from forgeasync.plugins.simulator.profile import DecodeTable, Profile
 
 _EPSILON = 1e-6
@@ -43,8 +43,6 @@ class EngineCost:
     prefill_s_per_token: float
     kv_block_tokens: int
     """Tokens in a block of the KV cache."""
-    step_rest_s: float
-    """Seconds of each decode step besides ``decode``."""
     response_s: float
     """Seconds that the thread that hands over needs for each turn that ends."""
     response_stall_s: float
@@ -64,7 +62,6 @@ def engine_cost(
         decode=DecodeTable(profile.decode),
         prefill_s_per_token=1.0 / profile.prefill_tokens_per_s.mean,
         kv_block_tokens=profile.setup.kv_block_tokens,
-        step_rest_s=profile.step_rest_s.mean,
         response_s=profile.response_s.mean,
         response_stall_s=STALL_SHARE * profile.response_s.mean,
         max_num_seqs=max_num_seqs,
@@ -82,9 +79,9 @@ class Engine:
     ) -> None:
         self.number = number
         self.version = version
-        self.is_draining = False
+        self._is_draining = False
         """No new sequence may run."""
-        self.busy_s = 0.0
+        self._busy_s = 0.0
         """Wall seconds with a sequence, until it last had none."""
         self.num_preempted = 0
         """Sequences that lost their place because the KV cache was full."""
@@ -99,6 +96,8 @@ class Engine:
         self._waiting: deque[Sequence] = deque()
         self._numbers = itertools.count()
         self._steps = 0.0
+        self._num_sequence_steps = 0.0
+        self._num_prompt_tokens = 0
         self._at = self._line.now
         """Time on its line for which ``_steps`` is known."""
         self._stalled_until = 0.0
@@ -108,18 +107,18 @@ class Engine:
         """Seconds by which each step takes longer than the one before, as contexts grow."""
         self._sum_base = 0.0
         """Sum over running sequences of their context when they began, minus the counter then."""
-        self._swaps: list[float] = [0.0]
-        self._versions = [version]
         self._num_pauses = 0
         self._event: Event | None = None
         self._is_computing = False
         self._busy_since_s: float | None = None
         self._when_empty: Callable[[], None] | None = None
 
-    @property
-    def num_steps(self) -> float:
-        """Decode steps until the last change of what runs."""
-        return self._steps
+    def counts(self) -> Counts:
+        """Return what it has computed so far, if it stands still for prompts alone and these take time."""
+        self._advance()
+        left_s = max(0.0, self._stalled_until - self._line.now)
+        num_left = left_s / self._cost.prefill_s_per_token if left_s else 0.0
+        return self._num_prompt_tokens - num_left, self._num_sequence_steps, self._steps
 
     @property
     def num_running(self) -> int:
@@ -129,7 +128,7 @@ class Engine:
     def total_busy_s(self) -> float:
         """Wall seconds with a sequence so far."""
         since_s = self._busy_since_s
-        return self.busy_s + (0.0 if since_s is None else self._clock.now_s - since_s)
+        return self._busy_s + (0.0 if since_s is None else self._clock.now_s - since_s)
 
     def add(self, sequences: Iterable[Sequence]) -> None:
         """Add sequences, which run as soon as there is room."""
@@ -152,31 +151,28 @@ class Engine:
     def drain(self, then: Callable[[], None]) -> None:
         """Start no sequence until ``swap``; call ``then`` when none is running."""
         self._advance()
-        self.is_draining = True
+        self._is_draining = True
         self._when_empty = then
         self._go_on()
 
-    def swap(self, version: int, stall_s: float, *, recompute: bool) -> dict[int, tuple[int, int]]:
+    def swap(self, version: int, stall_s: float, *, recompute: bool) -> Counter[int]:
         """Sample under a new version, after a pause of ``stall_s``.
 
-        Returns, for each group with running sequences, their number and the tokens that they have so far.
+        Returns the tokens that the running sequences of each group have so far.
         """
         self._advance()
-        self.version = version
-        self.is_draining = False
-        self._swaps.append(self._steps)
-        self._versions.append(version)
-        progress: dict[int, tuple[int, int]] = {}
+        tokens: Counter[int] = Counter()
         for _, _, sequence in self._running:
-            number, tokens = progress.get(sequence.group.group_id, (0, 0))
-            tokens += int(self._steps - sequence.start + _EPSILON)
-            progress[sequence.group.group_id] = number + 1, tokens
-            if recompute:
+            tokens[sequence.group.group_id] += self._settle(sequence)
+        self.version = version
+        self._is_draining = False
+        if recompute:
+            for _, _, sequence in self._running:
                 stall_s += self._context(sequence) * self._cost.prefill_s_per_token
                 sequence.at = self._key
         self._stall(stall_s)
         self._go_on()
-        return progress
+        return tokens
 
     def remove(self, sequences: Iterable[Sequence]) -> None:
         """Give up sequences, with what they have sampled."""
@@ -210,10 +206,12 @@ class Engine:
             if self._growth_s:
                 # elapsed = first * steps + growth * steps^2 / 2
                 last_s = math.sqrt(max(0.0, first_s * first_s + 2.0 * self._growth_s * elapsed_s))
-                self._steps += (last_s - first_s) / self._growth_s
+                num_steps = (last_s - first_s) / self._growth_s
                 self._step_s = last_s
             else:
-                self._steps += elapsed_s / first_s
+                num_steps = elapsed_s / first_s
+            self._steps += num_steps
+            self._num_sequence_steps += num_steps * len(self._running)
         self._at = now
 
     def _stall(self, stall_s: float) -> None:
@@ -225,6 +223,7 @@ class Engine:
         while self._running and self._running[0][0] <= self._steps + _EPSILON:
             _, number, sequence = heapq.heappop(self._running)
             self._leave(sequence)
+            sequence.counts = self._num_prompt_tokens, self._num_sequence_steps, self._steps
             ended.append((number, sequence))
         self._refill()
         stall_s = self._cost.response_stall_s if self._running else 0.0
@@ -245,24 +244,20 @@ class Engine:
             del self._ended[sequence]
             self._on_turn(sequence)
 
+    def _settle(self, sequence: Sequence) -> int:
+        """Count its tokens under the present version; return all that it has got since it began to run."""
+        num_tokens = min(sequence.num_left, int(self._steps - sequence.start + _EPSILON))
+        sequence.add(self.version, num_tokens - sequence.num_settled)
+        sequence.num_settled = num_tokens
+        return num_tokens
+
     def _leave(self, sequence: Sequence) -> None:
-        """Add up the tokens of a sequence that stops running, by version."""
+        """Take note of the tokens of a sequence that stops running."""
         self._sum_base -= sequence.rollout.num_prompt_tokens + sequence.num_sampled - sequence.start
-        num_sampled = min(sequence.num_left, int(self._steps - sequence.start + _EPSILON))
-        if sequence.first_swap + 1 == len(self._swaps):
-            sequence.sampled(self.version, num_sampled)
-            return
-        begin = 0
-        for place in range(sequence.first_swap, len(self._swaps)):
-            is_last = place + 1 == len(self._swaps)
-            end = num_sampled
-            if not is_last:
-                end = min(num_sampled, int(self._swaps[place + 1] - sequence.start + _EPSILON))
-            sequence.sampled(self._versions[place], end - begin)
-            begin = max(begin, end)
+        sequence.num_sampled += self._settle(sequence)
 
     def _refill(self) -> None:
-        if self.is_draining:
+        if self._is_draining:
             return
         while self._waiting and len(self._running) < self._cost.max_num_seqs:
             sequence = self._waiting[0]
@@ -284,10 +279,11 @@ class Engine:
         # An engine shares whole blocks, and computes at least the last token, from which it samples.
         num_cached = (context - 1) // self._cost.kv_block_tokens * self._cost.kv_block_tokens
         num_to_compute = context - num_cached if is_cached else context
+        self._num_prompt_tokens += num_to_compute
         self._stall(num_to_compute * self._cost.prefill_s_per_token)
         # Computing what comes before it has sampled its first token.
         sequence.start = self._steps - 1.0
-        sequence.first_swap = len(self._swaps) - 1
+        sequence.num_settled = 0
         self._sum_base += context - sequence.start
         heapq.heappush(self._running, (sequence.start + sequence.num_left, next(self._numbers), sequence))
 
@@ -305,16 +301,13 @@ class Engine:
         act = self._tick
         if num > 1 and num_to_full < num_steps:
             num_steps, act = max(0.0, num_to_full), self._preempt
-        middle_s = self._step_of(num, context + num_steps / 2)
+        middle_s = self._cost.decode.step_s(num, context + num_steps / 2)
         self._step_s, self._growth_s = middle_s, 0.0
         if num_steps > 1.0 and self._cost.decode.depends_on_context:
-            self._step_s = self._step_of(num, context)
+            self._step_s = self._cost.decode.step_s(num, context)
             self._growth_s = (middle_s - self._step_s) / (num_steps / 2)
         stalled_s = max(0.0, self._stalled_until - self._line.now)
         self._event = self._line.after(stalled_s + num_steps * middle_s, act)
-
-    def _step_of(self, num_running: int, num_context_tokens: float) -> float:
-        return self._cost.decode.step_s(num_running, num_context_tokens) + self._cost.step_rest_s
 
     def _tick(self) -> None:
         self._advance()
@@ -340,7 +333,7 @@ class Engine:
         if is_busy and self._busy_since_s is None:
             self._busy_since_s = self._clock.now_s
         elif not is_busy and self._busy_since_s is not None:
-            self.busy_s += self._clock.now_s - self._busy_since_s
+            self._busy_s += self._clock.now_s - self._busy_since_s
             self._busy_since_s = None
         is_computing = bool(self._running) and not self._num_pauses
         if is_computing != self._is_computing:

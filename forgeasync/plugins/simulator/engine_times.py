@@ -1,21 +1,15 @@
-"""Times of engines: a grid of decode steps, prompts, and what their processes compute besides."""
+"""Times of engines, a grid of decode steps and prompts, and the processor time of processes."""
 
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
 
 import psutil
 
-from forgeasync.buffer import Start
-from forgeasync.config import SamplingSection
+from forgeasync.config import RunConfig, SamplingSection
 from forgeasync.generator import DecodeTiming, PrefillTiming
-from forgeasync.plugins.simulator.clock import Clock
-from forgeasync.plugins.simulator.engine import Engine, EngineCost
-from forgeasync.plugins.simulator.groups import DrawnRollout, SimulatedGroup
-from forgeasync.plugins.simulator.profile import DecodePoint, Estimate
-from forgeasync.rollouts import Group
+from forgeasync.plugins.simulator.profile import DecodePoint, Estimate, powers_of_two
 from forgeasync.runtime import GeneratorActor
 
 NUM_STEPS = 16
@@ -31,40 +25,22 @@ PREFILL_BATCHES = 4
 """A round of prompts has as many tokens as this number of batches that the engine computes at once."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineLimits:
-    """The limits of an engine, which bound the grid."""
-
-    max_num_seqs: int
-    max_context_length: int
-    max_kv_tokens: int
-    max_num_batched_tokens: int
-    """Prompt tokens that the engine computes at once."""
-
-
-def decode_grid(limits: EngineLimits, text: tuple[int, ...]) -> list[DecodeTiming]:
+def decode_grid(
+    text: tuple[int, ...], *, max_num_seqs: int, max_context_length: int, max_kv_tokens: int
+) -> list[DecodeTiming]:
     """Return powers of two up to the most sequences, each with one or two lengths of prompts.
 
     Prompts are cut from ``text``.
     """
-    numbers = list(_powers(limits.max_num_seqs))
     # The longest prompt that all sequences can have at once, with a tenth of the cache to spare.
-    room = int(0.9 * limits.max_kv_tokens / limits.max_num_seqs)
-    longest = min(limits.max_context_length, room) - NUM_STEPS - 1
+    room = int(0.9 * max_kv_tokens / max_num_seqs)
+    longest = min(max_context_length, room) - NUM_STEPS - 1
     lengths = sorted({min(SHORT_PROMPT, max(1, longest)), max(1, longest)})
     return [
         DecodeTiming(num_running=num, num_prompt_tokens=length, num_steps=NUM_STEPS, text=text)
-        for num in numbers
+        for num in powers_of_two(max_num_seqs)
         for length in lengths
     ]
-
-
-def _powers(highest: int) -> Iterator[int]:
-    number = 1
-    while number < highest:
-        yield number
-        number *= 2
-    yield highest
 
 
 class DecodeTimer:
@@ -112,64 +88,24 @@ class DecodeTimer:
 
 async def time_prompts(
     engine: GeneratorActor,
-    limits: EngineLimits,
-    sampling: SamplingSection,
-    *,
+    config: RunConfig,
     text: tuple[int, ...],
+    *,
     num_prompt_tokens: int,
+    max_kv_tokens: int,
 ) -> Estimate:
-    """Return the prompt tokens that an engine computes per second, in prompts of one length cut from
+    """Return how many tokens of prompts an engine computes per second, in prompts of one length cut from
     ``text``."""
-    num_tokens = min(PREFILL_BATCHES * limits.max_num_batched_tokens, limits.max_kv_tokens // 2)
-    num_prompts = max(1, min(num_tokens // num_prompt_tokens, limits.max_num_seqs))
+    section = config.generator
+    num_tokens = min(PREFILL_BATCHES * section.max_num_batched_tokens, max_kv_tokens // 2)
+    num_prompts = max(1, min(num_tokens // num_prompt_tokens, section.max_num_seqs))
     timing = PrefillTiming(num_prompts=num_prompts, num_prompt_tokens=num_prompt_tokens, text=text)
     rates = []
     for number in range(NUM_ROUNDS + 1):
-        token_s = await engine.time_engine.call_one(timing, sampling, number)
+        token_s = await engine.time_engine.call_one(timing, config.sampling, number)
         if number:
             rates.append(1.0 / token_s)
     return Estimate.of(rates)
-
-
-def step_rest_s(
-    batches: Sequence[Sequence[Group]], cost: EngineCost, *, num_replicas: int, response_s: float
-) -> float:
-    """Return ``Profile.step_rest_s``: what an engine computes for a decode step besides ``cost``.
-
-    ``batches`` are those of a run. Simulating them one after the other says how many steps the engines make,
-    and what these and the prompts take by ``cost``. ``response_s`` is what the engines compute in the run for
-    each response, in processor seconds; the rest of it is spread over the steps.
-    """
-    num_responses = sum(len(group.rollouts) for batch in batches for group in batch)
-    num_steps = known_s = 0.0
-    for batch in batches:
-        for rank in range(num_replicas):
-            clock = Clock(num_cores=1)
-            alone = replace(cost, cores=0.0, step_rest_s=0.0, response_s=0.0, response_stall_s=0.0)
-            engine = Engine(rank, alone, clock, on_turn=lambda sequence: None, version=0)
-            engine.add(one for group in batch[rank::num_replicas] for one in _simulated(group).sequences)
-            while clock.step():
-                pass
-            num_steps += engine.num_steps
-            known_s += cost.cores * engine.total_busy_s
-    if not num_steps:
-        return 0.0
-    return max(0.0, num_responses * response_s - known_s) / num_steps
-
-
-def _simulated(group: Group) -> SimulatedGroup:
-    """Return the group with the lengths that it has, all turns of an episode as one response."""
-    rollouts = [
-        DrawnRollout(
-            num_prompt_tokens=one.branches[0].num_prompt_tokens,
-            turns=(max(1, one.num_sampled_tokens),),
-            latencies_s=(),
-            score_s=0.0,
-        )
-        for one in group.rollouts
-    ]
-    start = Start(group_id=group.group_id, draw_id=group.draw_id, task=group.task)
-    return SimulatedGroup(start, rollouts, 0.0)
 
 
 class ProcessGone(RuntimeError):

@@ -8,12 +8,11 @@ how long its responses are, so replaying a generator's groups says how many step
 lie between the begin and the end of each.
 """
 
-import heapq
+import functools
 import itertools
-import math
 import os
 import statistics
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -21,7 +20,17 @@ from pathlib import Path
 
 import numpy as np
 
-from forgeasync.buffer import BadLine, Dropped, DropReason, LedgerLines, Scored, Started, Submitted, Trained
+from forgeasync.buffer import (
+    BadLine,
+    Dropped,
+    DropReason,
+    LedgerLines,
+    Scored,
+    Start,
+    Started,
+    Submitted,
+    Trained,
+)
 from forgeasync.config import RunConfig, is_served, load_config, resolve
 from forgeasync.models import read_model_facts
 from forgeasync.observability import (
@@ -34,10 +43,15 @@ from forgeasync.observability import (
     num_steps_ahead,
     read_json_lines,
 )
+from forgeasync.plugins.simulator.clock import Clock
+from forgeasync.plugins.simulator.engine import Engine, EngineCost
+from forgeasync.plugins.simulator.groups import Counts, DrawnRollout, SimulatedGroup
+from forgeasync.plugins.simulator.groups import Sequence as OneRollout
 from forgeasync.plugins.simulator.lengths import fit_lengths
 from forgeasync.plugins.simulator.profile import (
     Cores,
     DecodePoint,
+    DecodeTable,
     Distribution,
     Estimate,
     Hardware,
@@ -48,11 +62,12 @@ from forgeasync.plugins.simulator.profile import (
     TrainPoint,
     WeightTimes,
     fit_not_negative,
+    powers_of_two,
 )
-from forgeasync.plugins.simulator.run import simulate_seeds
+from forgeasync.plugins.simulator.run import simulate_seeds, step_sizes
 from forgeasync.plugins.simulator.shape import SimulatedRun, of_config
 from forgeasync.plugins.simulator.stated_profile import KV_BLOCK_TOKENS
-from forgeasync.rollouts import padded_length, plan_rows
+from forgeasync.rollouts import Task
 from forgeasync.schema import ConfigError, Problem, raise_if_any
 
 MAX_STEPS = 200
@@ -77,6 +92,11 @@ NUM_SEEDS = 4
 FAST_PREFILL = 1e9
 """Prompt tokens per second if the times of groups do not depend on their prompts."""
 
+UNBOUNDED = 10**18
+"""Tokens of a KV cache that is never full."""
+
+_NO_TASK = Task(task_id="", prompt="", answer="", source_index=0, source="")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfiledRun:
@@ -94,6 +114,8 @@ class ProfiledRun:
 class SampledGroup:
     """A group on one generator, by its trace."""
 
+    lane: int
+    """Which of the traces it is in."""
     begin_s: float
     took_s: float
     num_prompt_tokens: int
@@ -127,7 +149,9 @@ def profile_run(folder: Path) -> ProfiledRun:
     if measured is None or not counted:
         raise _refusal(run_dir.metrics, "must have the lines of more steps")
     lanes = _lanes(run_dir.logs)
-    since_s = _step_begins(lanes).get(int(counted[0]["step"]))
+    # When the training loop asked for the batch of each step.
+    asked_s = {one.facts["step"]: one.begin_s for one in _spans(lanes, "controller", "wait for a batch")}
+    since_s = asked_s.get(int(counted[0]["step"]))
     if since_s is None:
         raise _refusal(run_dir.logs, "must have the controller's trace")
     groups = _groups(lanes)
@@ -165,23 +189,20 @@ def _check(config: RunConfig, folder: Path) -> None:
 def _profile(
     config: RunConfig,
     lanes: Sequence[Lane],
-    groups: Mapping[int, tuple[int, SampledGroup]],
+    groups: Mapping[int, SampledGroup],
     prompts: "_Prompts",
     lines: Sequence[Mapping[str, float]],
     counted: Sequence[Mapping[str, float]],
     *,
     since_s: float,
 ) -> Profile:
-    parallel = config.trainer.parallel
-    since = {number: pair for number, pair in groups.items() if pair[1].begin_s >= since_s} or groups
-    decode, prefill = fit_decode(
-        _by_generator(since),
-        _pauses(lanes),
-        max_num_seqs=config.generator.max_num_seqs,
+    since = {number: group for number, group in groups.items() if group.begin_s >= since_s} or groups
+    decode, prefill = _fit_decode(
+        _by_generator(lanes, since.values()), max_num_seqs=config.generator.max_num_seqs
     )
-    scores = [one for lane in _of_role(lanes, "scorer") for one in lane.spans if one.name == "score"]
+    scores = _spans(lanes, "scorer", "score")
     scores = [one for one in scores if one.begin_s >= since_s] or scores
-    swaps = [one.took_s for lane in _of_role(lanes, "generator") for one in lane.spans if one.name == "swap"]
+    swaps = [one.took_s for one in _spans(lanes, "generator", "swap")]
     (controller,) = _of_role(lanes, "controller")[-1:]
     waits = [line["time/publish_weights_s"] for line in counted]
     publishes = [
@@ -199,16 +220,7 @@ def _profile(
             cpu="not recorded",
             packages={},
         ),
-        setup=Setup(
-            model=config.model.path,
-            num_trainer_procs=parallel.num_procs,
-            num_data_ranks=parallel.data_shard * parallel.data_replicate,
-            trainer_dtype=config.trainer.dtype,
-            num_replicas=config.generator.num_replicas,
-            tensor_parallel=config.generator.tensor_parallel,
-            generator_dtype=config.generator.dtype,
-            kv_block_tokens=KV_BLOCK_TOKENS,
-        ),
+        setup=Setup.of(config, kv_block_tokens=KV_BLOCK_TOKENS),
         cores=Cores(trainer=0.0, generator=0.0, scorer=0.0),
         decode=decode,
         prefill_tokens_per_s=prefill,
@@ -225,7 +237,6 @@ def _profile(
         score_places=max(config.scorer.num_workers, _overlap(scores) // config.scorer.num_replicas),
         controller_s=Estimate.stated(0.0),
         loops_s=Estimate.stated(0.0),
-        step_rest_s=Estimate.stated(0.0),
         response_s=Estimate.stated(0.0),
         lengths=_lengths(groups, prompts),
         filtered_share=prompts.filtered_share,
@@ -271,48 +282,34 @@ def _of_role(lanes: Iterable[Lane], role: str) -> list[Lane]:
     return [lane for lane in lanes if lane.opened is not None and lane.opened.proc.startswith(role)]
 
 
-def _step_begins(lanes: Sequence[Lane]) -> dict[int, float]:
-    """Return when the training loop asked for the batch of each step."""
-    spans = (span for lane in _of_role(lanes, "controller") for span in lane.spans)
-    return {int(one.facts["step"]): one.begin_s for one in spans if one.name == "wait for a batch"}
+def _spans(lanes: Iterable[Lane], role: str, name: str) -> list[Span]:
+    return [one for lane in _of_role(lanes, role) for one in lane.spans if one.name == name]
 
 
-def _groups(lanes: Sequence[Lane]) -> dict[int, tuple[int, SampledGroup]]:
-    """Return the groups that were sampled to their end, by number, each with the index of its lane."""
-    found = {}
-    for index, lane in enumerate(lanes):
-        for span in lane.spans:
-            lengths = span.facts.get("response_tokens") if span.name == "sample group" else None
-            if lengths is None:
-                continue
-            found[int(span.facts["group"])] = (
-                index,
-                SampledGroup(
-                    begin_s=span.begin_s,
-                    took_s=span.took_s,
-                    num_prompt_tokens=int(span.facts["prompt_tokens"]),
-                    lengths=tuple(map(int, str(lengths).split())),
-                ),
-            )
-    return found
-
-
-def _by_generator(groups: Mapping[int, tuple[int, SampledGroup]]) -> list[tuple[int, list[SampledGroup]]]:
-    """Return the newest groups of each generator, in the order of their begin."""
-    newest = sorted(groups.values(), key=lambda pair: pair[1].begin_s)[-MAX_GROUPS:]
-    found: dict[int, list[SampledGroup]] = defaultdict(list)
-    for index, group in newest:
-        found[index].append(group)
-    return list(found.items())
-
-
-def _pauses(lanes: Sequence[Lane]) -> dict[int, list[Span]]:
-    """Return by lane the swaps of its generator."""
+def _groups(lanes: Sequence[Lane]) -> dict[int, SampledGroup]:
+    """Return the groups that were sampled to their end, by number."""
     return {
-        index: [one for one in lane.spans if one.name == "swap"]
+        int(span.facts["group"]): SampledGroup(
+            lane=index,
+            begin_s=span.begin_s,
+            took_s=span.took_s,
+            num_prompt_tokens=int(span.facts["prompt_tokens"]),
+            lengths=tuple(map(int, str(span.facts["response_tokens"]).split())),
+        )
         for index, lane in enumerate(lanes)
-        if lane.opened is not None and lane.opened.proc.startswith("generator")
+        for span in lane.spans
+        if span.name == "sample group" and span.facts.get("response_tokens") is not None
     }
+
+
+def _by_generator(
+    lanes: Sequence[Lane], groups: Iterable[SampledGroup]
+) -> list[tuple[list[SampledGroup], list[Span]]]:
+    """Return the newest groups of each generator, and its swaps."""
+    found: dict[int, list[SampledGroup]] = defaultdict(list)
+    for group in sorted(groups, key=lambda group: group.begin_s)[-MAX_GROUPS:]:
+        found[group.lane].append(group)
+    return [(own, _spans([lanes[index]], "generator", "swap")) for index, own in found.items()]
 
 
 def _fetches(lanes: Sequence[Lane]) -> list[float]:
@@ -384,9 +381,9 @@ def _prompts(file: Path) -> _Prompts:
 # ---- figures
 
 
-def _lengths(groups: Mapping[int, tuple[int, SampledGroup]], prompts: _Prompts) -> dict[str, Lengths]:
+def _lengths(groups: Mapping[int, SampledGroup], prompts: _Prompts) -> dict[str, Lengths]:
     by_source: dict[str, list[SampledGroup]] = defaultdict(list)
-    for number, (_, group) in groups.items():
+    for number, group in groups.items():
         if number in prompts.sources:
             by_source[prompts.sources[number]].append(group)
     return {
@@ -400,7 +397,7 @@ def _lengths(groups: Mapping[int, tuple[int, SampledGroup]], prompts: _Prompts) 
 
 def _train(
     config: RunConfig,
-    groups: Mapping[int, tuple[int, SampledGroup]],
+    groups: Mapping[int, SampledGroup],
     prompts: _Prompts,
     counted: Sequence[Mapping[str, float]],
 ) -> tuple[TrainPoint, ...]:
@@ -411,19 +408,13 @@ def _train(
         batch = prompts.batches.get(int(line["step"]), ())
         if not batch or any(number not in groups for number in batch):
             continue
-        num_rows = num_tokens = 0
-        size = len(batch) // trainer.steps_per_batch
-        for start in range(0, len(batch), size):
-            lengths = [
-                groups[number][1].num_prompt_tokens + length
-                for number in batch[start : start + size]
-                for length in groups[number][1].lengths
-            ]
-            plan = plan_rows(lengths, tokens_per_row=trainer.tokens_per_row, num_ranks=num_ranks)
-            num_rows += len(plan)
-            num_tokens += sum(
-                max(padded_length(sum(lengths[one] for one in row)) for row in rows) for rows in plan
-            )
+        steps = step_sizes(
+            [[groups[one].num_prompt_tokens + length for length in groups[one].lengths] for one in batch],
+            steps_per_batch=trainer.steps_per_batch,
+            tokens_per_row=trainer.tokens_per_row,
+            num_ranks=num_ranks,
+        )
+        num_tokens, num_rows = sum(tokens for _, tokens in steps), sum(rows for rows, _ in steps)
         sizes.append((num_tokens, num_rows, line["time/train_s"]))
     if not sizes:
         remedy = "must have the tokens of all groups of a step, which its ledger names"
@@ -462,58 +453,54 @@ def _between(lines: Sequence[Mapping[str, float]], counted: Sequence[Mapping[str
 # ---- decode steps
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _DecodeFit:
-    """Seconds of a decode step, of each sequence in it, and of a prompt token."""
-
-    step_s: float
-    sequence_s: float
-    prompt_s: float
-
-
-def fit_decode(
-    by_generator: Sequence[tuple[int, Sequence[SampledGroup]]],
-    pauses: Mapping[int, Sequence[Span]],
-    *,
-    max_num_seqs: int,
+def _fit_decode(
+    generators: Sequence[tuple[Sequence[SampledGroup], Sequence[Span]]], *, max_num_seqs: int
 ) -> tuple[tuple[DecodePoint, ...], Estimate]:
     """Return decode steps and prompt tokens per second by how long groups took on their generators.
 
-    ``by_generator`` has the groups of each generator in the order of their begin, which stood still during
-    its ``pauses``. A step takes a fixed time and a time for each sequence, neither negative. They are those
-    with the least squares of the errors of the groups' times, relative to what the fit before predicts:
-    relative to the times themselves, long ones would count for too little. Which steps lie between the begin
-    and the end of a group follows from the times of steps, so both are found in turn.
+    ``generators`` has the groups of each one, and the spans in which it stood still. A step takes a fixed
+    time and a time for each sequence, neither negative. They are those with the least squares of the errors
+    of the groups' times, relative to what the fit before predicts: relative to the times themselves, long
+    ones would count for too little. Which steps lie between the begin and the end of a group follows from
+    the times of steps, so both are found in turn.
     """
     times_s = np.array(
         [
-            max(1e-9, group.took_s - _paused_s(group, pauses.get(index, ())))
-            for index, groups in by_generator
+            max(1e-9, group.took_s - _paused_s(group, pauses))
+            for groups, pauses in generators
             for group in groups
         ]
     )
-    longest = np.array([max(group.lengths) for _, groups in by_generator for group in groups])
-    fit = _DecodeFit(step_s=float(times_s.sum() / longest.sum()), sequence_s=0.0, prompt_s=0.0)
+    longest = sum(max(group.lengths) for groups, _ in generators for group in groups)
+    prompt_s, sequence_s, step_s = 0.0, 0.0, float(times_s.sum() / longest)
     for _ in range(NUM_REPLAYS):
-        terms = np.concatenate(
-            [
-                _replay(groups, pauses.get(index, ()), fit, max_num_seqs=max_num_seqs)
-                for index, groups in by_generator
-            ]
+        cost = EngineCost(
+            decode=DecodeTable(_decode_points(step_s, sequence_s, max_num_seqs)),
+            prefill_s_per_token=max(1.0 / FAST_PREFILL, prompt_s),
+            kv_block_tokens=1,
+            response_s=0.0,
+            response_stall_s=0.0,
+            max_num_seqs=max_num_seqs,
+            max_kv_tokens=UNBOUNDED,
+            cores=0.0,
+            shares_prefixes=True,
         )
-        before_s = np.maximum(1e-9, terms @ np.array([fit.prompt_s, fit.sequence_s, fit.step_s]))
+        terms = np.concatenate([_replay(groups, pauses, cost) for groups, pauses in generators])
+        before_s = np.maximum(1e-9, terms @ np.array([prompt_s, sequence_s, step_s]))
         prompt_s, sequence_s, step_s = fit_not_negative(terms / before_s[:, None], times_s / before_s)
-        fit = _DecodeFit(step_s=step_s, sequence_s=sequence_s, prompt_s=prompt_s)
-    numbers = sorted({min(max_num_seqs, 2**power) for power in range(max_num_seqs.bit_length() + 1)})
-    points = tuple(
+    prefill = Estimate.stated(1.0 / prompt_s if prompt_s else FAST_PREFILL)
+    return _decode_points(step_s, sequence_s, max_num_seqs), prefill
+
+
+def _decode_points(step_s: float, sequence_s: float, max_num_seqs: int) -> tuple[DecodePoint, ...]:
+    return tuple(
         DecodePoint(
             num_running=num,
             num_context_tokens=0,
-            step_s=Estimate.stated(max(1e-9, fit.step_s + num * fit.sequence_s)),
+            step_s=Estimate.stated(max(1e-9, step_s + num * sequence_s)),
         )
-        for num in numbers
+        for num in powers_of_two(max_num_seqs)
     )
-    return points, Estimate.stated(1.0 / fit.prompt_s if fit.prompt_s else FAST_PREFILL)
 
 
 def _paused_s(group: SampledGroup, pauses: Sequence[Span]) -> float:
@@ -523,88 +510,40 @@ def _paused_s(group: SampledGroup, pauses: Sequence[Span]) -> float:
     )
 
 
-def _replay(
-    groups: Sequence[SampledGroup], pauses: Sequence[Span], fit: _DecodeFit, *, max_num_seqs: int
-) -> np.ndarray:
-    """Return, for each group, the prompt tokens, sequences of steps, and steps from its begin to its end.
+def _replay(groups: Sequence[SampledGroup], pauses: Sequence[Span], cost: EngineCost) -> np.ndarray:
+    """Return what an engine computes from the begin of each group to its end (``Counts``), if the groups come
+    when they did."""
+    clock = Clock(num_cores=1)
+    zero_s = min([*(one.begin_s for one in groups), *(one.begin_s for one in pauses)])
+    passed = np.zeros((len(groups), 3))
+    begun: dict[int, Counts] = {}
 
-    The groups come when they did, and sequences are decoded with the times of ``fit``.
-    """
-    replay = _Replay(fit, max_num_seqs)
-    numbered: list[tuple[int, SampledGroup | Span]] = [*enumerate(groups), *((-1, one) for one in pauses)]
-    for index, event in sorted(numbered, key=lambda one: one[1].begin_s):
-        replay.until(event.begin_s)
-        if isinstance(event, Span):
-            replay.now_s += event.took_s
-        else:
-            replay.add(index, event)
-    replay.until(math.inf)
-    return np.array([replay.passed[index] for index in range(len(groups))])
+    def add(index: int) -> None:
+        group = groups[index]
+        begun[index] = engine.counts()
+        rollouts = [
+            DrawnRollout(
+                num_prompt_tokens=group.num_prompt_tokens,
+                turns=(max(1, length),),
+                latencies_s=(),
+                score_s=0.0,
+            )
+            for length in group.lengths
+        ]
+        start = Start(group_id=index, draw_id=index, task=_NO_TASK)
+        engine.add(SimulatedGroup(start, rollouts).sequences)
 
+    def ended(sequence: OneRollout) -> None:
+        # The last one of its group counts.
+        index = sequence.group.group_id
+        passed[index] = np.subtract(sequence.counts, begun[index])
 
-class _Replay:
-    """One engine with continuous batching."""
-
-    def __init__(self, fit: _DecodeFit, max_num_seqs: int) -> None:
-        self.now_s = 0.0
-        self.passed: dict[int, np.ndarray] = {}
-        """By group, what has passed from its begin to its end."""
-        self._fit = fit
-        self._max_num_seqs = max_num_seqs
-        self._counts = np.zeros(3)
-        """Prompt tokens, sequences of steps, and steps so far."""
-        self._begin: dict[int, np.ndarray] = {}
-        self._num_left: Counter[int] = Counter()
-        self._running: list[tuple[float, int]] = []
-        """The counter of steps at which each sequence ends, and its group."""
-        self._prompt_tokens = 0.0
-        """Tokens of prompts to compute, which stops decoding."""
-        self._waiting: deque[tuple[int, int]] = deque()
-        """Group and length of sequences that have no place yet."""
-
-    def add(self, index: int, group: SampledGroup) -> None:
-        """Take in a group."""
-        self._begin[index] = self._counts.copy()
-        self._num_left[index] = len(group.lengths)
-        self._prompt_tokens += group.num_prompt_tokens
-        self._waiting.extend((index, max(1, one)) for one in group.lengths)
-        self._refill()
-
-    def until(self, at_s: float) -> None:
-        """Decode until a time, or until there is nothing more to decode."""
-        fit = self._fit
-        while self._running and self.now_s < at_s:
-            if self._prompt_tokens:
-                num_tokens = self._prompt_tokens
-                if fit.prompt_s:
-                    num_tokens = min(num_tokens, (at_s - self.now_s) / fit.prompt_s)
-                self._counts[0] += num_tokens
-                self._prompt_tokens -= num_tokens
-                self.now_s += num_tokens * fit.prompt_s
-                continue
-            num = len(self._running)
-            step_s = max(1e-9, fit.step_s + num * fit.sequence_s)
-            num_steps = min(self._running[0][0] - self._counts[2], (at_s - self.now_s) / step_s)
-            self._counts += num_steps * np.array([0.0, num, 1.0])
-            self.now_s += num_steps * step_s
-            self._end()
-            if self.now_s + 1e-9 >= at_s:
-                break
-        if math.isfinite(at_s):
-            self.now_s = max(self.now_s, at_s)
-
-    def _end(self) -> None:
-        while self._running and self._running[0][0] <= self._counts[2] + 1e-6:
-            _, index = heapq.heappop(self._running)
-            self._num_left[index] -= 1
-            if not self._num_left[index]:
-                self.passed[index] = self._counts - self._begin.pop(index)
-        self._refill()
-
-    def _refill(self) -> None:
-        while self._waiting and len(self._running) < self._max_num_seqs:
-            index, length = self._waiting.popleft()
-            # Computing the prompt samples the first token.
-            heapq.heappush(self._running, (self._counts[2] + length - 1, index))
-        if self._running and self._running[0][0] <= self._counts[2] + 1e-6 and not self._prompt_tokens:
-            self._end()
+    engine = Engine(0, cost, clock, ended, version=0)
+    for index, group in enumerate(groups):
+        clock.wall.after(group.begin_s - zero_s, functools.partial(add, index))
+    for pause in pauses:
+        clock.wall.after(pause.begin_s - zero_s, engine.pause)
+        clock.wall.after(pause.begin_s + pause.took_s - zero_s, engine.resume)
+    while clock.step():
+        pass
+    return passed

@@ -10,18 +10,15 @@ import functools
 from collections import deque
 from collections.abc import Callable
 
-from forgeasync.config import Interruption, KvAfterSwap, WeightsSection
+from forgeasync.config import Interruption, KvAfterSwap
 from forgeasync.plugins.simulator.clock import Clock
-from forgeasync.plugins.simulator.engine import Engine, EngineCost
+from forgeasync.plugins.simulator.engine import Engine, engine_cost
 from forgeasync.plugins.simulator.groups import Draws, Sequence, SimulatedGroup
-from forgeasync.plugins.simulator.profile import Cores, Distribution, WeightTimes
+from forgeasync.plugins.simulator.profile import Profile
 from forgeasync.plugins.simulator.shape import SimulatedRun
 from forgeasync.rollouts import GroupProgress
 from forgeasync.runtime import ReplicaTable
 from forgeasync.weights import Manifest, WeightLedger
-
-OnResponse = Callable[[SimulatedGroup, int], None]
-"""Called when a response has ended, with its group and its index in the group."""
 
 
 class Generators:
@@ -30,18 +27,24 @@ class Generators:
     def __init__(
         self,
         run: SimulatedRun,
-        cost: EngineCost,
+        profile: Profile,
         clock: Clock,
         draws: Draws,
         *,
-        call_s: Distribution,
-        on_response: OnResponse,
+        on_response: Callable[[SimulatedGroup, int], None],
     ) -> None:
+        """``on_response`` is called when a response has ended, with its group and its index in the group."""
         self._run = run
         self._clock = clock
         self._draws = draws
-        self._call_s = call_s
+        self._call_s = profile.call_s
         self._on_response = on_response
+        self.cost = engine_cost(
+            profile,
+            max_num_seqs=run.max_num_seqs,
+            max_kv_tokens=run.max_kv_tokens,
+            shares_prefixes=run.weights.prefix_cache_across_versions,
+        )
         self.table = ReplicaTable()
         self.engines: dict[int, Engine] = {}
         self._groups: dict[int, dict[int, SimulatedGroup]] = {}
@@ -50,7 +53,7 @@ class Generators:
         per_host = run.num_replicas // run.num_generator_hosts
         for rank in range(run.num_replicas):
             number = self.table.start(rank, str(rank // per_host))
-            self.engines[number] = Engine(number, cost, clock, self._turn_ended, version=0)
+            self.engines[number] = Engine(number, self.cost, clock, self._turn_ended, version=0)
             self._groups[number] = {}
             self.table.ready(number)
 
@@ -94,18 +97,15 @@ class Generators:
     def swap(self, number: int, version: int, stall_s: float, *, recompute: bool) -> list[GroupProgress]:
         """Have a generator sample under a new version; return what it reports of its groups."""
         running = self.engines[number].swap(version, stall_s, recompute=recompute)
-        progress = []
-        for group_id, group in self._groups[number].items():
-            _, num_tokens = running.get(group_id, (0, 0))
-            progress.append(
-                GroupProgress(
-                    group_id=group_id,
-                    version=version,
-                    num_running=self._run.group_size - group.num_finished,
-                    num_tokens=num_tokens + sum(one.num_sampled for one in group.sequences),
-                )
+        return [
+            GroupProgress(
+                group_id=group_id,
+                version=version,
+                num_running=self._run.group_size - group.num_finished,
+                num_tokens=running[group_id] + sum(one.num_sampled for one in group.sequences),
             )
-        return progress
+            for group_id, group in self._groups[number].items()
+        ]
 
     # ---- inside
 
@@ -149,41 +149,38 @@ class Generators:
 class Serving:
     """Publishes versions and has generators take them.
 
-    At a swap, ``on_progress`` gets the groups that cross it, and then ``on_served`` the version that all
-    generators have.
+    One thread of the trainer stages, and one of each generator fetches. Each keeps one core busy, unless its
+    process computes on a GPU by the profile's ``cores``. At a swap, ``on_progress`` gets each group that
+    crosses it, and then ``on_served`` the version that all generators have.
     """
 
     def __init__(
         self,
-        section: WeightsSection,
-        times: WeightTimes,
+        run: SimulatedRun,
+        profile: Profile,
         generators: Generators,
         clock: Clock,
         draws: Draws,
         *,
-        num_hosts: int,
-        cores: Cores,
-        on_progress: Callable[[list[GroupProgress]], None],
+        on_progress: Callable[[GroupProgress], None],
         on_served: Callable[[int], None],
     ) -> None:
-        """One thread of the trainer stages, and one of each generator fetches. Each keeps one core busy,
-        unless its process computes on a GPU by ``cores``."""
-        self._section = section
-        self._times = times
+        self._section = run.weights
+        self._times = profile.weights
         self._generators = generators
         self._clock = clock
         self._draws = draws
-        self._staging_cores = min(1.0, cores.trainer)
-        self._fetching_cores = min(1.0, cores.generator)
+        self._staging_cores = min(1.0, profile.cores.trainer)
+        self._fetching_cores = min(1.0, profile.cores.generator)
         self._on_progress = on_progress
         self._on_served = on_served
-        self.ledger = WeightLedger(lease_timeout_s=section.lease_timeout_s)
-        self._is_busy = [False] * num_hosts
+        self.ledger = WeightLedger(lease_timeout_s=run.weights.lease_timeout_s)
+        self._is_busy = [False] * run.num_generator_hosts
         self._wanted: list[Callable[[], None]] = []
         self._is_publishing = False
         self._version = 0
         self._told = 0
-        self._num_swapping = [0] * num_hosts
+        self._num_swapping = [0] * run.num_generator_hosts
         """By host, the generators that have fetched a version and do not sample under it yet."""
 
     def publish(self, version: int, begun: Callable[[], None]) -> None:
@@ -277,7 +274,8 @@ class Serving:
 
     def _swapped(self, host: int, number: int, progress: list[GroupProgress]) -> None:
         # Progress comes first: with it, groups that run on become younger than their start says.
-        self._on_progress(progress)
+        for one in progress:
+            self._on_progress(one)
         self._generators.table.updated(number)
         self._num_swapping[host] -= 1
         if not self._num_swapping[host]:

@@ -8,7 +8,7 @@ predictions comes from that number and not from chance.
 import math
 import random
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, field
 from statistics import NormalDist
 
 from forgeasync.buffer import Start
@@ -110,34 +110,30 @@ NOWHERE = PayloadRef(host_id="", file="", payload_id="", offset=0, num_bytes=0, 
 """A simulated rollout has no arrays."""
 
 
+Counts = tuple[float, float, float]
+"""What an engine has computed: prompt tokens, the sequences of all its decode steps, and decode steps."""
+
+
+@dataclass(slots=True, eq=False)
 class Sequence:
-    """One rollout while it is sampled; ``spans`` has the number of tokens of each version, oldest first."""
+    """One rollout while it is sampled."""
 
-    __slots__ = (
-        "at",
-        "first_swap",
-        "group",
-        "index",
-        "num_sampled",
-        "rollout",
-        "spans",
-        "start",
-        "turn",
-    )
-
-    def __init__(self, group: "SimulatedGroup", index: int, rollout: DrawnRollout) -> None:
-        self.group = group
-        self.index = index
-        self.rollout = rollout
-        self.turn = 0
-        self.num_sampled = 0
-        """Its tokens in ``spans``."""
-        self.spans: list[tuple[int, int]] = []
-        self.start = 0.0
-        """The engine's counter of steps when it began to run."""
-        self.first_swap = 0
-        self.at: tuple[int, int] | None = None
-        """Engine and version that hold its keys and values."""
+    group: "SimulatedGroup"
+    index: int
+    rollout: DrawnRollout
+    turn: int = 0
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    """The number of tokens of each version, oldest first."""
+    num_sampled: int = 0
+    """Tokens that it had when it last began to run, or when it stopped."""
+    num_settled: int = 0
+    """Tokens since then that ``spans`` has."""
+    start: float = 0.0
+    """The engine's counter of steps when it began to run."""
+    at: tuple[int, int] | None = None
+    """Engine and version that hold its keys and values."""
+    counts: Counts = (0, 0.0, 0.0)
+    """What its engine had computed when its last turn ended."""
 
     @property
     def num_left(self) -> int:
@@ -147,17 +143,16 @@ class Sequence:
             return turns[0] - self.num_sampled
         return sum(turns[: self.turn + 1]) - self.num_sampled
 
-    def sampled(self, version: int, num_tokens: int) -> None:
+    def add(self, version: int, num_tokens: int) -> None:
         """Add tokens to ``spans``."""
         if num_tokens <= 0:
             return
-        self.num_sampled += num_tokens
         if self.spans and self.spans[-1][0] == version:
             self.spans[-1] = (version, self.spans[-1][1] + num_tokens)
         else:
             self.spans.append((version, num_tokens))
 
-    def stored(self, generator_rank: int) -> StoredRollout:
+    def stored(self) -> StoredRollout:
         """Return the finished rollout."""
         spans, start = [], 0
         for version, num_tokens in self.spans:
@@ -172,44 +167,34 @@ class Sequence:
             text="",
         )
         return StoredRollout(
-            generator_rank=generator_rank,
+            generator_rank=0,
             branches=(branch,),
             finish_reason=FinishReason.STOP,
             episode=self.index,
         )
 
 
+@dataclass(slots=True, eq=False)
 class SimulatedGroup:
     """A group from its start to the end of its scoring."""
 
-    __slots__ = (
-        "engine",
-        "is_ended",
-        "items",
-        "num_finished",
-        "num_scored",
-        "prompt_at",
-        "sequences",
-        "start",
-        "started_s",
-        "unsubmitted",
-    )
+    start: Start
+    rollouts: InitVar[SequenceOf[DrawnRollout]]
+    sequences: list[Sequence] = field(init=False)
+    engine: int | None = None
+    """Number of the generator that samples it."""
+    prompt_at: tuple[int, int] | None = None
+    """Engine and version that hold its prompt's keys and values."""
+    num_finished: int = 0
+    num_scored: int = 0
+    items: list[int] = field(default_factory=list)
+    """Its responses that the dispatcher of scorers knows, by their items."""
+    unsubmitted: list[int] = field(default_factory=list)
+    """Responses for which the scorers' queue had no room."""
+    is_ended: bool = False
 
-    def __init__(self, start: Start, rollouts: SequenceOf[DrawnRollout], started_s: float) -> None:
-        self.start = start
-        self.started_s = started_s
+    def __post_init__(self, rollouts: SequenceOf[DrawnRollout]) -> None:
         self.sequences = [Sequence(self, index, rollout) for index, rollout in enumerate(rollouts)]
-        self.engine: int | None = None
-        """Number of the generator that samples it."""
-        self.prompt_at: tuple[int, int] | None = None
-        """Engine and version that hold its prompt's keys and values."""
-        self.num_finished = 0
-        self.num_scored = 0
-        self.items: list[int] = []
-        """Its responses that the dispatcher of scorers knows, by their items."""
-        self.unsubmitted: list[int] = []
-        """Responses for which the scorers' queue had no room."""
-        self.is_ended = False
 
     @property
     def group_id(self) -> int:
@@ -220,11 +205,11 @@ class SimulatedGroup:
         """Prompt and response tokens of all rollouts."""
         return sum(one.rollout.num_prompt_tokens + sum(one.rollout.turns) for one in self.sequences)
 
-    def stored(self, generator_rank: int) -> Group:
+    def stored(self) -> Group:
         """Return the group that the buffer gets."""
         return Group(
             group_id=self.start.group_id,
             draw_id=self.start.draw_id,
             task=self.start.task,
-            rollouts=tuple(one.stored(generator_rank) for one in self.sequences),
+            rollouts=tuple(one.stored() for one in self.sequences),
         )

@@ -5,7 +5,6 @@ import os
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -35,14 +34,11 @@ from forgeasync.observability import (
     configure_controller_logging,
     separate_native_output,
 )
-from forgeasync.plugins.simulator.engine import engine_cost
 from forgeasync.plugins.simulator.engine_times import (
     DecodeTimer,
-    EngineLimits,
     OtherLoad,
     ProcessorTime,
     decode_grid,
-    step_rest_s,
     time_prompts,
 )
 from forgeasync.plugins.simulator.profile import (
@@ -58,11 +54,13 @@ from forgeasync.plugins.simulator.profile import (
 )
 from forgeasync.plugins.simulator.run import simulate_seeds
 from forgeasync.plugins.simulator.sampled_groups import (
-    RunBatches,
     Sampled,
+    batches_of,
     count_places,
     environment_times,
     lengths_by_source,
+    sample_groups,
+    sample_until_known,
     time_scoring,
 )
 from forgeasync.plugins.simulator.shape import SimulatedRun, of_config
@@ -74,8 +72,7 @@ from forgeasync.plugins.simulator.step_times import (
     short_run_of,
     time_loops,
 )
-from forgeasync.plugins.simulator.tables import profile_table, what_if_table
-from forgeasync.plugins.simulator.what_if import what_if
+from forgeasync.plugins.simulator.tables import print_profile
 from forgeasync.runtime import GeneratorActor, LiveReplica
 from forgeasync.schema import Problem, raise_if_any
 from forgeasync.scoring import GroupFiltering
@@ -149,13 +146,9 @@ async def _profile(prepared: Prepared, wanted: RunConfig, out: Path, make_loops:
             await fleet.close()
             console.end_phase()
     write_profile(measured, out)
-    tables = Console(width=REPORT_COLUMNS)
-    tables.print(profile_table(measured))
     wanted = resolve(wanted, prepared.facts)
     run = of_config(wanted, prepared.facts, measured, num_steps=min(wanted.max_steps, NUM_SIMULATED_STEPS))
-    found = what_if(run, measured)
-    tables.print(what_if_table(found))
-    print(found.verdict)
+    print_profile(measured, run, Console(width=REPORT_COLUMNS))
     print(f"wrote {out}")
 
 
@@ -184,17 +177,6 @@ def check_profiled(config: RunConfig) -> None:
     raise_if_any(problems)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _SampledRun:
-    """The groups whose lengths count, and what they took."""
-
-    first_batch: Sequence[Sampled]
-    """The only groups that still have their arrays."""
-    everything: Sequence[Sampled]
-    controller_s: float
-    """Processor seconds of the controller for each response."""
-
-
 async def measure(
     prepared: Prepared,
     roles: Roles,
@@ -215,68 +197,74 @@ async def measure(
     has_gpus = torch.cuda.is_available()
     others = OtherLoad()
     engine = roles.generators.pool.replicas[0]
-    of_trainer = ProcessorTime(_pids(procs, "trainer"))
-    limits = _limits(prepared)
+    of_trainer = ProcessorTime(one.pid for one in procs if one.role == "trainer")
+    max_kv_tokens = int(config.generator.kv_cache_gib * 2**30) // kv_bytes_per_token(config, prepared.facts)
     text = _text(prepared, console)
-    decoding = DecodeTimer(engine.actor, decode_grid(limits, text), config.sampling)
+    grid = decode_grid(
+        text,
+        max_num_seqs=config.generator.max_num_seqs,
+        max_context_length=config.model.max_context_length,
+        max_kv_tokens=max_kv_tokens,
+    )
+    decoding = DecodeTimer(engine.actor, grid, config.sampling)
     engine_cores = await _warm_up(engine, decoding, console)
-    run = await _sample(RunBatches(prepared, roles), console)
+    console.phase("sampling groups until their lengths are known")
+    controller_start_s = time.process_time()
+    batches = await _sample(prepared, roles)
+    controller_s = time.process_time() - controller_start_s
+    first_batch, sampled = batches[0], list(itertools.chain.from_iterable(batches))
+    controller_s /= sum(len(one.group.rollouts) for one in sampled)
     numbers = itertools.count(config.max_steps + 1)
-    groups = [one.group for one in run.first_batch]
+    groups = [one.group for one in first_batch]
     training = StepTimer(config, roles.trainer, roles.generators, groups, of_trainer, numbers=numbers)
     await _time_steps(decoding, training, console)
-    lengths = lengths_by_source(run.everything)
+    lengths = lengths_by_source(sampled)
     console.phase("timing prompts and scores")
-    num_prompt_tokens = round(max(one.prompt.mean.mean for one in lengths.values()))
+    num_prompt_tokens = max(1, round(max(one.prompt.mean.mean for one in lengths.values())))
     prefill = await time_prompts(
-        engine.actor, limits, config.sampling, text=text, num_prompt_tokens=max(1, num_prompt_tokens)
+        engine.actor, config, text, num_prompt_tokens=num_prompt_tokens, max_kv_tokens=max_kv_tokens
     )
-    score_s = await time_scoring(roles.scorer, run.first_batch)
-    num_places = await count_places(roles.scorer, run.first_batch, alone_s=score_s.mean.mean)
+    score_s = await time_scoring(roles.scorer, first_batch)
+    num_places = await count_places(roles.scorer, first_batch, alone_s=score_s.mean.mean)
     await _time_steps(decoding, training, console)
     call_s = await _time_calls(roles, engine.actor)
     await _time_steps(decoding, training, console)
-    steps = training.times()
     console.end_phase()
     if (share := others.share()) > MAX_OTHER_LOAD:
         console.message(
             f"other processes took {share:.0%} of this machine's cores meanwhile: without them, all times "
             "would be shorter"
         )
-    setup = _setup(prepared, roles, (await engine.actor.stats.call_one()).kv_block_tokens)
-    environment = environment_times(run.everything)
+    stats = await engine.actor.stats.call_one()
+    environment = environment_times(sampled)
     num_turns = 1.0 if environment is None else environment.num_turns.mean.mean
     profile = Profile(
         origin=Origin.MEASURED,
         measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
         hardware=this_machine(),
-        setup=setup,
+        setup=Setup.of(config, kv_block_tokens=stats.kv_block_tokens),
         cores=Cores(
             # What computes on a GPU keeps a core busy only with waiting for it.
-            trainer=0.0 if has_gpus else steps.cores,
+            trainer=0.0 if has_gpus else training.cores(),
             generator=0.0 if has_gpus else engine_cores,
             scorer=loops.score_s / score_s.mean.mean,
         ),
         decode=decoding.points(),
         prefill_tokens_per_s=prefill,
-        train=steps.points,
+        train=training.points(),
         between_steps_s=loops.between_s,
         call_s=call_s,
-        weights=steps.weights,
+        weights=training.weights(),
         score_s=score_s,
         score_places=max(config.scorer.num_workers, num_places // config.scorer.num_replicas),
-        controller_s=Estimate.of([run.controller_s]),
-        loops_s=Estimate.of([loops.rest_s(controller_s=run.controller_s)]),
-        step_rest_s=Estimate.stated(0.0),
+        controller_s=Estimate.of([controller_s]),
+        loops_s=Estimate.of([max(0.0, loops.response_s - controller_s)]),
         response_s=Estimate.of([loops.handing_over_s / num_turns]),
         lengths=lengths,
-        filtered_share=_filtered_share(config, run.everything),
+        filtered_share=_filtered_share(config, sampled),
         environment=environment,
         start_s=Estimate.of([start_s]),
     )
-    if not has_gpus:
-        found_s = _step_rest_s(profile, limits, loops)
-        profile = profile.model_copy(update={"step_rest_s": Estimate.of([found_s])})
     _compare(prepared, loops, profile, console)
     return profile
 
@@ -298,34 +286,19 @@ async def _time_steps(decoding: DecodeTimer, training: StepTimer, console: StepC
     await training.round(console.part_done)
 
 
-async def _sample(batches: RunBatches, console: StepConsole) -> _SampledRun:
-    """Sample and score batches of the run's data until their lengths are known."""
-    console.phase("sampling groups until their lengths are known")
-    controller_start_s = time.process_time()
-    known = await batches.until_known()
-    everything = list(itertools.chain.from_iterable(known))
-    num_responses = sum(len(one.group.rollouts) for one in everything)
-    return _SampledRun(
-        first_batch=known[0],
-        everything=everything,
-        controller_s=(time.process_time() - controller_start_s) / num_responses,
-    )
+async def _sample(prepared: Prepared, roles: Roles) -> list[list[Sampled]]:
+    """Sample and score batches of the run's data until their lengths are known. Only the first one keeps its
+    arrays."""
+    config = prepared.config
+    batches = batches_of(prepared.train, groups_per_step=config.algorithm.groups_per_step, seed=config.seed)
 
+    async def sample() -> list[Sampled]:
+        return await sample_groups(roles.groups, roles.scorer, next(batches), seed=config.seed)
 
-def _step_rest_s(profile: Profile, limits: EngineLimits, loops: LoopTimes) -> float:
-    """Return ``Profile.step_rest_s`` by what engines computed in the steps of the loops."""
-    cost = engine_cost(
-        profile,
-        max_num_seqs=limits.max_num_seqs,
-        max_kv_tokens=limits.max_kv_tokens,
-        shares_prefixes=False,
-    )
-    num_responses = sum(len(group.rollouts) for batch in loops.batches for group in batch)
-    num_replicas = profile.setup.num_replicas
-    # Simulated apart: ``Profile.weights`` has it.
-    fetching_s = min(1.0, profile.cores.generator) * profile.weights.fetch_s.mean.mean * num_replicas
-    response_s = loops.engines_s - len(loops.batches) * fetching_s / num_responses
-    return step_rest_s(loops.batches, cost, num_replicas=num_replicas, response_s=response_s)
+    async def free(sampled: Sequence[Sampled]) -> None:
+        await roles.generators.free_payloads(rollout for one in sampled for rollout in one.group.rollouts)
+
+    return await sample_until_known(sample, free)
 
 
 def _compare(prepared: Prepared, loops: LoopTimes, profile: Profile, console: StepConsole) -> None:
@@ -350,35 +323,6 @@ def _text(prepared: Prepared, console: StepConsole) -> tuple[int, ...]:
         console.message("prompts have no text of their own: engines are timed with random tokens")
         found = np.random.default_rng(0).integers(0, prepared.facts.vocab_size, TEXT_TOKENS).tolist()
     return tuple(found)
-
-
-def _setup(prepared: Prepared, roles: Roles, kv_block_tokens: int) -> Setup:
-    config = prepared.config
-    return Setup(
-        model=config.model.path,
-        num_trainer_procs=config.trainer.parallel.num_procs,
-        num_data_ranks=roles.trainer.num_data_ranks,
-        trainer_dtype=config.trainer.dtype,
-        num_replicas=config.generator.num_replicas,
-        tensor_parallel=config.generator.tensor_parallel,
-        generator_dtype=config.generator.dtype,
-        kv_block_tokens=kv_block_tokens,
-    )
-
-
-def _limits(prepared: Prepared) -> EngineLimits:
-    config = prepared.config
-    num_kv_bytes = int(config.generator.kv_cache_gib * 2**30)
-    return EngineLimits(
-        max_num_seqs=config.generator.max_num_seqs,
-        max_context_length=config.model.max_context_length,
-        max_kv_tokens=num_kv_bytes // kv_bytes_per_token(config, prepared.facts),
-        max_num_batched_tokens=config.generator.max_num_batched_tokens,
-    )
-
-
-def _pids(procs: Sequence[ProcEntry], role: str) -> list[int]:
-    return [one.pid for one in procs if one.role == role]
 
 
 def _filtered_share(config: RunConfig, sampled: Sequence[Sampled]) -> float:

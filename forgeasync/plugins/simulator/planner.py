@@ -43,11 +43,15 @@ class Split:
     def tokens_per_s(self) -> float:
         return self.prediction.trained_tokens_per_s
 
+    @property
+    def order(self) -> tuple[float, float, int]:
+        """What is less in a better split: throughput with a minus, age of the data, GPUs."""
+        return -self.tokens_per_s, self.prediction.mean_age, self.num_gpus
+
     def is_beaten_by(self, other: "Split") -> bool:
         """Whether another split is no worse in throughput, age and GPUs, and better in one of them."""
-        mine = (-self.tokens_per_s, self.prediction.mean_age, self.num_gpus)
-        others = (-other.tokens_per_s, other.prediction.mean_age, other.num_gpus)
-        return others != mine and all(one <= own for one, own in zip(others, mine, strict=True))
+        pairs = zip(other.order, self.order, strict=True)
+        return other.order != self.order and all(one <= own for one, own in pairs)
 
     def overrides(self) -> str:
         """Return its settings as on the command line."""
@@ -104,7 +108,7 @@ def plan_splits(
         words = f"; the last one: {refusals[-1]}" if refusals else ""
         remedy = f"must be more: none of {len(refusals)} splits is legal and fits into memory{words}"
         raise ConfigError([Problem(field="--gpus", value=num_gpus, remedy=remedy)])
-    splits.sort(key=lambda one: (-one.tokens_per_s, one.prediction.mean_age, one.num_gpus))
+    splits.sort(key=lambda one: one.order)
     chosen = choose(splits)
     return SplitPlan(
         splits=tuple(splits),

@@ -21,6 +21,7 @@ from typing import Annotated, Final, Literal, Self
 import numpy as np
 from pydantic import Field, ValidationError, model_validator
 
+from forgeasync.config import RunConfig
 from forgeasync.schema import MAX_COUNT, ConfigError, Count, CountOrZero, Problem, Procs, Section
 
 MAX_NUMBER = 1e18
@@ -35,7 +36,7 @@ _NORMAL_95 = 1.959964
 class Estimate(Section):
     """A mean with its 95 % confidence interval.
 
-    A stated figure has ``num_samples: 0``, and the interval that its source allows.
+    A stated figure has ``num_samples: 0``, and is its own interval.
     """
 
     mean: Number
@@ -80,9 +81,14 @@ class Estimate(Section):
         return cls(mean=median, low=max(0.0, median - half), high=median + half, num_samples=mean.num_samples)
 
     @classmethod
-    def stated(cls, value: float, *, error: float = 0.0) -> Self:
-        """Return a figure that was not measured, which may be off by the share ``error``."""
-        return cls(mean=value, low=value * max(0.0, 1.0 - error), high=value * (1.0 + error), num_samples=0)
+    def stated(cls, value: float) -> Self:
+        """Return a figure that was not measured."""
+        return cls(mean=value, low=value, high=value, num_samples=0)
+
+    def scaled(self, factor: float) -> Self:
+        """Return this figure, multiplied."""
+        values = {name: factor * getattr(self, name) for name in ("mean", "low", "high")}
+        return self.model_copy(update=values)
 
 
 class Distribution(Section):
@@ -123,15 +129,10 @@ class Distribution(Section):
         """Return the quantile of a probability in [0, 1], linear between the known ones."""
         return _between(self.quantiles, probability)
 
-    def share_below(self, value: float) -> float:
-        """Return the probability of less than ``value``, which is the inverse of ``at``."""
-        index = bisect.bisect_left(self.quantiles, value)
-        if index == 0:
-            return 0.0
-        if index == len(self.quantiles):
-            return 1.0
-        low, high = self.quantiles[index - 1], self.quantiles[index]
-        return (index - 1 + (value - low) / (high - low)) / (len(self.quantiles) - 1)
+    def scaled(self, factor: float) -> Self:
+        """Return the distribution of what is multiplied."""
+        quantiles = tuple(factor * value for value in self.quantiles)
+        return self.model_copy(update={"mean": self.mean.scaled(factor), "quantiles": quantiles})
 
 
 def _between(ordered: Sequence[float], probability: float) -> float:
@@ -144,7 +145,7 @@ def _between(ordered: Sequence[float], probability: float) -> float:
     return min(low + (high - low) * (place - index), high)
 
 
-FORMAT_VERSION: Final = 9
+FORMAT_VERSION: Final = 10
 
 Text = Annotated[str, Field(max_length=1000)]
 
@@ -182,6 +183,21 @@ class Setup(Section):
     generator_dtype: Text
     kv_block_tokens: Count
     """Tokens in a block of an engine's KV cache. Responses share whole blocks of their prompt only."""
+
+    @classmethod
+    def of(cls, config: RunConfig, *, kv_block_tokens: int) -> Self:
+        """Return the settings of a config; a config does not have the size of a block."""
+        parallel = config.trainer.parallel
+        return cls(
+            model=config.model.path,
+            num_trainer_procs=parallel.num_procs,
+            num_data_ranks=parallel.data_shard * parallel.data_replicate,
+            trainer_dtype=config.trainer.dtype,
+            num_replicas=config.generator.num_replicas,
+            tensor_parallel=config.generator.tensor_parallel,
+            generator_dtype=config.generator.dtype,
+            kv_block_tokens=kv_block_tokens,
+        )
 
 
 class Cores(Section):
@@ -255,7 +271,7 @@ class WeightTimes(Section):
 class Profile(Section):
     """How long each part of a run takes."""
 
-    format_version: Literal[9] = FORMAT_VERSION
+    format_version: Literal[10] = FORMAT_VERSION
     origin: Origin
     sources: tuple[Text, ...] = ()
     """Where stated figures come from."""
@@ -285,9 +301,6 @@ class Profile(Section):
     loops_s: Estimate
     """Processor seconds of controller and buffer for one response besides ``controller_s``: batches, records,
     metrics. No response waits for this, but it takes cores."""
-    step_rest_s: Estimate
-    """Processor seconds of an engine for one decode step besides ``decode``, for requests that arrive
-    meanwhile. 0 on a GPU, where a process that computes cannot be told from one that waits."""
     response_s: Estimate
     """Processor seconds of an engine for one response, or one turn of an episode, besides steps and prompts:
     its arrays and records, in a thread of their own."""
@@ -415,6 +428,11 @@ def fit_not_negative(terms: np.ndarray, values: np.ndarray) -> list[float]:
                 best = np.zeros(num_terms)
                 best[list(chosen)] = solution
     return [float(one) for one in best]
+
+
+def powers_of_two(highest: int) -> list[int]:
+    """Return 1, 2, 4, ... below ``highest``, and ``highest``."""
+    return [*(2**power for power in range((highest - 1).bit_length())), highest]
 
 
 class DecodeTable:

@@ -9,18 +9,17 @@ modelled.
 import functools
 import gc
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from forgeasync.buffer import Batch, DropReason, ReplayBuffer, Start
 from forgeasync.config import Interruption, ScorerSection
 from forgeasync.plugins.simulator.clock import Clock, Thread
-from forgeasync.plugins.simulator.engine import engine_cost
 from forgeasync.plugins.simulator.generators import Generators, Serving
 from forgeasync.plugins.simulator.groups import Draws, SimulatedGroup
 from forgeasync.plugins.simulator.profile import Profile, TrainTable
-from forgeasync.plugins.simulator.shape import GroupCounts, Prediction, SimulatedRun, SimulatedStep
-from forgeasync.rollouts import Group, GroupProgress, PayloadBudget, largest_excess, padded_length, plan_rows
+from forgeasync.plugins.simulator.shape import Prediction, SimulatedRun, SimulatedStep
+from forgeasync.rollouts import Group, PayloadBudget, StoredBranch, largest_excess, padded_length, plan_rows
 from forgeasync.scoring import Assignment, Dispatcher
 
 
@@ -54,13 +53,6 @@ class RunSimulation:
         self._profile = profile
         self.clock = Clock(profile.hardware.num_cores * run.num_generator_hosts)
         self._draws = Draws(run, profile)
-        cost = engine_cost(
-            profile,
-            max_num_seqs=run.max_num_seqs,
-            max_kv_tokens=run.max_kv_tokens,
-            shares_prefixes=run.weights.prefix_cache_across_versions,
-        )
-        self._decode = cost.decode
         self.buffer = ReplayBuffer(
             groups_per_step=run.groups_per_step,
             group_size=run.group_size,
@@ -70,14 +62,7 @@ class RunSimulation:
             accounting=run.accounting,
         )
         self._payloads = _payload_budget(run)
-        self.generators = Generators(
-            run,
-            cost,
-            self.clock,
-            self._draws,
-            call_s=profile.call_s,
-            on_response=self._response_ended,
-        )
+        self.generators = Generators(run, profile, self.clock, self._draws, on_response=self._response_ended)
         self._controller, self._loops = Thread(self.clock), Thread(self.clock)
         """The controller, and what controller and buffer do that no response waits for."""
         self._scorers = Scorers(
@@ -88,27 +73,13 @@ class RunSimulation:
             num_places=profile.score_places,
         )
         self._serving = Serving(
-            run.weights,
-            profile.weights,
+            run,
+            profile,
             self.generators,
             self.clock,
             self._draws,
-            num_hosts=run.num_generator_hosts,
-            cores=profile.cores,
-            on_progress=self._progressed,
+            on_progress=self.buffer.progressed,
             on_served=self._served,
-        )
-        self._training = Training(
-            run,
-            profile,
-            self.clock,
-            self._draws,
-            take=self.buffer.take,
-            commit=self._commit,
-            publish=self._serving.publish,
-            busy_s=lambda: self.generators.busy_s,
-            # The next batch makes room for groups.
-            on_ended=self._go_on,
         )
         self._groups: dict[int, SimulatedGroup] = {}
         """Groups in flight."""
@@ -116,28 +87,28 @@ class RunSimulation:
         """A group that waits for memory."""
         self._held: list[Group] = []
         """Trained groups whose arrays the trainer may have to read again."""
-        self._counts = GroupCounts()
         self._is_going_on = False
+        self._step_times = TrainTable(profile.train)
+        self._time_share, self._trainer_cores = _trainer_cost(profile, num_data_ranks=run.num_data_ranks)
+        self._is_training = False
+        self._version = 0
+        self._steps: list[SimulatedStep] = []
 
     def simulate(self) -> Prediction:
         """Play the run."""
         for _ in range(self._run.groups_per_step):
             self.buffer.submit(self._draws.order.next())
         self._go_on()
-        while not self._training.is_over:
+        while len(self._steps) < self._run.num_steps:
             has_gone_on = self.clock.step()
             assert has_gone_on, "nothing will ever happen again"
         return Prediction(
-            steps=tuple(self._training.steps),
+            steps=tuple(self._steps),
             steady_steps=self._run.steady_steps,
             num_replicas=self._run.num_replicas,
-            counts=self._counts,
-            num_in_flight=self.buffer.num_in_flight,
-            num_complete=self.buffer.num_complete,
-            num_dropped={reason.value: num for reason, num in self.buffer.num_dropped.items() if num},
             num_preempted=self.generators.num_preempted,
-            num_beyond_decode=self._decode.num_beyond,
-            largest_train_error=TrainTable(self._profile.train).largest_error,
+            num_beyond_decode=self.generators.cost.decode.num_beyond,
+            largest_train_error=self._step_times.largest_error,
         )
 
     def _go_on(self) -> None:
@@ -146,7 +117,7 @@ class RunSimulation:
             # The call that is going on sees what has changed.
             return
         self._is_going_on = True
-        self._training.go_on()
+        self._train()
         while self._start_one():
             pass
         self._is_going_on = False
@@ -159,19 +130,17 @@ class RunSimulation:
                 return False
             for _ in range(self.buffer.num_wanted):
                 self.buffer.submit(self._draws.order.next())
-            self._counts.started(start.group_id, self.clock.now_s)
-        self._refused = None
-        if not self._payloads.reserve(start.group_id, self._run.largest_group_bytes):
-            # Those that come later must not overtake it.
-            self._refused = start
+        # Those that come later must not overtake one that is refused.
+        is_refused = not self._payloads.reserve(start.group_id, self._run.largest_group_bytes)
+        self._refused = start if is_refused else None
+        if is_refused:
             return False
-        rollouts = self._draws.group(start.task, start.draw_id)
-        group = SimulatedGroup(start, rollouts, self.clock.now_s)
+        group = SimulatedGroup(start, self._draws.group(start.task, start.draw_id))
         self._groups[start.group_id] = group
         self.generators.sample(group)
         return True
 
-    # ---- events
+    # ---- groups
 
     def _response_ended(self, group: SimulatedGroup, index: int) -> None:
         is_whole = group.num_finished == self._run.group_size
@@ -190,7 +159,7 @@ class RunSimulation:
             self._sampled(group)
 
     def _sampled(self, group: SimulatedGroup) -> None:
-        stored = group.stored(generator_rank=0)
+        stored = group.stored()
         if not self._payloads.settle(group.group_id, self._num_bytes(group)):
             self._scorers.forget(group)
             self._give_up(group, DropReason.OVERSIZED)
@@ -201,33 +170,100 @@ class RunSimulation:
         else:
             self._scorers.group_ended(group)
 
+    def _num_bytes(self, group: SimulatedGroup) -> int:
+        """What its arrays take: as much of a reservation as its tokens are of the most that it can have."""
+        longest = max(1, self._run.longest_group_tokens)
+        return round(self._run.largest_group_bytes * min(1.0, group.num_tokens / longest))
+
     def _scored(self, group: SimulatedGroup) -> None:
         if self._draws.is_filtered(group.start.draw_id):
             self._give_up(group, DropReason.FILTERED)
             return
-        group.is_ended = True
-        del self._groups[group.group_id]
-        group.sequences.clear()
+        self._end(group)
         size = self._run.group_size
-        self._counts.ended(group.group_id, self.clock.now_s)
         for lost in self.buffer.scored(group.group_id, [0.0] * size, range(size)):
             self._payloads.release(lost.group_id)
         self._go_on()
 
     def _give_up(self, group: SimulatedGroup, reason: DropReason) -> None:
+        self._end(group)
+        self._payloads.release(group.group_id)
+        self.buffer.failed(group.group_id, reason)
+        self._go_on()
+
+    def _end(self, group: SimulatedGroup) -> None:
         group.is_ended = True
         del self._groups[group.group_id]
         group.sequences.clear()
-        self._payloads.release(group.group_id)
-        self._counts.ended(group.group_id, self.clock.now_s)
-        self.buffer.failed(group.group_id, reason)
-        self._go_on()
+
+    def _cancel(self, group_id: int) -> None:
+        """Give up a group that is sampled; one that waits for its scores goes on."""
+        group = self._groups.get(group_id)
+        if group is None or group.num_finished == self._run.group_size:
+            return
+        self.generators.cancel(group)
+        self._scorers.forget(group)
+        self._give_up(group, DropReason.CANCELLED)
+
+    # ---- steps
+
+    def _train(self) -> None:
+        """Train on the next batch if training waits for one and there is one."""
+        if self._is_training or self._version == self._run.num_steps:
+            return
+        batch = self.buffer.take()
+        if batch is None:
+            return
+        self._is_training = True
+        asked_s = self._steps[-1].end_s if self._steps else 0.0
+        begin_s = self.clock.now_s
+        wait_s = begin_s - asked_s
+
+        def trained() -> None:
+            train_s = self.clock.now_s - begin_s
+            ages = _ages(batch)
+            self._commit(batch, wait_s / (wait_s + train_s))
+            self._version += 1
+            self._serving.publish(self._version, lambda: published(train_s, ages))
+
+        def published(train_s: float, ages: Counter[int]) -> None:
+            publish_s = self.clock.now_s - begin_s - train_s
+            between_s = self._draws.time_s(self._profile.between_steps_s)
+            self.clock.wall.after(between_s, lambda: ended(train_s, publish_s, ages))
+
+        def ended(train_s: float, publish_s: float, ages: Counter[int]) -> None:
+            self._steps.append(
+                SimulatedStep(
+                    begin_s=asked_s,
+                    end_s=self.clock.now_s,
+                    wait_s=wait_s,
+                    train_s=train_s,
+                    publish_s=publish_s,
+                    num_trained_tokens=ages.total(),
+                    ages=tuple(sorted(ages.items())),
+                    generators_busy_s=self.generators.busy_s,
+                )
+            )
+            self._is_training = False
+            # The next batch makes room for groups.
+            self._go_on()
+
+        self.clock.compute(self._work_s(batch), self._trainer_cores, trained)
+
+    def _work_s(self, batch: Batch) -> float:
+        """Return how long the batch's optimizer steps take."""
+        steps = step_sizes(
+            [[branch.num_tokens for branch in _branches([group])] for group in batch.groups],
+            steps_per_batch=self._run.steps_per_batch,
+            tokens_per_row=self._run.tokens_per_row,
+            num_ranks=self._run.num_data_ranks,
+        )
+        return sum(self._time_share * self._step_times.step_s(*step) for step in steps)
 
     def _commit(self, batch: Batch, trainer_wait_share: float) -> None:
         committed = self.buffer.committed(trainer_wait_share=trainer_wait_share)
         # Nobody keeps a ledger of this run.
         self.buffer.events.take()
-        self._counts.num_trained += len(batch.groups)
         self._held += batch.groups
         for group in committed.lost:
             self._payloads.release(group.group_id)
@@ -240,27 +276,60 @@ class RunSimulation:
                 self._cancel(group_id)
         self._go_on()
 
-    def _cancel(self, group_id: int) -> None:
-        """Give up a group that is sampled; one that waits for its scores goes on."""
-        group = self._groups.get(group_id)
-        if group is None or group.num_finished == self._run.group_size:
-            return
-        self.generators.cancel(group)
-        self._scorers.forget(group)
-        self._give_up(group, DropReason.CANCELLED)
-
-    def _progressed(self, groups: list[GroupProgress]) -> None:
-        for progress in groups:
-            self.buffer.progressed(progress)
-
     def _served(self, version: int) -> None:
         self.buffer.set_served_version(version)
         self._go_on()
 
-    def _num_bytes(self, group: SimulatedGroup) -> int:
-        """What its arrays take: as much of a reservation as its tokens are of the most that it can have."""
-        longest = max(1, self._run.longest_group_tokens)
-        return round(self._run.largest_group_bytes * min(1.0, group.num_tokens / longest))
+
+def packed_size(lengths: Sequence[int], *, tokens_per_row: int, num_ranks: int) -> tuple[int, int]:
+    """Return the rows of each data rank, and the tokens of the longest row of each microbatch, added up."""
+    plan = plan_rows(lengths, tokens_per_row=tokens_per_row, num_ranks=num_ranks)
+    longest = (max(padded_length(sum(lengths[one] for one in row)) for row in rows) for rows in plan)
+    return len(plan), sum(longest)
+
+
+def step_sizes(
+    groups: Sequence[Sequence[int]], *, steps_per_batch: int, tokens_per_row: int, num_ranks: int
+) -> list[tuple[int, int]]:
+    """Return the ``packed_size`` of each optimizer step of a batch whose groups have sequences of these
+    lengths."""
+    size = len(groups) // steps_per_batch
+    return [
+        packed_size(
+            [length for group in groups[start : start + size] for length in group],
+            tokens_per_row=tokens_per_row,
+            num_ranks=num_ranks,
+        )
+        for start in range(0, len(groups), size)
+    ]
+
+
+def _branches(groups: Iterable[Group]) -> Iterator[StoredBranch]:
+    return (branch for group in groups for rollout in group.rollouts for branch in rollout.branches)
+
+
+def _ages(batch: Batch) -> Counter[int]:
+    ages: Counter[int] = Counter()
+    for branch in _branches(batch.groups):
+        for span in branch.version_spans:
+            ages[batch.trainer_version - span.version] += span.end - span.start
+    return ages
+
+
+def _trainer_cost(profile: Profile, *, num_data_ranks: int) -> tuple[float, float]:
+    """Return what a step takes, as a multiple of the measured trainer's, and the cores of all ranks together.
+
+    A run may have more data ranks than the trainer that was measured, or fewer. Each is as many processes as
+    in the profile. Several processes wait for each other in every step, and keep no core busy meanwhile. One
+    that is alone waits for nobody: it takes the time for which one of them computes. What it saves by
+    exchanging nothing is not known. On GPUs, neither is known.
+    """
+    setup, cores = profile.setup, profile.cores
+    of_each = cores.trainer / setup.num_data_ranks
+    becomes_one_process = num_data_ranks == 1 < setup.num_trainer_procs == setup.num_data_ranks
+    if not becomes_one_process or not of_each:
+        return 1.0, of_each * num_data_ranks
+    return min(1.0, of_each), max(1.0, of_each)
 
 
 def _payload_budget(run: SimulatedRun) -> PayloadBudget:
@@ -301,8 +370,8 @@ class Scorers:
         self._queues: list[deque[Assignment]] = [deque() for _ in range(section.num_replicas)]
         self._responses: dict[int, tuple[SimulatedGroup, float]] = {}
         """The group of each item, and how long scoring it takes."""
-        self._groups_left = section.max_concurrent
-        """Finished groups that may still be waited for."""
+        self._max_groups = section.max_concurrent
+        """Most finished groups that are waited for at once."""
         self._finished: deque[SimulatedGroup] = deque()
         self._waited_for: set[int] = set()
         self._unsubmitted: deque[SimulatedGroup] = deque()
@@ -335,8 +404,7 @@ class Scorers:
         return True
 
     def _wait_for_more(self) -> None:
-        while self._finished and self._groups_left:
-            self._groups_left -= 1
+        while self._finished and len(self._waited_for) < self._max_groups:
             group = self._finished.popleft()
             self._waited_for.add(group.group_id)
             if group.unsubmitted:
@@ -346,7 +414,6 @@ class Scorers:
     def _end_if_scored(self, group: SimulatedGroup) -> None:
         if group.group_id in self._waited_for and group.num_scored == len(group.sequences):
             self._waited_for.remove(group.group_id)
-            self._groups_left += 1
             self._on_scored(group)
 
     def _go_on(self) -> None:
@@ -387,139 +454,3 @@ class Scorers:
             self._end_if_scored(group)
         self._wait_for_more()
         self._go_on()
-
-
-def _trainer_cost(profile: Profile, *, num_data_ranks: int) -> tuple[float, float]:
-    """Return what a step takes, as a multiple of the measured trainer's, and the cores of all ranks together.
-
-    Each data rank is as many processes as in the profile. Several processes wait for each other in every
-    step, and keep no core busy meanwhile. One that is alone waits for nobody: it takes the time for which one
-    of them computes. What it saves by exchanging nothing is not known. On GPUs, neither is known.
-    """
-    setup, cores = profile.setup, profile.cores
-    of_each = cores.trainer / setup.num_data_ranks
-    becomes_one_process = num_data_ranks == 1 < setup.num_trainer_procs == setup.num_data_ranks
-    if not becomes_one_process or not of_each:
-        return 1.0, of_each * num_data_ranks
-    return min(1.0, of_each), max(1.0, of_each)
-
-
-class Training:
-    """Makes steps as batches come.
-
-    ``take`` asks the buffer for a batch, ``commit`` tells it of a trained one with the share of its time that
-    the trainer has waited, and ``publish`` publishes a version.
-    """
-
-    def __init__(
-        self,
-        run: SimulatedRun,
-        profile: Profile,
-        clock: Clock,
-        draws: Draws,
-        *,
-        take: Callable[[], Batch | None],
-        commit: Callable[[Batch, float], None],
-        publish: Callable[[int, Callable[[], None]], None],
-        busy_s: Callable[[], float],
-        on_ended: Callable[[], None],
-    ) -> None:
-        self._run = run
-        self._table = TrainTable(profile.train)
-        # A split may have more ranks than the trainer that was measured, or fewer.
-        self._time_share, self._cores = _trainer_cost(profile, num_data_ranks=run.num_data_ranks)
-        self._between_s = profile.between_steps_s
-        self._clock = clock
-        self._draws = draws
-        self._take = take
-        self._commit = commit
-        self._publish = publish
-        self._busy_s = busy_s
-        self._on_ended = on_ended
-        self._is_idle = True
-        self._begin_s = 0.0
-        self.version = 0
-        self.steps: list[SimulatedStep] = []
-
-    @property
-    def is_over(self) -> bool:
-        return len(self.steps) == self._run.num_steps
-
-    def go_on(self) -> None:
-        """Train on the next batch if training waits for one and there is one."""
-        if not self._is_idle or self.version == self._run.num_steps:
-            return
-        batch = self._take()
-        if batch is None:
-            return
-        self._is_idle = False
-        wait_s = self._clock.now_s - self._begin_s
-        num_rows, num_tokens, work_s = self._work(batch)
-        begin_s = self._clock.now_s
-
-        def trained() -> None:
-            train_s = self._clock.now_s - begin_s
-            ages = _ages(batch)
-            self._commit(batch, wait_s / (wait_s + train_s))
-            self.version += 1
-            self._publish(self.version, lambda: published(train_s, ages))
-
-        def published(train_s: float, ages: Counter[int]) -> None:
-            publish_s = self._clock.now_s - begin_s - train_s
-            self._clock.wall.after(
-                self._draws.time_s(self._between_s), lambda: ended(train_s, publish_s, ages)
-            )
-
-        def ended(train_s: float, publish_s: float, ages: Counter[int]) -> None:
-            self.steps.append(
-                SimulatedStep(
-                    begin_s=self._begin_s,
-                    end_s=self._clock.now_s,
-                    wait_s=wait_s,
-                    train_s=train_s,
-                    publish_s=publish_s,
-                    num_trained_tokens=ages.total(),
-                    num_rows=num_rows,
-                    num_tokens=num_tokens,
-                    ages=tuple(sorted(ages.items())),
-                    generators_busy_s=self._busy_s(),
-                )
-            )
-            self._begin_s = self._clock.now_s
-            self._is_idle = True
-            self._on_ended()
-
-        self._clock.compute(work_s, self._cores, trained)
-
-    def _work(self, batch: Batch) -> tuple[int, int, float]:
-        """Return rows and tokens of the slowest data rank, and how long the batch's optimizer steps take."""
-        num_rows = num_tokens = 0
-        work_s = 0.0
-        size = len(batch.groups) // self._run.steps_per_batch
-        for start in range(0, len(batch.groups), size):
-            lengths = [
-                branch.num_tokens
-                for group in batch.groups[start : start + size]
-                for rollout in group.rollouts
-                for branch in rollout.branches
-            ]
-            plan = plan_rows(
-                lengths, tokens_per_row=self._run.tokens_per_row, num_ranks=self._run.num_data_ranks
-            )
-            tokens = sum(
-                max(padded_length(sum(lengths[one] for one in row)) for row in rows) for rows in plan
-            )
-            work_s += self._time_share * self._table.step_s(len(plan), tokens)
-            num_rows += len(plan)
-            num_tokens += tokens
-        return num_rows, num_tokens, work_s
-
-
-def _ages(batch: Batch) -> Counter[int]:
-    ages: Counter[int] = Counter()
-    for group in batch.groups:
-        for rollout in group.rollouts:
-            for branch in rollout.branches:
-                for span in branch.version_spans:
-                    ages[batch.trainer_version - span.version] += span.end - span.start
-    return ages

@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from forgeasync.buffer import Submission
-from forgeasync.controller import Prepared, Roles
 from forgeasync.environments import response_of, sampling_seed, weighted_order
 from forgeasync.plugins.simulator.lengths import fit_lengths, mean_of_groups
 from forgeasync.plugins.simulator.profile import Distribution, EnvironmentTimes, Lengths
@@ -132,9 +131,9 @@ async def time_scoring(scorer: GroupScoring, sampled: Sequence[Sampled]) -> Dist
     num_groups = max(1, NUM_SCORED_ALONE // max(1, len(sampled[0].group.rollouts)))
     every = max(1, len(sampled) // num_groups)
     picked = sampled[::every][:num_groups]
-    for task, rollout in ((one.group.task, rollout) for one in picked for rollout in one.group.rollouts):
+    for task, rollout in _responses(picked):
         start_s = time.perf_counter()
-        await scorer.score(f"a response to task {task.task_id}", task, [response_of(rollout)])
+        await _score(scorer, task, rollout)
         times_s.append(time.perf_counter() - start_s)
     return Distribution.of(times_s)
 
@@ -144,16 +143,18 @@ async def count_places(scorer: GroupScoring, sampled: Sequence[Sampled], *, alon
 
     Scores that are computed run no more at once than there are cores; those that wait for a server do.
     """
-    pairs = [(one.group.task, rollout) for one in sampled for rollout in one.group.rollouts]
-    pairs = pairs[:NUM_SCORED_TOGETHER]
+    pairs = _responses(sampled)[:NUM_SCORED_TOGETHER]
     start_s = time.perf_counter()
-    await asyncio.gather(
-        *(
-            scorer.score(f"a response to task {task.task_id}", task, [response_of(rollout)])
-            for task, rollout in pairs
-        )
-    )
+    await asyncio.gather(*(_score(scorer, task, rollout) for task, rollout in pairs))
     return max(1, round(len(pairs) * alone_s / (time.perf_counter() - start_s)))
+
+
+def _responses(sampled: Sequence[Sampled]) -> list[tuple[Task, StoredRollout]]:
+    return [(one.group.task, rollout) for one in sampled for rollout in one.group.rollouts]
+
+
+async def _score(scorer: GroupScoring, task: Task, rollout: StoredRollout) -> None:
+    await scorer.score(f"a response to task {task.task_id}", task, [response_of(rollout)])
 
 
 def environment_times(sampled: Sequence[Sampled]) -> EnvironmentTimes | None:
@@ -168,7 +169,10 @@ def environment_times(sampled: Sequence[Sampled]) -> EnvironmentTimes | None:
 def lengths_by_source(sampled: Sequence[Sampled]) -> dict[str, Lengths]:
     """Return the lengths of prompts and responses of every sampled source."""
     return {
-        source: fit_lengths([_prompt(group.rollouts[0]) for group in groups], _response_lengths(groups))
+        source: fit_lengths(
+            [float(group.rollouts[0].branches[0].num_prompt_tokens) for group in groups],
+            _response_lengths(groups),
+        )
         for source, groups in _by_source(sampled).items()
     }
 
@@ -184,46 +188,15 @@ def _response_lengths(groups: Sequence[Group]) -> list[list[float]]:
     return [[float(max(1, rollout.num_sampled_tokens)) for rollout in group.rollouts] for group in groups]
 
 
-def _prompt(rollout: StoredRollout) -> float:
-    return float(rollout.branches[0].num_prompt_tokens)
-
-
 FIRST_EXTRA = 500_000
 """Number of the first problem that is sampled out of the run's order."""
 
 
-class RunBatches:
-    """Problems in the run's order, and two more of every source that a batch leaves out.
+def batches_of(tasks: Sequence[Task], *, groups_per_step: int, seed: int) -> Iterator[list[Submission]]:
+    """Yield batches without end: problems in the run's order, and two of each source that a batch lacks.
 
     In a run with one source, they are the run's own first groups, with the run's seeds.
     """
-
-    def __init__(self, prepared: Prepared, roles: Roles) -> None:
-        self._roles = roles
-        self._seed = prepared.config.seed
-        config = prepared.config
-        self._batches = batches_of(
-            prepared.train, groups_per_step=config.algorithm.groups_per_step, seed=config.seed
-        )
-
-    async def until_known(self) -> list[list[Sampled]]:
-        """Sample batches until their lengths are known. Only the first one keeps its arrays.
-
-        Raises:
-            NotProfiled: a batch had no group that could be sampled and scored.
-        """
-        return await sample_until_known(lambda: self._sample(next(self._batches)), self._free)
-
-    async def _sample(self, batch: Sequence[Submission]) -> list[Sampled]:
-        return await sample_groups(self._roles.groups, self._roles.scorer, batch, seed=self._seed)
-
-    async def _free(self, sampled: Sequence[Sampled]) -> None:
-        rollouts = (rollout for one in sampled for rollout in one.group.rollouts)
-        await self._roles.generators.free_payloads(rollouts)
-
-
-def batches_of(tasks: Sequence[Task], *, groups_per_step: int, seed: int) -> Iterator[list[Submission]]:
-    """Yield the batches of ``RunBatches`` without end."""
     by_source: dict[str, list[Task]] = {}
     for task in tasks:
         by_source.setdefault(task.source, []).append(task)

@@ -7,7 +7,7 @@ run and means over them.
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from forgeasync.config import (
     AccountingSection,
@@ -154,10 +154,6 @@ class SimulatedStep:
     """Seconds that training waited to publish."""
     num_trained_tokens: int
     """Response tokens."""
-    num_rows: int
-    """Rows of each data rank."""
-    num_tokens: int
-    """Tokens of the slowest data rank."""
     ages: tuple[tuple[int, int], ...]
     """Number of tokens by age in versions."""
     generators_busy_s: float
@@ -166,28 +162,6 @@ class SimulatedStep:
     @property
     def step_s(self) -> float:
         return self.end_s - self.begin_s
-
-
-@dataclass(slots=True)
-class GroupCounts:
-    """Groups that the simulation has seen begin and end."""
-
-    num_started: int = 0
-    num_ended: int = 0
-    num_trained: int = 0
-    sojourn_s: float = 0.0
-    """Seconds in flight, added up over groups that were scored or given up."""
-    _began_s: dict[int, float] = field(default_factory=dict)
-
-    def started(self, group_id: int, now_s: float) -> None:
-        """Note that a group is in flight."""
-        self.num_started += 1
-        self._began_s[group_id] = now_s
-
-    def ended(self, group_id: int, now_s: float) -> None:
-        """Note that a group was scored or given up."""
-        self.num_ended += 1
-        self.sojourn_s += now_s - self._began_s.pop(group_id)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,12 +173,6 @@ class Prediction:
     steady_steps: range
     """Indexes of the steps that means are over."""
     num_replicas: int
-    counts: GroupCounts
-    num_in_flight: int
-    num_complete: int
-    """Groups that wait to be trained on at the end."""
-    num_dropped: Mapping[str, int]
-    """By reason."""
     num_preempted: int
     num_beyond_decode: int
     """Times of decode steps that were asked for with more sequences than the profile has."""
@@ -215,10 +183,6 @@ class Prediction:
     def steady(self) -> Sequence[SimulatedStep]:
         """The steps that means are over."""
         return self.steps[self.steady_steps.start : self.steady_steps.stop]
-
-    @property
-    def run_s(self) -> float:
-        return self.steps[-1].end_s
 
     @property
     def step_s(self) -> float:
@@ -258,11 +222,6 @@ class Prediction:
     def mean_age(self) -> float:
         ages = self.num_tokens_by_age
         return sum(age * num for age, num in ages.items()) / sum(ages.values())
-
-    @property
-    def largest_age(self) -> int:
-        """Of all steps."""
-        return max(age for step in self.steps for age, _ in step.ages)
 
     def notes(self) -> list[str]:
         """What makes the prediction less certain, in words."""

@@ -6,7 +6,6 @@ speed in the data sheet.
 """
 
 import math
-from dataclasses import dataclass
 from statistics import NormalDist
 
 from forgeasync.config import ActivationCheckpointing, ModelFacts, RunConfig, longest_response, named_sources
@@ -32,6 +31,7 @@ from forgeasync.plugins.simulator.profile import (
     Setup,
     TrainPoint,
     WeightTimes,
+    powers_of_two,
 )
 
 CONTEXTS = (0, 1_024, 4_096, 16_384, 65_536)
@@ -51,44 +51,31 @@ CONTROLLER_S = 0.003
 """The controller's time for a response, measured on an AMD EPYC core with responses of 15 tokens."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StatedGpu:
-    """The speed of a GPU by its data sheet, and the shares of it that are usually reached."""
+GPU = "H100 SXM 80 GB"
+FLOPS_PER_S = 989e12
+"""Dense, in the compute dtype."""
 
-    name: str
-    flops_per_s: float
-    """Dense, in the compute dtype."""
-    bytes_per_s: float
-    decode_efficiency: float
-    """Share of the bandwidth in a decode step."""
-    prefill_efficiency: float
-    """Share of the FLOP/s."""
-    train_efficiency: float
-    """Share of the FLOP/s, communication included: model FLOPs utilization (Chowdhery et al., "PaLM", 2022,
-    appendix B), with recomputed activations counted as work."""
-    step_overhead_s: float
-    """Seconds of a decode step besides reading and computing."""
-    source: str
+DECODE_EFFICIENCY = 0.7
+"""Share of the bandwidth in a decode step."""
 
+PREFILL_EFFICIENCY = 0.4
+"""Share of the FLOP/s."""
 
-H100 = StatedGpu(
-    name="H100 SXM 80 GB",
-    flops_per_s=989e12,
-    bytes_per_s=DEVICE_BYTES_PER_S,
-    decode_efficiency=0.7,
-    prefill_efficiency=0.4,
-    train_efficiency=0.25,
-    step_overhead_s=0.003,
-    source="NVIDIA H100 data sheet: 989 TFLOP/s in bfloat16 without sparsity, 3.35 TB/s; efficiencies "
-    "(decode 70 % of the bandwidth, prefill 40 % and training 25 % of the FLOP/s) and 3 ms a decode step "
-    "are assumed",
+TRAIN_EFFICIENCY = 0.25
+"""Share of the FLOP/s, communication included: model FLOPs utilization (Chowdhery et al., "PaLM", 2022,
+appendix B), with recomputed activations counted as work."""
+
+STEP_OVERHEAD_S = 0.003
+"""Seconds of a decode step besides reading and computing."""
+
+SOURCE = (
+    "NVIDIA H100 data sheet: 989 TFLOP/s in bfloat16 without sparsity, 3.35 TB/s; efficiencies (decode 70 % "
+    "of the bandwidth, prefill 40 % and training 25 % of the FLOP/s) and 3 ms a decode step are assumed"
 )
 
 
-def stated_profile(
-    config: RunConfig, facts: ModelFacts, *, mean_response_tokens: float, gpu: StatedGpu = H100
-) -> Profile:
-    """Return the profile of a checked config on GPUs that were not measured.
+def stated_profile(config: RunConfig, facts: ModelFacts, *, mean_response_tokens: float) -> Profile:
+    """Return the profile of a checked config on H100s that were not measured.
 
     Lengths of responses are lognormal with this mean, cut at the longest response that the config allows.
 
@@ -100,32 +87,23 @@ def stated_profile(
             f"mean_response_tokens = {mean_response_tokens:g} must be from 1 to {longest_response(config)}, "
             "the longest response of the config"
         )
-    counts, parallel = count_parameters(facts), config.trainer.parallel
+    counts = count_parameters(facts)
     seconds = weight_seconds(config, facts)
     active = _active(facts, counts)
-    prefill = config.generator.tensor_parallel * gpu.flops_per_s * gpu.prefill_efficiency / (2 * active)
+    prefill = config.generator.tensor_parallel * FLOPS_PER_S * PREFILL_EFFICIENCY / (2 * active)
     lengths = _lengths(mean_response_tokens, longest_response(config))
     prompt = Distribution.point(
         float(max(1, min(256, config.model.max_context_length - longest_response(config))))
     )
     return Profile(
         origin=Origin.STATED,
-        sources=(gpu.source, "bandwidths of weights: forgeasync/planning/weight_times.py"),
-        hardware=Hardware(host="stated", num_cores=64, cpu="not stated", gpus=(gpu.name,), packages={}),
-        setup=Setup(
-            model=config.model.path,
-            num_trainer_procs=parallel.num_procs,
-            num_data_ranks=parallel.data_shard * parallel.data_replicate,
-            trainer_dtype=config.trainer.dtype,
-            num_replicas=config.generator.num_replicas,
-            kv_block_tokens=KV_BLOCK_TOKENS,
-            tensor_parallel=config.generator.tensor_parallel,
-            generator_dtype=config.generator.dtype,
-        ),
+        sources=(SOURCE, "bandwidths of weights: forgeasync/planning/weight_times.py"),
+        hardware=Hardware(host="stated", num_cores=64, cpu="not stated", gpus=(GPU,), packages={}),
+        setup=Setup.of(config, kv_block_tokens=KV_BLOCK_TOKENS),
         cores=Cores(trainer=0.0, generator=0.0, scorer=0.0),
-        decode=_decode(config, facts, counts, gpu),
+        decode=_decode(config, facts, counts),
         prefill_tokens_per_s=Estimate.stated(prefill),
-        train=_train(config, facts, gpu, num_tokens=prompt.mean.mean + lengths.mean.mean),
+        train=_train(config, facts, num_tokens=prompt.mean.mean + lengths.mean.mean),
         between_steps_s=Distribution.point(BETWEEN_S),
         call_s=Distribution.point(CALL_S),
         weights=WeightTimes(
@@ -138,7 +116,6 @@ def stated_profile(
         score_places=config.scorer.num_workers,
         controller_s=Estimate.stated(CONTROLLER_S),
         loops_s=Estimate.stated(0.0),
-        step_rest_s=Estimate.stated(0.0),
         response_s=Estimate.stated(0.0),
         lengths={
             source.name: Lengths(prompt=prompt, response=lengths, prompt_share=0.5)
@@ -155,43 +132,34 @@ def _active(facts: ModelFacts, counts: ParameterCounts) -> float:
     return counts.split + counts.replicated + counts.experts * facts.top_k / facts.num_experts
 
 
-def _decode(
-    config: RunConfig, facts: ModelFacts, counts: ParameterCounts, gpu: StatedGpu
-) -> tuple[DecodePoint, ...]:
+def _decode(config: RunConfig, facts: ModelFacts, counts: ParameterCounts) -> tuple[DecodePoint, ...]:
     generator = config.generator
     per_rank = generator_parameters_per_rank(config, facts, counts)
     element, tensor = BYTES_PER_ELEMENT[generator.dtype], generator.tensor_parallel
     of_experts = per_rank * counts.experts / counts.total
-    num = 1
-    numbers = []
-    while num < generator.max_num_seqs:
-        numbers.append(num)
-        num *= 2
     points = []
-    for running in (*numbers, generator.max_num_seqs):
+    for running in powers_of_two(generator.max_num_seqs):
         # The share of experts that at least one token is routed to, if the router prefers none.
         touched = 1.0
         if facts.num_experts:
             touched = 1.0 - (1.0 - facts.top_k / facts.num_experts) ** running
         weights = (per_rank - of_experts * (1.0 - touched)) * element
         compute_s = 2 * _active(facts, counts) * running / tensor
-        compute_s /= gpu.flops_per_s * gpu.prefill_efficiency
+        compute_s /= FLOPS_PER_S * PREFILL_EFFICIENCY
         for context in CONTEXTS:
             read = weights + running * context * kv_bytes_per_token(config, facts)
-            read_s = read / (gpu.bytes_per_s * gpu.decode_efficiency)
+            read_s = read / (DEVICE_BYTES_PER_S * DECODE_EFFICIENCY)
             points.append(
                 DecodePoint(
                     num_running=running,
                     num_context_tokens=context,
-                    step_s=Estimate.stated(gpu.step_overhead_s + max(read_s, compute_s)),
+                    step_s=Estimate.stated(STEP_OVERHEAD_S + max(read_s, compute_s)),
                 )
             )
     return tuple(points)
 
 
-def _train(
-    config: RunConfig, facts: ModelFacts, gpu: StatedGpu, *, num_tokens: float
-) -> tuple[TrainPoint, ...]:
+def _train(config: RunConfig, facts: ModelFacts, *, num_tokens: float) -> tuple[TrainPoint, ...]:
     """Return optimizer steps with sequences of ``num_tokens``.
 
     The forward pass takes 2 FLOPs for each parameter and token, and 4 for each layer, dimension of the heads
@@ -204,8 +172,8 @@ def _train(
     passes = 4 if trainer.activation_checkpointing is ActivationCheckpointing.FULL else 3
     procs_per_rank = trainer.parallel.tensor * trainer.parallel.context
     token_s = passes * (2 * _active(facts, counts) + attention)
-    token_s /= procs_per_rank * gpu.flops_per_s * gpu.train_efficiency
-    optimizer_s = OPTIMIZER_BYTES * trainer_parameters_per_rank(config, counts) / gpu.bytes_per_s
+    token_s /= procs_per_rank * FLOPS_PER_S * TRAIN_EFFICIENCY
+    optimizer_s = OPTIMIZER_BYTES * trainer_parameters_per_rank(config, counts) / DEVICE_BYTES_PER_S
     return tuple(
         TrainPoint(
             num_rows=num_rows,

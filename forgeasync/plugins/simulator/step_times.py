@@ -20,14 +20,13 @@ from forgeasync.controller import (
     StepTimes,
 )
 from forgeasync.observability import StepConsole
-from forgeasync.plugins.simulator.engine_times import (
-    ProcessorTime,
-)
+from forgeasync.plugins.simulator.engine_times import ProcessorTime
 from forgeasync.plugins.simulator.profile import Distribution, Estimate, TrainPoint, WeightTimes
+from forgeasync.plugins.simulator.run import packed_size
 from forgeasync.plugins.simulator.sampled_groups import NotProfiled
-from forgeasync.rollouts import Group, Score, padded_length
+from forgeasync.rollouts import Group, Score
 from forgeasync.runtime import GeneratorRouter, ProcessManager, TrainerRecovery
-from forgeasync.trainer import TrainingItem, assign_rows, training_items
+from forgeasync.trainer import assign_rows, training_items
 from forgeasync.weights import NUM_SLOTS
 
 SHARES = (0.25, 0.5, 1.0)
@@ -41,16 +40,6 @@ MORE_ROWS = 4
 them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerTimes:
-    """Times of the trainer."""
-
-    points: tuple[TrainPoint, ...]
-    weights: WeightTimes
-    cores: float
-    """Cores that all of its processes together keep busy while they train."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Case:
     """A step that is timed: its size and how it is packed."""
@@ -59,24 +48,6 @@ class _Case:
     tokens_per_row: int
     num_timed: int
     """Times in a round that it is timed."""
-
-
-class _Measured:
-    """Samples of the times of new weights, in seconds."""
-
-    def __init__(self) -> None:
-        self.wait: list[float] = []
-        self.publish: list[float] = []
-        self.fetch: list[float] = []
-        self.swap: list[float] = []
-
-    def times(self) -> WeightTimes:
-        return WeightTimes(
-            wait_s=Distribution.of(self.wait),
-            publish_s=Distribution.of(self.publish),
-            fetch_s=Distribution.of(self.fetch),
-            swap_s=Distribution.of(self.swap),
-        )
 
 
 class StepTimer:
@@ -106,12 +77,13 @@ class StepTimer:
         self._cases = step_cases(config, groups)
         self._samples: dict[tuple[int, int], list[float]] = defaultdict(list)
         self._cores: list[float] = []
-        self._weights = _Measured()
+        self._weights_s: dict[str, list[float]] = defaultdict(list)
+        """Times of new weights, by the fields of ``WeightTimes``."""
 
     @property
     def num_steps(self) -> int:
         """Steps of a round."""
-        return num_steps_of(self._cases)
+        return sum(1 + case.num_timed for case in self._cases)
 
     async def round(self, on_step: Callable[[], None]) -> None:
         """Make each step once more than it is timed.
@@ -122,37 +94,70 @@ class StepTimer:
         Raises:
             NotProfiled: a version did not arrive.
         """
-        for case, is_timed in _round(self._cases):
-            step = next(self._numbers)
+        config, trainer = self._config, self._trainer
+        for case in self._cases:
             part = self._groups[: case.num_groups]
-            rows = _rows(self._config, self._trainer, part, tokens_per_row=case.tokens_per_row)
-            self._processors.passed_s()
-            start_s = time.perf_counter()
-            await self._trainer.train_items([rows], step=step)
-            step_s = time.perf_counter() - start_s
-            busy_s = self._processors.passed_s()
-            await _serve(self._trainer, self._generators, step, self._weights)
-            on_step()
-            if is_timed:
-                self._samples[size_of(rows)].append(step_s)
-                self._cores.append(busy_s / step_s)
+            items = training_items(part, [1.0] * len(part), config.algorithm)
+            rows = assign_rows(items, tokens_per_row=case.tokens_per_row, num_ranks=trainer.num_data_ranks)
+            size = packed_size(
+                [item.num_tokens for item in items],
+                tokens_per_row=case.tokens_per_row,
+                num_ranks=trainer.num_data_ranks,
+            )
+            for number in range(1 + case.num_timed):
+                step = next(self._numbers)
+                self._processors.passed_s()
+                start_s = time.perf_counter()
+                await trainer.train_items([rows], step=step)
+                step_s = time.perf_counter() - start_s
+                busy_s = self._processors.passed_s()
+                await self._serve(step)
+                on_step()
+                if number:
+                    self._samples[size].append(step_s)
+                    self._cores.append(busy_s / step_s)
 
-    def times(self) -> TrainerTimes:
-        """Return the times, after at least one round."""
-        points = tuple(
+    async def _serve(self, step: int) -> None:
+        """Publish the weights of a step and have all generators take them, as a run does."""
+        begun_s: list[float] = []
+        start_s = time.perf_counter()
+        manifest = await self._trainer.stage_weights(
+            step % NUM_SLOTS, when_begun=lambda: begun_s.append(time.perf_counter())
+        )
+        published_s = time.perf_counter()
+        self._weights_s["wait_s"].append(begun_s[0] - start_s)
+        self._weights_s["publish_s"].append(published_s - begun_s[0])
+        generators = self._generators
+        generators.published(manifest.version)
+        for host in range(generators.num_hosts):
+            fetch_start_s = time.perf_counter()
+            fetched = await generators.begin_update(host, manifest)
+            if fetched is None or not fetched.is_complete:
+                what = f"version {manifest.version} did not arrive at the generators of host {host}"
+                raise NotProfiled(what)
+            swapped = await generators.finish_update(host, manifest.version)
+            pauses_s = [one.report.pause_s for one in swapped]
+            self._weights_s["fetch_s"].append(time.perf_counter() - fetch_start_s - max(pauses_s))
+            self._weights_s["swap_s"] += pauses_s
+            for one in swapped:
+                generators.taken(one.number)
+
+    # ---- results, after at least one round
+
+    def points(self) -> tuple[TrainPoint, ...]:
+        """Return the optimizer steps by their size."""
+        return tuple(
             TrainPoint(num_rows=num_rows, num_tokens=num_tokens, step_s=Estimate.median_of(found))
             for (num_rows, num_tokens), found in self._samples.items()
         )
-        return TrainerTimes(
-            points=points, weights=self._weights.times(), cores=statistics.median(self._cores)
-        )
 
+    def weights(self) -> WeightTimes:
+        """Return the times of new weights."""
+        return WeightTimes(**{field: Distribution.of(found) for field, found in self._weights_s.items()})
 
-def _rows(
-    config: RunConfig, trainer: TrainerRecovery, groups: Sequence[Group], *, tokens_per_row: int
-) -> list[list[list[TrainingItem]]]:
-    items = training_items(groups, [1.0] * len(groups), config.algorithm)
-    return assign_rows(items, tokens_per_row=tokens_per_row, num_ranks=trainer.num_data_ranks)
+    def cores(self) -> float:
+        """Return how many cores all processes of the trainer together keep busy while they train."""
+        return statistics.median(self._cores)
 
 
 def step_cases(config: RunConfig, groups: Sequence[Group]) -> list[_Case]:
@@ -168,54 +173,6 @@ def step_cases(config: RunConfig, groups: Sequence[Group]) -> list[_Case]:
         if shorter < min(whole, num_tokens):
             cases.append(_Case(num_groups, shorter, 1))
     return list(dict.fromkeys(cases))
-
-
-def num_steps_of(cases: Sequence[_Case]) -> int:
-    """Return how many steps a round has."""
-    return sum(1 for _ in _round(cases))
-
-
-def _round(cases: Sequence[_Case]) -> Iterator[tuple[_Case, bool]]:
-    """Yield the steps of a round, each with whether it is timed."""
-    for case in cases:
-        yield case, False
-        for _ in range(case.num_timed):
-            yield case, True
-
-
-def size_of(rows: Sequence[Sequence[Sequence[TrainingItem]]]) -> tuple[int, int]:
-    """Return the number of microbatches of a step, and the tokens of the longest row of each, added up.
-
-    ``rows`` has items by data rank and microbatch. Rows are filled up to ``ROW_ALIGNMENT`` tokens.
-    """
-    lengths = [[padded_length(sum(item.num_tokens for item in row)) for row in of_rank] for of_rank in rows]
-    return len(rows[0]), sum(max(of_batch) for of_batch in zip(*lengths, strict=True))
-
-
-async def _serve(
-    trainer: TrainerRecovery, generators: GeneratorRouter, step: int, measured: _Measured
-) -> None:
-    """Publish the weights of a step and have all generators take them, as a run does."""
-    begun_s: list[float] = []
-    start_s = time.perf_counter()
-    manifest = await trainer.stage_weights(
-        step % NUM_SLOTS, when_begun=lambda: begun_s.append(time.perf_counter())
-    )
-    published_s = time.perf_counter()
-    measured.wait.append(begun_s[0] - start_s)
-    measured.publish.append(published_s - begun_s[0])
-    generators.published(manifest.version)
-    for host in range(generators.num_hosts):
-        fetch_start_s = time.perf_counter()
-        fetched = await generators.begin_update(host, manifest)
-        if fetched is None or not fetched.is_complete:
-            raise NotProfiled(f"version {manifest.version} did not arrive at the generators of host {host}")
-        swapped = await generators.finish_update(host, manifest.version)
-        pauses = [one.report.pause_s for one in swapped]
-        measured.fetch.append(time.perf_counter() - fetch_start_s - max(pauses))
-        measured.swap += pauses
-        for one in swapped:
-            generators.taken(one.number)
 
 
 NUM_WARMUP_STEPS = 3
@@ -259,8 +216,6 @@ class LoopTimes:
     """Processor seconds of controller and buffer for each response."""
     score_s: float
     """Processor seconds of all scorers for each response."""
-    engines_s: float
-    """Processor seconds of all engines for each response, without ``handing_over_s``."""
     handing_over_s: float
     """Processor seconds for each response of the engines' threads that take requests and hand over
     responses."""
@@ -268,12 +223,6 @@ class LoopTimes:
     """Seconds that all steps after the first ``NUM_WARMUP_STEPS`` took together, without evaluations."""
     between_s: Distribution
     """Seconds of a step in which training neither waited nor trained nor published."""
-    batches: tuple[tuple[Group, ...], ...]
-    """The groups that these steps trained on."""
-
-    def rest_s(self, *, controller_s: float) -> float:
-        """Processor seconds for each response besides ``controller_s``."""
-        return max(0.0, self.response_s - controller_s)
 
 
 def short_run_of(config: RunConfig) -> RunConfig:
@@ -320,15 +269,11 @@ class Mark:
     """Processor seconds of controller and buffer."""
     scorers_s: float
     """Processor seconds of all scorers."""
-    engines_s: float
-    """Processor seconds of all engines' processes."""
     handing_over_s: float
     """Processor seconds of the engines' threads that hand over responses."""
     num_responses: int
     """Responses that were scored."""
     times: StepTimes
-    groups: tuple[Group, ...]
-    """The groups that the step trained on."""
 
 
 def loop_times(marks: Sequence[Mark]) -> LoopTimes:
@@ -340,15 +285,12 @@ def loop_times(marks: Sequence[Mark]) -> LoopTimes:
         known_s = times.wait_for_batch_s + times.train_s + times.publish_weights_s + times.eval_s
         between_s.append(max(0.0, after.at_s - before.at_s - known_s))
     num_responses = max(1, last.num_responses - first.num_responses)
-    handing_over_s = last.handing_over_s - first.handing_over_s
     return LoopTimes(
         response_s=(last.processor_s - first.processor_s) / num_responses,
         score_s=(last.scorers_s - first.scorers_s) / num_responses,
-        engines_s=max(0.0, last.engines_s - first.engines_s - handing_over_s) / num_responses,
-        handing_over_s=handing_over_s / num_responses,
+        handing_over_s=(last.handing_over_s - first.handing_over_s) / num_responses,
         run_s=last.at_s - first.at_s - sum(mark.times.eval_s for mark in marks[1:]),
         between_s=Distribution.of(between_s),
-        batches=tuple(mark.groups for mark in marks[1:]),
     )
 
 
@@ -361,7 +303,7 @@ class _TimedRecorder(RunRecorder):
         """``pids`` are the processes of each role."""
         super().__init__(prepared.config, files.run_dir, console, None, prompts=prepared.prompts)
         self.marks: list[Mark] = []
-        self._processors = {role: ProcessorTime(pids[role]) for role in ("buffer", "scorer", "generator")}
+        self._processors = {role: ProcessorTime(pids[role]) for role in ("buffer", "scorer")}
         self._passed_s = dict.fromkeys(self._processors, 0.0)
         self._num_responses = 0
 
@@ -379,11 +321,9 @@ class _TimedRecorder(RunRecorder):
                 # Without its children, which are all the other processes.
                 processor_s=time.process_time() + self._passed_s["buffer"],
                 scorers_s=self._passed_s["scorer"],
-                engines_s=self._passed_s["generator"],
                 handing_over_s=sum(engine.handing_over_s for engine in record.engines),
                 num_responses=self._num_responses,
                 times=record.times,
-                groups=record.batch.groups,
             )
         )
 

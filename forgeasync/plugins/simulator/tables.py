@@ -8,63 +8,64 @@ from rich.table import Table
 from forgeasync.plugins.simulator.from_run import ProfiledRun
 from forgeasync.plugins.simulator.planner import Split, SplitPlan
 from forgeasync.plugins.simulator.profile import Distribution, Estimate, Profile
-from forgeasync.plugins.simulator.what_if import WhatIf, what_if
+from forgeasync.plugins.simulator.shape import SimulatedRun
+from forgeasync.plugins.simulator.what_if import what_if
 
 
-def profile_table(profile: Profile) -> Group:
-    """Return the times of a profile, in milliseconds with the half width of their 95 % intervals."""
+def print_profile(profile: Profile, run: SimulatedRun, console: Console, *, steps: str | None = None) -> None:
+    """Print the times of a profile, in milliseconds with the half width of their 95 % intervals, and what
+    single changes would bring to a run.
+
+    ``steps`` is a line about the steps that were measured.
+    """
     hardware = profile.hardware
-    decode = Table(
-        title=f"decode steps on {hardware.num_cores} cores of {', '.join(hardware.gpus) or hardware.cpu}"
-    )
-    for column in ("sequences", "tokens of context", "ms", "tokens/s"):
-        decode.add_column(column, justify="right")
+    decode = _table("sequences", "tokens of context", "ms", "tokens/s")
+    decode.title = f"decode steps on {hardware.num_cores} cores of {', '.join(hardware.gpus) or hardware.cpu}"
     for point in profile.decode:
         rate = point.num_running / point.step_s.mean
         decode.add_row(
             str(point.num_running), str(point.num_context_tokens), _ms(point.step_s), f"{rate:,.0f}"
         )
-    train = Table(title="optimizer steps")
-    for column in ("rows of a rank", "tokens of a rank", "ms", "tokens/s of a rank"):
-        train.add_column(column, justify="right")
+    train = _table("rows of a rank", "tokens of a rank", "ms", "tokens/s of a rank")
+    train.title = "optimizer steps"
     for step in profile.train:
         rate = step.num_tokens / step.step_s.mean
         train.add_row(str(step.num_rows), str(step.num_tokens), _ms(step.step_s), f"{rate:,.0f}")
-    others = Table(title="other times")
-    for column in ("part", "ms", "p5", "p95"):
-        others.add_column(column, justify="left" if column == "part" else "right")
+    others = _table("part", "ms", "p5", "p95", left="part")
+    others.title = "other times"
     for name, times in _distributions(profile):
         others.add_row(name, _ms(times.mean), _number(times.at(0.05)), _number(times.at(0.95)))
-    return Group(decode, train, others, *_facts(profile))
-
-
-def what_if_table(found: WhatIf) -> Group:
-    """Return the prediction of the run, and what single changes would bring."""
+    console.print(Group(decode, train, others, *_facts(profile)))
+    if steps is not None:
+        console.print(steps)
+    found = what_if(run, profile)
     base = found.base
-    words = (
+    console.print(
         f"predicted: {base.step_s:.3g} s a step, {base.trained_tokens_per_s:,.0f} tokens/s trained, "
         f"trainer waits {base.trainer_idle_share:.0%}, generators {base.generators_idle_share:.0%}, "
         f"mean age {base.mean_age:.1f}"
     )
-    table = Table()
-    for column in ("with", "s a step", "saves"):
-        table.add_column(column, justify="left" if column == "with" else "right")
+    changes = _table("with", "s a step", "saves", left="with")
     for gain in found.gains:
-        table.add_row(gain.change.name, f"{gain.after_s:.3g}", f"{gain.share:.0%}")
-    return Group(words, table)
+        changes.add_row(gain.change.name, f"{gain.after_s:.3g}", f"{gain.share:.0%}")
+    console.print(changes)
+    console.print(found.verdict, soft_wrap=True, highlight=False)
 
 
 def print_profiled_run(found: ProfiledRun) -> None:
     """Print the times of a run, its steps in a simulation, and what single changes would bring."""
-    console = Console()
-    console.print(profile_table(found.profile))
-    console.print(
+    steps = (
         f"steps of the run took {found.measured_s:.3g} s each; simulated with this profile "
         f"{found.simulated_s:.3g} s"
     )
-    gains = what_if(found.run, found.profile)
-    console.print(what_if_table(gains))
-    console.print(gains.verdict, soft_wrap=True, highlight=False)
+    print_profile(found.profile, found.run, Console(), steps=steps)
+
+
+def _table(*columns: str, left: str | None = None) -> Table:
+    table = Table()
+    for column in columns:
+        table.add_column(column, justify="left" if column == left else "right")
+    return table
 
 
 def _distributions(profile: Profile) -> Iterator[tuple[str, Distribution]]:
@@ -87,8 +88,7 @@ def _facts(profile: Profile) -> Iterator[str]:
         f"scorer {cores.scorer:.2f}"
     )
     yield (
-        f"an engine's process besides steps and prompts: {1e3 * profile.step_rest_s.mean:.2f} ms a step, "
-        f"{1e3 * profile.response_s.mean:.2f} ms a response"
+        f"an engine's process besides steps and prompts: {1e3 * profile.response_s.mean:.2f} ms a response"
     )
     yield f"a scorer scores {profile.score_places} responses at once"
     yield f"controller: {1e3 * profile.controller_s.mean:.2f} ms of its processor time a response"

@@ -107,10 +107,7 @@ def _runs(runs: Sequence[RunReader]) -> Answer:
             {
                 **status_of(run),
                 "metrics": newest_values(run, keys),
-                "progress": [
-                    {"file": one.file, "read": one.num_read_bytes, "unread": one.num_unread_bytes}
-                    for one in run.progress
-                ],
+                "progress": run.progress,
             }
             for run in runs
         ],
@@ -142,7 +139,7 @@ def _settings(runs: Sequence[RunReader]) -> Answer:
 def _groups(run: RunReader, given: Parameters) -> Answer:
     """A page of the groups, the newest first, and how many there are."""
     lives, clock = run.groups, RunClock(run.groups, run.metrics)
-    rows = lives.rows(
+    found = lives.find(
         fate=given.choice("fate", {one.word: one for one in Fate}),
         reason=given.choice("reason", {one.value: one for one in DropReason}),
         step=given.optional("step"),
@@ -150,8 +147,8 @@ def _groups(run: RunReader, given: Parameters) -> Answer:
     skip = given.number("skip", default=0)
     limit = given.number("limit", default=50, below=MAX_GROUPS + 1)
     return {
-        "num_groups": len(rows),
-        "groups": [life_answer(lives, clock, lives.at(int(row))) for row in rows[skip : skip + limit]],
+        "num_groups": len(found),
+        "groups": [life_answer(lives, clock, life) for life in found[skip : skip + limit]],
     }
 
 
@@ -159,7 +156,7 @@ def _group(run: RunReader, given: Parameters) -> Answer:
     """One group: its lives, the other attempts at its prompt, and its rollouts."""
     group = given.required("group")
     lives, clock = run.groups, RunClock(run.groups, run.metrics)
-    found, rollouts = lives.of_group(group), run.rollouts.of_group(group)
+    found, rollouts = lives.of_group(group), run.rollouts.find(group=group)
     if not found and not rollouts:
         raise NotThere(f"group = {group}: no line read so far names it; groups have numbers from 0 on")
     task = lives.task_of(found[0].prompt) if found else None
@@ -176,7 +173,7 @@ def _group(run: RunReader, given: Parameters) -> Answer:
 
 def _rollouts(run: RunReader, given: Parameters) -> Answer:
     """The rollouts of a step that were written."""
-    return run.rollouts.rows(run.rollouts.of_step(given.required("step")))
+    return run.rollouts.rows(run.rollouts.find(step=given.required("step")))
 
 
 def _rollout(run: RunReader, given: Parameters) -> Answer:

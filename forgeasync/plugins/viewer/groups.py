@@ -1,12 +1,14 @@
 """The life of each group by the ledger, from its start to its end, and about when each event was.
 
-Groups are kept in arrays, about 130 bytes each. ``apps.verify`` proves a ledger; here an event that does not
-follow from those before it is counted, and shown as far as possible.
+``apps.verify`` proves a ledger; here an event that does not follow from those before it is counted, and shown
+as far as possible.
 """
 
-from array import array
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import Enum, auto
 from pathlib import Path
 
 import numpy as np
@@ -33,29 +35,24 @@ from forgeasync.buffer import (
 from forgeasync.plugins.viewer.appended_lines import LineGone, Piece, read_record
 from forgeasync.plugins.viewer.metrics import ELAPSED_S, MetricTable
 
-NOWHERE = -1
-"""Stands for a line, a step or a row that does not exist."""
 
-REASONS = tuple(DropReason)
-
-
-class Fate(IntEnum):
+class Fate(Enum):
     """Where a group is, or how it ended."""
 
-    SAMPLING = 0
-    SCORING = 1
-    WAITING = 2
+    SAMPLING = auto()
+    SCORING = auto()
+    WAITING = auto()
     """Scored; the trainer has not taken it yet."""
-    TRAINED = 3
-    SKIPPED = 4
+    TRAINED = auto()
+    SKIPPED = auto()
     """In the batch of a step that left the weights unchanged."""
-    UNKNOWN = 5
+    UNKNOWN = auto()
     """In the batch of a step during which the run was told to stop."""
-    FILTERED = 6
-    DROPPED = 7
-    UNDONE = 8
+    FILTERED = auto()
+    DROPPED = auto()
+    UNDONE = auto()
     """The run was resumed from a checkpoint before the group's end."""
-    UNFINISHED = 9
+    UNFINISHED = auto()
     """The run made all its steps before the group's end."""
 
     @property
@@ -68,57 +65,67 @@ _OPEN = (Fate.SAMPLING, Fate.SCORING, Fate.WAITING)
 _OF_UPDATE = {Update.MADE: Fate.TRAINED, Update.SKIPPED: Fate.SKIPPED, Update.UNKNOWN: Fate.UNKNOWN}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class GroupLife:
     """One group. Numbers of lines are those of the ledger, from 1."""
 
     group: int
     prompt: int
-    attempt: int
-    fate: Fate
-    is_restored: bool
+    attempt: int = 0
+    fate: Fate = Fate.SAMPLING
+    is_restored: bool = False
     """A resumed run read it from disk; nothing was sampled."""
-    submitted_line: int | None
+    submitted_line: int | None = None
     """Line of its prompt."""
-    started_line: int | None
-    sampled_line: int | None
-    scored_line: int | None
-    ended_line: int | None
-    undone_line: int | None
-    step: int | None
+    started_line: int | None = None
+    sampled_line: int | None = None
+    scored_line: int | None = None
+    ended_line: int | None = None
+    undone_line: int | None = None
+    step: int | None = None
     """Step of the batch that it was in, even if that step was undone."""
-    reason: DropReason | None
-    comes_again: bool
+    reason: DropReason | None = None
+    comes_again: bool = False
     """Whether its prompt waits for another attempt."""
+    previous: "GroupLife | None" = None
+    """The group that had its number before the run was resumed."""
 
 
 class GroupLives:
-    """All groups so far. A group that was undone stays beside the later one that has its number."""
+    """All groups so far, in the order of their starts.
+
+    A group that was undone stays beside the later one that has its number.
+    """
 
     def __init__(self, file: Path) -> None:
-        self.opened: Opened | None = None
+        self.first_step = 0
+        """Steps that were made before the ledger begins."""
         self.num_lines = 0
         self.num_resumptions = 0
         self.num_damaged = 0
         """Lines that were left out."""
         self.num_odd = 0
         """Events that do not follow from those before them, for example next to damaged lines."""
+        self.line_of_step: dict[int, int] = {}
+        """Where each step was trained. If a step was repeated after a resumption, the last one counts."""
         self._first_damage: str | None = None
         self._refusal: str | None = None
         """Why no line is read: the ledger has another format."""
         self._file = file
         self._lines = LedgerLines(file.name)
-        self._marks: tuple[array[int], array[int]] = array("q"), array("q")
-        """Lines that change how many steps are made, and the number after them."""
-        self._trained: tuple[array[int], array[int]] = array("q"), array("q")
-        """Lines of trained steps, and the steps."""
-        self._columns = {name: array("q") for name in _COLUMNS}
-        self._row_of_group = array("q")
-        self._submitted: tuple[array[int], array[int]] = array("q"), array("q")
+        self._marks: list[tuple[int, int]] = []
+        """Lines that change how many steps are made, each with the number after it."""
+        self._lives: list[GroupLife] = []
+        self._newest: dict[int, GroupLife] = {}
+        """By group."""
+        self._submitted: dict[int, tuple[int, int]] = {}
         """By prompt: the line that submitted it, and that line's offset in the file."""
 
     def __len__(self) -> int:
-        return len(self._columns["group"])
+        return len(self._lives)
+
+    def __iter__(self) -> Iterator[GroupLife]:
+        return iter(self._lives)
 
     # ---- events
 
@@ -164,242 +171,109 @@ class GroupLives:
         self.num_lines = line
         match event:
             case Submitted():
-                self._submit(event.prompt, line, offset)
+                self._submitted[event.prompt] = line, offset
             case Started() | Restored():
-                self._start(event, line)
+                life = self._begin(event.group, event.prompt)
+                life.attempt, life.started_line = event.attempt, line
+                if isinstance(event, Restored):
+                    life.is_restored, life.fate = True, Fate.WAITING
             case Sampled():
-                self._move(event.group, event.prompt, "sampled", Fate.SCORING, line)
+                life = self._known(event.group, event.prompt)
+                life.sampled_line, life.fate = line, Fate.SCORING
             case Scored():
-                self._move(event.group, event.prompt, "scored", Fate.WAITING, line)
+                life = self._known(event.group, event.prompt)
+                life.scored_line, life.fate = line, Fate.WAITING
             case Dropped():
-                self._drop(event, line)
+                life = self._known(event.group, event.prompt)
+                is_filtered = event.reason is DropReason.FILTERED
+                life.ended_line, life.fate = line, Fate.FILTERED if is_filtered else Fate.DROPPED
+                life.reason, life.comes_again = event.reason, event.again
             case Trained():
-                self._train(event, line)
+                for prompt, group in zip(event.prompts, event.groups, strict=False):
+                    life = self._known(group, prompt)
+                    life.ended_line, life.fate, life.step = line, _OF_UPDATE[event.update], event.step
+                self.line_of_step[event.step] = line
+                self._marks.append((line, event.step))
             case Resumed():
-                self._resume(event, line)
+                for life in self._lives:
+                    is_after = life.fate in (*_OPEN, Fate.UNFINISHED) or (life.ended_line or 0) > event.line
+                    if is_after and life.undone_line is None:
+                        life.undone_line, life.fate = line, Fate.UNDONE
+                self.num_resumptions += 1
+                self._marks.append((line, event.step))
             case Ended():
-                self._set_where(self._is_open(), "fate", Fate.UNFINISHED)
+                for life in self._lives:
+                    if life.fate in _OPEN:
+                        life.fate = Fate.UNFINISHED
             case Opened():
-                self.opened = event
-                self._mark(line, event.step)
+                self.first_step = event.step
+                self._marks.append((line, event.step))
             case Checkpointed():
                 pass
 
-    def _submit(self, prompt: int, line: int, offset: int) -> None:
-        place = prompt - (0 if self.opened is None else self.opened.num_submitted)
-        if not 0 <= place <= line:
+    def _begin(self, group: int, prompt: int) -> GroupLife:
+        life = GroupLife(group=group, prompt=prompt, previous=self._newest.get(group))
+        if prompt in self._submitted:
+            life.submitted_line = self._submitted[prompt][0]
+        self._newest[group] = life
+        self._lives.append(life)
+        return life
+
+    def _known(self, group: int, prompt: int) -> GroupLife:
+        """Return the group in flight; a new one if the line of its start is missing."""
+        life = self._newest.get(group)
+        if life is None or life.prompt != prompt or life.fate not in _OPEN:
             self.num_odd += 1
-            return
-        for column, value in zip(self._submitted, (line, offset), strict=True):
-            _fill_up(column, place)
-            column[place] = value
-
-    def _start(self, event: Started | Restored, line: int) -> None:
-        row = self._new_row(event.group, event.prompt, line)
-        if row is None:
-            return
-        columns = self._columns
-        columns["attempt"][row] = event.attempt
-        columns["started"][row] = line
-        if isinstance(event, Restored):
-            columns["restored"][row] = 1
-            columns["fate"][row] = Fate.WAITING
-
-    def _new_row(self, group: int, prompt: int, line: int) -> int | None:
-        place = group - (0 if self.opened is None else self.opened.next_group)
-        if not 0 <= place <= line:
-            self.num_odd += 1
-            return None
-        _fill_up(self._row_of_group, place)
-        row, columns = len(self), self._columns
-        for name, column in columns.items():
-            column.append(_COLUMNS[name])
-        columns["group"][row], columns["prompt"][row] = group, prompt
-        columns["previous"][row] = self._row_of_group[place]
-        self._row_of_group[place] = row
-        return row
-
-    def _known(self, group: int, prompt: int, line: int) -> int | None:
-        """Return the group's row; a new one if the line of its start is missing."""
-        row = self._newest_row(group)
-        if row is None or self._columns["prompt"][row] != prompt or not self._is_row_open(row):
-            self.num_odd += 1
-            row = self._new_row(group, prompt, line)
-        return row
-
-    def _move(self, group: int, prompt: int, column: str, fate: Fate, line: int) -> None:
-        if (row := self._known(group, prompt, line)) is not None:
-            self._columns[column][row] = line
-            self._columns["fate"][row] = fate
-
-    def _end(self, group: int, prompt: int, fate: Fate, line: int) -> int | None:
-        if (row := self._known(group, prompt, line)) is not None:
-            self._columns["ended"][row] = line
-            self._columns["fate"][row] = fate
-        return row
-
-    def _drop(self, event: Dropped, line: int) -> None:
-        fate = Fate.FILTERED if event.reason is DropReason.FILTERED else Fate.DROPPED
-        if (row := self._end(event.group, event.prompt, fate, line)) is not None:
-            self._columns["reason"][row] = REASONS.index(event.reason)
-            self._columns["again"][row] = event.again
-
-    def _train(self, event: Trained, line: int) -> None:
-        for prompt, group in zip(event.prompts, event.groups, strict=False):
-            if (row := self._end(group, prompt, _OF_UPDATE[event.update], line)) is not None:
-                self._columns["step"][row] = event.step
-        lines, steps = self._trained
-        lines.append(line)
-        steps.append(event.step)
-        self._mark(line, event.step)
-
-    def _resume(self, event: Resumed, line: int) -> None:
-        undone = (self._array("ended") > event.line) | self._is_open()
-        undone |= self._array("fate") == Fate.UNFINISHED
-        undone &= self._array("undone") == NOWHERE
-        self._set_where(undone, "undone", line)
-        self._set_where(undone, "fate", Fate.UNDONE)
-        self.num_resumptions += 1
-        self._mark(line, event.step)
-
-    def _mark(self, line: int, step: int) -> None:
-        lines, steps = self._marks
-        lines.append(line)
-        steps.append(step)
+            life = self._begin(group, prompt)
+        return life
 
     # ---- questions
 
     def of_group(self, group: int) -> list[GroupLife]:
         """Return the lives of a group, the newest first. A resumed run can have several."""
-        found, row = [], self._newest_row(group)
-        while row is not None and row != NOWHERE:
-            found.append(self.at(row))
-            row = self._columns["previous"][row]
+        found, life = [], self._newest.get(group)
+        while life is not None:
+            found.append(life)
+            life = life.previous
         return found
 
     def of_prompt(self, prompt: int) -> list[GroupLife]:
         """Return all groups of a prompt in the order of their starts."""
-        return [self.at(int(row)) for row in np.flatnonzero(self._array("prompt") == prompt)]
+        return [life for life in self._lives if life.prompt == prompt]
 
-    def rows(
+    def find(
         self, *, fate: Fate | None = None, reason: DropReason | None = None, step: int | None = None
-    ) -> np.ndarray:
-        """Return the groups that match everything given, the newest first, as numbers for ``at``."""
-        mask = np.ones(len(self), dtype=bool)
-        if fate is not None:
-            mask &= self._array("fate") == fate
-        if reason is not None:
-            mask &= self._array("reason") == REASONS.index(reason)
-        if step is not None:
-            mask &= self._array("step") == step
-        return np.flatnonzero(mask)[::-1]
-
-    def at(self, row: int) -> GroupLife:
-        """Return one group by its number in the order of starts, from 0."""
-        columns = self._columns
-        prompt, reason = columns["prompt"][row], columns["reason"][row]
-        submitted = self._place_of_prompt(prompt)
-        return GroupLife(
-            group=columns["group"][row],
-            prompt=prompt,
-            attempt=columns["attempt"][row],
-            fate=Fate(columns["fate"][row]),
-            is_restored=columns["restored"][row] == 1,
-            submitted_line=None if submitted is None else submitted[0],
-            started_line=_there(columns["started"][row]),
-            sampled_line=_there(columns["sampled"][row]),
-            scored_line=_there(columns["scored"][row]),
-            ended_line=_there(columns["ended"][row]),
-            undone_line=_there(columns["undone"][row]),
-            step=_there(columns["step"][row]),
-            reason=None if reason == NOWHERE else REASONS[reason],
-            comes_again=columns["again"][row] == 1,
-        )
+    ) -> list[GroupLife]:
+        """Return the groups that match everything given, the newest first."""
+        return [
+            life
+            for life in reversed(self._lives)
+            if (fate is None or life.fate is fate)
+            and (reason is None or life.reason is reason)
+            and (step is None or life.step == step)
+        ]
 
     def num_of_fate(self) -> dict[Fate, int]:
         """Count the groups by fate, including those that were undone."""
-        counts_N = np.bincount(self._array("fate"), minlength=len(Fate))
-        return {fate: int(counts_N[fate]) for fate in Fate}
+        counts = Counter(life.fate for life in self._lives)
+        return {fate: counts[fate] for fate in Fate}
 
     def step_before(self, line: int) -> int:
         """Return how many steps the run had made when a line was written."""
-        lines, steps = self._marks
-        place = int(np.searchsorted(np.array(lines), line, side="right")) - 1
-        return steps[place] if place >= 0 else 0
-
-    def trained_lines(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the lines of all trained steps, ascending, and the steps, including undone ones."""
-        return np.array(self._trained[0], dtype=np.int64), np.array(self._trained[1], dtype=np.int64)
+        place = bisect_right(self._marks, line, key=lambda mark: mark[0])
+        return self._marks[place - 1][1] if place else 0
 
     def task_of(self, prompt: int) -> tuple[str, str] | None:
         """Return the source and the id of a prompt's task; None if they cannot be read from the ledger."""
-        found = self._place_of_prompt(prompt)
-        if found is None:
+        if prompt not in self._submitted:
             return None
         try:
-            submitted = read_record(self._file, found[1])
+            submitted = read_record(self._file, self._submitted[prompt][1])
         except LineGone:
             # The file was cut or replaced; the next read finds that out.
             return None
         source, task_id = submitted.get("source"), submitted.get("task_id")
         return (source, task_id) if isinstance(source, str) and isinstance(task_id, str) else None
-
-    # ---- inside
-
-    def _place_of_prompt(self, prompt: int) -> tuple[int, int] | None:
-        place = prompt - (0 if self.opened is None else self.opened.num_submitted)
-        lines, offsets = self._submitted
-        if not 0 <= place < len(lines) or lines[place] == NOWHERE:
-            return None
-        return lines[place], offsets[place]
-
-    def _newest_row(self, group: int) -> int | None:
-        place = group - (0 if self.opened is None else self.opened.next_group)
-        return _there(self._row_of_group[place]) if 0 <= place < len(self._row_of_group) else None
-
-    def _is_row_open(self, row: int) -> bool:
-        return self._columns["fate"][row] in _OPEN
-
-    def _is_open(self) -> np.ndarray:
-        return np.isin(self._array("fate"), _OPEN)
-
-    def _array(self, name: str) -> np.ndarray:
-        # A copy: an array that lends its memory cannot grow.
-        return np.array(self._columns[name], dtype=np.int64)
-
-    def _set_where(self, mask: np.ndarray, name: str, value: int) -> None:
-        column = self._array(name)
-        column[mask] = value
-        self._columns[name] = array("q", column.tobytes())
-
-
-_COLUMNS = {
-    "group": NOWHERE,
-    "prompt": NOWHERE,
-    "attempt": 0,
-    "started": NOWHERE,
-    "sampled": NOWHERE,
-    "scored": NOWHERE,
-    "ended": NOWHERE,
-    "undone": NOWHERE,
-    "fate": int(Fate.SAMPLING),
-    "step": NOWHERE,
-    "reason": NOWHERE,
-    "again": 0,
-    "restored": 0,
-    "previous": NOWHERE,
-}
-"""What is kept of a group, with the values of a new row."""
-
-
-def _there(value: int) -> int | None:
-    return None if value == NOWHERE else value
-
-
-def _fill_up(column: "array[int]", place: int) -> None:
-    """Make room for a place. What lies between is not known."""
-    if place >= len(column):
-        column.extend([NOWHERE] * (place + 1 - len(column)))
 
 
 class RunClock:
@@ -410,19 +284,11 @@ class RunClock:
     """
 
     def __init__(self, lives: GroupLives, metrics: MetricTable) -> None:
-        lines_N, steps_N = lives.trained_lines()
-        # If a step was repeated after a resumption, the last one counts.
-        steps, index = np.unique(steps_N[::-1], return_index=True)
-        elapsed = metrics.column(ELAPSED_S)
-        known = np.isin(steps, elapsed.steps_N)
-        lines = lines_N[::-1][index][known]
-        by_step = dict(zip(elapsed.steps_N.tolist(), elapsed.values_N.tolist(), strict=True))
-        times = np.array([by_step[step] for step in steps[known].tolist()], dtype=np.float64)
-        order = np.argsort(lines)
-        self._lines = np.concatenate([[1], lines[order]]).astype(np.float64)
-        self._times = np.concatenate([[0.0], np.maximum.accumulate(times[order])])
-        opened = lives.opened
-        self._begins_late = opened is not None and opened.step > 0
+        elapsed = metrics.by_step(ELAPSED_S)
+        known = sorted((line, elapsed[step]) for step, line in lives.line_of_step.items() if step in elapsed)
+        self._lines = np.array([1.0, *(line for line, _ in known)])
+        self._times = np.maximum.accumulate([0.0, *(at_s for _, at_s in known)])
+        self._begins_late = lives.first_step > 0
 
     def about_s(self, line: int | None) -> float | None:
         """Return the time of a line; None if there are no steps on both sides of it."""

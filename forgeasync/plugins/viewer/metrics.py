@@ -89,6 +89,10 @@ class MetricTable:
             values_N=np.array(self._values.get(key, ()), dtype=np.float64),
         )
 
+    def by_step(self, key: str) -> dict[int, float]:
+        """Return the values of a key by step; the newest counts."""
+        return dict(zip(self._steps.get(key, ()), self._values.get(key, ()), strict=True))
+
     def newest(self, key: str) -> tuple[int, float] | None:
         """Return the step and the value of the last line that has a key."""
         if key not in self._steps:

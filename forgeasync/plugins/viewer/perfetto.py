@@ -30,6 +30,7 @@ POLICY_VERSION = "policy_version"
 ACCURACY = "eval/accuracy"
 
 Event = dict[str, object]
+Facts = Mapping[str, object]
 
 
 class FileClock:
@@ -85,64 +86,45 @@ def write_trace(run: RunReader, file: Path) -> int:
 
 def trace_events(run: RunReader) -> Iterator[Event]:
     """Yield all events: names first, then steps, counters, groups, faults and processes."""
-    names = ((TRAINER, f"run {run.name}"), (GROUPS, "groups"), (FAULTS, "faults"))
-    for process, name in names:
-        yield {"ph": "M", "pid": process, "tid": 0, "name": "process_name", "args": {"name": name}}
+    for process, name in ((TRAINER, f"run {run.name}"), (GROUPS, "groups"), (FAULTS, "faults")):
+        yield _name(process, 0, "process_name", name)
     for thread, name in ((_STEPS, "steps"), (_VERSIONS, "weight versions"), (_EVALUATIONS, "evaluations")):
-        yield {"ph": "M", "pid": TRAINER, "tid": thread, "name": "thread_name", "args": {"name": name}}
-    file_clock = FileClock(_by_step(run, ELAPSED_S), run.traces.lanes)
-    times = {step: file_clock.of_run(at_s) for step, at_s in _by_step(run, ELAPSED_S).items()}
+        yield _name(TRAINER, thread, "thread_name", name)
+    elapsed = run.metrics.by_step(ELAPSED_S)
+    file_clock = FileClock(elapsed, run.traces.lanes)
+    times = {step: file_clock.of_run(at_s) for step, at_s in elapsed.items()}
     yield from _steps(run, times)
     yield from _counters(run, times)
-    clock, lives = RunClock(run.groups, run.metrics), run.groups
-    end_s = max(times.values(), default=0.0)
-    for row in range(len(lives)):
-        yield from _group(row, lives.at(row), clock, file_clock, end_s)
+    clock, end_s = RunClock(run.groups, run.metrics), max(times.values(), default=0.0)
+    for row, life in enumerate(run.groups):
+        yield from _group(row, life, clock, file_clock, end_s)
     yield from _faults(run, times, file_clock)
     yield from _processes(run.traces.lanes, file_clock)
 
 
-def _by_step(run: RunReader, key: str) -> dict[int, float]:
-    column = run.metrics.column(key)
-    return dict(zip(column.steps_N.tolist(), column.values_N.tolist(), strict=True))
-
-
-def _steps(run: RunReader, times: dict[int, float]) -> Iterator[Event]:
-    took, headlines = _by_step(run, STEP_S), {key: _by_step(run, key) for key in HEADLINES}
-    versions, accuracies = _by_step(run, POLICY_VERSION), _by_step(run, ACCURACY)
+def _steps(run: RunReader, times: Mapping[int, float]) -> Iterator[Event]:
+    by_step = run.metrics.by_step
+    took, headlines = by_step(STEP_S), {key: by_step(key) for key in HEADLINES}
+    versions, accuracies = by_step(POLICY_VERSION), by_step(ACCURACY)
     for step, end_s in times.items():
         if step in took:
-            yield {
-                "ph": "X",
-                "pid": TRAINER,
-                "tid": _STEPS,
-                "cat": "step",
-                "name": f"step {step}",
-                "ts": _microseconds(end_s - took[step]),
-                "dur": _microseconds(took[step]),
-                "args": {key: values[step] for key, values in headlines.items() if step in values},
-            }
+            values = {key: values[step] for key, values in headlines.items() if step in values}
+            begin_s = end_s - took[step]
+            yield _bar(TRAINER, _STEPS, "step", f"step {step}", begin_s, took[step], values)
         if step in versions:
-            yield _instant(_VERSIONS, f"version {versions[step]:.0f}", end_s, {STEP: step})
+            yield _instant(_VERSIONS, f"version {versions[step]:.0f}", end_s, step)
         if step in accuracies:
-            yield _instant(_EVALUATIONS, f"accuracy {accuracies[step]:.4g}", end_s, {STEP: step})
+            yield _instant(_EVALUATIONS, f"accuracy {accuracies[step]:.4g}", end_s, step)
 
 
-def _instant(thread: int, name: str, at_s: float, args: dict[str, object]) -> Event:
-    return {
-        "ph": "i",
-        "s": "t",
-        "pid": TRAINER,
-        "tid": thread,
-        "name": name,
-        "ts": _microseconds(at_s),
-        "args": args,
-    }
+def _instant(thread: int, name: str, at_s: float, step: int) -> Event:
+    at = _microseconds(at_s)
+    return {"ph": "i", "s": "t", "pid": TRAINER, "tid": thread, "name": name, "ts": at, "args": {STEP: step}}
 
 
-def _counters(run: RunReader, times: dict[int, float]) -> Iterator[Event]:
+def _counters(run: RunReader, times: Mapping[int, float]) -> Iterator[Event]:
     for key in HEADLINES:
-        for step, value in _by_step(run, key).items():
+        for step, value in run.metrics.by_step(key).items():
             if step in times:
                 at = _microseconds(times[step])
                 yield {"ph": "C", "pid": TRAINER, "tid": 0, "name": key, "ts": at, "args": {"value": value}}
@@ -186,33 +168,30 @@ def _part(row: int, name: str, begin_s: float, end_s: float, args: dict[str, obj
     yield {"ph": "e", **common, "ts": _microseconds(max(begin_s, end_s))}
 
 
-def _faults(run: RunReader, times: dict[int, float], file_clock: FileClock) -> Iterator[Event]:
+def _faults(run: RunReader, times: Mapping[int, float], file_clock: FileClock) -> Iterator[Event]:
     """Yield each fault when it was detected; without traces, at the end of the first step that counts it."""
     counts: dict[int, float] = dict.fromkeys(times, 0.0)
     for role in Role:
-        for step, value in _by_step(run, f"faults/detected_{role}").items():
-            counts[step] = counts.get(step, 0.0) + value
-    steps = sorted(set(counts) & set(times))
-    counts_N = np.array([counts[step] for step in steps])
+        for step, value in run.metrics.by_step(f"faults/detected_{role}").items():
+            if step in counts:
+                counts[step] += value
+    end_s = max(times.values(), default=0.0)
     for place, fault in enumerate(run.faults.faults):
-        counted = np.flatnonzero(counts_N > place)
         at_s = file_clock.of_unix(fault.detected_s)
         if at_s is None:
-            at_s = times[steps[int(counted[0])]] if len(counted) else max(times.values(), default=0.0)
-        yield {
-            "ph": "X",
-            "pid": FAULTS,
-            "tid": 1,
-            "cat": "fault",
-            "name": f"{fault.who} {fault.what}",
-            "ts": _microseconds(at_s),
-            "dur": _microseconds(fault.took_s or 0.0),
-            "args": {"role": fault.role, "how": fault.how, "detected_unix_s": fault.detected_s},
-        }
+            at_s = next((times[step] for step in sorted(counts) if counts[step] > place), end_s)
+        facts = {"role": fault.role, "how": fault.how, "detected_unix_s": fault.detected_s}
+        yield _bar(FAULTS, 1, "fault", f"{fault.who} {fault.what}", at_s, fault.took_s or 0.0, facts)
 
 
 def _processes(lanes: Sequence[Lane], clock: FileClock) -> Iterator[Event]:
     """Yield all processes, each with its states in the first row and its spans in rows below."""
+
+    def bar(place: int, row: int, name: str, begin_s: float, took_s: float, facts: Facts) -> Event:
+        at_s = clock.of_unix(begin_s)
+        assert at_s is not None, "there are traces"
+        return _bar(place, row, "proc", name, at_s, took_s, facts)
+
     for place, (name, processes) in enumerate(named_lanes(lanes).items(), FIRST_PROC):
         yield _name(place, 0, "process_name", name)
         yield _name(place, 0, "thread_name", "state")
@@ -221,11 +200,11 @@ def _processes(lanes: Sequence[Lane], clock: FileClock) -> Iterator[Event]:
             assert process.opened is not None
             facts = {"process": process.opened.pid, "host": process.opened.host}
             for state, begin_s, end_s in process.stretches():
-                yield _bar(place, 0, str(state), begin_s, end_s - begin_s, facts, clock)
+                yield bar(place, 0, str(state), begin_s, end_s - begin_s, facts)
         rows: list[float] = []
         for span in sorted((one for each in processes for one in each.spans), key=_by_begin):
             row = _free_row(rows, span)
-            yield _bar(place, row + 1, span.name, span.begin_s, span.took_s, span.facts, clock)
+            yield bar(place, row + 1, span.name, span.begin_s, span.took_s, span.facts)
         for row in range(len(rows)):
             yield _name(place, row + 1, "thread_name", "spans" if row == 0 else f"spans {row + 1}")
 
@@ -249,25 +228,17 @@ def _name(process: int, thread: int, what: str, name: str) -> Event:
 
 
 def _bar(
-    process: int,
-    thread: int,
-    name: str,
-    begin_s: float,
-    took_s: float,
-    facts: Mapping[str, object],
-    clock: FileClock,
+    process: int, thread: int, category: str, name: str, at_s: float, took_s: float, args: Facts
 ) -> Event:
-    at_s = clock.of_unix(begin_s)
-    assert at_s is not None, "there are traces"
     return {
         "ph": "X",
         "pid": process,
         "tid": thread,
-        "cat": "proc",
+        "cat": category,
         "name": name,
         "ts": _microseconds(at_s),
         "dur": _microseconds(took_s),
-        "args": dict(facts),
+        "args": dict(args),
     }
 
 

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -102,21 +102,7 @@ class FaultLines:
 
 def faults_answer(faults: FaultLines, procs_file: Path) -> Answer:
     """Return all faults, and the processes that the run lists in procs.json."""
-    return {
-        "faults": [
-            {
-                "number": one.number,
-                "role": one.role,
-                "who": one.who,
-                "what": one.what,
-                "detected_s": one.detected_s,
-                "how": one.how,
-                "took_s": one.took_s,
-            }
-            for one in faults.faults
-        ],
-        "procs": _procs(procs_file),
-    }
+    return {"faults": [asdict(one) for one in faults.faults], "procs": _procs(procs_file)}
 
 
 def _procs(file: Path) -> list[Answer]:

@@ -6,7 +6,6 @@ Only offsets are kept in memory. A text or a value is read from the file when so
 import re
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,10 +26,12 @@ VALUES = ("mismatch", "ratio", "advantage", "entropy", "version", "kept", "logpr
 
 Answer = dict[str, object]
 
-# How a run begins each line of rollouts.jsonl. Any other line is parsed, which takes thirty times as long.
-_ROLLOUT = re.compile(rb'^\{"step": (\d{1,17}), "group_id": (\d{1,17}), .*\}$', re.MULTILINE)
+# How a run writes each line of rollouts.jsonl. Any other line is parsed, which takes longer and refuses lone
+# surrogates.
+_ROLLOUT = re.compile(rb'\{"step": (\d{1,17}), "group_id": (\d{1,17}), .*\}')
 
-# How a run begins each line of tokens.jsonl: that of a rollout, or the worst tokens of a step.
+# How a run begins each line of tokens.jsonl: that of a rollout, or the worst tokens of a step. The whole line
+# is too long to be parsed.
 _TOKENS = re.compile(
     rb'\{"step": (\d{1,17}), '
     rb'(?:"group_id": (\d{1,17}), "episode": (\d{1,17}), "agent": (\d{1,17}), |"worst": )'
@@ -38,6 +39,8 @@ _TOKENS = re.compile(
 
 _WORST = (-1, -1, -1)
 """Stands for the rollout of a line with the worst tokens of a step."""
+
+_Number = Annotated[int, msgspec.Meta(ge=0, lt=10**17)]
 
 
 class RolloutGone(ValueError):
@@ -48,79 +51,68 @@ class TokensGone(ValueError):
     """Values of tokens that cannot be read; the text says why."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutPlace:
-    """One rollout, by its number in the order of the file."""
-
-    number: int
-    step: int
-    group: int
-
-
 class _Head(msgspec.Struct, frozen=True, kw_only=True):
     """What is read of a rollout whose line begins in another way."""
 
-    step: Annotated[int, msgspec.Meta(ge=0, lt=10**17)]
-    group_id: Annotated[int, msgspec.Meta(ge=0, lt=10**17)]
+    step: _Number
+    group_id: _Number
 
 
 _HEAD_DECODER = msgspec.json.Decoder(_Head)
 
 
-class RolloutIndex:
-    """Steps, groups and offsets of all rollouts so far. Memory: 24 bytes a rollout."""
+class _LineIndex:
+    """The offset of every line of a file, and numbers of each: 8 bytes for each of them."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, *names: str) -> None:
         self.num_damaged = 0
-        """Lines that are no rollout."""
+        """Lines that do not belong into such a file."""
         self._file = file
-        self._steps, self._groups, self._offsets = array("q"), array("q"), array("q")
+        self._offsets = array("q")
+        self._columns = {name: array("q") for name in names}
 
     def __len__(self) -> int:
         return len(self._offsets)
 
+    def _numbers(self, line: bytes) -> tuple[int, ...] | None:
+        """Return what the columns keep of a line; None if it is damaged."""
+        raise NotImplementedError
+
     def add(self, piece: Piece) -> None:
         """Take the next lines. Damaged ones are counted and left out."""
-        data = piece.data
-        if not data:
-            return
-        heads = _ROLLOUT.findall(data)
-        if len(heads) != data.count(b"\n"):
-            self._add_one_by_one(piece)
-            return
-        for step, group in heads:
-            self._steps.append(int(step))
-            self._groups.append(int(group))
-        ends_N = np.flatnonzero(np.frombuffer(data, dtype=np.uint8) == ord("\n"))
-        offsets_N = np.concatenate([[0], ends_N[:-1] + 1]).astype(np.int64) + piece.start
-        self._offsets.frombytes(offsets_N.tobytes())
-
-    def _add_one_by_one(self, piece: Piece) -> None:
         offset = piece.start
         for line in piece.lines():
-            try:
-                head = _HEAD_DECODER.decode(line)
-            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            numbers = self._numbers(line)
+            if numbers is None:
                 self.num_damaged += 1
             else:
-                self._steps.append(head.step)
-                self._groups.append(head.group_id)
                 self._offsets.append(offset)
+                for column, number in zip(self._columns.values(), numbers, strict=True):
+                    column.append(number)
             offset += len(line) + 1
 
-    def of_group(self, group: int) -> list[RolloutPlace]:
-        """Return the rollouts of a group in the order of the file."""
-        return self._places(np.flatnonzero(np.array(self._groups) == group))
+    def find(self, **wanted: int) -> list[int]:
+        """Return the lines that have these numbers, in the order of the file."""
+        is_it_N = np.ones(len(self), dtype=bool)
+        for name, number in wanted.items():
+            is_it_N &= np.array(self._columns[name]) == number
+        return [int(place) for place in np.flatnonzero(is_it_N)]
 
-    def of_step(self, step: int) -> list[RolloutPlace]:
-        """Return the rollouts of a step in the order of the file."""
-        return self._places(np.flatnonzero(np.array(self._steps) == step))
 
-    def _places(self, numbers: np.ndarray) -> list[RolloutPlace]:
-        return [
-            RolloutPlace(number=number, step=self._steps[number], group=self._groups[number])
-            for number in map(int, numbers)
-        ]
+class RolloutIndex(_LineIndex):
+    """Steps, groups and offsets of all rollouts so far. A rollout has a number, in the order of the file."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__(file, "step", "group")
+
+    def _numbers(self, line: bytes) -> tuple[int, ...] | None:
+        if (found := _ROLLOUT.fullmatch(line)) is not None:
+            return int(found[1]), int(found[2])
+        try:
+            head = _HEAD_DECODER.decode(line)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return None
+        return head.step, head.group_id
 
     def read(self, number: int) -> dict[str, Any]:
         """Read one rollout.
@@ -135,15 +127,24 @@ class RolloutIndex:
             record = read_record(self._file, self._offsets[number])
         except LineGone as error:
             raise RolloutGone(f"rollout {number} is gone: {error}") from None
-        if (record.get("step"), record.get("group_id")) != (self._steps[number], self._groups[number]):
+        place = self._place(number)
+        if (record.get("step"), record.get("group_id")) != (place["step"], place["group"]):
             raise RolloutGone(f"rollout {number} is gone: {self._file.name} has changed")
         return record
 
-    def row(self, place: RolloutPlace) -> Answer:
+    def _place(self, number: int) -> dict[str, int]:
+        return {name: column[number] for name, column in self._columns.items()}
+
+    def rows(self, numbers: Sequence[int]) -> Answer:
+        """Return the first ``MAX_ROLLOUTS`` of some rollouts as a list, and how many they are."""
+        rollouts = [self._row(number) for number in numbers[:MAX_ROLLOUTS]]
+        return {"num_rollouts": len(numbers), "rollouts": rollouts}
+
+    def _row(self, number: int) -> Answer:
         """Return a rollout's line of a list, or why it cannot be read."""
-        where = {"number": place.number, "step": place.step, "group": place.group}
+        where = {"number": number, **self._place(number)}
         try:
-            record = self.read(place.number)
+            record = self.read(number)
         except RolloutGone as error:
             return {**where, "problem": str(error)}
         keys = (
@@ -151,10 +152,6 @@ class RolloutIndex:
             *("response_tokens", "finish_reason", "version_spans"),
         )
         return {**where, **{key: record.get(key) for key in keys}}
-
-    def rows(self, places: Sequence[RolloutPlace]) -> Answer:
-        """Return the first ``MAX_ROLLOUTS`` of some rollouts as a list, and how many they are."""
-        return {"num_rollouts": len(places), "rollouts": [self.row(one) for one in places[:MAX_ROLLOUTS]]}
 
     def whole(self, number: int) -> Answer:
         """Return a whole rollout: its line of the file, and its response in parts.
@@ -185,31 +182,17 @@ def _response_parts(record: Mapping[str, Any]) -> list[Answer] | None:
     return parts
 
 
-class TokenIndex:
-    """Offsets of all lines of tokens.jsonl so far, 40 bytes each. The newer of two equal lines counts."""
+class TokenIndex(_LineIndex):
+    """Offsets of all lines of tokens.jsonl so far. The newer of two equal lines counts."""
 
     def __init__(self, file: Path) -> None:
-        self.num_damaged = 0
-        """Lines that do not belong into such a file."""
-        self._file = file
-        self._offsets, self._steps = array("q"), array("q")
-        self._groups, self._episodes, self._agents = array("q"), array("q"), array("q")
+        super().__init__(file, "step", "group", "episode", "agent")
 
-    def add(self, piece: Piece) -> None:
-        """Take the next lines. Damaged ones are counted and left out."""
-        offset = piece.start
-        for line in piece.lines():
-            head = _TOKENS.match(line)
-            if head is None or not line.endswith(b"}"):
-                self.num_damaged += 1
-            else:
-                group, episode, agent = _WORST if head[2] is None else map(int, head.groups()[1:])
-                self._offsets.append(offset)
-                self._steps.append(int(head[1]))
-                self._groups.append(group)
-                self._episodes.append(episode)
-                self._agents.append(agent)
-            offset += len(line) + 1
+    def _numbers(self, line: bytes) -> tuple[int, ...] | None:
+        head = _TOKENS.match(line)
+        if head is None or not line.endswith(b"}"):
+            return None
+        return int(head[1]), *(_WORST if head[2] is None else map(int, head.groups()[1:]))
 
     def branches(self, step: int, key: RolloutKey) -> list[dict[str, Any]]:
         """Read the values of a rollout of a step, by branch.
@@ -230,20 +213,17 @@ class TokenIndex:
 
     def _read(self, step: int, place: tuple[int, int, int], part: str, what: str) -> list[dict[str, Any]]:
         name = self._file.name
-        if not self._offsets:
+        if not len(self):
             raise TokensGone(
                 f"the run has no {name}: an earlier version made it, or logging.rollouts_per_step is 0, "
                 "or no step is done"
             )
-        columns = (self._steps, self._groups, self._episodes, self._agents)
-        is_it_N = np.logical_and.reduce(
-            [np.array(column) == value for column, value in zip(columns, (step, *place), strict=True)]
-        )
-        found = np.flatnonzero(is_it_N)
-        if not len(found):
+        group, episode, agent = place
+        found = self.find(step=step, group=group, episode=episode, agent=agent)
+        if not found:
             raise TokensGone(f"{name} has no values of {what}")
         try:
-            record = read_record(self._file, self._offsets[int(found[-1])])
+            record = read_record(self._file, self._offsets[found[-1]])
         except LineGone as error:
             raise TokensGone(str(error)) from None
         if record.get("step") != step:
@@ -347,13 +327,11 @@ def worst_answer(rollouts: RolloutIndex, tokens: TokenIndex, step: int) -> Answe
         worst = tokens.worst(step)
     except TokensGone as error:
         return {"problem": str(error), "worst": []}
-    wanted = {one.get("group_id") for one in worst}
-    numbers: dict[tuple[object, object, object], int] = {
-        (place.group, record.get("episode", 0), record.get("agent", 0)): place.number
-        for place in rollouts.of_step(step)
-        if place.group in wanted
-        for record in [rollouts.read(place.number)]
-    }
+    numbers: dict[tuple[object, object, object], int] = {}
+    for group in {group for one in worst if isinstance(group := one.get("group_id"), int)}:
+        for number in rollouts.find(step=step, group=group):
+            record = rollouts.read(number)
+            numbers[group, record.get("episode", 0), record.get("agent", 0)] = number
     return {
         "problem": None,
         "worst": [

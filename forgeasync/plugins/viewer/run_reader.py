@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,19 +30,6 @@ _YAML_LOADER = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
 
 class NoRun(ValueError):
     """A folder that is not the folder of a run; the text says why."""
-
-
-class ConfigUnreadable(ValueError):
-    """A config.yaml that cannot be shown; the text says why."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """How much of a file was read."""
-
-    file: str
-    num_read_bytes: int
-    num_unread_bytes: int
 
 
 class RunReader:
@@ -96,10 +82,7 @@ class RunReader:
             if time_s == self._settings_time:
                 return
             self._settings_time = time_s
-        try:
-            self._settings, self._settings_problem = read_settings(self.run_dir.config), None
-        except ConfigUnreadable as error:
-            self._settings, self._settings_problem = {}, str(error)
+        self._settings, self._settings_problem = _settings_of(self.run_dir.config)
 
     @property
     def metrics(self) -> MetricTable:
@@ -132,15 +115,11 @@ class RunReader:
         return int(text) if text.isascii() and text.isdecimal() and len(text) < MAX_DIGITS else None
 
     @property
-    def progress(self) -> list[Progress]:
-        """How much of each file was read."""
+    def progress(self) -> list[dict[str, object]]:
+        """How many bytes of each file were read, and how many were not."""
         return [
-            Progress(
-                file=file.lines.path.name,
-                num_read_bytes=file.lines.position,
-                num_unread_bytes=file.lines.num_unread_bytes,
-            )
-            for file in self._files
+            {"file": lines.path.name, "read": lines.position, "unread": lines.num_unread_bytes}
+            for lines in (file.lines for file in self._files)
         ]
 
     @property
@@ -176,29 +155,24 @@ class RunReader:
         return lines[-1] if lines else None
 
 
-def read_settings(file: Path) -> dict[str, str]:
-    """Return a config's values as text by their dotted keys, in the order of the file.
+def _settings_of(file: Path) -> tuple[dict[str, str], str | None]:
+    """Return a config's values as text by dotted keys, in the order of the file, and why there are none.
 
     The config is read as plain YAML, so that one of another version of forgeasync is shown too.
-
-    Raises:
-        ConfigUnreadable: there is none, or it is not a mapping in YAML.
     """
     try:
         if file.stat().st_size > MAX_CONFIG_BYTES:
-            raise ConfigUnreadable(f"{file.name} has more than {MAX_CONFIG_BYTES} bytes, and is not shown")
+            return {}, f"{file.name} has more than {MAX_CONFIG_BYTES} bytes, and is not shown"
         found = yaml.load(file.read_text(encoding="utf-8"), Loader=_YAML_LOADER)
     except OSError as error:
-        raise ConfigUnreadable(f"{file.name} cannot be read: {error.strerror}") from None
-    except ConfigUnreadable:
-        raise
+        return {}, f"{file.name} cannot be read: {error.strerror}"
     except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise ConfigUnreadable(f"{file.name} is no YAML ({type(error).__name__})") from None
+        return {}, f"{file.name} is no YAML ({type(error).__name__})"
     if not isinstance(found, dict):
-        raise ConfigUnreadable(f"{file.name} holds no keys")
+        return {}, f"{file.name} holds no keys"
     settings: dict[str, str] = {}
     _flatten(found, "", settings)
-    return settings
+    return settings, None
 
 
 def _flatten(value: object, key: str, into: dict[str, str]) -> None:

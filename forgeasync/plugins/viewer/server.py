@@ -7,8 +7,6 @@ import signal
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from importlib.resources import files
-from types import TracebackType
-from typing import Self
 from urllib.parse import urlsplit
 
 import msgspec
@@ -52,7 +50,7 @@ class PortTaken(ValueError):
 
 
 class _Watcher:
-    """Reads the runs in a thread of its own while it is entered. ``ask`` may be called from any thread."""
+    """Reads the runs in a thread of its own. ``ask`` may be called from any thread."""
 
     def __init__(self, runs: Sequence[RunReader]) -> None:
         self._runs = runs
@@ -80,13 +78,12 @@ class _Watcher:
                 return
             self._is_over.wait(YIELD_S if is_new else LOOK_S)
 
-    def __enter__(self) -> Self:
+    def start(self) -> None:
+        """Start the thread."""
         self._thread.start()
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def stop(self) -> None:
+        """End the thread, and wait for it."""
         self._is_over.set()
         self._thread.join()
 
@@ -97,8 +94,9 @@ def application(runs: Sequence[RunReader]) -> web.Application:
     pages, watcher = _static_files(), _Watcher(runs)
 
     async def watching(_: web.Application) -> AsyncIterator[None]:
-        with watcher:
-            yield
+        watcher.start()
+        yield
+        watcher.stop()
 
     async def page(request: web.Request) -> web.Response:
         name = request.match_info.get("name") or "index.html"

@@ -28,11 +28,10 @@ def _cost(
     max_num_seqs: int,
     max_kv_tokens: int = 10**9,
     kv_block_tokens: int = 1,
-    step_rest_s: float = 0.0,
     response_s: float = 0.0,
     response_stall_s: float = 0.0,
 ) -> EngineCost:
-    """A step takes step_rest_s, BASE_S, SEQUENCE_S a sequence and CONTEXT_S a token of the mean context."""
+    """A step takes BASE_S, SEQUENCE_S a sequence and CONTEXT_S a token of the mean context."""
     points = [
         DecodePoint(
             num_running=num,
@@ -46,7 +45,6 @@ def _cost(
         decode=DecodeTable(points),
         prefill_s_per_token=PREFILL_S,
         kv_block_tokens=kv_block_tokens,
-        step_rest_s=step_rest_s,
         response_s=response_s,
         response_stall_s=response_stall_s,
         max_num_seqs=max_num_seqs,
@@ -62,7 +60,7 @@ def _group(group_id: int, lengths: list[int], num_prompt: int) -> SimulatedGroup
         DrawnRollout(num_prompt_tokens=num_prompt, turns=(length,), latencies_s=(), score_s=0.0)
         for length in lengths
     ]
-    return SimulatedGroup(Start(group_id=group_id, draw_id=group_id, task=task), rollouts, 0.0)
+    return SimulatedGroup(Start(group_id=group_id, draw_id=group_id, task=task), rollouts)
 
 
 def _by_tokens(
@@ -70,7 +68,6 @@ def _by_tokens(
     num_prompt: int,
     max_num_seqs: int,
     kv_block_tokens: int,
-    step_rest_s: float = 0.0,
     response_s: float = 0.0,
     response_stall_s: float = 0.0,
 ) -> tuple[dict[tuple[int, int], float], float]:
@@ -99,7 +96,7 @@ def _by_tokens(
             continue
         context = num_prompt + sum(running.values()) / len(running)
         # The middle of a step: a token longer at its end than at its beginning.
-        now_s += step_rest_s + BASE_S + SEQUENCE_S * len(running) + CONTEXT_S * (context + 0.5)
+        now_s += BASE_S + SEQUENCE_S * len(running) + CONTEXT_S * (context + 0.5)
         for key in list(running):
             running[key] += 1
     return ends, now_s
@@ -111,7 +108,6 @@ def _by_tokens(
     st.integers(1, 100),
     st.integers(1, 12),
     st.integers(1, 40),
-    st.sampled_from([0.0, 0.002]),
     st.sampled_from([(0.0, 0.0), (0.003, 0.0), (0.003, 0.002), (0.003, 0.003)]),
 )
 def test_responses_end_when_they_do_token_by_token(
@@ -119,7 +115,6 @@ def test_responses_end_when_they_do_token_by_token(
     num_prompt: int,
     max_num_seqs: int,
     kv_block_tokens: int,
-    step_rest_s: float,
     response: tuple[float, float],
 ) -> None:
     response_s, response_stall_s = response
@@ -132,7 +127,6 @@ def test_responses_end_when_they_do_token_by_token(
     cost = _cost(
         max_num_seqs=max_num_seqs,
         kv_block_tokens=kv_block_tokens,
-        step_rest_s=step_rest_s,
         response_s=response_s,
         response_stall_s=response_stall_s,
     )
@@ -142,7 +136,7 @@ def test_responses_end_when_they_do_token_by_token(
     while clock.step():
         pass
     expected, last_s = _by_tokens(
-        lengths, num_prompt, max_num_seqs, kv_block_tokens, step_rest_s, response_s, response_stall_s
+        lengths, num_prompt, max_num_seqs, kv_block_tokens, response_s, response_stall_s
     )
     assert ends == {key: pytest.approx(end_s) for key, end_s in expected.items()}
     assert engine.total_busy_s == pytest.approx(last_s)

@@ -46,7 +46,6 @@ COST = EngineCost(
     ),
     prefill_s_per_token=PROMPT_S,
     kv_block_tokens=1,
-    step_rest_s=0.0,
     response_s=0.0,
     response_stall_s=0.0,
     max_num_seqs=32,
@@ -67,7 +66,7 @@ def sampled_s(groups: dict[int, tuple[int, list[int]]]) -> dict[int, float]:
             for one in lengths
         ]
         start = Start(group_id=number, draw_id=number, task=task)
-        engine.add(SimulatedGroup(start, rollouts, 0.0).sequences)
+        engine.add(SimulatedGroup(start, rollouts).sequences)
     while clock.step():
         pass
     return ends

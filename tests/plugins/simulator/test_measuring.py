@@ -27,13 +27,8 @@ from forgeasync.plugins.simulator import (
     FIRST_EXTRA,
     NUM_SEEDS,
     NUM_STEPS,
-    DecodePoint,
-    DecodeTable,
     DecodeTimer,
     Distribution,
-    EngineCost,
-    EngineLimits,
-    Estimate,
     Mark,
     OtherLoad,
     ProcessGone,
@@ -47,20 +42,18 @@ from forgeasync.plugins.simulator import (
     lengths_are_known,
     lengths_by_source,
     loop_times,
-    num_steps_of,
+    packed_size,
     sample_until_known,
     sampled_groups,
     short_run_of,
     simulate,
     simulated_s,
-    size_of,
     step_cases,
-    step_rest_s,
 )
 from forgeasync.rollouts import Group
 from forgeasync.runtime import GeneratorActor, GeneratorRouter, GroupScoring
 from forgeasync.testing import VirtualTime, tiny_config
-from forgeasync.trainer import assign_rows, training_items
+from forgeasync.trainer import training_items
 from tests.support.buffer_world import make_task
 from tests.support.profiles import simple_profile
 from tests.support.rollouts import make_stored_rollout
@@ -89,13 +82,12 @@ def test_the_grid_is_whole_and_fits_the_cache(
     max_num_seqs: int, max_context_length: int, spare: float
 ) -> None:
     max_kv_tokens = max(64 * max_num_seqs, int(spare * max_num_seqs * max_context_length))
-    limits = EngineLimits(
+    grid = decode_grid(
+        (1, 2, 3),
         max_num_seqs=max_num_seqs,
         max_context_length=max_context_length,
         max_kv_tokens=max_kv_tokens,
-        max_num_batched_tokens=512,
     )
-    grid = decode_grid(limits, (1, 2, 3))
     numbers = sorted({one.num_running for one in grid})
     lengths = {one.num_prompt_tokens for one in grid}
     assert numbers[0] == 1 and numbers[-1] == max_num_seqs and len(grid) == len(numbers) * len(lengths)
@@ -217,10 +209,7 @@ def test_two_problems_of_every_source_are_sampled_that_a_batch_leaves_out() -> N
 
 
 def test_of_rounds_of_decode_steps_the_first_one_does_not_count_and_medians_do() -> None:
-    limits = EngineLimits(
-        max_num_seqs=2, max_context_length=64, max_kv_tokens=4096, max_num_batched_tokens=512
-    )
-    grid = decode_grid(limits, (1, 2, 3))
+    grid = decode_grid((1, 2, 3), max_num_seqs=2, max_context_length=64, max_kv_tokens=4096)
     # The same of every point: the round that warms up, then three.
     took_s = iter([step_s for step_s in (0.9, 0.1, 0.5, 0.2) for _ in grid])
 
@@ -236,37 +225,6 @@ def test_of_rounds_of_decode_steps_the_first_one_does_not_count_and_medians_do()
     assert {one.num_running for one in timer.points()} == {1, 2}
 
 
-@pytest.mark.parametrize("rest_s", [0.0, 0.02])
-@pytest.mark.parametrize("num_replicas", [1, 2])
-def test_what_an_engine_computes_in_a_run_besides_its_steps_is_spread_over_them(
-    rest_s: float, num_replicas: int
-) -> None:
-    """6 prompt tokens for each response, then as many steps as the longest has, but for its first token."""
-    cost = EngineCost(
-        decode=DecodeTable([DecodePoint(num_running=1, num_context_tokens=0, step_s=Estimate.stated(0.01))]),
-        prefill_s_per_token=0.001,
-        kv_block_tokens=128,
-        # What is looked for is not part of what is known.
-        step_rest_s=7.0,
-        response_s=9.0,
-        response_stall_s=9.0,
-        max_num_seqs=64,
-        max_kv_tokens=10**6,
-        cores=0.5,
-        shares_prefixes=False,
-    )
-    batches = [[make_group(3, 5), make_group(4, 9, number=1)], [make_group(21)]]
-    # On two engines every group is decoded alone.
-    num_steps = 8 + 20 if num_replicas == 1 else 4 + 8 + 20
-    computed_s = 0.5 * (5 * 0.006 + num_steps * 0.01) + num_steps * rest_s
-
-    def found_s(of_all_s: float) -> float:
-        return step_rest_s(batches, cost, num_replicas=num_replicas, response_s=of_all_s / 5)
-
-    assert found_s(computed_s) == pytest.approx(rest_s, abs=1e-9)
-    assert found_s(0.9 * computed_s if not rest_s else 0.0) == 0.0, "never negative"
-
-
 def test_steps_are_timed_on_parts_of_a_batch_and_in_more_rows(tmp_path: Path) -> None:
     config = tiny_config(tmp_path)
     groups = [make_group(10, 20, 30, 40, number=number) for number in range(4)]
@@ -277,12 +235,11 @@ def test_steps_are_timed_on_parts_of_a_batch_and_in_more_rows(tmp_path: Path) ->
         *((4, 256), (4, 62)),
     ]
     assert [one.num_timed for one in cases] == [1, 1, 1, 1, 3, 1], "most often what the run has"
-    assert num_steps_of(cases) == 6 + 8, "each once more than it is timed"
     sizes = set()
     for case in cases:
         part = groups[: case.num_groups]
-        items = training_items(part, [1.0] * len(part), config.algorithm)
-        sizes.add(size_of(assign_rows(items, tokens_per_row=case.tokens_per_row, num_ranks=2)))
+        lengths = [item.num_tokens for item in training_items(part, [1.0] * len(part), config.algorithm)]
+        sizes.add(packed_size(lengths, tokens_per_row=case.tokens_per_row, num_ranks=2))
     # Two ranks; 124 tokens a group, filled up to 64 in each row.
     assert (1, 64) in sizes and (1, 256) in sizes
     assert len({num_rows for num_rows, _ in sizes}) > 1, "the time of a row can be told from that of a token"
@@ -353,11 +310,9 @@ def mark(at_s: float, *, processor_s: float, num_responses: int, eval_s: float =
         at_s=at_s,
         processor_s=processor_s,
         scorers_s=3.0 * processor_s,
-        engines_s=5.0 * processor_s,
         handing_over_s=2.0 * processor_s,
         num_responses=num_responses,
         times=times,
-        groups=(make_group(max(1, num_responses)),),
     )
 
 
@@ -371,9 +326,7 @@ def test_processor_time_by_response_and_what_is_left_of_a_step() -> None:
         ]
     )
     assert (found.response_s, found.score_s) == pytest.approx((1.0 / 20, 3.0 / 20))
-    assert (found.engines_s, found.handing_over_s) == pytest.approx((3.0 / 20, 2.0 / 20))
-    lengths = [[one.rollouts[0].num_response_tokens for one in batch] for batch in found.batches]
-    assert lengths == [[110], [120]], "not those before the first mark"
+    assert found.handing_over_s == pytest.approx(2.0 / 20)
     assert found.run_s == pytest.approx(4.0), "7 s without the evaluation"
     # 2 s and 5 s of which 1.75 s and 4.75 s are known.
     assert found.between_s.mean.mean == pytest.approx(0.25)
@@ -410,14 +363,6 @@ def test_engines_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
     asyncio.run(MODULE._until_idle(cast(GeneratorRouter, SimpleNamespace(stats=stats))))
     assert next(busy_s) == 1.6, "idle as soon as nothing was added"
-
-
-def test_the_controllers_part_of_a_response_is_not_counted_twice() -> None:
-    found = loop_times(
-        [mark(0.0, processor_s=1.0, num_responses=0), mark(1.0, processor_s=2.0, num_responses=100)]
-    )
-    assert found.rest_s(controller_s=0.003) == pytest.approx(0.007)
-    assert found.rest_s(controller_s=0.011) == 0.0
 
 
 def test_it_is_the_mean_over_seeds_of_what_the_later_steps_take() -> None:

@@ -71,4 +71,4 @@ def test_a_config_is_profiled_and_simulated(tmp_path: Path) -> None:
     assert profile.weights.swap_s.mean.mean < profile.start_s.mean
     prediction = simulate(of_config(config, read_model_facts(config.model.path), profile), profile)
     assert len(prediction.steps) == config.max_steps
-    assert json.loads(out.read_text())["format_version"] == 9
+    assert json.loads(out.read_text())["format_version"] == 10

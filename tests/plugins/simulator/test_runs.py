@@ -2,7 +2,8 @@
 
 import subprocess
 import sys
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given, settings
@@ -65,22 +66,47 @@ profiles = st.builds(
 )
 
 
-def _played(run: SimulatedRun, profile: Profile) -> tuple[RunSimulation, Prediction, float]:
-    """Also the groups in flight by the buffer, integrated over time."""
+@dataclass(slots=True)
+class Played:
+    """A run, with what its buffer saw of groups in flight."""
+
+    simulation: RunSimulation
+    prediction: Prediction
+    area_s: float = 0.0
+    """Their number, integrated over time."""
+    sojourns_s: list[float] = field(default_factory=list)
+    """How long each was there that was scored or given up."""
+
+
+def _played(run: SimulatedRun, profile: Profile) -> Played:
     simulation = RunSimulation(run, profile)
-    clock, area_s = simulation.clock, 0.0
-    step = clock.step
+    clock, buffer = simulation.clock, simulation.buffer
+    step, start, scored, failed = clock.step, buffer.start, buffer.scored, buffer.failed
+    began_s, sojourns_s, area_s = dict[int, float](), list[float](), 0.0
 
     def counted_step() -> bool:
         nonlocal area_s
         # What happens in a step of the clock happens at its end.
-        num, before_s = simulation.buffer.num_in_flight, clock.now_s
+        num, before_s = buffer.num_in_flight, clock.now_s
         is_there = step()
         area_s += num * (clock.now_s - before_s)
         return is_there
 
+    def counted_start() -> Start | None:
+        if (started := start()) is not None:
+            began_s[started.group_id] = clock.now_s
+        return started
+
+    def ended(end: Callable[..., object]) -> Callable[..., object]:
+        def counted_end(group_id: int, *arguments: object) -> object:
+            sojourns_s.append(clock.now_s - began_s.pop(group_id))
+            return end(group_id, *arguments)
+
+        return counted_end
+
     clock.step = counted_step
-    return simulation, simulation.simulate(), area_s
+    buffer.start, buffer.scored, buffer.failed = counted_start, ended(scored), ended(failed)
+    return Played(simulation, simulation.simulate(), area_s, sojourns_s)
 
 
 def test_groups_start_as_soon_as_a_batch_makes_room_for_them() -> None:
@@ -137,16 +163,13 @@ def test_the_end_of_a_run_does_not_make_it_faster(max_groups: int | None) -> Non
 def test_littles_law_and_conservation(run: SimulatedRun, profile: Profile) -> None:
     """L = lambda W (Little 1961): groups in flight, by the buffer, are those that come a second times the
     seconds that each is there, by the simulation."""
-    simulation, prediction, area_s = _played(run, profile)
-    counts = prediction.counts
-    assert counts.num_started - counts.num_ended == prediction.num_in_flight
-    if not prediction.num_in_flight:
-        assert area_s == pytest.approx(counts.sojourn_s, rel=1e-6, abs=1e-6)
-    num_dropped = sum(prediction.num_dropped.values())
-    assert counts.num_started == (
-        counts.num_trained + num_dropped + prediction.num_in_flight + prediction.num_complete
-    )
-    assert counts.num_trained == run.num_steps * run.groups_per_step == simulation.buffer.num_trained
+    played = _played(run, profile)
+    prediction, buffer = played.prediction, played.simulation.buffer
+    num_dropped, num_ended = sum(buffer.num_dropped.values()), len(played.sojourns_s)
+    assert num_ended == buffer.num_trained + num_dropped + buffer.num_complete
+    if not buffer.num_in_flight:
+        assert played.area_s == pytest.approx(sum(played.sojourns_s), rel=1e-6, abs=1e-6)
+    assert buffer.num_trained == run.num_steps * run.groups_per_step
     assert len(prediction.steps) == run.num_steps
     for before, after in zip(prediction.steps, prediction.steps[1:], strict=False):
         assert before.end_s == after.begin_s <= after.end_s
@@ -162,7 +185,7 @@ def test_no_token_is_older_than_the_bound_and_all_tokens_are_counted(
 ) -> None:
     run = replace(run, buffer=run.buffer.model_copy(update={"age_of": AgeOf.OLDEST_TOKEN}))
     prediction = simulate(run, profile)
-    assert prediction.largest_age <= run.max_off_policy_steps
+    assert all(age <= run.max_off_policy_steps for step in prediction.steps for age, _ in step.ages)
     for step in prediction.steps:
         assert step.num_trained_tokens == sum(num for _, num in step.ages)
         lengths = run.groups_per_step * run.group_size
@@ -370,7 +393,7 @@ def test_only_what_a_score_computes_takes_longer_where_cores_are_short(cores: fl
     )
     task = Task(task_id="0", prompt="", answer="", source_index=0, source="s")
     rollout = DrawnRollout(num_prompt_tokens=1, turns=(1,), latencies_s=(), score_s=2.0)
-    group = SimulatedGroup(Start(group_id=0, draw_id=0, task=task), [rollout], 0.0)
+    group = SimulatedGroup(Start(group_id=0, draw_id=0, task=task), [rollout])
     scorers.response_ended(group, 0)
     scorers.group_ended(group)
     while clock.step():

@@ -51,7 +51,7 @@ def test_the_change_that_helps_is_found(name: str) -> None:
     assert found.best.change.name == change, [gain.words for gain in found.gains]
     assert found.best.share >= least - 0.05
     # Counterfactual: the run that has the change.
-    changed = simulate(*found.best.change.apply(run, profile))
+    changed = simulate(found.best.change.run, found.best.change.profile)
     assert found.best.after_s == changed.step_s
     assert found.verdict == (
         f"{found.best.change.bound}; {change}: {found.base.step_s:.3g} -> {changed.step_s:.3g} s a step"

@@ -118,10 +118,8 @@ def test_every_rollout_is_found_at_its_place(
         found = index.read(number)
         assert (found["step"], found["group_id"], found["response"]) == (step, group, text)
     for group in range(8):
-        assert [one.number for one in index.of_group(group)] == [
-            number for number, one in enumerate(good) if one[1] == group
-        ]
-    assert [one.number for one in index.of_step(3)] == [n for n, one in enumerate(good) if one[0] == 3]
+        assert index.find(group=group) == [n for n, one in enumerate(good) if one[1] == group]
+    assert index.find(step=3) == [n for n, one in enumerate(good) if one[0] == 3]
 
 
 def test_a_text_that_looks_like_the_head_of_a_line_is_none(folder: Path) -> None:
@@ -129,7 +127,7 @@ def test_a_text_that_looks_like_the_head_of_a_line_is_none(folder: Path) -> None
     (folder / "rollouts.jsonl").write_text(json.dumps(record) + "\n")
     index = read(folder).rollouts
     assert len(index) == 1
-    assert [one.step for one in index.of_group(2)] == [1]
+    assert index.find(group=2) == index.find(step=1) == [0]
 
 
 @pytest.mark.parametrize(

@@ -89,16 +89,14 @@ def test_steps_made_before_a_line_go_back_with_a_resumption(folder: Path) -> Non
 
 def test_filters_find_what_a_look_at_every_group_finds(folder: Path) -> None:
     lives = lives_of(folder, ledger_text(eventful_ledger()))
-    everything = [lives.at(row) for row in range(len(lives))]
+    everything = list(lives)
     assert tuple(one.word for one in lives.num_of_fate()) == FATES
     for fate in lives.num_of_fate():
-        assert [lives.at(row) for row in lives.rows(fate=fate)] == [
-            one for one in everything if one.fate is fate
-        ][::-1]
-    lost = lives.rows(reason=DropReason.LOST)
-    assert [lives.at(row) for row in lost] == [one for one in everything if one.reason is DropReason.LOST]
-    assert [lives.at(row) for row in lives.rows(step=2)] == [one for one in everything if one.step == 2][::-1]
-    assert [lives.at(row) for row in lives.rows()] == everything[::-1]
+        assert lives.find(fate=fate) == [one for one in everything if one.fate is fate][::-1]
+    lost = [one for one in everything if one.reason is DropReason.LOST]
+    assert lives.find(reason=DropReason.LOST) == lost != []
+    assert lives.find(step=2) == [one for one in everything if one.step == 2][::-1]
+    assert lives.find() == everything[::-1]
 
 
 def test_groups_of_a_ledger_that_begins_late_have_their_numbers(folder: Path) -> None:
@@ -171,14 +169,6 @@ def test_a_ledger_of_another_format_is_refused_in_words(folder: Path) -> None:
     assert len(reader.groups) == 0
 
 
-@pytest.mark.parametrize("number", [10**6, 10**15])
-def test_a_number_that_no_ledger_of_this_length_has_takes_no_memory(folder: Path, number: int) -> None:
-    events = [opened(1), *begun_group(number), trained(1, range(number, number + 1))]
-    reader = read_ledger(folder, ledger_text(events))
-    assert "events do not follow from those before" in reader.problems[0]
-    assert len(reader.groups) == 0
-
-
 def test_the_task_of_a_prompt_is_read_from_the_ledger(folder: Path) -> None:
     lives = lives_of(folder, TEXT)
     # Prompt 2 was submitted again after the resumption.
@@ -190,6 +180,5 @@ def test_the_task_of_a_prompt_is_read_from_the_ledger(folder: Path) -> None:
     assert lives.task_of(0) is None
 
 
-def test_lines_of_trained_steps_include_undone_ones(folder: Path) -> None:
-    lines_N, steps_N = lives_of(folder, TEXT).trained_lines()
-    assert (lines_N.tolist(), steps_N.tolist()) == ([8, 16, 23], [1, 2, 2])
+def test_the_line_of_a_step_that_was_repeated_is_the_last_one(folder: Path) -> None:
+    assert lives_of(folder, TEXT).line_of_step == {1: 8, 2: 23}
