@@ -1,6 +1,6 @@
 """Renderers for models with a chat template: by the template itself, or by the package ``renderers``."""
 
-import math
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -24,12 +24,14 @@ from forgeasync.environments.messages import (
     Message,
     ToolCall,
     ToolSpec,
+    check_size,
     show,
 )
 from forgeasync.environments.rendering import (
     BridgeRefused,
     Conversation,
     ParsedTurn,
+    from_difference,
     message_forms,
     reserved_texts,
     tool_forms,
@@ -71,25 +73,33 @@ _READABLE = frozenset(
 )
 
 
-class TurnReader:
-    """Reads turns by a parser of the package ``renderers`` (0.1.12), within limits; for one tokenizer.
+class ChatRenderer:
+    """What the renderers for models with a chat template share: how turns are read.
 
-    What a model writes is hostile, and the parsers have no limits of their own: several of their patterns
-    take time that grows with the square of a turn's length, nested JSON exhausts the stack, and long numbers
-    raise. So a turn that would take them too long is not parsed at all, whatever they raise becomes a broken
-    tool call, and arguments are checked before anyone sees them.
+    A parser of the package ``renderers`` (0.1.12) reads them, within limits. What a model writes is hostile,
+    and the parsers have no limits of their own: several of their patterns take time that grows with the
+    square of a turn's length, nested JSON exhausts the stack, and long numbers raise. So a turn that would
+    take them too long is not parsed at all, whatever they raise becomes a broken tool call, and arguments are
+    checked before anyone sees them.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", library: Renderer) -> None:
         self._tokenizer = tokenizer
         self._library = library
+        self.reserved: Sequence[str] = reserved_texts(tokenizer)
         markers = sorted((token for token in tokenizer.all_special_tokens if token), key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, markers))) if markers else None
 
-    def read(self, before_ids: Sequence[int], turn: SampledTurn, tools: Sequence[ToolSpec]) -> ParsedTurn:
-        """See ``MessageRenderer.parse``."""
+    def text_of(self, ids: Sequence[int]) -> str:
+        """See ``MessageRenderer``."""
+        return text_of_ids(self._tokenizer, ids, skip_special_tokens=True)
+
+    def parse(
+        self, before_ids: Sequence[int], turn: SampledTurn, tools: Sequence[ToolSpec] = ()
+    ) -> ParsedTurn:
+        """See ``MessageRenderer``."""
         raw = self._raw(turn)
-        if not self.can_read(turn):
+        if not self._can_read(turn):
             problem = "the turn has more markup than is read; write fewer and shorter tool calls"
             return self._unread(turn, raw, problem)
         try:
@@ -113,7 +123,7 @@ class TurnReader:
             broken_tool_calls=broken,
         )
 
-    def can_read(self, turn: SampledTurn) -> bool:
+    def _can_read(self, turn: SampledTurn) -> bool:
         """Whether the parsers are done with a turn soon, whatever they make of it."""
         return _num_steps(self._raw(turn)) <= MAX_STEPS
 
@@ -172,33 +182,12 @@ def _problem_with(call: ParsedToolCall, turn: SampledTurn) -> str | None:
         return f"the tool's name has {len(call.name)} characters; no tool's name has more than {MAX_NAME}"
     if call.arguments is not None and not isinstance(call.arguments, Mapping):
         return f"its arguments are of type {type(call.arguments).__name__}; must be an object"
-    return _problem_with_values((call.name, call.arguments))
-
-
-def _problem_with_values(values: object) -> str | None:
-    """Why a value cannot be written as JSON, or is larger than anyone should have to look at."""
-    left: list[tuple[object, int]] = [(values, 0)]
-    num_values = 0
-    while left:
-        value, depth = left.pop()
-        num_values += 1
-        if num_values > MAX_VALUES:
-            return f"its arguments have more than {MAX_VALUES} values"
-        if depth > MAX_DEPTH + 1:
-            return f"its arguments are nested more than {MAX_DEPTH} deep"
-        match value:
-            case Mapping():
-                left += [(one, depth + 1) for pair in value.items() for one in pair]
-            case list() | tuple():
-                left += [(one, depth + 1) for one in value]
-            case str():
-                try:
-                    value.encode()
-                except UnicodeEncodeError:
-                    return "its arguments have half of a surrogate pair, which is no character"
-            case float():
-                if not math.isfinite(value):
-                    return f"its arguments have the number {value}, which JSON has not"
+    try:
+        check_size(call.arguments, max_depth=MAX_DEPTH + 1, max_values=MAX_VALUES)
+        # Neither numbers that JSON has not, nor half of a surrogate pair.
+        json.dumps([call.name, call.arguments], ensure_ascii=False, allow_nan=False).encode()
+    except ValueError as error:
+        return f"its arguments are refused: {error}"
     return None
 
 
@@ -255,7 +244,7 @@ _TOOL_FORMS = (("<function=", "qwen3.5"), ("<arg_key>", "glm"), ("<tool_call>", 
 """Marks of tool calls, the most specific first, and the parsers of renderers 0.1.12 that read them."""
 
 
-class TemplateRenderer:
+class TemplateRenderer(ChatRenderer):
     """A ``MessageRenderer`` by the tokenizer's own chat template, for models that no other renderer knows.
 
     The whole conversation is rendered with a mark in place of each turn of the model, and the text after the
@@ -281,20 +270,14 @@ class TemplateRenderer:
                 f"data.chat_template = true: the tokenizer of {tokenizer.name_or_path!r} has no template; "
                 "must be false, or the model folder must have a chat template"
             )
-        self._tokenizer = tokenizer
-        self._reserved = reserved_texts(tokenizer)
-        self._arguments = dict(template_arguments or {})
         template = tokenizer.get_chat_template()
-        self._tool_parser = _tool_parser(tokenizer, template)
-        self._takes_tools = "tools" in template and self._tool_parser is not None
+        tool_parser = _tool_parser(tokenizer, template)
         config = DefaultRendererConfig(
-            tool_parser=self._tool_parser, reasoning_parser="think" if "</think>" in template else None
+            tool_parser=tool_parser, reasoning_parser="think" if "</think>" in template else None
         )
-        self._reader = TurnReader(tokenizer, DefaultRenderer(tokenizer, config))
-
-    @property
-    def reserved(self) -> Sequence[str]:
-        return self._reserved
+        super().__init__(tokenizer, DefaultRenderer(tokenizer, config))
+        self._arguments = dict(template_arguments or {})
+        self._takes_tools = "tools" in template and tool_parser is not None
 
     def added_ids(
         self, conversation: Conversation, messages: tuple[Message, ...], tools: Sequence[ToolSpec] = ()
@@ -311,10 +294,10 @@ class TemplateRenderer:
         prompt = self._render(messages, tools)
         whole = self._render((*messages, answer), tools, for_answer=False)
         if not whole.startswith(prompt):
-            now, then = _from_difference(whole, prompt), _from_difference(prompt, whole)
+            now, then = from_difference(whole, prompt)
             raise ValueError(
                 f"messages[{len(messages)}]: the chat template does not render this answer after the prompt "
-                f"of a turn: it renders {show(now)} where the prompt has {show(then)}"
+                f"of a turn: it renders {now} where the prompt has {then}"
             )
         ids = self._encode(whole[len(prompt) :])
         end = self._tokenizer.eos_token_id
@@ -323,14 +306,6 @@ class TemplateRenderer:
         elif end is not None:
             ids.append(end)
         return np.asarray(ids, np.int32)
-
-    def text_of(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
-
-    def parse(
-        self, before_ids: Sequence[int], turn: SampledTurn, tools: Sequence[ToolSpec] = ()
-    ) -> ParsedTurn:
-        return self._reader.read(before_ids, turn, tools)
 
     def _text_after_last_turn(
         self, conversation: Conversation, messages: tuple[Message, ...], tools: Sequence[ToolSpec]
@@ -356,10 +331,10 @@ class TemplateRenderer:
                 )
         head, _, tail = after.partition(marks[last])
         if head.rstrip() != before.rstrip():
-            now, then = _from_difference(head, before), _from_difference(before, head)
+            now, then = from_difference(head, before)
             raise ValueError(
                 f"the chat template does not only append: before messages[{last}] it now renders "
-                f"{show(now)} where it had {show(then)}"
+                f"{now} where it had {then}"
             )
         written = after
         for index, mark in marks.items():
@@ -436,15 +411,7 @@ def _tool_parser(tokenizer: "PreTrainedTokenizerBase", template: str) -> str | N
     return next((parser for mark, parser in _TOOL_FORMS if mark in template), None)
 
 
-def _from_difference(text: str, other: str) -> str:
-    """Return ``text`` from shortly before the first character in which it differs from ``other``."""
-    index = next(
-        (i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), min(len(text), len(other))
-    )
-    return text[max(0, index - 10) :]
-
-
-class FamilyRenderer:
+class FamilyRenderer(ChatRenderer):
     """A ``MessageRenderer`` by the package ``renderers`` (0.1.12), which knows some 25 families of models.
 
     Its renderers are programs in place of chat templates: they render a conversation, parse a turn, and
@@ -467,21 +434,15 @@ class FamilyRenderer:
             ValueError: the tokenizer is not one of this family, or the family has no such argument.
         """
         self.family = family
-        self._tokenizer = tokenizer
-        self._reserved = reserved_texts(tokenizer)
         try:
             config = _config(family, template_arguments or {})
-            self._library: Renderer = create_renderer(tokenizer, config)
+            library: Renderer = create_renderer(tokenizer, config)
         except Exception as error:
             # The library asserts that special tokens are there, and raises pydantic's and its own errors.
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ValueError(f"the tokenizer has no renderer {family!r}: {reason}") from error
-        self._reader = TurnReader(tokenizer, self._library)
+        super().__init__(tokenizer, library)
         self._shows_tools: bool | None = None
-
-    @property
-    def reserved(self) -> Sequence[str]:
-        return self._reserved
 
     def added_ids(
         self, conversation: Conversation, messages: tuple[Message, ...], tools: Sequence[ToolSpec] = ()
@@ -499,7 +460,7 @@ class FamilyRenderer:
                     "tokens; render the conversation anew"
                 )
         turn = conversation.turns[num_before - 1]
-        if not self._reader.can_read(turn):
+        if not self._can_read(turn):
             # The bridges of GLM, DeepSeek V4 and Gemma 4 parse the turn (renderers 0.1.12).
             raise BridgeRefused(
                 f"the turn before messages[{num_before}] has more markup than is read; render the "
@@ -549,16 +510,6 @@ class FamilyRenderer:
         last = next((index for index, token in enumerate(ids) if token in ends), None)
         ids = [*ids, self._end_of(messages, answer, tools)] if last is None else ids[: last + 1]
         return np.asarray(ids, np.int32)
-
-    def text_of(self, ids: Sequence[int]) -> str:
-        """See ``MessageRenderer``."""
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
-
-    def parse(
-        self, before_ids: Sequence[int], turn: SampledTurn, tools: Sequence[ToolSpec] = ()
-    ) -> ParsedTurn:
-        """See ``MessageRenderer``."""
-        return self._reader.read(before_ids, turn, tools)
 
     def _end_of(self, messages: tuple[Message, ...], answer: Message, tools: Sequence[ToolSpec]) -> int:
         """The token that ends an answer in a format whose turns end with the role of the next message."""

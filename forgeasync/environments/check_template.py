@@ -8,8 +8,10 @@ that fails it.
 """
 
 import argparse
+import bisect
 import json
 import random
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -49,6 +51,7 @@ from forgeasync.environments.rendering import (
     MessageRenderer,
     PlainRenderer,
     choose_renderer,
+    num_alike,
 )
 from forgeasync.rollouts import FinishReason, text_of_ids
 from forgeasync.schema import Problem
@@ -58,6 +61,9 @@ if TYPE_CHECKING:
 
 _MAX_OPENING = 8
 """Most tokens at the end of a prompt that open reasoning."""
+
+_MARKS = r"(?:\s|</?think>)*"
+"""Marks of reasoning and white space."""
 
 
 class Likeness(StrEnum):
@@ -85,16 +91,16 @@ def compare(
 
     The path and the conversation rendered anew may differ in two ways, and in no other:
 
-    - Inside a turn of the model, where its tokens need not be those that its text would become. - At the
-    beginning of a turn, where a format leaves out the reasoning of earlier turns when it renders them
-      anew, or writes an empty block in its place. What the path has there is then nothing but marks of
+    - Inside a turn of the model, where its tokens need not be those that its text would become.
+    - At the beginning of a turn, where a format leaves out the reasoning of earlier turns when it renders
+      them anew, or writes an empty block in its place. What the path has there is then nothing but marks of
       reasoning, the message's own reasoning and white space, and what the other has is marks and white space.
     """
     likenesses: set[Likeness] = set()
     position = 0
     for step in walked.steps:
         given, turn = step.given_ids.tolist(), step.turn.ids_T.tolist()
-        found = _find_turn(tokenizer, given, turn, messages[step.index], anew_ids[position:])
+        found = _find_turn(tokenizer, given, turn, messages[step.index], list(anew_ids[position:]))
         if found is None:
             return Difference(index=step.index, path_ids=[*given, *turn], anew_ids=anew_ids[position:])
         likeness, num_tokens = found
@@ -108,64 +114,32 @@ def compare(
 
 
 def _find_turn(
-    tokenizer: "PreTrainedTokenizerBase",
-    given: list[int],
-    turn: list[int],
-    message: Message,
-    anew: Sequence[int],
+    tokenizer: "PreTrainedTokenizerBase", given: list[int], turn: list[int], message: Message, anew: list[int]
 ) -> tuple[Likeness, int] | None:
     """How given tokens and the turn after them begin ``anew``, and how many of its tokens they are."""
     both = [*given, *turn]
-    if list(anew[: len(both)]) == both:
+    if anew[: len(both)] == both:
         return Likeness.SAME, len(both)
-    num_opening = min(_MAX_OPENING, len(given))
-    for num_given in range(len(given), len(given) - num_opening - 1, -1):
-        if list(anew[:num_given]) != given[:num_given]:
-            continue
-        rest = list(anew[num_given:])
-        num_same = _same_text(tokenizer, [*given[num_given:], *turn], rest)
-        if num_same is not None:
-            return Likeness.RETOKENIZED, num_given + num_same
-        num_other = _without_reasoning(tokenizer, given[num_given:], turn, message, rest)
-        if num_other is not None:
-            return Likeness.WITHOUT_REASONING, num_given + num_other
-    return None
-
-
-def _without_reasoning(
-    tokenizer: "PreTrainedTokenizerBase",
-    opening: list[int],
-    turn: list[int],
-    message: Message,
-    rest: list[int],
-) -> int | None:
-    """How many tokens of ``rest`` are the turn without its reasoning; None if they are something else."""
-    reasoning = message.get("reasoning_content", "").strip()
-    for num_empty in range(min(_MAX_OPENING, len(rest))):
-        written = text_of_ids(tokenizer, rest[:num_empty])
-        for num_dropped in range(len(turn)):
-            kept = turn[num_dropped:]
-            if rest[num_empty : num_empty + len(kept)] != kept:
-                continue
-            dropped = text_of_ids(tokenizer, [*opening, *turn[:num_dropped]])
-            others = written + dropped.replace(reasoning, "", 1)
-            if "think>" in others and not others.replace("<think>", "").replace("</think>", "").strip():
-                return num_empty + len(kept)
-    return None
-
-
-def _same_text(tokenizer: "PreTrainedTokenizerBase", ids: Sequence[int], anew: Sequence[int]) -> int | None:
-    """How many of the tokens ``anew`` have the text of ``ids``; None if there is no such number."""
-    text = tokenizer.decode(list(ids), skip_special_tokens=False)
-    low, high = 0, len(anew)
-    while low < high:
-        middle = (low + high) // 2
-        if len(tokenizer.decode(list(anew[:middle]), skip_special_tokens=False)) < len(text):
-            low = middle + 1
-        else:
-            high = middle
-    found = tokenizer.decode(list(anew[:low]), skip_special_tokens=False)
-    return low if found == text else None
+    num_given = num_alike(given, anew)
+    if num_given < len(given) - _MAX_OPENING:
+        return None
+    path = text_of_ids(tokenizer, both[num_given:])
+    rest = anew[num_given:]
+    text = text_of_ids(tokenizer, rest)
+    likeness = Likeness.RETOKENIZED
+    num_characters = len(path)
+    if not text.startswith(path):
+        reasoning = re.escape(message.get("reasoning_content", "").strip())
+        marks = re.match(rf"{_MARKS}(?:{reasoning})?{_MARKS}", path)
+        assert marks is not None, "it may be empty"
+        found = re.match(_MARKS + re.escape(path[marks.end() :]), text)
+        if found is None or "think>" not in marks[0] + found[0]:
+            return None
+        likeness, num_characters = Likeness.WITHOUT_REASONING, found.end()
+    ends = range(len(rest) + 1)
+    num_tokens = bisect.bisect_left(ends, num_characters, key=lambda n: len(text_of_ids(tokenizer, rest[:n])))
+    is_whole = text_of_ids(tokenizer, rest[:num_tokens]) == text[:num_characters]
+    return (likeness, num_given + num_tokens) if is_whole else None
 
 
 NUM_RANDOM = 12
@@ -357,21 +331,14 @@ class _Checker:
                 before += step.given_ids.tolist()
                 parsed = self._renderer.parse(before, step.turn, dialogue.tools)
                 said, read = dialogue.messages[step.index], message_of(parsed)
+                problem = None
                 if parsed.broken_tool_calls:
-                    problem = parsed.broken_tool_calls[0].problem
-                    raise self._contradiction(
-                        f"the tool call in messages[{step.index}] is not read: {problem}",
-                        dialogue,
-                        step.turn.ids_T.tolist(),
-                        [],
-                    )
-                if _content(said) != _content(read):
-                    raise self._contradiction(
-                        f"messages[{step.index}] is read as {read!r}",
-                        dialogue,
-                        step.turn.ids_T.tolist(),
-                        [],
-                    )
+                    broken = parsed.broken_tool_calls[0].problem
+                    problem = f"the tool call in messages[{step.index}] is not read: {broken}"
+                elif _content(said) != _content(read):
+                    problem = f"messages[{step.index}] is read as {read!r}"
+                if problem is not None:
+                    raise self._contradiction(problem, dialogue, step.turn.ids_T.tolist(), [])
                 before += step.turn.ids_T.tolist()
         return ["tool calls"] * sum(len(m.get("tool_calls", ())) for m in dialogue.messages)
 
@@ -381,7 +348,13 @@ class _Checker:
         step = first.steps[0]
         follows = user("go on")
         end = step.turn.last_id
-        has_end = end in self._ends(dialogue.messages[: step.index + 1], dialogue, len(step.given_ids))
+        # Tokens of a first turn, and of what follows it, as the format writes them itself.
+        written = rendered_at_once(
+            self._renderer, (*dialogue.messages[: step.index + 1], follows), dialogue.tools
+        )
+        has_end = end in written[len(step.given_ids) :]
+        messages = (*first.conversation.messages, follows)
+        whole = self._renderer.added_ids(first.conversation, messages, dialogue.tools).tolist()
         notes = []
         for _ in range(3):
             num_kept = self._rng.randint(1, step.turn.num_tokens)
@@ -400,7 +373,6 @@ class _Checker:
                 messages=messages, turns={step.index: turn}, token_ids=[*before, *ids.tolist()]
             )
             added = self._renderer.added_ids(conversation, (*messages, follows), dialogue.tools).tolist()
-            whole = self._after_whole(first, follows, dialogue).tolist()
             num_closing = len(added) - len(whole)
             closing = added[: max(num_closing, 0)]
             is_closed = is_whole or not has_end or end in closing
@@ -433,16 +405,6 @@ class _Checker:
         except BridgeRefused:
             return ["turns after which the conversation must be rendered anew"]
         return []
-
-    def _ends(self, messages: tuple[Message, ...], dialogue: Dialogue, num_given: int) -> list[int]:
-        """Tokens of a first turn, and of what follows it, as the format writes them itself."""
-        whole = (*messages, user("go on"))
-        return rendered_at_once(self._renderer, whole, dialogue.tools)[num_given:]
-
-    def _after_whole(self, first: Walk, follows: Message, dialogue: Dialogue) -> np.ndarray:
-        """What follows the first turn, followed by one message of a user."""
-        messages = (*first.conversation.messages, follows)
-        return self._renderer.added_ids(first.conversation, messages, dialogue.tools)
 
     def _decoded(self, ids: Sequence[int]) -> str:
         return text_of_ids(self._tokenizer, ids)
@@ -477,11 +439,7 @@ class _Checker:
     def _contradiction(
         self, what: str, dialogue: Dialogue, ids: Sequence[int], others: Sequence[int]
     ) -> _Contradiction:
-        start = next(
-            (i for i, (a, b) in enumerate(zip(ids, others, strict=False)) if a != b),
-            min(len(ids), len(others)),
-        )
-        start = max(0, start - 3)
+        start = max(0, num_alike(ids, others) - 3)
         shown = [
             f"{list(some[start : start + 24])} {self._decoded(some[start : start + 24])!r}"
             for some in (ids, others)

@@ -25,13 +25,12 @@ from forgeasync.environments.environment import (
 from forgeasync.environments.messages import (
     BrokenToolCall,
     Message,
-    NestedTooDeeply,
     ToolCall,
     ToolSpec,
-    check_nesting,
     checked_message,
     checked_messages,
     checked_tools,
+    read_arguments,
 )
 from forgeasync.rollouts import FinishReason
 
@@ -304,15 +303,9 @@ def _read_call(call: dict[str, Any], default_id: str) -> ToolCall | BrokenToolCa
     name, written = function["name"], function.get("arguments")
     text = written if isinstance(written, str) else json.dumps(written)
     try:
-        arguments = json.loads(text or "{}")
-    except (ValueError, RecursionError) as error:
-        return BrokenToolCall(text=text, problem=f"arguments of {name} are no JSON: {error}")
-    if not isinstance(arguments, dict):
-        return BrokenToolCall(text=text, problem=f"arguments of {name} are no JSON object")
-    try:
-        check_nesting(f"arguments of {name} are", arguments)
-    except NestedTooDeeply as error:
-        return BrokenToolCall(text=text, problem=str(error))
+        arguments = read_arguments(text)
+    except ValueError as error:
+        return BrokenToolCall(text=text, problem=f"arguments of {name} are {error}")
     return ToolCall(id=call.get("id") or default_id, name=name, arguments=arguments)
 
 

@@ -9,7 +9,7 @@ An assistant's message may also carry ``reasoning_content``.
 """
 
 import json
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,42 +74,49 @@ class BrokenToolCall:
     """What is wrong with it, to tell the model."""
 
 
-class NestedTooDeeply(ValueError):
-    """A JSON value is nested more deeply than may be."""
-
-
-def levels(value: object, *, max_depth: int) -> Iterator[list[Any]]:
-    """Yield the values of a JSON value by their depth, keys of objects included: first ``value`` itself.
+def check_size(value: object, *, max_depth: int = MAX_DEPTH, max_values: int | None = None) -> None:
+    """Refuse a JSON value that is nested too deeply or has too many values, keys of objects included.
 
     Does not recurse, so that nothing that is nested can exhaust the stack.
 
     Raises:
-        NestedTooDeeply: when there are more than ``max_depth`` levels.
+        ValueError: there are more than ``max_depth`` levels, of which ``value`` itself is the first, or more
+            than ``max_values`` values; says so in words that follow "are".
     """
     level: list[Any] = [value]
+    num_values = 0
     for _ in range(max_depth):
-        yield level
+        num_values += len(level)
+        if max_values is not None and num_values > max_values:
+            raise ValueError(f"too large; must have at most {max_values} values")
         objects = [one for one in level if isinstance(one, Mapping)]
         lists = [one for one in level if isinstance(one, list | tuple)]
         level = [child for one in objects for pair in one.items() for child in pair]
         level += [child for one in lists for child in one]
         if not level:
             return
-    raise NestedTooDeeply(f"nested deeper than {max_depth}")
+    raise ValueError(f"nested deeper than {max_depth}")
 
 
-def check_nesting(what: str, value: object) -> None:
-    """Refuse a JSON value that is nested deeper than ``MAX_DEPTH``; ``what`` says whose it is.
+def read_arguments(written: object) -> dict[str, Any]:
+    """Return the arguments of a tool call, given as an object or as the text of one.
 
     Raises:
-        NestedTooDeeply: it is.
+        ValueError: they are no JSON, no object or nested deeper than ``MAX_DEPTH``; says so in words that
+            follow "are".
     """
-    try:
-        for _ in levels(value, max_depth=MAX_DEPTH):
-            pass
-    except NestedTooDeeply as error:
-        # Not quoted: representing it could recurse too deeply.
-        raise NestedTooDeeply(f"{what} {error}") from None
+    read = written
+    if isinstance(written, str):
+        try:
+            read = json.loads(written or "{}")
+        except RecursionError:
+            raise ValueError(f"nested deeper than {MAX_DEPTH}") from None
+        except ValueError as error:
+            raise ValueError(f"no JSON: {error}: {show(written)}") from None
+    if not isinstance(read, Mapping):
+        raise ValueError(f"{show(read)}; must be an object")
+    check_size(read)
+    return dict(read)
 
 
 def checked_tools(tools: Sequence[ToolSpec] | None) -> tuple[ToolSpec, ...]:
@@ -120,7 +127,11 @@ def checked_tools(tools: Sequence[ToolSpec] | None) -> tuple[ToolSpec, ...]:
     """
     specs = tuple(tools or ())
     for index, tool in enumerate(specs):
-        check_nesting(f"tools[{index}], {show(tool.name)}: its parameters are", tool.parameters)
+        try:
+            check_size(tool.parameters)
+        except ValueError as error:
+            # Not quoted: representing them could recurse too deeply.
+            raise ValueError(f"tools[{index}], {show(tool.name)}: its parameters are {error}") from None
     return specs
 
 
@@ -254,20 +265,13 @@ def _checked_call(where: str, call: object) -> Mapping[str, Any]:
             "{'name': ..., 'arguments': ...}}"
         )
     assert isinstance(call, Mapping)
-    arguments = function.get("arguments", {})
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments or "{}")
-        except RecursionError:
-            raise NestedTooDeeply(f"{where}: its arguments are nested deeper than {MAX_DEPTH}") from None
-        except ValueError as error:
-            raise ValueError(f"{where}: its arguments {show(arguments)} are no JSON: {error}") from error
-    if not isinstance(arguments, Mapping):
-        raise ValueError(f"{where}: its arguments are {show(arguments)}; must be an object")
-    check_nesting(f"{where}: its arguments are", arguments)
+    try:
+        arguments = read_arguments(function.get("arguments", {}))
+    except ValueError as error:
+        raise ValueError(f"{where}: its arguments are {error}") from None
     identity = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
     return {
         **identity,
         "type": "function",
-        "function": {"name": function["name"], "arguments": dict(arguments)},
+        "function": {"name": function["name"], "arguments": arguments},
     }

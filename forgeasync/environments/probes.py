@@ -64,12 +64,8 @@ def user(content: str) -> Message:
 
 
 def assistant(content: str, *calls: Message, reasoning: str | None = None) -> Message:
-    message: dict[str, Any] = {"role": "assistant", "content": content}
-    if reasoning is not None:
-        message["reasoning_content"] = reasoning
-    if calls:
-        message["tool_calls"] = list(calls)
-    return checked_message("a probe", message)
+    message = {"content": content, "reasoning_content": reasoning, "tool_calls": calls}
+    return checked_message("a probe", {"role": ASSISTANT, **message})
 
 
 def call(identity: str, tool: str, /, **arguments: object) -> Message:
@@ -278,19 +274,9 @@ def sampled(
 
 def message_of(parsed: ParsedTurn) -> Message:
     """A turn as the message that continues the conversation."""
-    message: dict[str, Any] = {"role": ASSISTANT, "content": parsed.text}
-    if parsed.reasoning is not None:
-        message["reasoning_content"] = parsed.reasoning
-    if parsed.tool_calls:
-        message["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": dict(call.arguments)},
-            }
-            for call in parsed.tool_calls
-        ]
-    return message
+    calls = [call.message_form for call in parsed.tool_calls]
+    message = {"content": parsed.text, "reasoning_content": parsed.reasoning, "tool_calls": calls}
+    return checked_message("a turn", {"role": ASSISTANT, **message})
 
 
 def other_tokens(tokenizer: "PreTrainedTokenizerBase", rng: random.Random) -> Retokenized:

@@ -153,27 +153,13 @@ def call_opening(renderer: MessageRenderer, tools: Sequence[ToolSpec]) -> np.nda
 
 
 def message_forms(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return copies that may be changed, with plain objects as the arguments of tool calls."""
-    forms = []
-    for message in messages:
-        form = dict(message)
-        if "tool_calls" in form:
-            form["tool_calls"] = [_call_form(call) for call in form["tool_calls"]]
-        forms.append(form)
-    return forms
-
-
-def _call_form(call: Any) -> dict[str, Any]:
-    function = call["function"]
-    arguments = function["arguments"]
-    if not isinstance(arguments, str):
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    return {**call, "function": {"name": function["name"], "arguments": json.loads(arguments or "{}")}}
+    """Return copies of checked messages that may be changed, in plain objects."""
+    return list(json.loads(json.dumps(messages)))
 
 
 def tool_forms(tools: Sequence[ToolSpec]) -> list[dict[str, Any]]:
     """Return the tools as chat endpoints take them, in plain objects."""
-    return [json.loads(json.dumps(tool.message_form, ensure_ascii=False)) for tool in tools]
+    return list(json.loads(json.dumps([tool.message_form for tool in tools])))
 
 
 WORD_JOINER = "\u2060"
@@ -341,7 +327,7 @@ class PlainRenderer:
         return np.asarray(ids if end is None else [*ids, end], np.int32)
 
     def text_of(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+        return text_of_ids(self._tokenizer, ids, skip_special_tokens=True)
 
     def parse(
         self, before_ids: Sequence[int], turn: SampledTurn, tools: Sequence[ToolSpec] = ()
@@ -465,6 +451,18 @@ def _variants(name: RendererName, arguments: TemplateArguments) -> list[Template
     return variants
 
 
+def num_alike(some: Sequence[Any], others: Sequence[Any]) -> int:
+    """Return how many elements two sequences begin with alike."""
+    pairs = zip(some, others, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def from_difference(text: str, other: str) -> tuple[str, str]:
+    """Return two texts, for an error, from shortly before the first character in which they differ."""
+    start = max(0, num_alike(text, other) - 10)
+    return show(text[start:]), show(other[start:])
+
+
 def first_difference(
     tokenizer: "PreTrainedTokenizerBase", family: "FamilyRenderer", template: "TemplateRenderer"
 ) -> tuple[int, str] | None:
@@ -492,11 +490,7 @@ def first_difference(
         has_answers = any(message["role"] == ASSISTANT for message in dialogue.messages)
         if has_answers and _NO_REASONING.sub("", ours) == _NO_REASONING.sub("", theirs):
             continue
-        start = next(
-            (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b),
-            min(len(ours), len(theirs)),
-        )
-        start = max(0, start - 10)
-        difference = f"renders {show(ours[start:])} where the template has {show(theirs[start:])}"
+        now, then = from_difference(ours, theirs)
+        difference = f"renders {now} where the template has {then}"
         return number, f"{difference} ({dialogue.name})"
     return None

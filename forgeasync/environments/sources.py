@@ -4,13 +4,14 @@ import dataclasses
 import hashlib
 import itertools
 import pickle
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
-from operator import eq
-from typing import Protocol, overload
+from operator import attrgetter, eq
+from typing import ClassVar, Protocol, overload
 
 import numpy as np
 
@@ -25,7 +26,7 @@ from forgeasync.config import (
     named_sources,
 )
 from forgeasync.rollouts import Task
-from forgeasync.schema import ConfigError, Section
+from forgeasync.schema import ConfigError, Problem, Section
 
 
 class StoredTasks(Sequence[Task]):
@@ -43,7 +44,7 @@ class StoredTasks(Sequence[Task]):
 
     def append(self, task: Task) -> None:
         # Written here and read here only.
-        self._stored += pickle.dumps(_fields(task), pickle.HIGHEST_PROTOCOL)
+        self._stored += pickle.dumps(_values(task), pickle.HIGHEST_PROTOCOL)
         self._ends.append(len(self._stored))
 
     def __eq__(self, other: object) -> bool:
@@ -63,20 +64,11 @@ class StoredTasks(Sequence[Task]):
 
     def _task(self, place: int) -> Task:
         stored = self._stored[self._ends[place] : self._ends[place + 1]]
-        task_id, prompt, answer, source_index, source, record = pickle.loads(stored)
-        return Task(
-            task_id=task_id,
-            prompt=prompt,
-            answer=answer,
-            source_index=source_index,
-            source=source,
-            record=record,
-        )
+        return Task(**dict(zip(_FIELDS, pickle.loads(stored), strict=True)))
 
 
-def _fields(task: Task) -> tuple[object, ...]:
-    return task.task_id, task.prompt, task.answer, task.source_index, task.source, task.record
-
+_FIELDS = tuple(field.name for field in dataclasses.fields(Task))
+_values = attrgetter(*_FIELDS)
 
 HELD_OUT_SEED = 1_618_033_988
 """Seed for the held-out problems of every run, independent of the run's own: all runs are measured alike."""
@@ -141,6 +133,52 @@ class SourceProblems(Protocol):
             ConfigError: there are too few.
         """
         ...
+
+
+def refusal(field: str, value: object, remedy: str) -> ConfigError:
+    """Return the error for a field of the section ``data``."""
+    return ConfigError([Problem(field=f"data.{field}", value=value, remedy=remedy)])
+
+
+def most_candidates(num_problems: int) -> int:
+    """Return the most candidates to generate for this many problems: some are repeats or held out."""
+    return 4 * num_problems + 1000
+
+
+class DrawnProblems(ABC):
+    """``SourceProblems`` that are the first usable ones of a sequence of candidates."""
+
+    may_repeat: ClassVar[bool] = True
+    """Whether two training problems may have the same text."""
+
+    def __init__(self, name: str, *, num_train: int, num_held_out: int, seed: int) -> None:
+        """``name`` is what errors call the source."""
+        self._name = name
+        self._num_train = num_train
+        self._num_held_out = num_held_out
+        self._seed = seed
+
+    @abstractmethod
+    def candidates(self, *, held_out: bool) -> Iterator[Task]:
+        """Yield candidates: for training in the order of the run's seed, else in that of a fixed one."""
+
+    def held_out(self) -> list[Task]:
+        """See ``SourceProblems``."""
+        found = draw_distinct(self.candidates(held_out=True), self._num_held_out)
+        self._check_number("num_held_out", self._num_held_out, len(found), "distinct ones")
+        return found
+
+    def train(self, never: Set[str]) -> TrainingDraw:
+        """See ``SourceProblems``."""
+        candidates = self.candidates(held_out=False)
+        draw = draw_training(candidates, self._num_train, never, may_repeat=self.may_repeat)
+        kind = "ones that are not held out" if self.may_repeat else "distinct ones that are not held out"
+        self._check_number("num_train", self._num_train, len(draw.tasks), kind)
+        return draw
+
+    def _check_number(self, field: str, wanted: int, found: int, kind: str) -> None:
+        if found < wanted:
+            raise refusal(field, wanted, f"{self._name} gave only {found} {kind}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,10 +25,9 @@ from forgeasync.environments.environment import Turn
 from forgeasync.environments.messages import (
     ASSISTANT,
     Message,
-    NestedTooDeeply,
     ToolCall,
     ToolSpec,
-    levels,
+    check_size,
     show,
 )
 
@@ -277,22 +276,6 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
-def check_size(value: object) -> None:
-    """Check that a JSON value is small enough to be worked on safely.
-
-    Raises:
-        ValueError: it is nested too deeply, or has too many values.
-    """
-    num_nodes = 0
-    try:
-        for level in levels(value, max_depth=MAX_DEPTH):
-            num_nodes += len(level)
-            if num_nodes > MAX_NODES:
-                raise ValueError(f"must have at most {MAX_NODES} values")
-    except NestedTooDeeply:
-        raise ValueError(f"must not be nested deeper than {MAX_DEPTH}") from None
-
-
 def wrong(where: str, value: object, remedy: str, *, code: str = "invalid_value") -> RequestError:
     """Return the error for a field, with its value and what would be right."""
     return RequestError(f"{where} is {show(value)}; {remedy}", param=where, code=code)
@@ -308,7 +291,10 @@ def _json_object(kind: type, value: object) -> object:
             raise ValueError("must be JSON") from None
     if not isinstance(value, dict):
         raise ValueError("must be an object")
-    check_size(value)
+    try:
+        check_size(value, max_depth=MAX_DEPTH, max_values=MAX_NODES)
+    except ValueError as error:
+        raise ValueError(f"must not be {error}") from None
     return kind(value)
 
 
@@ -525,7 +511,7 @@ def shown(turn: Turn) -> Shown:
 def _can_come_back(call: ToolCall) -> bool:
     """Whether a client can be given the call as JSON, and can hand it back."""
     try:
-        check_size(call.arguments)
+        check_size(call.arguments, max_depth=MAX_DEPTH, max_values=MAX_NODES)
         # In UTF-8, which has no half of a surrogate pair.
         parse_json(json.dumps([call.name, call.arguments], ensure_ascii=False, allow_nan=False).encode())
     except ValueError:
