@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -38,6 +38,7 @@ from forgeasync.environments.rendering import (
     rendered_anew,
     without_reserved,
 )
+from forgeasync.environments.sessions.session import Session
 from forgeasync.files import is_refusal
 from forgeasync.rollouts import AgentOutcome, EpisodeId, SampledTurn, Score, ToolStatus, VersionRange, spanned
 
@@ -215,7 +216,16 @@ class Participant(NamedAgent):
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise EpisodeOver("respond was called after the episode had ended; call it within rollout only")
+            raise EpisodeOver("the episode has ended; call its agent within rollout only")
+
+    def _checked(
+        self, messages: str | Sequence[Message], tools: Sequence[ToolSpec] | None, max_tokens: int | None
+    ) -> tuple[tuple[Message, ...], tuple[ToolSpec, ...]]:
+        """Check what a turn is asked for with; return messages and tools."""
+        self._check_open()
+        if max_tokens is not None and max_tokens < 1:
+            raise ValueError(f"max_tokens = {max_tokens}; must be at least 1")
+        return checked_messages(messages), checked_tools(tools)
 
     def _check_turns(self) -> None:
         if self._num_begun >= self._max_turns:
@@ -259,24 +269,6 @@ class TurnRequest:
 
 SampleTurn = Callable[[TurnRequest], Awaitable[SampledTurn | None]]
 """Samples a turn. Returns None if the episode or its group was given up."""
-
-
-class OpenSession(Protocol):
-    """A session of an HTTP server that an agent has; see ``forgeasync.environments.sessions``."""
-
-    @property
-    def base_url(self) -> str: ...
-
-    @property
-    def anthropic_base_url(self) -> str: ...
-
-    @property
-    def api_key(self) -> str: ...
-
-    @property
-    def counted(self) -> Mapping[str, int]: ...
-
-    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -339,7 +331,7 @@ class EpisodeAgent(Participant):
         limits: TurnLimits,
         *,
         name: str = "agent",
-        open_session: "Callable[[EpisodeAgent], OpenSession] | None" = None,
+        open_session: "Callable[[EpisodeAgent], Session] | None" = None,
         artifacts: EpisodeArtifacts | None = None,
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
@@ -355,7 +347,7 @@ class EpisodeAgent(Participant):
         self._renderer = renderer
         self._limits = limits
         self._open_session = open_session
-        self._session: OpenSession | None = None
+        self._session: Session | None = None
         self._tree: ConversationTree[SampledPath] = ConversationTree()
 
     @property
@@ -388,9 +380,8 @@ class EpisodeAgent(Participant):
         """See ``Participant``."""
         return {} if self._session is None else self._session.counted
 
-    def _opened(self) -> "OpenSession":
-        if self._is_closed:
-            raise EpisodeOver("a session was asked for after the episode had ended")
+    def _opened(self) -> Session:
+        self._check_open()
         if self._session is None:
             assert self._open_session is not None, "workers have a server of sessions"
             self._session = self._open_session(self)
@@ -430,9 +421,7 @@ class EpisodeAgent(Participant):
             TooManyTurns: the agent has taken as many turns as it may.
             NoCallOpening: the model's format does not let a turn begin with such a call.
         """
-        self._check_open()
-        specs = checked_tools(tools)
-        checked = checked_messages(messages)
+        checked, specs = self._checked(messages, tools, max_tokens)
         prompt = self._prompt(checked, specs, must_call)
         self.num_reserved += prompt.num_reserved
         self.num_rewritten += prompt.num_rewritten
@@ -450,8 +439,6 @@ class EpisodeAgent(Participant):
             )
         bounds = [limits.max_turn_tokens, limits.max_context_length - num_before]
         if max_tokens is not None:
-            if max_tokens < 1:
-                raise ValueError(f"max_tokens = {max_tokens}; must be at least 1")
             bounds.append(max_tokens)
         self._num_begun += 1
         request = TurnRequest(
@@ -504,9 +491,7 @@ class EpisodeAgent(Participant):
             EpisodeOver: the episode has ended.
             NoCallOpening: see ``respond``.
         """
-        if self._is_closed:
-            raise EpisodeOver("tokens were counted after the episode had ended")
-        return self._prompt(checked_messages(messages), checked_tools(tools), must_call).num_tokens
+        return self._prompt(*self._checked(messages, tools, None), must_call).num_tokens
 
     def _prompt(
         self, messages: tuple[Message, ...], tools: tuple[ToolSpec, ...], must_call: Sequence[ToolSpec]

@@ -28,8 +28,6 @@ from forgeasync.environments.messages import (
     ToolCall,
     ToolSpec,
     checked_message,
-    checked_messages,
-    checked_tools,
     read_arguments,
 )
 from forgeasync.rollouts import FinishReason
@@ -113,12 +111,12 @@ class EndpointAgent(Participant):
         name: str = "agent",
         artifacts: EpisodeArtifacts | None = None,
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
-        on_begin: Callable[[], object] = lambda: None,
-        on_end: Callable[[], object] = lambda: None,
+        taking_turn: Callable[[], AbstractContextManager[None]] = nullcontext,
         client: "AsyncOpenAI | None" = None,
     ) -> None:
-        """``limit_s`` is the time for a turn with all its retries, ``timeouts.generate_s``. ``on_begin`` is
-        called when a turn begins, ``on_end`` when it has ended, however it did.
+        """``limit_s`` is the time for a turn with all its retries, ``timeouts.generate_s``.
+
+        ``taking_turn`` is entered while the endpoint samples a turn.
 
         ``client`` has connections that several agents of one event loop share; None: this agent opens and
         closes its own.
@@ -127,8 +125,7 @@ class EndpointAgent(Participant):
         self._endpoint = endpoint
         self._sampling = sampling
         self._limit_s = limit_s
-        self._on_begin = on_begin
-        self._on_end = on_end
+        self._taking_turn = taking_turn
         self._client = client
         self._own_client: AsyncOpenAI | None = None
         # Keeps the facts of the turns.
@@ -185,11 +182,7 @@ class EndpointAgent(Participant):
                 ``timeouts.generate_s``, after all retries; or it answered with something that is no turn.
             EpisodeOver: the episode has ended.
         """
-        self._check_open()
-        specs = checked_tools(tools)
-        checked = checked_messages(messages)
-        if max_tokens is not None and max_tokens < 1:
-            raise ValueError(f"max_tokens = {max_tokens}; must be at least 1")
+        checked, specs = self._checked(messages, tools, max_tokens)
         self._check_turns()
         self._num_begun += 1
         bound = self._sampling.max_response_tokens
@@ -217,10 +210,10 @@ class EndpointAgent(Participant):
         client = self._client or self._own_client
         if client is None:
             client = self._own_client = open_client(endpoint, limit_s=self._limit_s)
-        self._on_begin()
         try:
-            async with asyncio.timeout(self._limit_s):
-                completion: ChatCompletion = await client.chat.completions.create(**request)
+            with self._taking_turn():
+                async with asyncio.timeout(self._limit_s):
+                    completion: ChatCompletion = await client.chat.completions.create(**request)
         except TimeoutError:
             raise EpisodeInterrupted(
                 f"{endpoint.base_url} took longer than timeouts.generate_s = {self._limit_s:g} s"
@@ -231,8 +224,6 @@ class EndpointAgent(Participant):
                 raise ContextFull(f"{endpoint.base_url}: {error.message}"[:500]) from None
             words = f"{endpoint.base_url}: {type(error).__name__}: {error.message}"
             raise EpisodeInterrupted(words[:500]) from None
-        finally:
-            self._on_end()
         return completion
 
     def _turn(self, completion: "ChatCompletion", stops: Sequence[str]) -> Turn:

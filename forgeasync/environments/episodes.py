@@ -6,11 +6,12 @@ the loop that ``run`` is called on; an episode's own loop waits for them.
 
 import asyncio
 import bisect
+import dataclasses
 import json
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +22,6 @@ from forgeasync.environments.agent import (
     AgentRole,
     EpisodeAgent,
     EpisodeArtifacts,
-    OpenSession,
     Participant,
     SampleTurn,
     TurnLimits,
@@ -29,7 +29,7 @@ from forgeasync.environments.agent import (
     artifact_folder_name,
     outcome_of,
 )
-from forgeasync.environments.conversation import turn_facts
+from forgeasync.environments.conversation import RecordedBranch, turn_facts
 from forgeasync.environments.endpoint_agent import EndpointAgent, EndpointModel
 from forgeasync.environments.environment import (
     Agent,
@@ -46,6 +46,7 @@ from forgeasync.environments.environment import (
 from forgeasync.environments.episode_thread import EpisodeThread, kill
 from forgeasync.environments.messages import ASSISTANT
 from forgeasync.environments.rendering import MessageRenderer
+from forgeasync.environments.sessions.session import Session
 from forgeasync.environments.tools import num_stuck_calls
 from forgeasync.observability import last_words
 from forgeasync.rollouts import EpisodeId, EpisodeOutcome, SampledTurn, Score, Task, VersionRange
@@ -70,17 +71,42 @@ class EpisodeActivity:
     """That of waits which ended before the first turn began: nothing has grown old meanwhile."""
     _waiting_since_s: float = 0.0
 
-    def begin(self, now_s: float) -> None:
+    def begin_turn(self, *, is_judge: bool) -> int:
+        """A turn begins; return its number."""
+        number, now_s = self.num_begun, self.now_s()
         if not self.num_sampling:
             self.last_s = now_s
         self.num_sampling += 1
         self.num_begun += 1
+        if is_judge:
+            self.judging_since_s[number] = now_s
+        return number
 
-    def end(self, now_s: float) -> None:
+    def end_turn(self, number: int) -> None:
+        """A turn has ended, however it did."""
+        now_s = self.now_s()
+        self.judging_since_s.pop(number, None)
         self.num_sampling -= 1
         if not self.num_sampling:
             self.sampling_s += now_s - self.last_s
             self.last_s = now_s
+
+    def turns_on(
+        self, loop: asyncio.AbstractEventLoop, *, is_judge: bool
+    ) -> Callable[[], AbstractContextManager[None]]:
+        """Return what an agent of the episode enters, on any thread, while an endpoint samples its turn; this
+        object belongs to ``loop``."""
+
+        @contextmanager
+        def turn() -> Iterator[None]:
+            numbers: list[int] = []
+            loop.call_soon_threadsafe(lambda: numbers.append(self.begin_turn(is_judge=is_judge)))
+            try:
+                yield
+            finally:
+                loop.call_soon_threadsafe(lambda: self.end_turn(numbers[0]))
+
+        return turn
 
     def begin_wait(self, now_s: float) -> None:
         """From now on deadlines stand still."""
@@ -142,7 +168,7 @@ def judge_ending(
     if overdue is not None:
         return Ending.TIMEOUT, {}, f"{where}: took longer than {overdue}"
     if isinstance(result, BaseException):
-        return *_ending_of(result, agents), f"{where}: {type(result).__name__}: {last_words(result)}"
+        return _ending_of(result, agents), {}, f"{where}: {type(result).__name__}: {last_words(result)}"
     num_turns = sum(agent.num_turns for agent in agents)
     if not num_turns and not any(agent.has_given_url for agent in agents):
         problem = "ended without a turn of the model; must await agent.respond(...) at least once"
@@ -176,24 +202,25 @@ def _scores(result: object, roles: Sequence[AgentRole], *, has_one_agent: bool) 
     raise ValueError(f"rollout returned {str(result)[:80]!r}; must return {what}")
 
 
-def _ending_of(error: BaseException, agents: Sequence[Participant]) -> tuple[Ending, dict[str, Score]]:
-    match error:
-        case ContextFull() if any(agent.num_turns for agent in agents):
-            return Ending.LENGTH, {}
-        case TooManyTurns():
-            return Ending.MAX_TURNS, {}
-        case ParseError():
-            return Ending.PARSE_ERROR, {}
-        case ToolError():
-            return Ending.TOOL_ERROR, {}
-        case NoScore():
-            return Ending.NO_SCORE, {}
-        case EpisodeInterrupted():
-            return Ending.INFRASTRUCTURE, {}
-        case _:
-            # Whatever the user's code raises is for the user to see, with its traceback in the log.
-            logger.warning("an episode failed", exc_info=error)
-            return Ending.ENVIRONMENT_CRASH, {}
+ENDINGS: Mapping[type[Exception], Ending] = {
+    ContextFull: Ending.LENGTH,
+    TooManyTurns: Ending.MAX_TURNS,
+    ParseError: Ending.PARSE_ERROR,
+    ToolError: Ending.TOOL_ERROR,
+    NoScore: Ending.NO_SCORE,
+    EpisodeInterrupted: Ending.INFRASTRUCTURE,
+}
+"""How an episode ends whose ``rollout`` raises one of these."""
+
+
+def _ending_of(error: BaseException, agents: Sequence[Participant]) -> Ending:
+    has_turns = any(agent.num_turns for agent in agents)
+    for kind, ending in ENDINGS.items():
+        if isinstance(error, kind) and (has_turns or kind is not ContextFull):
+            return ending
+    # Whatever the user's code raises is for the user to see, with its traceback in the log.
+    logger.warning("an episode failed", exc_info=error)
+    return Ending.ENVIRONMENT_CRASH
 
 
 MAX_BYTES = 500_000
@@ -209,23 +236,8 @@ def episode_record(
     artifacts: EpisodeArtifacts,
 ) -> dict[str, Any]:
     """Return JSON values: task, ending, files kept, and for every agent its score and its branches."""
-    room = _Room(MAX_BYTES)
-    record: dict[str, Any] = {
-        "task_id": task.task_id,
-        "ending": ending.value,
-        "problem": problem,
-        "artifacts": artifacts.paths,
-        "agents": [
-            {
-                "name": agent.name,
-                "score": _score(scores.get(agent.name)),
-                "num_turns": agent.num_turns,
-                "branches": [room.kept(branch) for branch in agent.branches()],
-            }
-            for agent in agents
-        ],
-    }
-    return record | {"num_cut_bytes": room.num_cut}
+    told = [(agent.name, scores.get(agent.name), agent.num_turns, agent.branches()) for agent in agents]
+    return _record(task, ending, problem, artifacts.paths, told)
 
 
 def response_record(
@@ -237,25 +249,39 @@ def response_record(
     versions: VersionRange | None,
 ) -> dict[str, Any]:
     """Return the record of one response to a task's prompt, in the form of an episode's with one turn."""
-    room = _Room(MAX_BYTES)
     prompt = {"role": "user", "content": task.prompt}
     answer = {"role": ASSISTANT, "content": response.text} | turn_facts(
         versions=versions, num_tokens=response.num_tokens, finish_reason=response.finish_reason
     )
-    branch = room.kept([prompt, answer])
+    return _record(task, None, problem, [], [("agent", score, 1, [[prompt, answer]])])
+
+
+def _record(
+    task: Task,
+    ending: Ending | None,
+    problem: str | None,
+    artifacts: Sequence[str],
+    agents: Iterable[tuple[str, Score | None, int, list[RecordedBranch]]],
+) -> dict[str, Any]:
+    """Return a record; ``agents`` has the name, score, number of turns and branches of each."""
+    room = _Room(MAX_BYTES)
+    told = [
+        {
+            "name": name,
+            "score": None
+            if score is None
+            else {"value": score.value, "is_correct": score.is_correct, "parts": dict(score.parts)},
+            "num_turns": num_turns,
+            "branches": [room.kept(branch) for branch in branches],
+        }
+        for name, score, num_turns, branches in agents
+    ]
     return {
         "task_id": task.task_id,
-        "ending": None,
+        "ending": None if ending is None else ending.value,
         "problem": problem,
-        "artifacts": [],
-        "agents": [
-            {
-                "name": "agent",
-                "score": _score(score),
-                "num_turns": 1,
-                "branches": [branch],
-            }
-        ],
+        "artifacts": list(artifacts),
+        "agents": told,
         "num_cut_bytes": room.num_cut,
     }
 
@@ -323,14 +349,6 @@ def _num_bytes(value: object) -> int:
     return len(json.dumps(value, allow_nan=False))
 
 
-def _score(score: Score | None) -> dict[str, Any] | None:
-    if score is None:
-        return None
-    return {"value": score.value, "is_correct": score.is_correct, "parts": dict(score.parts)}
-
-
-logger = logging.getLogger(__name__)
-
 CLEAN_UP_S = 5.0
 """Time for a cancelled episode to clean up, in seconds; after that its processes are killed."""
 
@@ -370,7 +388,7 @@ class Episodes:
         max_context_length: int,
         section: EpisodesSection,
         limit_s: float,
-        open_session: Callable[[EpisodeAgent], OpenSession] | None = None,
+        open_session: Callable[[EpisodeAgent], Session] | None = None,
         now_s: Callable[[], float] = time.perf_counter,
     ) -> None:
         """``name`` is the environment's name in messages; ``limit_s`` is ``timeouts.episode_s``.
@@ -495,20 +513,14 @@ class Episodes:
     ) -> SampleTurn:
         """Sample turns of one agent on the loop that the episodes are run on, from whatever loop it asks."""
         loop = asyncio.get_running_loop()
-        of_agent = EpisodeId(
-            group_id=episode.group_id, index=episode.index, attempt=episode.attempt, agent=index
-        )
+        of_agent = dataclasses.replace(episode, agent=index)
 
         async def here(request: TurnRequest) -> SampledTurn | None:
-            number = activity.num_begun
-            activity.begin(self._now_s())
-            if not role.is_trainable:
-                activity.judging_since_s[number] = self._now_s()
+            number = activity.begin_turn(is_judge=not role.is_trainable)
             try:
                 return await sample(of_agent, request)
             finally:
-                activity.judging_since_s.pop(number, None)
-                activity.end(self._now_s())
+                activity.end_turn(number)
 
         async def from_anywhere(request: TurnRequest) -> SampledTurn | None:
             if asyncio.get_running_loop() is loop:
@@ -522,19 +534,6 @@ class Episodes:
     ) -> EndpointAgent:
         """An agent whose turns an endpoint samples; they run on the episode's loop and count on this one."""
         loop = asyncio.get_running_loop()
-        judging: list[int] = []
-
-        def begin() -> None:
-            if not role.is_trainable:
-                judging.append(activity.num_begun)
-                activity.judging_since_s[activity.num_begun] = self._now_s()
-            activity.begin(self._now_s())
-
-        def end() -> None:
-            if judging:
-                activity.judging_since_s.pop(judging.pop(0), None)
-            activity.end(self._now_s())
-
         return EndpointAgent(
             endpoint=turns.endpoint,
             sampling=turns.sampling,
@@ -543,8 +542,7 @@ class Episodes:
             tool_s=self._section.tool_s,
             name=role.name,
             artifacts=artifacts,
-            on_begin=lambda: loop.call_soon_threadsafe(begin),
-            on_end=lambda: loop.call_soon_threadsafe(end),
+            taking_turn=activity.turns_on(loop, is_judge=not role.is_trainable),
             waiting=activity.waiting_on(loop),
         )
 

@@ -12,15 +12,8 @@ import msgspec
 
 from forgeasync.config import Ending, RemoteEnvironment, SandboxSection
 from forgeasync.environments.build import SectionEnvironment
-from forgeasync.environments.environment import (
-    Agent,
-    ContextFull,
-    EpisodeInterrupted,
-    NoScore,
-    ParseError,
-    ToolError,
-    TooManyTurns,
-)
+from forgeasync.environments.environment import Agent, EpisodeInterrupted
+from forgeasync.environments.episodes import ENDINGS
 from forgeasync.rollouts import Score, Task
 from forgeasync.schema import Problem
 
@@ -204,26 +197,14 @@ async def _check_health(client: aiohttp.ClientSession, section: RemoteEnvironmen
 def _score(reply: EpisodeReply, section: RemoteEnvironment) -> Score:
     """Return the score of a reply, or raise what its ending stands for."""
     problem = reply.problem[:MAX_QUOTED_CHARACTERS] or "the server does not say why"
-    match reply.ending:
-        case Ending.COMPLETED:
-            pass
-        case Ending.MAX_TURNS:
-            raise TooManyTurns(problem)
-        case Ending.LENGTH:
-            raise ContextFull(problem)
-        case Ending.PARSE_ERROR:
-            raise ParseError(problem)
-        case Ending.TOOL_ERROR:
-            raise ToolError(problem)
-        case Ending.NO_SCORE:
-            raise NoScore(problem)
-        case Ending.INFRASTRUCTURE:
-            raise EpisodeInterrupted(problem)
-        case Ending.ENVIRONMENT_CRASH | Ending.TIMEOUT:
-            raise EpisodeFailed(f"the server's episode has failed: {problem}")
-        case unknown:
-            names = ", ".join(Ending)
-            raise EpisodeFailed(f"ending = {unknown[:MAX_QUOTED_CHARACTERS]!r}; must be one of {names}")
+    raised = {ending.value: kind for kind, ending in ENDINGS.items()}
+    if (kind := raised.get(reply.ending)) is not None:
+        raise kind(problem)
+    if reply.ending in (Ending.ENVIRONMENT_CRASH, Ending.TIMEOUT):
+        raise EpisodeFailed(f"the server's episode has failed: {problem}")
+    if reply.ending != Ending.COMPLETED:
+        ending = reply.ending[:MAX_QUOTED_CHARACTERS]
+        raise EpisodeFailed(f"ending = {ending!r}; must be one of {', '.join(Ending)}")
     if reply.score is None:
         raise EpisodeFailed("a completed episode needs a score")
     is_correct = reply.score >= section.correct_at if reply.is_correct is None else reply.is_correct

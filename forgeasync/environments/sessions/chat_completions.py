@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 
 from forgeasync.environments.environment import Turn
-from forgeasync.environments.messages import ASSISTANT, TOOL, Message
+from forgeasync.environments.messages import ASSISTANT, Message
 from forgeasync.environments.sessions.dialect import (
     ONLY_THE_MODEL_CALLS,
     Arguments,
@@ -161,19 +161,15 @@ class ChatCompletions(OpenAIErrors):
     def read(self, body: Mapping[str, Any]) -> InferenceRequest:
         """See ``Dialect``."""
         read, ignored, unknown = read_body(body, _Body)
-        tools = tuple(
-            tool_spec(one.function.name, one.function.description, one.function.parameters)
-            for one in read.tools or ()
-        )
+        functions = [one.function for one in read.tools or ()]
         choice = read.tool_choice
-        if isinstance(choice, _NamedTool):
-            tools, must_call = chosen_tools(tools, choice.type, choice.function.name)
-        else:
-            tools, must_call = chosen_tools(tools, choice)
         return InferenceRequest(
             messages=tuple(_message(one) for one in read.messages),
-            tools=tools,
-            must_call=must_call,
+            **chosen_tools(
+                (tool_spec(one.name, one.description, one.parameters) for one in functions),
+                choice,
+                choice.function.name if isinstance(choice, _NamedTool) else None,
+            ),
             max_tokens=_max_tokens(read),
             stop=stop_texts(read.stop),
             num_turns=read.n or 1,
@@ -207,23 +203,18 @@ class ChatCompletions(OpenAIErrors):
 
 
 def _message(read: _System | _Developer | _User | _Assistant | _Tool) -> Message:
-    message: Json = {"content": joined_text(read.content)}
-    match read:
-        case _System() | _Developer():
-            # A model's template knows no developer: the API calls the newer name of the same thing so.
-            message["role"] = "system"
-        case _User():
-            message["role"] = "user"
-        case _Tool():
-            message |= {"role": TOOL, "tool_call_id": read.tool_call_id}
-        case _Assistant():
-            message |= {"role": ASSISTANT, "reasoning_content": read.reasoning_content}
-            if read.tool_calls:
-                message["tool_calls"] = [
-                    call_message_form(call.function.name, call.function.arguments, call_id=call.id)
-                    for call in read.tool_calls
-                ]
-    return {key: value for key, value in {**message, "name": read.name}.items() if value is not None}
+    # A model's template knows no developer: the API calls the newer name of the same thing so.
+    role = "system" if isinstance(read, _Developer) else read.__struct_config__.tag
+    message: Json = {"role": role, "content": joined_text(read.content), "name": read.name}
+    if isinstance(read, _Tool):
+        message["tool_call_id"] = read.tool_call_id
+    if isinstance(read, _Assistant):
+        message["reasoning_content"] = read.reasoning_content
+        message["tool_calls"] = [
+            call_message_form(call.function.name, call.function.arguments, call_id=call.id)
+            for call in read.tool_calls or ()
+        ] or None
+    return {key: value for key, value in message.items() if value is not None}
 
 
 def _max_tokens(body: _Body) -> int | None:

@@ -14,7 +14,7 @@ than this code goes on working.
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Protocol, TypeVar
 
@@ -344,14 +344,11 @@ def _refusal(body: Any, kind: type[Fields], error: str) -> RequestError:
         where = f"{path}.{missing[1]}" if path else missing[1]
         return RequestError(f"{where} is missing", param=where, code="missing_field")
     value, types = _at(body, kind, path)
-    if any(isinstance(one, inspect.CustomType) for one in types):
-        remedy = problem
+    served = [repr(word) for one in types if isinstance(one, inspect.LiteralType) for word in one.values]
+    if served and isinstance(value, str):
+        refusal = wrong(path, value, f"must be {' or '.join(served)}", code="unsupported_value")
     else:
-        known = [_words(one) for one in types if not isinstance(one, inspect.NoneType)]
-        remedy = "must be " + " or ".join(dict.fromkeys(known))
-    is_word = any(isinstance(one, inspect.LiteralType) for one in types)
-    code = "unsupported_value" if is_word and isinstance(value, str) else "invalid_value"
-    refusal = wrong(path or "the body", value, remedy, code=code)
+        refusal = wrong(path or "the body", value, problem[0].lower() + problem[1:])
     refusal.param = path or None
     return refusal
 
@@ -375,33 +372,6 @@ def _at(body: Any, kind: type[Fields], path: str) -> tuple[Any, list[inspect.Typ
             value, types = value.get(name), [*tags, *(field.type for field in fields)]
         types = [inner for one in types for inner in getattr(one, "types", [one])]
     return value, types
-
-
-_WORDS = {
-    inspect.StrType: "a string",
-    inspect.IntType: "an integer",
-    inspect.FloatType: "a number",
-    inspect.BoolType: "true or false",
-    inspect.ListType: "a list",
-}
-
-
-def _words(kind: inspect.Type) -> str:
-    """How an error calls a type."""
-    if isinstance(kind, inspect.LiteralType):
-        return " or ".join(map(repr, kind.values))
-    words = _WORDS.get(type(kind), "an object")
-    if isinstance(kind, inspect.IntType | inspect.FloatType):
-        words += _bounds(" of", kind.ge, kind.le)
-    elif isinstance(kind, inspect.StrType | inspect.ListType):
-        words += _bounds(" of length", kind.min_length, kind.max_length)
-    return words
-
-
-def _bounds(what: str, least: float | None, most: float | None) -> str:
-    pairs = (("at least", least), ("at most", most))
-    bounds = [f"{word} {bound:g}" for word, bound in pairs if bound is not None]
-    return f"{what} {' and '.join(bounds)}" if bounds else ""
 
 
 # ---- messages and tools
@@ -430,9 +400,9 @@ def tool_spec(name: str, description: str | None, parameters: Mapping[str, Any] 
 
 
 def chosen_tools(
-    tools: tuple[ToolSpec, ...], choice: str | None, name: str | None = None
-) -> tuple[tuple[ToolSpec, ...], tuple[ToolSpec, ...]]:
-    """Return the tools that the model is told of, and those of which it must call one at once.
+    tools: Iterable[ToolSpec], choice: object, name: str | None = None
+) -> dict[str, tuple[ToolSpec, ...]]:
+    """Return the fields of an ``InferenceRequest`` that say which tools the model has.
 
     ``choice`` is ``none``, ``auto`` (also None), or anything else where a call is asked for: of the tool of
     this ``name``, or of any.
@@ -440,14 +410,15 @@ def chosen_tools(
     Raises:
         RequestError: there is no such tool.
     """
+    tools = tuple(tools)
     if choice == "none":
-        return (), ()
+        return {}
     if choice in (None, "auto"):
-        return tools, ()
+        return {"tools": tools}
     must_call = tuple(tool for tool in tools if name is None or tool.name == name)
     if not must_call:
         raise wrong("tool_choice", name or choice, "must leave a tool to call, and tools has none such")
-    return tools, must_call
+    return {"tools": tools, "must_call": must_call}
 
 
 def call_message_form(name: str, arguments: Mapping[str, Any] | None, *, call_id: str | None) -> Json:

@@ -14,7 +14,6 @@ import contextlib
 import hashlib
 import hmac
 import secrets
-import threading
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from dataclasses import dataclass
@@ -140,7 +139,11 @@ class SessionServer:
         self._limits = limits or SessionLimits()
         self._desk = desk
         self._token = token
-        self._sessions = _Registry((token or secrets.token_hex(32)).encode())
+        self._secret = (token or secrets.token_hex(32)).encode()
+        # Sessions are opened from any thread; all else happens on the loop.
+        self._open_sessions: dict[str, Session] = {}
+        self._ends: OrderedDict[str, SessionEnd] = OrderedDict()
+        """How sessions that are gone have ended, by their ids."""
         self._runner: web.AppRunner | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._origin = ""
@@ -201,7 +204,7 @@ class SessionServer:
 
     def close_sessions(self, end: SessionEnd) -> None:
         """Close all sessions; the server goes on answering."""
-        for session in self._sessions.all():
+        for session in list(self._open_sessions.values()):
             session.close(end)
 
     def open(self, agent: RespondingAgent, *, name: str = "policy") -> Session:
@@ -217,13 +220,24 @@ class SessionServer:
             agent,
             name=name,
             origin=self._origin,
-            api_key_of=self._sessions.key_of,
-            when_closed=self._sessions.remove,
+            api_key_of=self._key_of,
+            when_closed=self._forget,
             limits=self._limits,
             loop=self._loop,
         )
-        self._sessions.add(session)
+        self._open_sessions[session.id] = session
         return session
+
+    def _key_of(self, session_id: str) -> str:
+        return hmac.digest(self._secret, session_id.encode(), "sha256").hex()
+
+    def _forget(self, session: Session) -> None:
+        """Keep nothing of a closed session but its id and how it ended."""
+        assert session.end is not None, "it is closed"
+        del self._open_sessions[session.id]
+        self._ends[session.id] = session.end
+        while len(self._ends) > MAX_CLOSED:
+            self._ends.popitem(last=False)
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         path = _path_in_session(request)
@@ -281,9 +295,30 @@ class SessionServer:
         )
 
     def _checked_session(self, request: web.Request) -> Session:
+        """Return the open session that a request may use.
+
+        Raises:
+            RequestError: there is no such session, the key is another one's, or the session is closed.
+        """
         parts = request.path.split("/")
         session_id = parts[2] if len(parts) > 2 and parts[1] == "sessions" else ""
-        return self._sessions.find(session_id, _given_keys(request))
+        session = self._open_sessions.get(session_id)
+        end = self._ends.get(session_id) if session is None else session.end
+        if session is None and end is None:
+            raise RequestError(
+                "there is no such session; paths begin with /sessions/<id>",
+                status=404,
+                code="session_not_found",
+            )
+        if not _is_among(_given_keys(request), self._key_of(session_id)):
+            raise RequestError(
+                "the key does not belong to this session; give its api_key as a bearer token or in x-api-key",
+                status=401,
+                code="invalid_api_key",
+            )
+        if session is None or end is not None:
+            raise closed(end or SessionEnd.CLOSED)
+        return session
 
     async def _route(self, request: web.Request, session: Session, path: str) -> web.StreamResponse:
         match request.method, path:
@@ -381,67 +416,6 @@ class SessionServer:
             ) from error
         except (web.RequestPayloadError, ConnectionError) as error:
             raise RequestError("the body cannot be read", code="invalid_body") from error
-
-
-class _Registry:
-    """Open sessions by their ids, and the ids of those that were closed. May be used from any thread."""
-
-    def __init__(self, secret: bytes) -> None:
-        """Keys are derived from ``secret``."""
-        self._secret = secret
-        self._lock = threading.Lock()
-        self._open: dict[str, Session] = {}
-        self._closed: OrderedDict[str, SessionEnd] = OrderedDict()
-
-    def key_of(self, session_id: str) -> str:
-        """Return the key that belongs to a session's id."""
-        return hmac.digest(self._secret, session_id.encode(), "sha256").hex()
-
-    def add(self, session: Session) -> None:
-        """Add an open session."""
-        with self._lock:
-            self._open[session.id] = session
-
-    def remove(self, session: Session) -> None:
-        """Keep nothing of a session but its id and how it ended."""
-        assert session.end is not None, "it is closed"
-        with self._lock:
-            del self._open[session.id]
-            self._closed[session.id] = session.end
-            while len(self._closed) > MAX_CLOSED:
-                self._closed.popitem(last=False)
-
-    def all(self) -> list[Session]:
-        """Return the open sessions."""
-        with self._lock:
-            return list(self._open.values())
-
-    def find(self, session_id: str, keys: Sequence[str]) -> Session:
-        """Return the open session of this id, which may be asked with one of these keys.
-
-        Raises:
-            RequestError: there is no such session, the key is another one's, or the session is closed.
-        """
-        with self._lock:
-            session = self._open.get(session_id)
-            end = self._closed.get(session_id)
-        if session is None and end is None:
-            raise RequestError(
-                "there is no such session; paths begin with /sessions/<id>",
-                status=404,
-                code="session_not_found",
-            )
-        if not _is_among(keys, self.key_of(session_id)):
-            raise RequestError(
-                "the key does not belong to this session; give its api_key as a bearer token or in x-api-key",
-                status=401,
-                code="invalid_api_key",
-            )
-        if session is not None and session.end is None:
-            return session
-        end = end if session is None else session.end
-        assert end is not None
-        raise closed(end)
 
 
 def _is_among(keys: Sequence[str], secret: str) -> bool:
