@@ -265,13 +265,12 @@ def recorded_branches(
     tree: ConversationTree[KeptT], facts: Callable[[KeptT], Mapping[str, Any]]
 ) -> list[RecordedBranch]:
     """Return all branches of an agent; ``facts`` says what a message tells of its turn."""
-    return [_branch(leaf, facts) for leaf in tree.leaves]
-
-
-def _branch(leaf: AnsweredMessages[KeptT], facts: Callable[[KeptT], Mapping[str, Any]]) -> RecordedBranch:
-    branch = [dict(message) for message in leaf.messages]
-    turn: AnsweredMessages[KeptT] | None = leaf
-    while turn is not None:
-        branch[len(turn.messages) - 1] |= facts(turn.kept)
-        turn = turn.after
-    return branch
+    branches = []
+    for leaf in tree.leaves:
+        branch = [dict(message) for message in leaf.messages]
+        turn: AnsweredMessages[KeptT] | None = leaf
+        while turn is not None:
+            branch[len(turn.messages) - 1] |= facts(turn.kept)
+            turn = turn.after
+        branches.append(branch)
+    return branches

@@ -7,13 +7,11 @@ import asyncio
 import contextlib
 import os
 import secrets
-import shutil
 import tempfile
-from collections import deque
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import anyio
 import httpx2
@@ -30,9 +28,11 @@ from forgeasync.config import HttpServer, McpServerSection, StdioServer
 from forgeasync.environments.environment import EpisodeInterrupted
 from forgeasync.environments.episode_thread import kill
 from forgeasync.environments.messages import ToolSpec
-from forgeasync.environments.tools import Tool, ToolFailed, ToolServerLost
+from forgeasync.environments.tools import Tool, ToolFailed, ToolServerLost, forget
 from forgeasync.environments.workers import marked_processes, own_mark
 from forgeasync.observability import last_words
+
+ResponseT = TypeVar("ResponseT")
 
 MAX_RESPONSE_BYTES = 16 * 2**20
 """Most bytes of one response, which may be a stream of events that lasts as long as the episode."""
@@ -116,10 +116,11 @@ class StdioTransport:
     def __init__(self, section: StdioServer) -> None:
         self._section = section
         self._mark = secrets.token_hex(16)
-        self._folder: str | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self._stderr: deque[bytes] = deque()
+        self._stderr = b""
+        """Its end."""
         self._why_killed: str | None = None
 
     @property
@@ -130,12 +131,14 @@ class StdioTransport:
             ended = f"was killed, since {self._why_killed}"
         else:
             ended = "is not running" if code is None else f"has ended with exit code {code}"
-        words = b"".join(self._stderr).decode(errors="replace").strip()[-500:]
+        words = self._stderr.decode(errors="replace").strip()[-500:]
         return f"{ended}: {words}" if words else ended
 
     async def __aenter__(self) -> tuple[MessageStream, MemoryObjectSendStream[SessionMessage]]:
         """Start the server. Raises OSError or ValueError if its program cannot be started."""
-        self._folder = tempfile.mkdtemp(prefix="forgeasync-mcp-")
+        folder = self._folder = tempfile.TemporaryDirectory(
+            prefix="forgeasync-mcp-", ignore_cleanup_errors=True
+        )
         try:
             self._process = await asyncio.create_subprocess_exec(
                 *self._section.command,
@@ -143,25 +146,24 @@ class StdioTransport:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
                 limit=MAX_MESSAGE_BYTES,
-                env=self._environment(self._folder),
-                cwd=self._section.cwd or self._folder,
+                env=self._environment(folder.name),
+                cwd=self._section.cwd or folder.name,
                 start_new_session=True,
             )
         except BaseException:
-            self._remove_folder()
+            folder.cleanup()
             raise
         to_client, from_server = anyio.create_memory_object_stream[SessionMessage | Exception](0)
-        from_client, to_server = _turned(anyio.create_memory_object_stream[SessionMessage](0))
-        self._start(self._read(to_client))
-        self._start(self._write(from_client))
-        self._start(self._read_stderr())
+        to_server, from_client = anyio.create_memory_object_stream[SessionMessage](0)
+        works = (self._read(to_client), self._write(from_client), self._read_stderr())
+        self._tasks = [asyncio.ensure_future(work) for work in works]
         return from_server, to_server
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         """Let the server end by itself for ``EXIT_S``, then kill what is left of it."""
-        assert self._process is not None and self._process.stdin is not None
+        assert self._folder is not None and self._process is not None and self._process.stdin is not None
         try:
             self._process.stdin.close()
             with contextlib.suppress(TimeoutError):
@@ -169,7 +171,7 @@ class StdioTransport:
                     await self._process.wait()
         finally:
             self.kill()
-            self._remove_folder()
+            self._folder.cleanup()
             # With all processes gone, reading ends by itself, and asyncio gives its pipes back.
             gone = asyncio.ensure_future(self._process.wait())
             _, left = await asyncio.wait([gone, *self._tasks], timeout=EXIT_S)
@@ -190,9 +192,6 @@ class StdioTransport:
             "TMPDIR": folder,
         }
         return own | self._section.env | {_MARK: self._mark} | own_mark()
-
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        self._tasks.append(asyncio.ensure_future(work))
 
     async def _read(self, to_client: MemoryObjectSendStream[SessionMessage | Exception]) -> None:
         assert self._process is not None and self._process.stdout is not None
@@ -238,27 +237,12 @@ class StdioTransport:
 
     async def _read_stderr(self) -> None:
         assert self._process is not None and self._process.stderr is not None
-        size = 0
         while part := await self._process.stderr.read(MAX_STDERR_BYTES):
-            self._stderr.append(part)
-            size += len(part)
-            while size - len(self._stderr[0]) >= MAX_STDERR_BYTES:
-                size -= len(self._stderr.popleft())
+            self._stderr = (self._stderr + part)[-MAX_STDERR_BYTES:]
 
     def _refuse(self, why: str) -> None:
         self._why_killed = why
         self.kill()
-
-    def _remove_folder(self) -> None:
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def _turned(
-    streams: tuple[MemoryObjectSendStream[SessionMessage], MemoryObjectReceiveStream[SessionMessage]],
-) -> tuple[MemoryObjectReceiveStream[SessionMessage], MemoryObjectSendStream[SessionMessage]]:
-    send, receive = streams
-    return receive, send
 
 
 MAX_TOOLS = 512
@@ -324,15 +308,11 @@ class Connection:
             ServerLost: it has ended or does not answer any more.
         """
         assert self._client is not None and self._owner is not None
-        calling = asyncio.ensure_future(self._client.call_tool(name, dict(arguments)))
         try:
-            await asyncio.wait([calling, self._owner], return_when=asyncio.FIRST_COMPLETED)
+            calling = await self._asked(self._client.call_tool(name, dict(arguments)))
         except asyncio.CancelledError:
             self.is_suspect = True
             raise
-        finally:
-            calling.cancel()
-            calling.add_done_callback(_forget)
         if not calling.done():
             raise ServerLost(self._said(_reason(self._owner)))
         error = calling.exception()
@@ -350,15 +330,23 @@ class Connection:
         assert self._client is not None and self._owner is not None
         if self._owner.done():
             return False
-        asking = asyncio.ensure_future(self._client.list_tools())
-        try:
-            await asyncio.wait([asking, self._owner], timeout=PROBE_S, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            asking.cancel()
-            asking.add_done_callback(_forget)
+        asking = await self._asked(self._client.list_tools(), limit_s=PROBE_S)
         is_alive = asking.done() and asking.exception() is None and not self._owner.done()
         self.is_suspect = not is_alive
         return is_alive
+
+    async def _asked(
+        self, request: Coroutine[Any, Any, ResponseT], *, limit_s: float | None = None
+    ) -> asyncio.Future[ResponseT]:
+        """Make a request; it is cut off where the connection ends first, or time is up."""
+        assert self._owner is not None
+        asking = asyncio.ensure_future(request)
+        try:
+            await asyncio.wait([asking, self._owner], timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            asking.cancel()
+            asking.add_done_callback(forget)
+        return asking
 
     async def close(self) -> None:
         """Leave the server; one that was started ends with all that it has started."""
@@ -371,7 +359,7 @@ class Connection:
             if self._process is not None:
                 self._process.kill()
             self._owner.cancel()
-            self._owner.add_done_callback(_forget)
+            self._owner.add_done_callback(forget)
 
     async def _own(self, opened: "asyncio.Future[tuple[Client, tuple[ToolOfServer, ...]]]") -> None:
         async with contextlib.AsyncExitStack() as stack:
@@ -417,11 +405,6 @@ def _told(error: BaseException) -> str:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return f"{type(error).__name__}: {last_words(error)}"[:500]
-
-
-def _forget(ended: "asyncio.Future[Any]") -> None:
-    if not ended.cancelled():
-        ended.exception()
 
 
 START_S = 30.0

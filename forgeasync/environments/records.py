@@ -5,7 +5,6 @@ import itertools
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,7 @@ import numpy as np
 from forgeasync.config import HuggingFaceSource, PythonSource
 from forgeasync.environments.sources import HELD_OUT_SEED, DrawnProblems, most_candidates, refusal
 from forgeasync.rollouts import Task
-from forgeasync.schema import ConfigError, build_code
+from forgeasync.schema import build_code
 
 if TYPE_CHECKING:
     import datasets
@@ -135,16 +134,6 @@ MAX_RECORDS_READ = 200_000
 """Records up to which a table is read whole; of a larger one, only the records that a run draws are read."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Texts:
-    """The parts of a record that a problem is made of."""
-
-    question: str
-    answer: str
-    record: dict[str, Any]
-    """All values of the record that JSON can hold."""
-
-
 def read_field(record: dict[str, Any], path: str, *, field: str, where: str) -> str:
     """Return the text at dotted ``path`` (keys and list indices) in ``record``; numbers become decimals.
 
@@ -202,7 +191,7 @@ def is_local(source: HuggingFaceSource) -> bool:
     return looks_local or path.exists()
 
 
-def _read(source: HuggingFaceSource) -> Sequence[_Texts]:
+def _read(source: HuggingFaceSource) -> Sequence[Task]:
     """Read all problems, in the order of the data set; above ``MAX_RECORDS_READ`` records, on demand."""
     path = Path(source.path)
     suffix = path.suffix.lower()
@@ -216,32 +205,35 @@ def _read(source: HuggingFaceSource) -> Sequence[_Texts]:
     return table if len(table) > MAX_RECORDS_READ else list(table)
 
 
-def _texts(record: dict[str, Any], where: str, source: HuggingFaceSource) -> _Texts:
+def _task(row: int, record: dict[str, Any], where: str, source: HuggingFaceSource) -> Task:
     where = f"{where} of {source.path!r}"
-    return _Texts(
-        question=read_field(record, source.question_field, field="source.question_field", where=where),
+    question = read_field(record, source.question_field, field="source.question_field", where=where)
+    return Task(
+        task_id=f"{source.split}/{row}",
+        prompt=question + source.instruction,
         answer=read_field(record, source.answer_field, field="source.answer_field", where=where),
+        source_index=row,
+        source=source.path,
         record=json_like(record),
     )
 
 
-def _read_json_file(source: HuggingFaceSource, path: Path) -> Sequence[_Texts]:
+def _read_json_file(source: HuggingFaceSource, path: Path) -> Sequence[Task]:
     import datasets
 
     try:
-        found = [_texts(record, where, source) for where, record in read_json_records(path)]
-    except ConfigError:
-        raise
+        records = list(read_json_records(path))
     except (OSError, ValueError) as error:
         raise refusal("source.path", source.path, f"cannot load it: {error}") from None
-    if not found:
+    if not records:
         raise refusal("source.path", source.path, "has no records; must have at least one")
     try:
-        (part,) = datasets.ReadInstruction.from_spec(source.split).to_absolute({"train": len(found)})
+        (part,) = datasets.ReadInstruction.from_spec(source.split).to_absolute({"train": len(records)})
     except (AssertionError, KeyError, ValueError) as error:
         remedy = f"cannot be read from {source.path!r}, a file with 'train' as its only split: {error}"
         raise refusal("source.split", source.split, remedy) from None
-    return found[part.from_ : part.to]
+    drawn = records[part.from_ : part.to]
+    return [_task(row, record, where, source) for row, (where, record) in enumerate(drawn)]
 
 
 def _load(source: HuggingFaceSource, path: Path) -> "datasets.Dataset":
@@ -293,7 +285,7 @@ def _is_plain(feature: object) -> bool:
     return False
 
 
-class _Table(Sequence[_Texts]):
+class _Table(Sequence[Task]):
     """The problems of a data set, read from disk on demand."""
 
     def __init__(self, records: "datasets.Dataset", source: HuggingFaceSource) -> None:
@@ -314,11 +306,11 @@ class _Table(Sequence[_Texts]):
             # Decoding a cell can fail in different ways for every type of column.
             remedy = f"record {row} cannot be read: {type(error).__name__}: {error}"
             raise refusal("source.path", self._source.path, remedy) from error
-        return _texts(record, f"record {row}", self._source)
+        return _task(row, record, f"record {row}", self._source)
 
-    def __iter__(self) -> Iterator[_Texts]:
+    def __iter__(self) -> Iterator[Task]:
         for row, record in enumerate(self._records):
-            yield _texts(record, f"record {row}", self._source)
+            yield _task(row, record, f"record {row}", self._source)
 
 
 class HuggingFaceProblems(DrawnProblems):
@@ -351,17 +343,8 @@ class HuggingFaceProblems(DrawnProblems):
     def candidates(self, *, held_out: bool) -> Iterator[Task]:
         """See ``DrawnProblems``."""
         seed = HELD_OUT_SEED if held_out else self._seed
-        source = self._source
         for row in map(int, np.random.default_rng(seed).permutation(len(self._problems))):
-            found = self._problems[row]
-            yield Task(
-                task_id=f"{source.split}/{row}",
-                prompt=found.question + source.instruction,
-                answer=found.answer,
-                source_index=row,
-                source=source.path,
-                record=found.record,
-            )
+            yield self._problems[row]
 
 
 TRAIN, HELD_OUT = "train", "held_out"

@@ -90,7 +90,7 @@ async def _call_on_thread(function: Callable[..., object], arguments: Mapping[st
     finally:
         if not ended.done():
             # Nobody waits for it any more; its result is not looked at.
-            ended.add_done_callback(_forget)
+            ended.add_done_callback(forget)
             thread.cancel()
             kill(thread.processes())
             thread.interrupt()
@@ -141,7 +141,7 @@ def _text(result: object) -> str:
     return result if isinstance(result, str) else to_json(result, fallback=str).decode()
 
 
-def _forget(ended: "asyncio.Future[Any]") -> None:
+def forget(ended: "asyncio.Future[Any]") -> None:
     """Retrieve an error that nobody will read, so that asyncio does not warn about it."""
     if not ended.cancelled():
         ended.exception()
@@ -223,7 +223,7 @@ class Toolbox:
                 running.cancel()
         if not running.done():
             await asyncio.wait([running], timeout=CLEAN_UP_S)
-            running.add_done_callback(_forget)
+            running.add_done_callback(forget)
             status, text = ToolStatus.TIMEOUT, f"Error: the call took longer than {limit_s:g} s"
         elif running.cancelled():
             status, text = ToolStatus.FAILED, "Error: the call has cancelled itself"

@@ -362,16 +362,15 @@ class SessionServer:
                     await _outcome(sampling, session)
                 headers = {"content-type": "text/event-stream", "cache-control": "no-cache"}
                 response = web.StreamResponse(headers={**headers, **_ignored_header(asked)})
-                pieces = self._stream(session, dialect, sampling)
             else:
                 reply = await _outcome(sampling, session)
                 response = _json_response(dialect.whole(asked, reply), headers=_ignored_header(asked))
-                pieces = _nothing()
             # A client that is gone or takes nothing in is no error of ours.
             with contextlib.suppress(ConnectionError, TimeoutError):
                 await self._within(response.prepare(request))
-                async for piece in pieces:
-                    await self._within(response.write(piece))
+                if asked.is_streamed:
+                    async for piece in self._stream(session, dialect, sampling):
+                        await self._within(response.write(piece))
                 await self._within(response.write_eof())
                 is_delivered = True
         finally:
@@ -424,11 +423,6 @@ def _is_among(keys: Sequence[str], secret: str) -> bool:
     wanted = secret.encode()
     matches = [hmac.compare_digest(key.encode(errors="surrogateescape"), wanted) for key in keys]
     return any(matches)
-
-
-async def _nothing() -> AsyncIterator[bytes]:
-    return
-    yield b""
 
 
 async def _outcome(sampling: Sampling[Work], session: Session) -> InferenceResult:

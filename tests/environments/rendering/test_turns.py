@@ -115,7 +115,10 @@ def test_a_tool_that_does_not_exist_is_called_all_the_same(family: str) -> None:
         ('{"name": "ping", "arguments": {"a": "\\ud83d"}}', "surrogate"),
         (json.dumps({"name": "p" * 200, "arguments": {}}), "200 characters"),
         (json.dumps({"name": "ping", "arguments": {"a": [0] * MAX_VALUES}}), "at most 10000 values"),
-        ('{"name": "ping", "arguments": {"a": ' + "[" * 40 + "]" * 40 + "}}", f"nested deeper than {MAX_DEPTH + 1}"),
+        (
+            '{"name": "ping", "arguments": {"a": ' + "[" * 40 + "]" * 40 + "}}",
+            f"nested deeper than {MAX_DEPTH + 1}",
+        ),
         ('{"name": "ping", "arguments": {"a": ' + "[" * 5000 + "]" * 5000 + "}}", "cannot be read"),
         ('{"name": "ping", "arguments": {"a": ' + "9" * 5000 + "}}", "cannot be read"),
     ],
