@@ -2,6 +2,7 @@
 
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,6 @@ from forgeasync.environments.messages import (
     ToolCall,
     ToolSpec,
     check_size,
-    show,
 )
 from forgeasync.environments.rendering import (
     BridgeRefused,
@@ -73,8 +73,11 @@ _READABLE = frozenset(
 )
 
 
-class ChatRenderer:
-    """What the renderers for models with a chat template share: how turns are read.
+class ChatRenderer(ABC):
+    """A ``MessageRenderer`` for models with a chat template; what follows a turn is left to classes of it.
+
+    Tokens of a conversation that has no turns yet, and those of an answer that nobody has sampled, are those
+    that the format has for all messages at once.
 
     A parser of the package ``renderers`` (0.1.12) reads them, within limits. What a model writes is hostile,
     and the parsers have no limits of their own: several of their patterns take time that grows with the
@@ -89,6 +92,72 @@ class ChatRenderer:
         self.reserved: Sequence[str] = reserved_texts(tokenizer)
         markers = sorted((token for token in tokenizer.all_special_tokens if token), key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, markers))) if markers else None
+
+    @abstractmethod
+    def rendered_ids(
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, for_answer: bool = True
+    ) -> list[int]:
+        """Return the tokens of messages, of which the last is one that the model answers unless
+        ``for_answer`` is false. ``tools`` may be such that the model is not told of them.
+
+        Raises:
+            ValueError: the format has no form for these messages.
+        """
+
+    @abstractmethod
+    def _check_tools(self, tools: Sequence[ToolSpec]) -> None:
+        """Refuse tools that the model would not be told of, or whose calls are not read."""
+
+    @abstractmethod
+    def _ids_after_turn(
+        self, conversation: Conversation, messages: tuple[Message, ...], tools: Sequence[ToolSpec]
+    ) -> list[int]:
+        """See ``MessageRenderer.added_ids``; the conversation has a turn."""
+
+    @abstractmethod
+    def _end_of(
+        self, messages: tuple[Message, ...], answer: Message, tools: Sequence[ToolSpec]
+    ) -> int | None:
+        """The token that ends an answer whose form ends without one; None: there is none."""
+
+    def added_ids(
+        self, conversation: Conversation, messages: tuple[Message, ...], tools: Sequence[ToolSpec] = ()
+    ) -> np.ndarray:
+        """See ``MessageRenderer``."""
+        self._check_tools(tools)
+        if conversation.turns:
+            return np.asarray(self._ids_after_turn(conversation, messages, tools), np.int32)
+        return np.asarray(self.rendered_ids(messages, tools), np.int32)
+
+    def answer_ids(
+        self, messages: tuple[Message, ...], answer: Message, tools: Sequence[ToolSpec] = ()
+    ) -> np.ndarray:
+        """See ``MessageRenderer``."""
+        self._check_tools(tools)
+        prompt = self.rendered_ids(messages, tools)
+        whole = self.rendered_ids((*messages, answer), tools, for_answer=False)
+        ids = whole[len(prompt) :]
+        if whole[: len(prompt)] != prompt:
+            # Where the prompt ends within a token, the answer's text is what a model would sample.
+            before, text = (text_of_ids(self._tokenizer, some) for some in (prompt, whole))
+            if not text.startswith(before):
+                now, then = from_difference(text, before)
+                raise ValueError(
+                    f"messages[{len(messages)}]: the format does not render this answer after the prompt of "
+                    f"a turn: it renders {now} where the prompt has {then}"
+                )
+            ids = self._encode(text[len(before) :])
+        ends = self._library.get_stop_token_ids()
+        last = next((index for index, token in enumerate(ids) if token in ends), None)
+        if last is not None:
+            ids = ids[: last + 1]
+        elif (end := self._end_of(messages, answer, tools)) is not None:
+            ids = [*ids, end]
+        return np.asarray(ids, np.int32)
+
+    def _encode(self, text: str) -> list[int]:
+        # A format writes its special tokens itself.
+        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def text_of(self, ids: Sequence[int]) -> str:
         """See ``MessageRenderer``."""
@@ -279,33 +348,17 @@ class TemplateRenderer(ChatRenderer):
         self._arguments = dict(template_arguments or {})
         self._takes_tools = "tools" in template and tool_parser is not None
 
-    def added_ids(
-        self, conversation: Conversation, messages: tuple[Message, ...], tools: Sequence[ToolSpec] = ()
-    ) -> np.ndarray:
-        if not conversation.turns:
-            return np.asarray(self._encode(self._render(messages, tools)), np.int32)
+    def _ids_after_turn(
+        self, conversation: Conversation, messages: tuple[Message, ...], tools: Sequence[ToolSpec]
+    ) -> list[int]:
         ids = self._encode(self._text_after_last_turn(conversation, messages, tools))
         last_turn = conversation.turns[len(conversation.messages) - 1]
-        return np.asarray(self._without_sampled_end(ids, last_turn), np.int32)
+        return self._without_sampled_end(ids, last_turn)
 
-    def answer_ids(
-        self, messages: tuple[Message, ...], answer: Message, tools: Sequence[ToolSpec] = ()
-    ) -> np.ndarray:
-        prompt = self._render(messages, tools)
-        whole = self._render((*messages, answer), tools, for_answer=False)
-        if not whole.startswith(prompt):
-            now, then = from_difference(whole, prompt)
-            raise ValueError(
-                f"messages[{len(messages)}]: the chat template does not render this answer after the prompt "
-                f"of a turn: it renders {now} where the prompt has {then}"
-            )
-        ids = self._encode(whole[len(prompt) :])
-        end = self._tokenizer.eos_token_id
-        if end in ids:
-            ids = ids[: ids.index(end) + 1]
-        elif end is not None:
-            ids.append(end)
-        return np.asarray(ids, np.int32)
+    def _end_of(
+        self, messages: tuple[Message, ...], answer: Message, tools: Sequence[ToolSpec]
+    ) -> int | None:
+        return self._tokenizer.eos_token_id
 
     def _text_after_last_turn(
         self, conversation: Conversation, messages: tuple[Message, ...], tools: Sequence[ToolSpec]
@@ -361,27 +414,23 @@ class TemplateRenderer(ChatRenderer):
                 break
         return ids
 
-    def rendered_ids(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
-        """Return the template's own tokens of messages that the model answers; ``tools`` may be in a form
-        that is not read here.
-
-        Raises:
-            ValueError: the template refuses the messages.
-        """
-        return self._encode(self._applied(messages, tools, for_answer=True))
-
-    def _render(
+    def rendered_ids(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, for_answer: bool = True
-    ) -> str:
+    ) -> list[int]:
+        """See ``ChatRenderer``."""
+        return self._encode(self._render(messages, tools, for_answer=for_answer))
+
+    def _check_tools(self, tools: Sequence[ToolSpec]) -> None:
         if tools and not self._takes_tools:
             raise ValueError(
                 f"tools: {tools[0].name!r} was given, but the chat template does not tell the model of "
                 "tools, or writes calls in a form that is not read here; use a model with such a "
                 "template, name its renderer by data.renderer, or describe the tools in a message"
             )
-        return self._applied(messages, tools, for_answer=for_answer)
 
-    def _applied(self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, for_answer: bool) -> str:
+    def _render(
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, for_answer: bool = True
+    ) -> str:
         arguments: dict[str, Any] = dict(self._arguments)
         if tools:
             arguments["tools"] = tool_forms(tools)
@@ -395,10 +444,6 @@ class TemplateRenderer(ChatRenderer):
             raise ValueError(f"the chat template refuses these messages: {kind}{error}") from error
         assert isinstance(rendered, str)
         return rendered
-
-    def _encode(self, text: str) -> list[int]:
-        # A template writes its special tokens itself.
-        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def _tool_parser(tokenizer: "PreTrainedTokenizerBase", template: str) -> str | None:
@@ -444,13 +489,9 @@ class FamilyRenderer(ChatRenderer):
         super().__init__(tokenizer, library)
         self._shows_tools: bool | None = None
 
-    def added_ids(
-        self, conversation: Conversation, messages: tuple[Message, ...], tools: Sequence[ToolSpec] = ()
-    ) -> np.ndarray:
-        """See ``MessageRenderer``."""
-        self._check_tools(tools)
-        if not conversation.turns:
-            return np.asarray(self._render(messages, tools, for_answer=True), np.int32)
+    def _ids_after_turn(
+        self, conversation: Conversation, messages: tuple[Message, ...], tools: Sequence[ToolSpec]
+    ) -> list[int]:
         num_before = len(conversation.messages)
         new = messages[num_before:]
         for index, message in enumerate(new, start=num_before):
@@ -491,25 +532,7 @@ class FamilyRenderer(ChatRenderer):
                 f"messages[{num_before}], which goes on after a token that ends turns; render the "
                 "conversation anew"
             )
-        return np.asarray(bridged.token_ids[len(path) :], np.int32)
-
-    def answer_ids(
-        self, messages: tuple[Message, ...], answer: Message, tools: Sequence[ToolSpec] = ()
-    ) -> np.ndarray:
-        """See ``MessageRenderer``."""
-        self._check_tools(tools)
-        prompt = self._render(messages, tools, for_answer=True)
-        whole = self._render((*messages, answer), tools, for_answer=False)
-        ids = _after_prompt(self._tokenizer, prompt, whole)
-        if ids is None:
-            raise ValueError(
-                f"messages[{len(messages)}]: the renderer {self.family!r} does not render this answer after "
-                f"the prompt of a turn: {show(self._tokenizer.decode(whole[-40:]))}"
-            )
-        ends = set(self._library.get_stop_token_ids())
-        last = next((index for index, token in enumerate(ids) if token in ends), None)
-        ids = [*ids, self._end_of(messages, answer, tools)] if last is None else ids[: last + 1]
-        return np.asarray(ids, np.int32)
+        return bridged.token_ids[len(path) :]
 
     def _end_of(self, messages: tuple[Message, ...], answer: Message, tools: Sequence[ToolSpec]) -> int:
         """The token that ends an answer in a format whose turns end with the role of the next message."""
@@ -524,17 +547,10 @@ class FamilyRenderer(ChatRenderer):
         sampled = [token for token, index, is_sampled in said if is_sampled and index == len(messages)]
         return sampled[-1] if sampled and sampled[-1] in ends else ends[0]
 
-    def rendered_ids(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
-        """Return the tokens of messages that the model answers, whether they tell of ``tools`` or not.
-
-        Raises:
-            ValueError: the family has no form for these messages.
-        """
-        return self._render(messages, tools, for_answer=True)
-
-    def _render(
-        self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, for_answer: bool
+    def rendered_ids(
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, for_answer: bool = True
     ) -> list[int]:
+        """See ``ChatRenderer``."""
         try:
             return self._library.render_ids(
                 message_forms(messages), tools=tool_forms(tools) or None, add_generation_prompt=for_answer
@@ -554,9 +570,7 @@ class FamilyRenderer(ChatRenderer):
             return
         if self._shows_tools is None:
             probe = ({"role": "user", "content": "x"},)
-            self._shows_tools = self._render(probe, tools, for_answer=True) != self._render(
-                probe, (), for_answer=True
-            )
+            self._shows_tools = self.rendered_ids(probe, tools) != self.rendered_ids(probe, ())
         if not self._shows_tools:
             raise ValueError(
                 f"tools: {tools[0].name!r} was given, but the format of {self.family!r} does not tell the "
@@ -574,17 +588,3 @@ def _config(family: str, arguments: Mapping[str, Any]) -> RendererConfig:
     default = config_from_name(family)
     assert default is not None, "a family, not the library's own choice"
     return merge_chat_template_kwargs(type(default)(thinking_retention="all"), arguments)
-
-
-def _after_prompt(
-    tokenizer: "PreTrainedTokenizerBase", prompt: list[int], whole: list[int]
-) -> list[int] | None:
-    """The tokens of an answer, given those of its prompt, and of both; None if they do not fit."""
-    if whole[: len(prompt)] == prompt:
-        return whole[len(prompt) :]
-    # Where the prompt ends within a token of the whole, the answer's text is what a model would sample.
-    before = text_of_ids(tokenizer, prompt)
-    text = text_of_ids(tokenizer, whole)
-    if not text.startswith(before):
-        return None
-    return tokenizer(text[len(before) :], add_special_tokens=False)["input_ids"]

@@ -203,16 +203,6 @@ class Work:
     reply: asyncio.Task[InferenceResult]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _History:
-    """The messages before a turn, with our own in their places."""
-
-    messages: tuple[Message, ...]
-    """As the agent gets them: a turn of ours is its ``Turn.message``."""
-    checked: tuple[Message, ...]
-    """The same in the form of ``checked_message``."""
-
-
 class Session:
     """Made by ``SessionServer.open``. Its methods may be called from any thread unless they say otherwise."""
 
@@ -348,7 +338,7 @@ class Session:
                 status=404,
                 code="not_found",
             )
-        messages = self._history(asked, is_continued=False).messages
+        messages = self._history(asked, is_continued=False)
         return self._agent.num_prompt_tokens(messages, asked.tools or None, must_call=asked.must_call)
 
     def leave(self, sampling: Sampling[Work], *, is_delivered: bool) -> None:
@@ -389,12 +379,12 @@ class Session:
             raise as_request_error(error) from error
         if asked.keeps_response:
             num_before = int(asked.instructions is not None)
-            self._responses[f"resp_{reply.id}"] = (*history.messages[num_before:], reply.turns[0].message)
+            self._responses[f"resp_{reply.id}"] = (*history[num_before:], reply.turns[0].message)
             while len(self._responses) > self._limits.max_shown_turns:
                 self._responses.popitem(last=False)
         return reply
 
-    async def _reply(self, asked: InferenceRequest, history: _History) -> InferenceResult:
+    async def _reply(self, asked: InferenceRequest, history: tuple[Message, ...]) -> InferenceResult:
         responses = [self._loop.create_task(self._turn(asked, history)) for _ in range(asked.num_turns)]
         try:
             # Unlike wait_for, this holds no answer up until an agent that is cancelled has ended.
@@ -421,48 +411,40 @@ class Session:
         if failures:
             self.counts.num_abandoned += len(turns)
             raise failures[0]
-        for turn in turns:
-            self._remember(history, turn)
+        self._remember(history, turns)
         return InferenceResult(
             id=secrets.token_hex(16), created_s=int(time.time()), model=self.name, turns=turns
         )
 
-    async def _turn(self, asked: InferenceRequest, history: _History) -> Turn:
+    async def _turn(self, asked: InferenceRequest, history: tuple[Message, ...]) -> Turn:
         respond = self._agent.respond
         if asked.must_call:
             if not isinstance(self._agent, TokenAgent):
                 raise NoCallOpening("a call cannot be forced here: this session's agent has no tokenizer")
             respond = functools.partial(self._agent.respond, must_call=asked.must_call)
-        return await respond(
-            history.messages, asked.tools or None, max_tokens=asked.max_tokens, stop=asked.stop
-        )
+        return await respond(history, asked.tools or None, max_tokens=asked.max_tokens, stop=asked.stop)
 
-    def _history(self, asked: InferenceRequest, *, is_continued: bool) -> _History:
-        """Put our own messages where the client hands them back; ``is_continued`` if a turn follows."""
+    def _history(self, asked: InferenceRequest, *, is_continued: bool) -> tuple[Message, ...]:
+        """Return the messages before a turn, each turn of ours as its ``Turn.message``; ``is_continued`` if a
+        turn follows."""
         messages = self._conversation(asked)
-        checked = tuple(checked_message(f"messages[{i}]", one) for i, one in enumerate(messages))
-        ours = self._tree.turns_handed_back(checked, is_continued=is_continued)
+        ours = self._tree.turns_handed_back(_checked(messages), is_continued=is_continued)
         if is_continued:
             self.counts.num_ours += len(ours)
             self.counts.num_rewritten += sum(one["role"] == ASSISTANT for one in messages) - len(ours)
-        return _History(
-            messages=tuple(ours[i].kept if i in ours else one for i, one in enumerate(messages)),
-            checked=tuple(ours[i].messages[-1] if i in ours else one for i, one in enumerate(checked)),
-        )
+        return tuple(ours[i].kept if i in ours else one for i, one in enumerate(messages))
 
-    def _remember(self, history: _History, turn: Turn) -> None:
-        """Recognize a turn when it comes back."""
-        seen = shown(turn)
-        self.counts.num_shown_as_text += seen.num_as_text
-        self._tree.add(
-            (*history.checked, checked_message("a turn", turn.message)),
-            (),
-            turn.message,
-            after=None,
-            shown=checked_message("a turn", seen.message),
-        )
-        if self._tree.num_turns > self._limits.max_shown_turns:
-            self._tree.forget_oldest()
+    def _remember(self, history: tuple[Message, ...], turns: Sequence[Turn]) -> None:
+        """Recognize turns when they come back."""
+        checked = _checked(history)
+        for turn in turns:
+            seen = shown(turn)
+            self.counts.num_shown_as_text += seen.num_as_text
+            message = checked_message("a turn", turn.message)
+            shown_message = checked_message("a turn", seen.message)
+            self._tree.add((*checked, message), (), turn.message, after=None, shown=shown_message)
+            if self._tree.num_turns > self._limits.max_shown_turns:
+                self._tree.forget_oldest()
 
     def _conversation(self, asked: InferenceRequest) -> tuple[Message, ...]:
         first: tuple[Message, ...] = ()
@@ -506,6 +488,10 @@ class Session:
         for gone in self._samplings.clear():
             gone.work.reply.cancel()
             self._count_abandoned(gone)
+
+
+def _checked(messages: Sequence[Message]) -> tuple[Message, ...]:
+    return tuple(checked_message(f"messages[{i}]", one) for i, one in enumerate(messages))
 
 
 def closed(end: SessionEnd) -> RequestError:
