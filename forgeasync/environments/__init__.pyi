@@ -145,7 +145,7 @@ from .sessions.retries import Samplings as Samplings
 from .sessions.session import MAX_COMMENT_CHARS as MAX_COMMENT_CHARS
 from .sources import StoredTasks as StoredTasks
 from .sources import WeightedOrder as WeightedOrder
-from .tool_environments import AnswerChecker as AnswerChecker
+from .tool_environments import score_answer as score_answer
 from .tool_signature import BadArguments as BadArguments
 from .tool_signature import Signature as Signature
 from .tool_signature import read_docstring as read_docstring

@@ -1,10 +1,12 @@
 """Builds the environment that the ``environment`` section of a config describes."""
 
+import asyncio
+import concurrent.futures
 import inspect
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from importlib import import_module
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from forgeasync.config import (
     Bubblewrap,
@@ -18,6 +20,8 @@ from forgeasync.config import (
 from forgeasync.environments.environment import Agent, Environment
 from forgeasync.rollouts import Score, Task
 from forgeasync.schema import Problem, PythonCode, Section, build_code
+
+T = TypeVar("T")
 
 _SANDBOX = Bubblewrap()
 
@@ -56,6 +60,12 @@ class SectionEnvironment(Environment):
     @abstractmethod
     def check(cls, section: Any, sandbox: SandboxSection) -> Iterator[Problem]:
         """Find what would end every episode on this machine before it begins."""
+
+
+def run_apart(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Run a coroutine to its end on a thread of its own, since the caller may be in an event loop."""
+    with concurrent.futures.ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(lambda: asyncio.run(work())).result()
 
 
 def _class_of(section: EnvironmentSection) -> type[SectionEnvironment]:

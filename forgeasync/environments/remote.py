@@ -1,7 +1,6 @@
 """The environment of ``kind: remote``: an agent program behind a URL, in any language (docs/remote.md)."""
 
 import asyncio
-import concurrent.futures
 import contextlib
 import uuid
 from collections.abc import Iterator
@@ -11,7 +10,7 @@ import aiohttp
 import msgspec
 
 from forgeasync.config import Ending, RemoteEnvironment, SandboxSection
-from forgeasync.environments.build import SectionEnvironment
+from forgeasync.environments.build import SectionEnvironment, run_apart
 from forgeasync.environments.environment import Agent, EpisodeInterrupted
 from forgeasync.environments.episodes import ENDINGS
 from forgeasync.rollouts import Score, Task
@@ -62,16 +61,14 @@ class RemoteAgent(SectionEnvironment):
             async with _client(section) as client:
                 await _check_health(client, section)
 
-        # In a thread of its own, since the caller may be in an event loop.
-        with concurrent.futures.ThreadPoolExecutor(max_workers=1) as thread:
-            try:
-                thread.submit(lambda: asyncio.run(ask())).result()
-            except ServerLost as error:
-                yield Problem(
-                    field="environment.url",
-                    value=section.url,
-                    remedy=f"cannot be used: {error}; start the server of the environment there first",
-                )
+        try:
+            run_apart(ask)
+        except ServerLost as error:
+            yield Problem(
+                field="environment.url",
+                value=section.url,
+                remedy=f"cannot be used: {error}; start the server of the environment there first",
+            )
 
     async def rollout(self, task: Task, agent: Agent) -> Score:
         section = self._section

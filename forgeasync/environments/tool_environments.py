@@ -4,7 +4,6 @@ Its last turn is compared with the task's answer. Nothing that a model wrote is 
 """
 
 import asyncio
-import concurrent.futures
 import contextlib
 import dataclasses
 import re
@@ -13,7 +12,7 @@ from decimal import Decimal
 from typing import Any
 
 from forgeasync.config import AnswerCheck, AnswerMatch, AnswerPart, McpEnvironment, PythonTool, SandboxSection
-from forgeasync.environments.build import SectionEnvironment
+from forgeasync.environments.build import SectionEnvironment, run_apart
 from forgeasync.environments.environment import Agent, EpisodeInterrupted, ToolError
 from forgeasync.environments.messages import Message, ToolSpec
 from forgeasync.environments.tool_signature import BadArguments
@@ -47,42 +46,36 @@ MAX_NUMBER_CHARACTERS = 100
 _NUMBER = re.compile(r"(?:(?<![\w)])[-+])?(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)", re.ASCII)
 
 
-class AnswerChecker:
-    """Scores turns: 1 for the task's answer, else 0."""
+def score_answer(section: AnswerCheck, task: Task, text: str) -> Score:
+    """Score the model's last turn: 1 for the task's answer, else 0.
 
-    def __init__(self, section: AnswerCheck) -> None:
-        self._section = section
+    Raises:
+        ValueError: numbers are to be compared, and the task's answer is none.
+    """
+    reference = task.answer.strip()
+    number = None
+    if section.match is AnswerMatch.NUMBER:
+        number = _number(reference)
+        if number is None:
+            raise ValueError(
+                f"task {task.task_id!r} has the answer {reference[:80]!r}, which is no number; "
+                "environment.answer.match must be 'exact'"
+            )
+    answer = _answer(section, text[-MAX_READ_CHARACTERS:])
+    if answer is None:
+        return NO_ANSWER
+    is_correct = answer == reference if number is None else _number(answer) == number
+    return Score(float(is_correct), is_correct)
 
-    def score(self, task: Task, text: str) -> Score:
-        """Score the model's last turn.
 
-        Raises:
-            ValueError: numbers are to be compared, and the task's answer is none.
-        """
-        reference = task.answer.strip()
-        number = None
-        if self._section.match is AnswerMatch.NUMBER:
-            number = _number(reference)
-            if number is None:
-                raise ValueError(
-                    f"task {task.task_id!r} has the answer {reference[:80]!r}, which is no number; "
-                    "environment.answer.match must be 'exact'"
-                )
-        answer = self._answer(text[-MAX_READ_CHARACTERS:])
-        if answer is None:
-            return NO_ANSWER
-        is_correct = answer == reference if number is None else _number(answer) == number
-        return Score(float(is_correct), is_correct)
-
-    def _answer(self, text: str) -> str | None:
-        prefix = self._section.prefix
-        _, found, answer = text.rpartition(prefix) if prefix else ("", "found", text)
-        if not found:
-            return None
-        if self._section.part is AnswerPart.LAST_NUMBER:
-            numbers = _NUMBER.findall(answer)
-            return numbers[-1].replace(",", "") if numbers else None
-        return answer.strip()
+def _answer(section: AnswerCheck, text: str) -> str | None:
+    _, found, answer = text.rpartition(section.prefix) if section.prefix else ("", "found", text)
+    if not found:
+        return None
+    if section.part is AnswerPart.LAST_NUMBER:
+        numbers = _NUMBER.findall(answer)
+        return numbers[-1].replace(",", "") if numbers else None
+    return answer.strip()
 
 
 def _number(text: str) -> Decimal | None:
@@ -126,7 +119,7 @@ async def _solve(
     messages.append({"role": "user", "content": task.prompt})
     toolbox = Toolbox(tools, max_characters=section.max_result_characters)
     run = await run_tools(agent, messages, toolbox, max_rounds=section.max_rounds, form=form)
-    score = AnswerChecker(section.answer).score(task, run.turn.text)
+    score = score_answer(section.answer, task, run.turn.text)
     return dataclasses.replace(score, penalties={"failed_calls": float(run.num_failed_calls)})
 
 
@@ -218,10 +211,7 @@ class McpToolsEnvironment(SectionEnvironment):
     @classmethod
     def check(cls, section: McpEnvironment, sandbox: SandboxSection) -> Iterator[Problem]:
         """Start or reach every server once, and list its tools; blocks for as long as that takes."""
-        # In a thread of its own, since the caller may be in an event loop.
-        with concurrent.futures.ThreadPoolExecutor(max_workers=1) as thread:
-            problems = thread.submit(lambda: asyncio.run(_try_all(section))).result()
-        for name, problem in problems.items():
+        for name, problem in run_apart(lambda: _try_all(section)).items():
             yield Problem(
                 field=f"environment.servers.{name}",
                 value=section.servers[name].kind,

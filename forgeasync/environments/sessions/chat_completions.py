@@ -230,15 +230,9 @@ def _head(reply: InferenceResult, kind: str) -> Json:
 
 def _choice(index: int, turn: Turn) -> Json:
     seen = shown(turn)
-    message: Json = {
-        "role": ASSISTANT,
-        "content": None if seen.tool_calls and not seen.text else seen.text,
-        "refusal": None,
-    }
-    if seen.reasoning is not None:
-        message["reasoning_content"] = seen.reasoning
-    if seen.tool_calls:
-        message["tool_calls"] = [call.message_form for call in seen.tool_calls]
+    message = seen.message | {"refusal": None}
+    if seen.tool_calls and not seen.text:
+        message["content"] = None
     return {"index": index, "message": message, "logprobs": None, "finish_reason": _finish_reason(turn)}
 
 

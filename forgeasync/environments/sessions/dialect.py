@@ -12,10 +12,11 @@ A field that is in none of these is unknown: it is ignored and named, so that a 
 than this code goes on working.
 """
 
+import dataclasses
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Protocol, TypeVar
 
 import msgspec
@@ -23,7 +24,6 @@ from msgspec import inspect
 
 from forgeasync.environments.environment import Turn
 from forgeasync.environments.messages import (
-    ASSISTANT,
     Message,
     ToolCall,
     ToolSpec,
@@ -217,14 +217,6 @@ class OpenAIBody(Fields, kw_only=True):
 FieldsT = TypeVar("FieldsT", bound=Fields)
 
 
-@dataclass(frozen=True, slots=True)
-class _Names:
-    """The names of fields that were given in vain, each once."""
-
-    ignored: set[str] = field(default_factory=set)
-    unknown: dict[str, None] = field(default_factory=dict)
-
-
 def read_body(
     body: Mapping[str, Any], kind: type[FieldsT]
 ) -> tuple[FieldsT, tuple[str, ...], tuple[str, ...]]:
@@ -241,12 +233,17 @@ def read_body(
         read = msgspec.convert(body, kind, dec_hook=_json_object)
     except msgspec.ValidationError as error:
         raise _refusal(body, kind, str(error)) from None
-    found = _Names()
-    _compare(body, read, "", found)
-    unknown = tuple(found.unknown)
-    if len(unknown) > MAX_UNKNOWN_NAMES:
-        unknown = (*unknown[:MAX_UNKNOWN_NAMES], "...")
-    return read, tuple(sorted(found.ignored)), unknown
+    ignored: set[str] = set()
+    unknown: dict[str, None] = {}
+    for name, is_known in _given_in_vain(body, read, ""):
+        if is_known:
+            ignored.add(name)
+        elif len(unknown) <= MAX_UNKNOWN_NAMES:
+            unknown[_header_safe(name)] = None
+    named = tuple(unknown)
+    if len(named) > MAX_UNKNOWN_NAMES:
+        named = (*named[:MAX_UNKNOWN_NAMES], "...")
+    return read, tuple(sorted(ignored)), named
 
 
 def read_own_body(body: Mapping[str, Any], kind: type[FieldsT]) -> FieldsT:
@@ -298,16 +295,16 @@ def _json_object(kind: type, value: object) -> object:
     return kind(value)
 
 
-def _compare(given: Any, read: object, where: str, found: _Names) -> None:
-    """Find what was given and not read, in all objects of a body; raises RequestError for what is refused."""
+def _given_in_vain(given: Any, read: object, where: str) -> Iterator[tuple[str, bool]]:
+    """Yield the fields of all objects of a body that were given and not read: their names, and whether the
+    API knows them. Raises RequestError for one that is refused."""
     if isinstance(read, list):
         for index, one in enumerate(read):
-            _compare(given[index], one, f"{where}[{index}]", found)
+            yield from _given_in_vain(given[index], one, f"{where}[{index}]")
     if not isinstance(read, Fields):
         return
     kind = type(read)
     attributes = dict(zip(kind.__struct_encode_fields__, kind.__struct_fields__, strict=True))
-    above = re.sub(r"\[\d+\]", "[]", where)
     for name, value in given.items():
         if value is None or name == kind.__struct_config__.tag_field:
             continue
@@ -315,19 +312,21 @@ def _compare(given: Any, read: object, where: str, found: _Names) -> None:
         if name in kind.not_honoured:
             # What is switched off asks for nothing.
             if value is not False and value != []:
-                found.ignored.add(f"{above}.{name}" if above else name)
+                yield _without_indices(path), True
         elif name in kind.only:
             served, why = kind.only[name]
             if value != served or type(value) is not type(served):
-                remedy = f"must be {json.dumps(served)}: {why}"
-                raise wrong(path, value, remedy, code="unsupported_value")
+                raise wrong(path, value, f"must be {json.dumps(served)}: {why}", code="unsupported_value")
         elif name in kind.refused and name not in attributes:
             raise wrong(path, value, kind.refused[name], code="unsupported_field")
         elif name not in attributes and name not in kind.without_effect:
-            if len(found.unknown) <= MAX_UNKNOWN_NAMES:
-                found.unknown[_header_safe(f"{above}.{name}" if above else name)] = None
+            yield _without_indices(path), False
         if name in attributes:
-            _compare(value, getattr(read, attributes[name]), path, found)
+            yield from _given_in_vain(value, getattr(read, attributes[name]), path)
+
+
+def _without_indices(path: str) -> str:
+    return re.sub(r"\[\d+\]", "[]", path)
 
 
 def _header_safe(name: str) -> str:
@@ -435,34 +434,12 @@ def stop_texts(stop: str | Sequence[str] | None) -> tuple[str, ...]:
 # ---- writing
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shown:
-    """What a client is shown of a turn, in the parts that every API has.
+def shown(turn: Turn) -> Turn:
+    """Return a turn as a client is shown it, in the parts that every API has.
 
     No API has a place for a tool call that cannot be read, nor for one that JSON or a request cannot hold.
-    Such calls are shown as text.
+    Such calls are shown as text, each on a line of its own.
     """
-
-    text: str
-    """With the calls that are shown as text, each on a line of its own."""
-    reasoning: str | None
-    tool_calls: tuple[ToolCall, ...]
-    num_as_text: int
-    """Number of calls in ``text``."""
-
-    @property
-    def message(self) -> Message:
-        """As an assistant's message."""
-        return {
-            "role": ASSISTANT,
-            "content": self.text,
-            "reasoning_content": self.reasoning,
-            "tool_calls": [call.message_form for call in self.tool_calls],
-        }
-
-
-def shown(turn: Turn) -> Shown:
-    """Return what a client is shown of a turn."""
     calls = [call for call in turn.tool_calls if _can_come_back(call)]
     as_text = [broken.text for broken in turn.broken_tool_calls]
     as_text += [
@@ -471,12 +448,8 @@ def shown(turn: Turn) -> Shown:
         for call in turn.tool_calls
         if call not in calls
     ]
-    return Shown(
-        text="\n".join([turn.text] * bool(turn.text) + as_text),
-        reasoning=turn.reasoning,
-        tool_calls=tuple(calls),
-        num_as_text=len(as_text),
-    )
+    text = "\n".join([turn.text] * bool(turn.text) + as_text)
+    return dataclasses.replace(turn, text=text, tool_calls=tuple(calls), broken_tool_calls=())
 
 
 def _can_come_back(call: ToolCall) -> bool:

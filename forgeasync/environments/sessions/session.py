@@ -439,7 +439,8 @@ class Session:
         checked = _checked(history)
         for turn in turns:
             seen = shown(turn)
-            self.counts.num_shown_as_text += seen.num_as_text
+            num_calls = len(turn.tool_calls) + len(turn.broken_tool_calls)
+            self.counts.num_shown_as_text += num_calls - len(seen.tool_calls)
             message = checked_message("a turn", turn.message)
             shown_message = checked_message("a turn", seen.message)
             self._tree.add((*checked, message), (), turn.message, after=None, shown=shown_message)
