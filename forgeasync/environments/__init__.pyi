@@ -110,8 +110,8 @@ from .messages import is_same_message as is_same_message
 from .messages import lookup_key as lookup_key
 from .probes import Abilities as Abilities
 from .probes import Dialogue as Dialogue
+from .probes import TEXTS as TEXTS
 from .probes import TOOLS as TOOLS
-from .probes import all_texts as all_texts
 from .probes import assistant as assistant
 from .probes import call as call
 from .probes import fixed_dialogues as fixed_dialogues

@@ -27,11 +27,11 @@ from rich.table import Table
 from forgeasync.config import DataSection, RendererName
 from forgeasync.environments.messages import ASSISTANT, Message, ToolSpec
 from forgeasync.environments.probes import (
+    TEXTS,
     TOOLS,
     Abilities,
     Dialogue,
     Walk,
-    all_texts,
     assistant,
     call,
     fixed_dialogues,
@@ -229,7 +229,7 @@ class _Checker:
         self._seed = seed
         self._other_tokens = other_tokens(tokenizer, random.Random(seed))
         self._rng = random.Random(seed)
-        self._texts = tuple(filter(self._keeps, all_texts())) or self._texts_of_vocabulary()
+        self._texts = tuple(filter(self._keeps, TEXTS)) or self._texts_of_vocabulary()
 
     def _keeps(self, text: str) -> bool:
         """Whether a text is still itself after it was tokenized; small vocabularies lack most characters."""

@@ -92,52 +92,38 @@ def fixed_dialogues() -> tuple[Dialogue, ...]:
         items=[1, 2],
         options={"x": {"y": [True, None, "z"]}},
     )
+    done, pong = result("functions.set_value:0", "done"), result("functions.ping:1", "pong")
+    plain: dict[str, tuple[Message, ...]] = {
+        "a prompt": (user("2 + 2 ="),),
+        "a system message": (system, user("2 + 2 =")),
+        "an earlier answer": (
+            user("1"),
+            assistant("one"),
+            user("2"),
+            assistant("two\n\nlines"),
+            user("3"),
+        ),
+        "earlier reasoning": (user("1"), assistant("one", reasoning="hm"), user("2")),
+    }
+    with_tools: dict[str, tuple[Message, ...]] = {
+        "a prompt with tools": (user("2 + 2 ="),),
+        "a system message with tools": (system, user("x")),
+        "a tool call": (user("1"), assistant("", one), done),
+        "a tool call after reasoning and text": (
+            user("1"),
+            assistant("I set it.", one, reasoning="set it"),
+            done,
+        ),
+        "a tool call with arguments of every type": (user("1"), assistant("", every), done, user("2")),
+        "two tool calls": (user("1"), assistant("", one, two), done, pong),
+    }
     return (
-        Dialogue(name="a prompt", messages=(user("2 + 2 ="),)),
-        Dialogue(name="a system message", messages=(system, user("2 + 2 ="))),
-        Dialogue(name="a prompt with tools", messages=(user("2 + 2 ="),), tools=TOOLS),
-        Dialogue(name="a system message with tools", messages=(system, user("x")), tools=TOOLS),
-        Dialogue(
-            name="an earlier answer",
-            messages=(user("1"), assistant("one"), user("2"), assistant("two\n\nlines"), user("3")),
-        ),
-        Dialogue(
-            name="earlier reasoning",
-            messages=(user("1"), assistant("one", reasoning="hm"), user("2")),
-        ),
-        Dialogue(
-            name="a tool call",
-            messages=(user("1"), assistant("", one), result("functions.set_value:0", "done")),
-            tools=TOOLS,
-        ),
-        Dialogue(
-            name="a tool call after reasoning and text",
-            messages=(
-                user("1"),
-                assistant("I set it.", one, reasoning="set it"),
-                result("functions.set_value:0", "done"),
-            ),
-            tools=TOOLS,
-        ),
-        Dialogue(
-            name="a tool call with arguments of every type",
-            messages=(user("1"), assistant("", every), result("functions.set_value:0", "done"), user("2")),
-            tools=TOOLS,
-        ),
-        Dialogue(
-            name="two tool calls",
-            messages=(
-                user("1"),
-                assistant("", one, two),
-                result("functions.set_value:0", "done"),
-                result("functions.ping:1", "pong"),
-            ),
-            tools=TOOLS,
-        ),
+        *(Dialogue(name=name, messages=messages) for name, messages in plain.items()),
+        *(Dialogue(name=name, messages=messages, tools=TOOLS) for name, messages in with_tools.items()),
     )
 
 
-_TEXTS = (
+TEXTS = (
     "ok",
     "12 + 30 = 42",
     "The answer is 7.",
@@ -179,10 +165,6 @@ def random_dialogue(rng: random.Random, abilities: Abilities, texts: Sequence[st
             messages.append(user(rng.choice(texts)))
     tools = abilities.tools if has_calls else ()
     return Dialogue(name="a random conversation", messages=tuple(messages), tools=tools)
-
-
-def all_texts() -> tuple[str, ...]:
-    return _TEXTS
 
 
 def _random_call(rng: random.Random, index: int, texts: Sequence[str]) -> Message:

@@ -354,19 +354,6 @@ _BLOCK = 4096
 """Number of draws of sources that are made at a time."""
 
 
-class Order(Protocol):
-    """Issues tasks for ever; its whole state is one number, ``position``."""
-
-    @property
-    def position(self) -> int:
-        """Number of tasks issued so far."""
-        ...
-
-    def next(self) -> Task:
-        """Issue the next task."""
-        ...
-
-
 class TaskOrder:
     """Passes over ``tasks`` for ever; ``seed`` and the number of the pass determine its order.
 
@@ -400,11 +387,6 @@ class TaskOrder:
         task = self._tasks[self._permutation[self._position % len(self._tasks)]]
         self._position += 1
         return task
-
-    def restore(self, position: int) -> None:
-        """Continue as if ``position`` tasks had been issued."""
-        assert position >= 0, f"position {position} is negative"
-        self._position = position
 
 
 class WeightedOrder:
@@ -464,7 +446,7 @@ def _seed_of_source(seed: int, index: int) -> int:
 
 def weighted_order(
     tasks: Sequence[Task], weights: Mapping[str, float], *, seed: int, position: int = 0
-) -> Order:
+) -> TaskOrder | WeightedOrder:
     """Return the order of a run's training problems; ``weights`` has the weight of each source by name."""
     if len(weights) == 1:
         return TaskOrder(tasks, seed=seed, position=position)
