@@ -62,7 +62,6 @@ from .sessions.session import TokenAgent as TokenAgent
 from .sources import HELD_OUT_SEED as HELD_OUT_SEED
 from .sources import SourceProblems as SourceProblems
 from .sources import TaskOrder as TaskOrder
-from .sources import TrainingDraw as TrainingDraw
 from .sources import build_source as build_source
 from .sources import digest_of as digest_of
 from .sources import look_at_data as look_at_data

@@ -74,51 +74,6 @@ HELD_OUT_SEED = 1_618_033_988
 """Seed for the held-out problems of every run, independent of the run's own: all runs are measured alike."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingDraw:
-    """Training tasks of one source, and the number of candidates that were skipped."""
-
-    tasks: Sequence[Task]
-    num_skipped_held_out: int
-    """Candidates with the text of a problem that is only evaluated on."""
-    num_skipped_repeats: int = 0
-    """Candidates with the text of another training problem."""
-
-
-def draw_distinct(candidates: Iterable[Task], num: int) -> list[Task]:
-    """Return the first ``num`` candidates with different texts, or all if there are fewer."""
-    found: dict[str, Task] = {}
-    for task in candidates:
-        found.setdefault(task.prompt, task)
-        if len(found) == num:
-            break
-    return list(found.values())
-
-
-def draw_training(
-    candidates: Iterable[Task], num: int, never: Set[str], *, may_repeat: bool = True
-) -> TrainingDraw:
-    """Return the first ``num`` candidates whose text is not in ``never``, or all if there are fewer.
-
-    Without ``may_repeat`` their texts differ.
-    """
-    tasks = StoredTasks()
-    texts: set[str] = set()
-    num_skipped = num_repeats = 0
-    for task in candidates:
-        if task.prompt in never:
-            num_skipped += 1
-        elif not may_repeat and task.prompt in texts:
-            num_repeats += 1
-        else:
-            tasks.append(task)
-            if not may_repeat:
-                texts.add(task.prompt)
-        if len(tasks) == num:
-            break
-    return TrainingDraw(tasks=tasks, num_skipped_held_out=num_skipped, num_skipped_repeats=num_repeats)
-
-
 class SourceProblems(Protocol):
     """The problems of one source."""
 
@@ -126,7 +81,7 @@ class SourceProblems(Protocol):
         """Draw distinct problems without the run's seed. Raises ConfigError if there are too few."""
         ...
 
-    def train(self, never: Set[str]) -> TrainingDraw:
+    def train(self, never: Set[str]) -> Sequence[Task]:
         """Draw training problems by the run's seed, none of them with a text in ``never``.
 
         Raises:
@@ -164,17 +119,26 @@ class DrawnProblems(ABC):
 
     def held_out(self) -> list[Task]:
         """See ``SourceProblems``."""
-        found = draw_distinct(self.candidates(held_out=True), self._num_held_out)
+        usable = self._usable(held_out=True, never=frozenset(), may_repeat=False)
+        found = list(itertools.islice(usable, self._num_held_out))
         self._check_number("num_held_out", self._num_held_out, len(found), "distinct ones")
         return found
 
-    def train(self, never: Set[str]) -> TrainingDraw:
+    def train(self, never: Set[str]) -> Sequence[Task]:
         """See ``SourceProblems``."""
-        candidates = self.candidates(held_out=False)
-        draw = draw_training(candidates, self._num_train, never, may_repeat=self.may_repeat)
+        usable = self._usable(held_out=False, never=never, may_repeat=self.may_repeat)
+        tasks = StoredTasks(itertools.islice(usable, self._num_train))
         kind = "ones that are not held out" if self.may_repeat else "distinct ones that are not held out"
-        self._check_number("num_train", self._num_train, len(draw.tasks), kind)
-        return draw
+        self._check_number("num_train", self._num_train, len(tasks), kind)
+        return tasks
+
+    def _usable(self, *, held_out: bool, never: Set[str], may_repeat: bool) -> Iterator[Task]:
+        seen = set(never)
+        for task in self.candidates(held_out=held_out):
+            if task.prompt not in seen:
+                if not may_repeat:
+                    seen.add(task.prompt)
+                yield task
 
     def _check_number(self, field: str, wanted: int, found: int, kind: str) -> None:
         if found < wanted:
@@ -187,8 +151,6 @@ class SplitSource:
 
     train: Sequence[Task]
     held_out: list[Task]
-    num_skipped_held_out: int
-    num_skipped_repeats: int = 0
     sets: Mapping[str, list[Task]] = field(default_factory=dict)
     """Tasks of every evaluation set, by the source that they name."""
 
@@ -220,17 +182,13 @@ def build_source(data: DataSection, *, seed: int, sets: Sequence[NamedSource] = 
             held_out.append(list(_named(problems[-1].held_out(), source)))
     of_sources, of_sets = held_out[: len(sources)], held_out[len(sources) :]
     never = {task.prompt for tasks in held_out for task in tasks}
-    draws: list[TrainingDraw] = []
+    train: list[Iterator[Task]] = []
     for source, of_source in zip(sources, problems, strict=False):
         with _located(source):
-            draws.append(of_source.train(never))
+            train.append(_named(of_source.train(never), source))
     return SplitSource(
-        train=StoredTasks(
-            task for source, draw in zip(sources, draws, strict=True) for task in _named(draw.tasks, source)
-        ),
+        train=StoredTasks(itertools.chain.from_iterable(train)),
         held_out=list(_in_turns(of_sources)),
-        num_skipped_held_out=sum(draw.num_skipped_held_out for draw in draws),
-        num_skipped_repeats=sum(draw.num_skipped_repeats for draw in draws),
         sets={source.name: tasks for source, tasks in zip(sets, of_sets, strict=True)},
     )
 
