@@ -472,7 +472,7 @@ def first_difference(
     An empty block of reasoning in earlier turns is no difference: families keep it where the prompt of a turn
     writes it, as what was sampled keeps it.
     """
-    from forgeasync.environments.probes import fixed_dialogues
+    from forgeasync.environments.check_template import fixed_dialogues
 
     for number, dialogue in enumerate(fixed_dialogues()):
         try:
