@@ -51,6 +51,27 @@ MAX_PIECES = 64
 MIN_PIECE_CHARS = 16
 
 
+STATUSES = {
+    "invalid_api_key": 401,
+    "invalid_token": 401,
+    "model_not_found": 404,
+    "not_found": 404,
+    "session_not_found": 404,
+    "method_not_allowed": 405,
+    "body_timeout": 408,
+    "session_closed": 410,
+    "too_many_turns": 410,
+    "body_too_large": 413,
+    "too_many_requests": 429,
+    "server_error": 500,
+    "deadline_exceeded": 504,
+}
+"""The statuses of errors by their codes; that of all others is 400."""
+
+_FINAL = frozenset({"session_closed", "too_many_turns", "deadline_exceeded"})
+"""Codes of errors after which a retry makes no sense."""
+
+
 class RequestError(Exception):
     """A request that is answered with an error."""
 
@@ -58,20 +79,22 @@ class RequestError(Exception):
         self,
         message: str,
         *,
-        status: int = 400,
+        status: int | None = None,
         param: str | None = None,
         code: str | None = None,
         retry_after_s: int | None = None,
         may_retry: bool = True,
     ) -> None:
-        """``param`` is the field that is wrong. The SDKs retry statuses 408, 409, 429 and from 500 on by
-        themselves, unless ``may_retry`` is false."""
+        """``param`` is the field that is wrong. The status is that of the code, by default.
+
+        The SDKs retry statuses 408, 409, 429 and from 500 on by themselves, unless ``may_retry`` is false.
+        """
         super().__init__(message)
-        self.status = status
+        self.status = status or STATUSES.get(code or "", 400)
         self.param = param
         self.code = code
-        self.retry_after_s = retry_after_s
-        self.may_retry = may_retry
+        self.retry_after_s = 1 if code == "too_many_requests" else retry_after_s
+        self.may_retry = may_retry and code not in _FINAL
 
     @property
     def headers(self) -> dict[str, str]:

@@ -249,9 +249,7 @@ class SessionServer:
             if session.num_open_requests >= self._limits.max_open_requests:
                 raise RequestError(
                     f"{session.num_open_requests} requests of this session are open; no more may be",
-                    status=429,
                     code="too_many_requests",
-                    retry_after_s=1,
                 )
             session.num_open_requests += 1
             try:
@@ -268,14 +266,12 @@ class SessionServer:
         if request.method != "POST":
             raise RequestError(
                 f"{request.method} {OPENING_PATH} is not served; POST opens a session",
-                status=405,
                 code="method_not_allowed",
             )
         assert self._token is not None, "a server with a desk has a token"
         if not _is_among(_given_keys(request), self._token):
             raise RequestError(
                 "the token is missing or wrong; give the server's token as a bearer token",
-                status=401,
                 code="invalid_token",
             )
         if raw := await self._read(request):
@@ -306,14 +302,11 @@ class SessionServer:
         end = self._ends.get(session_id) if session is None else session.end
         if session is None and end is None:
             raise RequestError(
-                "there is no such session; paths begin with /sessions/<id>",
-                status=404,
-                code="session_not_found",
+                "there is no such session; paths begin with /sessions/<id>", code="session_not_found"
             )
         if not _is_among(_given_keys(request), self._key_of(session_id)):
             raise RequestError(
                 "the key does not belong to this session; give its api_key as a bearer token or in x-api-key",
-                status=401,
                 code="invalid_api_key",
             )
         if session is None or end is not None:
@@ -343,7 +336,6 @@ class SessionServer:
             f"{request.method} {path[:80]} is not served; there are POST of {', '.join(_DIALECTS)}, "
             "/v1/messages/count_tokens and /feedback, and GET of /v1/models"
             + ("" if self._desk is None else ", and DELETE of the session itself"),
-            status=404,
             code="not_found",
         )
 
@@ -405,13 +397,11 @@ class SessionServer:
                 return await request.read()
         except TimeoutError as error:
             raise RequestError(
-                f"the body did not arrive within {self._limits.body_s:g} s", status=408, code="body_timeout"
+                f"the body did not arrive within {self._limits.body_s:g} s", code="body_timeout"
             ) from error
         except web.HTTPRequestEntityTooLarge as error:
             raise RequestError(
-                f"the body is larger than {self._limits.max_body_bytes} bytes",
-                status=413,
-                code="body_too_large",
+                f"the body is larger than {self._limits.max_body_bytes} bytes", code="body_too_large"
             ) from error
         except (web.RequestPayloadError, ConnectionError) as error:
             raise RequestError("the body cannot be read", code="invalid_body") from error
@@ -503,7 +493,7 @@ def _models(session: Session, path: str, *, of_anthropic: bool) -> Json:
     name = path.removeprefix("/v1/models").removeprefix("/")
     if name not in ("", session.name):
         raise RequestError(
-            f"there is no model {name[:80]!r}; must be {session.name!r}", status=404, code="model_not_found"
+            f"there is no model {name[:80]!r}; must be {session.name!r}", code="model_not_found"
         )
     if of_anthropic:
         created = datetime.fromtimestamp(session.created_s, UTC).isoformat()

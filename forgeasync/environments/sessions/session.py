@@ -334,9 +334,7 @@ class Session:
             raise closed(self.end)
         if not isinstance(self._agent, TokenAgent):
             raise RequestError(
-                "tokens cannot be counted here: this session's agent has no tokenizer",
-                status=404,
-                code="not_found",
+                "tokens cannot be counted here: this session's agent has no tokenizer", code="not_found"
             )
         messages = self._history(asked, is_continued=False)
         return self._agent.num_prompt_tokens(messages, asked.tools or None, must_call=asked.must_call)
@@ -354,9 +352,7 @@ class Session:
             self._samplings.refused(attempt)
             raise RequestError(
                 f"{self._num_sampling} turns of this session are being sampled; at most {most} may be",
-                status=429,
                 code="too_many_requests",
-                retry_after_s=1,
             )
 
     def _note(self, asked: InferenceRequest) -> None:
@@ -394,12 +390,7 @@ class Session:
                 response.cancel()
         if late:
             self.counts.num_abandoned += asked.num_turns
-            raise RequestError(
-                f"no turn within {self._limits.turn_s:g} s",
-                status=504,
-                code="deadline_exceeded",
-                may_retry=False,
-            )
+            raise RequestError(f"no turn within {self._limits.turn_s:g} s", code="deadline_exceeded")
         # Nobody but the agent can have cancelled a turn here: its episode ends.
         end = self.end or SessionEnd.CLOSED
         errors = [closed(end) if response.cancelled() else response.exception() for response in responses]
@@ -497,12 +488,7 @@ def _checked(messages: Sequence[Message]) -> tuple[Message, ...]:
 
 def closed(end: SessionEnd) -> RequestError:
     """The session has ended."""
-    return RequestError(
-        end.words,
-        status=410,
-        code="session_closed",
-        may_retry=False,
-    )
+    return RequestError(end.words, code="session_closed")
 
 
 def as_request_error(error: BaseException) -> RequestError:
@@ -516,10 +502,10 @@ def as_request_error(error: BaseException) -> RequestError:
         case ContextFull():
             return RequestError(str(error), param="messages", code="context_length_exceeded")
         case TooManyTurns():
-            return RequestError(str(error), status=410, code="too_many_turns", may_retry=False)
+            return RequestError(str(error), code="too_many_turns")
         case EpisodeOver():
             return closed(SessionEnd.CLOSED)
         case ValueError():
             return RequestError(str(error), param="messages", code="invalid_messages")
     _LOGGER.error("a request to a session failed", exc_info=error)
-    return RequestError("the server failed to answer; its log says why", status=500, code="server_error")
+    return RequestError("the server failed to answer; its log says why", code="server_error")
