@@ -74,16 +74,15 @@ _READABLE = frozenset(
 
 
 class ChatRenderer(ABC):
-    """A ``MessageRenderer`` for models with a chat template; what follows a turn is left to classes of it.
+    """A ``MessageRenderer`` for models with a chat template. Subclasses append messages after a turn.
 
-    Tokens of a conversation that has no turns yet, and those of an answer that nobody has sampled, are those
-    that the format has for all messages at once.
+    Before the first turn, and for answers that were not sampled, the tokens are those of the whole
+    conversation rendered at once.
 
-    A parser of the package ``renderers`` (0.1.12) reads them, within limits. What a model writes is hostile,
-    and the parsers have no limits of their own: several of their patterns take time that grows with the
-    square of a turn's length, nested JSON exhausts the stack, and long numbers raise. So a turn that would
-    take them too long is not parsed at all, whatever they raise becomes a broken tool call, and arguments are
-    checked before anyone sees them.
+    Turns are read by a parser of the package ``renderers`` (0.1.12). A model can write anything, and these
+    parsers have no limits: several patterns take time quadratic in the length of a turn, nested JSON exhausts
+    the stack, and long numbers raise. So a turn that would take too long is not parsed, an exception of the
+    parser becomes a broken tool call, and arguments are checked before anyone uses them.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", library: Renderer) -> None:
@@ -97,11 +96,12 @@ class ChatRenderer(ABC):
     def rendered_ids(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, for_answer: bool = True
     ) -> list[int]:
-        """Return the tokens of messages, of which the last is one that the model answers unless
-        ``for_answer`` is false. ``tools`` may be such that the model is not told of them.
+        """Return the tokens of all messages, up to where the model answers if ``for_answer`` is true.
+
+        ``tools`` are not checked.
 
         Raises:
-            ValueError: the format has no form for these messages.
+            ValueError: The format cannot express these messages.
         """
 
     @abstractmethod
@@ -118,7 +118,7 @@ class ChatRenderer(ABC):
     def _end_of(
         self, messages: tuple[Message, ...], answer: Message, tools: Sequence[ToolSpec]
     ) -> int | None:
-        """The token that ends an answer whose form ends without one; None: there is none."""
+        """Return the token that ends an answer whose rendered form has no end; None if there is none."""
 
     def added_ids(
         self, conversation: Conversation, messages: tuple[Message, ...], tools: Sequence[ToolSpec] = ()
@@ -193,7 +193,7 @@ class ChatRenderer(ABC):
         )
 
     def _can_read(self, turn: SampledTurn) -> bool:
-        """Whether the parsers are done with a turn soon, whatever they make of it."""
+        """Whether the parsers finish a turn in bounded time."""
         return _num_steps(self._raw(turn)) <= MAX_STEPS
 
     def _raw(self, turn: SampledTurn) -> str:
@@ -230,7 +230,7 @@ class ChatRenderer(ABC):
         return tuple(calls), tuple(broken)
 
     def _stop_text(self, turn: SampledTurn) -> str:
-        """What was sampled after the turn's text: one of the texts that end a turn, if it ended the turn."""
+        """Return the stop text that ended the turn; empty if none did."""
         whole = text_of_ids(self._tokenizer, turn.ids_T.tolist(), skip_special_tokens=True)
         return whole[len(turn.text) :] if whole.startswith(turn.text) else ""
 
@@ -239,7 +239,7 @@ class ChatRenderer(ABC):
 
 
 def _problem_with(call: ParsedToolCall, turn: SampledTurn) -> str | None:
-    """Why a call cannot be made; None if it can."""
+    """Return why a call cannot be made; None if it can."""
     is_cut = call.status is ToolCallParseStatus.UNCLOSED_BLOCK and turn.finish_reason is FinishReason.LENGTH
     if is_cut:
         return "the turn was cut before the call had ended"
@@ -253,7 +253,7 @@ def _problem_with(call: ParsedToolCall, turn: SampledTurn) -> str | None:
         return f"its arguments are of type {type(call.arguments).__name__}; must be an object"
     try:
         check_size(call.arguments, max_depth=MAX_DEPTH + 1, max_values=MAX_VALUES)
-        # Neither numbers that JSON has not, nor half of a surrogate pair.
+        # Fails for NaN, infinity and halves of surrogate pairs.
         json.dumps([call.name, call.arguments], ensure_ascii=False, allow_nan=False).encode()
     except ValueError as error:
         return f"its arguments are refused: {error}"
@@ -271,9 +271,9 @@ _PYTHON_WORDS = {"True": ("boolean", True), "False": ("boolean", False), "None":
 
 
 def _typed(arguments: Mapping[str, Any], types: Mapping[str, Any]) -> dict[str, Any]:
-    """Read Python's words for booleans and null where the tool declares that type.
+    """Convert ``True``, ``False`` and ``None`` to JSON values if the tool declares that type.
 
-    The chat templates of Qwen3-Coder and Qwen3.5 write them so, and models that learned from them do.
+    The chat templates of Qwen3-Coder and Qwen3.5 write values this way, so their models do, too.
     """
     typed = dict(arguments)
     for name, value in arguments.items():
@@ -317,15 +317,15 @@ class TemplateRenderer(ChatRenderer):
     """A ``MessageRenderer`` by the tokenizer's own chat template, for models that no other renderer knows.
 
     The whole conversation is rendered with a mark in place of each turn of the model, and the text after the
-    last mark is tokenized. Everything before it is in the trajectory already, so the template must render it
-    as it did then: a template that removes or rewrites something is refused. White space at the edges of a
-    turn may differ, since many templates strip it: the trajectory keeps what was sampled.
+    last mark is tokenized. Everything before the mark is already in the trajectory, so the template must
+    render it in the same way again. A template that removes or rewrites something is refused. White space at
+    the edges of a turn may differ, because many templates strip it. The trajectory keeps what was sampled.
 
-    A turn ends with a token that the model samples, unless the turn is cut. Templates write it after every
-    turn, so it is left out where the model has sampled it already.
+    A turn ends with a token that the model samples, unless the turn was cut. Templates write this token after
+    every turn, so it is left out if the model has sampled it.
 
-    Turns are read by parsers of the package ``renderers``. Which one is told by the marks that the template
-    itself writes around tool calls and reasoning.
+    The parser of the package ``renderers`` is chosen by the marks that the template writes around tool calls
+    and reasoning.
     """
 
     def __init__(
@@ -447,8 +447,9 @@ class TemplateRenderer(ChatRenderer):
 
 
 def _tool_parser(tokenizer: "PreTrainedTokenizerBase", template: str) -> str | None:
-    """The parser for the tool calls that the template writes; None if there is none, or its marks are no
-    single tokens, which the library's parsers look for.
+    """Return the parser for the tool calls that the template writes.
+
+    None if there is none, or if its marks are not single tokens, which the library's parsers need.
     """
     vocabulary = tokenizer.get_vocab()
     if "<tool_call>" not in vocabulary or "</tool_call>" not in vocabulary:
@@ -462,9 +463,9 @@ class FamilyRenderer(ChatRenderer):
     Its renderers are programs in place of chat templates: they render a conversation, parse a turn, and
     extend the tokens of a conversation by new messages without looking at its text again ("bridge").
 
-    A chat template may drop the reasoning of earlier turns when it renders a conversation anew. A path never
-    does: what was sampled stays in it, since the model's later turns attended to it. So the library is told
-    to keep reasoning (``thinking_retention="all"``), which concerns its bridge only.
+    A chat template may drop the reasoning of earlier turns when it renders a conversation again. A path keeps
+    it, because the model's later turns attended to it. So the library is told to keep reasoning
+    (``thinking_retention="all"``), which affects its bridge only.
     """
 
     def __init__(
@@ -559,7 +560,7 @@ class FamilyRenderer(ChatRenderer):
             raise self._refusal(error) from error
 
     def _refusal(self, error: Exception) -> ValueError:
-        # The library raises whatever its code meets in a message that the family has no form for.
+        # The library raises exceptions of any type for messages that the family cannot express.
         return ValueError(
             f"the renderer {self.family!r} refuses these messages: {type(error).__name__}: {error}"
         )

@@ -1,4 +1,7 @@
-"""The problems of a run's ``data`` section: training and held-out tasks without common texts, in order."""
+"""The tasks of a run's ``data`` section: training tasks, held-out tasks, and the order of training.
+
+No prompt is in both the training tasks and the held-out tasks.
+"""
 
 import dataclasses
 import hashlib
@@ -30,10 +33,10 @@ from forgeasync.schema import ConfigError, Problem, Section
 
 
 class StoredTasks(Sequence[Task]):
-    """Tasks that are made anew, equal to those that were given, whenever they are asked for.
+    """Tasks stored as bytes. Reading an item creates a task that is equal to the original.
 
-    As objects they would take up to ten times as much: a problem of reasoning-gym with its record takes 5 KB,
-    and a run has tens of thousands of them, of which it looks at one at a time.
+    As objects they would take up to ten times as much memory: a problem of reasoning-gym with its record
+    takes 5 KB, and a run has tens of thousands of them and looks at one at a time.
     """
 
     def __init__(self, tasks: Iterable[Task] = ()) -> None:
@@ -71,7 +74,7 @@ _FIELDS = tuple(field.name for field in dataclasses.fields(Task))
 _values = attrgetter(*_FIELDS)
 
 HELD_OUT_SEED = 1_618_033_988
-"""Seed for the held-out problems of every run, independent of the run's own: all runs are measured alike."""
+"""Seed for the held-out problems. It is the same in all runs, so that their scores can be compared."""
 
 
 class SourceProblems(Protocol):
@@ -101,13 +104,13 @@ def most_candidates(num_problems: int) -> int:
 
 
 class DrawnProblems(ABC):
-    """``SourceProblems`` that are the first usable ones of a sequence of candidates."""
+    """``SourceProblems`` that takes the first usable problems of a sequence of candidates."""
 
     may_repeat: ClassVar[bool] = True
     """Whether two training problems may have the same text."""
 
     def __init__(self, name: str, *, num_train: int, num_held_out: int, seed: int) -> None:
-        """``name`` is what errors call the source."""
+        """``name`` is the name of the source in errors."""
         self._name = name
         self._num_train = num_train
         self._num_held_out = num_held_out
@@ -115,7 +118,7 @@ class DrawnProblems(ABC):
 
     @abstractmethod
     def candidates(self, *, held_out: bool) -> Iterator[Task]:
-        """Yield candidates: for training in the order of the run's seed, else in that of a fixed one."""
+        """Yield candidates, by a fixed seed if ``held_out`` is true and otherwise by the run's seed."""
 
     def held_out(self) -> list[Task]:
         """See ``SourceProblems``."""
@@ -280,7 +283,7 @@ def _in_turns(lists: Sequence[Sequence[Task]]) -> Iterator[Task]:
 
 @contextmanager
 def _located(source: NamedSource) -> Iterator[None]:
-    """Rewrite the fields in a source's errors to its place in the config; builders know only one source."""
+    """Rewrite the fields in a source's errors to its place in the config. Sources know one section only."""
     try:
         yield
     except ConfigError as error:
@@ -298,12 +301,12 @@ def _place(field: str, source: NamedSource) -> str:
 
 
 def digest_of(tasks: Sequence[Task]) -> str:
-    """Return a digest of problems in their order: other ones under the same names have another digest."""
+    """Return a digest of problems and their order. It changes if a problem with the same name changes."""
     digest = hashlib.sha256()
     for task in tasks:
         for text in (task.source, task.task_id, task.prompt, task.answer):
             encoded = text.encode(errors="surrogatepass")
-            # With its length: "ab" and "c" are others than "a" and "bc".
+            # Its length distinguishes "ab", "c" from "a", "bc".
             digest.update(b"%d:" % len(encoded) + encoded)
     return f"{len(tasks)} problems, {digest.hexdigest()[:32]}"
 
@@ -313,9 +316,9 @@ _BLOCK = 4096
 
 
 class TaskOrder:
-    """Passes over ``tasks`` for ever; ``seed`` and the number of the pass determine its order.
+    """Endless passes over ``tasks``, each in an order of its own that ``seed`` determines.
 
-    The order depends on ``position`` alone, not on how it was reached, so one int restores it.
+    The next task depends only on ``position``, so one integer restores the order.
     """
 
     def __init__(self, tasks: Sequence[Task], *, seed: int, position: int = 0) -> None:
@@ -350,8 +353,8 @@ class TaskOrder:
 class WeightedOrder:
     """Draws a source at random for every task, in proportion to the sources' weights.
 
-    Each source has its own passes. ``seed`` and the position alone determine which source is drawn, and also
-    the place in its passes, which is how often it was drawn before.
+    Each source has its own passes. Only ``seed`` and ``position`` determine the source and the place in its
+    passes.
     """
 
     def __init__(

@@ -149,15 +149,13 @@ class AnthropicMessages:
 
     def read(self, body: Mapping[str, Any]) -> InferenceRequest:
         """See ``Dialect``."""
-        read, ignored, unknown = read_body(body, _Body)
+        read, named = read_body(body, _Body)
         return InferenceRequest(
             **_prompt(read),
             max_tokens=read.max_tokens,
             stop=stop_texts(read.stop_sequences),
             is_streamed=bool(read.stream),
-            ignored=ignored,
-            unknown=unknown,
-            body=body,
+            **named,
         )
 
     def read_prompt(self, body: Mapping[str, Any]) -> InferenceRequest:
@@ -166,8 +164,8 @@ class AnthropicMessages:
         Raises:
             RequestError: see ``read``.
         """
-        read, ignored, unknown = read_body(body, _Prompt)
-        return InferenceRequest(**_prompt(read), ignored=ignored, unknown=unknown, body=body)
+        read, named = read_body(body, _Prompt)
+        return InferenceRequest(**_prompt(read), **named)
 
     def whole(self, asked: InferenceRequest, reply: InferenceResult) -> Json:
         """See ``Dialect``."""

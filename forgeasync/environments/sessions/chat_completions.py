@@ -160,7 +160,7 @@ class ChatCompletions(OpenAIErrors):
 
     def read(self, body: Mapping[str, Any]) -> InferenceRequest:
         """See ``Dialect``."""
-        read, ignored, unknown = read_body(body, _Body)
+        read, named = read_body(body, _Body)
         functions = [one.function for one in read.tools or ()]
         choice = read.tool_choice
         return InferenceRequest(
@@ -174,9 +174,7 @@ class ChatCompletions(OpenAIErrors):
             stop=stop_texts(read.stop),
             num_turns=read.n or 1,
             is_streamed=bool(read.stream),
-            ignored=ignored,
-            unknown=unknown,
-            body=body,
+            **named,
         )
 
     def whole(self, asked: InferenceRequest, reply: InferenceResult) -> Json:

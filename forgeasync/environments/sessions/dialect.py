@@ -240,11 +240,8 @@ class OpenAIBody(Fields, kw_only=True):
 FieldsT = TypeVar("FieldsT", bound=Fields)
 
 
-def read_body(
-    body: Mapping[str, Any], kind: type[FieldsT]
-) -> tuple[FieldsT, tuple[str, ...], tuple[str, ...]]:
-    """Return what a body says, the names of its fields that are not honoured, and the names of its unknown
-    fields.
+def read_body(body: Mapping[str, Any], kind: type[FieldsT]) -> tuple[FieldsT, dict[str, Any]]:
+    """Return the fields of a body, and ``ignored``, ``unknown`` and ``body`` of its ``InferenceRequest``.
 
     At most ``MAX_UNKNOWN_NAMES`` unknown fields are named. Names are safe in a header and in a log: ``?``
     stands for whatever is no letter, no digit and none of ``_-.[]``. Indices of lists are left out.
@@ -266,7 +263,7 @@ def read_body(
     named = tuple(unknown)
     if len(named) > MAX_UNKNOWN_NAMES:
         named = (*named[:MAX_UNKNOWN_NAMES], "...")
-    return read, tuple(sorted(ignored)), named
+    return read, {"ignored": tuple(sorted(ignored)), "unknown": named, "body": body}
 
 
 def read_own_body(body: Mapping[str, Any], kind: type[FieldsT]) -> FieldsT:
@@ -276,10 +273,9 @@ def read_own_body(body: Mapping[str, Any], kind: type[FieldsT]) -> FieldsT:
     Raises:
         RequestError: a field is malformed or unknown; names it.
     """
-    read, _, unknown = read_body(body, kind)
-    if unknown:
-        value = body.get(unknown[0])
-        raise wrong(unknown[0], value, "this endpoint has no such field", code="unsupported_field")
+    read, named = read_body(body, kind)
+    for name in named["unknown"]:
+        raise wrong(name, body.get(name), "this endpoint has no such field", code="unsupported_field")
     return read
 
 

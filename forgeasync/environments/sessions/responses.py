@@ -142,7 +142,7 @@ class Responses(OpenAIErrors):
 
     def read(self, body: Mapping[str, Any]) -> InferenceRequest:
         """See ``Dialect``."""
-        read, ignored, unknown = read_body(_with_kinds(body), _Body)
+        read, named = read_body(_with_kinds(body), _Body)
         choice = read.tool_choice
         return InferenceRequest(
             messages=_messages(read.input),
@@ -156,9 +156,7 @@ class Responses(OpenAIErrors):
             max_tokens=read.max_output_tokens,
             is_streamed=bool(read.stream),
             keeps_response=read.store is not False,
-            ignored=ignored,
-            unknown=unknown,
-            body=body,
+            **named,
         )
 
     def whole(self, asked: InferenceRequest, reply: InferenceResult) -> Json:
