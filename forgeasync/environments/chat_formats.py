@@ -358,7 +358,8 @@ class TemplateRenderer(ChatRenderer):
     def _end_of(
         self, messages: tuple[Message, ...], answer: Message, tools: Sequence[ToolSpec]
     ) -> int | None:
-        return self._tokenizer.eos_token_id
+        end: int | None = self._tokenizer.eos_token_id
+        return end
 
     def _text_after_last_turn(
         self, conversation: Conversation, messages: tuple[Message, ...], tools: Sequence[ToolSpec]

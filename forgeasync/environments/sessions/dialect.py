@@ -274,7 +274,8 @@ def read_own_body(body: Mapping[str, Any], kind: type[FieldsT]) -> FieldsT:
         RequestError: a field is malformed or unknown; names it.
     """
     read, named = read_body(body, kind)
-    for name in named["unknown"]:
+    if unknown := named["unknown"]:
+        name = unknown[0]
         raise wrong(name, body.get(name), "this endpoint has no such field", code="unsupported_field")
     return read
 
@@ -417,9 +418,7 @@ def tool_spec(name: str, description: str | None, parameters: Mapping[str, Any] 
     )
 
 
-def chosen_tools(
-    tools: Iterable[ToolSpec], choice: object, name: str | None = None
-) -> dict[str, tuple[ToolSpec, ...]]:
+def chosen_tools(tools: Iterable[ToolSpec], choice: object, name: str | None = None) -> dict[str, Any]:
     """Return the fields of an ``InferenceRequest`` that say which tools the model has.
 
     ``choice`` is ``none``, ``auto`` (also None), or anything else where a call is asked for: of the tool of
