@@ -1,4 +1,4 @@
-"""Which model behind which endpoint is asked for turns, and with which key."""
+"""An agent whose turns a model behind an OpenAI-compatible endpoint samples."""
 
 import asyncio
 import json
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion
 
 NO_KEY = "none"
-"""What is sent to an endpoint that wants no key: the SDK wants one."""
+"""The key for endpoints without keys, because the SDK requires one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class EndpointModel:
     api_key_variable: str | None = None
     """Name of the environment variable with the key; None: no key is sent. The key itself travels nowhere."""
     max_retries: int = 5
-    """Times that the SDK repeats a request that failed for a reason that may pass, such as a rate limit."""
+    """How often the SDK retries a request after a temporary failure, such as a rate limit."""
 
     def api_key(self) -> str:
         """Read the key.
@@ -98,7 +98,7 @@ def open_client(endpoint: EndpointModel, *, limit_s: float) -> "AsyncOpenAI":
 
 
 class EndpointAgent(Participant):
-    """An ``Agent`` over an endpoint. Each belongs to one episode, and to the event loop that it runs on."""
+    """An ``Agent`` over an endpoint, for one episode and its event loop."""
 
     def __init__(
         self,
@@ -118,8 +118,8 @@ class EndpointAgent(Participant):
 
         ``taking_turn`` is entered while the endpoint samples a turn.
 
-        ``client`` has connections that several agents of one event loop share; None: this agent opens and
-        closes its own.
+        Several agents of one event loop may share a ``client``. If it is None, the agent opens and closes its
+        own.
         """
         super().__init__(name=name, artifacts=artifacts, waiting=waiting, max_turns=max_turns, tool_s=tool_s)
         self._endpoint = endpoint
@@ -138,13 +138,13 @@ class EndpointAgent(Participant):
 
     @property
     def base_url(self) -> str:
-        """The endpoint itself: what is asked there is not counted, and is in no record."""
+        """The endpoint itself. Turns that are requested there are not counted or recorded."""
         self.has_given_url = True
         return self._endpoint.base_url
 
     @property
     def anthropic_base_url(self) -> str:
-        """Refused: nothing is known of the endpoint but that it has Chat Completions."""
+        """Not available: endpoints are only known to have Chat Completions."""
         raise ValueError(
             f"{self._endpoint.base_url} is evaluated by Chat Completions; agents that speak Anthropic's API "
             "can be evaluated with --model, which starts generators with sessions"
@@ -203,7 +203,7 @@ class EndpointAgent(Participant):
         return turn
 
     async def _asked(self, request: dict[str, Any]) -> "ChatCompletion":
-        """Ask with the SDK's retries, which wait longer each time and as long as the server says."""
+        """Make a request, with the SDK's retries and their backoff."""
         from openai import APIError
 
         endpoint = self._endpoint
@@ -227,7 +227,7 @@ class EndpointAgent(Participant):
         return completion
 
     def _turn(self, completion: "ChatCompletion", stops: Sequence[str]) -> Turn:
-        """Read an answer, of whose form a server of others assures nothing."""
+        """Convert an answer. Nothing guarantees its form."""
         if not completion.choices or completion.usage is None:
             what = "choice" if not completion.choices else "usage, which says how many tokens it has"
             raise EpisodeInterrupted(f"{self._endpoint.base_url} answered without a {what}")
@@ -255,7 +255,7 @@ class EndpointAgent(Participant):
             num_prompt_tokens=completion.usage.prompt_tokens,
             num_tokens=completion.usage.completion_tokens,
             finish_reason=finish_reason,
-            # Servers like vLLM say which text it was; one of theirs alone would be news to the environment.
+            # Servers like vLLM report the text. The environment gets it if it is one that it asked for.
             stop_text=stop_text if stop_text in stops else None,
             reasoning=reasoning if isinstance(reasoning, str) else None,
             tool_calls=tuple(calls),
@@ -271,7 +271,7 @@ class EndpointAgent(Participant):
 
 
 def _sent(message: Message) -> dict[str, Any]:
-    """A checked message as the endpoint takes it: arguments of calls are text."""
+    """Convert a checked message for the endpoint: arguments of calls become text."""
     sent = {key: value for key, value in message.items() if key != "reasoning_content"}
     if "tool_calls" in sent:
         sent["tool_calls"] = [

@@ -1,6 +1,6 @@
-"""The tools of MCP servers, each with connections and processes of its own for every episode.
+"""Tools of MCP servers. Every episode has its own connections and server processes.
 
-Users' servers are not trusted: what they send is bounded, and nothing of them is left at the end.
+Servers are not trusted: the size of what they send is bounded, and all their processes are killed at the end.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ from forgeasync.observability import last_words
 ResponseT = TypeVar("ResponseT")
 
 MAX_RESPONSE_BYTES = 16 * 2**20
-"""Most bytes of one response, which may be a stream of events that lasts as long as the episode."""
+"""Maximum bytes of a response, which may be a stream of events for the whole episode."""
 
 CONNECT_S = 30.0
 SILENCE_S = 300.0
@@ -43,11 +43,11 @@ SILENCE_S = 300.0
 
 
 class ResponseTooLarge(httpx2.RequestError):
-    """A server has sent more than is read, or compressed it."""
+    """A response is too large, or is compressed."""
 
 
 def http_client(section: HttpServer) -> httpx2.AsyncClient:
-    """Return a client for one server, not entered, which reads no more of an answer than fits.
+    """Return a client for one server that bounds the size of responses. The caller enters it.
 
     The transport of mcp 2.3.0 bounds events of a stream, but not answers in JSON
     (mcp/client/streamable_http.py).
@@ -63,7 +63,7 @@ class _BoundedTransport(httpx2.AsyncHTTPTransport):
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
         response = await super().handle_async_request(request)
         if response.headers.get("content-encoding", "identity") != "identity":
-            # Its size is known only once it is unpacked.
+            # The size is known only after decompression.
             await response.aclose()
             raise ResponseTooLarge("the server compresses its responses, though it was asked not to")
         assert isinstance(response.stream, httpx2.AsyncByteStream)
@@ -88,29 +88,28 @@ class _BoundedStream(httpx2.AsyncByteStream):
 
 
 MAX_MESSAGE_BYTES = 4 * 2**20
-"""Longest message that a server may send; one that sends a longer one is killed."""
+"""Maximum bytes of a message. A server that sends a longer one is killed."""
 
 MAX_UNREADABLE_LINES = 1000
-"""A server that writes more lines which are no messages is killed."""
+"""Maximum lines that are not messages. A server that writes more is killed."""
 
 MAX_STDERR_BYTES = 4096
-"""What is kept of the end of its standard error."""
+"""How much of the end of standard error is kept."""
 
 EXIT_S = 1.0
 """Time for a server to end by itself once its standard input is closed."""
 
 _MARK = "FORGEASYNC_MCP_SERVER"
-"""Environment variable by which the processes of a server are found, wherever they went."""
+"""Environment variable that marks the processes of a server."""
 
 MessageStream = MemoryObjectReceiveStream[SessionMessage | Exception]
 
 
 class StdioTransport:
-    """One server process, and the streams of messages that the client of mcp reads and writes.
+    """One server process, and the streams of messages for the client of the package mcp.
 
-    A transport of our own for the client of the package mcp 2.3.0. Its ``stdio_client`` reads a line of any
-    length into memory, passes HOME and USER on, and kills the server's process group only
-    (mcp/client/stdio.py).
+    It replaces ``stdio_client`` of mcp 2.3.0 (mcp/client/stdio.py), which reads lines of any length into
+    memory, passes HOME and USER on, and kills only the server's process group.
     """
 
     def __init__(self, section: StdioServer) -> None:
@@ -120,12 +119,12 @@ class StdioTransport:
         self._process: asyncio.subprocess.Process | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._stderr = b""
-        """Its end."""
+        """The end of its standard error."""
         self._why_killed: str | None = None
 
     @property
     def problem(self) -> str:
-        """Say what has become of the server."""
+        """What happened to the server, in words."""
         code = None if self._process is None else self._process.returncode
         if self._why_killed is not None:
             ended = f"was killed, since {self._why_killed}"
@@ -172,7 +171,7 @@ class StdioTransport:
         finally:
             self.kill()
             self._folder.cleanup()
-            # With all processes gone, reading ends by itself, and asyncio gives its pipes back.
+            # All processes are gone, so the readers end, and asyncio closes the pipes.
             gone = asyncio.ensure_future(self._process.wait())
             _, left = await asyncio.wait([gone, *self._tasks], timeout=EXIT_S)
             for task in left:
@@ -180,7 +179,7 @@ class StdioTransport:
 
     def kill(self) -> None:
         """Kill the server and everything that it has started, at once."""
-        # Until nothing is found: a process may start another while it is looked for.
+        # Repeat until none is found: a process may start another one meanwhile.
         while kill(marked_processes(self._mark, _MARK)):
             pass
 
@@ -202,7 +201,7 @@ class StdioTransport:
                 try:
                     line = await self._process.stdout.readuntil(b"\n")
                 except asyncio.IncompleteReadError:
-                    # Its exit code says more than the end of its output.
+                    # The exit code is more informative than the end of the output.
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(EXIT_S):
                             await self._process.wait()
@@ -232,7 +231,7 @@ class StdioTransport:
                     self._process.stdin.write(text.encode() + b"\n")
                     await self._process.stdin.drain()
                 except (ConnectionError, RuntimeError):
-                    # The server is gone: the client learns it from the end of what it reads.
+                    # The server is gone. The reader tells the client.
                     return
 
     async def _read_stderr(self) -> None:
@@ -249,14 +248,14 @@ MAX_TOOLS = 512
 """Most tools of one server."""
 
 PROBE_S = 5.0
-"""A server that does not list its tools within this time, after a call of it was cut off, is lost."""
+"""Time for a server to list its tools after a call timed out; after that, it is lost."""
 
 CLOSE_S = 2.0
-"""Time to say goodbye to a server."""
+"""Time to close a connection."""
 
 
 class ServerLost(Exception):
-    """The server has ended, cannot be reached or does not answer; the text says what is known."""
+    """The server has ended, cannot be reached, or does not answer."""
 
 
 class CallRefused(Exception):
@@ -264,7 +263,7 @@ class CallRefused(Exception):
 
 
 class Connection:
-    """A client of one server, which a task of its own enters and leaves, as the scopes of anyio need it."""
+    """A client of one server. One task enters and leaves it, as the scopes of anyio require."""
 
     def __init__(self, section: McpServerSection) -> None:
         self._section = section
@@ -274,7 +273,7 @@ class Connection:
         self._leave = asyncio.Event()
         self.tools: tuple[ToolOfServer, ...] = ()
         self.is_suspect = False
-        """A call was cut off: nobody knows whether the server still answers."""
+        """A call timed out, so the server may not answer any more."""
 
     async def open(self, *, limit_s: float) -> None:
         """Start or reach the server and list its tools.
@@ -318,7 +317,7 @@ class Connection:
         error = calling.exception()
         if error is None:
             return calling.result()
-        # The client has one kind of error for what a server answers and for what became of it.
+        # The client raises the same errors for a server's answers and for a lost server.
         if not await self.is_alive():
             raise ServerLost(self._said(_told(error))) from error
         if isinstance(error, MCPError | ValidationError | RuntimeError):
@@ -338,7 +337,7 @@ class Connection:
     async def _asked(
         self, request: Coroutine[Any, Any, ResponseT], *, limit_s: float | None = None
     ) -> asyncio.Future[ResponseT]:
-        """Make a request; it is cut off where the connection ends first, or time is up."""
+        """Make a request. It is cancelled if the connection ends first, or after ``limit_s``."""
         assert self._owner is not None
         asking = asyncio.ensure_future(request)
         try:
@@ -349,7 +348,7 @@ class Connection:
         return asking
 
     async def close(self) -> None:
-        """Leave the server; one that was started ends with all that it has started."""
+        """Close the connection. A server that was started here is killed with its processes."""
         self._leave.set()
         if self._owner is None:
             return
@@ -370,7 +369,7 @@ class Connection:
                 case HttpServer():
                     http = await stack.enter_async_context(http_client(self._section))
                     transport = streamable_http_client(self._section.url, http_client=http)
-            # Nothing is cached: what is listed must be what the server says now.
+            # No cache: the list of tools must be the current one.
             client = await stack.enter_async_context(Client(transport, cache=None))
             opened.set_result((client, await _list_tools(client)))
             await self._leave.wait()
@@ -531,7 +530,7 @@ class _Server:
 
 
 def _text(result: CallToolResult) -> str:
-    """Everything that is text; of everything else, what kind it is."""
+    """Return the text of a result; other content is named by its type."""
     parts = [
         one.text if isinstance(one, TextContent) else f"[{one.type}: cannot be shown]"
         for one in result.content

@@ -1,15 +1,14 @@
-"""What the three APIs share: how a request is read, what it asks for, what it gets, and how it is refused.
+"""What the three APIs share: reading requests, writing answers, and errors.
 
-A dialect declares the objects of its API as ``Fields``. Their fields are those that a session reads; class
-variables name the other fields that the API knows, and say what becomes of them:
+A dialect declares the objects of its API as ``Fields``. Their attributes are the fields that a session reads.
+Class variables name the other fields of the API, and what happens to them:
 
-    not_honoured    ignored, and named to the client: the run's own sampling is used
-    without_effect  ignored: they change nothing about an answer
-    only            one value is served, every other one is refused
-    refused         every value would change the prompt, or what an answer is and contains
+    not_honoured    ignored, and listed in a header: the run's own sampling is used
+    without_effect  ignored, because they do not change an answer
+    only            one value is served, all others are refused
+    refused         refused, because they would change the prompt or the answer
 
-A field that is in none of these is unknown: it is ignored and named, so that a client library that is newer
-than this code goes on working.
+Every other field is unknown. It is ignored and listed in a header, so that newer client libraries work.
 """
 
 import dataclasses
@@ -34,19 +33,19 @@ from forgeasync.environments.messages import (
 Json = dict[str, Any]
 
 MAX_DEPTH = 64
-"""How deep objects and lists may be nested in a tool's parameters and in the arguments of a call."""
+"""Maximum nesting of objects and lists in a tool's parameters and in the arguments of a call."""
 
 MAX_NODES = 100_000
-"""How many values those may have."""
+"""Maximum number of values in these."""
 
 MAX_UNKNOWN_NAMES = 16
-"""How many unknown fields are named; ``...`` stands for the rest of them."""
+"""Maximum number of unknown fields that are listed. ``...`` stands for the rest."""
 
 MAX_UNKNOWN_CHARS = 80
-"""Most characters of such a name, with the path to it."""
+"""Maximum characters of the name of an unknown field, with its path."""
 
 MAX_PIECES = 64
-"""A text is streamed in at most this many pieces."""
+"""Maximum number of pieces in which a text is streamed."""
 
 MIN_PIECE_CHARS = 16
 
@@ -66,14 +65,14 @@ STATUSES = {
     "server_error": 500,
     "deadline_exceeded": 504,
 }
-"""The statuses of errors by their codes; that of all others is 400."""
+"""HTTP statuses by the code of an error. All other codes have status 400."""
 
 _FINAL = frozenset({"session_closed", "too_many_turns", "deadline_exceeded"})
-"""Codes of errors after which a retry makes no sense."""
+"""Codes of errors that clients are told not to retry."""
 
 
 class RequestError(Exception):
-    """A request that is answered with an error."""
+    """A request gets an error as its answer."""
 
     def __init__(
         self,
@@ -85,9 +84,9 @@ class RequestError(Exception):
         retry_after_s: int | None = None,
         may_retry: bool = True,
     ) -> None:
-        """``param`` is the field that is wrong. The status is that of the code, by default.
+        """``param`` is the field that is wrong. ``status`` is that of ``code`` by default.
 
-        The SDKs retry statuses 408, 409, 429 and from 500 on by themselves, unless ``may_retry`` is false.
+        The SDKs retry statuses 408, 409, 429 and 5xx, unless ``may_retry`` is false.
         """
         super().__init__(message)
         self.status = status or STATUSES.get(code or "", 400)
@@ -98,9 +97,9 @@ class RequestError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers of the answer, beside those of its content."""
+        """Headers of the answer, in addition to those of its content."""
         headers = {} if self.retry_after_s is None else {"retry-after": str(self.retry_after_s)}
-        # openai 3.52 and anthropic 2.11, _base_client.py, _should_retry: the server's word counts first.
+        # openai 3.52 and anthropic 2.11, _base_client.py, _should_retry: the server's header has priority.
         return headers if self.may_retry else {**headers, "x-should-retry": "false"}
 
 
@@ -111,9 +110,9 @@ class InferenceRequest:
     messages: tuple[Message, ...]
     """As the client has them, in the format of Chat Completions."""
     instructions: str | None = None
-    """A system message that stands before everything, also before ``previous_id``."""
+    """A system message before all other messages, including those of ``previous_id``."""
     previous_id: str | None = None
-    """The response whose conversation ``messages`` continue."""
+    """Id of the response whose conversation ``messages`` continue."""
     tools: tuple[ToolSpec, ...] = ()
     must_call: tuple[ToolSpec, ...] = ()
     """The turn must begin with a call of one of these."""
@@ -124,16 +123,16 @@ class InferenceRequest:
     keeps_response: bool = False
     """Whether a later request may name the response as its previous one."""
     ignored: tuple[str, ...] = ()
-    """The fields that were given and are not honoured."""
+    """Given fields that are not honoured."""
     unknown: tuple[str, ...] = ()
-    """The fields that were given and that the API does not know. See ``read_body``."""
+    """Given fields that the API does not have. See ``read_body``."""
     body: Mapping[str, Any]
-    """The request itself, for what a response repeats of it."""
+    """The request itself. A response repeats parts of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InferenceResult:
-    """The turns that answer a request, one for each that was asked for."""
+    """The turns that answer a request: ``num_turns`` of them."""
 
     id: str
     created_s: int
@@ -166,7 +165,7 @@ class Dialect(Protocol):
         ...
 
     def error_event(self, problem: RequestError) -> bytes:
-        """Return the event that reports an error after the headers have left."""
+        """Return the event that reports an error after the headers were sent."""
         ...
 
 
@@ -182,23 +181,23 @@ class Arguments(JsonObject):
 
 
 class Fields(msgspec.Struct, kw_only=True):
-    """An object of a request. Null counts as absent, as it does for the SDKs."""
+    """An object of a request. A null field counts as missing, as in the SDKs."""
 
     not_honoured: ClassVar[frozenset[str]] = frozenset()
     without_effect: ClassVar[frozenset[str]] = frozenset()
     only: ClassVar[Mapping[str, tuple[object, str]]] = {}
-    """The value that is served, and why no other one is."""
+    """The value that is served, and the reason why others are not."""
     refused: ClassVar[Mapping[str, str]] = {}
     """What to do instead."""
 
 
 def names(text: str) -> frozenset[str]:
-    """Return the names of fields in a text, between blanks."""
+    """Return the names in a text that are separated by blanks."""
     return frozenset(text.split())
 
 
 def refusals(text: str, why: str = "a session cannot do what it asks for; leave it out") -> dict[str, str]:
-    """Return the names of fields in a text, each with ``why``."""
+    """Return the names in a text that are separated by blanks, each with ``why``."""
     return dict.fromkeys(text.split(), why)
 
 
@@ -222,7 +221,7 @@ class StreamOptions(Fields):
 
 
 class OpenAIBody(Fields, kw_only=True):
-    """What Chat Completions and Responses call by the same names."""
+    """Fields that Chat Completions and Responses share."""
 
     model: str
     stream: bool | None = None
@@ -267,11 +266,10 @@ def read_body(body: Mapping[str, Any], kind: type[FieldsT]) -> tuple[FieldsT, di
 
 
 def read_own_body(body: Mapping[str, Any], kind: type[FieldsT]) -> FieldsT:
-    """Return what a body of our own API says: it has no other client libraries, and a misspelled word in it
-    must not pass.
+    """Return the fields of a body of our own API. Unknown fields are refused, because they are misspelled.
 
     Raises:
-        RequestError: a field is malformed or unknown; names it.
+        RequestError: A field is malformed or unknown; names it.
     """
     read, named = read_body(body, kind)
     if unknown := named["unknown"]:
@@ -284,8 +282,8 @@ def parse_json(text: str | bytes) -> Any:
     """Parse JSON.
 
     Raises:
-        ValueError: it is none, it has a number that is not finite or has thousands of digits, half a
-            surrogate pair, or it is nested too deeply.
+        ValueError: The text is not JSON, is nested too deeply, or has half a surrogate pair, a number that is
+            not finite, or a number with thousands of digits.
     """
     try:
         return msgspec.json.decode(text)
@@ -316,8 +314,11 @@ def _json_object(kind: type, value: object) -> object:
 
 
 def _given_in_vain(given: Any, read: object, where: str) -> Iterator[tuple[str, bool]]:
-    """Yield the fields of all objects of a body that were given and not read: their names, and whether the
-    API knows them. Raises RequestError for one that is refused."""
+    """Yield the path of each given field that has no effect, and whether the API has such a field.
+
+    Raises:
+        RequestError: A field is refused.
+    """
     if isinstance(read, list):
         for index, one in enumerate(read):
             yield from _given_in_vain(given[index], one, f"{where}[{index}]")
@@ -330,7 +331,7 @@ def _given_in_vain(given: Any, read: object, where: str) -> Iterator[tuple[str, 
             continue
         path = f"{where}.{name}" if where else name
         if name in kind.not_honoured:
-            # What is switched off asks for nothing.
+            # A field that is switched off asks for nothing.
             if value is not False and value != []:
                 yield _without_indices(path), True
         elif name in kind.only:
@@ -355,7 +356,7 @@ def _header_safe(name: str) -> str:
 
 
 def _refusal(body: Any, kind: type[Fields], error: str) -> RequestError:
-    """Say what msgspec says, with the field in the API's own notation, its value, and what would be right."""
+    """Convert an error of msgspec: name the field as the API does, its value and what would be right."""
     match = re.fullmatch(r"(.*?)(?: - at `\$(.*)`)?", error, re.DOTALL)
     assert match is not None
     problem, path = match[1], (match[2] or "").removeprefix(".")
@@ -373,7 +374,7 @@ def _refusal(body: Any, kind: type[Fields], error: str) -> RequestError:
 
 
 def _at(body: Any, kind: type[Fields], path: str) -> tuple[Any, list[inspect.Type]]:
-    """The value at a path, and the types that it may have."""
+    """Return the value at a path of a body, and its allowed types."""
     value, types = body, [inspect.type_info(kind)]
     for name, index in re.findall(r"([^.\[\]]+)(?=\.|\[|$)|\[(\d+)\]", path):
         if index:
@@ -453,15 +454,15 @@ def stop_texts(stop: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 def shown(turn: Turn) -> Turn:
-    """Return a turn as a client is shown it, in the parts that every API has.
+    """Return the turn in the form that clients see.
 
-    No API has a place for a tool call that cannot be read, nor for one that JSON or a request cannot hold.
-    Such calls are shown as text, each on a line of its own.
+    The APIs cannot express tool calls that cannot be read, or that do not fit into JSON or into a request.
+    Such calls are appended to the text, each on its own line.
     """
     calls = [call for call in turn.tool_calls if _can_come_back(call)]
     as_text = [broken.text for broken in turn.broken_tool_calls]
     as_text += [
-        # In ASCII, so that every client can send it back.
+        # ASCII, so that every client can send it back.
         json.dumps({"name": call.name, "arguments": call.arguments})
         for call in turn.tool_calls
         if call not in calls
@@ -471,10 +472,10 @@ def shown(turn: Turn) -> Turn:
 
 
 def _can_come_back(call: ToolCall) -> bool:
-    """Whether a client can be given the call as JSON, and can hand it back."""
+    """Whether the call can be sent to a client as JSON, and back."""
     try:
         check_size(call.arguments, max_depth=MAX_DEPTH, max_values=MAX_NODES)
-        # In UTF-8, which has no half of a surrogate pair.
+        # UTF-8 cannot encode half a surrogate pair.
         parse_json(json.dumps([call.name, call.arguments], ensure_ascii=False, allow_nan=False).encode())
     except ValueError:
         return False

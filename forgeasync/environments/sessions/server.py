@@ -1,4 +1,4 @@
-"""Serves agents to clients that bring their own loop: Chat Completions, Responses and Anthropic's Messages.
+"""Serves agents over Chat Completions, Responses and Anthropic's Messages, to clients with their own loop.
 
     async with SessionServer() as server:
         session = server.open(agent)
@@ -6,7 +6,7 @@
         ...
         session.close()
 
-docs/sessions.md says what is served, what is not honoured, and what is refused.
+docs/sessions.md lists what is served, ignored and refused.
 """
 
 import asyncio
@@ -54,16 +54,16 @@ from forgeasync.environments.sessions.session import (
 MIN_TOKEN_CHARS = 16
 
 MAX_CLOSED = 4096
-"""The ids of so many closed sessions are kept: their clients get 410, and those of older ones 404."""
+"""Number of closed sessions whose ids are kept. Their clients get 410, clients of older sessions 404."""
 
 MAX_KEY_CHARS = 255
 """Most characters of an idempotency key."""
 
 OPENING_PATH = "/sessions"
-"""Where clients open sessions, if the server lets them."""
+"""Path where clients open sessions, if the server allows it."""
 
 IGNORED_HEADER = "x-forgeasync-ignored"
-"""Names the fields of a request that are not honoured, and those that no endpoint knows."""
+"""Lists the fields of a request that are not honoured, and unknown fields."""
 
 _ANTHROPIC = AnthropicMessages()
 
@@ -80,7 +80,7 @@ class OpenedSession:
 
     session: Session
     trains: bool
-    """Whether it becomes a trajectory if somebody says how good it was."""
+    """Whether it is trained on if it gets feedback."""
 
 
 class FrontDesk(Protocol):
@@ -96,9 +96,9 @@ class FrontDesk(Protocol):
 
 
 class SessionServer:
-    """An HTTP server of sessions; serves while it is entered, on the event loop in which it was entered.
+    """An HTTP server for sessions. It runs while its context is entered, on the event loop that entered it.
 
-    An agent's ``respond`` is called on that loop, whatever loop the agent was made on.
+    An agent's ``respond`` is called on that loop.
     """
 
     def __init__(
@@ -111,14 +111,20 @@ class SessionServer:
         limits: SessionLimits | None = None,
         desk: FrontDesk | None = None,
     ) -> None:
-        """``port`` 0 takes any that is free. Keys of sessions are derived from ``token``, at random without
-        one; it is required where other machines can reach ``host``. ``public_host`` is how clients reach the
-        server, ``host`` by default. With ``desk``, which needs a token, clients that have the token open
-        sessions by themselves.
+        """Configure the server.
+
+        Args:
+            host: The address to listen on.
+            port: 0 takes any free port.
+            token: A secret from which the keys of sessions are derived; a random one if None. Required if
+                other machines can reach ``host``.
+            public_host: The host name that clients use; ``host`` if None.
+            limits: Limits of each session.
+            desk: Opens sessions for clients that have the token. It requires a token.
 
         Raises:
-            ValueError: ``host`` is not of this machine alone and there is no token of 16 characters, or it is
-                a wildcard and there is no ``public_host``.
+            ValueError: Other machines can reach ``host`` and there is no token of 16 characters, or ``host``
+                is a wildcard and there is no ``public_host``.
         """
         assert desk is None or token is not None, "clients open sessions with the token"
         if not is_loopback(host) and token is None:
@@ -140,10 +146,10 @@ class SessionServer:
         self._desk = desk
         self._token = token
         self._secret = (token or secrets.token_hex(32)).encode()
-        # Sessions are opened from any thread; all else happens on the loop.
+        # Any thread may add a session; everything else runs on the loop.
         self._open_sessions: dict[str, Session] = {}
         self._ends: OrderedDict[str, SessionEnd] = OrderedDict()
-        """How sessions that are gone have ended, by their ids."""
+        """How closed sessions ended, by their ids."""
         self._runner: web.AppRunner | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._origin = ""
@@ -156,7 +162,7 @@ class SessionServer:
         """
         app = web.Application(client_max_size=self._limits.max_body_bytes)
         app.router.add_route("*", "/{path:.*}", self._handle)
-        # With handler_cancellation a request whose client is gone ends at once; its sampling goes on.
+        # With handler_cancellation a request ends when its client disconnects. Its turn is still sampled.
         runner = web.AppRunner(
             app,
             handler_cancellation=True,
@@ -186,7 +192,7 @@ class SessionServer:
         """Close all sessions, and stop listening."""
         assert self._runner is not None
         self.close_sessions(SessionEnd.CLOSED)
-        # Lets the cancelled turns end, so that their clients are told.
+        # Lets the cancelled turns end, so that their clients get an answer.
         await asyncio.sleep(0)
         await self._runner.cleanup()
         self._runner = None
@@ -232,7 +238,7 @@ class SessionServer:
         return hmac.digest(self._secret, session_id.encode(), "sha256").hex()
 
     def _forget(self, session: Session) -> None:
-        """Keep nothing of a closed session but its id and how it ended."""
+        """Drop a closed session, and keep only its id and how it ended."""
         assert session.end is not None, "it is closed"
         del self._open_sessions[session.id]
         self._ends[session.id] = session.end
@@ -275,7 +281,7 @@ class SessionServer:
                 code="invalid_token",
             )
         if raw := await self._read(request):
-            # It has no fields yet: what a client asks for is not ignored.
+            # The body has no fields yet, and unknown fields are refused.
             read_own_body(_parsed(raw), Fields)
         opened = desk.open()
         session = opened.session
@@ -348,7 +354,7 @@ class SessionServer:
         is_delivered = False
         try:
             if asked.is_streamed:
-                # Until the first sign of life is due an error still gets its own status.
+                # Until the first keep-alive comment, an error still gets its own status.
                 done, _ = await asyncio.wait([sampling.work.reply], timeout=self._limits.keep_alive_s)
                 if done:
                     await _outcome(sampling, session)
@@ -357,7 +363,7 @@ class SessionServer:
             else:
                 reply = await _outcome(sampling, session)
                 response = _json_response(dialect.whole(asked, reply), headers=_ignored_header(asked))
-            # A client that is gone or takes nothing in is no error of ours.
+            # A client that disconnects or does not read is not an error of the server.
             with contextlib.suppress(ConnectionError, TimeoutError):
                 await self._within(response.prepare(request))
                 if asked.is_streamed:
@@ -372,7 +378,7 @@ class SessionServer:
     async def _stream(
         self, session: Session, dialect: Dialect, sampling: Sampling[Work]
     ) -> AsyncIterator[bytes]:
-        """Yield signs of life until the turns are there, and then their events."""
+        """Yield keep-alive comments until the turns are sampled, and then their events."""
         task = sampling.work.reply
         while not task.done():
             yield b": the turn is being sampled\n\n"
@@ -380,7 +386,7 @@ class SessionServer:
         try:
             reply = await _outcome(sampling, session)
         except RequestError as problem:
-            # The headers have left: only an event can tell.
+            # The headers were sent, so the error becomes an event.
             _count(session, problem)
             yield dialect.error_event(problem)
             return
@@ -408,15 +414,15 @@ class SessionServer:
 
 
 def _is_among(keys: Sequence[str], secret: str) -> bool:
-    """Compare keys from headers with a secret, in a time that tells nothing of it."""
-    # Bytes, because compare_digest refuses strings beyond ASCII; headers may hold any bytes.
+    """Compare keys from headers with a secret in constant time."""
+    # compare_digest takes ASCII strings or bytes; headers may hold any bytes.
     wanted = secret.encode()
     matches = [hmac.compare_digest(key.encode(errors="surrogateescape"), wanted) for key in keys]
     return any(matches)
 
 
 async def _outcome(sampling: Sampling[Work], session: Session) -> InferenceResult:
-    """Wait for a sampling without ending it where the wait is ended."""
+    """Wait for a sampling. It goes on if the wait is cancelled."""
     task = sampling.work.reply
     await asyncio.wait([task])
     if task.cancelled():
@@ -425,7 +431,7 @@ async def _outcome(sampling: Sampling[Work], session: Session) -> InferenceResul
 
 
 def _given_keys(request: web.Request) -> tuple[str, str]:
-    """Both keys of a request: some programs fill one of the headers with a word of their own."""
+    """Return both keys of a request, because some programs put a placeholder into one of the headers."""
     bearer = request.headers.get("Authorization", "")
     return request.headers.get("x-api-key", ""), bearer.removeprefix("Bearer ")
 
