@@ -53,22 +53,20 @@ def http_client(section: HttpServer) -> httpx2.AsyncClient:
     (mcp/client/streamable_http.py).
     """
     return httpx2.AsyncClient(
-        transport=_BoundedTransport(),
+        # A transport of its own uses no proxies of the environment.
+        transport=httpx2.AsyncHTTPTransport(),
+        event_hooks={"response": [_bound]},
         headers=section.headers | {"accept-encoding": "identity"},
         timeout=httpx2.Timeout(CONNECT_S, read=SILENCE_S),
     )
 
 
-class _BoundedTransport(httpx2.AsyncHTTPTransport):
-    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
-        response = await super().handle_async_request(request)
-        if response.headers.get("content-encoding", "identity") != "identity":
-            # The size is known only after decompression.
-            await response.aclose()
-            raise ResponseTooLarge("the server compresses its responses, though it was asked not to")
-        assert isinstance(response.stream, httpx2.AsyncByteStream)
-        response.stream = _BoundedStream(response.stream)
-        return response
+async def _bound(response: httpx2.Response) -> None:
+    if response.headers.get("content-encoding", "identity") != "identity":
+        # The size is known only after decompression.
+        raise ResponseTooLarge("the server compresses its responses, though it was asked not to")
+    assert isinstance(response.stream, httpx2.AsyncByteStream)
+    response.stream = _BoundedStream(response.stream)
 
 
 class _BoundedStream(httpx2.AsyncByteStream):
