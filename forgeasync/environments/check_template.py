@@ -2,9 +2,9 @@
 
     python -m forgeasync.environments.check_template --model PATH [--renderer NAME]
 
-Takes the renderer of the model through fixed and random conversations, prints a table of what was checked,
-and ends with status 1 and the first contradiction if there is one. A run with an environment refuses a model
-that fails it.
+It renders fixed and random conversations with the renderer of the model, and prints a table of the checks.
+The exit status is 1 if a check fails; then it prints the first contradiction. A run with an environment
+refuses a model that fails.
 """
 
 import argparse
@@ -65,7 +65,7 @@ TOOLS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialogue:
-    """Messages of a conversation that ends where the model answers."""
+    """A conversation that ends where the model answers."""
 
     name: str
     messages: tuple[Message, ...]
@@ -74,14 +74,14 @@ class Dialogue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abilities:
-    """What conversations with a model may contain."""
+    """What a format can express in conversations."""
 
     system: bool
     reasoning: bool
     must_reason: bool
     """The prompt of a turn opens reasoning."""
     tools: tuple[ToolSpec, ...]
-    """Those that the model is told of; empty where the format has no place for them."""
+    """The tools for the model; empty if the format cannot tell the model of tools."""
     calls: bool
     parallel_calls: bool
     text_beside_calls: bool
@@ -106,7 +106,7 @@ def result(identity: str, content: str) -> Message:
 
 
 def fixed_dialogues() -> tuple[Dialogue, ...]:
-    """Conversations by which formats are told apart."""
+    """Return the conversations that distinguish formats."""
     system: Message = {"role": "system", "content": "Be brief."}
     one = call("functions.set_value:0", "set_value", name="größe 5 €", count=3)
     two = call("functions.ping:1", "ping")
@@ -244,7 +244,7 @@ def walk(
     dialogue: Dialogue,
     retokenized: Retokenized = lambda ids: ids,
 ) -> Walk:
-    """Have the model say every assistant's message of ``dialogue`` as the renderer's own format has it.
+    """Build the path of ``dialogue``: each assistant's message is a sampled turn in the renderer's format.
 
     Raises:
         ValueError: the renderer refuses a message.
@@ -275,7 +275,7 @@ def sampled(
     number: int,
     finish_reason: FinishReason = FinishReason.STOP,
 ) -> SampledTurn:
-    """A turn as a generator reports it."""
+    """Return a turn as a generator reports it."""
     text = text_of_ids(tokenizer, ids.tolist(), skip_special_tokens=True)
     return SampledTurn(
         turn=number, ids_T=ids, text=text, finish_reason=finish_reason, first_version=0, version=0
@@ -283,14 +283,14 @@ def sampled(
 
 
 def message_of(parsed: ParsedTurn) -> Message:
-    """A turn as the message that continues the conversation."""
+    """Return the message of a turn."""
     calls = [call.message_form for call in parsed.tool_calls]
     message = {"content": parsed.text, "reasoning_content": parsed.reasoning, "tool_calls": calls}
     return checked_message("a turn", {"role": ASSISTANT, **message})
 
 
 def other_tokens(tokenizer: "PreTrainedTokenizerBase", rng: random.Random) -> Retokenized:
-    """Tokenizations that a model can sample and a tokenizer would never choose."""
+    """Return a function that finds other tokens with the same text, as a model can sample them."""
     whole = frozenset(tokenizer.get_added_vocab().values()) | frozenset(tokenizer.all_special_ids)
 
     def retokenized(ids: np.ndarray) -> np.ndarray:
@@ -309,7 +309,7 @@ def other_tokens(tokenizer: "PreTrainedTokenizerBase", rng: random.Random) -> Re
 
 
 def _split(tokenizer: "PreTrainedTokenizerBase", ids: list[int], rng: random.Random) -> list[int]:
-    """Tokenize a run of text in pieces; as it was if that changes the text."""
+    """Tokenize text in random pieces; returns ``ids`` if that changes the text."""
     text = tokenizer.decode(ids, skip_special_tokens=False)
     pieces: list[int] = []
     start = 0
@@ -324,7 +324,7 @@ def _split(tokenizer: "PreTrainedTokenizerBase", ids: list[int], rng: random.Ran
 def rendered_at_once(
     renderer: MessageRenderer, messages: Sequence[Message], tools: Sequence[ToolSpec]
 ) -> list[int]:
-    """All messages as one first prompt, from their text."""
+    """Return the tokens of all messages, rendered at once."""
     return renderer.added_ids(Conversation(turns={}), tuple(messages), tools).tolist()
 
 
@@ -336,7 +336,7 @@ _MARKS = r"(?:\s|</?think>)*"
 
 
 class Likeness(StrEnum):
-    """How a turn of a path is found in the conversation rendered anew."""
+    """How a turn of a path differs from its form in the whole conversation rendered at once."""
 
     SAME = "same tokens"
     RETOKENIZED = "same text, other tokens inside a turn"
@@ -345,10 +345,10 @@ class Likeness(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """Where two sequences of tokens part."""
+    """The first difference of two sequences of tokens."""
 
     index: int
-    """Of the turn's message at which, or after which, they do."""
+    """Index of the turn's message at which, or after which, they differ."""
     path_ids: Sequence[int]
     anew_ids: Sequence[int]
 
@@ -356,14 +356,16 @@ class Difference:
 def compare(
     tokenizer: "PreTrainedTokenizerBase", walked: Walk, messages: Sequence[Message], anew_ids: Sequence[int]
 ) -> frozenset[Likeness] | Difference:
-    """Return in which ways the turns of a path are found in ``anew_ids``, or the first difference.
+    """Compare a path with ``anew_ids``, the tokens of the whole conversation rendered at once.
 
-    The path and the conversation rendered anew may differ in two ways, and in no other:
+    They may differ in two ways only:
 
-    - Inside a turn of the model, where its tokens need not be those that its text would become.
-    - At the beginning of a turn, where a format leaves out the reasoning of earlier turns when it renders
-      them anew, or writes an empty block in its place. What the path has there is then nothing but marks of
-      reasoning, the message's own reasoning and white space, and what the other has is marks and white space.
+    - Inside a turn of the model, whose sampled tokens can differ from the tokenization of its text.
+    - At the beginning of a turn. Formats leave out the reasoning of earlier turns, or write an empty block.
+      Then the path has marks of reasoning, the message's reasoning and white space, and ``anew_ids`` have
+      only marks and white space.
+
+    Returns all ways in which turns differ, or the first difference that is not allowed.
     """
     likenesses: set[Likeness] = set()
     position = 0
@@ -385,7 +387,7 @@ def compare(
 def _find_turn(
     tokenizer: "PreTrainedTokenizerBase", given: list[int], turn: list[int], message: Message, anew: list[int]
 ) -> tuple[Likeness, int] | None:
-    """How given tokens and the turn after them begin ``anew``, and how many of its tokens they are."""
+    """Return how given tokens and a turn match the start of ``anew``, and the number of matching tokens."""
     both = [*given, *turn]
     if anew[: len(both)] == both:
         return Likeness.SAME, len(both)
@@ -412,20 +414,20 @@ def _find_turn(
 
 
 NUM_RANDOM = 12
-"""Random conversations of the check before a run."""
+"""Number of random conversations before a run."""
 _MAX_CLOSING = 8
-"""Most tokens that close a turn that was cut."""
+"""Maximum number of tokens that close a turn that was cut."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckRow:
-    """One thing that was checked, over all conversations."""
+    """One check over all conversations."""
 
     name: str
     num_cases: int
     notes: tuple[str, ...] = ()
     contradiction: str | None = None
-    """The first one, with messages, tokens and texts; None: there is none."""
+    """The first contradiction, with messages, tokens and texts; None if the check passed."""
 
 
 class _Contradiction(Exception):
@@ -439,7 +441,7 @@ def check_renderer(
     num_random: int = NUM_RANDOM,
     seed: int = 0,
 ) -> tuple[CheckRow, ...]:
-    """Take ``renderer`` through fixed and through ``num_random`` random conversations."""
+    """Check ``renderer`` with the fixed and with ``num_random`` random conversations."""
     checker = _Checker(tokenizer, renderer, seed=seed)
     try:
         abilities = checker.find_abilities()
@@ -501,7 +503,7 @@ class _Checker:
         self._texts = tuple(filter(self._keeps, TEXTS)) or self._texts_of_vocabulary()
 
     def _keeps(self, text: str) -> bool:
-        """Whether a text is still itself after it was tokenized; small vocabularies lack most characters."""
+        """Whether tokenizing keeps a text. Small vocabularies lack most characters."""
         ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return self._decoded(ids) == text
 
@@ -523,8 +525,8 @@ class _Checker:
         ping = call("functions.ping:0", "ping")
         both = (ping, call("functions.set_value:1", "set_value", name=thought))
         tools = TOOLS if self._says(prompt, assistant("", ping), "ping", TOOLS) else ()
-        # A format may have tool calls and no place to tell of tools, which then stand in a message. Where it
-        # tells of tools, calls must be read; where it does not, they may be.
+        # Some formats have tool calls, but cannot tell the model of tools. If a format tells of tools, calls
+        # must be readable; otherwise they may be.
         calls = bool(tools) or self._reads_call(prompt, assistant("", ping))
         return Abilities(
             system=self._renders(({"role": "system", "content": "ok"}, *prompt)),
@@ -539,7 +541,7 @@ class _Checker:
         )
 
     def dialogues(self, abilities: Abilities, num_random: int) -> Iterator[Dialogue]:
-        """The conversations that are within the abilities of the format."""
+        """Yield the conversations that the format can express."""
         one, two = self._texts[0], self._texts[-1]
         yield Dialogue(name="one turn", messages=(user(one), assistant(two), user(one)))
         for dialogue in fixed_dialogues():
@@ -550,7 +552,7 @@ class _Checker:
             yield random_dialogue(self._rng, abilities, self._texts)
 
     def check_appended(self, dialogue: Dialogue) -> Sequence[str]:
-        """What follows a turn must not depend on how its text was tokenized, and keeps the path."""
+        """Tokens after a turn do not depend on how the turn was tokenized."""
         usual = walk(self._renderer, self._tokenizer, dialogue)
         other = walk(self._renderer, self._tokenizer, dialogue, self._other_tokens)
         given = [*(step.given_ids for step in usual.steps), usual.last_given_ids]
@@ -569,10 +571,9 @@ class _Checker:
         return ["turns that were tokenized in another way"] * num_other
 
     def check_anew(self, dialogue: Dialogue) -> Sequence[str]:
-        """The path is the conversation rendered at once, but for what ``compare`` allows."""
+        """The path equals the whole conversation rendered at once, except for what ``compare`` allows."""
         if isinstance(self._renderer, PlainRenderer):
-            # Without a template roles do not matter, so a turn of the model that is rendered from text begins
-            # as any message does, with a newline.
+            # Without a template roles are ignored, and a turn rendered from text starts with a newline.
             return ["conversations without a format, which are not compared"]
         walked = walk(self._renderer, self._tokenizer, dialogue)
         anew = rendered_at_once(self._renderer, dialogue.messages, dialogue.tools)
@@ -591,7 +592,7 @@ class _Checker:
         return [words[likeness] for likeness in found if likeness in words]
 
     def check_read(self, dialogue: Dialogue) -> Sequence[str]:
-        """Text, reasoning and tool calls are read as they were written, however they are tokenized."""
+        """Text, reasoning and tool calls are read as they were written, with any tokenization."""
         usual = walk(self._renderer, self._tokenizer, dialogue)
         other = walk(self._renderer, self._tokenizer, dialogue, self._other_tokens)
         for walked in (usual, other):
@@ -612,12 +613,12 @@ class _Checker:
         return ["tool calls"] * sum(len(m.get("tool_calls", ())) for m in dialogue.messages)
 
     def check_cut(self, dialogue: Dialogue) -> Sequence[str]:
-        """After a turn that was cut anywhere, its end and the same tokens follow as after a whole one."""
+        """After a cut turn, its end follows, and then the same tokens as after the whole turn."""
         first = walk(self._renderer, self._tokenizer, _first_turn(dialogue))
         step = first.steps[0]
         follows = user("go on")
         end = step.turn.last_id
-        # Tokens of a first turn, and of what follows it, as the format writes them itself.
+        # The first turn and the message after it, as the format renders them.
         written = rendered_at_once(
             self._renderer, (*dialogue.messages[: step.index + 1], follows), dialogue.tools
         )
@@ -657,7 +658,7 @@ class _Checker:
         return notes
 
     def check_hostile(self, dialogue: Dialogue) -> Sequence[str]:
-        """Any tokens are read without an error, and continued or refused by ``BridgeRefused``."""
+        """Reading any tokens raises nothing, and appending raises at most ``BridgeRefused``."""
         first = walk(self._renderer, self._tokenizer, _first_turn(dialogue))
         step = first.steps[0]
         before = step.given_ids.tolist()
@@ -686,7 +687,7 @@ class _Checker:
         return True
 
     def _reads_call(self, messages: tuple[Message, ...], answer: Message) -> bool:
-        """Whether a tool call is read as it is written, without the model being told of tools."""
+        """Whether a tool call can be read if the model was not told of tools."""
         try:
             ids = self._renderer.answer_ids(messages, answer)
         except ValueError:
@@ -698,7 +699,7 @@ class _Checker:
     def _says(
         self, messages: tuple[Message, ...], answer: Message, word: str, tools: Sequence[ToolSpec] = ()
     ) -> bool:
-        """Whether the format of an answer has a word that is in one part of it alone."""
+        """Whether the rendered answer contains a word that occurs in only one of its parts."""
         try:
             ids = self._renderer.answer_ids(messages, answer, tools)
         except ValueError:
@@ -718,7 +719,7 @@ class _Checker:
 
 
 def _first_turn(dialogue: Dialogue) -> Dialogue:
-    """The conversation up to its first turn of the model, and a message after it."""
+    """Return the conversation up to the first turn of the model, and a message after it."""
     index = next(i for i, message in enumerate(dialogue.messages) if message["role"] == ASSISTANT)
     messages = list(dialogue.messages[: index + 1])
     calls = messages[index].get("tool_calls", ())
@@ -750,7 +751,7 @@ def _fits(dialogue: Dialogue, abilities: Abilities) -> bool:
 
 
 def _content(message: Message) -> tuple[object, ...]:
-    """What must survive of a message; ids of calls are not in every format, nor white space at the edges."""
+    """Return what every format keeps of a message: not ids of calls, nor white space at the edges."""
     calls = [(one["function"]["name"], one["function"]["arguments"]) for one in message.get("tool_calls", ())]
     return message["content"].strip(), (message.get("reasoning_content") or "").strip(), calls
 

@@ -1,7 +1,7 @@
 """Runs episodes of one environment, each on a thread of its own and under deadlines.
 
-Plain asyncio, no Monarch: the environment worker is a thin shell around ``Episodes``. Turns are sampled on
-the loop that ``run`` is called on; an episode's own loop waits for them.
+It uses asyncio only; the Monarch actor is a thin shell around ``Episodes``. Turns are sampled on the event
+loop that calls ``run``, and the episode's own loop waits for them.
 """
 
 import asyncio
@@ -54,25 +54,25 @@ from forgeasync.rollouts import EpisodeId, EpisodeOutcome, SampledTurn, Score, T
 
 @dataclass(slots=True)
 class EpisodeActivity:
-    """What an episode is doing, for its deadlines; times are those of ``now_s``."""
+    """What an episode is doing, for its deadlines. Times are in seconds of ``now_s``."""
 
     now_s: Callable[[], float] = time.perf_counter
     num_sampling: int = 0
     num_begun: int = 0
     last_s: float = 0.0
-    """When the episode began, or the last turn under way or wait for a person ended."""
+    """When the episode started, or the last turn or the last wait ended."""
     sampling_s: float = 0.0
     judging_since_s: dict[int, float] = field(default_factory=dict)
     num_waiting: int = 0
-    """Waits for people and for generators that are under way; they may overlap."""
+    """Waits for people and generators in progress; they may overlap."""
     waited_s: float = 0.0
-    """Time for which somebody was waited for, waits that go on left out."""
+    """Total time of completed waits."""
     waited_before_turns_s: float = 0.0
-    """That of waits which ended before the first turn began: nothing has grown old meanwhile."""
+    """Total time of waits before the first turn. No sampled token ages during them."""
     _waiting_since_s: float = 0.0
 
     def begin_turn(self, *, is_judge: bool) -> int:
-        """A turn begins; return its number."""
+        """Start a turn; return its number."""
         number, now_s = self.num_begun, self.now_s()
         if not self.num_sampling:
             self.last_s = now_s
@@ -83,7 +83,7 @@ class EpisodeActivity:
         return number
 
     def end_turn(self, number: int) -> None:
-        """A turn has ended, however it did."""
+        """End a turn, with any outcome."""
         now_s = self.now_s()
         self.judging_since_s.pop(number, None)
         self.num_sampling -= 1
@@ -94,8 +94,10 @@ class EpisodeActivity:
     def turns_on(
         self, loop: asyncio.AbstractEventLoop, *, is_judge: bool
     ) -> Callable[[], AbstractContextManager[None]]:
-        """Return what an agent of the episode enters, on any thread, while an endpoint samples its turn; this
-        object belongs to ``loop``."""
+        """Return a context that an agent enters, on any thread, while an endpoint samples its turn.
+
+        This object belongs to ``loop``.
+        """
 
         @contextmanager
         def turn() -> Iterator[None]:
@@ -109,13 +111,13 @@ class EpisodeActivity:
         return turn
 
     def begin_wait(self, now_s: float) -> None:
-        """From now on deadlines stand still."""
+        """Stop the deadlines."""
         if not self.num_waiting:
             self._waiting_since_s = now_s
         self.num_waiting += 1
 
     def end_wait(self, now_s: float) -> None:
-        """Deadlines go on if nobody else is waited for."""
+        """Resume the deadlines, unless there is another wait."""
         self.num_waiting -= 1
         if self.num_waiting:
             return
@@ -129,8 +131,10 @@ class EpisodeActivity:
             self.last_s = now_s
 
     def waiting_on(self, loop: asyncio.AbstractEventLoop) -> Callable[[], AbstractContextManager[None]]:
-        """Return what an agent of the episode enters, on any thread, while it waits for a person or for a
-        generator; this object belongs to ``loop``."""
+        """Return a context that an agent enters, on any thread, while it waits for a person or a generator.
+
+        This object belongs to ``loop``.
+        """
 
         @contextmanager
         def waiting() -> Iterator[None]:
@@ -147,7 +151,7 @@ logger = logging.getLogger(__name__)
 
 
 def has_failed(agents: Sequence[Participant]) -> bool:
-    """Whether a turn was given up or could not be sampled, which ends the episode whatever it does."""
+    """Whether a turn was abandoned or could not be sampled. This ends the episode."""
     return any(agent.is_cancelled or agent.failure is not None for agent in agents)
 
 
@@ -162,8 +166,8 @@ def judge_ending(
 ) -> tuple[Ending, dict[str, Score], str | None]:
     """Return how an episode ended, the scores by agent, and what went wrong.
 
-    ``result`` is what the environment's method returned or raised, ``overdue`` the deadline that has passed,
-    and ``where`` begins what is said of a problem.
+    ``result`` is what ``rollout`` returned or raised, ``overdue`` is the deadline that has passed, and
+    ``where`` is the prefix of the description of a problem.
     """
     if overdue is not None:
         return Ending.TIMEOUT, {}, f"{where}: took longer than {overdue}"
@@ -210,7 +214,7 @@ ENDINGS: Mapping[type[Exception], Ending] = {
     NoScore: Ending.NO_SCORE,
     EpisodeInterrupted: Ending.INFRASTRUCTURE,
 }
-"""How an episode ends whose ``rollout`` raises one of these."""
+"""How an episode ends if ``rollout`` raises one of these."""
 
 
 def _ending_of(error: BaseException, agents: Sequence[Participant]) -> Ending:
@@ -218,13 +222,13 @@ def _ending_of(error: BaseException, agents: Sequence[Participant]) -> Ending:
     for kind, ending in ENDINGS.items():
         if isinstance(error, kind) and (has_turns or kind is not ContextFull):
             return ending
-    # Whatever the user's code raises is for the user to see, with its traceback in the log.
+    # An exception of the user's code is logged with its traceback.
     logger.warning("an episode failed", exc_info=error)
     return Ending.ENVIRONMENT_CRASH
 
 
 MAX_BYTES = 500_000
-"""Most bytes of the messages of a record, as JSON; what is beyond is cut, and its number is told."""
+"""Maximum bytes of the messages of a record, as JSON. The rest is cut and counted."""
 
 
 def episode_record(
@@ -248,7 +252,7 @@ def response_record(
     *,
     versions: VersionRange | None,
 ) -> dict[str, Any]:
-    """Return the record of one response to a task's prompt, in the form of an episode's with one turn."""
+    """Return the record of a response without an environment, in the form of an episode with one turn."""
     prompt = {"role": "user", "content": task.prompt}
     answer = {"role": ASSISTANT, "content": response.text} | turn_facts(
         versions=versions, num_tokens=response.num_tokens, finish_reason=response.finish_reason
@@ -287,15 +291,15 @@ def _record(
 
 
 class _Room:
-    """How many bytes are left."""
+    """Counts the bytes that are left for messages."""
 
     def __init__(self, num_left: int) -> None:
         self._num_left = num_left
         self.num_cut = 0
 
     def kept(self, branch: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return the messages for which there is room; the first that is too large has the beginnings of its
-        texts and no tool calls."""
+        """Return the messages that fit. The first one that is too large keeps the beginning of its texts, and
+        loses its tool calls."""
         kept = []
         for message in branch:
             whole = _as_json(message)
@@ -308,12 +312,12 @@ class _Room:
             if (part := self._part(whole)) is not None:
                 kept.append(part)
                 self.num_cut -= _num_bytes(part)
-            # Whatever follows is cut: a conversation has no gaps.
+            # All following messages are cut, so that a conversation has no gaps.
             self._num_left = 0
         return kept
 
     def _part(self, message: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return as much of a message as there is room for; None if there is none at all."""
+        """Return the part of a message that fits; None if nothing fits."""
         texts = [key for key in ("content", "reasoning_content") if key in message]
         part = {key: value for key, value in message.items() if key != "tool_calls"} | dict.fromkeys(
             texts, ""
@@ -322,7 +326,7 @@ class _Room:
             return None
         for key in texts:
             room = self._num_left - _num_bytes(part)
-            # A character takes one byte at least, so that only so many can fit.
+            # A character takes at least one byte, so no more than this many fit.
             text = message[key][:room]
             num_fitting = bisect.bisect_right(
                 range(1, len(text) + 1), room, key=lambda length: _num_bytes(text[:length]) - len('""')
@@ -332,7 +336,7 @@ class _Room:
 
 
 def _as_json(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as rollouts.jsonl can have it: arguments that JSON has not, such as NaN, as text."""
+    """Return a message for rollouts.jsonl. Arguments that JSON cannot hold, such as NaN, become text."""
     try:
         json.dumps(message, allow_nan=False)
     except (TypeError, ValueError):
@@ -345,15 +349,15 @@ def _as_json(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _num_bytes(value: object) -> int:
-    """Number of bytes that a value takes in rollouts.jsonl."""
+    """Return the number of bytes of a value in rollouts.jsonl."""
     return len(json.dumps(value, allow_nan=False))
 
 
 CLEAN_UP_S = 5.0
-"""Time for a cancelled episode to clean up, in seconds; after that its processes are killed."""
+"""Seconds for a cancelled episode to clean up. After that its processes are killed."""
 
 INTERRUPT_S = 1.0
-"""Time for a thread to end once its processes are killed and it was interrupted."""
+"""Seconds for a thread to end after its processes were killed and it was interrupted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -371,7 +375,7 @@ SampleEpisodeTurn = Callable[[EpisodeId, TurnRequest], Awaitable[SampledTurn | N
 
 
 class EpisodeCancelled(Exception):
-    """The group was given up during an episode, because it would have been too old at its end."""
+    """The group was abandoned during an episode, because it would have been too old at its end."""
 
 
 class Episodes:
@@ -410,11 +414,11 @@ class Episodes:
         self._limit_s = limit_s
         self._stuck: list[EpisodeThread[object]] = []
         self.num_killed_processes = 0
-        """Processes of episodes that did not end by themselves."""
+        """Processes of episodes that had to be killed."""
 
     @property
     def num_stuck(self) -> int:
-        """Threads of episodes that are over and of tools that were cut off, which nothing has ended."""
+        """Threads of ended episodes and timed-out tools that could not be stopped."""
         self._stuck = [thread for thread in self._stuck if thread.is_alive]
         return len(self._stuck) + num_stuck_calls()
 
@@ -428,13 +432,13 @@ class Episodes:
         keeps_record: bool = False,
         artifacts_folder: Path | None = None,
     ) -> EpisodeOutcome:
-        """Run one attempt at an episode to its end, whatever that is.
+        """Run one attempt at an episode to its end.
 
         Files that it keeps are written below ``artifacts_folder`` if its record is kept, too.
 
         Raises:
-            EpisodeCancelled: the group was given up meanwhile.
-            Exception: whatever ``sample`` raised, even if the environment continued without the turn; but an
+            EpisodeCancelled: The group was abandoned meanwhile.
+            Exception: An exception of ``sample``, even if the environment caught it. But
                 ``EpisodeInterrupted`` is an ending (``Ending.INFRASTRUCTURE``).
         """
         where = f"environment {self._name}, task {task.task_id}, rollout {episode.index}"
@@ -451,7 +455,7 @@ class Episodes:
             if agent.is_cancelled:
                 raise EpisodeCancelled
             if isinstance(agent.failure, EpisodeInterrupted):
-                # Whatever the environment has made of it.
+                # Even if the environment caught it.
                 result, overdue = agent.failure, None
             elif agent.failure is not None:
                 raise agent.failure
@@ -511,7 +515,7 @@ class Episodes:
         activity: EpisodeActivity,
         sample: SampleEpisodeTurn,
     ) -> SampleTurn:
-        """Sample turns of one agent on the loop that the episodes are run on, from whatever loop it asks."""
+        """Return a function that samples turns of one agent on the current loop, from any loop."""
         loop = asyncio.get_running_loop()
         of_agent = dataclasses.replace(episode, agent=index)
 
@@ -532,7 +536,7 @@ class Episodes:
     def _endpoint_agent(
         self, role: AgentRole, activity: EpisodeActivity, turns: EndpointTurns, artifacts: EpisodeArtifacts
     ) -> EndpointAgent:
-        """An agent whose turns an endpoint samples; they run on the episode's loop and count on this one."""
+        """Return an agent whose turns an endpoint samples, on the episode's loop; they count on this one."""
         loop = asyncio.get_running_loop()
         return EndpointAgent(
             endpoint=turns.endpoint,
@@ -563,7 +567,7 @@ class Episodes:
         where: str,
     ) -> tuple[object, str | None]:
         """Run the user's method; return its result or error, and the deadline that has passed, if any."""
-        # A turn that failed or was given up ends the episode, whatever the environment does then.
+        # A turn that failed or was abandoned ends the episode.
         agent: Agent | Agents = agents[0] if self._has_one_agent else Agents(agents)
         thread: EpisodeThread[object] = EpisodeThread(
             lambda: self._rollout(task, agent, agents), name=where[:60]
@@ -607,7 +611,7 @@ class Episodes:
         return min(deadlines)
 
     async def _end(self, thread: EpisodeThread[object], ended: "asyncio.Future[object]") -> None:
-        """End a thread by all means there are; one that goes on is counted as stuck."""
+        """End a thread by all available means. A thread that continues counts as stuck."""
         processes = thread.processes()
         thread.cancel()
         await asyncio.wait([ended], timeout=CLEAN_UP_S)

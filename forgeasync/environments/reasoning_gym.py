@@ -1,7 +1,7 @@
 """Problems from reasoning-gym, which generates each from a seed and an index.
 
-reasoning-gym draws problem ``i`` of a data set from ``seed + i``, so nearby seeds share nearly all their
-problems: this module hashes seeds before it passes them on.
+reasoning-gym generates problem ``i`` of a data set from ``seed + i``, so nearby seeds share nearly all
+problems. This module hashes the seeds.
 """
 
 import dataclasses
@@ -99,7 +99,7 @@ class ReasoningGymProblems(DrawnProblems):
 
     def candidates(self, *, held_out: bool) -> Iterator[Task]:
         """See ``DrawnProblems``."""
-        # The seed is part of the id: the same index under another seed is another problem.
+        # The id has the seed, because another seed gives another problem at the same index.
         group = "held_out" if held_out else f"seed{self._seed}"
         for index in range(len(self._held_out if held_out else self._train)):
             source_index = -1 - index if held_out else index

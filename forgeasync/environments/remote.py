@@ -17,20 +17,20 @@ from forgeasync.rollouts import Score, Task
 from forgeasync.schema import Problem
 
 MAX_REPLY_BYTES = 2**20
-"""Bytes of a reply that are read; a longer one fails the episode."""
+"""Maximum bytes of a reply. A longer one fails the episode."""
 
 MAX_QUOTED_CHARACTERS = 300
 
 CANCEL_S = 5.0
-"""Time for the server to take the news that an episode was cancelled."""
+"""Seconds for the server to accept the cancellation of an episode."""
 
 
 class EpisodeFailed(RuntimeError):
-    """The server says that an episode has failed, or has answered with something else than an episode."""
+    """The server reports that an episode has failed, or its reply is not an episode."""
 
 
 class ServerLost(Exception):
-    """The server cannot be reached, or does not answer for its health."""
+    """The server cannot be reached, or fails its health check."""
 
 
 class EpisodeReply(msgspec.Struct, frozen=True):
@@ -39,7 +39,7 @@ class EpisodeReply(msgspec.Struct, frozen=True):
     score: float | None = None
     """Required with ``completed``."""
     is_correct: bool | None = None
-    """None: the score decides, by ``environment.correct_at``."""
+    """None if the score decides, by ``environment.correct_at``."""
     parts: dict[str, float] = {}
     ending: str = Ending.COMPLETED
     feedback: str = ""
@@ -48,14 +48,14 @@ class EpisodeReply(msgspec.Struct, frozen=True):
 
 
 class RemoteAgent(SectionEnvironment):
-    """Has a server run each episode; its agent samples through the episode's own session."""
+    """A server runs each episode. Its agent samples through the session of the episode."""
 
     def __init__(self, section: RemoteEnvironment, sandbox: SandboxSection) -> None:
         self._section = section
 
     @classmethod
     def check(cls, section: RemoteEnvironment, sandbox: SandboxSection) -> Iterator[Problem]:
-        """Ask the server for its health once; blocks for ``health_s`` at most."""
+        """Check the server's health once; blocks for at most ``health_s``."""
 
         async def ask() -> None:
             async with _client(section) as client:
@@ -114,7 +114,7 @@ def _task_fields(task: Task, section: RemoteEnvironment) -> dict[str, Any]:
 
 
 def _anthropic_base_url(agent: Agent) -> str | None:
-    """Return None for an endpoint that is evaluated: it is known to serve Chat Completions alone."""
+    """Return None for an endpoint that is evaluated, because it may serve Chat Completions only."""
     try:
         return agent.anthropic_base_url
     except ValueError:
@@ -129,13 +129,13 @@ def _client(section: RemoteEnvironment) -> aiohttp.ClientSession:
 async def _run(
     client: aiohttp.ClientSession, section: RemoteEnvironment, request: dict[str, Any]
 ) -> EpisodeReply:
-    """Have the server run an episode. While it does, its health is asked for.
+    """Run an episode on the server, and check the server's health meanwhile.
 
-    Whoever cancels this, a deadline for example, has the server cancel the episode.
+    If this is cancelled, by a deadline for example, the server cancels the episode.
 
     Raises:
-        ServerLost: it is gone.
-        EpisodeFailed: it has refused the episode, or its reply cannot be read.
+        ServerLost: The server is gone.
+        EpisodeFailed: The server has refused the episode, or its reply cannot be read.
     """
     url = f"{section.url}/episodes"
     call = asyncio.ensure_future(_post(client, url, request))
@@ -192,7 +192,7 @@ async def _check_health(client: aiohttp.ClientSession, section: RemoteEnvironmen
 
 
 def _score(reply: EpisodeReply, section: RemoteEnvironment) -> Score:
-    """Return the score of a reply, or raise what its ending stands for."""
+    """Return the score of a reply, or raise the exception of its ending."""
     problem = reply.problem[:MAX_QUOTED_CHARACTERS] or "the server does not say why"
     raised = {ending.value: kind for kind, ending in ENDINGS.items()}
     if (kind := raised.get(reply.ending)) is not None:

@@ -1,6 +1,6 @@
 """The environments of ``kind: python_tool`` and ``kind: mcp``: the model solves a task with tools.
 
-Its last turn is compared with the task's answer. Nothing that a model wrote is evaluated outside of a box.
+The last turn is compared with the task's answer. Code of the model runs in a sandbox only.
 """
 
 import asyncio
@@ -82,7 +82,7 @@ def _number(text: str) -> Decimal | None:
     """Return the value of a text that is one number and nothing else."""
     if len(text) > MAX_NUMBER_CHARACTERS or _NUMBER.fullmatch(text) is None:
         return None
-    # Exact: a float would call different long numbers equal.
+    # Exact, because different long numbers can be equal as floats.
     return Decimal(text.replace(",", ""))
 
 
@@ -99,7 +99,7 @@ SPEC = ToolSpec(
 )
 
 _SHARE = 0.9
-"""Share of a call's time after which the interpreter is ended, so that what it has printed can be told."""
+"""Share of a call's time limit after which the interpreter is ended, to still report its output."""
 
 
 async def _solve(
@@ -124,7 +124,7 @@ async def _solve(
 
 
 class PythonToolEnvironment(SectionEnvironment):
-    """Every episode has a box of its own, which starts before the first turn."""
+    """Every episode has its own sandbox, which starts before the first turn."""
 
     def __init__(self, section: PythonTool, sandbox: SandboxSection) -> None:
         self._section = section
@@ -135,7 +135,7 @@ class PythonToolEnvironment(SectionEnvironment):
 
     @classmethod
     def check(cls, section: PythonTool, sandbox: SandboxSection) -> Iterator[Problem]:
-        """Start a box."""
+        """Start a sandbox."""
         yield from check_sandbox(sandbox)
 
     async def rollout(self, task: Task, agent: Agent) -> Score:
@@ -149,8 +149,7 @@ class PythonToolEnvironment(SectionEnvironment):
 
 
 class BoxedPython:
-    """A Python interpreter in a box as a tool; it is started when it is first needed, and again when it is
-    gone."""
+    """A tool that runs Python in a sandbox. The interpreter starts at the first call, or after it ended."""
 
     def __init__(self, box: Sandbox, *, limit_s: float) -> None:
         """``limit_s`` is the time for one call."""
@@ -174,7 +173,7 @@ class BoxedPython:
                 raise ToolError(f"the model's code has ended its sandbox: {error}") from error
             raise EpisodeInterrupted(f"the sandbox was lost: {error}") from error
         except BaseException:
-            # A run that was cancelled half way has ended its session.
+            # A cancelled run ends its session.
             self._session = None
             raise
         if result.session_ended:
@@ -203,14 +202,14 @@ def _text(result: PythonResult) -> str:
 
 
 class McpToolsEnvironment(SectionEnvironment):
-    """Every episode has servers, or sessions with them, of its own."""
+    """Every episode has its own servers, or its own sessions with them."""
 
     def __init__(self, section: McpEnvironment, sandbox: SandboxSection) -> None:
         self._section = section
 
     @classmethod
     def check(cls, section: McpEnvironment, sandbox: SandboxSection) -> Iterator[Problem]:
-        """Start or reach every server once, and list its tools; blocks for as long as that takes."""
+        """Start or contact every server once, and list its tools; blocks."""
         for name, problem in run_apart(lambda: _try_all(section)).items():
             yield Problem(
                 field=f"environment.servers.{name}",
