@@ -215,7 +215,7 @@ class Participant(NamedAgent):
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise EpisodeOver("the episode has ended; call its agent within rollout only")
+            raise EpisodeOver("the agent was called after the episode had ended; call it within rollout only")
 
     def _checked(
         self, messages: str | Sequence[Message], tools: Sequence[ToolSpec] | None, max_tokens: int | None

@@ -471,7 +471,7 @@ def first_difference(
     difference in words; None if there is no difference. An empty block of reasoning in earlier turns does not
     count, because families keep the block that the prompt of a turn writes.
     """
-    from forgeasync.environments.check_template import fixed_dialogues
+    from forgeasync.environments.probes import fixed_dialogues
 
     for number, dialogue in enumerate(fixed_dialogues()):
         try:
