@@ -22,10 +22,13 @@ from .data import rewards_of as rewards_of
 from .environments import AnswerCheck as AnswerCheck
 from .environments import AnswerMatch as AnswerMatch
 from .environments import EnvironmentSection as EnvironmentSection
+from .environments import HttpServer as HttpServer
 from .environments import McpEnvironment as McpEnvironment
+from .environments import McpServerSection as McpServerSection
 from .environments import PlainCalls as PlainCalls
 from .environments import PythonTool as PythonTool
 from .environments import RemoteEnvironment as RemoteEnvironment
+from .environments import StdioServer as StdioServer
 from .environments import environment_name as environment_name
 from .episodes import AgentSection as AgentSection
 from .episodes import Ending as Ending
@@ -50,9 +53,6 @@ from .launcher import gpus_per_host as gpus_per_host
 from .launcher import num_hosts as num_hosts
 from .load import dump_config as dump_config
 from .load import load_config as load_config
-from .mcp import HttpServer as HttpServer
-from .mcp import McpServerSection as McpServerSection
-from .mcp import StdioServer as StdioServer
 from .model import BiasedRouting as BiasedRouting
 from .model import Dtype as Dtype
 from .model import EXPERT_TARGETS as EXPERT_TARGETS

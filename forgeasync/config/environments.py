@@ -1,5 +1,6 @@
 """The sections on environments: those that come with the package, and your own."""
 
+import re
 from enum import StrEnum
 from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
@@ -8,7 +9,6 @@ from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from forgeasync.config.data import AnswerPart
-from forgeasync.config.mcp import McpServerName, McpServerSection
 from forgeasync.config.plugin_sections import InstalledEnvironment
 from forgeasync.schema import OrInstalled, PluginGroup, PythonCode, Seconds, Section
 
@@ -98,6 +98,74 @@ class PythonTool(Section):
     plain_calls: PlainCalls | None = None
     """Calls as plain text, for models without a chat template; null: calls in the form of the chat
     template."""
+
+
+_SERVER_NAME = re.compile(r"[a-z][a-z0-9_]{0,30}")
+_SERVER_URL = re.compile(r"https?://[^\s/]+[^\s]*")
+
+
+def _check_server_name(name: str) -> str:
+    if not _SERVER_NAME.fullmatch(name):
+        raise PydanticCustomError(
+            "server_name",
+            "is the name of a server; must have up to 31 small letters, digits and '_', the first a letter",
+        )
+    return name
+
+
+def _check_server_url(url: str) -> str:
+    if not _SERVER_URL.fullmatch(url):
+        raise PydanticCustomError(
+            "server_url", "must be a URL of http or https, such as http://127.0.0.1:8000/mcp"
+        )
+    return url
+
+
+def _check_command(command: tuple[str, ...]) -> tuple[str, ...]:
+    if not command or not command[0].strip() or any("\0" in part for part in command):
+        raise PydanticCustomError(
+            "server_command",
+            "must be a program and its arguments, without zero bytes: [python, -m, my.server]",
+        )
+    return command
+
+
+def _check_env(env: dict[str, str]) -> dict[str, str]:
+    for name, value in env.items():
+        if not name or set(name) & set("=\0") or "\0" in value:
+            raise PydanticCustomError(
+                "server_env",
+                "{name} cannot be set: a name must have neither '=' nor zero bytes, a value no zero bytes",
+                {"name": repr(name)},
+            )
+    return env
+
+
+class StdioServer(Section):
+    """A server that is started for every episode and talks over its standard input and output."""
+
+    kind: Literal["stdio"] = "stdio"
+    command: Annotated[tuple[str, ...], AfterValidator(_check_command)]
+    """Program and arguments. The program is looked for in PATH."""
+    env: Annotated[dict[str, str], AfterValidator(_check_env)] = Field(default_factory=dict)
+    """Its environment beside PATH, LANG, HOME and TMPDIR: nothing else of the host's is passed on."""
+    cwd: str | None = None
+    """Its working directory; null: an empty folder of its own, which is also its HOME and TMPDIR."""
+
+
+class HttpServer(Section):
+    """A server that runs already and speaks streamable HTTP; every episode has a session of its own."""
+
+    kind: Literal["http"]
+    url: Annotated[str, AfterValidator(_check_server_url)]
+    """Its endpoint, such as ``http://127.0.0.1:8000/mcp``. Proxies of the environment are not used."""
+    headers: dict[str, str] = Field(default_factory=dict)
+    """Headers of all requests. They are written to the run's folder with the config."""
+
+
+McpServerSection = Annotated[StdioServer | HttpServer, Field(discriminator="kind")]
+
+McpServerName = Annotated[str, AfterValidator(_check_server_name)]
 
 
 class McpEnvironment(Section):

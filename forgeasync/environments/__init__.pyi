@@ -62,7 +62,6 @@ from .sessions.session import TokenAgent as TokenAgent
 from .sources import HELD_OUT_SEED as HELD_OUT_SEED
 from .sources import SourceProblems as SourceProblems
 from .sources import TaskOrder as TaskOrder
-from .sources import TrainingDraw as TrainingDraw
 from .sources import build_source as build_source
 from .sources import digest_of as digest_of
 from .sources import look_at_data as look_at_data
@@ -110,8 +109,8 @@ from .messages import is_same_message as is_same_message
 from .messages import lookup_key as lookup_key
 from .probes import Abilities as Abilities
 from .probes import Dialogue as Dialogue
+from .probes import TEXTS as TEXTS
 from .probes import TOOLS as TOOLS
-from .probes import all_texts as all_texts
 from .probes import assistant as assistant
 from .probes import call as call
 from .probes import fixed_dialogues as fixed_dialogues
@@ -145,7 +144,7 @@ from .sessions.retries import Samplings as Samplings
 from .sessions.session import MAX_COMMENT_CHARS as MAX_COMMENT_CHARS
 from .sources import StoredTasks as StoredTasks
 from .sources import WeightedOrder as WeightedOrder
-from .tool_environments import AnswerChecker as AnswerChecker
+from .tool_environments import score_answer as score_answer
 from .tool_signature import BadArguments as BadArguments
 from .tool_signature import Signature as Signature
 from .tool_signature import read_docstring as read_docstring

@@ -1,4 +1,4 @@
-"""The agent of one episode: finds the turn that messages continue, and has a generator sample the next."""
+"""Agents of an episode, their files, and the agent whose turns a generator samples."""
 
 import contextlib
 import dataclasses
@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -38,14 +38,15 @@ from forgeasync.environments.rendering import (
     rendered_anew,
     without_reserved,
 )
+from forgeasync.environments.sessions.session import Session
 from forgeasync.files import is_refusal
 from forgeasync.rollouts import AgentOutcome, EpisodeId, SampledTurn, Score, ToolStatus, VersionRange, spanned
 
 MAX_FILES = 32
-"""Most files of one attempt at an episode."""
+"""Maximum number of files of one attempt at an episode."""
 
 MAX_BYTES = 8 * 2**20
-"""Most bytes of all of them together."""
+"""Maximum bytes of these files together."""
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,99}")
 
@@ -64,9 +65,9 @@ class EpisodeArtifacts:
     """The files of one attempt at an episode; all its agents share them."""
 
     folder: Path | None
-    """Where they are written; None: nowhere, because nobody keeps a record of the episode."""
+    """Where they are written; None if the episode is not recorded."""
     num_refused: int = 0
-    """Files that were too many or too large, or that the disk has refused."""
+    """Files that were not written: too many, too large, or refused by the disk."""
     _sizes: dict[str, int] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -94,7 +95,7 @@ class EpisodeArtifacts:
             except OSError as error:
                 if not is_refusal(error):
                     raise
-                # A full disk is nothing that the episode has done. Half a file must not stay.
+                # A full disk is not a fault of the episode. Remove the incomplete file.
                 with contextlib.suppress(OSError):
                     file.unlink()
                 self._sizes.pop(name, None)
@@ -110,7 +111,7 @@ class EpisodeArtifacts:
 
     @property
     def paths(self) -> list[str]:
-        """The files, as paths below the folder of the run."""
+        """The files, as paths relative to the folder of the run."""
         if self.folder is None:
             return []
         return [f"{self.folder.parent.name}/{self.folder.name}/{name}" for name in self._sizes]
@@ -125,7 +126,7 @@ class AgentRole:
 
 
 class Participant(NamedAgent):
-    """An agent of an episode, whoever samples its turns, with what is said of it when the episode is over."""
+    """An agent of an episode, and its counts for the outcome. Subclasses sample its turns."""
 
     def __init__(
         self,
@@ -136,8 +137,7 @@ class Participant(NamedAgent):
         max_turns: int,
         tool_s: float,
     ) -> None:
-        """Without ``artifacts`` no files are kept. ``waiting`` stops the deadlines of the episode, if it has
-        any."""
+        """Without ``artifacts`` no files are kept. ``waiting`` stops the deadlines of the episode."""
         self.name = name
         self._artifacts = EpisodeArtifacts(folder=None) if artifacts is None else artifacts
         self._waiting = waiting
@@ -146,27 +146,27 @@ class Participant(NamedAgent):
         self._num_begun = 0
         self._is_closed = False
         self.num_rewritten = 0
-        """Times that a history was rewritten, or could not be continued as tokens."""
+        """How often a history was rewritten, or could not be continued as tokens."""
         self.num_faulty_calls = 0
         """Tool calls of the model that could not be read."""
         self.num_from_text = 0
         """Assistant's messages of rewritten histories whose tokens had to be made from text."""
         self.num_reserved = 0
-        """Texts of tokens with a meaning for conversations that stood in messages from outside."""
+        """Reserved texts in messages of users and tools (``without_reserved``)."""
         self.tool_calls: Counter[ToolStatus] = Counter()
-        """Calls of tools, by what came of them."""
+        """Tool calls by their status."""
         self.tool_calls_s: list[float] = []
-        """Seconds that each of these calls took, but for those that no tool was called for."""
+        """Durations of the calls in seconds, without those that called no tool."""
         self.has_given_url = False
-        """Whether turns may have been taken that are not counted."""
+        """Whether there may be turns that are not counted."""
         self.has_hit_length = False
         """Whether there was no room for another turn."""
         self.has_hit_max_turns = False
         self.is_cancelled = False
         """The group was given up during a turn."""
         self.failure: Exception | None = None
-        """Why a turn could not be sampled, even if the environment went on without it: ``EpisodeInterrupted``
-        ends the episode, anything else the run."""
+        """Why a turn could not be sampled. ``EpisodeInterrupted`` ends the episode, any other exception ends
+        the run, even if the environment caught it."""
 
     @property
     def tool_limit_s(self) -> float:
@@ -194,7 +194,7 @@ class Participant(NamedAgent):
 
     @property
     def session_counts(self) -> Mapping[str, int]:
-        """What has happened in the agent's session; empty if it had none."""
+        """Counts of the agent's session; empty if it had none."""
         return {}
 
     @property
@@ -204,18 +204,27 @@ class Participant(NamedAgent):
 
     @abstractmethod
     def branches(self) -> list[RecordedBranch]:
-        """Return all its conversations, for people."""
+        """Return all its conversations for the record of the episode."""
 
     def close(self) -> None:
         """Refuse further turns."""
         self._is_closed = True
 
     async def leave(self) -> None:
-        """Give back what belongs to the event loop of the episode, on that loop."""
+        """Release what belongs to the event loop of the episode; called on that loop."""
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise EpisodeOver("respond was called after the episode had ended; call it within rollout only")
+            raise EpisodeOver("the agent was called after the episode had ended; call it within rollout only")
+
+    def _checked(
+        self, messages: str | Sequence[Message], tools: Sequence[ToolSpec] | None, max_tokens: int | None
+    ) -> tuple[tuple[Message, ...], tuple[ToolSpec, ...]]:
+        """Check the arguments of ``respond``; return the messages and the tools."""
+        self._check_open()
+        if max_tokens is not None and max_tokens < 1:
+            raise ValueError(f"max_tokens = {max_tokens}; must be at least 1")
+        return checked_messages(messages), checked_tools(tools)
 
     def _check_turns(self) -> None:
         if self._num_begun >= self._max_turns:
@@ -224,7 +233,7 @@ class Participant(NamedAgent):
 
 
 def outcome_of(agent: Participant, score: Score | None) -> AgentOutcome:
-    """Return what an agent has done in an episode that has ended."""
+    """Return the outcome of an agent after its episode."""
     return AgentOutcome(
         score=score,
         num_turns=agent.num_turns,
@@ -244,44 +253,26 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnRequest:
-    """What a generator samples next in an episode."""
+    """A request for the next turn of an episode."""
 
     after: int | None
-    """Number of the turn that is continued; None: this one is the first of its path."""
+    """Number of the turn that is continued; None if this turn starts a path."""
     given_ids: np.ndarray
     """Tokens to append before it, int32."""
     max_tokens: int
     stop: tuple[str, ...]
-    """Texts that end the turn, besides those of the run."""
+    """Texts that end the turn, in addition to those of the run."""
     waiting: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Entered while there is no generator for the turn; the deadlines of the episode stand still."""
+    """Entered while no generator is available. It stops the deadlines of the episode."""
 
 
 SampleTurn = Callable[[TurnRequest], Awaitable[SampledTurn | None]]
-"""Samples a turn. Returns None if the episode or its group was given up."""
-
-
-class OpenSession(Protocol):
-    """A session of an HTTP server that an agent has; see ``forgeasync.environments.sessions``."""
-
-    @property
-    def base_url(self) -> str: ...
-
-    @property
-    def anthropic_base_url(self) -> str: ...
-
-    @property
-    def api_key(self) -> str: ...
-
-    @property
-    def counted(self) -> Mapping[str, int]: ...
-
-    def close(self) -> None: ...
+"""Samples a turn. Returns None if the episode or its group was abandoned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnLimits:
-    """Bounds on the turns of an agent, and on the calls of tools between them."""
+    """Limits on the turns of an agent and on its tool calls."""
 
     max_turn_tokens: int
     max_context_length: int
@@ -291,10 +282,10 @@ class TurnLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledPath:
-    """A turn as its generator has it, and the tokens of the conversation up to and including it."""
+    """A turn as its generator stores it, and the conversation up to and including it."""
 
     turn: SampledTurn
-    """As it was sampled: without the tokens that were given to begin a call."""
+    """The sampled tokens, without those that were given to force a call."""
     conversation: Conversation
     """Its last turn has all tokens of the message."""
 
@@ -309,13 +300,13 @@ _NO_PATH = Conversation(turns={})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Prompt:
-    """All that stands before a turn: the path of the turn that it follows, and what is appended to it."""
+    """The tokens before a turn: the path that it continues, and the tokens that are appended to it."""
 
     after: AnsweredMessages[SampledPath] | None
     added_ids: np.ndarray
     """int32."""
     opening_ids: np.ndarray
-    """The beginning of a call, which the turn is given; int32."""
+    """The beginning of a forced call, int32."""
     num_reserved: int
     num_rewritten: int = 0
     num_from_text: int = 0
@@ -330,7 +321,7 @@ class _Prompt:
 
 
 class EpisodeAgent(Participant):
-    """An ``Agent`` whose trajectory is kept by a generator. Its calls may overlap and come from any loop."""
+    """An ``Agent`` whose turns a generator samples. Calls may overlap and come from any event loop."""
 
     def __init__(
         self,
@@ -339,7 +330,7 @@ class EpisodeAgent(Participant):
         limits: TurnLimits,
         *,
         name: str = "agent",
-        open_session: "Callable[[EpisodeAgent], OpenSession] | None" = None,
+        open_session: "Callable[[EpisodeAgent], Session] | None" = None,
         artifacts: EpisodeArtifacts | None = None,
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
@@ -355,7 +346,7 @@ class EpisodeAgent(Participant):
         self._renderer = renderer
         self._limits = limits
         self._open_session = open_session
-        self._session: OpenSession | None = None
+        self._session: Session | None = None
         self._tree: ConversationTree[SampledPath] = ConversationTree()
 
     @property
@@ -388,9 +379,8 @@ class EpisodeAgent(Participant):
         """See ``Participant``."""
         return {} if self._session is None else self._session.counted
 
-    def _opened(self) -> "OpenSession":
-        if self._is_closed:
-            raise EpisodeOver("a session was asked for after the episode had ended")
+    def _opened(self) -> Session:
+        self._check_open()
         if self._session is None:
             assert self._open_session is not None, "workers have a server of sessions"
             self._session = self._open_session(self)
@@ -430,9 +420,7 @@ class EpisodeAgent(Participant):
             TooManyTurns: the agent has taken as many turns as it may.
             NoCallOpening: the model's format does not let a turn begin with such a call.
         """
-        self._check_open()
-        specs = checked_tools(tools)
-        checked = checked_messages(messages)
+        checked, specs = self._checked(messages, tools, max_tokens)
         prompt = self._prompt(checked, specs, must_call)
         self.num_reserved += prompt.num_reserved
         self.num_rewritten += prompt.num_rewritten
@@ -450,8 +438,6 @@ class EpisodeAgent(Participant):
             )
         bounds = [limits.max_turn_tokens, limits.max_context_length - num_before]
         if max_tokens is not None:
-            if max_tokens < 1:
-                raise ValueError(f"max_tokens = {max_tokens}; must be at least 1")
             bounds.append(max_tokens)
         self._num_begun += 1
         request = TurnRequest(
@@ -504,9 +490,7 @@ class EpisodeAgent(Participant):
             EpisodeOver: the episode has ended.
             NoCallOpening: see ``respond``.
         """
-        if self._is_closed:
-            raise EpisodeOver("tokens were counted after the episode had ended")
-        return self._prompt(checked_messages(messages), checked_tools(tools), must_call).num_tokens
+        return self._prompt(*self._checked(messages, tools, None), must_call).num_tokens
 
     def _prompt(
         self, messages: tuple[Message, ...], tools: tuple[ToolSpec, ...], must_call: Sequence[ToolSpec]
@@ -514,7 +498,7 @@ class EpisodeAgent(Participant):
         opening_ids = call_opening(self._renderer, must_call) if must_call else np.zeros(0, np.int32)
         found = self._tree.find(messages, tools)
         reserved = self._renderer.reserved
-        # Texts in earlier messages were counted when they came.
+        # Texts in earlier messages are counted already.
         earlier, _ = without_reserved(messages[: found.num_known], reserved)
         new, num_reserved = without_reserved(messages[found.num_known :], reserved)
         messages = earlier + new
@@ -533,7 +517,7 @@ class EpisodeAgent(Participant):
         own_turns = {index: kept.said for index, kept in self._tree.own_turns(messages).items()}
         anew = rendered_anew(self._renderer, messages, own_turns, tools)
         path = np.asarray(before.token_ids, np.int32)
-        # Token by token what was sampled: the turns before the change are shared.
+        # The first tokens are exactly those that were sampled, so the turns before the change are shared.
         is_shared = len(path) > 0 and np.array_equal(anew.ids_S[: len(path)], path)
         return _Prompt(
             after=found.after if is_shared else None,

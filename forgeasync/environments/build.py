@@ -1,10 +1,12 @@
 """Builds the environment that the ``environment`` section of a config describes."""
 
+import asyncio
+import concurrent.futures
 import inspect
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from importlib import import_module
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from forgeasync.config import (
     Bubblewrap,
@@ -18,6 +20,8 @@ from forgeasync.config import (
 from forgeasync.environments.environment import Agent, Environment
 from forgeasync.rollouts import Score, Task
 from forgeasync.schema import Problem, PythonCode, Section, build_code
+
+T = TypeVar("T")
 
 _SANDBOX = Bubblewrap()
 
@@ -42,7 +46,7 @@ _BUILT_IN: Mapping[type[Section], str] = {
     McpEnvironment: "forgeasync.environments.tool_environments.McpToolsEnvironment",
     RemoteEnvironment: "forgeasync.environments.remote.RemoteAgent",
 }
-"""The class of each built-in kind, a ``SectionEnvironment``. What it imports is loaded only with it."""
+"""The ``SectionEnvironment`` of each built-in kind. Its imports are loaded when it is used."""
 
 
 class SectionEnvironment(Environment):
@@ -55,7 +59,13 @@ class SectionEnvironment(Environment):
     @classmethod
     @abstractmethod
     def check(cls, section: Any, sandbox: SandboxSection) -> Iterator[Problem]:
-        """Find what would end every episode on this machine before it begins."""
+        """Find problems of this machine that would end every episode."""
+
+
+def run_apart(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Run a coroutine to its end on a thread of its own, since the caller may be in an event loop."""
+    with concurrent.futures.ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(lambda: asyncio.run(work())).result()
 
 
 def _class_of(section: EnvironmentSection) -> type[SectionEnvironment]:
@@ -85,7 +95,7 @@ def _build_own(section: PythonCode) -> Environment:
     except ValueError:
         raise
     except Exception as error:
-        # Whatever the user's class raises while it is built is for the user to see.
+        # A user's class can raise anything while it is built.
         raise ValueError(
             f"raised {type(error).__name__}: {error} when it was called with {section.options}"
         ) from error
@@ -115,12 +125,10 @@ def _check_parameters(rollout: Callable[..., object]) -> None:
 def check_environment(
     section: EnvironmentSection, sandbox: SandboxSection = _SANDBOX, *, is_served: bool = False
 ) -> Iterator[Problem]:
-    """Find what would end every episode of this environment before it begins.
+    """Find problems that would end every episode of this environment.
 
-    ``is_served`` says whether people bring the tasks.
-
-    Builds a user's own environment, starts a box for one that runs code of the model, and starts or reaches
-    every server once.
+    It builds a user's own environment, starts a sandbox if the environment runs code of the model, and starts
+    or contacts every server once. ``is_served`` says whether people bring the tasks.
     """
     if isinstance(section, PythonCode):
         yield from _check_own(section, is_served)

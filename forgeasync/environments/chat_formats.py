@@ -1,7 +1,8 @@
 """Renderers for models with a chat template: by the template itself, or by the package ``renderers``."""
 
-import math
+import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,12 +25,13 @@ from forgeasync.environments.messages import (
     Message,
     ToolCall,
     ToolSpec,
-    show,
+    check_size,
 )
 from forgeasync.environments.rendering import (
     BridgeRefused,
     Conversation,
     ParsedTurn,
+    from_difference,
     message_forms,
     reserved_texts,
     tool_forms,
@@ -71,25 +73,102 @@ _READABLE = frozenset(
 )
 
 
-class TurnReader:
-    """Reads turns by a parser of the package ``renderers`` (0.1.12), within limits; for one tokenizer.
+class ChatRenderer(ABC):
+    """A ``MessageRenderer`` for models with a chat template. Subclasses append messages after a turn.
 
-    What a model writes is hostile, and the parsers have no limits of their own: several of their patterns
-    take time that grows with the square of a turn's length, nested JSON exhausts the stack, and long numbers
-    raise. So a turn that would take them too long is not parsed at all, whatever they raise becomes a broken
-    tool call, and arguments are checked before anyone sees them.
+    Before the first turn, and for answers that were not sampled, the tokens are those of the whole
+    conversation rendered at once.
+
+    Turns are read by a parser of the package ``renderers`` (0.1.12). A model can write anything, and these
+    parsers have no limits: several patterns take time quadratic in the length of a turn, nested JSON exhausts
+    the stack, and long numbers raise. So a turn that would take too long is not parsed, an exception of the
+    parser becomes a broken tool call, and arguments are checked before anyone uses them.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", library: Renderer) -> None:
         self._tokenizer = tokenizer
         self._library = library
+        self.reserved: Sequence[str] = reserved_texts(tokenizer)
         markers = sorted((token for token in tokenizer.all_special_tokens if token), key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, markers))) if markers else None
 
-    def read(self, before_ids: Sequence[int], turn: SampledTurn, tools: Sequence[ToolSpec]) -> ParsedTurn:
-        """See ``MessageRenderer.parse``."""
+    @abstractmethod
+    def rendered_ids(
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, for_answer: bool = True
+    ) -> list[int]:
+        """Return the tokens of all messages, up to where the model answers if ``for_answer`` is true.
+
+        ``tools`` are not checked.
+
+        Raises:
+            ValueError: The format cannot express these messages.
+        """
+
+    @abstractmethod
+    def _check_tools(self, tools: Sequence[ToolSpec]) -> None:
+        """Refuse tools that the model would not be told of, or whose calls are not read."""
+
+    @abstractmethod
+    def _ids_after_turn(
+        self, conversation: Conversation, messages: tuple[Message, ...], tools: Sequence[ToolSpec]
+    ) -> list[int]:
+        """See ``MessageRenderer.added_ids``; the conversation has a turn."""
+
+    @abstractmethod
+    def _end_of(
+        self, messages: tuple[Message, ...], answer: Message, tools: Sequence[ToolSpec]
+    ) -> int | None:
+        """Return the token that ends an answer whose rendered form has no end; None if there is none."""
+
+    def added_ids(
+        self, conversation: Conversation, messages: tuple[Message, ...], tools: Sequence[ToolSpec] = ()
+    ) -> np.ndarray:
+        """See ``MessageRenderer``."""
+        self._check_tools(tools)
+        if conversation.turns:
+            return np.asarray(self._ids_after_turn(conversation, messages, tools), np.int32)
+        return np.asarray(self.rendered_ids(messages, tools), np.int32)
+
+    def answer_ids(
+        self, messages: tuple[Message, ...], answer: Message, tools: Sequence[ToolSpec] = ()
+    ) -> np.ndarray:
+        """See ``MessageRenderer``."""
+        self._check_tools(tools)
+        prompt = self.rendered_ids(messages, tools)
+        whole = self.rendered_ids((*messages, answer), tools, for_answer=False)
+        ids = whole[len(prompt) :]
+        if whole[: len(prompt)] != prompt:
+            # Where the prompt ends within a token, the answer's text is what a model would sample.
+            before, text = (text_of_ids(self._tokenizer, some) for some in (prompt, whole))
+            if not text.startswith(before):
+                now, then = from_difference(text, before)
+                raise ValueError(
+                    f"messages[{len(messages)}]: the format does not render this answer after the prompt of "
+                    f"a turn: it renders {now} where the prompt has {then}"
+                )
+            ids = self._encode(text[len(before) :])
+        ends = self._library.get_stop_token_ids()
+        last = next((index for index, token in enumerate(ids) if token in ends), None)
+        if last is not None:
+            ids = ids[: last + 1]
+        elif (end := self._end_of(messages, answer, tools)) is not None:
+            ids = [*ids, end]
+        return np.asarray(ids, np.int32)
+
+    def _encode(self, text: str) -> list[int]:
+        # A format writes its special tokens itself.
+        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def text_of(self, ids: Sequence[int]) -> str:
+        """See ``MessageRenderer``."""
+        return text_of_ids(self._tokenizer, ids, skip_special_tokens=True)
+
+    def parse(
+        self, before_ids: Sequence[int], turn: SampledTurn, tools: Sequence[ToolSpec] = ()
+    ) -> ParsedTurn:
+        """See ``MessageRenderer``."""
         raw = self._raw(turn)
-        if not self.can_read(turn):
+        if not self._can_read(turn):
             problem = "the turn has more markup than is read; write fewer and shorter tool calls"
             return self._unread(turn, raw, problem)
         try:
@@ -113,8 +192,8 @@ class TurnReader:
             broken_tool_calls=broken,
         )
 
-    def can_read(self, turn: SampledTurn) -> bool:
-        """Whether the parsers are done with a turn soon, whatever they make of it."""
+    def _can_read(self, turn: SampledTurn) -> bool:
+        """Whether the parsers finish a turn in bounded time."""
         return _num_steps(self._raw(turn)) <= MAX_STEPS
 
     def _raw(self, turn: SampledTurn) -> str:
@@ -151,7 +230,7 @@ class TurnReader:
         return tuple(calls), tuple(broken)
 
     def _stop_text(self, turn: SampledTurn) -> str:
-        """What was sampled after the turn's text: one of the texts that end a turn, if it ended the turn."""
+        """Return the stop text that ended the turn; empty if none did."""
         whole = text_of_ids(self._tokenizer, turn.ids_T.tolist(), skip_special_tokens=True)
         return whole[len(turn.text) :] if whole.startswith(turn.text) else ""
 
@@ -160,7 +239,7 @@ class TurnReader:
 
 
 def _problem_with(call: ParsedToolCall, turn: SampledTurn) -> str | None:
-    """Why a call cannot be made; None if it can."""
+    """Return why a call cannot be made; None if it can."""
     is_cut = call.status is ToolCallParseStatus.UNCLOSED_BLOCK and turn.finish_reason is FinishReason.LENGTH
     if is_cut:
         return "the turn was cut before the call had ended"
@@ -172,33 +251,12 @@ def _problem_with(call: ParsedToolCall, turn: SampledTurn) -> str | None:
         return f"the tool's name has {len(call.name)} characters; no tool's name has more than {MAX_NAME}"
     if call.arguments is not None and not isinstance(call.arguments, Mapping):
         return f"its arguments are of type {type(call.arguments).__name__}; must be an object"
-    return _problem_with_values((call.name, call.arguments))
-
-
-def _problem_with_values(values: object) -> str | None:
-    """Why a value cannot be written as JSON, or is larger than anyone should have to look at."""
-    left: list[tuple[object, int]] = [(values, 0)]
-    num_values = 0
-    while left:
-        value, depth = left.pop()
-        num_values += 1
-        if num_values > MAX_VALUES:
-            return f"its arguments have more than {MAX_VALUES} values"
-        if depth > MAX_DEPTH + 1:
-            return f"its arguments are nested more than {MAX_DEPTH} deep"
-        match value:
-            case Mapping():
-                left += [(one, depth + 1) for pair in value.items() for one in pair]
-            case list() | tuple():
-                left += [(one, depth + 1) for one in value]
-            case str():
-                try:
-                    value.encode()
-                except UnicodeEncodeError:
-                    return "its arguments have half of a surrogate pair, which is no character"
-            case float():
-                if not math.isfinite(value):
-                    return f"its arguments have the number {value}, which JSON has not"
+    try:
+        check_size(call.arguments, max_depth=MAX_DEPTH + 1, max_values=MAX_VALUES)
+        # Fails for NaN, infinity and halves of surrogate pairs.
+        json.dumps([call.name, call.arguments], ensure_ascii=False, allow_nan=False).encode()
+    except ValueError as error:
+        return f"its arguments are refused: {error}"
     return None
 
 
@@ -213,9 +271,9 @@ _PYTHON_WORDS = {"True": ("boolean", True), "False": ("boolean", False), "None":
 
 
 def _typed(arguments: Mapping[str, Any], types: Mapping[str, Any]) -> dict[str, Any]:
-    """Read Python's words for booleans and null where the tool declares that type.
+    """Convert ``True``, ``False`` and ``None`` to JSON values if the tool declares that type.
 
-    The chat templates of Qwen3-Coder and Qwen3.5 write them so, and models that learned from them do.
+    The chat templates of Qwen3-Coder and Qwen3.5 write values this way, so their models do, too.
     """
     typed = dict(arguments)
     for name, value in arguments.items():
@@ -255,19 +313,19 @@ _TOOL_FORMS = (("<function=", "qwen3.5"), ("<arg_key>", "glm"), ("<tool_call>", 
 """Marks of tool calls, the most specific first, and the parsers of renderers 0.1.12 that read them."""
 
 
-class TemplateRenderer:
+class TemplateRenderer(ChatRenderer):
     """A ``MessageRenderer`` by the tokenizer's own chat template, for models that no other renderer knows.
 
     The whole conversation is rendered with a mark in place of each turn of the model, and the text after the
-    last mark is tokenized. Everything before it is in the trajectory already, so the template must render it
-    as it did then: a template that removes or rewrites something is refused. White space at the edges of a
-    turn may differ, since many templates strip it: the trajectory keeps what was sampled.
+    last mark is tokenized. Everything before the mark is already in the trajectory, so the template must
+    render it in the same way again. A template that removes or rewrites something is refused. White space at
+    the edges of a turn may differ, because many templates strip it. The trajectory keeps what was sampled.
 
-    A turn ends with a token that the model samples, unless the turn is cut. Templates write it after every
-    turn, so it is left out where the model has sampled it already.
+    A turn ends with a token that the model samples, unless the turn was cut. Templates write this token after
+    every turn, so it is left out if the model has sampled it.
 
-    Turns are read by parsers of the package ``renderers``. Which one is told by the marks that the template
-    itself writes around tool calls and reasoning.
+    The parser of the package ``renderers`` is chosen by the marks that the template writes around tool calls
+    and reasoning.
     """
 
     def __init__(
@@ -281,56 +339,27 @@ class TemplateRenderer:
                 f"data.chat_template = true: the tokenizer of {tokenizer.name_or_path!r} has no template; "
                 "must be false, or the model folder must have a chat template"
             )
-        self._tokenizer = tokenizer
-        self._reserved = reserved_texts(tokenizer)
-        self._arguments = dict(template_arguments or {})
         template = tokenizer.get_chat_template()
-        self._tool_parser = _tool_parser(tokenizer, template)
-        self._takes_tools = "tools" in template and self._tool_parser is not None
+        tool_parser = _tool_parser(tokenizer, template)
         config = DefaultRendererConfig(
-            tool_parser=self._tool_parser, reasoning_parser="think" if "</think>" in template else None
+            tool_parser=tool_parser, reasoning_parser="think" if "</think>" in template else None
         )
-        self._reader = TurnReader(tokenizer, DefaultRenderer(tokenizer, config))
+        super().__init__(tokenizer, DefaultRenderer(tokenizer, config))
+        self._arguments = dict(template_arguments or {})
+        self._takes_tools = "tools" in template and tool_parser is not None
 
-    @property
-    def reserved(self) -> Sequence[str]:
-        return self._reserved
-
-    def added_ids(
-        self, conversation: Conversation, messages: tuple[Message, ...], tools: Sequence[ToolSpec] = ()
-    ) -> np.ndarray:
-        if not conversation.turns:
-            return np.asarray(self._encode(self._render(messages, tools)), np.int32)
+    def _ids_after_turn(
+        self, conversation: Conversation, messages: tuple[Message, ...], tools: Sequence[ToolSpec]
+    ) -> list[int]:
         ids = self._encode(self._text_after_last_turn(conversation, messages, tools))
         last_turn = conversation.turns[len(conversation.messages) - 1]
-        return np.asarray(self._without_sampled_end(ids, last_turn), np.int32)
+        return self._without_sampled_end(ids, last_turn)
 
-    def answer_ids(
-        self, messages: tuple[Message, ...], answer: Message, tools: Sequence[ToolSpec] = ()
-    ) -> np.ndarray:
-        prompt = self._render(messages, tools)
-        whole = self._render((*messages, answer), tools, for_answer=False)
-        if not whole.startswith(prompt):
-            now, then = _from_difference(whole, prompt), _from_difference(prompt, whole)
-            raise ValueError(
-                f"messages[{len(messages)}]: the chat template does not render this answer after the prompt "
-                f"of a turn: it renders {show(now)} where the prompt has {show(then)}"
-            )
-        ids = self._encode(whole[len(prompt) :])
-        end = self._tokenizer.eos_token_id
-        if end in ids:
-            ids = ids[: ids.index(end) + 1]
-        elif end is not None:
-            ids.append(end)
-        return np.asarray(ids, np.int32)
-
-    def text_of(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
-
-    def parse(
-        self, before_ids: Sequence[int], turn: SampledTurn, tools: Sequence[ToolSpec] = ()
-    ) -> ParsedTurn:
-        return self._reader.read(before_ids, turn, tools)
+    def _end_of(
+        self, messages: tuple[Message, ...], answer: Message, tools: Sequence[ToolSpec]
+    ) -> int | None:
+        end: int | None = self._tokenizer.eos_token_id
+        return end
 
     def _text_after_last_turn(
         self, conversation: Conversation, messages: tuple[Message, ...], tools: Sequence[ToolSpec]
@@ -356,10 +385,10 @@ class TemplateRenderer:
                 )
         head, _, tail = after.partition(marks[last])
         if head.rstrip() != before.rstrip():
-            now, then = _from_difference(head, before), _from_difference(before, head)
+            now, then = from_difference(head, before)
             raise ValueError(
                 f"the chat template does not only append: before messages[{last}] it now renders "
-                f"{show(now)} where it had {show(then)}"
+                f"{now} where it had {then}"
             )
         written = after
         for index, mark in marks.items():
@@ -386,27 +415,23 @@ class TemplateRenderer:
                 break
         return ids
 
-    def rendered_ids(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
-        """Return the template's own tokens of messages that the model answers; ``tools`` may be in a form
-        that is not read here.
-
-        Raises:
-            ValueError: the template refuses the messages.
-        """
-        return self._encode(self._applied(messages, tools, for_answer=True))
-
-    def _render(
+    def rendered_ids(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, for_answer: bool = True
-    ) -> str:
+    ) -> list[int]:
+        """See ``ChatRenderer``."""
+        return self._encode(self._render(messages, tools, for_answer=for_answer))
+
+    def _check_tools(self, tools: Sequence[ToolSpec]) -> None:
         if tools and not self._takes_tools:
             raise ValueError(
                 f"tools: {tools[0].name!r} was given, but the chat template does not tell the model of "
                 "tools, or writes calls in a form that is not read here; use a model with such a "
                 "template, name its renderer by data.renderer, or describe the tools in a message"
             )
-        return self._applied(messages, tools, for_answer=for_answer)
 
-    def _applied(self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, for_answer: bool) -> str:
+    def _render(
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, for_answer: bool = True
+    ) -> str:
         arguments: dict[str, Any] = dict(self._arguments)
         if tools:
             arguments["tools"] = tool_forms(tools)
@@ -421,14 +446,11 @@ class TemplateRenderer:
         assert isinstance(rendered, str)
         return rendered
 
-    def _encode(self, text: str) -> list[int]:
-        # A template writes its special tokens itself.
-        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
-
 
 def _tool_parser(tokenizer: "PreTrainedTokenizerBase", template: str) -> str | None:
-    """The parser for the tool calls that the template writes; None if there is none, or its marks are no
-    single tokens, which the library's parsers look for.
+    """Return the parser for the tool calls that the template writes.
+
+    None if there is none, or if its marks are not single tokens, which the library's parsers need.
     """
     vocabulary = tokenizer.get_vocab()
     if "<tool_call>" not in vocabulary or "</tool_call>" not in vocabulary:
@@ -436,23 +458,15 @@ def _tool_parser(tokenizer: "PreTrainedTokenizerBase", template: str) -> str | N
     return next((parser for mark, parser in _TOOL_FORMS if mark in template), None)
 
 
-def _from_difference(text: str, other: str) -> str:
-    """Return ``text`` from shortly before the first character in which it differs from ``other``."""
-    index = next(
-        (i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), min(len(text), len(other))
-    )
-    return text[max(0, index - 10) :]
-
-
-class FamilyRenderer:
+class FamilyRenderer(ChatRenderer):
     """A ``MessageRenderer`` by the package ``renderers`` (0.1.12), which knows some 25 families of models.
 
     Its renderers are programs in place of chat templates: they render a conversation, parse a turn, and
     extend the tokens of a conversation by new messages without looking at its text again ("bridge").
 
-    A chat template may drop the reasoning of earlier turns when it renders a conversation anew. A path never
-    does: what was sampled stays in it, since the model's later turns attended to it. So the library is told
-    to keep reasoning (``thinking_retention="all"``), which concerns its bridge only.
+    A chat template may drop the reasoning of earlier turns when it renders a conversation again. A path keeps
+    it, because the model's later turns attended to it. So the library is told to keep reasoning
+    (``thinking_retention="all"``), which affects its bridge only.
     """
 
     def __init__(
@@ -467,29 +481,19 @@ class FamilyRenderer:
             ValueError: the tokenizer is not one of this family, or the family has no such argument.
         """
         self.family = family
-        self._tokenizer = tokenizer
-        self._reserved = reserved_texts(tokenizer)
         try:
             config = _config(family, template_arguments or {})
-            self._library: Renderer = create_renderer(tokenizer, config)
+            library: Renderer = create_renderer(tokenizer, config)
         except Exception as error:
             # The library asserts that special tokens are there, and raises pydantic's and its own errors.
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ValueError(f"the tokenizer has no renderer {family!r}: {reason}") from error
-        self._reader = TurnReader(tokenizer, self._library)
+        super().__init__(tokenizer, library)
         self._shows_tools: bool | None = None
 
-    @property
-    def reserved(self) -> Sequence[str]:
-        return self._reserved
-
-    def added_ids(
-        self, conversation: Conversation, messages: tuple[Message, ...], tools: Sequence[ToolSpec] = ()
-    ) -> np.ndarray:
-        """See ``MessageRenderer``."""
-        self._check_tools(tools)
-        if not conversation.turns:
-            return np.asarray(self._render(messages, tools, for_answer=True), np.int32)
+    def _ids_after_turn(
+        self, conversation: Conversation, messages: tuple[Message, ...], tools: Sequence[ToolSpec]
+    ) -> list[int]:
         num_before = len(conversation.messages)
         new = messages[num_before:]
         for index, message in enumerate(new, start=num_before):
@@ -499,7 +503,7 @@ class FamilyRenderer:
                     "tokens; render the conversation anew"
                 )
         turn = conversation.turns[num_before - 1]
-        if not self._reader.can_read(turn):
+        if not self._can_read(turn):
             # The bridges of GLM, DeepSeek V4 and Gemma 4 parse the turn (renderers 0.1.12).
             raise BridgeRefused(
                 f"the turn before messages[{num_before}] has more markup than is read; render the "
@@ -530,35 +534,7 @@ class FamilyRenderer:
                 f"messages[{num_before}], which goes on after a token that ends turns; render the "
                 "conversation anew"
             )
-        return np.asarray(bridged.token_ids[len(path) :], np.int32)
-
-    def answer_ids(
-        self, messages: tuple[Message, ...], answer: Message, tools: Sequence[ToolSpec] = ()
-    ) -> np.ndarray:
-        """See ``MessageRenderer``."""
-        self._check_tools(tools)
-        prompt = self._render(messages, tools, for_answer=True)
-        whole = self._render((*messages, answer), tools, for_answer=False)
-        ids = _after_prompt(self._tokenizer, prompt, whole)
-        if ids is None:
-            raise ValueError(
-                f"messages[{len(messages)}]: the renderer {self.family!r} does not render this answer after "
-                f"the prompt of a turn: {show(self._tokenizer.decode(whole[-40:]))}"
-            )
-        ends = set(self._library.get_stop_token_ids())
-        last = next((index for index, token in enumerate(ids) if token in ends), None)
-        ids = [*ids, self._end_of(messages, answer, tools)] if last is None else ids[: last + 1]
-        return np.asarray(ids, np.int32)
-
-    def text_of(self, ids: Sequence[int]) -> str:
-        """See ``MessageRenderer``."""
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
-
-    def parse(
-        self, before_ids: Sequence[int], turn: SampledTurn, tools: Sequence[ToolSpec] = ()
-    ) -> ParsedTurn:
-        """See ``MessageRenderer``."""
-        return self._reader.read(before_ids, turn, tools)
+        return bridged.token_ids[len(path) :]
 
     def _end_of(self, messages: tuple[Message, ...], answer: Message, tools: Sequence[ToolSpec]) -> int:
         """The token that ends an answer in a format whose turns end with the role of the next message."""
@@ -573,17 +549,10 @@ class FamilyRenderer:
         sampled = [token for token, index, is_sampled in said if is_sampled and index == len(messages)]
         return sampled[-1] if sampled and sampled[-1] in ends else ends[0]
 
-    def rendered_ids(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
-        """Return the tokens of messages that the model answers, whether they tell of ``tools`` or not.
-
-        Raises:
-            ValueError: the family has no form for these messages.
-        """
-        return self._render(messages, tools, for_answer=True)
-
-    def _render(
-        self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, for_answer: bool
+    def rendered_ids(
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, for_answer: bool = True
     ) -> list[int]:
+        """See ``ChatRenderer``."""
         try:
             return self._library.render_ids(
                 message_forms(messages), tools=tool_forms(tools) or None, add_generation_prompt=for_answer
@@ -592,7 +561,7 @@ class FamilyRenderer:
             raise self._refusal(error) from error
 
     def _refusal(self, error: Exception) -> ValueError:
-        # The library raises whatever its code meets in a message that the family has no form for.
+        # The library raises exceptions of any type for messages that the family cannot express.
         return ValueError(
             f"the renderer {self.family!r} refuses these messages: {type(error).__name__}: {error}"
         )
@@ -603,9 +572,7 @@ class FamilyRenderer:
             return
         if self._shows_tools is None:
             probe = ({"role": "user", "content": "x"},)
-            self._shows_tools = self._render(probe, tools, for_answer=True) != self._render(
-                probe, (), for_answer=True
-            )
+            self._shows_tools = self.rendered_ids(probe, tools) != self.rendered_ids(probe, ())
         if not self._shows_tools:
             raise ValueError(
                 f"tools: {tools[0].name!r} was given, but the format of {self.family!r} does not tell the "
@@ -623,17 +590,3 @@ def _config(family: str, arguments: Mapping[str, Any]) -> RendererConfig:
     default = config_from_name(family)
     assert default is not None, "a family, not the library's own choice"
     return merge_chat_template_kwargs(type(default)(thinking_retention="all"), arguments)
-
-
-def _after_prompt(
-    tokenizer: "PreTrainedTokenizerBase", prompt: list[int], whole: list[int]
-) -> list[int] | None:
-    """The tokens of an answer, given those of its prompt, and of both; None if they do not fit."""
-    if whole[: len(prompt)] == prompt:
-        return whole[len(prompt) :]
-    # Where the prompt ends within a token of the whole, the answer's text is what a model would sample.
-    before = text_of_ids(tokenizer, prompt)
-    text = text_of_ids(tokenizer, whole)
-    if not text.startswith(before):
-        return None
-    return tokenizer(text[len(before) :], add_special_tokens=False)["input_ids"]

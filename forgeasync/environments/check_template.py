@@ -1,15 +1,17 @@
-"""Proves for a model's folder that agents can rely on how its conversations become tokens.
+"""Checks for a model's folder that agents can rely on how its conversations become tokens.
 
     python -m forgeasync.environments.check_template --model PATH [--renderer NAME]
 
-Takes the renderer of the model through fixed and random conversations, prints a table of what was checked,
-and ends with status 1 and the first contradiction if there is one. A run with an environment refuses a model
-that fails it.
+It renders fixed and random conversations with the renderer of the model, and prints a table of the checks.
+The exit status is 1 if a check fails; then it prints the first contradiction. A run with an environment
+refuses a model that fails.
 """
 
 import argparse
+import bisect
 import json
 import random
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -25,11 +27,11 @@ from rich.table import Table
 from forgeasync.config import DataSection, RendererName
 from forgeasync.environments.messages import ASSISTANT, Message, ToolSpec
 from forgeasync.environments.probes import (
+    TEXTS,
     TOOLS,
     Abilities,
     Dialogue,
     Walk,
-    all_texts,
     assistant,
     call,
     fixed_dialogues,
@@ -49,6 +51,7 @@ from forgeasync.environments.rendering import (
     MessageRenderer,
     PlainRenderer,
     choose_renderer,
+    num_alike,
 )
 from forgeasync.rollouts import FinishReason, text_of_ids
 from forgeasync.schema import Problem
@@ -59,9 +62,12 @@ if TYPE_CHECKING:
 _MAX_OPENING = 8
 """Most tokens at the end of a prompt that open reasoning."""
 
+_MARKS = r"(?:\s|</?think>)*"
+"""Marks of reasoning and white space."""
+
 
 class Likeness(StrEnum):
-    """How a turn of a path is found in the conversation rendered anew."""
+    """How a turn of a path differs from its form in the whole conversation rendered at once."""
 
     SAME = "same tokens"
     RETOKENIZED = "same text, other tokens inside a turn"
@@ -70,10 +76,10 @@ class Likeness(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """Where two sequences of tokens part."""
+    """The first difference of two sequences of tokens."""
 
     index: int
-    """Of the turn's message at which, or after which, they do."""
+    """Index of the turn's message at which, or after which, they differ."""
     path_ids: Sequence[int]
     anew_ids: Sequence[int]
 
@@ -81,20 +87,22 @@ class Difference:
 def compare(
     tokenizer: "PreTrainedTokenizerBase", walked: Walk, messages: Sequence[Message], anew_ids: Sequence[int]
 ) -> frozenset[Likeness] | Difference:
-    """Return in which ways the turns of a path are found in ``anew_ids``, or the first difference.
+    """Compare a path with ``anew_ids``, the tokens of the whole conversation rendered at once.
 
-    The path and the conversation rendered anew may differ in two ways, and in no other:
+    They may differ in two ways only:
 
-    - Inside a turn of the model, where its tokens need not be those that its text would become. - At the
-    beginning of a turn, where a format leaves out the reasoning of earlier turns when it renders them
-      anew, or writes an empty block in its place. What the path has there is then nothing but marks of
-      reasoning, the message's own reasoning and white space, and what the other has is marks and white space.
+    - Inside a turn of the model, whose sampled tokens can differ from the tokenization of its text.
+    - At the beginning of a turn. Formats leave out the reasoning of earlier turns, or write an empty block.
+      Then the path has marks of reasoning, the message's reasoning and white space, and ``anew_ids`` have
+      only marks and white space.
+
+    Returns all ways in which turns differ, or the first difference that is not allowed.
     """
     likenesses: set[Likeness] = set()
     position = 0
     for step in walked.steps:
         given, turn = step.given_ids.tolist(), step.turn.ids_T.tolist()
-        found = _find_turn(tokenizer, given, turn, messages[step.index], anew_ids[position:])
+        found = _find_turn(tokenizer, given, turn, messages[step.index], list(anew_ids[position:]))
         if found is None:
             return Difference(index=step.index, path_ids=[*given, *turn], anew_ids=anew_ids[position:])
         likeness, num_tokens = found
@@ -108,81 +116,49 @@ def compare(
 
 
 def _find_turn(
-    tokenizer: "PreTrainedTokenizerBase",
-    given: list[int],
-    turn: list[int],
-    message: Message,
-    anew: Sequence[int],
+    tokenizer: "PreTrainedTokenizerBase", given: list[int], turn: list[int], message: Message, anew: list[int]
 ) -> tuple[Likeness, int] | None:
-    """How given tokens and the turn after them begin ``anew``, and how many of its tokens they are."""
+    """Return how given tokens and a turn match the start of ``anew``, and the number of matching tokens."""
     both = [*given, *turn]
-    if list(anew[: len(both)]) == both:
+    if anew[: len(both)] == both:
         return Likeness.SAME, len(both)
-    num_opening = min(_MAX_OPENING, len(given))
-    for num_given in range(len(given), len(given) - num_opening - 1, -1):
-        if list(anew[:num_given]) != given[:num_given]:
-            continue
-        rest = list(anew[num_given:])
-        num_same = _same_text(tokenizer, [*given[num_given:], *turn], rest)
-        if num_same is not None:
-            return Likeness.RETOKENIZED, num_given + num_same
-        num_other = _without_reasoning(tokenizer, given[num_given:], turn, message, rest)
-        if num_other is not None:
-            return Likeness.WITHOUT_REASONING, num_given + num_other
-    return None
-
-
-def _without_reasoning(
-    tokenizer: "PreTrainedTokenizerBase",
-    opening: list[int],
-    turn: list[int],
-    message: Message,
-    rest: list[int],
-) -> int | None:
-    """How many tokens of ``rest`` are the turn without its reasoning; None if they are something else."""
-    reasoning = message.get("reasoning_content", "").strip()
-    for num_empty in range(min(_MAX_OPENING, len(rest))):
-        written = text_of_ids(tokenizer, rest[:num_empty])
-        for num_dropped in range(len(turn)):
-            kept = turn[num_dropped:]
-            if rest[num_empty : num_empty + len(kept)] != kept:
-                continue
-            dropped = text_of_ids(tokenizer, [*opening, *turn[:num_dropped]])
-            others = written + dropped.replace(reasoning, "", 1)
-            if "think>" in others and not others.replace("<think>", "").replace("</think>", "").strip():
-                return num_empty + len(kept)
-    return None
-
-
-def _same_text(tokenizer: "PreTrainedTokenizerBase", ids: Sequence[int], anew: Sequence[int]) -> int | None:
-    """How many of the tokens ``anew`` have the text of ``ids``; None if there is no such number."""
-    text = tokenizer.decode(list(ids), skip_special_tokens=False)
-    low, high = 0, len(anew)
-    while low < high:
-        middle = (low + high) // 2
-        if len(tokenizer.decode(list(anew[:middle]), skip_special_tokens=False)) < len(text):
-            low = middle + 1
-        else:
-            high = middle
-    found = tokenizer.decode(list(anew[:low]), skip_special_tokens=False)
-    return low if found == text else None
+    num_given = num_alike(given, anew)
+    if num_given < len(given) - _MAX_OPENING:
+        return None
+    path = text_of_ids(tokenizer, both[num_given:])
+    rest = anew[num_given:]
+    text = text_of_ids(tokenizer, rest)
+    likeness = Likeness.RETOKENIZED
+    num_characters = len(path)
+    if not text.startswith(path):
+        reasoning = re.escape(message.get("reasoning_content", "").strip())
+        marks = re.match(rf"{_MARKS}(?:{reasoning})?{_MARKS}", path)
+        assert marks is not None, "it may be empty"
+        found = re.match(_MARKS + re.escape(path[marks.end() :]), text)
+        if found is None or "think>" not in marks[0] + found[0]:
+            return None
+        likeness, num_characters = Likeness.WITHOUT_REASONING, found.end()
+    ends = range(len(rest) + 1)
+    num_tokens = bisect.bisect_left(ends, num_characters, key=lambda n: len(text_of_ids(tokenizer, rest[:n])))
+    is_whole = text_of_ids(tokenizer, rest[:num_tokens]) == text[:num_characters]
+    return (likeness, num_given + num_tokens) if is_whole else None
 
 
 NUM_RANDOM = 12
-"""Random conversations of the check before a run."""
+"""Number of random conversations before a run."""
 _MAX_CLOSING = 8
-"""Most tokens that close a turn that was cut."""
+"""Maximum number of tokens that close a turn that was cut."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckRow:
-    """One thing that was checked, over all conversations."""
+    """One check over all conversations."""
 
     name: str
     num_cases: int
     notes: tuple[str, ...] = ()
     contradiction: str | None = None
-    """The first one, with messages, tokens and texts; None: there is none."""
+    """The first contradiction, with messages, tokens and texts; None if the check passed."""
 
 
 class _Contradiction(Exception):
@@ -196,7 +172,7 @@ def check_renderer(
     num_random: int = NUM_RANDOM,
     seed: int = 0,
 ) -> tuple[CheckRow, ...]:
-    """Take ``renderer`` through fixed and through ``num_random`` random conversations."""
+    """Check ``renderer`` with the fixed and with ``num_random`` random conversations."""
     checker = _Checker(tokenizer, renderer, seed=seed)
     try:
         abilities = checker.find_abilities()
@@ -255,10 +231,10 @@ class _Checker:
         self._seed = seed
         self._other_tokens = other_tokens(tokenizer, random.Random(seed))
         self._rng = random.Random(seed)
-        self._texts = tuple(filter(self._keeps, all_texts())) or self._texts_of_vocabulary()
+        self._texts = tuple(filter(self._keeps, TEXTS)) or self._texts_of_vocabulary()
 
     def _keeps(self, text: str) -> bool:
-        """Whether a text is still itself after it was tokenized; small vocabularies lack most characters."""
+        """Whether tokenizing keeps a text. Small vocabularies lack most characters."""
         ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return self._decoded(ids) == text
 
@@ -280,8 +256,8 @@ class _Checker:
         ping = call("functions.ping:0", "ping")
         both = (ping, call("functions.set_value:1", "set_value", name=thought))
         tools = TOOLS if self._says(prompt, assistant("", ping), "ping", TOOLS) else ()
-        # A format may have tool calls and no place to tell of tools, which then stand in a message. Where it
-        # tells of tools, calls must be read; where it does not, they may be.
+        # Some formats have tool calls, but cannot tell the model of tools. If a format tells of tools, calls
+        # must be readable; otherwise they may be.
         calls = bool(tools) or self._reads_call(prompt, assistant("", ping))
         return Abilities(
             system=self._renders(({"role": "system", "content": "ok"}, *prompt)),
@@ -296,7 +272,7 @@ class _Checker:
         )
 
     def dialogues(self, abilities: Abilities, num_random: int) -> Iterator[Dialogue]:
-        """The conversations that are within the abilities of the format."""
+        """Yield the conversations that the format can express."""
         one, two = self._texts[0], self._texts[-1]
         yield Dialogue(name="one turn", messages=(user(one), assistant(two), user(one)))
         for dialogue in fixed_dialogues():
@@ -307,7 +283,7 @@ class _Checker:
             yield random_dialogue(self._rng, abilities, self._texts)
 
     def check_appended(self, dialogue: Dialogue) -> Sequence[str]:
-        """What follows a turn must not depend on how its text was tokenized, and keeps the path."""
+        """Tokens after a turn do not depend on how the turn was tokenized."""
         usual = walk(self._renderer, self._tokenizer, dialogue)
         other = walk(self._renderer, self._tokenizer, dialogue, self._other_tokens)
         given = [*(step.given_ids for step in usual.steps), usual.last_given_ids]
@@ -326,10 +302,9 @@ class _Checker:
         return ["turns that were tokenized in another way"] * num_other
 
     def check_anew(self, dialogue: Dialogue) -> Sequence[str]:
-        """The path is the conversation rendered at once, but for what ``compare`` allows."""
+        """The path equals the whole conversation rendered at once, except for what ``compare`` allows."""
         if isinstance(self._renderer, PlainRenderer):
-            # Without a template roles do not matter, so a turn of the model that is rendered from text begins
-            # as any message does, with a newline.
+            # Without a template roles are ignored, and a turn rendered from text starts with a newline.
             return ["conversations without a format, which are not compared"]
         walked = walk(self._renderer, self._tokenizer, dialogue)
         anew = rendered_at_once(self._renderer, dialogue.messages, dialogue.tools)
@@ -348,7 +323,7 @@ class _Checker:
         return [words[likeness] for likeness in found if likeness in words]
 
     def check_read(self, dialogue: Dialogue) -> Sequence[str]:
-        """Text, reasoning and tool calls are read as they were written, however they are tokenized."""
+        """Text, reasoning and tool calls are read as they were written, with any tokenization."""
         usual = walk(self._renderer, self._tokenizer, dialogue)
         other = walk(self._renderer, self._tokenizer, dialogue, self._other_tokens)
         for walked in (usual, other):
@@ -357,31 +332,30 @@ class _Checker:
                 before += step.given_ids.tolist()
                 parsed = self._renderer.parse(before, step.turn, dialogue.tools)
                 said, read = dialogue.messages[step.index], message_of(parsed)
+                problem = None
                 if parsed.broken_tool_calls:
-                    problem = parsed.broken_tool_calls[0].problem
-                    raise self._contradiction(
-                        f"the tool call in messages[{step.index}] is not read: {problem}",
-                        dialogue,
-                        step.turn.ids_T.tolist(),
-                        [],
-                    )
-                if _content(said) != _content(read):
-                    raise self._contradiction(
-                        f"messages[{step.index}] is read as {read!r}",
-                        dialogue,
-                        step.turn.ids_T.tolist(),
-                        [],
-                    )
+                    broken = parsed.broken_tool_calls[0].problem
+                    problem = f"the tool call in messages[{step.index}] is not read: {broken}"
+                elif _content(said) != _content(read):
+                    problem = f"messages[{step.index}] is read as {read!r}"
+                if problem is not None:
+                    raise self._contradiction(problem, dialogue, step.turn.ids_T.tolist(), [])
                 before += step.turn.ids_T.tolist()
         return ["tool calls"] * sum(len(m.get("tool_calls", ())) for m in dialogue.messages)
 
     def check_cut(self, dialogue: Dialogue) -> Sequence[str]:
-        """After a turn that was cut anywhere, its end and the same tokens follow as after a whole one."""
+        """After a cut turn, its end follows, and then the same tokens as after the whole turn."""
         first = walk(self._renderer, self._tokenizer, _first_turn(dialogue))
         step = first.steps[0]
         follows = user("go on")
         end = step.turn.last_id
-        has_end = end in self._ends(dialogue.messages[: step.index + 1], dialogue, len(step.given_ids))
+        # The first turn and the message after it, as the format renders them.
+        written = rendered_at_once(
+            self._renderer, (*dialogue.messages[: step.index + 1], follows), dialogue.tools
+        )
+        has_end = end in written[len(step.given_ids) :]
+        messages = (*first.conversation.messages, follows)
+        whole = self._renderer.added_ids(first.conversation, messages, dialogue.tools).tolist()
         notes = []
         for _ in range(3):
             num_kept = self._rng.randint(1, step.turn.num_tokens)
@@ -400,7 +374,6 @@ class _Checker:
                 messages=messages, turns={step.index: turn}, token_ids=[*before, *ids.tolist()]
             )
             added = self._renderer.added_ids(conversation, (*messages, follows), dialogue.tools).tolist()
-            whole = self._after_whole(first, follows, dialogue).tolist()
             num_closing = len(added) - len(whole)
             closing = added[: max(num_closing, 0)]
             is_closed = is_whole or not has_end or end in closing
@@ -416,7 +389,7 @@ class _Checker:
         return notes
 
     def check_hostile(self, dialogue: Dialogue) -> Sequence[str]:
-        """Any tokens are read without an error, and continued or refused by ``BridgeRefused``."""
+        """Reading any tokens raises nothing, and appending raises at most ``BridgeRefused``."""
         first = walk(self._renderer, self._tokenizer, _first_turn(dialogue))
         step = first.steps[0]
         before = step.given_ids.tolist()
@@ -434,16 +407,6 @@ class _Checker:
             return ["turns after which the conversation must be rendered anew"]
         return []
 
-    def _ends(self, messages: tuple[Message, ...], dialogue: Dialogue, num_given: int) -> list[int]:
-        """Tokens of a first turn, and of what follows it, as the format writes them itself."""
-        whole = (*messages, user("go on"))
-        return rendered_at_once(self._renderer, whole, dialogue.tools)[num_given:]
-
-    def _after_whole(self, first: Walk, follows: Message, dialogue: Dialogue) -> np.ndarray:
-        """What follows the first turn, followed by one message of a user."""
-        messages = (*first.conversation.messages, follows)
-        return self._renderer.added_ids(first.conversation, messages, dialogue.tools)
-
     def _decoded(self, ids: Sequence[int]) -> str:
         return text_of_ids(self._tokenizer, ids)
 
@@ -455,7 +418,7 @@ class _Checker:
         return True
 
     def _reads_call(self, messages: tuple[Message, ...], answer: Message) -> bool:
-        """Whether a tool call is read as it is written, without the model being told of tools."""
+        """Whether a tool call can be read if the model was not told of tools."""
         try:
             ids = self._renderer.answer_ids(messages, answer)
         except ValueError:
@@ -467,7 +430,7 @@ class _Checker:
     def _says(
         self, messages: tuple[Message, ...], answer: Message, word: str, tools: Sequence[ToolSpec] = ()
     ) -> bool:
-        """Whether the format of an answer has a word that is in one part of it alone."""
+        """Whether the rendered answer contains a word that occurs in only one of its parts."""
         try:
             ids = self._renderer.answer_ids(messages, answer, tools)
         except ValueError:
@@ -477,11 +440,7 @@ class _Checker:
     def _contradiction(
         self, what: str, dialogue: Dialogue, ids: Sequence[int], others: Sequence[int]
     ) -> _Contradiction:
-        start = next(
-            (i for i, (a, b) in enumerate(zip(ids, others, strict=False)) if a != b),
-            min(len(ids), len(others)),
-        )
-        start = max(0, start - 3)
+        start = max(0, num_alike(ids, others) - 3)
         shown = [
             f"{list(some[start : start + 24])} {self._decoded(some[start : start + 24])!r}"
             for some in (ids, others)
@@ -491,7 +450,7 @@ class _Checker:
 
 
 def _first_turn(dialogue: Dialogue) -> Dialogue:
-    """The conversation up to its first turn of the model, and a message after it."""
+    """Return the conversation up to the first turn of the model, and a message after it."""
     index = next(i for i, message in enumerate(dialogue.messages) if message["role"] == ASSISTANT)
     messages = list(dialogue.messages[: index + 1])
     calls = messages[index].get("tool_calls", ())
@@ -523,7 +482,7 @@ def _fits(dialogue: Dialogue, abilities: Abilities) -> bool:
 
 
 def _content(message: Message) -> tuple[object, ...]:
-    """What must survive of a message; ids of calls are not in every format, nor white space at the edges."""
+    """Return what every format keeps of a message: not ids of calls, nor white space at the edges."""
     calls = [(one["function"]["name"], one["function"]["arguments"]) for one in message.get("tool_calls", ())]
     return message["content"].strip(), (message.get("reasoning_content") or "").strip(), calls
 

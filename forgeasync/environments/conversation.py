@@ -1,18 +1,18 @@
-"""The tree of conversations with a model: which turns do messages hand back, and which one do they continue?
+"""The tree of conversations with a model. It finds the turn that messages continue, and turns among messages.
 
-Messages come as whole conversations, from an environment or from a client that keeps its own history. They
-continue the turn with the most messages that they begin with. Where they continue no turn, or not the last
-turn of theirs, they begin another branch:
+An environment, or a client that keeps its own history, passes the whole conversation each time. It continues
+the turn with the longest history that it starts with. If there is no such turn, or later turns follow it, the
+messages start another branch:
 
-    the same messages again                     another answer to them; shares the turns before it
+    the same messages again                     another answer; shares the turns before it
     a history with changed or removed messages  rewritten; shares the turns before the first change
-    a conversation that nobody has had          a new root
+    an unknown conversation                     a new root
 
-The tree knows messages only. What an agent keeps of its turns (tokens, or facts for people) is a parameter.
+The tree stores messages only. What an agent keeps with each turn (tokens, or facts for people) is a type
+parameter.
 
-Messages are found in a trie with an edge for every message. A client that drops the reasoning of its turns
-can be at several places of the trie at once, so that a search follows all of them. It visits no place twice,
-so that no history makes more work than the tree is large.
+Messages are stored in a trie with an edge per message. If a client drops reasoning, its history can match
+several nodes of the trie, so a search follows all of them. A search visits each node at most once.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -23,7 +23,7 @@ from forgeasync.environments.messages import ASSISTANT, Message, ToolSpec, is_sa
 from forgeasync.rollouts import FinishReason, VersionRange
 
 KeptT = TypeVar("KeptT")
-"""What an agent keeps of a turn."""
+"""What an agent keeps with a turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -37,7 +37,7 @@ class AnsweredMessages(Generic[KeptT]):
     """The turn that it follows; None at a root."""
     kept: KeptT
     number: int
-    """Its place among all turns, in the order in which they ended."""
+    """Its index among all turns, in the order in which they ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,24 +47,24 @@ class Continuation(Generic[KeptT]):
     after: AnsweredMessages[KeptT] | None
     """The turn that they continue; None at a root."""
     is_rewritten: bool
-    """Whether the messages come back to a conversation of this agent with another history than it had."""
+    """Whether the messages are a conversation of this agent whose history was changed."""
 
     @property
     def num_known(self) -> int:
-        """Number of messages, from the first one, that the path has."""
+        """Number of leading messages that the path has."""
         return 0 if self.after is None else len(self.after.messages)
 
 
 @dataclass(slots=True, eq=False)
-class _Place(Generic[KeptT]):
+class _Node(Generic[KeptT]):
     """A node of the trie: the message that leads to it, and what comes after it."""
 
-    above: "_Place[KeptT] | None" = None
+    parent: "_Node[KeptT] | None" = None
     """None at the root."""
     forms: list[Message] = field(default_factory=list)
-    """The message, and then the other forms in which clients were shown it."""
-    following: "dict[Hashable, list[_Place[KeptT]]]" = field(default_factory=dict)
-    """By the ``lookup_key`` of each form; those in one list differ in what clients may drop."""
+    """The message, followed by the other forms in which it was shown to clients."""
+    children: "dict[Hashable, list[_Node[KeptT]]]" = field(default_factory=dict)
+    """By the ``lookup_key`` of each form. Nodes in one list differ only in what clients may drop."""
     first_turns: dict[Hashable, AnsweredMessages[KeptT]] = field(default_factory=dict)
     """The earliest turn that ends here, for each set of tools."""
     num_turns: int = 0
@@ -76,8 +76,8 @@ class _Place(Generic[KeptT]):
         """Recognize the message in this form too."""
         if form not in self.forms:
             self.forms.append(form)
-            assert self.above is not None, "the root has no message"
-            alike = self.above.following.setdefault(lookup_key(form), [])
+            assert self.parent is not None, "the root has no message"
+            alike = self.parent.children.setdefault(lookup_key(form), [])
             if self not in alike:
                 alike.append(self)
 
@@ -87,7 +87,7 @@ class ConversationTree(Generic[KeptT]):
     """All turns that an agent has taken in an episode."""
 
     _turns: list[AnsweredMessages[KeptT]] = field(default_factory=list)
-    _root: _Place[KeptT] = field(default_factory=_Place)
+    _root: _Node[KeptT] = field(default_factory=_Node)
     _by_answer: dict[Hashable, list[AnsweredMessages[KeptT]]] = field(default_factory=dict)
     """The turns by ``lookup_key`` of their own messages."""
 
@@ -110,21 +110,22 @@ class ConversationTree(Generic[KeptT]):
     def find(self, messages: tuple[Message, ...], tools: tuple[ToolSpec, ...]) -> Continuation[KeptT]:
         """Find the turn that checked ``messages`` continue: the longest path that they begin with.
 
-        The earliest turn counts where several have said the same after the same messages. Tools are told at
-        the beginning of a conversation: with others it is another one. Takes time in proportion to the
-        messages and to the messages of the tree that differ from them only in what clients may drop.
+        If several turns said the same after the same messages, the earliest one counts. A conversation with
+        other tools is another conversation, because tools are part of its first tokens. The time is
+        proportional to the number of messages, and to the number of messages in the tree that differ from
+        them only in what clients may drop.
         """
         toolset = _toolset(tools)
         longest: AnsweredMessages[KeptT] | None = None
         knows_beginning = False
-        places = [self._root]
+        nodes = [self._root]
         for index, message in enumerate(messages):
-            places = _after(places, message)
-            if not places:
+            nodes = _after(nodes, message)
+            if not nodes:
                 break
             # Also with other tools. Examples at the beginning of a conversation are no turns of it.
             knows_beginning = True
-            ended = [place.first_turns[toolset] for place in places if toolset in place.first_turns]
+            ended = [node.first_turns[toolset] for node in nodes if toolset in node.first_turns]
             if ended and index + 1 < len(messages):
                 longest = min(ended, key=lambda one: one.number)
         num_known = 0 if longest is None else len(longest.messages)
@@ -137,24 +138,24 @@ class ConversationTree(Generic[KeptT]):
     def turns_handed_back(
         self, messages: Sequence[Message], *, is_continued: bool = True
     ) -> dict[int, AnsweredMessages[KeptT]]:
-        """Return the turns that stand in checked ``messages`` behind what they answered, by their indices.
+        """Return the turns among checked ``messages`` that stand after the messages they answered, by index.
 
-        A message can be any of several turns where a client drops what sets them apart. Then what follows
-        decides, and after that which of them has been continued least: parallel sub-agents that were told
-        the same each get their own. ``is_continued`` says whether a turn
-        will follow the last of them.
+        If a client drops what distinguishes turns, a message can match several of them. Then the following
+        messages decide, and after that the turn that was continued least often wins: parallel sub-agents
+        that got the same answer each continue their own turn. ``is_continued`` says whether a turn will
+        follow these messages.
         """
-        places = last = [self._root]
+        nodes = last = [self._root]
         for message in messages:
-            places = _after(places, message)
-            last = [one for one in places if one.num_turns] or last
-        place: _Place[KeptT] | None = min(last, key=lambda one: one.num_continued)
-        assert place is not None
-        place.num_continued += is_continued
-        path: list[_Place[KeptT]] = []
-        while place is not None and place.above is not None:
-            path.append(place)
-            place = place.above
+            nodes = _after(nodes, message)
+            last = [one for one in nodes if one.num_turns] or last
+        node: _Node[KeptT] | None = min(last, key=lambda one: one.num_continued)
+        assert node is not None
+        node.num_continued += is_continued
+        path: list[_Node[KeptT]] = []
+        while node is not None and node.parent is not None:
+            path.append(node)
+            node = node.parent
         return {
             index: next(iter(one.first_turns.values()))
             for index, one in enumerate(reversed(path))
@@ -162,9 +163,9 @@ class ConversationTree(Generic[KeptT]):
         }
 
     def own_turns(self, messages: Sequence[Message]) -> dict[int, KeptT]:
-        """Return what is kept of the turns that stand unchanged among ``messages``, by their indices.
+        """Return what is kept with the turns that are unchanged among ``messages``, by index.
 
-        Each stands for one message only; where several say the same, the earliest comes first.
+        Each turn matches one message only. If several turns say the same, the earliest is used first.
         """
         found: dict[int, KeptT] = {}
         left: dict[Hashable, list[AnsweredMessages[KeptT]]] = {}
@@ -174,10 +175,10 @@ class ConversationTree(Generic[KeptT]):
             key = lookup_key(message)
             if key not in left:
                 left[key] = list(self._by_answer.get(key, ()))
-            for place, one in enumerate(left[key]):
+            for position, one in enumerate(left[key]):
                 if is_same_message(one.messages[-1], message):
                     found[index] = one.kept
-                    del left[key][place]
+                    del left[key][position]
                     break
         return found
 
@@ -190,55 +191,55 @@ class ConversationTree(Generic[KeptT]):
         after: AnsweredMessages[KeptT] | None,
         shown: Message | None = None,
     ) -> None:
-        """Add a turn that has ended, given the checked messages up to and including its own.
+        """Add a turn that has ended; ``messages`` are checked and include the turn's own message.
 
-        ``shown`` is its message in another form that a client was given.
+        ``shown`` is that message in the form that a client was given, if it is another one.
         """
         number = self._turns[-1].number + 1 if self._turns else 0
         turn = AnsweredMessages(messages=messages, tools=tools, after=after, kept=kept, number=number)
         self._turns.append(turn)
-        place = self._place_of(messages)
-        place.first_turns.setdefault(_toolset(tools), turn)
-        place.num_turns += 1
+        node = self._node_of(messages)
+        node.first_turns.setdefault(_toolset(tools), turn)
+        node.num_turns += 1
         if shown is not None:
-            place.show_as(shown)
+            node.show_as(shown)
         self._by_answer.setdefault(lookup_key(messages[-1]), []).append(turn)
 
     def forget_oldest(self) -> None:
-        """Forget the turn that ended first, and all messages that are in no other turn's conversation."""
+        """Remove the turn that ended first, and all messages that no other turn needs."""
         turn = self._turns.pop(0)
         self._by_answer[lookup_key(turn.messages[-1])].remove(turn)
-        place = self._place_of(turn.messages)
-        place.num_turns -= 1
-        if not place.num_turns:
-            place.first_turns.clear()
-        while place.above is not None and not place.num_turns and not place.following:
-            for key in set(map(lookup_key, place.forms)):
-                place.above.following[key].remove(place)
-                if not place.above.following[key]:
-                    del place.above.following[key]
-            place = place.above
+        node = self._node_of(turn.messages)
+        node.num_turns -= 1
+        if not node.num_turns:
+            node.first_turns.clear()
+        while node.parent is not None and not node.num_turns and not node.children:
+            for key in set(map(lookup_key, node.forms)):
+                node.parent.children[key].remove(node)
+                if not node.parent.children[key]:
+                    del node.parent.children[key]
+            node = node.parent
 
-    def _place_of(self, messages: Sequence[Message]) -> _Place[KeptT]:
-        """The place to which exactly these messages lead; new ones are added."""
-        place = self._root
+    def _node_of(self, messages: Sequence[Message]) -> _Node[KeptT]:
+        """Return the node of exactly these messages; adds it if it is missing."""
+        node = self._root
         for message in messages:
-            alike = place.following.get(lookup_key(message), ())
+            alike = node.children.get(lookup_key(message), ())
             known = next((one for one in alike if one.forms[0] == message), None)
             if known is None:
-                known = _Place(above=place)
+                known = _Node(parent=node)
                 known.show_as(message)
-            place = known
-        return place
+            node = known
+        return node
 
 
-def _after(places: Sequence[_Place[KeptT]], message: Message) -> list[_Place[KeptT]]:
-    """The places after these to which a message leads."""
+def _after(nodes: Sequence[_Node[KeptT]], message: Message) -> list[_Node[KeptT]]:
+    """Return the child nodes that match a message."""
     key = lookup_key(message)
     return [
         one
-        for place in places
-        for one in place.following.get(key, ())
+        for node in nodes
+        for one in node.children.get(key, ())
         if any(is_same_message(form, message) for form in one.forms)
     ]
 
@@ -248,13 +249,13 @@ def _toolset(tools: Sequence[ToolSpec]) -> Hashable:
 
 
 RecordedBranch = list[dict[str, Any]]
-"""Messages as JSON values; those that the model said have the facts of their turn besides."""
+"""Messages as JSON values. Messages of the model also have the facts of their turn."""
 
 
 def turn_facts(
     *, versions: VersionRange | None, num_tokens: int, finish_reason: FinishReason
 ) -> dict[str, Any]:
-    """Return what a recorded message says of its turn; ``versions`` is None for models of others."""
+    """Return the facts of a turn for its recorded message; ``versions`` is None if the model is not ours."""
     facts: dict[str, Any] = {}
     if versions is not None:
         facts |= {"first_version": versions.first, "version": versions.last}
@@ -264,14 +265,13 @@ def turn_facts(
 def recorded_branches(
     tree: ConversationTree[KeptT], facts: Callable[[KeptT], Mapping[str, Any]]
 ) -> list[RecordedBranch]:
-    """Return all branches of an agent; ``facts`` says what a message tells of its turn."""
-    return [_branch(leaf, facts) for leaf in tree.leaves]
-
-
-def _branch(leaf: AnsweredMessages[KeptT], facts: Callable[[KeptT], Mapping[str, Any]]) -> RecordedBranch:
-    branch = [dict(message) for message in leaf.messages]
-    turn: AnsweredMessages[KeptT] | None = leaf
-    while turn is not None:
-        branch[len(turn.messages) - 1] |= facts(turn.kept)
-        turn = turn.after
-    return branch
+    """Return all branches of an agent; ``facts`` returns the facts of a turn."""
+    branches = []
+    for leaf in tree.leaves:
+        branch = [dict(message) for message in leaf.messages]
+        turn: AnsweredMessages[KeptT] | None = leaf
+        while turn is not None:
+            branch[len(turn.messages) - 1] |= facts(turn.kept)
+            turn = turn.after
+        branches.append(branch)
+    return branches

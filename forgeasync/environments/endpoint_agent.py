@@ -1,4 +1,4 @@
-"""Which model behind which endpoint is asked for turns, and with which key."""
+"""An agent whose turns a model behind an OpenAI-compatible endpoint samples."""
 
 import asyncio
 import json
@@ -25,13 +25,10 @@ from forgeasync.environments.environment import (
 from forgeasync.environments.messages import (
     BrokenToolCall,
     Message,
-    NestedTooDeeply,
     ToolCall,
     ToolSpec,
-    check_nesting,
     checked_message,
-    checked_messages,
-    checked_tools,
+    read_arguments,
 )
 from forgeasync.rollouts import FinishReason
 
@@ -40,7 +37,7 @@ if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion
 
 NO_KEY = "none"
-"""What is sent to an endpoint that wants no key: the SDK wants one."""
+"""The key for endpoints without keys, because the SDK requires one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +51,7 @@ class EndpointModel:
     api_key_variable: str | None = None
     """Name of the environment variable with the key; None: no key is sent. The key itself travels nowhere."""
     max_retries: int = 5
-    """Times that the SDK repeats a request that failed for a reason that may pass, such as a rate limit."""
+    """How often the SDK retries a request after a temporary failure, such as a rate limit."""
 
     def api_key(self) -> str:
         """Read the key.
@@ -101,7 +98,7 @@ def open_client(endpoint: EndpointModel, *, limit_s: float) -> "AsyncOpenAI":
 
 
 class EndpointAgent(Participant):
-    """An ``Agent`` over an endpoint. Each belongs to one episode, and to the event loop that it runs on."""
+    """An ``Agent`` over an endpoint, for one episode and its event loop."""
 
     def __init__(
         self,
@@ -114,22 +111,21 @@ class EndpointAgent(Participant):
         name: str = "agent",
         artifacts: EpisodeArtifacts | None = None,
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
-        on_begin: Callable[[], object] = lambda: None,
-        on_end: Callable[[], object] = lambda: None,
+        taking_turn: Callable[[], AbstractContextManager[None]] = nullcontext,
         client: "AsyncOpenAI | None" = None,
     ) -> None:
-        """``limit_s`` is the time for a turn with all its retries, ``timeouts.generate_s``. ``on_begin`` is
-        called when a turn begins, ``on_end`` when it has ended, however it did.
+        """``limit_s`` is the time for a turn with all its retries, ``timeouts.generate_s``.
 
-        ``client`` has connections that several agents of one event loop share; None: this agent opens and
-        closes its own.
+        ``taking_turn`` is entered while the endpoint samples a turn.
+
+        Several agents of one event loop may share a ``client``. If it is None, the agent opens and closes its
+        own.
         """
         super().__init__(name=name, artifacts=artifacts, waiting=waiting, max_turns=max_turns, tool_s=tool_s)
         self._endpoint = endpoint
         self._sampling = sampling
         self._limit_s = limit_s
-        self._on_begin = on_begin
-        self._on_end = on_end
+        self._taking_turn = taking_turn
         self._client = client
         self._own_client: AsyncOpenAI | None = None
         # Keeps the facts of the turns.
@@ -142,13 +138,13 @@ class EndpointAgent(Participant):
 
     @property
     def base_url(self) -> str:
-        """The endpoint itself: what is asked there is not counted, and is in no record."""
+        """The endpoint itself. Turns that are requested there are not counted or recorded."""
         self.has_given_url = True
         return self._endpoint.base_url
 
     @property
     def anthropic_base_url(self) -> str:
-        """Refused: nothing is known of the endpoint but that it has Chat Completions."""
+        """Not available: endpoints are only known to have Chat Completions."""
         raise ValueError(
             f"{self._endpoint.base_url} is evaluated by Chat Completions; agents that speak Anthropic's API "
             "can be evaluated with --model, which starts generators with sessions"
@@ -186,11 +182,7 @@ class EndpointAgent(Participant):
                 ``timeouts.generate_s``, after all retries; or it answered with something that is no turn.
             EpisodeOver: the episode has ended.
         """
-        self._check_open()
-        specs = checked_tools(tools)
-        checked = checked_messages(messages)
-        if max_tokens is not None and max_tokens < 1:
-            raise ValueError(f"max_tokens = {max_tokens}; must be at least 1")
+        checked, specs = self._checked(messages, tools, max_tokens)
         self._check_turns()
         self._num_begun += 1
         bound = self._sampling.max_response_tokens
@@ -211,17 +203,17 @@ class EndpointAgent(Participant):
         return turn
 
     async def _asked(self, request: dict[str, Any]) -> "ChatCompletion":
-        """Ask with the SDK's retries, which wait longer each time and as long as the server says."""
+        """Make a request, with the SDK's retries and their backoff."""
         from openai import APIError
 
         endpoint = self._endpoint
         client = self._client or self._own_client
         if client is None:
             client = self._own_client = open_client(endpoint, limit_s=self._limit_s)
-        self._on_begin()
         try:
-            async with asyncio.timeout(self._limit_s):
-                completion: ChatCompletion = await client.chat.completions.create(**request)
+            with self._taking_turn():
+                async with asyncio.timeout(self._limit_s):
+                    completion: ChatCompletion = await client.chat.completions.create(**request)
         except TimeoutError:
             raise EpisodeInterrupted(
                 f"{endpoint.base_url} took longer than timeouts.generate_s = {self._limit_s:g} s"
@@ -232,12 +224,10 @@ class EndpointAgent(Participant):
                 raise ContextFull(f"{endpoint.base_url}: {error.message}"[:500]) from None
             words = f"{endpoint.base_url}: {type(error).__name__}: {error.message}"
             raise EpisodeInterrupted(words[:500]) from None
-        finally:
-            self._on_end()
         return completion
 
     def _turn(self, completion: "ChatCompletion", stops: Sequence[str]) -> Turn:
-        """Read an answer, of whose form a server of others assures nothing."""
+        """Convert an answer. Nothing guarantees its form."""
         if not completion.choices or completion.usage is None:
             what = "choice" if not completion.choices else "usage, which says how many tokens it has"
             raise EpisodeInterrupted(f"{self._endpoint.base_url} answered without a {what}")
@@ -265,7 +255,7 @@ class EndpointAgent(Participant):
             num_prompt_tokens=completion.usage.prompt_tokens,
             num_tokens=completion.usage.completion_tokens,
             finish_reason=finish_reason,
-            # Servers like vLLM say which text it was; one of theirs alone would be news to the environment.
+            # Servers like vLLM report the text. The environment gets it if it is one that it asked for.
             stop_text=stop_text if stop_text in stops else None,
             reasoning=reasoning if isinstance(reasoning, str) else None,
             tool_calls=tuple(calls),
@@ -281,7 +271,7 @@ class EndpointAgent(Participant):
 
 
 def _sent(message: Message) -> dict[str, Any]:
-    """A checked message as the endpoint takes it: arguments of calls are text."""
+    """Convert a checked message for the endpoint: arguments of calls become text."""
     sent = {key: value for key, value in message.items() if key != "reasoning_content"}
     if "tool_calls" in sent:
         sent["tool_calls"] = [
@@ -304,15 +294,9 @@ def _read_call(call: dict[str, Any], default_id: str) -> ToolCall | BrokenToolCa
     name, written = function["name"], function.get("arguments")
     text = written if isinstance(written, str) else json.dumps(written)
     try:
-        arguments = json.loads(text or "{}")
-    except (ValueError, RecursionError) as error:
-        return BrokenToolCall(text=text, problem=f"arguments of {name} are no JSON: {error}")
-    if not isinstance(arguments, dict):
-        return BrokenToolCall(text=text, problem=f"arguments of {name} are no JSON object")
-    try:
-        check_nesting(f"arguments of {name} are", arguments)
-    except NestedTooDeeply as error:
-        return BrokenToolCall(text=text, problem=str(error))
+        arguments = read_arguments(text)
+    except ValueError as error:
+        return BrokenToolCall(text=text, problem=f"arguments of {name} are {error}")
     return ToolCall(id=call.get("id") or default_id, name=name, arguments=arguments)
 
 

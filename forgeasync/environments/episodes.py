@@ -1,16 +1,17 @@
 """Runs episodes of one environment, each on a thread of its own and under deadlines.
 
-Plain asyncio, no Monarch: the environment worker is a thin shell around ``Episodes``. Turns are sampled on
-the loop that ``run`` is called on; an episode's own loop waits for them.
+It uses asyncio only; the Monarch actor is a thin shell around ``Episodes``. Turns are sampled on the event
+loop that calls ``run``, and the episode's own loop waits for them.
 """
 
 import asyncio
 import bisect
+import dataclasses
 import json
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +22,6 @@ from forgeasync.environments.agent import (
     AgentRole,
     EpisodeAgent,
     EpisodeArtifacts,
-    OpenSession,
     Participant,
     SampleTurn,
     TurnLimits,
@@ -29,7 +29,7 @@ from forgeasync.environments.agent import (
     artifact_folder_name,
     outcome_of,
 )
-from forgeasync.environments.conversation import turn_facts
+from forgeasync.environments.conversation import RecordedBranch, turn_facts
 from forgeasync.environments.endpoint_agent import EndpointAgent, EndpointModel
 from forgeasync.environments.environment import (
     Agent,
@@ -46,6 +46,7 @@ from forgeasync.environments.environment import (
 from forgeasync.environments.episode_thread import EpisodeThread, kill
 from forgeasync.environments.messages import ASSISTANT
 from forgeasync.environments.rendering import MessageRenderer
+from forgeasync.environments.sessions.session import Session
 from forgeasync.environments.tools import num_stuck_calls
 from forgeasync.observability import last_words
 from forgeasync.rollouts import EpisodeId, EpisodeOutcome, SampledTurn, Score, Task, VersionRange
@@ -53,43 +54,70 @@ from forgeasync.rollouts import EpisodeId, EpisodeOutcome, SampledTurn, Score, T
 
 @dataclass(slots=True)
 class EpisodeActivity:
-    """What an episode is doing, for its deadlines; times are those of ``now_s``."""
+    """What an episode is doing, for its deadlines. Times are in seconds of ``now_s``."""
 
     now_s: Callable[[], float] = time.perf_counter
     num_sampling: int = 0
     num_begun: int = 0
     last_s: float = 0.0
-    """When the episode began, or the last turn under way or wait for a person ended."""
+    """When the episode started, or the last turn or the last wait ended."""
     sampling_s: float = 0.0
     judging_since_s: dict[int, float] = field(default_factory=dict)
     num_waiting: int = 0
-    """Waits for people and for generators that are under way; they may overlap."""
+    """Waits for people and generators in progress; they may overlap."""
     waited_s: float = 0.0
-    """Time for which somebody was waited for, waits that go on left out."""
+    """Total time of completed waits."""
     waited_before_turns_s: float = 0.0
-    """That of waits which ended before the first turn began: nothing has grown old meanwhile."""
+    """Total time of waits before the first turn. No sampled token ages during them."""
     _waiting_since_s: float = 0.0
 
-    def begin(self, now_s: float) -> None:
+    def begin_turn(self, *, is_judge: bool) -> int:
+        """Start a turn; return its number."""
+        number, now_s = self.num_begun, self.now_s()
         if not self.num_sampling:
             self.last_s = now_s
         self.num_sampling += 1
         self.num_begun += 1
+        if is_judge:
+            self.judging_since_s[number] = now_s
+        return number
 
-    def end(self, now_s: float) -> None:
+    def end_turn(self, number: int) -> None:
+        """End a turn, with any outcome."""
+        now_s = self.now_s()
+        self.judging_since_s.pop(number, None)
         self.num_sampling -= 1
         if not self.num_sampling:
             self.sampling_s += now_s - self.last_s
             self.last_s = now_s
 
+    def turns_on(
+        self, loop: asyncio.AbstractEventLoop, *, is_judge: bool
+    ) -> Callable[[], AbstractContextManager[None]]:
+        """Return a context that an agent enters, on any thread, while an endpoint samples its turn.
+
+        This object belongs to ``loop``.
+        """
+
+        @contextmanager
+        def turn() -> Iterator[None]:
+            numbers: list[int] = []
+            loop.call_soon_threadsafe(lambda: numbers.append(self.begin_turn(is_judge=is_judge)))
+            try:
+                yield
+            finally:
+                loop.call_soon_threadsafe(lambda: self.end_turn(numbers[0]))
+
+        return turn
+
     def begin_wait(self, now_s: float) -> None:
-        """From now on deadlines stand still."""
+        """Stop the deadlines."""
         if not self.num_waiting:
             self._waiting_since_s = now_s
         self.num_waiting += 1
 
     def end_wait(self, now_s: float) -> None:
-        """Deadlines go on if nobody else is waited for."""
+        """Resume the deadlines, unless there is another wait."""
         self.num_waiting -= 1
         if self.num_waiting:
             return
@@ -103,8 +131,10 @@ class EpisodeActivity:
             self.last_s = now_s
 
     def waiting_on(self, loop: asyncio.AbstractEventLoop) -> Callable[[], AbstractContextManager[None]]:
-        """Return what an agent of the episode enters, on any thread, while it waits for a person or for a
-        generator; this object belongs to ``loop``."""
+        """Return a context that an agent enters, on any thread, while it waits for a person or a generator.
+
+        This object belongs to ``loop``.
+        """
 
         @contextmanager
         def waiting() -> Iterator[None]:
@@ -121,7 +151,7 @@ logger = logging.getLogger(__name__)
 
 
 def has_failed(agents: Sequence[Participant]) -> bool:
-    """Whether a turn was given up or could not be sampled, which ends the episode whatever it does."""
+    """Whether a turn was abandoned or could not be sampled. This ends the episode."""
     return any(agent.is_cancelled or agent.failure is not None for agent in agents)
 
 
@@ -136,13 +166,13 @@ def judge_ending(
 ) -> tuple[Ending, dict[str, Score], str | None]:
     """Return how an episode ended, the scores by agent, and what went wrong.
 
-    ``result`` is what the environment's method returned or raised, ``overdue`` the deadline that has passed,
-    and ``where`` begins what is said of a problem.
+    ``result`` is what ``rollout`` returned or raised, ``overdue`` is the deadline that has passed, and
+    ``where`` is the prefix of the description of a problem.
     """
     if overdue is not None:
         return Ending.TIMEOUT, {}, f"{where}: took longer than {overdue}"
     if isinstance(result, BaseException):
-        return *_ending_of(result, agents), f"{where}: {type(result).__name__}: {last_words(result)}"
+        return _ending_of(result, agents), {}, f"{where}: {type(result).__name__}: {last_words(result)}"
     num_turns = sum(agent.num_turns for agent in agents)
     if not num_turns and not any(agent.has_given_url for agent in agents):
         problem = "ended without a turn of the model; must await agent.respond(...) at least once"
@@ -176,28 +206,29 @@ def _scores(result: object, roles: Sequence[AgentRole], *, has_one_agent: bool) 
     raise ValueError(f"rollout returned {str(result)[:80]!r}; must return {what}")
 
 
-def _ending_of(error: BaseException, agents: Sequence[Participant]) -> tuple[Ending, dict[str, Score]]:
-    match error:
-        case ContextFull() if any(agent.num_turns for agent in agents):
-            return Ending.LENGTH, {}
-        case TooManyTurns():
-            return Ending.MAX_TURNS, {}
-        case ParseError():
-            return Ending.PARSE_ERROR, {}
-        case ToolError():
-            return Ending.TOOL_ERROR, {}
-        case NoScore():
-            return Ending.NO_SCORE, {}
-        case EpisodeInterrupted():
-            return Ending.INFRASTRUCTURE, {}
-        case _:
-            # Whatever the user's code raises is for the user to see, with its traceback in the log.
-            logger.warning("an episode failed", exc_info=error)
-            return Ending.ENVIRONMENT_CRASH, {}
+ENDINGS: Mapping[type[Exception], Ending] = {
+    ContextFull: Ending.LENGTH,
+    TooManyTurns: Ending.MAX_TURNS,
+    ParseError: Ending.PARSE_ERROR,
+    ToolError: Ending.TOOL_ERROR,
+    NoScore: Ending.NO_SCORE,
+    EpisodeInterrupted: Ending.INFRASTRUCTURE,
+}
+"""How an episode ends if ``rollout`` raises one of these."""
+
+
+def _ending_of(error: BaseException, agents: Sequence[Participant]) -> Ending:
+    has_turns = any(agent.num_turns for agent in agents)
+    for kind, ending in ENDINGS.items():
+        if isinstance(error, kind) and (has_turns or kind is not ContextFull):
+            return ending
+    # An exception of the user's code is logged with its traceback.
+    logger.warning("an episode failed", exc_info=error)
+    return Ending.ENVIRONMENT_CRASH
 
 
 MAX_BYTES = 500_000
-"""Most bytes of the messages of a record, as JSON; what is beyond is cut, and its number is told."""
+"""Maximum bytes of the messages of a record, as JSON. The rest is cut and counted."""
 
 
 def episode_record(
@@ -209,23 +240,8 @@ def episode_record(
     artifacts: EpisodeArtifacts,
 ) -> dict[str, Any]:
     """Return JSON values: task, ending, files kept, and for every agent its score and its branches."""
-    room = _Room(MAX_BYTES)
-    record: dict[str, Any] = {
-        "task_id": task.task_id,
-        "ending": ending.value,
-        "problem": problem,
-        "artifacts": artifacts.paths,
-        "agents": [
-            {
-                "name": agent.name,
-                "score": _score(scores.get(agent.name)),
-                "num_turns": agent.num_turns,
-                "branches": [room.kept(branch) for branch in agent.branches()],
-            }
-            for agent in agents
-        ],
-    }
-    return record | {"num_cut_bytes": room.num_cut}
+    told = [(agent.name, scores.get(agent.name), agent.num_turns, agent.branches()) for agent in agents]
+    return _record(task, ending, problem, artifacts.paths, told)
 
 
 def response_record(
@@ -236,40 +252,54 @@ def response_record(
     *,
     versions: VersionRange | None,
 ) -> dict[str, Any]:
-    """Return the record of one response to a task's prompt, in the form of an episode's with one turn."""
-    room = _Room(MAX_BYTES)
+    """Return the record of a response without an environment, in the form of an episode with one turn."""
     prompt = {"role": "user", "content": task.prompt}
     answer = {"role": ASSISTANT, "content": response.text} | turn_facts(
         versions=versions, num_tokens=response.num_tokens, finish_reason=response.finish_reason
     )
-    branch = room.kept([prompt, answer])
+    return _record(task, None, problem, [], [("agent", score, 1, [[prompt, answer]])])
+
+
+def _record(
+    task: Task,
+    ending: Ending | None,
+    problem: str | None,
+    artifacts: Sequence[str],
+    agents: Iterable[tuple[str, Score | None, int, list[RecordedBranch]]],
+) -> dict[str, Any]:
+    """Return a record; ``agents`` has the name, score, number of turns and branches of each."""
+    room = _Room(MAX_BYTES)
+    told = [
+        {
+            "name": name,
+            "score": None
+            if score is None
+            else {"value": score.value, "is_correct": score.is_correct, "parts": dict(score.parts)},
+            "num_turns": num_turns,
+            "branches": [room.kept(branch) for branch in branches],
+        }
+        for name, score, num_turns, branches in agents
+    ]
     return {
         "task_id": task.task_id,
-        "ending": None,
+        "ending": None if ending is None else ending.value,
         "problem": problem,
-        "artifacts": [],
-        "agents": [
-            {
-                "name": "agent",
-                "score": _score(score),
-                "num_turns": 1,
-                "branches": [branch],
-            }
-        ],
+        "artifacts": list(artifacts),
+        "agents": told,
         "num_cut_bytes": room.num_cut,
     }
 
 
 class _Room:
-    """How many bytes are left."""
+    """Counts the bytes that are left for messages."""
 
     def __init__(self, num_left: int) -> None:
         self._num_left = num_left
         self.num_cut = 0
 
     def kept(self, branch: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return the messages for which there is room; the first that is too large has the beginnings of its
-        texts and no tool calls."""
+        """Return the messages that fit. The first one that is too large keeps the beginning of its texts, and
+        loses its tool calls."""
         kept = []
         for message in branch:
             whole = _as_json(message)
@@ -282,12 +312,12 @@ class _Room:
             if (part := self._part(whole)) is not None:
                 kept.append(part)
                 self.num_cut -= _num_bytes(part)
-            # Whatever follows is cut: a conversation has no gaps.
+            # All following messages are cut, so that a conversation has no gaps.
             self._num_left = 0
         return kept
 
     def _part(self, message: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return as much of a message as there is room for; None if there is none at all."""
+        """Return the part of a message that fits; None if nothing fits."""
         texts = [key for key in ("content", "reasoning_content") if key in message]
         part = {key: value for key, value in message.items() if key != "tool_calls"} | dict.fromkeys(
             texts, ""
@@ -296,7 +326,7 @@ class _Room:
             return None
         for key in texts:
             room = self._num_left - _num_bytes(part)
-            # A character takes one byte at least, so that only so many can fit.
+            # A character takes at least one byte, so no more than this many fit.
             text = message[key][:room]
             num_fitting = bisect.bisect_right(
                 range(1, len(text) + 1), room, key=lambda length: _num_bytes(text[:length]) - len('""')
@@ -306,7 +336,7 @@ class _Room:
 
 
 def _as_json(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as rollouts.jsonl can have it: arguments that JSON has not, such as NaN, as text."""
+    """Return a message for rollouts.jsonl. Arguments that JSON cannot hold, such as NaN, become text."""
     try:
         json.dumps(message, allow_nan=False)
     except (TypeError, ValueError):
@@ -319,23 +349,15 @@ def _as_json(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _num_bytes(value: object) -> int:
-    """Number of bytes that a value takes in rollouts.jsonl."""
+    """Return the number of bytes of a value in rollouts.jsonl."""
     return len(json.dumps(value, allow_nan=False))
 
 
-def _score(score: Score | None) -> dict[str, Any] | None:
-    if score is None:
-        return None
-    return {"value": score.value, "is_correct": score.is_correct, "parts": dict(score.parts)}
-
-
-logger = logging.getLogger(__name__)
-
 CLEAN_UP_S = 5.0
-"""Time for a cancelled episode to clean up, in seconds; after that its processes are killed."""
+"""Seconds for a cancelled episode to clean up. After that its processes are killed."""
 
 INTERRUPT_S = 1.0
-"""Time for a thread to end once its processes are killed and it was interrupted."""
+"""Seconds for a thread to end after its processes were killed and it was interrupted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -353,7 +375,7 @@ SampleEpisodeTurn = Callable[[EpisodeId, TurnRequest], Awaitable[SampledTurn | N
 
 
 class EpisodeCancelled(Exception):
-    """The group was given up during an episode, because it would have been too old at its end."""
+    """The group was abandoned during an episode, because it would have been too old at its end."""
 
 
 class Episodes:
@@ -370,7 +392,7 @@ class Episodes:
         max_context_length: int,
         section: EpisodesSection,
         limit_s: float,
-        open_session: Callable[[EpisodeAgent], OpenSession] | None = None,
+        open_session: Callable[[EpisodeAgent], Session] | None = None,
         now_s: Callable[[], float] = time.perf_counter,
     ) -> None:
         """``name`` is the environment's name in messages; ``limit_s`` is ``timeouts.episode_s``.
@@ -392,11 +414,11 @@ class Episodes:
         self._limit_s = limit_s
         self._stuck: list[EpisodeThread[object]] = []
         self.num_killed_processes = 0
-        """Processes of episodes that did not end by themselves."""
+        """Processes of episodes that had to be killed."""
 
     @property
     def num_stuck(self) -> int:
-        """Threads of episodes that are over and of tools that were cut off, which nothing has ended."""
+        """Threads of ended episodes and timed-out tools that could not be stopped."""
         self._stuck = [thread for thread in self._stuck if thread.is_alive]
         return len(self._stuck) + num_stuck_calls()
 
@@ -410,13 +432,13 @@ class Episodes:
         keeps_record: bool = False,
         artifacts_folder: Path | None = None,
     ) -> EpisodeOutcome:
-        """Run one attempt at an episode to its end, whatever that is.
+        """Run one attempt at an episode to its end.
 
         Files that it keeps are written below ``artifacts_folder`` if its record is kept, too.
 
         Raises:
-            EpisodeCancelled: the group was given up meanwhile.
-            Exception: whatever ``sample`` raised, even if the environment continued without the turn; but an
+            EpisodeCancelled: The group was abandoned meanwhile.
+            Exception: An exception of ``sample``, even if the environment caught it. But
                 ``EpisodeInterrupted`` is an ending (``Ending.INFRASTRUCTURE``).
         """
         where = f"environment {self._name}, task {task.task_id}, rollout {episode.index}"
@@ -433,7 +455,7 @@ class Episodes:
             if agent.is_cancelled:
                 raise EpisodeCancelled
             if isinstance(agent.failure, EpisodeInterrupted):
-                # Whatever the environment has made of it.
+                # Even if the environment caught it.
                 result, overdue = agent.failure, None
             elif agent.failure is not None:
                 raise agent.failure
@@ -493,22 +515,16 @@ class Episodes:
         activity: EpisodeActivity,
         sample: SampleEpisodeTurn,
     ) -> SampleTurn:
-        """Sample turns of one agent on the loop that the episodes are run on, from whatever loop it asks."""
+        """Return a function that samples turns of one agent on the current loop, from any loop."""
         loop = asyncio.get_running_loop()
-        of_agent = EpisodeId(
-            group_id=episode.group_id, index=episode.index, attempt=episode.attempt, agent=index
-        )
+        of_agent = dataclasses.replace(episode, agent=index)
 
         async def here(request: TurnRequest) -> SampledTurn | None:
-            number = activity.num_begun
-            activity.begin(self._now_s())
-            if not role.is_trainable:
-                activity.judging_since_s[number] = self._now_s()
+            number = activity.begin_turn(is_judge=not role.is_trainable)
             try:
                 return await sample(of_agent, request)
             finally:
-                activity.judging_since_s.pop(number, None)
-                activity.end(self._now_s())
+                activity.end_turn(number)
 
         async def from_anywhere(request: TurnRequest) -> SampledTurn | None:
             if asyncio.get_running_loop() is loop:
@@ -520,21 +536,8 @@ class Episodes:
     def _endpoint_agent(
         self, role: AgentRole, activity: EpisodeActivity, turns: EndpointTurns, artifacts: EpisodeArtifacts
     ) -> EndpointAgent:
-        """An agent whose turns an endpoint samples; they run on the episode's loop and count on this one."""
+        """Return an agent whose turns an endpoint samples, on the episode's loop; they count on this one."""
         loop = asyncio.get_running_loop()
-        judging: list[int] = []
-
-        def begin() -> None:
-            if not role.is_trainable:
-                judging.append(activity.num_begun)
-                activity.judging_since_s[activity.num_begun] = self._now_s()
-            activity.begin(self._now_s())
-
-        def end() -> None:
-            if judging:
-                activity.judging_since_s.pop(judging.pop(0), None)
-            activity.end(self._now_s())
-
         return EndpointAgent(
             endpoint=turns.endpoint,
             sampling=turns.sampling,
@@ -543,8 +546,7 @@ class Episodes:
             tool_s=self._section.tool_s,
             name=role.name,
             artifacts=artifacts,
-            on_begin=lambda: loop.call_soon_threadsafe(begin),
-            on_end=lambda: loop.call_soon_threadsafe(end),
+            taking_turn=activity.turns_on(loop, is_judge=not role.is_trainable),
             waiting=activity.waiting_on(loop),
         )
 
@@ -565,7 +567,7 @@ class Episodes:
         where: str,
     ) -> tuple[object, str | None]:
         """Run the user's method; return its result or error, and the deadline that has passed, if any."""
-        # A turn that failed or was given up ends the episode, whatever the environment does then.
+        # A turn that failed or was abandoned ends the episode.
         agent: Agent | Agents = agents[0] if self._has_one_agent else Agents(agents)
         thread: EpisodeThread[object] = EpisodeThread(
             lambda: self._rollout(task, agent, agents), name=where[:60]
@@ -609,7 +611,7 @@ class Episodes:
         return min(deadlines)
 
     async def _end(self, thread: EpisodeThread[object], ended: "asyncio.Future[object]") -> None:
-        """End a thread by all means there are; one that goes on is counted as stuck."""
+        """End a thread by all available means. A thread that continues counts as stuck."""
         processes = thread.processes()
         thread.cancel()
         await asyncio.wait([ended], timeout=CLEAN_UP_S)

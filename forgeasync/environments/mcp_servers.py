@@ -1,19 +1,17 @@
-"""The tools of MCP servers, each with connections and processes of its own for every episode.
+"""Tools of MCP servers. Every episode has its own connections and server processes.
 
-Users' servers are not trusted: what they send is bounded, and nothing of them is left at the end.
+Servers are not trusted: the size of what they send is bounded, and all their processes are killed at the end.
 """
 
 import asyncio
 import contextlib
 import os
 import secrets
-import shutil
 import tempfile
-from collections import deque
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import anyio
 import httpx2
@@ -30,12 +28,14 @@ from forgeasync.config import HttpServer, McpServerSection, StdioServer
 from forgeasync.environments.environment import EpisodeInterrupted
 from forgeasync.environments.episode_thread import kill
 from forgeasync.environments.messages import ToolSpec
-from forgeasync.environments.tools import Tool, ToolFailed, ToolServerLost
+from forgeasync.environments.tools import Tool, ToolFailed, ToolServerLost, forget
 from forgeasync.environments.workers import marked_processes, own_mark
 from forgeasync.observability import last_words
 
+ResponseT = TypeVar("ResponseT")
+
 MAX_RESPONSE_BYTES = 16 * 2**20
-"""Most bytes of one response, which may be a stream of events that lasts as long as the episode."""
+"""Maximum bytes of a response, which may be a stream of events for the whole episode."""
 
 CONNECT_S = 30.0
 SILENCE_S = 300.0
@@ -43,32 +43,30 @@ SILENCE_S = 300.0
 
 
 class ResponseTooLarge(httpx2.RequestError):
-    """A server has sent more than is read, or compressed it."""
+    """A response is too large, or is compressed."""
 
 
 def http_client(section: HttpServer) -> httpx2.AsyncClient:
-    """Return a client for one server, not entered, which reads no more of an answer than fits.
+    """Return a client for one server that bounds the size of responses. The caller enters it.
 
     The transport of mcp 2.3.0 bounds events of a stream, but not answers in JSON
     (mcp/client/streamable_http.py).
     """
     return httpx2.AsyncClient(
-        transport=_BoundedTransport(),
+        # A transport of its own uses no proxies of the environment.
+        transport=httpx2.AsyncHTTPTransport(),
+        event_hooks={"response": [_bound]},
         headers=section.headers | {"accept-encoding": "identity"},
         timeout=httpx2.Timeout(CONNECT_S, read=SILENCE_S),
     )
 
 
-class _BoundedTransport(httpx2.AsyncHTTPTransport):
-    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
-        response = await super().handle_async_request(request)
-        if response.headers.get("content-encoding", "identity") != "identity":
-            # Its size is known only once it is unpacked.
-            await response.aclose()
-            raise ResponseTooLarge("the server compresses its responses, though it was asked not to")
-        assert isinstance(response.stream, httpx2.AsyncByteStream)
-        response.stream = _BoundedStream(response.stream)
-        return response
+async def _bound(response: httpx2.Response) -> None:
+    if response.headers.get("content-encoding", "identity") != "identity":
+        # The size is known only after decompression.
+        raise ResponseTooLarge("the server compresses its responses, though it was asked not to")
+    assert isinstance(response.stream, httpx2.AsyncByteStream)
+    response.stream = _BoundedStream(response.stream)
 
 
 class _BoundedStream(httpx2.AsyncByteStream):
@@ -88,54 +86,56 @@ class _BoundedStream(httpx2.AsyncByteStream):
 
 
 MAX_MESSAGE_BYTES = 4 * 2**20
-"""Longest message that a server may send; one that sends a longer one is killed."""
+"""Maximum bytes of a message. A server that sends a longer one is killed."""
 
 MAX_UNREADABLE_LINES = 1000
-"""A server that writes more lines which are no messages is killed."""
+"""Maximum lines that are not messages. A server that writes more is killed."""
 
 MAX_STDERR_BYTES = 4096
-"""What is kept of the end of its standard error."""
+"""How much of the end of standard error is kept."""
 
 EXIT_S = 1.0
 """Time for a server to end by itself once its standard input is closed."""
 
 _MARK = "FORGEASYNC_MCP_SERVER"
-"""Environment variable by which the processes of a server are found, wherever they went."""
+"""Environment variable that marks the processes of a server."""
 
 MessageStream = MemoryObjectReceiveStream[SessionMessage | Exception]
 
 
 class StdioTransport:
-    """One server process, and the streams of messages that the client of mcp reads and writes.
+    """One server process, and the streams of messages for the client of the package mcp.
 
-    A transport of our own for the client of the package mcp 2.3.0. Its ``stdio_client`` reads a line of any
-    length into memory, passes HOME and USER on, and kills the server's process group only
-    (mcp/client/stdio.py).
+    It replaces ``stdio_client`` of mcp 2.3.0 (mcp/client/stdio.py), which reads lines of any length into
+    memory, passes HOME and USER on, and kills only the server's process group.
     """
 
     def __init__(self, section: StdioServer) -> None:
         self._section = section
         self._mark = secrets.token_hex(16)
-        self._folder: str | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self._stderr: deque[bytes] = deque()
+        self._stderr = b""
+        """The end of its standard error."""
         self._why_killed: str | None = None
 
     @property
     def problem(self) -> str:
-        """Say what has become of the server."""
+        """What happened to the server, in words."""
         code = None if self._process is None else self._process.returncode
         if self._why_killed is not None:
             ended = f"was killed, since {self._why_killed}"
         else:
             ended = "is not running" if code is None else f"has ended with exit code {code}"
-        words = b"".join(self._stderr).decode(errors="replace").strip()[-500:]
+        words = self._stderr.decode(errors="replace").strip()[-500:]
         return f"{ended}: {words}" if words else ended
 
     async def __aenter__(self) -> tuple[MessageStream, MemoryObjectSendStream[SessionMessage]]:
         """Start the server. Raises OSError or ValueError if its program cannot be started."""
-        self._folder = tempfile.mkdtemp(prefix="forgeasync-mcp-")
+        folder = self._folder = tempfile.TemporaryDirectory(
+            prefix="forgeasync-mcp-", ignore_cleanup_errors=True
+        )
         try:
             self._process = await asyncio.create_subprocess_exec(
                 *self._section.command,
@@ -143,25 +143,24 @@ class StdioTransport:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
                 limit=MAX_MESSAGE_BYTES,
-                env=self._environment(self._folder),
-                cwd=self._section.cwd or self._folder,
+                env=self._environment(folder.name),
+                cwd=self._section.cwd or folder.name,
                 start_new_session=True,
             )
         except BaseException:
-            self._remove_folder()
+            folder.cleanup()
             raise
         to_client, from_server = anyio.create_memory_object_stream[SessionMessage | Exception](0)
-        from_client, to_server = _turned(anyio.create_memory_object_stream[SessionMessage](0))
-        self._start(self._read(to_client))
-        self._start(self._write(from_client))
-        self._start(self._read_stderr())
+        to_server, from_client = anyio.create_memory_object_stream[SessionMessage](0)
+        works = (self._read(to_client), self._write(from_client), self._read_stderr())
+        self._tasks = [asyncio.ensure_future(work) for work in works]
         return from_server, to_server
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         """Let the server end by itself for ``EXIT_S``, then kill what is left of it."""
-        assert self._process is not None and self._process.stdin is not None
+        assert self._folder is not None and self._process is not None and self._process.stdin is not None
         try:
             self._process.stdin.close()
             with contextlib.suppress(TimeoutError):
@@ -169,8 +168,8 @@ class StdioTransport:
                     await self._process.wait()
         finally:
             self.kill()
-            self._remove_folder()
-            # With all processes gone, reading ends by itself, and asyncio gives its pipes back.
+            self._folder.cleanup()
+            # All processes are gone, so the readers end, and asyncio closes the pipes.
             gone = asyncio.ensure_future(self._process.wait())
             _, left = await asyncio.wait([gone, *self._tasks], timeout=EXIT_S)
             for task in left:
@@ -178,7 +177,7 @@ class StdioTransport:
 
     def kill(self) -> None:
         """Kill the server and everything that it has started, at once."""
-        # Until nothing is found: a process may start another while it is looked for.
+        # Repeat until none is found: a process may start another one meanwhile.
         while kill(marked_processes(self._mark, _MARK)):
             pass
 
@@ -191,9 +190,6 @@ class StdioTransport:
         }
         return own | self._section.env | {_MARK: self._mark} | own_mark()
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        self._tasks.append(asyncio.ensure_future(work))
-
     async def _read(self, to_client: MemoryObjectSendStream[SessionMessage | Exception]) -> None:
         assert self._process is not None and self._process.stdout is not None
         num_unreadable = 0
@@ -203,7 +199,7 @@ class StdioTransport:
                 try:
                     line = await self._process.stdout.readuntil(b"\n")
                 except asyncio.IncompleteReadError:
-                    # Its exit code says more than the end of its output.
+                    # The exit code is more informative than the end of the output.
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(EXIT_S):
                             await self._process.wait()
@@ -233,46 +229,31 @@ class StdioTransport:
                     self._process.stdin.write(text.encode() + b"\n")
                     await self._process.stdin.drain()
                 except (ConnectionError, RuntimeError):
-                    # The server is gone: the client learns it from the end of what it reads.
+                    # The server is gone. The reader tells the client.
                     return
 
     async def _read_stderr(self) -> None:
         assert self._process is not None and self._process.stderr is not None
-        size = 0
         while part := await self._process.stderr.read(MAX_STDERR_BYTES):
-            self._stderr.append(part)
-            size += len(part)
-            while size - len(self._stderr[0]) >= MAX_STDERR_BYTES:
-                size -= len(self._stderr.popleft())
+            self._stderr = (self._stderr + part)[-MAX_STDERR_BYTES:]
 
     def _refuse(self, why: str) -> None:
         self._why_killed = why
         self.kill()
-
-    def _remove_folder(self) -> None:
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def _turned(
-    streams: tuple[MemoryObjectSendStream[SessionMessage], MemoryObjectReceiveStream[SessionMessage]],
-) -> tuple[MemoryObjectReceiveStream[SessionMessage], MemoryObjectSendStream[SessionMessage]]:
-    send, receive = streams
-    return receive, send
 
 
 MAX_TOOLS = 512
 """Most tools of one server."""
 
 PROBE_S = 5.0
-"""A server that does not list its tools within this time, after a call of it was cut off, is lost."""
+"""Time for a server to list its tools after a call timed out; after that, it is lost."""
 
 CLOSE_S = 2.0
-"""Time to say goodbye to a server."""
+"""Time to close a connection."""
 
 
 class ServerLost(Exception):
-    """The server has ended, cannot be reached or does not answer; the text says what is known."""
+    """The server has ended, cannot be reached, or does not answer."""
 
 
 class CallRefused(Exception):
@@ -280,7 +261,7 @@ class CallRefused(Exception):
 
 
 class Connection:
-    """A client of one server, which a task of its own enters and leaves, as the scopes of anyio need it."""
+    """A client of one server. One task enters and leaves it, as the scopes of anyio require."""
 
     def __init__(self, section: McpServerSection) -> None:
         self._section = section
@@ -290,7 +271,7 @@ class Connection:
         self._leave = asyncio.Event()
         self.tools: tuple[ToolOfServer, ...] = ()
         self.is_suspect = False
-        """A call was cut off: nobody knows whether the server still answers."""
+        """A call timed out, so the server may not answer any more."""
 
     async def open(self, *, limit_s: float) -> None:
         """Start or reach the server and list its tools.
@@ -324,21 +305,17 @@ class Connection:
             ServerLost: it has ended or does not answer any more.
         """
         assert self._client is not None and self._owner is not None
-        calling = asyncio.ensure_future(self._client.call_tool(name, dict(arguments)))
         try:
-            await asyncio.wait([calling, self._owner], return_when=asyncio.FIRST_COMPLETED)
+            calling = await self._asked(self._client.call_tool(name, dict(arguments)))
         except asyncio.CancelledError:
             self.is_suspect = True
             raise
-        finally:
-            calling.cancel()
-            calling.add_done_callback(_forget)
         if not calling.done():
             raise ServerLost(self._said(_reason(self._owner)))
         error = calling.exception()
         if error is None:
             return calling.result()
-        # The client has one kind of error for what a server answers and for what became of it.
+        # The client raises the same errors for a server's answers and for a lost server.
         if not await self.is_alive():
             raise ServerLost(self._said(_told(error))) from error
         if isinstance(error, MCPError | ValidationError | RuntimeError):
@@ -350,18 +327,26 @@ class Connection:
         assert self._client is not None and self._owner is not None
         if self._owner.done():
             return False
-        asking = asyncio.ensure_future(self._client.list_tools())
-        try:
-            await asyncio.wait([asking, self._owner], timeout=PROBE_S, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            asking.cancel()
-            asking.add_done_callback(_forget)
+        asking = await self._asked(self._client.list_tools(), limit_s=PROBE_S)
         is_alive = asking.done() and asking.exception() is None and not self._owner.done()
         self.is_suspect = not is_alive
         return is_alive
 
+    async def _asked(
+        self, request: Coroutine[Any, Any, ResponseT], *, limit_s: float | None = None
+    ) -> asyncio.Future[ResponseT]:
+        """Make a request. It is cancelled if the connection ends first, or after ``limit_s``."""
+        assert self._owner is not None
+        asking = asyncio.ensure_future(request)
+        try:
+            await asyncio.wait([asking, self._owner], timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            asking.cancel()
+            asking.add_done_callback(forget)
+        return asking
+
     async def close(self) -> None:
-        """Leave the server; one that was started ends with all that it has started."""
+        """Close the connection. A server that was started here is killed with its processes."""
         self._leave.set()
         if self._owner is None:
             return
@@ -371,7 +356,7 @@ class Connection:
             if self._process is not None:
                 self._process.kill()
             self._owner.cancel()
-            self._owner.add_done_callback(_forget)
+            self._owner.add_done_callback(forget)
 
     async def _own(self, opened: "asyncio.Future[tuple[Client, tuple[ToolOfServer, ...]]]") -> None:
         async with contextlib.AsyncExitStack() as stack:
@@ -382,7 +367,7 @@ class Connection:
                 case HttpServer():
                     http = await stack.enter_async_context(http_client(self._section))
                     transport = streamable_http_client(self._section.url, http_client=http)
-            # Nothing is cached: what is listed must be what the server says now.
+            # No cache: the list of tools must be the current one.
             client = await stack.enter_async_context(Client(transport, cache=None))
             opened.set_result((client, await _list_tools(client)))
             await self._leave.wait()
@@ -417,11 +402,6 @@ def _told(error: BaseException) -> str:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return f"{type(error).__name__}: {last_words(error)}"[:500]
-
-
-def _forget(ended: "asyncio.Future[Any]") -> None:
-    if not ended.cancelled():
-        ended.exception()
 
 
 START_S = 30.0
@@ -548,7 +528,7 @@ class _Server:
 
 
 def _text(result: CallToolResult) -> str:
-    """Everything that is text; of everything else, what kind it is."""
+    """Return the text of a result; other content is named by its type."""
     parts = [
         one.text if isinstance(one, TextContent) else f"[{one.type}: cannot be shown]"
         for one in result.content

@@ -9,7 +9,7 @@ An assistant's message may also carry ``reasoning_content``.
 """
 
 import json
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,15 +23,15 @@ MAX_SHOWN = 80
 """Most characters of a message that an error quotes."""
 
 MAX_DEPTH = 128
-"""How deep objects and lists may be nested in a tool's parameters and in the arguments of a call. Sessions
-take less of their clients."""
+"""Maximum nesting of objects and lists in a tool's parameters and in the arguments of a call. Sessions accept
+less from their clients."""
 
 _KEYS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolSpec:
-    """A tool as the model is told of it; ``parameters`` is a JSON schema of type object."""
+    """The description of a tool that the model sees; ``parameters`` is a JSON schema of type object."""
 
     name: str
     description: str
@@ -51,7 +51,7 @@ class ToolSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """A call that the model has written out in full. Nothing has checked yet whether such a tool exists."""
+    """A complete call that the model has written. Whether such a tool exists is not checked yet."""
 
     id: str
     name: str
@@ -66,61 +66,72 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BrokenToolCall:
-    """Something that begins as a tool call and is none: cut off, no JSON, or without a name."""
+    """The beginning of a tool call that cannot be read: it is cut off, is not JSON, or names no tool."""
 
     text: str
     """What the model wrote."""
     problem: str
-    """What is wrong with it, to tell the model."""
+    """What is wrong with it, in words for the model."""
 
 
-class NestedTooDeeply(ValueError):
-    """A JSON value is nested more deeply than may be."""
+def check_size(value: object, *, max_depth: int = MAX_DEPTH, max_values: int | None = None) -> None:
+    """Refuse a JSON value that is nested too deeply or has too many values.
 
-
-def levels(value: object, *, max_depth: int) -> Iterator[list[Any]]:
-    """Yield the values of a JSON value by their depth, keys of objects included: first ``value`` itself.
-
-    Does not recurse, so that nothing that is nested can exhaust the stack.
+    Keys of objects count as values. The check does not recurse, so deep nesting cannot exhaust the stack.
 
     Raises:
-        NestedTooDeeply: when there are more than ``max_depth`` levels.
+        ValueError: There are more than ``max_depth`` levels (``value`` itself is the first), or more than
+            ``max_values`` values. The text continues a sentence that ends with "are".
     """
     level: list[Any] = [value]
+    num_values = 0
     for _ in range(max_depth):
-        yield level
+        num_values += len(level)
+        if max_values is not None and num_values > max_values:
+            raise ValueError(f"too large; must have at most {max_values} values")
         objects = [one for one in level if isinstance(one, Mapping)]
         lists = [one for one in level if isinstance(one, list | tuple)]
         level = [child for one in objects for pair in one.items() for child in pair]
         level += [child for one in lists for child in one]
         if not level:
             return
-    raise NestedTooDeeply(f"nested deeper than {max_depth}")
+    raise ValueError(f"nested deeper than {max_depth}")
 
 
-def check_nesting(what: str, value: object) -> None:
-    """Refuse a JSON value that is nested deeper than ``MAX_DEPTH``; ``what`` says whose it is.
+def read_arguments(written: object) -> dict[str, Any]:
+    """Return the arguments of a tool call, which are given as an object or as JSON text.
 
     Raises:
-        NestedTooDeeply: it is.
+        ValueError: They are not JSON, not an object, or nested deeper than ``MAX_DEPTH``. The text continues
+            a sentence that ends with "are".
     """
-    try:
-        for _ in levels(value, max_depth=MAX_DEPTH):
-            pass
-    except NestedTooDeeply as error:
-        # Not quoted: representing it could recurse too deeply.
-        raise NestedTooDeeply(f"{what} {error}") from None
+    read = written
+    if isinstance(written, str):
+        try:
+            read = json.loads(written or "{}")
+        except RecursionError:
+            raise ValueError(f"nested deeper than {MAX_DEPTH}") from None
+        except ValueError as error:
+            raise ValueError(f"no JSON: {error}: {show(written)}") from None
+    if not isinstance(read, Mapping):
+        raise ValueError(f"{show(read)}; must be an object")
+    check_size(read)
+    return dict(read)
 
 
 def checked_tools(tools: Sequence[ToolSpec] | None) -> tuple[ToolSpec, ...]:
-    """Return the tools that a model is told of.
+    """Check the tools that a model is told of, and return them as a tuple.
 
     Raises:
-        ValueError: parameters of one are nested deeper than ``MAX_DEPTH``; names the tool.
+        ValueError: The parameters of a tool are nested deeper than ``MAX_DEPTH``; names the tool.
     """
     specs = tuple(tools or ())
     for index, tool in enumerate(specs):
-        check_nesting(f"tools[{index}], {show(tool.name)}: its parameters are", tool.parameters)
+        try:
+            check_size(tool.parameters)
+        except ValueError as error:
+            # Not quoted: representing them could recurse too deeply.
+            raise ValueError(f"tools[{index}], {show(tool.name)}: its parameters are {error}") from None
     return specs
 
 
@@ -128,7 +139,7 @@ def checked_messages(messages: str | Sequence[Message]) -> tuple[Message, ...]:
     """Return copies of the messages in one form: a string is one user message, arguments are objects.
 
     Raises:
-        ValueError: a message is malformed, or there is none, or the last one is the model's; names it.
+        ValueError: A message is malformed, the list is empty, or the last message is the model's own.
     """
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
@@ -176,10 +187,10 @@ def checked_message(where: str, message: object) -> Message:
 
 
 def is_same_message(ours: Message, theirs: Message) -> bool:
-    """Whether ``theirs``, handed back by whoever leads the conversation, is our message ``ours``.
+    """Whether ``theirs``, which a client sends back, is our message ``ours``.
 
-    Many clients drop the reasoning of an assistant's message and the ids of its tool calls: a message
-    without them is the same. Everything that is there must be equal.
+    Many clients drop the reasoning of an assistant's message and the ids of its tool calls, so a message
+    without them is still the same. All fields that are present must be equal.
     """
     if ours["role"] != theirs["role"] or ours["content"] != theirs["content"]:
         return False
@@ -194,8 +205,10 @@ def is_same_message(ours: Message, theirs: Message) -> bool:
 
 
 def lookup_key(message: Message) -> Hashable:
-    """Return what all messages have in common that ``is_same_message`` calls the same: all but what clients
-    may drop. Messages with different keys are never the same."""
+    """Return a key that is equal for all messages that ``is_same_message`` considers the same.
+
+    It has everything that clients may not drop.
+    """
     calls = tuple(
         (call["function"]["name"], _frozen(call["function"]["arguments"]))
         for call in message.get("tool_calls", ())
@@ -221,7 +234,7 @@ def _frozen(value: object) -> Hashable:
             return tuple(_frozen(one) for one in value)
         case None | bool() | int() | float() | str():
             return value
-    # No JSON, which an environment may pass nonetheless: left to the comparison that follows.
+    # An environment may pass values that are not JSON. The comparison that follows tells them apart.
     # mypy looks at the __hash__ of instances, which is not that of the class.
     return type(value)  # type: ignore[return-value]
 
@@ -254,20 +267,13 @@ def _checked_call(where: str, call: object) -> Mapping[str, Any]:
             "{'name': ..., 'arguments': ...}}"
         )
     assert isinstance(call, Mapping)
-    arguments = function.get("arguments", {})
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments or "{}")
-        except RecursionError:
-            raise NestedTooDeeply(f"{where}: its arguments are nested deeper than {MAX_DEPTH}") from None
-        except ValueError as error:
-            raise ValueError(f"{where}: its arguments {show(arguments)} are no JSON: {error}") from error
-    if not isinstance(arguments, Mapping):
-        raise ValueError(f"{where}: its arguments are {show(arguments)}; must be an object")
-    check_nesting(f"{where}: its arguments are", arguments)
+    try:
+        arguments = read_arguments(function.get("arguments", {}))
+    except ValueError as error:
+        raise ValueError(f"{where}: its arguments are {error}") from None
     identity = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
     return {
         **identity,
         "type": "function",
-        "function": {"name": function["name"], "arguments": dict(arguments)},
+        "function": {"name": function["name"], "arguments": arguments},
     }

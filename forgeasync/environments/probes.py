@@ -1,4 +1,4 @@
-"""Conversations by which renderers are compared and checked, and walks of a renderer through them."""
+"""Conversations for checks and comparisons of renderers, and the paths of tokens through them."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -37,7 +37,7 @@ TOOLS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialogue:
-    """Messages of a conversation that ends where the model answers."""
+    """A conversation that ends where the model answers."""
 
     name: str
     messages: tuple[Message, ...]
@@ -46,14 +46,14 @@ class Dialogue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abilities:
-    """What conversations with a model may contain."""
+    """What a format can express in conversations."""
 
     system: bool
     reasoning: bool
     must_reason: bool
     """The prompt of a turn opens reasoning."""
     tools: tuple[ToolSpec, ...]
-    """Those that the model is told of; empty where the format has no place for them."""
+    """The tools for the model; empty if the format cannot tell the model of tools."""
     calls: bool
     parallel_calls: bool
     text_beside_calls: bool
@@ -64,12 +64,8 @@ def user(content: str) -> Message:
 
 
 def assistant(content: str, *calls: Message, reasoning: str | None = None) -> Message:
-    message: dict[str, Any] = {"role": "assistant", "content": content}
-    if reasoning is not None:
-        message["reasoning_content"] = reasoning
-    if calls:
-        message["tool_calls"] = list(calls)
-    return checked_message("a probe", message)
+    message = {"content": content, "reasoning_content": reasoning, "tool_calls": calls}
+    return checked_message("a probe", {"role": ASSISTANT, **message})
 
 
 def call(identity: str, tool: str, /, **arguments: object) -> Message:
@@ -82,7 +78,7 @@ def result(identity: str, content: str) -> Message:
 
 
 def fixed_dialogues() -> tuple[Dialogue, ...]:
-    """Conversations by which formats are told apart."""
+    """Return the conversations that distinguish formats."""
     system: Message = {"role": "system", "content": "Be brief."}
     one = call("functions.set_value:0", "set_value", name="größe 5 €", count=3)
     two = call("functions.ping:1", "ping")
@@ -96,52 +92,38 @@ def fixed_dialogues() -> tuple[Dialogue, ...]:
         items=[1, 2],
         options={"x": {"y": [True, None, "z"]}},
     )
+    done, pong = result("functions.set_value:0", "done"), result("functions.ping:1", "pong")
+    plain: dict[str, tuple[Message, ...]] = {
+        "a prompt": (user("2 + 2 ="),),
+        "a system message": (system, user("2 + 2 =")),
+        "an earlier answer": (
+            user("1"),
+            assistant("one"),
+            user("2"),
+            assistant("two\n\nlines"),
+            user("3"),
+        ),
+        "earlier reasoning": (user("1"), assistant("one", reasoning="hm"), user("2")),
+    }
+    with_tools: dict[str, tuple[Message, ...]] = {
+        "a prompt with tools": (user("2 + 2 ="),),
+        "a system message with tools": (system, user("x")),
+        "a tool call": (user("1"), assistant("", one), done),
+        "a tool call after reasoning and text": (
+            user("1"),
+            assistant("I set it.", one, reasoning="set it"),
+            done,
+        ),
+        "a tool call with arguments of every type": (user("1"), assistant("", every), done, user("2")),
+        "two tool calls": (user("1"), assistant("", one, two), done, pong),
+    }
     return (
-        Dialogue(name="a prompt", messages=(user("2 + 2 ="),)),
-        Dialogue(name="a system message", messages=(system, user("2 + 2 ="))),
-        Dialogue(name="a prompt with tools", messages=(user("2 + 2 ="),), tools=TOOLS),
-        Dialogue(name="a system message with tools", messages=(system, user("x")), tools=TOOLS),
-        Dialogue(
-            name="an earlier answer",
-            messages=(user("1"), assistant("one"), user("2"), assistant("two\n\nlines"), user("3")),
-        ),
-        Dialogue(
-            name="earlier reasoning",
-            messages=(user("1"), assistant("one", reasoning="hm"), user("2")),
-        ),
-        Dialogue(
-            name="a tool call",
-            messages=(user("1"), assistant("", one), result("functions.set_value:0", "done")),
-            tools=TOOLS,
-        ),
-        Dialogue(
-            name="a tool call after reasoning and text",
-            messages=(
-                user("1"),
-                assistant("I set it.", one, reasoning="set it"),
-                result("functions.set_value:0", "done"),
-            ),
-            tools=TOOLS,
-        ),
-        Dialogue(
-            name="a tool call with arguments of every type",
-            messages=(user("1"), assistant("", every), result("functions.set_value:0", "done"), user("2")),
-            tools=TOOLS,
-        ),
-        Dialogue(
-            name="two tool calls",
-            messages=(
-                user("1"),
-                assistant("", one, two),
-                result("functions.set_value:0", "done"),
-                result("functions.ping:1", "pong"),
-            ),
-            tools=TOOLS,
-        ),
+        *(Dialogue(name=name, messages=messages) for name, messages in plain.items()),
+        *(Dialogue(name=name, messages=messages, tools=TOOLS) for name, messages in with_tools.items()),
     )
 
 
-_TEXTS = (
+TEXTS = (
     "ok",
     "12 + 30 = 42",
     "The answer is 7.",
@@ -183,10 +165,6 @@ def random_dialogue(rng: random.Random, abilities: Abilities, texts: Sequence[st
             messages.append(user(rng.choice(texts)))
     tools = abilities.tools if has_calls else ()
     return Dialogue(name="a random conversation", messages=tuple(messages), tools=tools)
-
-
-def all_texts() -> tuple[str, ...]:
-    return _TEXTS
 
 
 def _random_call(rng: random.Random, index: int, texts: Sequence[str]) -> Message:
@@ -238,7 +216,7 @@ def walk(
     dialogue: Dialogue,
     retokenized: Retokenized = lambda ids: ids,
 ) -> Walk:
-    """Have the model say every assistant's message of ``dialogue`` as the renderer's own format has it.
+    """Build the path of ``dialogue``: each assistant's message is a sampled turn in the renderer's format.
 
     Raises:
         ValueError: the renderer refuses a message.
@@ -269,7 +247,7 @@ def sampled(
     number: int,
     finish_reason: FinishReason = FinishReason.STOP,
 ) -> SampledTurn:
-    """A turn as a generator reports it."""
+    """Return a turn as a generator reports it."""
     text = text_of_ids(tokenizer, ids.tolist(), skip_special_tokens=True)
     return SampledTurn(
         turn=number, ids_T=ids, text=text, finish_reason=finish_reason, first_version=0, version=0
@@ -277,24 +255,14 @@ def sampled(
 
 
 def message_of(parsed: ParsedTurn) -> Message:
-    """A turn as the message that continues the conversation."""
-    message: dict[str, Any] = {"role": ASSISTANT, "content": parsed.text}
-    if parsed.reasoning is not None:
-        message["reasoning_content"] = parsed.reasoning
-    if parsed.tool_calls:
-        message["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": dict(call.arguments)},
-            }
-            for call in parsed.tool_calls
-        ]
-    return message
+    """Return the message of a turn."""
+    calls = [call.message_form for call in parsed.tool_calls]
+    message = {"content": parsed.text, "reasoning_content": parsed.reasoning, "tool_calls": calls}
+    return checked_message("a turn", {"role": ASSISTANT, **message})
 
 
 def other_tokens(tokenizer: "PreTrainedTokenizerBase", rng: random.Random) -> Retokenized:
-    """Tokenizations that a model can sample and a tokenizer would never choose."""
+    """Return a function that finds other tokens with the same text, as a model can sample them."""
     whole = frozenset(tokenizer.get_added_vocab().values()) | frozenset(tokenizer.all_special_ids)
 
     def retokenized(ids: np.ndarray) -> np.ndarray:
@@ -313,7 +281,7 @@ def other_tokens(tokenizer: "PreTrainedTokenizerBase", rng: random.Random) -> Re
 
 
 def _split(tokenizer: "PreTrainedTokenizerBase", ids: list[int], rng: random.Random) -> list[int]:
-    """Tokenize a run of text in pieces; as it was if that changes the text."""
+    """Tokenize text in random pieces; returns ``ids`` if that changes the text."""
     text = tokenizer.decode(ids, skip_special_tokens=False)
     pieces: list[int] = []
     start = 0
@@ -328,5 +296,5 @@ def _split(tokenizer: "PreTrainedTokenizerBase", ids: list[int], rng: random.Ran
 def rendered_at_once(
     renderer: MessageRenderer, messages: Sequence[Message], tools: Sequence[ToolSpec]
 ) -> list[int]:
-    """All messages as one first prompt, from their text."""
+    """Return the tokens of all messages, rendered at once."""
     return renderer.added_ids(Conversation(turns={}), tuple(messages), tools).tolist()

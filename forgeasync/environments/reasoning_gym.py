@@ -1,26 +1,25 @@
 """Problems from reasoning-gym, which generates each from a seed and an index.
 
-reasoning-gym draws problem ``i`` of a data set from ``seed + i``, so nearby seeds share nearly all their
-problems: this module hashes seeds before it passes them on.
+reasoning-gym generates problem ``i`` of a data set from ``seed + i``, so nearby seeds share nearly all
+problems. This module hashes the seeds.
 """
 
 import dataclasses
 import difflib
 import hashlib
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
 from typing import Any
 
 from forgeasync.config import ReasoningGymSource
 from forgeasync.environments.records import json_like
 from forgeasync.environments.sources import (
     HELD_OUT_SEED,
-    TrainingDraw,
-    draw_distinct,
-    draw_training,
+    DrawnProblems,
+    most_candidates,
+    refusal,
 )
 from forgeasync.environments.workarounds.gym_imports import DATASETS, ProceduralDataset, create_dataset
 from forgeasync.rollouts import Task
-from forgeasync.schema import ConfigError, Problem
 
 OWN_OPTIONS = frozenset({"seed", "size"})
 """Options of reasoning-gym that this module sets itself."""
@@ -28,11 +27,6 @@ OWN_OPTIONS = frozenset({"seed", "size"})
 
 _NUM_REPRODUCED = 4
 """Problems generated twice to find data sets that ignore their seed."""
-
-
-def _num_candidates(num_problems: int) -> int:
-    """Return the most candidates to generate for this many problems: some are repeats or held out."""
-    return 4 * num_problems + 1000
 
 
 def _spread_seed(seed: int) -> int:
@@ -45,34 +39,30 @@ def _nearest(name: str, known: list[str]) -> str:
     return "nearest known names: " + ", ".join(near or known)
 
 
-def _refusal(field: str, value: object, remedy: str) -> ConfigError:
-    return ConfigError([Problem(field=f"data.{field}", value=value, remedy=remedy)])
-
-
 def _create(source: ReasoningGymSource, *, seed: int, size: int) -> ProceduralDataset:
     """Create a reasoning-gym data set; raises ConfigError that names the field at fault."""
     if source.task not in DATASETS:
         remedy = f"reasoning-gym has no such data set; {_nearest(source.task, sorted(DATASETS))}"
-        raise _refusal("source.task", source.task, remedy)
+        raise refusal("source.task", source.task, remedy)
     _, config_class = DATASETS[source.task]
     known = [field.name for field in dataclasses.fields(config_class) if field.name not in OWN_OPTIONS]
     for name, value in source.options.items():
         if name in OWN_OPTIONS:
             remedy = f"{name!r} ({value!r}) is set by the run itself; leave it out"
-            raise _refusal("source.options", source.options, remedy)
+            raise refusal("source.options", source.options, remedy)
         if name not in known:
             remedy = f"{source.task!r} has no option {name!r} (set to {value!r}); {_nearest(name, known)}"
-            raise _refusal("source.options", source.options, remedy)
+            raise refusal("source.options", source.options, remedy)
     try:
         return create_dataset(source.task, seed=seed, size=size, **source.options)
     except (AssertionError, TypeError, ValueError) as error:
         # Some of its assertions say nothing.
         reason = str(error) or type(error).__name__
         remedy = f"{source.task!r} refuses this (with {size} problems): {reason}"
-        raise _refusal("source.options", source.options, remedy) from error
+        raise refusal("source.options", source.options, remedy) from error
 
 
-class ReasoningGymProblems:
+class ReasoningGymProblems(DrawnProblems):
     """Generates training and held-out problems one at a time, so that building it costs almost nothing.
 
     A ``source_index`` of 0 or more is a training problem's index; held-out problem ``i`` has
@@ -80,12 +70,11 @@ class ReasoningGymProblems:
     """
 
     def __init__(self, source: ReasoningGymSource, *, num_train: int, num_held_out: int, seed: int) -> None:
+        name = f"{source.task!r} with {source.options!r}"
+        super().__init__(name, num_train=num_train, num_held_out=num_held_out, seed=seed)
         self.source = source
-        self._num_train = num_train
-        self._num_held_out = num_held_out
-        self._seed = seed
-        self._train = _create(source, seed=_spread_seed(seed), size=_num_candidates(num_train))
-        self._held_out = _create(source, seed=HELD_OUT_SEED, size=_num_candidates(num_held_out))
+        self._train = _create(source, seed=_spread_seed(seed), size=most_candidates(num_train))
+        self._held_out = _create(source, seed=HELD_OUT_SEED, size=most_candidates(num_held_out))
 
     def entry(self, source_index: int) -> dict[str, Any]:
         """Generate reasoning-gym's own record of a problem; raises ConfigError if that fails."""
@@ -96,33 +85,21 @@ class ReasoningGymProblems:
             return dataset[index]
         except Exception as error:  # any type: 100 generators, each with its own way of failing
             remedy = f"{self.source.task!r} cannot generate problem {index}: {type(error).__name__}: {error}"
-            raise _refusal("source.options", self.source.options, remedy) from error
+            raise refusal("source.options", self.source.options, remedy) from error
 
     def score_answer(self, answer: str, entry: dict[str, Any]) -> float:
         """Score ``answer`` by reasoning-gym's verifier, usually 0 to 1; raises what the verifier raises."""
         return float(self._train.score_answer(answer, entry))
 
     def held_out(self) -> list[Task]:
-        """Draw distinct problems by a fixed seed. Raises ConfigError if there are too few."""
-        held_out = draw_distinct(self._candidates(held_out=True), self._num_held_out)
-        if len(held_out) < self._num_held_out:
-            raise self._too_few("num_held_out", self._num_held_out, len(held_out))
+        """See ``SourceProblems``."""
+        held_out = super().held_out()
         self._check_reproducible(held_out[:_NUM_REPRODUCED])
         return held_out
 
-    def train(self, never: Set[str]) -> TrainingDraw:
-        """Draw problems by the run's seed; they may repeat each other if the options allow few distinct ones.
-
-        Raises:
-            ConfigError: too few problems are left without the texts in ``never``.
-        """
-        draw = draw_training(self._candidates(held_out=False), self._num_train, never)
-        if len(draw.tasks) < self._num_train:
-            raise self._too_few("num_train", self._num_train, len(draw.tasks))
-        return draw
-
-    def _candidates(self, *, held_out: bool) -> Iterator[Task]:
-        # The seed is part of the id: the same index under another seed is another problem.
+    def candidates(self, *, held_out: bool) -> Iterator[Task]:
+        """See ``DrawnProblems``."""
+        # The id has the seed, because another seed gives another problem at the same index.
         group = "held_out" if held_out else f"seed{self._seed}"
         for index in range(len(self._held_out if held_out else self._train)):
             source_index = -1 - index if held_out else index
@@ -141,18 +118,9 @@ class ReasoningGymProblems:
     def _check_reproducible(self, tasks: list[Task]) -> None:
         for task in tasks:
             if self.entry(task.source_index)["question"] != task.prompt:
-                raise _refusal(
+                raise refusal(
                     "source.task",
                     self.source.task,
                     "generates different problems from the same seed, so they cannot be scored; choose a "
                     "data set that is deterministic",
                 )
-
-    def _too_few(self, field: str, wanted: int, found: int) -> ConfigError:
-        kind = "distinct ones" if field == "num_held_out" else "ones that are not held out"
-        return _refusal(
-            field,
-            wanted,
-            f"{self.source.task!r} with {self.source.options!r} gave only {found} {kind} in "
-            f"{_num_candidates(wanted)} draws",
-        )

@@ -4,8 +4,7 @@ import difflib
 import itertools
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from forgeasync.config import HuggingFaceSource, PythonSource
-from forgeasync.environments.sources import HELD_OUT_SEED, TrainingDraw, draw_distinct, draw_training
+from forgeasync.environments.sources import HELD_OUT_SEED, DrawnProblems, most_candidates, refusal
 from forgeasync.rollouts import Task
-from forgeasync.schema import ConfigError, Problem, build_code
+from forgeasync.schema import build_code
 
 if TYPE_CHECKING:
     import datasets
@@ -32,34 +31,23 @@ def read_json_records(path: Path) -> Iterator[tuple[str, Record]]:
     Raises:
         ValueError: it has something else; says where and what.
     """
-    with path.open("rb") as file:
-        start = file.read(4096).removeprefix(_MARK).lstrip()
-    if start.startswith(b"["):
-        yield from _of_list(path)
-        return
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            text = line.removeprefix(_MARK) if number == 1 else line
-            if text.strip():
-                yield f"line {number}", _object(_parse(text, f"line {number}"), f"line {number}")
+    data = path.read_bytes().removeprefix(_MARK)
+    if data.lstrip().startswith(b"["):
+        records = _parse(data, "")
+        assert isinstance(records, list), "what begins with [ is a list, or no JSON"
+        found: Iterable[tuple[str, object]] = ((f"record {index}", one) for index, one in enumerate(records))
+    else:
+        lines = ((f"line {number}", line) for number, line in enumerate(data.split(b"\n"), start=1))
+        found = ((where, _parse(line, where)) for where, line in lines if line.strip())
+    for where, value in found:
+        if not isinstance(value, dict):
+            remedy = 'must be an object such as {"question": ...}'
+            raise ValueError(f"{where} holds {type(value).__name__} {value!r:.40}; {remedy}")
+        yield where, value
 
 
 _MARK = b"\xef\xbb\xbf"
 """Byte order mark, with which some editors begin UTF-8 files."""
-
-
-def _of_list(path: Path) -> Iterator[tuple[str, Record]]:
-    records = _parse(path.read_bytes().removeprefix(_MARK), "")
-    assert isinstance(records, list), "what begins with [ is a list, or no JSON"
-    for index, value in enumerate(records):
-        yield f"record {index}", _object(value, f"record {index}")
-
-
-def _object(value: object, where: str) -> Record:
-    if not isinstance(value, dict):
-        remedy = 'must be an object such as {"question": ...}'
-        raise ValueError(f"{where} holds {type(value).__name__} {value!r:.40}; {remedy}")
-    return value
 
 
 def _parse(text: bytes, where: str) -> object:
@@ -146,16 +134,6 @@ MAX_RECORDS_READ = 200_000
 """Records up to which a table is read whole; of a larger one, only the records that a run draws are read."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Texts:
-    """The parts of a record that a problem is made of."""
-
-    question: str
-    answer: str
-    record: dict[str, Any]
-    """All values of the record that JSON can hold."""
-
-
 def read_field(record: dict[str, Any], path: str, *, field: str, where: str) -> str:
     """Return the text at dotted ``path`` (keys and list indices) in ``record``; numbers become decimals.
 
@@ -169,39 +147,35 @@ def read_field(record: dict[str, Any], path: str, *, field: str, where: str) -> 
         here = ".".join(walked) or "the record"
         if isinstance(value, dict):
             if part not in value:
-                raise _refusal(
+                raise refusal(
                     field, path, f"does not exist in {where}; {here} has {_list_names(part, value)}"
                 )
             value = value[part]
         elif isinstance(value, list):
             if not part.isdecimal() or int(part) >= len(value):
                 remedy = f"does not exist in {where}; {here} is a list of {len(value)} and has no {part!r}"
-                raise _refusal(field, path, remedy)
+                raise refusal(field, path, remedy)
             value = value[int(part)]
         else:
-            raise _refusal(field, path, f"does not exist in {where}; {here} is a {type(value).__name__}")
+            raise refusal(field, path, f"does not exist in {where}; {here} is a {type(value).__name__}")
         walked.append(part)
     if value is None or (isinstance(value, str) and not value.strip()):
-        raise _refusal(field, path, f"is empty ({value!r}) in {where}; every problem must have one")
+        raise refusal(field, path, f"is empty ({value!r}) in {where}; every problem must have one")
     if isinstance(value, str):
         try:
             value.encode()
         except UnicodeEncodeError as error:
             half = ascii(error.object[error.start])
             remedy = f"contains {half}, half of a character, in {where}; must be valid Unicode"
-            raise _refusal(field, path, remedy) from None
+            raise refusal(field, path, remedy) from None
         return value
     if isinstance(value, bool) or not isinstance(value, int | float):
         remedy = f"is a {type(value).__name__} in {where}: {value!r:.60}; must be text or a number"
-        raise _refusal(field, path, remedy)
+        raise refusal(field, path, remedy)
     if isinstance(value, float) and not math.isfinite(value):
-        raise _refusal(field, path, f"is {value} in {where}; must be a finite number")
+        raise refusal(field, path, f"is {value} in {where}; must be a finite number")
     # Written as a person would: without exponent, and with as few digits as identify the number.
     return str(value) if isinstance(value, int) else format(Decimal(repr(value)), "f")
-
-
-def _refusal(field: str, value: object, remedy: str) -> ConfigError:
-    return ConfigError([Problem(field=f"data.{field}", value=value, remedy=remedy)])
 
 
 def _list_names(wanted: str, known: Iterable[str]) -> str:
@@ -217,46 +191,49 @@ def is_local(source: HuggingFaceSource) -> bool:
     return looks_local or path.exists()
 
 
-def _read(source: HuggingFaceSource) -> Sequence[_Texts]:
+def _read(source: HuggingFaceSource) -> Sequence[Task]:
     """Read all problems, in the order of the data set; above ``MAX_RECORDS_READ`` records, on demand."""
     path = Path(source.path)
     suffix = path.suffix.lower()
     if is_local(source) and not path.exists():
-        raise _refusal("source.path", source.path, "no file or folder of this name")
+        raise refusal("source.path", source.path, "no file or folder of this name")
     if path.is_file() and suffix not in FORMATS:
-        raise _refusal("source.path", source.path, f"is none of {', '.join(FORMATS)}")
+        raise refusal("source.path", source.path, f"is none of {', '.join(FORMATS)}")
     if path.is_file() and FORMATS[suffix] == "json":
         return _read_json_file(source, path)
     table = _Table(_load(source, path), source)
     return table if len(table) > MAX_RECORDS_READ else list(table)
 
 
-def _texts(record: dict[str, Any], where: str, source: HuggingFaceSource) -> _Texts:
+def _task(row: int, record: dict[str, Any], where: str, source: HuggingFaceSource) -> Task:
     where = f"{where} of {source.path!r}"
-    return _Texts(
-        question=read_field(record, source.question_field, field="source.question_field", where=where),
+    question = read_field(record, source.question_field, field="source.question_field", where=where)
+    return Task(
+        task_id=f"{source.split}/{row}",
+        prompt=question + source.instruction,
         answer=read_field(record, source.answer_field, field="source.answer_field", where=where),
+        source_index=row,
+        source=source.path,
         record=json_like(record),
     )
 
 
-def _read_json_file(source: HuggingFaceSource, path: Path) -> Sequence[_Texts]:
+def _read_json_file(source: HuggingFaceSource, path: Path) -> Sequence[Task]:
     import datasets
 
     try:
-        found = [_texts(record, where, source) for where, record in read_json_records(path)]
-    except ConfigError:
-        raise
+        records = list(read_json_records(path))
     except (OSError, ValueError) as error:
-        raise _refusal("source.path", source.path, f"cannot load it: {error}") from None
-    if not found:
-        raise _refusal("source.path", source.path, "has no records; must have at least one")
+        raise refusal("source.path", source.path, f"cannot load it: {error}") from None
+    if not records:
+        raise refusal("source.path", source.path, "has no records; must have at least one")
     try:
-        (part,) = datasets.ReadInstruction.from_spec(source.split).to_absolute({"train": len(found)})
+        (part,) = datasets.ReadInstruction.from_spec(source.split).to_absolute({"train": len(records)})
     except (AssertionError, KeyError, ValueError) as error:
         remedy = f"cannot be read from {source.path!r}, a file with 'train' as its only split: {error}"
-        raise _refusal("source.split", source.split, remedy) from None
-    return found[part.from_ : part.to]
+        raise refusal("source.split", source.split, remedy) from None
+    drawn = records[part.from_ : part.to]
+    return [_task(row, record, where, source) for row, (where, record) in enumerate(drawn)]
 
 
 def _load(source: HuggingFaceSource, path: Path) -> "datasets.Dataset":
@@ -278,7 +255,7 @@ def _load(source: HuggingFaceSource, path: Path) -> "datasets.Dataset":
         if path.is_dir():
             reason = _broken_json(path) or reason
         remedy = f"cannot load split {source.split!r} (data.source.split): {' '.join(reason.split())}"
-        raise _refusal("source.path", source.path, remedy) from error
+        raise refusal("source.path", source.path, remedy) from error
 
 
 def _broken_json(folder: Path) -> str | None:
@@ -308,7 +285,7 @@ def _is_plain(feature: object) -> bool:
     return False
 
 
-class _Table(Sequence[_Texts]):
+class _Table(Sequence[Task]):
     """The problems of a data set, read from disk on demand."""
 
     def __init__(self, records: "datasets.Dataset", source: HuggingFaceSource) -> None:
@@ -328,16 +305,21 @@ class _Table(Sequence[_Texts]):
         except Exception as error:
             # Decoding a cell can fail in different ways for every type of column.
             remedy = f"record {row} cannot be read: {type(error).__name__}: {error}"
-            raise _refusal("source.path", self._source.path, remedy) from error
-        return _texts(record, f"record {row}", self._source)
+            raise refusal("source.path", self._source.path, remedy) from error
+        return _task(row, record, f"record {row}", self._source)
 
-    def __iter__(self) -> Iterator[_Texts]:
+    def __iter__(self) -> Iterator[Task]:
         for row, record in enumerate(self._records):
-            yield _texts(record, f"record {row}", self._source)
+            yield _task(row, record, f"record {row}", self._source)
 
 
-class HuggingFaceProblems:
-    """Problems of one data set; records with the same question are one problem."""
+class HuggingFaceProblems(DrawnProblems):
+    """Problems of one data set; records with the same question are one problem.
+
+    Published sets repeat problems (DAPO-Math-17k a hundredfold); repeats must not weigh more.
+    """
+
+    may_repeat = False
 
     def __init__(self, source: HuggingFaceSource, *, num_train: int, num_held_out: int, seed: int) -> None:
         """Read the data set.
@@ -346,57 +328,23 @@ class HuggingFaceProblems:
             ConfigError: names the config field that asks for something the data set does not have, and the
                 line or record of what is wrong with it.
         """
+        super().__init__(repr(source.path), num_train=num_train, num_held_out=num_held_out, seed=seed)
         self._source = source
-        self._num_train = num_train
-        self._num_held_out = num_held_out
-        self._seed = seed
         self._problems = _read(source)
         size = len(self._problems)
         if num_train + num_held_out > size:
-            raise _refusal(
+            raise refusal(
                 "num_train + data.num_held_out",
                 num_train + num_held_out,
                 f"{num_train} + {num_held_out} problems wanted, but split {source.split!r} of "
                 f"{source.path!r} has {size}",
             )
 
-    def held_out(self) -> list[Task]:
-        """Draw distinct problems by a fixed seed. Raises ConfigError if there are too few."""
-        held_out = draw_distinct(self._shuffled(HELD_OUT_SEED), self._num_held_out)
-        if len(held_out) < self._num_held_out:
-            raise _refusal(
-                "num_held_out",
-                self._num_held_out,
-                f"{self._source.path!r} has only {len(held_out)} distinct problems",
-            )
-        return held_out
-
-    def train(self, never: Set[str]) -> TrainingDraw:
-        """Draw distinct problems by the run's seed, without those in ``never``. Raises ConfigError if too few
-        are left."""
-        # Published sets repeat problems (DAPO-Math-17k a hundredfold); repeats must not weigh more.
-        draw = draw_training(self._shuffled(self._seed), self._num_train, never, may_repeat=False)
-        if len(draw.tasks) < self._num_train:
-            raise _refusal(
-                "num_train",
-                self._num_train,
-                f"only {len(draw.tasks)} of the {len(self._problems)} problems in {self._source.path!r} are "
-                "distinct and not held out",
-            )
-        return draw
-
-    def _shuffled(self, seed: int) -> Iterator[Task]:
-        source = self._source
+    def candidates(self, *, held_out: bool) -> Iterator[Task]:
+        """See ``DrawnProblems``."""
+        seed = HELD_OUT_SEED if held_out else self._seed
         for row in map(int, np.random.default_rng(seed).permutation(len(self._problems))):
-            found = self._problems[row]
-            yield Task(
-                task_id=f"{source.split}/{row}",
-                prompt=found.question + source.instruction,
-                answer=found.answer,
-                source_index=row,
-                source=source.path,
-                record=found.record,
-            )
+            yield self._problems[row]
 
 
 TRAIN, HELD_OUT = "train", "held_out"
@@ -404,45 +352,26 @@ TRAIN, HELD_OUT = "train", "held_out"
 QUESTION, ANSWER = "question", "answer"
 
 
-def _most_records(num_problems: int) -> int:
-    """Return the most records to read for this many problems: some are repeats or held out."""
-    return 4 * num_problems + 1000
-
-
-class PythonProblems:
+class PythonProblems(DrawnProblems):
     """Problems of a function ``(split, seed)`` that returns records, finitely many or endlessly."""
 
     def __init__(self, source: PythonSource, *, num_train: int, num_held_out: int, seed: int) -> None:
         """Import and build the function. Raises ConfigError naming ``data.source.factory``."""
+        super().__init__(source.factory, num_train=num_train, num_held_out=num_held_out, seed=seed)
         self._source = source
-        self._num_train = num_train
-        self._num_held_out = num_held_out
-        self._seed = seed
         try:
             self._records = build_code(source, ("split", "seed"))
         except Exception as error:
             # The user's class may raise anything when it is built.
             kind = "" if isinstance(error, ValueError) else f"raised {type(error).__name__}: "
             reason = f"{kind}{error}"
-            raise self._refusal("source.factory", source.factory, reason) from error
+            raise refusal("source.factory", source.factory, reason) from error
 
-    def held_out(self) -> list[Task]:
-        """Draw distinct problems of split "held_out", by a fixed seed."""
-        found = draw_distinct(self._tasks(HELD_OUT, HELD_OUT_SEED, self._num_held_out), self._num_held_out)
-        if len(found) < self._num_held_out:
-            raise self._too_few("num_held_out", self._num_held_out, len(found))
-        return found
-
-    def train(self, never: Set[str]) -> TrainingDraw:
-        """Draw problems of split "train", by the run's seed; they may repeat each other."""
-        draw = draw_training(self._tasks(TRAIN, self._seed, self._num_train), self._num_train, never)
-        if len(draw.tasks) < self._num_train:
-            raise self._too_few("num_train", self._num_train, len(draw.tasks))
-        return draw
-
-    def _tasks(self, split: str, seed: int, num_problems: int) -> Iterator[Task]:
-        most = _most_records(num_problems)
-        group = HELD_OUT if split == HELD_OUT else f"{TRAIN}/seed{seed}"
+    def candidates(self, *, held_out: bool) -> Iterator[Task]:
+        """See ``DrawnProblems``."""
+        split, seed = (HELD_OUT, HELD_OUT_SEED) if held_out else (TRAIN, self._seed)
+        most = most_candidates(self._num_held_out if held_out else self._num_train)
+        group = HELD_OUT if held_out else f"{TRAIN}/seed{seed}"
         for index, record in enumerate(itertools.islice(self._raw(split, seed), most)):
             where = f"record {index} of {split!r} of {self._source.factory}"
             if not isinstance(record, Mapping):
@@ -450,7 +379,7 @@ class PythonProblems:
                     f"gave {record!r:.80} for {where}; must give mappings such as "
                     "{'question': '1 + 1 =', 'answer': '2'}"
                 )
-                raise self._refusal("source.factory", self._source.factory, remedy)
+                raise refusal("source.factory", self._source.factory, remedy)
             plain = dict(record)
             yield Task(
                 task_id=f"{group}/{index}",
@@ -469,12 +398,4 @@ class PythonProblems:
         except Exception as error:
             # Whatever the user's code raises is for the user to see.
             remedy = f"raised {type(error).__name__}: {error}, called with ({split!r}, {seed})"
-            raise self._refusal("source.factory", self._source.factory, remedy) from error
-
-    def _too_few(self, field: str, wanted: int, found: int) -> ConfigError:
-        kind = "distinct ones" if field == "num_held_out" else "ones that are not held out"
-        remedy = f"{self._source.factory} gave only {found} {kind} in {_most_records(wanted)} records at most"
-        return self._refusal(field, wanted, remedy)
-
-    def _refusal(self, field: str, value: object, remedy: str) -> ConfigError:
-        return ConfigError([Problem(field=f"data.{field}", value=value, remedy=remedy)])
+            raise refusal("source.factory", self._source.factory, remedy) from error

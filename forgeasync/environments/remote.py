@@ -1,7 +1,6 @@
 """The environment of ``kind: remote``: an agent program behind a URL, in any language (docs/remote.md)."""
 
 import asyncio
-import concurrent.futures
 import contextlib
 import uuid
 from collections.abc import Iterator
@@ -11,34 +10,27 @@ import aiohttp
 import msgspec
 
 from forgeasync.config import Ending, RemoteEnvironment, SandboxSection
-from forgeasync.environments.build import SectionEnvironment
-from forgeasync.environments.environment import (
-    Agent,
-    ContextFull,
-    EpisodeInterrupted,
-    NoScore,
-    ParseError,
-    ToolError,
-    TooManyTurns,
-)
+from forgeasync.environments.build import SectionEnvironment, run_apart
+from forgeasync.environments.environment import Agent, EpisodeInterrupted
+from forgeasync.environments.episodes import ENDINGS
 from forgeasync.rollouts import Score, Task
 from forgeasync.schema import Problem
 
 MAX_REPLY_BYTES = 2**20
-"""Bytes of a reply that are read; a longer one fails the episode."""
+"""Maximum bytes of a reply. A longer one fails the episode."""
 
 MAX_QUOTED_CHARACTERS = 300
 
 CANCEL_S = 5.0
-"""Time for the server to take the news that an episode was cancelled."""
+"""Seconds for the server to accept the cancellation of an episode."""
 
 
 class EpisodeFailed(RuntimeError):
-    """The server says that an episode has failed, or has answered with something else than an episode."""
+    """The server reports that an episode has failed, or its reply is not an episode."""
 
 
 class ServerLost(Exception):
-    """The server cannot be reached, or does not answer for its health."""
+    """The server cannot be reached, or fails its health check."""
 
 
 class EpisodeReply(msgspec.Struct, frozen=True):
@@ -47,7 +39,7 @@ class EpisodeReply(msgspec.Struct, frozen=True):
     score: float | None = None
     """Required with ``completed``."""
     is_correct: bool | None = None
-    """None: the score decides, by ``environment.correct_at``."""
+    """None if the score decides, by ``environment.correct_at``."""
     parts: dict[str, float] = {}
     ending: str = Ending.COMPLETED
     feedback: str = ""
@@ -56,29 +48,27 @@ class EpisodeReply(msgspec.Struct, frozen=True):
 
 
 class RemoteAgent(SectionEnvironment):
-    """Has a server run each episode; its agent samples through the episode's own session."""
+    """A server runs each episode. Its agent samples through the session of the episode."""
 
     def __init__(self, section: RemoteEnvironment, sandbox: SandboxSection) -> None:
         self._section = section
 
     @classmethod
     def check(cls, section: RemoteEnvironment, sandbox: SandboxSection) -> Iterator[Problem]:
-        """Ask the server for its health once; blocks for ``health_s`` at most."""
+        """Check the server's health once; blocks for at most ``health_s``."""
 
         async def ask() -> None:
             async with _client(section) as client:
                 await _check_health(client, section)
 
-        # In a thread of its own, since the caller may be in an event loop.
-        with concurrent.futures.ThreadPoolExecutor(max_workers=1) as thread:
-            try:
-                thread.submit(lambda: asyncio.run(ask())).result()
-            except ServerLost as error:
-                yield Problem(
-                    field="environment.url",
-                    value=section.url,
-                    remedy=f"cannot be used: {error}; start the server of the environment there first",
-                )
+        try:
+            run_apart(ask)
+        except ServerLost as error:
+            yield Problem(
+                field="environment.url",
+                value=section.url,
+                remedy=f"cannot be used: {error}; start the server of the environment there first",
+            )
 
     async def rollout(self, task: Task, agent: Agent) -> Score:
         section = self._section
@@ -124,7 +114,7 @@ def _task_fields(task: Task, section: RemoteEnvironment) -> dict[str, Any]:
 
 
 def _anthropic_base_url(agent: Agent) -> str | None:
-    """Return None for an endpoint that is evaluated: it is known to serve Chat Completions alone."""
+    """Return None for an endpoint that is evaluated, because it may serve Chat Completions only."""
     try:
         return agent.anthropic_base_url
     except ValueError:
@@ -139,13 +129,13 @@ def _client(section: RemoteEnvironment) -> aiohttp.ClientSession:
 async def _run(
     client: aiohttp.ClientSession, section: RemoteEnvironment, request: dict[str, Any]
 ) -> EpisodeReply:
-    """Have the server run an episode. While it does, its health is asked for.
+    """Run an episode on the server, and check the server's health meanwhile.
 
-    Whoever cancels this, a deadline for example, has the server cancel the episode.
+    If this is cancelled, by a deadline for example, the server cancels the episode.
 
     Raises:
-        ServerLost: it is gone.
-        EpisodeFailed: it has refused the episode, or its reply cannot be read.
+        ServerLost: The server is gone.
+        EpisodeFailed: The server has refused the episode, or its reply cannot be read.
     """
     url = f"{section.url}/episodes"
     call = asyncio.ensure_future(_post(client, url, request))
@@ -202,28 +192,16 @@ async def _check_health(client: aiohttp.ClientSession, section: RemoteEnvironmen
 
 
 def _score(reply: EpisodeReply, section: RemoteEnvironment) -> Score:
-    """Return the score of a reply, or raise what its ending stands for."""
+    """Return the score of a reply, or raise the exception of its ending."""
     problem = reply.problem[:MAX_QUOTED_CHARACTERS] or "the server does not say why"
-    match reply.ending:
-        case Ending.COMPLETED:
-            pass
-        case Ending.MAX_TURNS:
-            raise TooManyTurns(problem)
-        case Ending.LENGTH:
-            raise ContextFull(problem)
-        case Ending.PARSE_ERROR:
-            raise ParseError(problem)
-        case Ending.TOOL_ERROR:
-            raise ToolError(problem)
-        case Ending.NO_SCORE:
-            raise NoScore(problem)
-        case Ending.INFRASTRUCTURE:
-            raise EpisodeInterrupted(problem)
-        case Ending.ENVIRONMENT_CRASH | Ending.TIMEOUT:
-            raise EpisodeFailed(f"the server's episode has failed: {problem}")
-        case unknown:
-            names = ", ".join(Ending)
-            raise EpisodeFailed(f"ending = {unknown[:MAX_QUOTED_CHARACTERS]!r}; must be one of {names}")
+    raised = {ending.value: kind for kind, ending in ENDINGS.items()}
+    if (kind := raised.get(reply.ending)) is not None:
+        raise kind(problem)
+    if reply.ending in (Ending.ENVIRONMENT_CRASH, Ending.TIMEOUT):
+        raise EpisodeFailed(f"the server's episode has failed: {problem}")
+    if reply.ending != Ending.COMPLETED:
+        ending = reply.ending[:MAX_QUOTED_CHARACTERS]
+        raise EpisodeFailed(f"ending = {ending!r}; must be one of {', '.join(Ending)}")
     if reply.score is None:
         raise EpisodeFailed("a completed episode needs a score")
     is_correct = reply.score >= section.correct_at if reply.is_correct is None else reply.is_correct

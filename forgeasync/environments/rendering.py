@@ -1,8 +1,8 @@
-"""Messages as tokens: the seam between them, and which renderer a run has.
+"""From messages to tokens: the protocol of renderers, and the choice of a run's renderer.
 
-A renderer extends a path of tokens by new messages, and reads the turns that a model writes. Sampled tokens
-are never re-tokenized. The renderer for models without a chat template is here; those for models with one are
-in chat_formats.py.
+A renderer appends messages to a path of tokens, and reads the turns that a model writes. Sampled tokens are
+never re-tokenized. This module has the renderer for models without a chat template; chat_formats.py has those
+for models with one.
 """
 
 import itertools
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class BridgeRefused(ValueError):
-    """Messages cannot be appended to a path; render the conversation anew instead (``rendered_anew``)."""
+    """Messages cannot be appended to a path. Render the whole conversation instead (``rendered_anew``)."""
 
 
 class NoCallOpening(ValueError):
@@ -44,15 +44,15 @@ class NoCallOpening(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """Messages whose tokens are in a trajectory; the last one is the model's, unless there are none yet.
+    """Messages whose tokens are in a trajectory: one path from the root of its tree.
 
-    One path from the root of a trajectory's tree: what other branches have is not in it.
+    The last message is the model's, unless there are no messages yet.
     """
 
     messages: tuple[Message, ...] = ()
     turns: Mapping[int, SampledTurn]
-    """The model's turns, by their indices among the messages. An assistant's message that is not among them
-    was written by someone else, and its tokens were given."""
+    """The model's turns, by the index of their message. An assistant's message that is not among them was
+    written by someone else, and its tokens were given."""
     token_ids: Sequence[int] = ()
     """All tokens of the path, the last turn's included."""
 
@@ -97,7 +97,8 @@ class MessageRenderer(Protocol):
     ) -> np.ndarray:
         """Return the token ids, int32, that a model would sample to say ``answer`` after ``messages``.
 
-        They end with what ends a turn, where the format has that. For an answer that has no sampled tokens.
+        They end with the token that ends a turn, if the format has one. Use it for answers that were not
+        sampled.
 
         Raises:
             ValueError: the answer cannot be rendered.
@@ -118,8 +119,8 @@ class MessageRenderer(Protocol):
 def call_opening(renderer: MessageRenderer, tools: Sequence[ToolSpec]) -> np.ndarray:
     """Return the tokens, int32, with which a turn begins that calls one of ``tools`` at once.
 
-    They are what such calls have in common as the renderer writes them: up to the name of the tool, or up to
-    its arguments where there is one tool.
+    They are the common beginning of such calls in the renderer's format: up to the name of the tool, or up to
+    its arguments if there is one tool.
 
     Raises:
         NoCallOpening: the format has no tool calls, or what they begin with does not make a call of it.
@@ -134,7 +135,7 @@ def call_opening(renderer: MessageRenderer, tools: Sequence[ToolSpec]) -> np.nda
         return renderer.answer_ids(question, checked_message("a call", message), (told,)).tolist()
 
     question = ({"role": "user", "content": "x"},)
-    # Of several tools no name is given, so that calls with any two names show what comes before it.
+    # With several tools the name is not given: calls with two different names show what comes before it.
     names = [tools[0].name] if len(tools) == 1 else ["a", "b"]
     try:
         calls = [answer(name, **more) for name in names for more in ({}, {"x": 1})]
@@ -153,27 +154,13 @@ def call_opening(renderer: MessageRenderer, tools: Sequence[ToolSpec]) -> np.nda
 
 
 def message_forms(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return copies that may be changed, with plain objects as the arguments of tool calls."""
-    forms = []
-    for message in messages:
-        form = dict(message)
-        if "tool_calls" in form:
-            form["tool_calls"] = [_call_form(call) for call in form["tool_calls"]]
-        forms.append(form)
-    return forms
-
-
-def _call_form(call: Any) -> dict[str, Any]:
-    function = call["function"]
-    arguments = function["arguments"]
-    if not isinstance(arguments, str):
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    return {**call, "function": {"name": function["name"], "arguments": json.loads(arguments or "{}")}}
+    """Return copies of checked messages that may be changed, in plain objects."""
+    return list(json.loads(json.dumps(messages)))
 
 
 def tool_forms(tools: Sequence[ToolSpec]) -> list[dict[str, Any]]:
     """Return the tools as chat endpoints take them, in plain objects."""
-    return [json.loads(json.dumps(tool.message_form, ensure_ascii=False)) for tool in tools]
+    return list(json.loads(json.dumps([tool.message_form for tool in tools])))
 
 
 WORD_JOINER = "\u2060"
@@ -187,12 +174,11 @@ def reserved_texts(tokenizer: "PreTrainedTokenizerBase") -> tuple[str, ...]:
 
 
 def without_reserved(messages: Sequence[Message], reserved: Sequence[str]) -> tuple[tuple[Message, ...], int]:
-    """Return the messages with the reserved texts of outsiders divided, and how many of them there were.
+    """Break up reserved texts in messages of users and tools; return the messages and the number of texts.
 
-    Tokenizers turn ``<|im_end|>`` into the token that ends a turn wherever it stands, in a tool's output or a
-    user's question too: whoever writes it there could end the message and speak for the model. In such
-    messages every text of an added token gets a word joiner (U+2060) behind its first character. It cannot be
-    seen, and the text no longer is the token's.
+    Tokenizers turn ``<|im_end|>`` into the token that ends a turn wherever it occurs, also in the output of a
+    tool. Whoever writes it there could end the message and speak for the model. So in messages of users and
+    tools, the text of every added token gets an invisible word joiner (U+2060) after its first character.
     """
     changed, num_found = [], 0
     for message in messages:
@@ -231,11 +217,11 @@ def rendered_anew(
     known_turns: Mapping[int, SampledTurn],
     tools: Sequence[ToolSpec] = (),
 ) -> RenderedAnew:
-    """Render a whole conversation that continues none.
+    """Render a whole conversation that does not continue another one.
 
-    ``known_turns`` are the model's own turns that stand in it unchanged, by their indices among the messages:
-    their sampled tokens are put in as they are. Everything else is tokenized from text, and so is a turn
-    after which nothing can be appended (``BridgeRefused``).
+    ``known_turns`` are the model's own unchanged turns, by the index of their message. Their sampled tokens
+    are used as they are. Everything else is tokenized from text, and so is a turn after which nothing can be
+    appended (``BridgeRefused``).
 
     Raises:
         ValueError: the messages cannot be rendered.
@@ -307,10 +293,9 @@ def _spliced(
 
 
 class PlainRenderer:
-    """A ``MessageRenderer`` for models without a chat template, which writes texts one after the other.
+    """A ``MessageRenderer`` for models without a chat template. It concatenates the texts of messages.
 
-    Only the text of a message counts, not its role: the first one is taken as it is, each later one after a
-    newline if the tokenizer has one.
+    Roles are ignored. Each message after the first one starts with a newline, if the tokenizer has one.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
@@ -319,7 +304,7 @@ class PlainRenderer:
 
     @property
     def reserved(self) -> Sequence[str]:
-        """None: what an environment writes is all the format that there is."""
+        """None: without a chat template no text has a meaning for conversations."""
         return ()
 
     def added_ids(
@@ -341,7 +326,7 @@ class PlainRenderer:
         return np.asarray(ids if end is None else [*ids, end], np.int32)
 
     def text_of(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+        return text_of_ids(self._tokenizer, ids, skip_special_tokens=True)
 
     def parse(
         self, before_ids: Sequence[int], turn: SampledTurn, tools: Sequence[ToolSpec] = ()
@@ -465,14 +450,26 @@ def _variants(name: RendererName, arguments: TemplateArguments) -> list[Template
     return variants
 
 
+def num_alike(some: Sequence[Any], others: Sequence[Any]) -> int:
+    """Return how many elements two sequences begin with alike."""
+    pairs = zip(some, others, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def from_difference(text: str, other: str) -> tuple[str, str]:
+    """Return two texts, for an error, from shortly before the first character in which they differ."""
+    start = max(0, num_alike(text, other) - 10)
+    return show(text[start:]), show(other[start:])
+
+
 def first_difference(
     tokenizer: "PreTrainedTokenizerBase", family: "FamilyRenderer", template: "TemplateRenderer"
 ) -> tuple[int, str] | None:
-    """Return how a family renders a fixed conversation otherwise than a template, and before it how many
-    alike; None: it renders all of them alike.
+    """Compare how a family and a template render the fixed conversations.
 
-    An empty block of reasoning in earlier turns is no difference: families keep it where the prompt of a turn
-    writes it, as what was sampled keeps it.
+    Returns the number of conversations that they render alike before the first difference, and that
+    difference in words; None if there is no difference. An empty block of reasoning in earlier turns does not
+    count, because families keep the block that the prompt of a turn writes.
     """
     from forgeasync.environments.probes import fixed_dialogues
 
@@ -492,11 +489,7 @@ def first_difference(
         has_answers = any(message["role"] == ASSISTANT for message in dialogue.messages)
         if has_answers and _NO_REASONING.sub("", ours) == _NO_REASONING.sub("", theirs):
             continue
-        start = next(
-            (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b),
-            min(len(ours), len(theirs)),
-        )
-        start = max(0, start - 10)
-        difference = f"renders {show(ours[start:])} where the template has {show(theirs[start:])}"
+        now, then = from_difference(ours, theirs)
+        difference = f"renders {now} where the template has {then}"
         return number, f"{difference} ({dialogue.name})"
     return None

@@ -1,7 +1,7 @@
-"""What a run needs to serve people: the address and the token, and the desk where an environment serves them.
+"""Serving people: the address and the token of a run, and the protocol of the desk that opens their sessions.
 
-The plug-in ``serve`` has an environment with such a desk. The address and the token stay the same when a
-worker is replaced.
+The plug-in ``serve`` has an environment with such a desk. The address and the token stay the same if a worker
+is replaced.
 """
 
 import errno
@@ -36,7 +36,7 @@ class ServingSetup:
 
 
 class ServingAddress:
-    """The address of a run, and the file that says it to clients. Lives in the controller."""
+    """The address of a run, and the file that tells clients the address. Part of the controller."""
 
     def __init__(self, section: ServingSection, file: Path, tell: Callable[[str], None]) -> None:
         """``tell`` is called with a line for people.
@@ -53,11 +53,11 @@ class ServingAddress:
         )
 
     def setup(self) -> ServingSetup:
-        """Return what the next worker is to serve with."""
+        """Return the set-up of the next worker."""
         return ServingSetup(section=self._section, port=self._port, token=self._token)
 
     def opened(self, url: str, port: int) -> None:
-        """A worker listens: later ones get the same port. Writes the file, readable for its owner only."""
+        """A worker listens: later workers get its port. Writes the file, readable by its owner only."""
         self._port = port
         token = (
             {"token": self._token}
@@ -126,7 +126,7 @@ class ServingReport:
     counts: Mapping[str, float]
     """Counts and sums since the worker began, by name."""
     num_open: int
-    """Sessions that are open, trained on or not."""
+    """Open sessions, including those that are not trained on."""
     num_on_offer: int
     """Episodes that wait for a client."""
     turn_p50_s: float | None
@@ -137,8 +137,7 @@ class ServingReport:
 def serving_metrics(lost: Mapping[str, float], last: ServingReport | None) -> dict[str, float]:
     """Return metrics under their names in metrics.jsonl.
 
-    ``lost`` are the counts of workers that are gone, ``last`` the report of the one that serves now, or None
-    while none does.
+    ``lost`` are the counts of workers that are gone. ``last`` is the report of the current worker, or None.
     """
     counts = Counter(lost)
     if last is not None:
@@ -163,7 +162,7 @@ class Desk(Protocol):
         ...
 
     def connect(self, untrained_agent: Callable[[], EpisodeAgent]) -> None:
-        """Serve sessions that no episode takes by agents that this makes."""
+        """Set the function that creates agents for sessions without an episode."""
         ...
 
     def open_for(self, agent: EpisodeAgent) -> Session:
@@ -190,7 +189,7 @@ class ServesPeople(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UntrainedSample:
-    """What a generator has sampled after a prompt, and kept nothing of."""
+    """A sample that the generator has not stored."""
 
     ids_T: np.ndarray
     """The sampled tokens, int32."""
@@ -200,15 +199,15 @@ class UntrainedSample:
 
 
 SampleAfter = Callable[[np.ndarray, int, tuple[str, ...]], Awaitable[UntrainedSample]]
-"""Samples after a prompt (token ids, int32) at most so many tokens, up to one of the given texts."""
+"""Samples after a prompt (token ids, int32), up to a maximum of tokens or to one of the texts."""
 
 
 class UntrainedTurns:
     """Samples the turns of one agent (``SampleTurn``). For one event loop.
 
-    Generators keep nothing between turns: every request has the whole path to its turn as the prompt, of
-    which their prefix caches hold what they can. So a session that is not trained on reserves no payload, and
-    a worker that dies leaves nothing behind. The ids of paths are kept here until the session ends.
+    Generators store nothing between turns: the prompt of each request is the whole path, which their prefix
+    caches may hold. So these sessions reserve no payload, and a worker that dies leaves nothing behind. This
+    object keeps the token ids of all paths until the session ends.
     """
 
     def __init__(self, sample: SampleAfter) -> None:

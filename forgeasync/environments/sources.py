@@ -1,16 +1,20 @@
-"""The problems of a run's ``data`` section: training and held-out tasks without common texts, in order."""
+"""The tasks of a run's ``data`` section: training tasks, held-out tasks, and the order of training.
+
+No prompt is in both the training tasks and the held-out tasks.
+"""
 
 import dataclasses
 import hashlib
 import itertools
 import pickle
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
-from operator import eq
-from typing import Protocol, overload
+from operator import attrgetter, eq
+from typing import ClassVar, Protocol, overload
 
 import numpy as np
 
@@ -25,14 +29,14 @@ from forgeasync.config import (
     named_sources,
 )
 from forgeasync.rollouts import Task
-from forgeasync.schema import ConfigError, Section
+from forgeasync.schema import ConfigError, Problem, Section
 
 
 class StoredTasks(Sequence[Task]):
-    """Tasks that are made anew, equal to those that were given, whenever they are asked for.
+    """Tasks stored as bytes. Reading an item creates a task that is equal to the original.
 
-    As objects they would take up to ten times as much: a problem of reasoning-gym with its record takes 5 KB,
-    and a run has tens of thousands of them, of which it looks at one at a time.
+    As objects they would take up to ten times as much memory: a problem of reasoning-gym with its record
+    takes 5 KB, and a run has tens of thousands of them and looks at one at a time.
     """
 
     def __init__(self, tasks: Iterable[Task] = ()) -> None:
@@ -43,7 +47,7 @@ class StoredTasks(Sequence[Task]):
 
     def append(self, task: Task) -> None:
         # Written here and read here only.
-        self._stored += pickle.dumps(_fields(task), pickle.HIGHEST_PROTOCOL)
+        self._stored += pickle.dumps(_values(task), pickle.HIGHEST_PROTOCOL)
         self._ends.append(len(self._stored))
 
     def __eq__(self, other: object) -> bool:
@@ -63,68 +67,14 @@ class StoredTasks(Sequence[Task]):
 
     def _task(self, place: int) -> Task:
         stored = self._stored[self._ends[place] : self._ends[place + 1]]
-        task_id, prompt, answer, source_index, source, record = pickle.loads(stored)
-        return Task(
-            task_id=task_id,
-            prompt=prompt,
-            answer=answer,
-            source_index=source_index,
-            source=source,
-            record=record,
-        )
+        return Task(**dict(zip(_FIELDS, pickle.loads(stored), strict=True)))
 
 
-def _fields(task: Task) -> tuple[object, ...]:
-    return task.task_id, task.prompt, task.answer, task.source_index, task.source, task.record
-
+_FIELDS = tuple(field.name for field in dataclasses.fields(Task))
+_values = attrgetter(*_FIELDS)
 
 HELD_OUT_SEED = 1_618_033_988
-"""Seed for the held-out problems of every run, independent of the run's own: all runs are measured alike."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingDraw:
-    """Training tasks of one source, and the number of candidates that were skipped."""
-
-    tasks: Sequence[Task]
-    num_skipped_held_out: int
-    """Candidates with the text of a problem that is only evaluated on."""
-    num_skipped_repeats: int = 0
-    """Candidates with the text of another training problem."""
-
-
-def draw_distinct(candidates: Iterable[Task], num: int) -> list[Task]:
-    """Return the first ``num`` candidates with different texts, or all if there are fewer."""
-    found: dict[str, Task] = {}
-    for task in candidates:
-        found.setdefault(task.prompt, task)
-        if len(found) == num:
-            break
-    return list(found.values())
-
-
-def draw_training(
-    candidates: Iterable[Task], num: int, never: Set[str], *, may_repeat: bool = True
-) -> TrainingDraw:
-    """Return the first ``num`` candidates whose text is not in ``never``, or all if there are fewer.
-
-    Without ``may_repeat`` their texts differ.
-    """
-    tasks = StoredTasks()
-    texts: set[str] = set()
-    num_skipped = num_repeats = 0
-    for task in candidates:
-        if task.prompt in never:
-            num_skipped += 1
-        elif not may_repeat and task.prompt in texts:
-            num_repeats += 1
-        else:
-            tasks.append(task)
-            if not may_repeat:
-                texts.add(task.prompt)
-        if len(tasks) == num:
-            break
-    return TrainingDraw(tasks=tasks, num_skipped_held_out=num_skipped, num_skipped_repeats=num_repeats)
+"""Seed for the held-out problems. It is the same in all runs, so that their scores can be compared."""
 
 
 class SourceProblems(Protocol):
@@ -134,7 +84,7 @@ class SourceProblems(Protocol):
         """Draw distinct problems without the run's seed. Raises ConfigError if there are too few."""
         ...
 
-    def train(self, never: Set[str]) -> TrainingDraw:
+    def train(self, never: Set[str]) -> Sequence[Task]:
         """Draw training problems by the run's seed, none of them with a text in ``never``.
 
         Raises:
@@ -143,14 +93,67 @@ class SourceProblems(Protocol):
         ...
 
 
+def refusal(field: str, value: object, remedy: str) -> ConfigError:
+    """Return the error for a field of the section ``data``."""
+    return ConfigError([Problem(field=f"data.{field}", value=value, remedy=remedy)])
+
+
+def most_candidates(num_problems: int) -> int:
+    """Return the most candidates to generate for this many problems: some are repeats or held out."""
+    return 4 * num_problems + 1000
+
+
+class DrawnProblems(ABC):
+    """``SourceProblems`` that takes the first usable problems of a sequence of candidates."""
+
+    may_repeat: ClassVar[bool] = True
+    """Whether two training problems may have the same text."""
+
+    def __init__(self, name: str, *, num_train: int, num_held_out: int, seed: int) -> None:
+        """``name`` is the name of the source in errors."""
+        self._name = name
+        self._num_train = num_train
+        self._num_held_out = num_held_out
+        self._seed = seed
+
+    @abstractmethod
+    def candidates(self, *, held_out: bool) -> Iterator[Task]:
+        """Yield candidates, by a fixed seed if ``held_out`` is true and otherwise by the run's seed."""
+
+    def held_out(self) -> list[Task]:
+        """See ``SourceProblems``."""
+        usable = self._usable(held_out=True, never=frozenset(), may_repeat=False)
+        found = list(itertools.islice(usable, self._num_held_out))
+        self._check_number("num_held_out", self._num_held_out, len(found), "distinct ones")
+        return found
+
+    def train(self, never: Set[str]) -> Sequence[Task]:
+        """See ``SourceProblems``."""
+        usable = self._usable(held_out=False, never=never, may_repeat=self.may_repeat)
+        tasks = StoredTasks(itertools.islice(usable, self._num_train))
+        kind = "ones that are not held out" if self.may_repeat else "distinct ones that are not held out"
+        self._check_number("num_train", self._num_train, len(tasks), kind)
+        return tasks
+
+    def _usable(self, *, held_out: bool, never: Set[str], may_repeat: bool) -> Iterator[Task]:
+        seen = set(never)
+        for task in self.candidates(held_out=held_out):
+            if task.prompt not in seen:
+                if not may_repeat:
+                    seen.add(task.prompt)
+                yield task
+
+    def _check_number(self, field: str, wanted: int, found: int, kind: str) -> None:
+        if found < wanted:
+            raise refusal(field, wanted, f"{self._name} gave only {found} {kind}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitSource:
     """All problems of a run, in memory."""
 
     train: Sequence[Task]
     held_out: list[Task]
-    num_skipped_held_out: int
-    num_skipped_repeats: int = 0
     sets: Mapping[str, list[Task]] = field(default_factory=dict)
     """Tasks of every evaluation set, by the source that they name."""
 
@@ -182,17 +185,13 @@ def build_source(data: DataSection, *, seed: int, sets: Sequence[NamedSource] = 
             held_out.append(list(_named(problems[-1].held_out(), source)))
     of_sources, of_sets = held_out[: len(sources)], held_out[len(sources) :]
     never = {task.prompt for tasks in held_out for task in tasks}
-    draws: list[TrainingDraw] = []
+    train: list[Iterator[Task]] = []
     for source, of_source in zip(sources, problems, strict=False):
         with _located(source):
-            draws.append(of_source.train(never))
+            train.append(_named(of_source.train(never), source))
     return SplitSource(
-        train=StoredTasks(
-            task for source, draw in zip(sources, draws, strict=True) for task in _named(draw.tasks, source)
-        ),
+        train=StoredTasks(itertools.chain.from_iterable(train)),
         held_out=list(_in_turns(of_sources)),
-        num_skipped_held_out=sum(draw.num_skipped_held_out for draw in draws),
-        num_skipped_repeats=sum(draw.num_skipped_repeats for draw in draws),
         sets={source.name: tasks for source, tasks in zip(sets, of_sets, strict=True)},
     )
 
@@ -284,7 +283,7 @@ def _in_turns(lists: Sequence[Sequence[Task]]) -> Iterator[Task]:
 
 @contextmanager
 def _located(source: NamedSource) -> Iterator[None]:
-    """Rewrite the fields in a source's errors to its place in the config; builders know only one source."""
+    """Rewrite the fields in a source's errors to its place in the config. Sources know one section only."""
     try:
         yield
     except ConfigError as error:
@@ -302,12 +301,12 @@ def _place(field: str, source: NamedSource) -> str:
 
 
 def digest_of(tasks: Sequence[Task]) -> str:
-    """Return a digest of problems in their order: other ones under the same names have another digest."""
+    """Return a digest of problems and their order. It changes if a problem with the same name changes."""
     digest = hashlib.sha256()
     for task in tasks:
         for text in (task.source, task.task_id, task.prompt, task.answer):
             encoded = text.encode(errors="surrogatepass")
-            # With its length: "ab" and "c" are others than "a" and "bc".
+            # Its length distinguishes "ab", "c" from "a", "bc".
             digest.update(b"%d:" % len(encoded) + encoded)
     return f"{len(tasks)} problems, {digest.hexdigest()[:32]}"
 
@@ -316,23 +315,10 @@ _BLOCK = 4096
 """Number of draws of sources that are made at a time."""
 
 
-class Order(Protocol):
-    """Issues tasks for ever; its whole state is one number, ``position``."""
-
-    @property
-    def position(self) -> int:
-        """Number of tasks issued so far."""
-        ...
-
-    def next(self) -> Task:
-        """Issue the next task."""
-        ...
-
-
 class TaskOrder:
-    """Passes over ``tasks`` for ever; ``seed`` and the number of the pass determine its order.
+    """Endless passes over ``tasks``, each in an order of its own that ``seed`` determines.
 
-    The order depends on ``position`` alone, not on how it was reached, so one int restores it.
+    The next task depends only on ``position``, so one integer restores the order.
     """
 
     def __init__(self, tasks: Sequence[Task], *, seed: int, position: int = 0) -> None:
@@ -363,17 +349,12 @@ class TaskOrder:
         self._position += 1
         return task
 
-    def restore(self, position: int) -> None:
-        """Continue as if ``position`` tasks had been issued."""
-        assert position >= 0, f"position {position} is negative"
-        self._position = position
-
 
 class WeightedOrder:
     """Draws a source at random for every task, in proportion to the sources' weights.
 
-    Each source has its own passes. ``seed`` and the position alone determine which source is drawn, and also
-    the place in its passes, which is how often it was drawn before.
+    Each source has its own passes. Only ``seed`` and ``position`` determine the source and the place in its
+    passes.
     """
 
     def __init__(
@@ -426,7 +407,7 @@ def _seed_of_source(seed: int, index: int) -> int:
 
 def weighted_order(
     tasks: Sequence[Task], weights: Mapping[str, float], *, seed: int, position: int = 0
-) -> Order:
+) -> TaskOrder | WeightedOrder:
     """Return the order of a run's training problems; ``weights`` has the weight of each source by name."""
     if len(weights) == 1:
         return TaskOrder(tasks, seed=seed, position=position)

@@ -1,10 +1,9 @@
 """The environments of ``kind: python_tool`` and ``kind: mcp``: the model solves a task with tools.
 
-Its last turn is compared with the task's answer. Nothing that a model wrote is evaluated outside of a box.
+The last turn is compared with the task's answer. Code of the model runs in a sandbox only.
 """
 
 import asyncio
-import concurrent.futures
 import contextlib
 import dataclasses
 import re
@@ -13,7 +12,7 @@ from decimal import Decimal
 from typing import Any
 
 from forgeasync.config import AnswerCheck, AnswerMatch, AnswerPart, McpEnvironment, PythonTool, SandboxSection
-from forgeasync.environments.build import SectionEnvironment
+from forgeasync.environments.build import SectionEnvironment, run_apart
 from forgeasync.environments.environment import Agent, EpisodeInterrupted, ToolError
 from forgeasync.environments.messages import Message, ToolSpec
 from forgeasync.environments.tool_signature import BadArguments
@@ -47,49 +46,43 @@ MAX_NUMBER_CHARACTERS = 100
 _NUMBER = re.compile(r"(?:(?<![\w)])[-+])?(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)", re.ASCII)
 
 
-class AnswerChecker:
-    """Scores turns: 1 for the task's answer, else 0."""
+def score_answer(section: AnswerCheck, task: Task, text: str) -> Score:
+    """Score the model's last turn: 1 for the task's answer, else 0.
 
-    def __init__(self, section: AnswerCheck) -> None:
-        self._section = section
+    Raises:
+        ValueError: numbers are to be compared, and the task's answer is none.
+    """
+    reference = task.answer.strip()
+    number = None
+    if section.match is AnswerMatch.NUMBER:
+        number = _number(reference)
+        if number is None:
+            raise ValueError(
+                f"task {task.task_id!r} has the answer {reference[:80]!r}, which is no number; "
+                "environment.answer.match must be 'exact'"
+            )
+    answer = _answer(section, text[-MAX_READ_CHARACTERS:])
+    if answer is None:
+        return NO_ANSWER
+    is_correct = answer == reference if number is None else _number(answer) == number
+    return Score(float(is_correct), is_correct)
 
-    def score(self, task: Task, text: str) -> Score:
-        """Score the model's last turn.
 
-        Raises:
-            ValueError: numbers are to be compared, and the task's answer is none.
-        """
-        reference = task.answer.strip()
-        number = None
-        if self._section.match is AnswerMatch.NUMBER:
-            number = _number(reference)
-            if number is None:
-                raise ValueError(
-                    f"task {task.task_id!r} has the answer {reference[:80]!r}, which is no number; "
-                    "environment.answer.match must be 'exact'"
-                )
-        answer = self._answer(text[-MAX_READ_CHARACTERS:])
-        if answer is None:
-            return NO_ANSWER
-        is_correct = answer == reference if number is None else _number(answer) == number
-        return Score(float(is_correct), is_correct)
-
-    def _answer(self, text: str) -> str | None:
-        prefix = self._section.prefix
-        _, found, answer = text.rpartition(prefix) if prefix else ("", "found", text)
-        if not found:
-            return None
-        if self._section.part is AnswerPart.LAST_NUMBER:
-            numbers = _NUMBER.findall(answer)
-            return numbers[-1].replace(",", "") if numbers else None
-        return answer.strip()
+def _answer(section: AnswerCheck, text: str) -> str | None:
+    _, found, answer = text.rpartition(section.prefix) if section.prefix else ("", "found", text)
+    if not found:
+        return None
+    if section.part is AnswerPart.LAST_NUMBER:
+        numbers = _NUMBER.findall(answer)
+        return numbers[-1].replace(",", "") if numbers else None
+    return answer.strip()
 
 
 def _number(text: str) -> Decimal | None:
     """Return the value of a text that is one number and nothing else."""
     if len(text) > MAX_NUMBER_CHARACTERS or _NUMBER.fullmatch(text) is None:
         return None
-    # Exact: a float would call different long numbers equal.
+    # Exact, because different long numbers can be equal as floats.
     return Decimal(text.replace(",", ""))
 
 
@@ -106,7 +99,7 @@ SPEC = ToolSpec(
 )
 
 _SHARE = 0.9
-"""Share of a call's time after which the interpreter is ended, so that what it has printed can be told."""
+"""Share of a call's time limit after which the interpreter is ended, to still report its output."""
 
 
 async def _solve(
@@ -126,12 +119,12 @@ async def _solve(
     messages.append({"role": "user", "content": task.prompt})
     toolbox = Toolbox(tools, max_characters=section.max_result_characters)
     run = await run_tools(agent, messages, toolbox, max_rounds=section.max_rounds, form=form)
-    score = AnswerChecker(section.answer).score(task, run.turn.text)
+    score = score_answer(section.answer, task, run.turn.text)
     return dataclasses.replace(score, penalties={"failed_calls": float(run.num_failed_calls)})
 
 
 class PythonToolEnvironment(SectionEnvironment):
-    """Every episode has a box of its own, which starts before the first turn."""
+    """Every episode has its own sandbox, which starts before the first turn."""
 
     def __init__(self, section: PythonTool, sandbox: SandboxSection) -> None:
         self._section = section
@@ -142,7 +135,7 @@ class PythonToolEnvironment(SectionEnvironment):
 
     @classmethod
     def check(cls, section: PythonTool, sandbox: SandboxSection) -> Iterator[Problem]:
-        """Start a box."""
+        """Start a sandbox."""
         yield from check_sandbox(sandbox)
 
     async def rollout(self, task: Task, agent: Agent) -> Score:
@@ -156,8 +149,7 @@ class PythonToolEnvironment(SectionEnvironment):
 
 
 class BoxedPython:
-    """A Python interpreter in a box as a tool; it is started when it is first needed, and again when it is
-    gone."""
+    """A tool that runs Python in a sandbox. The interpreter starts at the first call, or after it ended."""
 
     def __init__(self, box: Sandbox, *, limit_s: float) -> None:
         """``limit_s`` is the time for one call."""
@@ -181,7 +173,7 @@ class BoxedPython:
                 raise ToolError(f"the model's code has ended its sandbox: {error}") from error
             raise EpisodeInterrupted(f"the sandbox was lost: {error}") from error
         except BaseException:
-            # A run that was cancelled half way has ended its session.
+            # A cancelled run ends its session.
             self._session = None
             raise
         if result.session_ended:
@@ -210,18 +202,15 @@ def _text(result: PythonResult) -> str:
 
 
 class McpToolsEnvironment(SectionEnvironment):
-    """Every episode has servers, or sessions with them, of its own."""
+    """Every episode has its own servers, or its own sessions with them."""
 
     def __init__(self, section: McpEnvironment, sandbox: SandboxSection) -> None:
         self._section = section
 
     @classmethod
     def check(cls, section: McpEnvironment, sandbox: SandboxSection) -> Iterator[Problem]:
-        """Start or reach every server once, and list its tools; blocks for as long as that takes."""
-        # In a thread of its own, since the caller may be in an event loop.
-        with concurrent.futures.ThreadPoolExecutor(max_workers=1) as thread:
-            problems = thread.submit(lambda: asyncio.run(_try_all(section))).result()
-        for name, problem in problems.items():
+        """Start or contact every server once, and list its tools; blocks."""
+        for name, problem in run_apart(lambda: _try_all(section)).items():
             yield Problem(
                 field=f"environment.servers.{name}",
                 value=section.servers[name].kind,

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, NoReturn, NotRequired, get_type_hints
 
+import docstring_parser
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaWarningKind
@@ -24,12 +25,6 @@ TOOL_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_\-.]{0,63}", re.ASCII)
 
 MAX_NAMED_PROBLEMS = 5
 """Most wrong arguments of one call that the model is told of."""
-
-_SECTION = re.compile(r"^(args|arguments|parameters)\s*:\s*$", re.IGNORECASE)
-_OTHER_SECTION = re.compile(r"^(returns?|raises?|yields?|examples?|notes?)\s*:\s*$", re.IGNORECASE)
-_ENTRY = re.compile(r"^(?P<name>\w+)\s*(\([^)]*\))?\s*:\s*(?P<text>.*)$")
-_FIELD = re.compile(r"^:param\s+(?:[^:]*\s)?(?P<name>\w+)\s*:\s*(?P<text>.*)$")
-_OTHER_FIELD = re.compile(r"^:\w+[^:]*:")
 
 
 class BadArguments(ValueError):
@@ -90,36 +85,13 @@ class Signature:
 def read_docstring(text: str) -> tuple[str, dict[str, str]]:
     """Split a docstring into its description and the lines on parameters.
 
-    These are in a section ``Args:`` (``name: text``) or in fields ``:param name: text``; further lines that
-    are indented more continue them. What follows in other sections is for programmers and left out.
+    Parameters are in a section ``Args:`` (``name: text``), in one of NumPy's style, or in fields
+    ``:param name: text``. Other sections, and whatever follows the parameters, are for programmers and are
+    left out.
     """
-    description: list[str] = []
-    entries: dict[str, str] = {}
-    place, current, entry_indent = "description", None, 0
-    for line in text.expandtabs().splitlines():
-        stripped, indent = line.strip(), len(line) - len(line.lstrip())
-        if match := _FIELD.match(stripped):
-            place, current, entry_indent = "field", match["name"], indent
-            entries[current] = match["text"]
-        elif _SECTION.match(stripped) and not indent:
-            place, current = "args", None
-        elif (_OTHER_SECTION.match(stripped) and not indent) or _OTHER_FIELD.match(stripped):
-            place, current = "other", None
-        elif not stripped:
-            if place == "description":
-                description.append("")
-        elif place == "args" and not indent:
-            # Text at the margin ends the section.
-            place = "description"
-            description.append(stripped)
-        elif current is not None and indent > entry_indent:
-            entries[current] = f"{entries[current]} {stripped}".strip()
-        elif place == "args" and (match := _ENTRY.match(stripped)):
-            current, entry_indent = match["name"], indent
-            entries[current] = match["text"]
-        elif place == "description":
-            description.append(stripped)
-    return "\n".join(description).strip(), entries
+    parsed = docstring_parser.parse(text)
+    lines = {one.arg_name: " ".join((one.description or "").split()) for one in parsed.params}
+    return (parsed.description or "").strip(), lines
 
 
 class _Schema(GenerateJsonSchema):

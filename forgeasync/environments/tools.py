@@ -1,7 +1,7 @@
-"""Tools of an agent: what the model is told of them, what runs when it calls one, and what it is told then.
+"""Tools of an agent: their descriptions, their calls, and the results for the model.
 
-Every call gets an answer, in time and of bounded length. ``run_tools`` is the standard loop of an agent with
-tools.
+Every call gets an answer of bounded length within its time limit. ``run_tools`` is the standard loop of an
+agent with tools.
 """
 
 import asyncio
@@ -29,11 +29,11 @@ class ToolFailed(Exception):
 
 
 class ToolTimeout(ToolFailed):
-    """The call took too long for the tool itself; the text tells the model."""
+    """The tool itself stopped the call after its time limit. The text is for the model."""
 
 
 class ToolServerLost(ToolFailed):
-    """The server of a tool has ended or no longer answers; the text tells the model."""
+    """The server of a tool has ended or does not answer. The text is for the model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,17 +54,19 @@ class Tool:
 
     spec: ToolSpec
     run: Callable[[Mapping[str, Any]], Awaitable[str]]
-    """Calls it with the model's arguments, which nobody has checked, and returns what the model is told.
-    Cancelling ends everything that the call has started. Raises BadArguments, ToolFailed, or anything else,
-    which the model is told by its class and its text."""
+    """Calls the tool with the model's unchecked arguments, and returns the result for the model.
+
+    Cancelling it ends everything that the call has started. The model is told of exceptions: of BadArguments
+    and ToolFailed by their text, of others by their class and text.
+    """
 
     @classmethod
     def from_function(cls, function: Callable[..., object]) -> Self:
         """Make a tool of a function or a bound method with annotations and a docstring.
 
-        A function is called on a thread of its own, so that it delays nothing else; a coroutine function
-        runs on the episode's loop. Text that it returns is the result; everything else is written as JSON,
-        and None as no text. Where the call is cut off, the processes that it has started are killed.
+        A function is called on its own thread, so it may block. A coroutine function runs on the episode's
+        loop. Returned text is the result; other values are converted to JSON, and None to an empty text. If a
+        call times out, the processes that it has started are killed.
 
         Raises:
             ValueError: something cannot be described; names the function and the parameter.
@@ -89,8 +91,8 @@ async def _call_on_thread(function: Callable[..., object], arguments: Mapping[st
         return await asyncio.shield(ended)
     finally:
         if not ended.done():
-            # Nobody waits for it any more; its result is not looked at.
-            ended.add_done_callback(_forget)
+            # Nothing waits for the result any more.
+            ended.add_done_callback(forget)
             thread.cancel()
             kill(thread.processes())
             thread.interrupt()
@@ -101,14 +103,14 @@ _abandoned: list[EpisodeThread[object]] = []
 
 
 def num_stuck_calls() -> int:
-    """Return the number of this process's threads whose call was cut off and that nothing has ended."""
+    """Return the number of threads of timed-out calls in this process that could not be stopped."""
     _abandoned[:] = [thread for thread in _abandoned if thread.is_alive]
     return len(_abandoned)
 
 
 class _Calls(threading.local):
-    """The coroutine tools that run on this thread. Their processes have one parent, so that those which
-    began during several calls cannot be told apart."""
+    """The coroutine tools that run on this thread. Their processes have the same parent, so it is not known
+    which of several concurrent calls has started a process."""
 
     def __init__(self) -> None:
         self.num_running = 0
@@ -130,7 +132,7 @@ async def _call_coroutine(function: Callable[..., object], arguments: Mapping[st
     finally:
         _calls.num_running -= 1
         if not _calls.num_running:
-            # With other calls under way they may be those of the others: they wait until these have ended.
+            # While other calls run, the processes may be theirs. So they are killed after the last call.
             kill(_calls.doomed)
             _calls.doomed.clear()
 
@@ -141,8 +143,8 @@ def _text(result: object) -> str:
     return result if isinstance(result, str) else to_json(result, fallback=str).decode()
 
 
-def _forget(ended: "asyncio.Future[Any]") -> None:
-    """Retrieve an error that nobody will read, so that asyncio does not warn about it."""
+def forget(ended: "asyncio.Future[Any]") -> None:
+    """Retrieve the exception of a future, so that asyncio does not warn that it was never retrieved."""
     if not ended.cancelled():
         ended.exception()
 
@@ -150,15 +152,15 @@ def _forget(ended: "asyncio.Future[Any]") -> None:
 DEFAULT_MAX_CHARACTERS = 20_000
 
 CLEAN_UP_S = 5.0
-"""Time for a call that was cut off to clean up, in seconds."""
+"""Seconds for a call that timed out to clean up."""
 
 MAX_NAMED_TOOLS = 50
-"""Most tools that a model is told of when it calls one that does not exist."""
+"""Maximum number of tools that are listed if the model calls one that does not exist."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolResult:
-    """What came of one call."""
+    """The result of one call."""
 
     call_id: str
     """Id of the call that it answers."""
@@ -168,7 +170,7 @@ class ToolResult:
     content: str
     """What the model is told."""
     num_cut_characters: int = 0
-    """Characters that the tool said beyond what ``content`` holds."""
+    """Characters of the result that were cut."""
     took_s: float | None = None
     """Time from the call to its result, in seconds; None where no tool was called."""
 
@@ -213,7 +215,7 @@ class Toolbox:
         tool = self._tools.get(call.name)
         if tool is None:
             return self._result(call, ToolStatus.UNKNOWN_TOOL, self._unknown(call.name))
-        # A task of its own: what a tool does to the current one must not reach the episode.
+        # Its own task, because a tool may cancel the current task.
         running = asyncio.ensure_future(_guarded(tool, call))
         start_s = time.perf_counter()
         try:
@@ -223,7 +225,7 @@ class Toolbox:
                 running.cancel()
         if not running.done():
             await asyncio.wait([running], timeout=CLEAN_UP_S)
-            running.add_done_callback(_forget)
+            running.add_done_callback(forget)
             status, text = ToolStatus.TIMEOUT, f"Error: the call took longer than {limit_s:g} s"
         elif running.cancelled():
             status, text = ToolStatus.FAILED, "Error: the call has cancelled itself"
@@ -265,7 +267,7 @@ async def _guarded(tool: Tool, call: ToolCall) -> tuple[ToolStatus, str]:
     except (EpisodeInterrupted, ToolError):
         raise
     except (Exception, SystemExit) as error:
-        # Whatever a tool raises is for the model to read; without a traceback, which shows our files.
+        # The model reads the exception of a tool, without the traceback, which shows file names.
         return ToolStatus.FAILED, f"{type(error).__name__}: {error}"
 
 
@@ -281,7 +283,7 @@ MAX_PROBLEM_CHARACTERS = 1000
 
 
 class CallForm:
-    """How a model writes calls of tools: in the form of its chat template, which the renderer has read."""
+    """The format of tool calls: that of the chat template, which the renderer reads."""
 
     @property
     def stop(self) -> tuple[str, ...]:
@@ -307,7 +309,7 @@ class CallForm:
 
 
 class PlainForm(CallForm):
-    """Calls of one tool with one text, between two marks in the model's own text."""
+    """Calls of one tool with one text argument, between two marks in the model's text."""
 
     def __init__(self, section: PlainCalls, *, tool: str, argument: str) -> None:
         """``tool`` and ``argument`` are the names of the tool and of its only argument."""
@@ -323,7 +325,7 @@ class PlainForm(CallForm):
         return ()
 
     def read(self, turn: Turn) -> Turn:
-        """Read the call at the end of the turn; its text ends before ``call_suffix``, which has ended it."""
+        """Read the call at the end of the turn, which ended with ``call_suffix``. Its text is without it."""
         _, prefix, code = turn.text.partition(self._section.call_prefix)
         if not prefix:
             return turn
@@ -363,11 +365,11 @@ class ToolRun:
     """Results of all calls, in their order."""
     num_broken_calls: int
     is_finished: bool
-    """Whether the last turn calls no tool; False: the model still did in the last turn that it may take."""
+    """Whether the last turn calls no tool. False if the model called a tool in its last allowed turn."""
 
     @property
     def num_failed_calls(self) -> int:
-        """Calls that gave the model no result, broken ones included."""
+        """Calls without a result, including broken ones."""
         return self.num_broken_calls + sum(not result.status.is_success for result in self.results)
 
 
@@ -392,10 +394,10 @@ async def run_tools(
                 is_correct = run.turn.text.strip() == task.answer
                 return Score(float(is_correct), is_correct)
 
-    Calls of one turn run concurrently; each has ``episodes.tool_s``, and results stand in the order of the
-    calls. Calls that cannot be read are answered too, by a message of the user. After ``max_rounds`` turns
-    with calls the model gets one more turn; calls in that one are not run. ``form`` is how the model writes
-    calls: by default as its chat template says.
+    Calls of one turn run concurrently, each for at most ``episodes.tool_s``. Results have the order of the
+    calls. Broken calls are answered by a user message. After ``max_rounds`` turns with calls the model gets
+    one more turn, whose calls are not run. ``form`` is the format of calls, by default that of the chat
+    template.
 
     Raises:
         ContextFull, TooManyTurns, ValueError: as ``Agent.respond``.

@@ -41,14 +41,6 @@ class Example:
         return "".join(piece.text for piece in self.pieces)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Step:
-    """One addition or subtraction."""
-
-    expression: str
-    result: int
-
-
 def mixed_examples(
     tasks: Sequence[Task],
     warmup: WarmupSection,
@@ -109,8 +101,8 @@ def worked_example(task: Task, *, slip: Callable[[], int] = lambda: 0) -> str:
         ValueError: the task is not a ``chain_sum`` problem.
     """
     steps = _steps(task, slip)
-    worked = ";".join(f"{step.expression}={step.result}" for step in steps)
-    return f"{worked}{ANSWER_PREFIX}{steps[-1].result if steps else task.answer}"
+    worked = ";".join(f"{expression}={result}" for expression, result in steps)
+    return f"{worked}{ANSWER_PREFIX}{steps[-1][1] if steps else task.answer}"
 
 
 def tool_example(task: Task, calls: PlainCalls) -> tuple[Piece, ...]:
@@ -120,10 +112,10 @@ def tool_example(task: Task, calls: PlainCalls) -> tuple[Piece, ...]:
         ValueError: the task is not a ``chain_sum`` problem.
     """
     pieces = []
-    for step in _steps(task):
+    for expression, result in _steps(task):
         pieces += [
-            Piece(text=calls.call(step.expression)),
-            Piece(text=calls.result(str(step.result)), is_given=True),
+            Piece(text=calls.call(expression)),
+            Piece(text=calls.result(str(result)), is_given=True),
         ]
     return (*pieces, Piece(text=guess(task, error=0)))
 
@@ -133,7 +125,8 @@ def guess(task: Task, *, error: int) -> str:
     return f"{ANSWER_PREFIX}{int(task.answer) + error}"
 
 
-def _steps(task: Task, slip: Callable[[], int] = lambda: 0) -> list[_Step]:
+def _steps(task: Task, slip: Callable[[], int] = lambda: 0) -> list[tuple[str, int]]:
+    """The additions and subtractions of a problem, each with its result."""
     match = _EXPRESSION.search(task.prompt)
     if match is None:
         raise ValueError(f"task {task.task_id!r} is no chain_sum problem: {task.prompt!r}")
@@ -143,5 +136,5 @@ def _steps(task: Task, slip: Callable[[], int] = lambda: 0) -> list[_Step]:
     for operator, operand in zip(rest[::2], rest[1::2], strict=True):
         expression = f"{total}{operator}{operand}"
         total += (int(operand) if operator == "+" else -int(operand)) + slip()
-        steps.append(_Step(expression=expression, result=total))
+        steps.append((expression, total))
     return steps

@@ -77,7 +77,7 @@ async def converse(
                 {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
                 user("y"),
             ],
-            r"messages\[1\].tool_calls\[0\]: its arguments '\{' are no JSON",
+            r"messages\[1\].tool_calls\[0\]: its arguments are no JSON: .*'\{'",
         ),
         ([], "messages is empty"),
         (user("x"), "must be a list of messages"),

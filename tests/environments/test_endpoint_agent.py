@@ -106,7 +106,9 @@ def test_calls_that_cannot_be_read_are_told_apart() -> None:
         ("c4", "now", {}),
     ]
     problems = [one.problem for one in turn.broken_tool_calls]
-    assert "are no JSON" in problems[0] and "no JSON object" in problems[1] and "with a name" in problems[2]
+    assert (
+        "are no JSON" in problems[0] and "must be an object" in problems[1] and "with a name" in problems[2]
+    )
     assert "arguments of deep are nested deeper than 128" in problems[4]
     assert len(problems) == 5 == agent.num_faulty_calls
     assert turn.text == "" and [one["id"] for one in turn.message["tool_calls"]] == ["c0", "c4"]

@@ -96,21 +96,13 @@ def test_every_epoch_is_a_permutation(size: int, seed: int, num_epochs: int) -> 
 
 
 @settings(deadline=None)
-@given(size=sizes, seed=seeds, position=st.integers(min_value=0, max_value=100), data=st.data())
-def test_restoring_a_position_continues_identically(
-    size: int, seed: int, position: int, data: st.DataObject
-) -> None:
+@given(size=sizes, seed=seeds, position=st.integers(min_value=0, max_value=100))
+def test_an_order_from_a_position_continues_identically(size: int, seed: int, position: int) -> None:
     order = TaskOrder(make_tasks(size), seed=seed)
     take(order, position)
     assert order.position == position
     expected = take(order, 2 * size + 1)
-
     assert take(TaskOrder(make_tasks(size), seed=seed, position=position), 2 * size + 1) == expected
-
-    elsewhere = TaskOrder(make_tasks(size), seed=seed)
-    take(elsewhere, data.draw(st.integers(min_value=0, max_value=100)))
-    elsewhere.restore(position)
-    assert take(elsewhere, 2 * size + 1) == expected
 
 
 def test_epochs_and_seeds_differ() -> None:

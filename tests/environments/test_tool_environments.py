@@ -24,7 +24,6 @@ from forgeasync.config import (
 )
 from forgeasync.environments import (
     AgentRole,
-    AnswerChecker,
     EpisodeInterrupted,
     Episodes,
     ToolCall,
@@ -33,6 +32,7 @@ from forgeasync.environments import (
     build_environment,
     build_renderer,
     check_environment,
+    score_answer,
 )
 from forgeasync.environments.tool_environments import MAX_READ_CHARACTERS
 from forgeasync.rollouts import NO_ANSWER, EpisodeId, EpisodeOutcome, FinishReason, Score, ToolStatus
@@ -46,7 +46,7 @@ from tests.support.config_samples import MINIMAL
 def value(text: str, answer: str, **section: Any) -> float | None:
     """The score of a text; None where it states no answer."""
     task = dataclasses.replace(make_task(3), answer=answer)
-    score = AnswerChecker(AnswerCheck.model_validate(section)).score(task, text)
+    score = score_answer(AnswerCheck.model_validate(section), task, text)
     assert score.is_correct == (score.value == 1.0)
     return None if score == NO_ANSWER else score.value
 

@@ -4,7 +4,8 @@ A user's message with tool results becomes a tool's message for each of them, an
 text between and after them.
 """
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from forgeasync.environments.environment import Turn
@@ -148,15 +149,13 @@ class AnthropicMessages:
 
     def read(self, body: Mapping[str, Any]) -> InferenceRequest:
         """See ``Dialect``."""
-        read, ignored, unknown = read_body(body, _Body)
+        read, named = read_body(body, _Body)
         return InferenceRequest(
             **_prompt(read),
             max_tokens=read.max_tokens,
             stop=stop_texts(read.stop_sequences),
             is_streamed=bool(read.stream),
-            ignored=ignored,
-            unknown=unknown,
-            body=body,
+            **named,
         )
 
     def read_prompt(self, body: Mapping[str, Any]) -> InferenceRequest:
@@ -165,8 +164,8 @@ class AnthropicMessages:
         Raises:
             RequestError: see ``read``.
         """
-        read, ignored, unknown = read_body(body, _Prompt)
-        return InferenceRequest(**_prompt(read), ignored=ignored, unknown=unknown, body=body)
+        read, named = read_body(body, _Prompt)
+        return InferenceRequest(**_prompt(read), **named)
 
     def whole(self, asked: InferenceRequest, reply: InferenceResult) -> Json:
         """See ``Dialect``."""
@@ -184,8 +183,9 @@ class AnthropicMessages:
         usage = {"input_tokens": turn.num_prompt_tokens, "output_tokens": 0}
         yield _event("message_start", message={**_frame(reply), "usage": usage})
         for index, block in enumerate(_blocks(turn)):
-            yield _event("content_block_start", index=index, content_block=_begun(block))
-            for delta in _deltas(block):
+            begun, deltas = _parts(block)
+            yield _event("content_block_start", index=index, content_block=begun)
+            for delta in deltas:
                 yield _event("content_block_delta", index=index, delta=delta)
             yield _event("content_block_stop", index=index)
         yield _event(
@@ -215,31 +215,35 @@ def _prompt(read: _Prompt) -> dict[str, Any]:
         messages.append({"role": "system", "content": joined_text(read.system)})
     for message in read.messages:
         messages += _messages(message)
-    tools = tuple(tool_spec(one.name, one.description, one.input_schema) for one in read.tools or ())
     choice = read.tool_choice or _ToolChoice(type="auto")
     if choice.type == "tool" and choice.name is None:
         raise RequestError("tool_choice.name is missing", param="tool_choice.name", code="missing_field")
+    tools = (tool_spec(one.name, one.description, one.input_schema) for one in read.tools or ())
     name = choice.name if choice.type == "tool" else None
-    tools, must_call = chosen_tools(tools, choice.type, name)
-    return {"messages": tuple(messages), "tools": tools, "must_call": must_call}
+    return {"messages": tuple(messages), **chosen_tools(tools, choice.type, name)}
 
 
 def _messages(read: _System | _User | _Assistant) -> list[Message]:
     """The messages that one message becomes."""
-    match read:
-        case _System():
-            return [{"role": "system", "content": joined_text(read.content)}]
-        case _User():
-            return _user_messages(read)
-    return [_turn(read)]
+    if isinstance(read, _System):
+        return [{"role": "system", "content": joined_text(read.content)}]
+    blocks: Sequence[_Block] = [_Text(text=read.content)] if isinstance(read.content, str) else read.content
+    if isinstance(read, _Assistant):
+        return [_turn(blocks)]
+    messages: list[Message] = []
+    for is_text, some in itertools.groupby(blocks, key=lambda block: isinstance(block, _Text)):
+        if is_text:
+            messages.append({"role": "user", "content": _text(list(some))})
+            continue
+        for one in some:
+            assert isinstance(one, _ToolResult), "a user's blocks are texts and results"
+            content = joined_text(one.content)
+            messages.append({"role": TOOL, "tool_call_id": one.tool_use_id, "content": content})
+    return messages or [{"role": "user", "content": ""}]
 
 
-def _turn(read: _Assistant) -> Message:
-    blocks = [_Text(text=read.content)] if isinstance(read.content, str) else read.content
-    message: Json = {
-        "role": ASSISTANT,
-        "content": "".join(block.text for block in blocks if isinstance(block, _Text)),
-    }
+def _turn(blocks: Sequence[_Block]) -> Message:
+    message: Json = {"role": ASSISTANT, "content": _text(blocks)}
     if thoughts := [block.thinking for block in blocks if isinstance(block, _Thinking)]:
         message["reasoning_content"] = "".join(thoughts)
     if uses := [block for block in blocks if isinstance(block, _ToolUse)]:
@@ -247,21 +251,8 @@ def _turn(read: _Assistant) -> Message:
     return message
 
 
-def _user_messages(read: _User) -> list[Message]:
-    messages: list[Message] = []
-    texts: list[str] = []
-    for block in [_Text(text=read.content)] if isinstance(read.content, str) else read.content:
-        if isinstance(block, _Text):
-            texts.append(block.text)
-            continue
-        if texts:
-            messages.append({"role": "user", "content": "".join(texts)})
-            texts = []
-        content = joined_text(block.content)
-        messages.append({"role": TOOL, "tool_call_id": block.tool_use_id, "content": content})
-    if texts or not messages:
-        messages.append({"role": "user", "content": "".join(texts)})
-    return messages
+def _text(blocks: Sequence[_Block]) -> str:
+    return "".join(block.text for block in blocks if isinstance(block, _Text))
 
 
 def _frame(reply: InferenceResult) -> Json:
@@ -290,41 +281,33 @@ def _blocks(turn: Turn) -> list[Json]:
     ]
 
 
-def _begun(block: Json) -> Json:
-    """A block before its deltas."""
+def _parts(block: Json) -> tuple[Json, list[Json]]:
+    """A block before its deltas, and the deltas."""
     match block["type"]:
         case "thinking":
-            return {**block, "thinking": "", "signature": ""}
+            deltas = [{"type": "thinking_delta", "thinking": piece} for piece in pieces(block["thinking"])]
+            deltas.append({"type": "signature_delta", "signature": block["signature"]})
+            return {**block, "thinking": "", "signature": ""}, deltas
         case "text":
-            return {**block, "text": ""}
-    return {**block, "input": {}}
-
-
-def _deltas(block: Json) -> Iterator[Json]:
-    match block["type"]:
-        case "thinking":
-            for piece in pieces(block["thinking"]):
-                yield {"type": "thinking_delta", "thinking": piece}
-            yield {"type": "signature_delta", "signature": block["signature"]}
-        case "text":
-            for piece in pieces(block["text"]):
-                yield {"type": "text_delta", "text": piece}
-        case "tool_use":
-            for piece in pieces(dumps(block["input"])):
-                yield {"type": "input_json_delta", "partial_json": piece}
+            return {**block, "text": ""}, [
+                {"type": "text_delta", "text": piece} for piece in pieces(block["text"])
+            ]
+    texts = pieces(dumps(block["input"]))
+    return {**block, "input": {}}, [{"type": "input_json_delta", "partial_json": text} for text in texts]
 
 
 def _stop(asked: InferenceRequest, turn: Turn) -> Json:
     """Why a turn ended, and which of the request's own texts ended it."""
-    if turn.finish_reason is FinishReason.LENGTH:
-        return {"stop_reason": "max_tokens", "stop_sequence": None}
-    if shown(turn).tool_calls:
-        # Clients answer calls only where this is the reason, whatever came after the last of them.
-        return {"stop_reason": "tool_use", "stop_sequence": None}
-    if turn.stop_text in asked.stop:
-        return {"stop_reason": "stop_sequence", "stop_sequence": turn.stop_text}
     # A text of the run's own ``sampling.stop`` is not one that the client has asked for.
-    return {"stop_reason": "end_turn", "stop_sequence": None}
+    reason, text = "end_turn", None
+    if turn.finish_reason is FinishReason.LENGTH:
+        reason = "max_tokens"
+    elif shown(turn).tool_calls:
+        # Clients answer calls only where this is the reason, whatever came after the last of them.
+        reason = "tool_use"
+    elif turn.stop_text in asked.stop:
+        reason, text = "stop_sequence", turn.stop_text
+    return {"stop_reason": reason, "stop_sequence": text}
 
 
 def _event(kind: str, **data: Any) -> bytes:

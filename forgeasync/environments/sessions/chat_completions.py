@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 
 from forgeasync.environments.environment import Turn
-from forgeasync.environments.messages import ASSISTANT, TOOL, Message
+from forgeasync.environments.messages import ASSISTANT, Message
 from forgeasync.environments.sessions.dialect import (
     ONLY_THE_MODEL_CALLS,
     Arguments,
@@ -160,27 +160,21 @@ class ChatCompletions(OpenAIErrors):
 
     def read(self, body: Mapping[str, Any]) -> InferenceRequest:
         """See ``Dialect``."""
-        read, ignored, unknown = read_body(body, _Body)
-        tools = tuple(
-            tool_spec(one.function.name, one.function.description, one.function.parameters)
-            for one in read.tools or ()
-        )
+        read, named = read_body(body, _Body)
+        functions = [one.function for one in read.tools or ()]
         choice = read.tool_choice
-        if isinstance(choice, _NamedTool):
-            tools, must_call = chosen_tools(tools, choice.type, choice.function.name)
-        else:
-            tools, must_call = chosen_tools(tools, choice)
         return InferenceRequest(
             messages=tuple(_message(one) for one in read.messages),
-            tools=tools,
-            must_call=must_call,
+            **chosen_tools(
+                (tool_spec(one.name, one.description, one.parameters) for one in functions),
+                choice,
+                choice.function.name if isinstance(choice, _NamedTool) else None,
+            ),
             max_tokens=_max_tokens(read),
             stop=stop_texts(read.stop),
             num_turns=read.n or 1,
             is_streamed=bool(read.stream),
-            ignored=ignored,
-            unknown=unknown,
-            body=body,
+            **named,
         )
 
     def whole(self, asked: InferenceRequest, reply: InferenceResult) -> Json:
@@ -207,23 +201,18 @@ class ChatCompletions(OpenAIErrors):
 
 
 def _message(read: _System | _Developer | _User | _Assistant | _Tool) -> Message:
-    message: Json = {"content": joined_text(read.content)}
-    match read:
-        case _System() | _Developer():
-            # A model's template knows no developer: the API calls the newer name of the same thing so.
-            message["role"] = "system"
-        case _User():
-            message["role"] = "user"
-        case _Tool():
-            message |= {"role": TOOL, "tool_call_id": read.tool_call_id}
-        case _Assistant():
-            message |= {"role": ASSISTANT, "reasoning_content": read.reasoning_content}
-            if read.tool_calls:
-                message["tool_calls"] = [
-                    call_message_form(call.function.name, call.function.arguments, call_id=call.id)
-                    for call in read.tool_calls
-                ]
-    return {key: value for key, value in {**message, "name": read.name}.items() if value is not None}
+    # A model's template knows no developer: the API calls the newer name of the same thing so.
+    role = "system" if isinstance(read, _Developer) else read.__struct_config__.tag
+    message: Json = {"role": role, "content": joined_text(read.content), "name": read.name}
+    if isinstance(read, _Tool):
+        message["tool_call_id"] = read.tool_call_id
+    if isinstance(read, _Assistant):
+        message["reasoning_content"] = read.reasoning_content
+        message["tool_calls"] = [
+            call_message_form(call.function.name, call.function.arguments, call_id=call.id)
+            for call in read.tool_calls or ()
+        ] or None
+    return {key: value for key, value in message.items() if value is not None}
 
 
 def _max_tokens(body: _Body) -> int | None:
@@ -239,15 +228,9 @@ def _head(reply: InferenceResult, kind: str) -> Json:
 
 def _choice(index: int, turn: Turn) -> Json:
     seen = shown(turn)
-    message: Json = {
-        "role": ASSISTANT,
-        "content": None if seen.tool_calls and not seen.text else seen.text,
-        "refusal": None,
-    }
-    if seen.reasoning is not None:
-        message["reasoning_content"] = seen.reasoning
-    if seen.tool_calls:
-        message["tool_calls"] = [call.message_form for call in seen.tool_calls]
+    message = seen.message | {"refusal": None}
+    if seen.tool_calls and not seen.text:
+        message["content"] = None
     return {"index": index, "message": message, "logprobs": None, "finish_reason": _finish_reason(turn)}
 
 

@@ -1,21 +1,21 @@
-"""What the three APIs share: how a request is read, what it asks for, what it gets, and how it is refused.
+"""What the three APIs share: reading requests, writing answers, and errors.
 
-A dialect declares the objects of its API as ``Fields``. Their fields are those that a session reads; class
-variables name the other fields that the API knows, and say what becomes of them:
+A dialect declares the objects of its API as ``Fields``. Their attributes are the fields that a session reads.
+Class variables name the other fields of the API, and what happens to them:
 
-    not_honoured    ignored, and named to the client: the run's own sampling is used
-    without_effect  ignored: they change nothing about an answer
-    only            one value is served, every other one is refused
-    refused         every value would change the prompt, or what an answer is and contains
+    not_honoured    ignored, and listed in a header: the run's own sampling is used
+    without_effect  ignored, because they do not change an answer
+    only            one value is served, all others are refused
+    refused         refused, because they would change the prompt or the answer
 
-A field that is in none of these is unknown: it is ignored and named, so that a client library that is newer
-than this code goes on working.
+Every other field is unknown. It is ignored and listed in a header, so that newer client libraries work.
 """
 
+import dataclasses
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Protocol, TypeVar
 
 import msgspec
@@ -23,62 +23,83 @@ from msgspec import inspect
 
 from forgeasync.environments.environment import Turn
 from forgeasync.environments.messages import (
-    ASSISTANT,
     Message,
-    NestedTooDeeply,
     ToolCall,
     ToolSpec,
-    levels,
+    check_size,
     show,
 )
 
 Json = dict[str, Any]
 
 MAX_DEPTH = 64
-"""How deep objects and lists may be nested in a tool's parameters and in the arguments of a call."""
+"""Maximum nesting of objects and lists in a tool's parameters and in the arguments of a call."""
 
 MAX_NODES = 100_000
-"""How many values those may have."""
+"""Maximum number of values in these."""
 
 MAX_UNKNOWN_NAMES = 16
-"""How many unknown fields are named; ``...`` stands for the rest of them."""
+"""Maximum number of unknown fields that are listed. ``...`` stands for the rest."""
 
 MAX_UNKNOWN_CHARS = 80
-"""Most characters of such a name, with the path to it."""
+"""Maximum characters of the name of an unknown field, with its path."""
 
 MAX_PIECES = 64
-"""A text is streamed in at most this many pieces."""
+"""Maximum number of pieces in which a text is streamed."""
 
 MIN_PIECE_CHARS = 16
 
 
+STATUSES = {
+    "invalid_api_key": 401,
+    "invalid_token": 401,
+    "model_not_found": 404,
+    "not_found": 404,
+    "session_not_found": 404,
+    "method_not_allowed": 405,
+    "body_timeout": 408,
+    "session_closed": 410,
+    "too_many_turns": 410,
+    "body_too_large": 413,
+    "too_many_requests": 429,
+    "server_error": 500,
+    "deadline_exceeded": 504,
+}
+"""HTTP statuses by the code of an error. All other codes have status 400."""
+
+_FINAL = frozenset({"session_closed", "too_many_turns", "deadline_exceeded"})
+"""Codes of errors that clients are told not to retry."""
+
+
 class RequestError(Exception):
-    """A request that is answered with an error."""
+    """A request gets an error as its answer."""
 
     def __init__(
         self,
         message: str,
         *,
-        status: int = 400,
+        status: int | None = None,
         param: str | None = None,
         code: str | None = None,
         retry_after_s: int | None = None,
         may_retry: bool = True,
     ) -> None:
-        """``param`` is the field that is wrong. The SDKs retry statuses 408, 409, 429 and from 500 on by
-        themselves, unless ``may_retry`` is false."""
+        """``param`` is the field that is wrong. ``status`` is that of ``code`` by default.
+
+        The SDKs retry statuses 408, 409, 429 and 5xx, unless ``may_retry`` is false.
+        """
         super().__init__(message)
-        self.status = status
+        self.status = status or STATUSES.get(code or "", 400)
         self.param = param
         self.code = code
-        self.retry_after_s = retry_after_s
-        self.may_retry = may_retry
+        self.retry_after_s = 1 if code == "too_many_requests" else retry_after_s
+        self.may_retry = may_retry and code not in _FINAL
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers of the answer, beside those of its content."""
+        """Headers of the answer, in addition to those of its content."""
         headers = {} if self.retry_after_s is None else {"retry-after": str(self.retry_after_s)}
-        # openai 3.52 and anthropic 2.11, _base_client.py, _should_retry: the server's word counts first.
+        # openai 3.52 and anthropic 2.11, _base_client.py, _should_retry: the server's header has priority.
         return headers if self.may_retry else {**headers, "x-should-retry": "false"}
 
 
@@ -89,9 +110,9 @@ class InferenceRequest:
     messages: tuple[Message, ...]
     """As the client has them, in the format of Chat Completions."""
     instructions: str | None = None
-    """A system message that stands before everything, also before ``previous_id``."""
+    """A system message before all other messages, including those of ``previous_id``."""
     previous_id: str | None = None
-    """The response whose conversation ``messages`` continue."""
+    """Id of the response whose conversation ``messages`` continue."""
     tools: tuple[ToolSpec, ...] = ()
     must_call: tuple[ToolSpec, ...] = ()
     """The turn must begin with a call of one of these."""
@@ -102,16 +123,16 @@ class InferenceRequest:
     keeps_response: bool = False
     """Whether a later request may name the response as its previous one."""
     ignored: tuple[str, ...] = ()
-    """The fields that were given and are not honoured."""
+    """Given fields that are not honoured."""
     unknown: tuple[str, ...] = ()
-    """The fields that were given and that the API does not know. See ``read_body``."""
+    """Given fields that the API does not have. See ``read_body``."""
     body: Mapping[str, Any]
-    """The request itself, for what a response repeats of it."""
+    """The request itself. A response repeats parts of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InferenceResult:
-    """The turns that answer a request, one for each that was asked for."""
+    """The turns that answer a request: ``num_turns`` of them."""
 
     id: str
     created_s: int
@@ -144,7 +165,7 @@ class Dialect(Protocol):
         ...
 
     def error_event(self, problem: RequestError) -> bytes:
-        """Return the event that reports an error after the headers have left."""
+        """Return the event that reports an error after the headers were sent."""
         ...
 
 
@@ -160,23 +181,23 @@ class Arguments(JsonObject):
 
 
 class Fields(msgspec.Struct, kw_only=True):
-    """An object of a request. Null counts as absent, as it does for the SDKs."""
+    """An object of a request. A null field counts as missing, as in the SDKs."""
 
     not_honoured: ClassVar[frozenset[str]] = frozenset()
     without_effect: ClassVar[frozenset[str]] = frozenset()
     only: ClassVar[Mapping[str, tuple[object, str]]] = {}
-    """The value that is served, and why no other one is."""
+    """The value that is served, and the reason why others are not."""
     refused: ClassVar[Mapping[str, str]] = {}
     """What to do instead."""
 
 
 def names(text: str) -> frozenset[str]:
-    """Return the names of fields in a text, between blanks."""
+    """Return the names in a text that are separated by blanks."""
     return frozenset(text.split())
 
 
 def refusals(text: str, why: str = "a session cannot do what it asks for; leave it out") -> dict[str, str]:
-    """Return the names of fields in a text, each with ``why``."""
+    """Return the names in a text that are separated by blanks, each with ``why``."""
     return dict.fromkeys(text.split(), why)
 
 
@@ -200,7 +221,7 @@ class StreamOptions(Fields):
 
 
 class OpenAIBody(Fields, kw_only=True):
-    """What Chat Completions and Responses call by the same names."""
+    """Fields that Chat Completions and Responses share."""
 
     model: str
     stream: bool | None = None
@@ -218,19 +239,8 @@ class OpenAIBody(Fields, kw_only=True):
 FieldsT = TypeVar("FieldsT", bound=Fields)
 
 
-@dataclass(frozen=True, slots=True)
-class _Names:
-    """The names of fields that were given in vain, each once."""
-
-    ignored: set[str] = field(default_factory=set)
-    unknown: dict[str, None] = field(default_factory=dict)
-
-
-def read_body(
-    body: Mapping[str, Any], kind: type[FieldsT]
-) -> tuple[FieldsT, tuple[str, ...], tuple[str, ...]]:
-    """Return what a body says, the names of its fields that are not honoured, and the names of its unknown
-    fields.
+def read_body(body: Mapping[str, Any], kind: type[FieldsT]) -> tuple[FieldsT, dict[str, Any]]:
+    """Return the fields of a body, and ``ignored``, ``unknown`` and ``body`` of its ``InferenceRequest``.
 
     At most ``MAX_UNKNOWN_NAMES`` unknown fields are named. Names are safe in a header and in a log: ``?``
     stands for whatever is no letter, no digit and none of ``_-.[]``. Indices of lists are left out.
@@ -242,25 +252,29 @@ def read_body(
         read = msgspec.convert(body, kind, dec_hook=_json_object)
     except msgspec.ValidationError as error:
         raise _refusal(body, kind, str(error)) from None
-    found = _Names()
-    _compare(body, read, "", found)
-    unknown = tuple(found.unknown)
-    if len(unknown) > MAX_UNKNOWN_NAMES:
-        unknown = (*unknown[:MAX_UNKNOWN_NAMES], "...")
-    return read, tuple(sorted(found.ignored)), unknown
+    ignored: set[str] = set()
+    unknown: dict[str, None] = {}
+    for name, is_known in _given_in_vain(body, read, ""):
+        if is_known:
+            ignored.add(name)
+        elif len(unknown) <= MAX_UNKNOWN_NAMES:
+            unknown[_header_safe(name)] = None
+    named = tuple(unknown)
+    if len(named) > MAX_UNKNOWN_NAMES:
+        named = (*named[:MAX_UNKNOWN_NAMES], "...")
+    return read, {"ignored": tuple(sorted(ignored)), "unknown": named, "body": body}
 
 
 def read_own_body(body: Mapping[str, Any], kind: type[FieldsT]) -> FieldsT:
-    """Return what a body of our own API says: it has no other client libraries, and a misspelled word in it
-    must not pass.
+    """Return the fields of a body of our own API. Unknown fields are refused, because they are misspelled.
 
     Raises:
-        RequestError: a field is malformed or unknown; names it.
+        RequestError: A field is malformed or unknown; names it.
     """
-    read, _, unknown = read_body(body, kind)
-    if unknown:
-        value = body.get(unknown[0])
-        raise wrong(unknown[0], value, "this endpoint has no such field", code="unsupported_field")
+    read, named = read_body(body, kind)
+    if unknown := named["unknown"]:
+        name = unknown[0]
+        raise wrong(name, body.get(name), "this endpoint has no such field", code="unsupported_field")
     return read
 
 
@@ -268,29 +282,13 @@ def parse_json(text: str | bytes) -> Any:
     """Parse JSON.
 
     Raises:
-        ValueError: it is none, it has a number that is not finite or has thousands of digits, half a
-            surrogate pair, or it is nested too deeply.
+        ValueError: The text is not JSON, is nested too deeply, or has half a surrogate pair, a number that is
+            not finite, or a number with thousands of digits.
     """
     try:
         return msgspec.json.decode(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-
-
-def check_size(value: object) -> None:
-    """Check that a JSON value is small enough to be worked on safely.
-
-    Raises:
-        ValueError: it is nested too deeply, or has too many values.
-    """
-    num_nodes = 0
-    try:
-        for level in levels(value, max_depth=MAX_DEPTH):
-            num_nodes += len(level)
-            if num_nodes > MAX_NODES:
-                raise ValueError(f"must have at most {MAX_NODES} values")
-    except NestedTooDeeply:
-        raise ValueError(f"must not be nested deeper than {MAX_DEPTH}") from None
 
 
 def wrong(where: str, value: object, remedy: str, *, code: str = "invalid_value") -> RequestError:
@@ -308,40 +306,48 @@ def _json_object(kind: type, value: object) -> object:
             raise ValueError("must be JSON") from None
     if not isinstance(value, dict):
         raise ValueError("must be an object")
-    check_size(value)
+    try:
+        check_size(value, max_depth=MAX_DEPTH, max_values=MAX_NODES)
+    except ValueError as error:
+        raise ValueError(f"must not be {error}") from None
     return kind(value)
 
 
-def _compare(given: Any, read: object, where: str, found: _Names) -> None:
-    """Find what was given and not read, in all objects of a body; raises RequestError for what is refused."""
+def _given_in_vain(given: Any, read: object, where: str) -> Iterator[tuple[str, bool]]:
+    """Yield the path of each given field that has no effect, and whether the API has such a field.
+
+    Raises:
+        RequestError: A field is refused.
+    """
     if isinstance(read, list):
         for index, one in enumerate(read):
-            _compare(given[index], one, f"{where}[{index}]", found)
+            yield from _given_in_vain(given[index], one, f"{where}[{index}]")
     if not isinstance(read, Fields):
         return
     kind = type(read)
     attributes = dict(zip(kind.__struct_encode_fields__, kind.__struct_fields__, strict=True))
-    above = re.sub(r"\[\d+\]", "[]", where)
     for name, value in given.items():
         if value is None or name == kind.__struct_config__.tag_field:
             continue
         path = f"{where}.{name}" if where else name
         if name in kind.not_honoured:
-            # What is switched off asks for nothing.
+            # A field that is switched off asks for nothing.
             if value is not False and value != []:
-                found.ignored.add(f"{above}.{name}" if above else name)
+                yield _without_indices(path), True
         elif name in kind.only:
             served, why = kind.only[name]
             if value != served or type(value) is not type(served):
-                remedy = f"must be {json.dumps(served)}: {why}"
-                raise wrong(path, value, remedy, code="unsupported_value")
+                raise wrong(path, value, f"must be {json.dumps(served)}: {why}", code="unsupported_value")
         elif name in kind.refused and name not in attributes:
             raise wrong(path, value, kind.refused[name], code="unsupported_field")
         elif name not in attributes and name not in kind.without_effect:
-            if len(found.unknown) <= MAX_UNKNOWN_NAMES:
-                found.unknown[_header_safe(f"{above}.{name}" if above else name)] = None
+            yield _without_indices(path), False
         if name in attributes:
-            _compare(value, getattr(read, attributes[name]), path, found)
+            yield from _given_in_vain(value, getattr(read, attributes[name]), path)
+
+
+def _without_indices(path: str) -> str:
+    return re.sub(r"\[\d+\]", "[]", path)
 
 
 def _header_safe(name: str) -> str:
@@ -350,7 +356,7 @@ def _header_safe(name: str) -> str:
 
 
 def _refusal(body: Any, kind: type[Fields], error: str) -> RequestError:
-    """Say what msgspec says, with the field in the API's own notation, its value, and what would be right."""
+    """Convert an error of msgspec: name the field as the API does, its value and what would be right."""
     match = re.fullmatch(r"(.*?)(?: - at `\$(.*)`)?", error, re.DOTALL)
     assert match is not None
     problem, path = match[1], (match[2] or "").removeprefix(".")
@@ -358,20 +364,17 @@ def _refusal(body: Any, kind: type[Fields], error: str) -> RequestError:
         where = f"{path}.{missing[1]}" if path else missing[1]
         return RequestError(f"{where} is missing", param=where, code="missing_field")
     value, types = _at(body, kind, path)
-    if any(isinstance(one, inspect.CustomType) for one in types):
-        remedy = problem
+    served = [repr(word) for one in types if isinstance(one, inspect.LiteralType) for word in one.values]
+    if served and isinstance(value, str):
+        refusal = wrong(path, value, f"must be {' or '.join(served)}", code="unsupported_value")
     else:
-        known = [_words(one) for one in types if not isinstance(one, inspect.NoneType)]
-        remedy = "must be " + " or ".join(dict.fromkeys(known))
-    is_word = any(isinstance(one, inspect.LiteralType) for one in types)
-    code = "unsupported_value" if is_word and isinstance(value, str) else "invalid_value"
-    refusal = wrong(path or "the body", value, remedy, code=code)
+        refusal = wrong(path or "the body", value, problem[0].lower() + problem[1:])
     refusal.param = path or None
     return refusal
 
 
 def _at(body: Any, kind: type[Fields], path: str) -> tuple[Any, list[inspect.Type]]:
-    """The value at a path, and the types that it may have."""
+    """Return the value at a path of a body, and its allowed types."""
     value, types = body, [inspect.type_info(kind)]
     for name, index in re.findall(r"([^.\[\]]+)(?=\.|\[|$)|\[(\d+)\]", path):
         if index:
@@ -389,33 +392,6 @@ def _at(body: Any, kind: type[Fields], path: str) -> tuple[Any, list[inspect.Typ
             value, types = value.get(name), [*tags, *(field.type for field in fields)]
         types = [inner for one in types for inner in getattr(one, "types", [one])]
     return value, types
-
-
-_WORDS = {
-    inspect.StrType: "a string",
-    inspect.IntType: "an integer",
-    inspect.FloatType: "a number",
-    inspect.BoolType: "true or false",
-    inspect.ListType: "a list",
-}
-
-
-def _words(kind: inspect.Type) -> str:
-    """How an error calls a type."""
-    if isinstance(kind, inspect.LiteralType):
-        return " or ".join(map(repr, kind.values))
-    words = _WORDS.get(type(kind), "an object")
-    if isinstance(kind, inspect.IntType | inspect.FloatType):
-        words += _bounds(" of", kind.ge, kind.le)
-    elif isinstance(kind, inspect.StrType | inspect.ListType):
-        words += _bounds(" of length", kind.min_length, kind.max_length)
-    return words
-
-
-def _bounds(what: str, least: float | None, most: float | None) -> str:
-    pairs = (("at least", least), ("at most", most))
-    bounds = [f"{word} {bound:g}" for word, bound in pairs if bound is not None]
-    return f"{what} {' and '.join(bounds)}" if bounds else ""
 
 
 # ---- messages and tools
@@ -443,10 +419,8 @@ def tool_spec(name: str, description: str | None, parameters: Mapping[str, Any] 
     )
 
 
-def chosen_tools(
-    tools: tuple[ToolSpec, ...], choice: str | None, name: str | None = None
-) -> tuple[tuple[ToolSpec, ...], tuple[ToolSpec, ...]]:
-    """Return the tools that the model is told of, and those of which it must call one at once.
+def chosen_tools(tools: Iterable[ToolSpec], choice: object, name: str | None = None) -> dict[str, Any]:
+    """Return the fields of an ``InferenceRequest`` that say which tools the model has.
 
     ``choice`` is ``none``, ``auto`` (also None), or anything else where a call is asked for: of the tool of
     this ``name``, or of any.
@@ -454,14 +428,15 @@ def chosen_tools(
     Raises:
         RequestError: there is no such tool.
     """
+    tools = tuple(tools)
     if choice == "none":
-        return (), ()
+        return {}
     if choice in (None, "auto"):
-        return tools, ()
+        return {"tools": tools}
     must_call = tuple(tool for tool in tools if name is None or tool.name == name)
     if not must_call:
         raise wrong("tool_choice", name or choice, "must leave a tool to call, and tools has none such")
-    return tools, must_call
+    return {"tools": tools, "must_call": must_call}
 
 
 def call_message_form(name: str, arguments: Mapping[str, Any] | None, *, call_id: str | None) -> Json:
@@ -478,55 +453,29 @@ def stop_texts(stop: str | Sequence[str] | None) -> tuple[str, ...]:
 # ---- writing
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shown:
-    """What a client is shown of a turn, in the parts that every API has.
+def shown(turn: Turn) -> Turn:
+    """Return the turn in the form that clients see.
 
-    No API has a place for a tool call that cannot be read, nor for one that JSON or a request cannot hold.
-    Such calls are shown as text.
+    The APIs cannot express tool calls that cannot be read, or that do not fit into JSON or into a request.
+    Such calls are appended to the text, each on its own line.
     """
-
-    text: str
-    """With the calls that are shown as text, each on a line of its own."""
-    reasoning: str | None
-    tool_calls: tuple[ToolCall, ...]
-    num_as_text: int
-    """Number of calls in ``text``."""
-
-    @property
-    def message(self) -> Message:
-        """As an assistant's message."""
-        return {
-            "role": ASSISTANT,
-            "content": self.text,
-            "reasoning_content": self.reasoning,
-            "tool_calls": [call.message_form for call in self.tool_calls],
-        }
-
-
-def shown(turn: Turn) -> Shown:
-    """Return what a client is shown of a turn."""
     calls = [call for call in turn.tool_calls if _can_come_back(call)]
     as_text = [broken.text for broken in turn.broken_tool_calls]
     as_text += [
-        # In ASCII, so that every client can send it back.
+        # ASCII, so that every client can send it back.
         json.dumps({"name": call.name, "arguments": call.arguments})
         for call in turn.tool_calls
         if call not in calls
     ]
-    return Shown(
-        text="\n".join([turn.text] * bool(turn.text) + as_text),
-        reasoning=turn.reasoning,
-        tool_calls=tuple(calls),
-        num_as_text=len(as_text),
-    )
+    text = "\n".join([turn.text] * bool(turn.text) + as_text)
+    return dataclasses.replace(turn, text=text, tool_calls=tuple(calls), broken_tool_calls=())
 
 
 def _can_come_back(call: ToolCall) -> bool:
-    """Whether a client can be given the call as JSON, and can hand it back."""
+    """Whether the call can be sent to a client as JSON, and back."""
     try:
-        check_size(call.arguments)
-        # In UTF-8, which has no half of a surrogate pair.
+        check_size(call.arguments, max_depth=MAX_DEPTH, max_values=MAX_NODES)
+        # UTF-8 cannot encode half a surrogate pair.
         parse_json(json.dumps([call.name, call.arguments], ensure_ascii=False, allow_nan=False).encode())
     except ValueError:
         return False

@@ -142,25 +142,21 @@ class Responses(OpenAIErrors):
 
     def read(self, body: Mapping[str, Any]) -> InferenceRequest:
         """See ``Dialect``."""
-        read, ignored, unknown = read_body(_with_kinds(body), _Body)
-        tools = tuple(tool_spec(one.name, one.description, one.parameters) for one in read.tools or ())
+        read, named = read_body(_with_kinds(body), _Body)
         choice = read.tool_choice
-        if isinstance(choice, _NamedTool):
-            tools, must_call = chosen_tools(tools, choice.type, choice.name)
-        else:
-            tools, must_call = chosen_tools(tools, choice)
         return InferenceRequest(
             messages=_messages(read.input),
             instructions=read.instructions,
             previous_id=read.previous_response_id,
-            tools=tools,
-            must_call=must_call,
+            **chosen_tools(
+                (tool_spec(one.name, one.description, one.parameters) for one in read.tools or ()),
+                choice,
+                choice.name if isinstance(choice, _NamedTool) else None,
+            ),
             max_tokens=read.max_output_tokens,
             is_streamed=bool(read.stream),
             keeps_response=read.store is not False,
-            ignored=ignored,
-            unknown=unknown,
-            body=body,
+            **named,
         )
 
     def whole(self, asked: InferenceRequest, reply: InferenceResult) -> Json:
@@ -184,7 +180,6 @@ class Responses(OpenAIErrors):
 
     def events(self, asked: InferenceRequest, reply: InferenceResult) -> Iterator[bytes]:
         """See ``Dialect``."""
-        number = 0
         begun = {**_frame(asked, reply), "status": "in_progress", "output": []}
         whole = self.whole(asked, reply)
         all_events: list[tuple[str, Json]] = [

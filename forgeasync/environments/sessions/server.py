@@ -1,4 +1,4 @@
-"""Serves agents to clients that bring their own loop: Chat Completions, Responses and Anthropic's Messages.
+"""Serves agents over Chat Completions, Responses and Anthropic's Messages, to clients with their own loop.
 
     async with SessionServer() as server:
         session = server.open(agent)
@@ -6,7 +6,7 @@
         ...
         session.close()
 
-docs/sessions.md says what is served, what is not honoured, and what is refused.
+docs/sessions.md lists what is served, ignored and refused.
 """
 
 import asyncio
@@ -14,7 +14,6 @@ import contextlib
 import hashlib
 import hmac
 import secrets
-import threading
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from dataclasses import dataclass
@@ -55,16 +54,16 @@ from forgeasync.environments.sessions.session import (
 MIN_TOKEN_CHARS = 16
 
 MAX_CLOSED = 4096
-"""The ids of so many closed sessions are kept: their clients get 410, and those of older ones 404."""
+"""Number of closed sessions whose ids are kept. Their clients get 410, clients of older sessions 404."""
 
 MAX_KEY_CHARS = 255
 """Most characters of an idempotency key."""
 
 OPENING_PATH = "/sessions"
-"""Where clients open sessions, if the server lets them."""
+"""Path where clients open sessions, if the server allows it."""
 
 IGNORED_HEADER = "x-forgeasync-ignored"
-"""Names the fields of a request that are not honoured, and those that no endpoint knows."""
+"""Lists the fields of a request that are not honoured, and unknown fields."""
 
 _ANTHROPIC = AnthropicMessages()
 
@@ -81,7 +80,7 @@ class OpenedSession:
 
     session: Session
     trains: bool
-    """Whether it becomes a trajectory if somebody says how good it was."""
+    """Whether it is trained on if it gets feedback."""
 
 
 class FrontDesk(Protocol):
@@ -97,9 +96,9 @@ class FrontDesk(Protocol):
 
 
 class SessionServer:
-    """An HTTP server of sessions; serves while it is entered, on the event loop in which it was entered.
+    """An HTTP server for sessions. It runs while its context is entered, on the event loop that entered it.
 
-    An agent's ``respond`` is called on that loop, whatever loop the agent was made on.
+    An agent's ``respond`` is called on that loop.
     """
 
     def __init__(
@@ -112,14 +111,20 @@ class SessionServer:
         limits: SessionLimits | None = None,
         desk: FrontDesk | None = None,
     ) -> None:
-        """``port`` 0 takes any that is free. Keys of sessions are derived from ``token``, at random without
-        one; it is required where other machines can reach ``host``. ``public_host`` is how clients reach the
-        server, ``host`` by default. With ``desk``, which needs a token, clients that have the token open
-        sessions by themselves.
+        """Configure the server.
+
+        Args:
+            host: The address to listen on.
+            port: 0 takes any free port.
+            token: A secret from which the keys of sessions are derived; a random one if None. Required if
+                other machines can reach ``host``.
+            public_host: The host name that clients use; ``host`` if None.
+            limits: Limits of each session.
+            desk: Opens sessions for clients that have the token. It requires a token.
 
         Raises:
-            ValueError: ``host`` is not of this machine alone and there is no token of 16 characters, or it is
-                a wildcard and there is no ``public_host``.
+            ValueError: Other machines can reach ``host`` and there is no token of 16 characters, or ``host``
+                is a wildcard and there is no ``public_host``.
         """
         assert desk is None or token is not None, "clients open sessions with the token"
         if not is_loopback(host) and token is None:
@@ -140,7 +145,11 @@ class SessionServer:
         self._limits = limits or SessionLimits()
         self._desk = desk
         self._token = token
-        self._sessions = _Registry((token or secrets.token_hex(32)).encode())
+        self._secret = (token or secrets.token_hex(32)).encode()
+        # Any thread may add a session; everything else runs on the loop.
+        self._open_sessions: dict[str, Session] = {}
+        self._ends: OrderedDict[str, SessionEnd] = OrderedDict()
+        """How closed sessions ended, by their ids."""
         self._runner: web.AppRunner | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._origin = ""
@@ -153,7 +162,7 @@ class SessionServer:
         """
         app = web.Application(client_max_size=self._limits.max_body_bytes)
         app.router.add_route("*", "/{path:.*}", self._handle)
-        # With handler_cancellation a request whose client is gone ends at once; its sampling goes on.
+        # With handler_cancellation a request ends when its client disconnects. Its turn is still sampled.
         runner = web.AppRunner(
             app,
             handler_cancellation=True,
@@ -183,7 +192,7 @@ class SessionServer:
         """Close all sessions, and stop listening."""
         assert self._runner is not None
         self.close_sessions(SessionEnd.CLOSED)
-        # Lets the cancelled turns end, so that their clients are told.
+        # Lets the cancelled turns end, so that their clients get an answer.
         await asyncio.sleep(0)
         await self._runner.cleanup()
         self._runner = None
@@ -201,7 +210,7 @@ class SessionServer:
 
     def close_sessions(self, end: SessionEnd) -> None:
         """Close all sessions; the server goes on answering."""
-        for session in self._sessions.all():
+        for session in list(self._open_sessions.values()):
             session.close(end)
 
     def open(self, agent: RespondingAgent, *, name: str = "policy") -> Session:
@@ -217,13 +226,24 @@ class SessionServer:
             agent,
             name=name,
             origin=self._origin,
-            api_key_of=self._sessions.key_of,
-            when_closed=self._sessions.remove,
+            api_key_of=self._key_of,
+            when_closed=self._forget,
             limits=self._limits,
             loop=self._loop,
         )
-        self._sessions.add(session)
+        self._open_sessions[session.id] = session
         return session
+
+    def _key_of(self, session_id: str) -> str:
+        return hmac.digest(self._secret, session_id.encode(), "sha256").hex()
+
+    def _forget(self, session: Session) -> None:
+        """Drop a closed session, and keep only its id and how it ended."""
+        assert session.end is not None, "it is closed"
+        del self._open_sessions[session.id]
+        self._ends[session.id] = session.end
+        while len(self._ends) > MAX_CLOSED:
+            self._ends.popitem(last=False)
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         path = _path_in_session(request)
@@ -235,9 +255,7 @@ class SessionServer:
             if session.num_open_requests >= self._limits.max_open_requests:
                 raise RequestError(
                     f"{session.num_open_requests} requests of this session are open; no more may be",
-                    status=429,
                     code="too_many_requests",
-                    retry_after_s=1,
                 )
             session.num_open_requests += 1
             try:
@@ -254,18 +272,16 @@ class SessionServer:
         if request.method != "POST":
             raise RequestError(
                 f"{request.method} {OPENING_PATH} is not served; POST opens a session",
-                status=405,
                 code="method_not_allowed",
             )
         assert self._token is not None, "a server with a desk has a token"
         if not _is_among(_given_keys(request), self._token):
             raise RequestError(
                 "the token is missing or wrong; give the server's token as a bearer token",
-                status=401,
                 code="invalid_token",
             )
         if raw := await self._read(request):
-            # It has no fields yet: what a client asks for is not ignored.
+            # The body has no fields yet, and unknown fields are refused.
             read_own_body(_parsed(raw), Fields)
         opened = desk.open()
         session = opened.session
@@ -281,9 +297,27 @@ class SessionServer:
         )
 
     def _checked_session(self, request: web.Request) -> Session:
+        """Return the open session that a request may use.
+
+        Raises:
+            RequestError: there is no such session, the key is another one's, or the session is closed.
+        """
         parts = request.path.split("/")
         session_id = parts[2] if len(parts) > 2 and parts[1] == "sessions" else ""
-        return self._sessions.find(session_id, _given_keys(request))
+        session = self._open_sessions.get(session_id)
+        end = self._ends.get(session_id) if session is None else session.end
+        if session is None and end is None:
+            raise RequestError(
+                "there is no such session; paths begin with /sessions/<id>", code="session_not_found"
+            )
+        if not _is_among(_given_keys(request), self._key_of(session_id)):
+            raise RequestError(
+                "the key does not belong to this session; give its api_key as a bearer token or in x-api-key",
+                code="invalid_api_key",
+            )
+        if session is None or end is not None:
+            raise closed(end or SessionEnd.CLOSED)
+        return session
 
     async def _route(self, request: web.Request, session: Session, path: str) -> web.StreamResponse:
         match request.method, path:
@@ -308,7 +342,6 @@ class SessionServer:
             f"{request.method} {path[:80]} is not served; there are POST of {', '.join(_DIALECTS)}, "
             "/v1/messages/count_tokens and /feedback, and GET of /v1/models"
             + ("" if self._desk is None else ", and DELETE of the session itself"),
-            status=404,
             code="not_found",
         )
 
@@ -321,22 +354,21 @@ class SessionServer:
         is_delivered = False
         try:
             if asked.is_streamed:
-                # Until the first sign of life is due an error still gets its own status.
+                # Until the first keep-alive comment, an error still gets its own status.
                 done, _ = await asyncio.wait([sampling.work.reply], timeout=self._limits.keep_alive_s)
                 if done:
                     await _outcome(sampling, session)
                 headers = {"content-type": "text/event-stream", "cache-control": "no-cache"}
                 response = web.StreamResponse(headers={**headers, **_ignored_header(asked)})
-                pieces = self._stream(session, dialect, sampling)
             else:
                 reply = await _outcome(sampling, session)
                 response = _json_response(dialect.whole(asked, reply), headers=_ignored_header(asked))
-                pieces = _nothing()
-            # A client that is gone or takes nothing in is no error of ours.
+            # A client that disconnects or does not read is not an error of the server.
             with contextlib.suppress(ConnectionError, TimeoutError):
                 await self._within(response.prepare(request))
-                async for piece in pieces:
-                    await self._within(response.write(piece))
+                if asked.is_streamed:
+                    async for piece in self._stream(session, dialect, sampling):
+                        await self._within(response.write(piece))
                 await self._within(response.write_eof())
                 is_delivered = True
         finally:
@@ -346,7 +378,7 @@ class SessionServer:
     async def _stream(
         self, session: Session, dialect: Dialect, sampling: Sampling[Work]
     ) -> AsyncIterator[bytes]:
-        """Yield signs of life until the turns are there, and then their events."""
+        """Yield keep-alive comments until the turns are sampled, and then their events."""
         task = sampling.work.reply
         while not task.done():
             yield b": the turn is being sampled\n\n"
@@ -354,7 +386,7 @@ class SessionServer:
         try:
             reply = await _outcome(sampling, session)
         except RequestError as problem:
-            # The headers have left: only an event can tell.
+            # The headers were sent, so the error becomes an event.
             _count(session, problem)
             yield dialect.error_event(problem)
             return
@@ -371,94 +403,26 @@ class SessionServer:
                 return await request.read()
         except TimeoutError as error:
             raise RequestError(
-                f"the body did not arrive within {self._limits.body_s:g} s", status=408, code="body_timeout"
+                f"the body did not arrive within {self._limits.body_s:g} s", code="body_timeout"
             ) from error
         except web.HTTPRequestEntityTooLarge as error:
             raise RequestError(
-                f"the body is larger than {self._limits.max_body_bytes} bytes",
-                status=413,
-                code="body_too_large",
+                f"the body is larger than {self._limits.max_body_bytes} bytes", code="body_too_large"
             ) from error
         except (web.RequestPayloadError, ConnectionError) as error:
             raise RequestError("the body cannot be read", code="invalid_body") from error
 
 
-class _Registry:
-    """Open sessions by their ids, and the ids of those that were closed. May be used from any thread."""
-
-    def __init__(self, secret: bytes) -> None:
-        """Keys are derived from ``secret``."""
-        self._secret = secret
-        self._lock = threading.Lock()
-        self._open: dict[str, Session] = {}
-        self._closed: OrderedDict[str, SessionEnd] = OrderedDict()
-
-    def key_of(self, session_id: str) -> str:
-        """Return the key that belongs to a session's id."""
-        return hmac.digest(self._secret, session_id.encode(), "sha256").hex()
-
-    def add(self, session: Session) -> None:
-        """Add an open session."""
-        with self._lock:
-            self._open[session.id] = session
-
-    def remove(self, session: Session) -> None:
-        """Keep nothing of a session but its id and how it ended."""
-        assert session.end is not None, "it is closed"
-        with self._lock:
-            del self._open[session.id]
-            self._closed[session.id] = session.end
-            while len(self._closed) > MAX_CLOSED:
-                self._closed.popitem(last=False)
-
-    def all(self) -> list[Session]:
-        """Return the open sessions."""
-        with self._lock:
-            return list(self._open.values())
-
-    def find(self, session_id: str, keys: Sequence[str]) -> Session:
-        """Return the open session of this id, which may be asked with one of these keys.
-
-        Raises:
-            RequestError: there is no such session, the key is another one's, or the session is closed.
-        """
-        with self._lock:
-            session = self._open.get(session_id)
-            end = self._closed.get(session_id)
-        if session is None and end is None:
-            raise RequestError(
-                "there is no such session; paths begin with /sessions/<id>",
-                status=404,
-                code="session_not_found",
-            )
-        if not _is_among(keys, self.key_of(session_id)):
-            raise RequestError(
-                "the key does not belong to this session; give its api_key as a bearer token or in x-api-key",
-                status=401,
-                code="invalid_api_key",
-            )
-        if session is not None and session.end is None:
-            return session
-        end = end if session is None else session.end
-        assert end is not None
-        raise closed(end)
-
-
 def _is_among(keys: Sequence[str], secret: str) -> bool:
-    """Compare keys from headers with a secret, in a time that tells nothing of it."""
-    # Bytes, because compare_digest refuses strings beyond ASCII; headers may hold any bytes.
+    """Compare keys from headers with a secret in constant time."""
+    # compare_digest takes ASCII strings or bytes; headers may hold any bytes.
     wanted = secret.encode()
     matches = [hmac.compare_digest(key.encode(errors="surrogateescape"), wanted) for key in keys]
     return any(matches)
 
 
-async def _nothing() -> AsyncIterator[bytes]:
-    return
-    yield b""
-
-
 async def _outcome(sampling: Sampling[Work], session: Session) -> InferenceResult:
-    """Wait for a sampling without ending it where the wait is ended."""
+    """Wait for a sampling. It goes on if the wait is cancelled."""
     task = sampling.work.reply
     await asyncio.wait([task])
     if task.cancelled():
@@ -467,7 +431,7 @@ async def _outcome(sampling: Sampling[Work], session: Session) -> InferenceResul
 
 
 def _given_keys(request: web.Request) -> tuple[str, str]:
-    """Both keys of a request: some programs fill one of the headers with a word of their own."""
+    """Return both keys of a request, because some programs put a placeholder into one of the headers."""
     bearer = request.headers.get("Authorization", "")
     return request.headers.get("x-api-key", ""), bearer.removeprefix("Bearer ")
 
@@ -535,7 +499,7 @@ def _models(session: Session, path: str, *, of_anthropic: bool) -> Json:
     name = path.removeprefix("/v1/models").removeprefix("/")
     if name not in ("", session.name):
         raise RequestError(
-            f"there is no model {name[:80]!r}; must be {session.name!r}", status=404, code="model_not_found"
+            f"there is no model {name[:80]!r}; must be {session.name!r}", code="model_not_found"
         )
     if of_anthropic:
         created = datetime.fromtimestamp(session.created_s, UTC).isoformat()

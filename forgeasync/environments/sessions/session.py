@@ -1,4 +1,4 @@
-"""One session: an agent behind URLs, with what it remembers of its client."""
+"""A session: the URLs of one agent, its limits, and the state of its client."""
 
 import asyncio
 import concurrent.futures
@@ -34,7 +34,7 @@ from forgeasync.environments.sessions.retries import Attempt, KeyReused, Samplin
 _LOGGER = logging.getLogger(__name__)
 
 MAX_FEEDBACK = 64
-"""Most verdicts that a session takes."""
+"""Maximum number of verdicts for a session."""
 
 MAX_COMMENT_CHARS = 10_000
 
@@ -57,7 +57,7 @@ class SessionEnd(StrEnum):
 
     @property
     def words(self) -> str:
-        """What a client is told that asks for another turn."""
+        """The message for a client that asks for another turn."""
         why = {
             SessionEnd.FEEDBACK: "feedback has ended it",
             SessionEnd.CLOSED: "it was closed",
@@ -83,7 +83,7 @@ class _FeedbackBody(Fields):
 
 
 def read_feedback(body: Mapping[str, Any]) -> tuple[Feedback, bool]:
-    """Return a request's feedback, and whether it ends the session, which is so unless ``finished`` is false.
+    """Return a request's feedback, and whether it ends the session (unless ``finished`` is false).
 
     Raises:
         RequestError: a field is malformed or unknown; names it.
@@ -94,29 +94,29 @@ def read_feedback(body: Mapping[str, Any]) -> tuple[Feedback, bool]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionLimits:
-    """Bounds of one session; raises ValueError, naming the field, if one is not positive and finite."""
+    """Limits of one session. Times are in seconds. Raises ValueError if one is not positive and finite."""
 
     max_body_bytes: int = 8 * 2**20
     """Of a request, after decompression. A larger one gets 413."""
     max_turns_at_once: int = 64
-    """Turns that are being sampled. A request beyond gets 429 and may try again."""
+    """Turns that are sampled at the same time. Further requests get 429."""
     max_open_requests: int = 256
-    """Requests that are being answered, those that wait for a sampling of another one included."""
+    """Requests that are open, including those that wait for the turn of another request."""
     idle_s: float = 120.0
     """For the first headers of a connection to arrive, and between two requests of one."""
     body_s: float = 30.0
     """For a request's body to arrive."""
     turn_s: float = 1800.0
-    """For a request's turns to be sampled. After that they are given up, and the request gets 504."""
+    """For a request's turns to be sampled. After that, the request gets 504."""
     write_s: float = 60.0
-    """For a client to take in an answer, or a piece of one that is streamed."""
+    """For a client to read an answer, or one piece of a stream."""
     keep_alive_s: float = 10.0
-    """Between two signs of life in a stream. The first of them sends the headers."""
+    """Between two keep-alive comments in a stream. The first one sends the headers."""
     keep_reply_s: float = 300.0
-    """For which the answer to a request is kept for a retry."""
+    """For which an answer is kept for retries."""
     max_kept_replies: int = 256
     max_shown_turns: int = 4096
-    """Turns and responses that the session recognises when they come back."""
+    """Turns and responses that the session recognizes when a client sends them back."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -126,7 +126,7 @@ class SessionLimits:
 
 
 class RespondingAgent(Protocol):
-    """What a session asks of an ``Agent``."""
+    """The part of ``Agent`` that a session uses."""
 
     async def respond(
         self,
@@ -142,7 +142,7 @@ class RespondingAgent(Protocol):
 
 @runtime_checkable
 class TokenAgent(RespondingAgent, Protocol):
-    """An agent that makes the tokens of its prompts: it can count them, and begin a call with them."""
+    """An agent that renders its own prompts, so it can count tokens and force tool calls."""
 
     async def respond(
         self,
@@ -169,26 +169,26 @@ class TokenAgent(RespondingAgent, Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class SessionCounts:
-    """What has happened in a session so far."""
+    """Counts of a session so far."""
 
     num_requests: int = 0
-    """Requests for turns, whatever became of them."""
+    """Requests for turns, with any outcome."""
     num_refused: int = 0
     """Requests that were answered with a status from 400 to 499."""
     num_failed: int = 0
-    """Requests that were answered with a status from 500 on."""
+    """Requests that were answered with a status of at least 500."""
     num_turns: int = 0
     """Turns sampled."""
     num_retries_joined: int = 0
-    """Requests that got a sampling which an earlier attempt had begun."""
+    """Retries that got the turns that an earlier attempt had started."""
     num_not_honoured: int = 0
     """Requests with fields that a policy in training cannot honour, such as ``temperature``."""
     num_with_unknown_fields: int = 0
     """Requests with fields that the endpoint does not know, which were ignored."""
     num_abandoned: int = 0
-    """Turns sampled, or begun, that no client has got."""
+    """Turns that were started and that no client received."""
     num_ours: int = 0
-    """Assistant's messages in requests that are turns of ours, unchanged."""
+    """Assistant's messages in requests that are unchanged turns of this session."""
     num_rewritten: int = 0
     """Other assistant's messages in requests: changed, after a changed history, or written elsewhere."""
     num_shown_as_text: int = 0
@@ -197,24 +197,14 @@ class SessionCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """Turns on their way."""
+    """The turns of a request, which may still be sampled."""
 
     asked: InferenceRequest
     reply: asyncio.Task[InferenceResult]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _History:
-    """The messages before a turn, with our own in their places."""
-
-    messages: tuple[Message, ...]
-    """As the agent gets them: a turn of ours is its ``Turn.message``."""
-    checked: tuple[Message, ...]
-    """The same in the form of ``checked_message``."""
-
-
 class Session:
-    """Made by ``SessionServer.open``. Its methods may be called from any thread unless they say otherwise."""
+    """A session, as ``SessionServer.open`` returns it. Methods are thread-safe unless they say otherwise."""
 
     def __init__(
         self,
@@ -231,7 +221,7 @@ class Session:
         id; ``when_closed`` is called on ``loop``, which is the server's, and on which the agent is called."""
         self.id = secrets.token_urlsafe(16)
         self.name = name
-        """What clients are told that the model is called."""
+        """The name of the model for clients."""
         self.anthropic_base_url = f"{origin}/sessions/{self.id}"
         """For Anthropic's clients, which append ``/v1/messages``."""
         self.base_url = f"{self.anthropic_base_url}/v1"
@@ -251,13 +241,13 @@ class Session:
             keep_s=limits.keep_reply_s, max_kept=limits.max_kept_replies
         )
         self._tree: ConversationTree[Message] = ConversationTree()
-        """The turns that the client was shown, each with its own message."""
+        """The turns of the session, each with its ``Turn.message``."""
         self._responses: OrderedDict[str, tuple[Message, ...]] = OrderedDict()
-        """Conversations up to the responses that can be gone on from, without their instructions."""
+        """Conversations up to and including each stored response, without instructions, by its id."""
         self._lock = threading.Lock()
         self._num_sampling = 0
         self._told: set[str] = set()
-        """What was logged of its clients."""
+        """Warnings about its clients that were logged."""
         self._finished: concurrent.futures.Future[None] = concurrent.futures.Future()
 
     @property
@@ -271,9 +261,9 @@ class Session:
         return self.end is not None
 
     def close(self, end: SessionEnd = SessionEnd.CLOSED) -> None:
-        """Sample nothing more: turns under way are cancelled, and requests get 410 from now on.
+        """Close the session: turns in flight are cancelled, and further requests get 410 with ``end``.
 
-        ``end`` is told to clients. Closing a session again does nothing.
+        Closing a session again does nothing.
         """
         with self._lock:
             if self.end is not None:
@@ -344,15 +334,13 @@ class Session:
             raise closed(self.end)
         if not isinstance(self._agent, TokenAgent):
             raise RequestError(
-                "tokens cannot be counted here: this session's agent has no tokenizer",
-                status=404,
-                code="not_found",
+                "tokens cannot be counted here: this session's agent has no tokenizer", code="not_found"
             )
-        messages = self._history(asked, is_continued=False).messages
+        messages = self._history(asked, is_continued=False)
         return self._agent.num_prompt_tokens(messages, asked.tools or None, must_call=asked.must_call)
 
     def leave(self, sampling: Sampling[Work], *, is_delivered: bool) -> None:
-        """A request waits no longer; ``is_delivered`` if its answer was written out in full."""
+        """A request stops waiting; ``is_delivered`` says whether its answer was written completely."""
         sampling.num_waiting -= 1
         sampling.is_delivered |= is_delivered
 
@@ -364,9 +352,7 @@ class Session:
             self._samplings.refused(attempt)
             raise RequestError(
                 f"{self._num_sampling} turns of this session are being sampled; at most {most} may be",
-                status=429,
                 code="too_many_requests",
-                retry_after_s=1,
             )
 
     def _note(self, asked: InferenceRequest) -> None:
@@ -389,28 +375,23 @@ class Session:
             raise as_request_error(error) from error
         if asked.keeps_response:
             num_before = int(asked.instructions is not None)
-            self._responses[f"resp_{reply.id}"] = (*history.messages[num_before:], reply.turns[0].message)
+            self._responses[f"resp_{reply.id}"] = (*history[num_before:], reply.turns[0].message)
             while len(self._responses) > self._limits.max_shown_turns:
                 self._responses.popitem(last=False)
         return reply
 
-    async def _reply(self, asked: InferenceRequest, history: _History) -> InferenceResult:
+    async def _reply(self, asked: InferenceRequest, history: tuple[Message, ...]) -> InferenceResult:
         responses = [self._loop.create_task(self._turn(asked, history)) for _ in range(asked.num_turns)]
         try:
-            # Unlike wait_for, this holds no answer up until an agent that is cancelled has ended.
+            # Unlike wait_for, this does not wait until cancelled tasks have ended.
             _, late = await asyncio.wait(responses, timeout=self._limits.turn_s)
         finally:
             for response in responses:
                 response.cancel()
         if late:
             self.counts.num_abandoned += asked.num_turns
-            raise RequestError(
-                f"no turn within {self._limits.turn_s:g} s",
-                status=504,
-                code="deadline_exceeded",
-                may_retry=False,
-            )
-        # Nobody but the agent can have cancelled a turn here: its episode ends.
+            raise RequestError(f"no turn within {self._limits.turn_s:g} s", code="deadline_exceeded")
+        # Only the agent can have cancelled a turn here, because its episode ends.
         end = self.end or SessionEnd.CLOSED
         errors = [closed(end) if response.cancelled() else response.exception() for response in responses]
         failures = [error for error in errors if error is not None]
@@ -421,48 +402,41 @@ class Session:
         if failures:
             self.counts.num_abandoned += len(turns)
             raise failures[0]
-        for turn in turns:
-            self._remember(history, turn)
+        self._remember(history, turns)
         return InferenceResult(
             id=secrets.token_hex(16), created_s=int(time.time()), model=self.name, turns=turns
         )
 
-    async def _turn(self, asked: InferenceRequest, history: _History) -> Turn:
+    async def _turn(self, asked: InferenceRequest, history: tuple[Message, ...]) -> Turn:
         respond = self._agent.respond
         if asked.must_call:
             if not isinstance(self._agent, TokenAgent):
                 raise NoCallOpening("a call cannot be forced here: this session's agent has no tokenizer")
             respond = functools.partial(self._agent.respond, must_call=asked.must_call)
-        return await respond(
-            history.messages, asked.tools or None, max_tokens=asked.max_tokens, stop=asked.stop
-        )
+        return await respond(history, asked.tools or None, max_tokens=asked.max_tokens, stop=asked.stop)
 
-    def _history(self, asked: InferenceRequest, *, is_continued: bool) -> _History:
-        """Put our own messages where the client hands them back; ``is_continued`` if a turn follows."""
+    def _history(self, asked: InferenceRequest, *, is_continued: bool) -> tuple[Message, ...]:
+        """Return the messages before a turn, each turn of ours as its ``Turn.message``; ``is_continued`` if a
+        turn follows."""
         messages = self._conversation(asked)
-        checked = tuple(checked_message(f"messages[{i}]", one) for i, one in enumerate(messages))
-        ours = self._tree.turns_handed_back(checked, is_continued=is_continued)
+        ours = self._tree.turns_handed_back(_checked(messages), is_continued=is_continued)
         if is_continued:
             self.counts.num_ours += len(ours)
             self.counts.num_rewritten += sum(one["role"] == ASSISTANT for one in messages) - len(ours)
-        return _History(
-            messages=tuple(ours[i].kept if i in ours else one for i, one in enumerate(messages)),
-            checked=tuple(ours[i].messages[-1] if i in ours else one for i, one in enumerate(checked)),
-        )
+        return tuple(ours[i].kept if i in ours else one for i, one in enumerate(messages))
 
-    def _remember(self, history: _History, turn: Turn) -> None:
-        """Recognize a turn when it comes back."""
-        seen = shown(turn)
-        self.counts.num_shown_as_text += seen.num_as_text
-        self._tree.add(
-            (*history.checked, checked_message("a turn", turn.message)),
-            (),
-            turn.message,
-            after=None,
-            shown=checked_message("a turn", seen.message),
-        )
-        if self._tree.num_turns > self._limits.max_shown_turns:
-            self._tree.forget_oldest()
+    def _remember(self, history: tuple[Message, ...], turns: Sequence[Turn]) -> None:
+        """Store turns, to recognize them when the client sends them back."""
+        checked = _checked(history)
+        for turn in turns:
+            seen = shown(turn)
+            num_calls = len(turn.tool_calls) + len(turn.broken_tool_calls)
+            self.counts.num_shown_as_text += num_calls - len(seen.tool_calls)
+            message = checked_message("a turn", turn.message)
+            shown_message = checked_message("a turn", seen.message)
+            self._tree.add((*checked, message), (), turn.message, after=None, shown=shown_message)
+            if self._tree.num_turns > self._limits.max_shown_turns:
+                self._tree.forget_oldest()
 
     def _conversation(self, asked: InferenceRequest) -> tuple[Message, ...]:
         first: tuple[Message, ...] = ()
@@ -508,18 +482,17 @@ class Session:
             self._count_abandoned(gone)
 
 
+def _checked(messages: Sequence[Message]) -> tuple[Message, ...]:
+    return tuple(checked_message(f"messages[{i}]", one) for i, one in enumerate(messages))
+
+
 def closed(end: SessionEnd) -> RequestError:
-    """The session has ended."""
-    return RequestError(
-        end.words,
-        status=410,
-        code="session_closed",
-        may_retry=False,
-    )
+    """Return the error for requests to a session that has ended."""
+    return RequestError(end.words, code="session_closed")
 
 
 def as_request_error(error: BaseException) -> RequestError:
-    """Return what to tell a client of an exception that answering it has raised; logs what is ours alone."""
+    """Convert an exception to the error that a client gets. Unexpected exceptions are logged."""
     match error:
         case RequestError():
             return error
@@ -529,10 +502,10 @@ def as_request_error(error: BaseException) -> RequestError:
         case ContextFull():
             return RequestError(str(error), param="messages", code="context_length_exceeded")
         case TooManyTurns():
-            return RequestError(str(error), status=410, code="too_many_turns", may_retry=False)
+            return RequestError(str(error), code="too_many_turns")
         case EpisodeOver():
             return closed(SessionEnd.CLOSED)
         case ValueError():
             return RequestError(str(error), param="messages", code="invalid_messages")
     _LOGGER.error("a request to a session failed", exc_info=error)
-    return RequestError("the server failed to answer; its log says why", status=500, code="server_error")
+    return RequestError("the server failed to answer; its log says why", code="server_error")

@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 from random import Random
 from typing import Any
 
-from forgeasync.environments import HELD_OUT_SEED, TrainingDraw, json_like, read_json_records
+from forgeasync.environments import HELD_OUT_SEED, json_like, read_json_records
 from forgeasync.plugins.coding.section import CodingSource
 from forgeasync.rollouts import Task
 from forgeasync.schema import ConfigError, Problem
@@ -302,15 +302,13 @@ class CodingProblems:
             raise self._too_few("num_held_out", self._num_held_out, len(self._held_out))
         return self._held_out
 
-    def train(self, never: Set[str]) -> TrainingDraw:
+    def train(self, never: Set[str]) -> list[Task]:
         """Return tasks for training, ordered by the run's seed. Raises ConfigError if there are too few."""
         tasks = [task for task in self._others if task.prompt not in never]
         if len(tasks) < self._num_train:
             raise self._too_few("num_train", self._num_train, len(tasks))
         Random(self._seed).shuffle(tasks)
-        return TrainingDraw(
-            tasks=tasks[: self._num_train], num_skipped_held_out=len(self._others) - len(tasks)
-        )
+        return tasks[: self._num_train]
 
     def _too_few(self, field: str, wanted: int, found: int) -> ConfigError:
         remedy = f"{self._source.path} has only {found} for this; data.num_held_out are kept apart"

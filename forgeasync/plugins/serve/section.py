@@ -1,6 +1,6 @@
 """The sections on runs that serve people, and what these runs need of the rest of their config."""
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Sequence, Set
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from forgeasync.config import (
@@ -16,7 +16,6 @@ from forgeasync.config import (
     is_served,
     named_sources,
 )
-from forgeasync.environments import TrainingDraw
 from forgeasync.rollouts import Task
 from forgeasync.schema import Problem, PythonCode
 
@@ -107,13 +106,12 @@ class ServedProblems:
         """Return nothing."""
         return []
 
-    def train(self, never: Set[str]) -> TrainingDraw:
+    def train(self, never: Set[str]) -> Sequence[Task]:
         """Return as many tasks as ``data.num_train`` says."""
-        tasks = [
+        return [
             Task(task_id=f"served/{index}", prompt="", answer="", source_index=index, source="served")
             for index in range(self._num_train)
         ]
-        return TrainingDraw(tasks=tasks, num_skipped_held_out=0)
 
 
 def _check_address(config: RunConfig) -> Iterator[Problem]:

@@ -6,6 +6,7 @@ import pytest
 
 from forgeasync.environments import (
     ASSISTANT,
+    TEXTS,
     TOOLS,
     FamilyRenderer,
     Message,
@@ -13,7 +14,6 @@ from forgeasync.environments import (
     PlainRenderer,
     RenderedAnew,
     TemplateRenderer,
-    all_texts,
     assistant,
     other_tokens,
     random_dialogue,
@@ -144,7 +144,7 @@ def test_random_histories(family: str) -> None:
     tokenizer, renderer = family_tokenizer(family), make_renderer(family)
     for seed in range(15):
         rng = random.Random(seed)
-        dialogue = random_dialogue(rng, ABILITIES[family], all_texts())
+        dialogue = random_dialogue(rng, ABILITIES[family], TEXTS)
         walked = walk(renderer, tokenizer, dialogue, other_tokens(tokenizer, rng))
         turns = {step.index: step.turn for step in walked.steps}
         same = rendered_anew(renderer, dialogue.messages, turns, dialogue.tools)

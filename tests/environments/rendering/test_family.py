@@ -7,6 +7,7 @@ import pytest
 
 from forgeasync.environments import (
     ASSISTANT,
+    TEXTS,
     TOOLS,
     Abilities,
     BridgeRefused,
@@ -14,7 +15,6 @@ from forgeasync.environments import (
     FamilyRenderer,
     Likeness,
     TemplateRenderer,
-    all_texts,
     assistant,
     call,
     compare,
@@ -105,7 +105,7 @@ def _paths(family: str, seeds: range) -> None:
     found: set[Likeness] = set()
     for seed in seeds:
         rng = random.Random(seed)
-        dialogue = random_dialogue(rng, abilities, all_texts())
+        dialogue = random_dialogue(rng, abilities, TEXTS)
         retokenized = other_tokens(tokenizer, rng)
         talk = Talk(renderer, tokenizer, dialogue.tools)
         heard: list[object] = []

@@ -246,16 +246,24 @@ def test_a_method_of_an_object_and_a_function_without_parameters() -> None:
     assert (spec.parameters["properties"], spec.parameters["required"]) == ({}, [])
 
 
-def test_docstrings_with_fields_and_with_text_after_the_parameters() -> None:
-    text = (
-        "Find a word.\n\n:param str word: What to find,\n    in lower case.\n:param limit: How many.\n"
-        ":returns: x"
-    )
-    assert read_docstring(text) == (
-        "Find a word.",
-        {"word": "What to find, in lower case.", "limit": "How many."},
-    )
-    text = (
-        "Find.\n\nArgs:\n    word: What: a word.\n\nFinds only whole words.\n\nRaises:\n    KeyError: none."
-    )
-    assert read_docstring(text) == ("Find.\n\nFinds only whole words.", {"word": "What: a word."})
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        (
+            "Find a word.\n\n:param str word: What to find,\n    in lower case.\n:param limit: How many.\n"
+            ":returns: x",
+            {"word": "What to find, in lower case.", "limit": "How many."},
+        ),
+        (
+            "Find a word.\n\nArgs:\n    word: What: a word.\n\nRaises:\n    KeyError: none.",
+            {"word": "What: a word."},
+        ),
+        (
+            "Find a word.\n\nParameters\n----------\nword : str\n    What to find.\n",
+            {"word": "What to find."},
+        ),
+        ("Find a word.", {}),
+    ],
+)
+def test_docstrings_in_every_style(text: str, lines: dict[str, str]) -> None:
+    assert read_docstring(text) == ("Find a word.", lines)
