@@ -278,7 +278,7 @@ _PARSED_ATOM = latex2sympy2._Latex2Sympy.convert_atom
 def repair() -> None:
     """Replace math-verify's functions with those above, in this process."""
     grader.sympy_numeric_eq = numbers_equal
-    grader.sympy_symbolic_eq = lambda *_: False  # numbers_equal has asked it where it can tell
+    grader.sympy_symbolic_eq = lambda *_: False  # numbers_equal calls it where it is applicable
     grader.sympy_solve_and_compare = _equations_equal
     parser = latex2sympy2._Latex2Sympy
     parser.convert_postfix_list = _factors

@@ -149,7 +149,7 @@ def serve() -> None:
     try:
         scoring = StepScoring(section)
         version = model_version(section)
-    except Exception as error:  # any type: vLLM raises many, and the run is to say why
+    except Exception as error:  # any type: vLLM raises many, and the run must report the reason
         reason = f"cannot be started: {type(error).__name__}: {' '.join(str(error).split())}"
         write_line(replies, {"refused": reason[:MAX_REASON_CHARS]})
         return

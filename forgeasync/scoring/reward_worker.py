@@ -146,7 +146,7 @@ class _Calls:
             reply["scores"] = [encode_score(score) for score in scores]
         except DeadlineExceeded:
             reply["timeout"] = True
-        except BaseException as error:  # SystemExit too: a reward's exception is for the user to see
+        except BaseException as error:  # SystemExit too: the user must see the reward's exception
             reply["error"] = _reason(error)
         del self._deadlines_s[request["call"]], self._tasks[request["call"]]
         write_line(self._replies, reply)

@@ -225,7 +225,7 @@ def _serve(
         other = _read_exactly(int.from_bytes(_read_exactly(_LENGTH_BYTES)))
         content = _read_exactly(int.from_bytes(_read_exactly(_LENGTH_BYTES)))
         if other:
-            loaded = pickle.loads(other)  # from the parent, which has seen that it is plain
+            loaded = pickle.loads(other)  # from the parent, which has checked that it is plain
         signal.setitimer(signal.ITIMER_REAL, grace_s)
         verdict: dict[str, Any]
         try:
@@ -233,7 +233,7 @@ def _serve(
             verdict = _verdict(score)
             # Memory that stays allocated would starve later, harmless answers.
             verdict["retire"] = statm() - before > limits.answer_memory_bytes // 2
-        except Exception as error:  # whatever untrusted text provokes is reported, and counted there
+        except Exception as error:  # any error of untrusted text is reported, and counted by the parent
             verdict = {"error": reason(error)}
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         _write_all(_VERDICTS, json.dumps(verdict).encode()[: MAX_VERDICT_BYTES - 1] + b"\n")

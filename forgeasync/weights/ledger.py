@@ -105,9 +105,9 @@ class WeightLedger:
     def acquire(
         self, reader: int, *, newer_than: int, now_s: float, preferred: int | None = None
     ) -> Manifest | None:
-        """Return the lease of the ``preferred`` version, or of the newest one if no slot has it.
+        """Lease the ``preferred`` version to a reader, or the newest one if no slot has it.
 
-        Returns None if no version is newer than ``newer_than``.
+        Returns the version's manifest, or None if no version is newer than ``newer_than``.
         """
         readable = [slot.manifest for slot in self._slots if slot.state is SlotState.COMMITTED]
         manifest = next(
