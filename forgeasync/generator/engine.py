@@ -1,6 +1,6 @@
-"""A vLLM engine that samples groups of rollouts and takes new weights between two decode steps.
+"""vLLM engine that samples groups of rollouts and installs new weights between two decode steps.
 
-Plain asyncio, no Monarch: the generator actor is a thin shell around this class.
+Plain asyncio without Monarch. The generator actor is a thin shell around ``GeneratorEngine``.
 """
 
 import asyncio
@@ -73,11 +73,16 @@ CPU_WORKER = "forgeasync.generator.workarounds.cpu_worker.UpdatableCPUWorker"
 GPU_WORKER_EXTENSION = "forgeasync.generator.gpu_worker.UpdatableGPUWorker"
 
 MOST_TRIES = 5
-"""When other processes have the cores, sequences may begin so far apart that they never all decode."""
+"""Maximum number of timing attempts.
+
+If other processes use the cores, sequences may start so far apart that they never all decode in one step.
+"""
 
 NUM_RANDOM = 2
-"""Tokens at the begin of a prompt that are drawn: no two prompts have a prefix in common, or the engine would
-compute it once."""
+"""Number of random tokens at the start of each timed prompt.
+
+They keep prompts from sharing a prefix, which the engine would compute only once.
+"""
 
 
 def engine_args(
@@ -92,10 +97,10 @@ def engine_args(
     num_scored_ids: int = 0,
     gpu_bytes: int | None = None,
 ) -> AsyncEngineArgs:
-    """Return vLLM's arguments for an engine of the CPU build or of another.
+    """Return vLLM's arguments for an engine.
 
     Raises:
-        ValueError: see ``gpu_share``.
+        ValueError: See ``gpu_share``.
     """
     return AsyncEngineArgs(
         model=str(model_path),
@@ -110,10 +115,11 @@ def engine_args(
         kv_cache_memory_bytes=int(generator.kv_cache_gib * 2**30),
         gpu_memory_utilization=gpu_share(gpu_bytes),
         enforce_eager=not generator.compile,
-        # The distribution really drawn from: after temperature, top-k, top-p and min-p.
+        # Log-probabilities of the distribution that is sampled: after temperature, top-k, top-p and min-p.
         logprobs_mode="processed_logprobs",
         max_logprobs=num_scored_ids,
-        # Step outputs then belong to the weights of that very step, which makes version labels exact.
+        # Every token of a step's output then comes from the weights of that step, so version labels are
+        # exact.
         async_scheduling=False,
         seed=seed,
         enable_return_routed_experts=records.routing and not is_cpu,
@@ -125,7 +131,7 @@ def engine_args(
 
 
 class GeneratorEngine:
-    """One engine. Build it with ``await GeneratorEngine.start(...)`` inside an event loop."""
+    """One vLLM engine. Create it with ``await GeneratorEngine.start(...)`` inside an event loop."""
 
     def __init__(
         self,
@@ -140,9 +146,9 @@ class GeneratorEngine:
         self._llm = llm
         self._client = client
         self.vocab_size = model.get_vocab_size()
-        # vLLM records kept sets only where top_k is set; the size of the vocabulary keeps all.
+        # vLLM records kept sets only if top_k is set; top_k = vocabulary size keeps all tokens.
         self.all_kept = self.vocab_size if records.kept_tokens else 0
-        """``top_k`` of requests whose sampling sets none."""
+        """``top_k`` of requests whose sampling section does not set it."""
         self._recorder = recorder
         self.reader = SequenceReader(
             tokenizer=llm.get_tokenizer(),
@@ -150,7 +156,7 @@ class GeneratorEngine:
             num_experts=model.get_num_experts(),
             num_dense_layers=records.num_dense_layers,
         )
-        """Reads what the engine has sampled."""
+        """Converts the engine's outputs to trajectories."""
         self._gate = AdmissionGate()
         self._groups = Groups()
         self._updates = WeightUpdates(
@@ -161,12 +167,12 @@ class GeneratorEngine:
             kv_cache=weights.kv_cache,
         )
         self.adapter: ServedAdapter | None = None
-        """Adapter that all requests are served with; None if weights are whole."""
+        """Adapter that serves all requests; None if whole weights are published."""
         self._request_ids = itertools.count()
         self._episode_numbers = itertools.count()
         self._num_generated_tokens = 0
         self.busy = BusyClock()
-        """Runs while the engine has something to do."""
+        """Clock of the time with at least one request in flight."""
 
     @classmethod
     async def start(
@@ -183,11 +189,15 @@ class GeneratorEngine:
         num_scored_ids: int = 0,
         gpu_bytes: int | None = None,
     ) -> "GeneratorEngine":
-        """Load a Hugging Face folder as policy version 0; with ``adapters`` of it that vLLM serves.
+        """Start an engine with the weights of a Hugging Face folder as policy version 0.
 
-        What named groups have in flight is logged in the folder ``in_flight``, which is made; None: nowhere.
-        ``num_scored_ids`` is the most that ``forgeasync.generator.token_scores`` asks for. Each GPU must have
-        ``gpu_bytes`` free; None: 92 % of it.
+        Args:
+            adapters: Setup of the LoRA adapter that vLLM serves; None if whole weights are published.
+            in_flight: Folder for the log of tokens in flight of groups with an id, which is created; None: no
+                log.
+            num_scored_ids: Maximum number of ids per position that ``forgeasync.generator.token_scores``
+                requests.
+            gpu_bytes: Bytes that must be free on each GPU; None: vLLM's default share (see ``gpu_share``).
         """
         is_cpu = current_platform.is_cpu()
         adapt_process()
@@ -206,10 +216,10 @@ class GeneratorEngine:
             num_scored_ids=num_scored_ids,
             gpu_bytes=None if is_cpu else gpu_bytes,
         )
-        # In a thread, as the model itself is loaded (start_llm): the process answers meanwhile.
+        # In a thread, like loading the model (start_llm), so that the event loop stays responsive.
         vllm_config = await asyncio.to_thread(args.create_engine_config, UsageContext.ENGINE_CONTEXT)
         if is_cpu:
-            # Imports the CPU build's model runner, which other builds need not have.
+            # Imports the CPU build's model runner, which other builds may lack.
             from forgeasync.generator.workarounds.cpu_model_runner import request_records
 
             rotate_in_torch(vllm_config)
@@ -244,14 +254,17 @@ class GeneratorEngine:
     ) -> tuple[Rollout, ...]:
         """Sample ``num_samples`` responses to one prompt; a seed makes them reproducible.
 
-        By its ``group_id`` a group can be cancelled, updates report its progress, and its tokens are logged
-        until ``forget_group``. ``continued`` has what another engine had sampled of the group: those
-        responses go on from there, and those that had ended stay as they are. ``on_finished`` is told of each
-        response and its place in the group when it has ended.
+        With a ``group_id``, the group can be cancelled, updates report its progress, and its tokens are
+        logged until ``forget_group``.
+
+        Args:
+            continued: Turns of the group that another engine has sampled: unfinished ones are continued,
+                finished ones are returned as they are.
+            on_finished: Callback with the index of a finished response within its group, and the response.
 
         Raises:
             GroupCancelled: ``cancel`` was called with the group's id.
-            ValueError: another group of this id is being sampled, or ``continued`` is of another group.
+            ValueError: A group with this id is in flight, or ``continued`` belongs to another group.
         """
         check_continued(continued, prompt_ids_P, num_samples, sampling)
         key, group = self.open_group(group_id)
@@ -289,20 +302,21 @@ class GeneratorEngine:
             self.close_group(key)
 
     def new_episode(self, sample: int, *, agent: int = 0, attempt: int = 0) -> EngineEpisode:
-        """An episode without turns; ``sample`` is its place in its group."""
+        """Return an episode without turns; ``sample`` is its index within its group."""
         return EngineEpisode(number=next(self._episode_numbers), sample=sample, agent=agent, attempt=attempt)
 
     def first_turn(self, episode: EngineEpisode) -> EngineTurn:
-        """A turn without tokens, with nothing before it."""
+        """Return a turn without tokens that starts a trajectory."""
         return EngineTurn(episode=episode, trajectory=self.reader.new_trajectory())
 
     def open_group(self, group_id: int | None) -> tuple[int, RunningGroup]:
-        """A group that is sampled turn by turn until ``close_group``: its number in the engine and its state.
+        """Open a group that is sampled turn by turn until ``close_group``; return its key and its state.
 
-        By this number it can be cancelled, and updates report its progress unless ``group_id`` is None.
+        The key identifies the group in the engine and for ``cancel``. Updates report its progress unless
+        ``group_id`` is None.
 
         Raises:
-            ValueError: another group of this id is being sampled.
+            ValueError: A group with this id is in flight.
         """
         key, group = self._groups.open(group_id)
         if key >= 0:
@@ -314,11 +328,11 @@ class GeneratorEngine:
         self._groups.close(group_key)
 
     def forget_group(self, group_key: int) -> None:
-        """Nobody will ask another engine to go on with the group."""
+        """Drop a group from the log, because no other engine will continue it."""
         self._recorder.forget_group(group_key)
 
     def forget_turns(self, turns: Sequence[EngineTurn]) -> None:
-        """Nobody will ask another engine to go on with these turns of a group."""
+        """Drop turns from the log, because no other engine will continue them."""
         self._recorder.forget_turns([turn.log_key for turn in turns if turn.log_key is not None])
 
     async def sample_turn(
@@ -331,10 +345,12 @@ class GeneratorEngine:
         max_tokens: int,
         seed: int | None,
     ) -> None:
-        """Sample one turn of the model, up to ``max_tokens``, in as many requests as swaps make of it.
+        """Sample one turn of at most ``max_tokens`` tokens.
+
+        Makes one request, plus one for each time a swap ends the request before the turn is complete.
 
         Raises:
-            GroupCancelled: ``cancel`` was called with the group's number, or ``cancel_episode``.
+            GroupCancelled: The group or the episode was cancelled.
         """
         episode = turn.episode
         with self.busy.running(), doing(State.COMPUTING if group_key >= 0 else State.EVALUATING):
@@ -354,7 +370,7 @@ class GeneratorEngine:
                     max_tokens=max_tokens - turn.trajectory.num_sampled,
                     logprobs=0,
                     seed=part_seed(seed, sample=episode.sample, part=number, agent=episode.agent),
-                    # Texts are decoded once, from all parts; here only to look for texts that end a turn.
+                    # Text is decoded once, from all requests; here only to detect stop texts.
                     detokenize=bool(sampling.stop),
                     stop=list(sampling.stop),
                     output_kind=RequestOutputKind.FINAL_ONLY,
@@ -372,12 +388,12 @@ class GeneratorEngine:
                 self._end(turn, self.reader.grow(turn.trajectory, part, stop=sampling.stop))
 
     def log_turn(self, turn: EngineTurn, group_key: int) -> None:
-        """Log a turn that begins, with what another engine has sampled of it."""
+        """Log the beginning of a turn, with the tokens that another engine has sampled of it."""
         if turn.log_key is None:
             turn.log_key = self._recorder.begin_turn(turn.begun(group_key), turn.restored)
 
     def resume_turn(self, turn: EngineTurn, group: RunningGroup, *, max_tokens: int) -> None:
-        """Take up what another engine has sampled of a turn, if anything."""
+        """Append the tokens that another engine has sampled of a turn, if any."""
         restored, turn.restored = turn.restored, None
         if restored is None or not restored.num_tokens:
             return
@@ -388,7 +404,7 @@ class GeneratorEngine:
         self._end(turn, end)
 
     def _end(self, turn: EngineTurn, end: TurnEnd | None) -> None:
-        """Note how a turn has ended; None: it goes on."""
+        """Record how a turn ended; None: it continues."""
         if end is None:
             return
         turn.end = end
@@ -396,7 +412,7 @@ class GeneratorEngine:
             self._recorder.end_turn(turn.ended(turn.log_key))
 
     async def run_request(self, prompt_ids: list[int], params: SamplingParams) -> RequestOutput:
-        """Make one request with one output, between two updates that do not admit any."""
+        """Run one request with one output; waits while an update does not admit requests."""
         async with self._gate.inside():
             last = None
             prompt = tokens_input(prompt_ids)
@@ -408,14 +424,14 @@ class GeneratorEngine:
         return last
 
     async def cancel(self, group_ids: Sequence[int]) -> None:
-        """Give up groups between two steps; those that have ended meanwhile are not touched."""
+        """Cancel groups between two steps; groups that have ended meanwhile are ignored."""
         self._groups.cancel(group_ids)
         await self._client.between_steps(
             lambda core: self._client.end_requests(core, self._groups.cancelled_requests(core))
         )
 
     async def cancel_episode(self, episode: EngineEpisode) -> None:
-        """Give up one episode between two steps, for instance because its worker was lost."""
+        """Cancel one episode between two steps, for example because its environment worker died."""
         episode.is_cancelled = True
         self._groups.cancel_episode(episode.number)
         await self._client.between_steps(
@@ -425,21 +441,24 @@ class GeneratorEngine:
     async def update_weights(
         self, version: int, *, prefetch: Prefetch, install: Callable[[EngineCore], None]
     ) -> SwapReport:
-        """Put new weights in place, with what the configured interruption does to running sequences.
+        """Install new weights; the configured interruption decides what happens to running sequences.
 
-        ``prefetch`` fetches the weights, on the event loop; ``install`` puts them in place, on the
-        engine's thread between two decode steps. Tokens of every later step carry ``version``. Where either
-        raises, the engine goes on under the old version and the caller gets the exception. Updates run one
-        after another.
+        Tokens of all later steps have the policy version ``version``. If either function raises, the engine
+        continues with the old version and the exception reaches the caller. Concurrent calls run one after
+        another.
+
+        Args:
+            prefetch: Fetches the weights, on the event loop.
+            install: Installs them, on the engine's thread between two decode steps.
         """
         return await self._updates.run(version, prefetch=prefetch, install=install)
 
     async def between_steps(self, function: Callable[[EngineCore], R]) -> R:
-        """Run a function of vLLM's engine core between two steps, on the engine's thread."""
+        """Run a function of vLLM's engine core on the engine's thread, between two steps."""
         return await self._client.between_steps(function)
 
     async def parameters(self) -> list[dict[str, torch.Tensor]]:
-        """Copies of every worker's parameters, experts unpacked (CPU engines only)."""
+        """Return copies of every worker's parameters, with experts unpacked (CPU engines only)."""
         return await self._client.between_steps(lambda core: core.collective_rpc("copy_parameters"))
 
     def check_alive(self) -> None:
@@ -458,7 +477,7 @@ class GeneratorEngine:
         )
 
     async def kv_usage(self) -> float:
-        """Share of the KV cache that running requests hold, between two steps."""
+        """Return the share of the KV cache that running requests hold."""
         return await self._client.between_steps(lambda core: scheduler_of(core).kv_cache_manager.usage)
 
     def shutdown(self) -> None:
@@ -466,20 +485,20 @@ class GeneratorEngine:
 
 
 class NothingTimed(RuntimeError):
-    """No step of the wanted kind was seen, for instance since the KV cache is too small."""
+    """No step of the requested kind ran, for example because the KV cache is too small."""
 
 
 async def time_engine(
     engine: GeneratorEngine, timing: DecodeTiming | PrefillTiming, sampling: SamplingSection, *, seed: int
 ) -> float:
-    """Time the engine with sequences of constant numbers and lengths, for a profile of the machine.
+    """Time the engine with a constant number of sequences of equal length, for a profile of the machine.
 
-    Returns the seconds of one decode step, or of one prompt token; not those between two steps. Nothing else
-    may run in the engine. Tokens are sampled as in a run, so that cut vocabularies, records and their copies
-    cost what they cost there, and are thrown away.
+    Returns the seconds of one decode step or of one prompt token, without the time between steps. The engine
+    must be idle otherwise. Tokens are sampled as in a run, so the cost of top-k and top-p, of records and of
+    their copies is included. The tokens are discarded.
 
     Raises:
-        NothingTimed: no step had ``num_running`` sequences that all decoded.
+        NothingTimed: In no step did all of about ``num_running`` sequences (same bit length) decode a token.
     """
     rng = np.random.default_rng(seed)
 
@@ -514,7 +533,7 @@ async def time_engine(
 async def _sample(
     engine: GeneratorEngine, prompts: Sequence[list[int]], sampling: SamplingSection, *, num_tokens: int
 ) -> None:
-    """Sample exactly ``num_tokens`` tokens of every prompt."""
+    """Sample exactly ``num_tokens`` tokens for every prompt."""
 
     async def one(index: int, prompt: list[int]) -> None:
         params = SamplingParams(

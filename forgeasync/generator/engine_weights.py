@@ -1,8 +1,8 @@
-"""The weights of one engine: what its workers need of a version, and how they take it.
+"""Weights of one engine: the part of a version that its workers need, and how they install it.
 
-``EngineWeights`` asks the workers to make a version ready and to take it, by remote calls between two steps
-of the engine, which work for workers in this process and in others. What takes long runs in a thread of the
-worker (``stage_in_thread``). ``AdapterMerger`` makes whole tensors of adapters that an engine cannot serve.
+``EngineWeights`` makes the workers stage and install versions, through remote calls between two steps of the
+engine. The workers may be in this process or in others. Slow work runs in a thread of the worker
+(``stage_in_thread``). ``AdapterMerger`` merges adapters that an engine cannot serve into whole tensors.
 """
 
 import asyncio
@@ -42,37 +42,39 @@ PREFIX = "base_model.model."
 SIDES = (".lora_A.weight", ".lora_B.weight")
 
 MAX_NAMES = 20
-"""In an error message."""
+"""Maximum number of names in an error message."""
 
 MAX_REASONS = 3
-"""In the log."""
+"""Maximum number of reasons in the log."""
 
 POLL_START_S, POLL_MAX_S = 0.0005, 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostMemory:
-    """The receive buffer of a host and, with ``shadow: host``, the shadows of its workers."""
+    """Receive buffer of a host and, with ``shadow: host``, the shadows of its workers."""
 
     receive_buffer: Path
     shadow: ShadowMemory = ShadowMemory.HOST
     share: HostShare = ALONE
-    """Which part of every version this generator fetches, and fills of the host's shadows, as long as the
-    host's generators do not change; the first one makes the files."""
+    """Part of every version that this generator fetches and copies into the host's shadows.
+
+    It is valid until the host's generators change. The generator with index 0 creates the files.
+    """
     is_joining: bool = False
-    """Whether the files are there and in use: this generator comes later than the others."""
+    """Whether other generators of the host use the files already."""
 
     @property
     def makes_files(self) -> bool:
         return self.share.index == 0 and not self.is_joining
 
     def shadow_file(self, worker_rank: int) -> Path:
-        """The file for the next version of a worker rank, which has the same weights in all generators."""
+        """Return the file of a worker rank's shadow; workers of equal rank in all generators share it."""
         return self.receive_buffer.with_name(f"{self.receive_buffer.name}-shadow-{worker_rank}")
 
 
 def stage_in_thread(stage: Callable[[], None]) -> Future[None]:
-    """Run a worker's staging in a thread of its own, beside the engine's steps."""
+    """Run a worker's staging in a thread, concurrently with the engine's steps."""
     staged: Future[None] = Future()
 
     def run() -> None:
@@ -88,7 +90,7 @@ def stage_in_thread(stage: Callable[[], None]) -> Future[None]:
 
 
 def by_parameter(copies: Iterable[StridedCopy]) -> dict[str, list[StridedCopy]]:
-    """Copies by the parameter that they go to."""
+    """Group copies by the parameter that they write to."""
     found: dict[str, list[StridedCopy]] = {}
     for copy in copies:
         found.setdefault(copy.parameter, []).append(copy)
@@ -97,10 +99,10 @@ def by_parameter(copies: Iterable[StridedCopy]) -> dict[str, list[StridedCopy]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightRoute:
-    """How an engine takes versions."""
+    """How an engine installs versions."""
 
     reload_because: tuple[str, ...] = ()
-    """Reasons why vLLM's ``reload_weights`` has to load every version; empty: parameters are copied to."""
+    """Reasons for loading versions with vLLM's ``reload_weights``; empty if versions are copied."""
 
     @property
     def is_copy(self) -> bool:
@@ -120,16 +122,16 @@ BetweenSteps = Callable[[Callable[[EngineCore], Any]], Awaitable[Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineNeeds:
-    """The part of every version that an engine needs."""
+    """Part of every version that an engine needs."""
 
     blocks: list[np.ndarray]
-    """Blocks (bool) of each trainer rank's staging buffer that the engine needs, by rank."""
+    """Masks (bool) of the blocks of each trainer rank's staging buffer that the engine needs, by rank."""
     num_bytes: int
     """Bytes of the elements that at least one worker copies."""
 
 
 class EngineWeights:
-    """The weights of one engine."""
+    """Stages and installs versions in all workers of one engine."""
 
     def __init__(self, between_steps: BetweenSteps) -> None:
         self._between_steps = between_steps
@@ -140,10 +142,10 @@ class EngineWeights:
         return await self._between_steps(lambda core: core.collective_rpc(method, args=arguments))
 
     async def trace(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> WeightRoute:
-        """Find out where every worker keeps the tensors of a model, and so how it can take new ones.
+        """Find where each worker stores the tensors of a model, and return how it can install new ones.
 
         Raises:
-            ValueError: the engine does not have the same tensors; names the offending ones.
+            ValueError: The engine has other tensors; the message names them.
         """
         answers: list[WorkerTrace] = await self._call("trace_weights", shapes, dtype)
         reasons = dict.fromkeys(reason for answer in answers for reason in answer.reload_because)
@@ -154,7 +156,7 @@ class EngineWeights:
         return self._route
 
     async def connect(self, layout: WeightLayout, host_memory: HostMemory) -> EngineNeeds:
-        """Plan how every worker takes versions of this layout out of the receive buffer; after ``trace``."""
+        """Plan every worker's copies of versions out of the receive buffer. Call after ``trace``."""
         is_copy = self._route.is_copy
         plans: list[Sequence[StridedCopy]] = await self._call("connect_weights", layout, host_memory, is_copy)
         if not is_copy:
@@ -166,9 +168,9 @@ class EngineWeights:
         return EngineNeeds(blocks=blocks, num_bytes=num_elements * layout.dtype.itemsize)
 
     def sharing_parameters(self, names: Iterable[str]) -> set[str]:
-        """Return all tensors that the engine keeps in one parameter with any of ``names``, these included.
+        """Return all tensors that share a parameter of the engine with any of ``names``, these included.
 
-        After ``trace``; all tensors where vLLM loads every version whole.
+        Call after ``trace``. Returns all tensors if vLLM loads versions whole.
         """
         regions = [region for trace in self._traces for region in trace.regions]
         if not self._route.is_copy:
@@ -178,9 +180,9 @@ class EngineWeights:
         return {region.name for region in regions if region.parameter in touched}
 
     async def stage(self, share: HostShare) -> None:
-        """Have every worker make its part of the receive buffer's version ready; returns when all have.
+        """Make every worker stage the version in the receive buffer, and wait until all have.
 
-        ``share`` is that of this engine among those that take the version together.
+        ``share`` is the engine's share among the generators that stage the version together.
         """
         await self._call("start_staging", share)
         delay_s = POLL_START_S
@@ -190,7 +192,7 @@ class EngineWeights:
 
     @staticmethod
     def install(core: EngineCore) -> None:
-        """Put the version that is ready in place; runs between two steps."""
+        """Install the staged version. Runs between two steps."""
         core.collective_rpc("swap_weights")
 
 
@@ -212,13 +214,15 @@ def check_traces(
     foreign: Set[str] = frozenset(),
     is_copy: bool = True,
 ) -> None:
-    """Compare what the engine's workers take with what the trainer publishes.
+    """Check that the engine's workers need exactly the tensors that the trainer publishes.
 
-    ``foreign`` are tensors that the engine's own folder does not have. Unless workers copy (``is_copy``),
-    vLLM's loaders decide about the others.
+    Args:
+        foreign: Tensors that the engine's own folder does not have.
+        is_copy: Whether workers copy; otherwise only ``foreign`` is checked, and vLLM's loaders check the
+            rest.
 
     Raises:
-        ValueError: they differ; names the tensors and parameters.
+        ValueError: They differ; the message names the tensors and parameters.
     """
     taken = {region.name for trace in traces for region in trace.regions}
     untraceable = {line for trace in traces for line in trace.untraceable}
@@ -243,7 +247,7 @@ def _some(lines: Sequence[str]) -> str:
 
 
 def base_name(adapter_name: str) -> str:
-    """The base tensor that an adapter's tensor adapts, by its name in peft's terms."""
+    """Return the name of the base tensor that an adapter tensor, named as in peft, adapts."""
     for side in SIDES:
         if adapter_name.startswith(PREFIX) and adapter_name.endswith(side):
             return adapter_name.removeprefix(PREFIX).removesuffix(side) + ".weight"
@@ -253,7 +257,7 @@ def base_name(adapter_name: str) -> str:
 def merged_layout(
     shapes: Mapping[str, tuple[int, ...]], names: Iterable[str], dtype: torch.dtype
 ) -> WeightLayout:
-    """Whole tensors ``names``, one after the other, as if one rank had published them."""
+    """Return the layout of whole tensors ``names``, one after the other, as if published by one rank."""
     pieces, end = [], 0
     for name in names:
         box = Box(start=(0,) * len(shapes[name]), size=shapes[name])
@@ -265,12 +269,12 @@ def merged_layout(
 
 
 class AdapterMerger:
-    """Fills one receive buffer with merged weights, out of another one with adapters.
+    """Merges adapters from one receive buffer into whole weights in another one.
 
-    For engines that cannot serve adapters of experts themselves: only adapters travel, and the generator
-    makes whole tensors of them beside the engine, from the base model's own files. Tensors that share a
-    parameter of the engine with an adapted one (q with k and v, gate with up) are made along with it, since a
-    parameter is exchanged whole.
+    Used for engines that cannot serve adapters of experts: only adapters are transferred, and the generator
+    merges them with the base model's own files while the engine decodes. Tensors that share a parameter of
+    the engine with an adapted one (q with k and v, gate with up) are included, because parameters are
+    replaced as a whole.
     """
 
     def __init__(
@@ -283,11 +287,13 @@ class AdapterMerger:
         merged: WeightLayout,
         out: Path,
     ) -> None:
-        """``base`` is the Hugging Face folder; ``fetched`` and ``out`` are the two receive buffers' files.
+        """Read the base model from the Hugging Face folder ``base``.
+
+        ``fetched`` and ``out`` are the files of the two receive buffers.
 
         Raises:
-            ValueError: an adapter would not be merged: half of it is missing, or the engine does not take the
-                tensor that it adapts.
+            ValueError: An adapter cannot be merged, because half of it is missing or the engine does not need
+                the tensor that it adapts.
         """
         self._base = CheckpointTensors(base)
         self._scaling = scaling
@@ -312,7 +318,7 @@ class AdapterMerger:
 
     @torch.no_grad()
     def merge(self) -> None:
-        """Make every adapted tensor anew; takes long, and may run in any thread."""
+        """Merge every adapted tensor. Takes long and may run in any thread."""
         sides = dict(whole_tensors(self._adapters, self._images))
         for name in self._adapted:
             stem = PREFIX + name.removesuffix(".weight")

@@ -1,8 +1,8 @@
-"""Episodes of one engine: trees of turns that are sampled here and stay here until they are taken.
+"""Episodes of one engine: trees of turns that are sampled and stored here until they are taken.
 
-The arrays of a trajectory never travel: an environment sends the tokens to append and gets the sampled ids
-and their text. A group of episodes is open from its first turn until it is taken or dropped, so that it can
-be cancelled between two turns too, and so that updates know how many tokens it has.
+The arrays of a trajectory stay in the engine's process: an environment sends the tokens to append and gets
+the sampled ids and their text. A group of episodes is open from its first turn until it is taken or dropped.
+So it can be cancelled between two turns, and updates know its number of tokens.
 """
 
 from collections import OrderedDict
@@ -19,7 +19,7 @@ from forgeasync.generator.updates import RunningGroup
 from forgeasync.rollouts import EpisodeId, LoggedTurn, Rollout, SampledTurn
 
 MAX_ENDED_GROUPS = 65_536
-"""Ended groups whose numbers are kept, to refuse turns of theirs that arrive late."""
+"""Number of ended groups to remember, so that their late turns are refused."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -28,7 +28,7 @@ class _OpenEpisode:
     turns: list[EngineTurn] = field(default_factory=list)
 
     def begin(self, engine: GeneratorEngine, after: int | None, given_ids: np.ndarray) -> EngineTurn:
-        """The next turn, without sampled tokens."""
+        """Add and return the next turn, without sampled tokens."""
         turn = engine.first_turn(self.episode) if after is None else self.turns[after].continued()
         turn.number = len(self.turns)
         self.turns.append(turn)
@@ -36,9 +36,10 @@ class _OpenEpisode:
         return turn
 
     def claim(self, after: int | None, given_ids: np.ndarray) -> EngineTurn | None:
-        """A restored turn that nobody has asked for since: rather one that had not ended, then the last one.
+        """Return a restored turn that matches a repeated request, or None; it can be claimed once.
 
-        None if there is none. A turn that others follow has reached its caller before.
+        Prefers an unfinished turn, then the last one. A turn that others follow has reached its caller
+        already.
         """
         followed = {turn.after for turn in self.turns}
         candidates = [
@@ -59,19 +60,19 @@ class _OpenEpisode:
 @dataclass(slots=True, kw_only=True)
 class _OpenGroup:
     key: int
-    """The number that the requests of the group carry in the engine."""
+    """Key of the group in the engine."""
     group: RunningGroup
     episodes: dict[EpisodeId, _OpenEpisode] = field(default_factory=dict)
 
 
 class EngineEpisodes:
-    """The open groups of an engine. Everything runs on its event loop."""
+    """Open groups of episodes of an engine. All methods run on its event loop."""
 
     def __init__(self, engine: GeneratorEngine) -> None:
         self._engine = engine
         self._groups: dict[int, _OpenGroup] = {}
         self._ended_groups: OrderedDict[int, None] = OrderedDict()
-        """Taken and dropped: turns of theirs can still be on their way here."""
+        """Groups that were taken or dropped, whose turns may still arrive."""
         self._dropped_episodes: set[EpisodeId] = set()
 
     async def add_turn(
@@ -85,17 +86,20 @@ class EngineEpisodes:
         seed: int | None,
         repeated: bool = False,
     ) -> SampledTurn:
-        """Sample a turn of the model after another turn of its episode (None: the first one of a tree) and
-        after further given tokens. An episode begins with its first turn.
+        """Sample a turn of an episode after another of its turns and after further given tokens.
 
-        ``max_tokens`` bounds the turn, and path and turn together fit the engine's context. The seed is that
-        of the group; every turn of every episode draws its own noise. Calls for one episode may overlap.
+        The first turn opens the episode. Calls for one episode may overlap.
 
-        ``repeated`` says that another engine was asked for this turn and died. If ``restore`` has brought it,
-        by the turn before it and its given tokens, it goes on, or is returned at once if it had ended.
+        Args:
+            after: Index of the previous turn; None: the turn starts a new tree.
+            max_tokens: Maximum length of the turn; path and turn together must fit the engine's context.
+            seed: Seed of the group; every turn of every episode derives its own noise from it.
+            repeated: Whether this turn was requested from another engine that died. If ``restore`` has
+                brought it (same previous turn, same given tokens), it is continued, or returned at once if it
+                had ended.
 
         Raises:
-            GroupCancelled: the group was cancelled, taken or dropped, or the episode was dropped.
+            GroupCancelled: The group was cancelled, taken or dropped, or the episode was dropped.
         """
         if episode.group_id in self._ended_groups or episode in self._dropped_episodes:
             raise GroupCancelled
@@ -115,13 +119,13 @@ class EngineEpisodes:
         return self._engine.reader.facts(turn)
 
     def restore(self, group_id: int, turns: Sequence[LoggedTurn]) -> None:
-        """Open a group with all turns that another engine had begun; they keep their numbers.
+        """Open a group with all turns that another engine had begun; the turns keep their indices.
 
         A turn that had not ended waits for a repeated ``add_turn``; without one it belongs to no branch.
 
         Raises:
-            GroupCancelled: the group was taken or dropped here.
-            ValueError: the group is open here already, or ``turns`` are of another group or not all there.
+            GroupCancelled: The group was taken or dropped here.
+            ValueError: The group is open here, or ``turns`` belong to another group or have gaps.
         """
         if group_id in self._ended_groups:
             raise GroupCancelled
@@ -163,12 +167,10 @@ class EngineEpisodes:
         return opened.episodes[episode]
 
     async def take(self, group_id: int, episodes: Sequence[EpisodeId]) -> tuple[tuple[Rollout, ...], ...]:
-        """Return the branches of these episodes of a group as rollouts, and close the group.
+        """Return the branches of the given episodes of a group as rollouts, and close the group.
 
-        Its turns stay logged until the engine is told to forget the group.
-
-        An episode without a turn has no branch. An environment may return while a turn that it does not wait
-        for is under way: that turn is ended and belongs to no branch.
+        Its turns stay logged until the engine forgets the group. An episode without a turn has no branch. If
+        an environment returned without waiting for a turn, that turn is ended and belongs to no branch.
         """
         self._end(group_id)
         opened = self._groups.pop(group_id)
@@ -184,7 +186,7 @@ class EngineEpisodes:
         )
 
     async def drop(self, group_id: int) -> None:
-        """End whatever is sampled for a group and forget it."""
+        """Cancel everything in flight for a group and forget it."""
         self._end(group_id)
         opened = self._groups.pop(group_id, None)
         if opened is not None:
@@ -193,7 +195,7 @@ class EngineEpisodes:
             self._engine.forget_group(opened.key)
 
     async def drop_episode(self, episode: EpisodeId) -> None:
-        """End whatever is sampled for one attempt at an episode and forget it; its group stays open."""
+        """Cancel everything in flight for one attempt at an episode and forget it; its group stays open."""
         self._dropped_episodes.add(episode)
         opened = self._groups.get(episode.group_id)
         if opened is not None and (tree := opened.episodes.pop(episode, None)) is not None:

@@ -1,14 +1,15 @@
-"""vLLM's GPU worker, extended to take weights under running sequences (its ``worker_extension_cls``).
+"""vLLM's GPU worker, extended to install weights while sequences run (vLLM's ``worker_extension_cls``).
 
-Written against vLLM 0.32, for unquantized models. There are two ways to take a version:
+Written for vLLM 0.32 and unquantized models. A version is installed in one of two ways:
 
-- Copies into the parameters (``GpuWeights``). The next version lies in a shadow, which has every parameter in
-  the order of its kernel, and is filled beside decoding. On the host the shadow is page-locked and shared by
-  the workers of equal rank of all generators there, each of which fills a part. On the device each worker has
-  its own. The swap copies, so that parameters stay where captured CUDA graphs expect them.
-- vLLM's own ``reload_weights``, while decoding stands still. A kernel may keep its weights in an order of its
-  own, or compute further tensors from them: then copies would be wrong. ``reload_reasons`` checks this on the
-  loaded model, by value, before the first update.
+- Copies into the parameters (``GpuWeights``). A shadow has the next version of every parameter in the
+  kernel's memory order, and is filled while the engine decodes. A shadow on the host is page-locked and
+  shared by the workers of equal rank of all generators there, each of which fills a part. A shadow on the
+  device belongs to one worker. The swap copies, so parameters keep the addresses that captured CUDA graphs
+  expect.
+- vLLM's own ``reload_weights``, while decoding is paused. It is needed if a kernel stores its weights in its
+  own order, or computes further tensors from them: copies would then be wrong. ``reload_reasons`` checks this
+  on the loaded model, by value, before the first update.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -44,14 +45,14 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 KNOWN_METHODS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod)
-"""Methods that compute from the parameters themselves, whatever order they keep them in."""
+"""Quantization methods that compute from the parameters themselves, in whatever order they store them."""
 
 MAX_COMPARED = 8
-"""Regions of a parameter, and rows of a region, that are compared with the checkpoint's files."""
+"""Maximum number of regions of a parameter, and of rows of a region, compared with the checkpoint's files."""
 
 
 class GpuWeights:
-    """The parameters of one worker's model, on any device, and their shadow."""
+    """Parameters of one worker's model, on any device, and their shadow."""
 
     def __init__(self, model: torch.nn.Module, *, worker_rank: int) -> None:
         self._parameters = {name: parameter.data for name, parameter in model.named_parameters()}
@@ -60,7 +61,7 @@ class GpuWeights:
         self._shadow: _HostShadow | _DeviceShadow | None = None
 
     def plan(self, copies: Iterable[StridedCopy], host_memory: HostMemory) -> None:
-        """Plan the copies of every version; parameters that nothing is copied to never change."""
+        """Plan the copies of every version. Parameters that are not the target of a copy never change."""
         self._copies = by_parameter(copies)
         changing = {name: self._parameters[name] for name in self._copies}
         if host_memory.shadow is ShadowMemory.DEVICE:
@@ -69,7 +70,7 @@ class GpuWeights:
             self._shadow = _HostShadow(changing, host_memory, self._worker_rank)
 
     def _partly_filled(self) -> set[str]:
-        """Parameters with elements that no copy fills, such as the padding of a vocabulary."""
+        """Return the parameters with elements that no copy fills, such as the padding of a vocabulary."""
         return {
             name
             for name, copies in self._copies.items()
@@ -77,7 +78,7 @@ class GpuWeights:
         }
 
     def take_share(self, share: HostShare) -> None:
-        """Fill another part of the shadow from now on."""
+        """Change the part of the shadow that this worker fills."""
         assert self._shadow is not None, "plan first"
         self._shadow.take_share(share)
 
@@ -93,16 +94,16 @@ class GpuWeights:
 
     @torch.no_grad()
     def swap(self) -> None:
-        """Copy the shadow into the parameters; nothing may run the model meanwhile."""
+        """Copy the shadow into the parameters. The model must not run meanwhile."""
         assert self._shadow is not None, "plan first"
         for name in self._copies:
             self._parameters[name].copy_(self._shadow.whole(name), non_blocking=True)
-        # The host's part may be written over as soon as this returns.
+        # The host's shadow may be overwritten as soon as this returns.
         _synchronize(self._parameters.values())
 
 
 class _HostShadow:
-    """A file in shared memory of the host, page-locked; it holds whole parameters one after the other."""
+    """Shadow in a page-locked file in shared memory of the host, which has whole parameters in sequence."""
 
     def __init__(
         self, parameters: Mapping[str, torch.Tensor], host_memory: HostMemory, worker_rank: int
@@ -120,7 +121,7 @@ class _HostShadow:
         self._sizes = {name: parameter.nbytes for name, parameter in parameters.items()}
         self.own = host_memory.share.of_sizes(self._sizes)
         if not host_memory.is_joining:
-            # What no copy fills stays as it was loaded.
+            # Elements that no copy fills keep their loaded values.
             for name in self.own:
                 self._views[name].copy_(parameters[name])
 
@@ -131,14 +132,14 @@ class _HostShadow:
         return self._views[name]
 
     def end(self, name: str) -> None:
-        """Do nothing: the swap reads what was written."""
+        """Do nothing: the swap reads the shared memory directly."""
 
     def whole(self, name: str) -> torch.Tensor:
         return self._views[name]
 
 
 class _DeviceShadow:
-    """Memory of the worker's own device; each parameter is put together on the host first."""
+    """Shadow in the worker's device memory; each parameter is assembled on the host first."""
 
     def __init__(self, parameters: Mapping[str, torch.Tensor], partly_filled: set[str]) -> None:
         self._shadows = {name: parameter.clone() for name, parameter in parameters.items()}
@@ -151,7 +152,7 @@ class _DeviceShadow:
         self._streams = {device: torch.Stream(device) for device in devices if device.type != "cpu"}
 
     def take_share(self, share: HostShare) -> None:
-        """Do nothing: each worker fills all of its own."""
+        """Do nothing: each worker fills all of its shadow."""
 
     def begin(self, name: str) -> torch.Tensor:
         shadow = self._shadows[name]
@@ -161,7 +162,7 @@ class _DeviceShadow:
         return target
 
     def end(self, name: str) -> None:
-        """Send a parameter on a stream of its own, so that decoding goes on, and wait for it."""
+        """Copy a parameter to the device on a separate stream while decoding continues, and wait for it."""
         shadow = self._shadows[name]
         source = _like(shadow, self._scratch)
         if shadow.device.type == "cpu":
@@ -177,14 +178,14 @@ class _DeviceShadow:
 
 
 def _span(tensor: torch.Tensor) -> int:
-    """Elements from the first to the last in memory."""
+    """Return the number of elements from the first to the last in memory."""
     if not tensor.numel():
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _like(tensor: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
-    """A view of the first bytes of ``memory`` (uint8) with the dtype, shape and strides of ``tensor``."""
+    """Return a view of the start of ``memory`` (uint8) with the dtype, shape and strides of ``tensor``."""
     num_bytes = _span(tensor) * tensor.itemsize
     return memory[:num_bytes].view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
@@ -197,9 +198,10 @@ def _synchronize(tensors: Iterable[torch.Tensor]) -> None:
 def reload_reasons(
     model: torch.nn.Module, trace: LoadTrace, checkpoint: CheckpointTensors
 ) -> tuple[str, ...]:
-    """Return what makes copies into a model's parameters wrong; the model is as ``checkpoint`` has it.
+    """Return the reasons why copies into a model's parameters would be wrong.
 
-    Tensors that the checkpoint does not have are left out: no route can take them.
+    The model must have the weights of ``checkpoint``. Tensors that the checkpoint lacks are left out, because
+    neither way can load them.
     """
     parameters = {name: parameter.data for name, parameter in model.named_parameters()}
     failed = [line for line in trace.untraceable if line.split(" ")[0] in checkpoint]
@@ -212,7 +214,7 @@ def reload_reasons(
 
 
 def derived_tensors(model: torch.nn.Module) -> list[str]:
-    """Modules that compute tensors of their own from their weights once these are loaded."""
+    """Return the modules that compute further tensors from their weights after loading."""
     found = []
     for name, module in model.named_modules():
         if isinstance(module, MLAAttention):
@@ -227,7 +229,7 @@ def derived_tensors(model: torch.nn.Module) -> list[str]:
 def other_orders(
     parameters: Mapping[str, torch.Tensor], regions: Sequence[Region], checkpoint: CheckpointTensors
 ) -> list[str]:
-    """Parameters whose values do not lie where their loader puts them, found by comparing samples of each."""
+    """Return the parameters whose values are not where their loader puts them, by comparing samples."""
     of_parameter: dict[str, list[Region]] = {}
     for region in regions:
         of_parameter.setdefault(region.parameter, []).append(region)
@@ -242,7 +244,7 @@ def other_orders(
 
 
 def _spread(num_items: int) -> list[int]:
-    """Indices of at most ``MAX_COMPARED`` items, the first and the last among them."""
+    """Return at most ``MAX_COMPARED`` evenly spread indices, including the first and the last."""
     if num_items <= MAX_COMPARED:
         return list(range(num_items))
     return [index * (num_items - 1) // (MAX_COMPARED - 1) for index in range(MAX_COMPARED)]
@@ -261,16 +263,16 @@ def _differs(parameter: torch.Tensor, region: Region, checkpoint: CheckpointTens
 
 
 class UpdatableGPUWorker:
-    """The methods of ``UpdatableCPUWorker`` for GPUs."""
+    """GPU counterpart of ``UpdatableCPUWorker``, with the same methods."""
 
-    # Of the worker that vLLM adds these methods to; an attribute with a value would be refused there.
+    # Declared without values, because vLLM refuses to add attributes that its worker has.
     rank: int
     model_config: "ModelConfig"
     model_runner: "GPUModelRunner"
     reload_weights: Callable[..., None]
 
     def trace_weights(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> WorkerTrace:
-        """Find where tensors of these names and shapes go in this worker, and if copies are right there."""
+        """Find where tensors of these names and shapes go in this worker, and whether they can be copied."""
         model = self.model_runner.get_model()
         self._trace = trace_load(model, shapes, dtype)
         checkpoint = CheckpointTensors(Path(self.model_config.model))
@@ -284,9 +286,9 @@ class UpdatableGPUWorker:
     def connect_weights(
         self, layout: WeightLayout, host_memory: HostMemory, is_copy: bool
     ) -> Sequence[StridedCopy]:
-        """Map the receive buffer and plan this worker's copies out of it; after ``trace_weights``.
+        """Map the receive buffer and plan this worker's copies out of it. Call after ``trace_weights``.
 
-        Without copies (``is_copy``) vLLM loads every tensor whole.
+        If ``is_copy`` is false, vLLM loads every tensor whole and no copies are planned.
         """
         self._layout = layout
         self._images = received_images(host_memory.receive_buffer, layout)
@@ -299,20 +301,20 @@ class UpdatableGPUWorker:
         return copies
 
     def start_staging(self, share: HostShare) -> None:
-        """Begin to fill this worker's part of the shadow, by its engine's share, from the receive buffer."""
+        """Start to fill this worker's part of the shadow, given by its engine's share."""
         weights = self._weights
         if weights is not None:
             weights.take_share(share)
         self._staging = stage_in_thread(lambda: None if weights is None else weights.stage(self._images))
 
     def staging_done(self) -> bool:
-        """Whether this worker's part is complete; raises what went wrong."""
+        """Return whether this worker's part is complete; raise the error of staging, if any."""
         return self._staging.done() and self._staging.result() is None
 
     def swap_weights(self) -> None:
-        """Put the version in place: copies out of the shadow or, without one, vLLM's own loaders."""
+        """Install the version: copy it from the shadow or, without one, run vLLM's own loaders."""
         if self._weights is not None:
             self._weights.swap()
             return
-        # The worker's own method sets the current config; the runner's does not.
+        # The worker's method sets the current vLLM config; the runner's does not.
         self.reload_weights(weights_iterator=whole_tensors(self._layout, self._images))

@@ -1,12 +1,12 @@
-"""Writes the log of what an engine has in flight, from vLLM's outputs of each of its steps.
+"""Logs the tokens that an engine has in flight, from vLLM's outputs of each step.
 
-For each request, the outputs of a step have the tokens that it has sampled with their log-probabilities and
-kept sets, the rows of routed experts that have become known, and the version of the weights (vLLM 0.32,
+For each request, the outputs of a step have the sampled tokens with their log-probabilities and kept sets,
+the newly known rows of routed experts, and the version of the weights (vLLM 0.32,
 ``v1/core/sched/scheduler.py``, ``update_from_output``, the same with every model runner). The engine's thread
-logs them before anybody else sees them. Turns begin and end on the event loop, so a lock guards the log.
+logs them before they leave it. Turns begin and end on the event loop, so a lock guards the log.
 
-Only turns of groups that were opened are logged. A log that cannot be written is given up with all groups in
-it, which is counted; groups that are opened later begin a new one.
+Only turns of opened groups are logged. If the log cannot be written, it is abandoned with all groups in it,
+and the failure is counted. Groups that are opened later start a new log.
 """
 
 import itertools
@@ -35,10 +35,10 @@ from forgeasync.rollouts import (
 )
 
 TURN_ARGUMENT = "forgeasync_turn"
-"""Names a request's turn in its sampling parameters; a turn that is not logged has none."""
+"""Sampling argument with the key of a request's turn; absent if the turn is not logged."""
 
 PART_ARGUMENT = "forgeasync_part"
-"""Says which of the requests of its response or episode it is."""
+"""Sampling argument with the index of a request among those of its response or episode."""
 
 _FINISHES: dict[EngineFinishReason | None, int] = {
     EngineFinishReason.STOP: FINISHES.index(FinishReason.STOP),
@@ -50,11 +50,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class _OpenTurn:
-    """A turn that is logged and has not ended."""
+    """A logged turn that has not ended."""
 
     group_id: int
     num_known_rows: int
-    """Tokens of its path whose routing the log has, or needs not have."""
+    """Number of tokens of the turn's path whose routing is in the log or need not be."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,14 +64,14 @@ class _Request:
     turn: int
     part: int
     num_rows: int = 0
-    """Rows of routed experts that vLLM has given out for it, of the tokens of its path in order."""
+    """Number of rows of routed experts that vLLM has returned for the request, in the order of its tokens."""
 
 
 class InFlightRecorder:
-    """The log of one engine."""
+    """Writer of one engine's log of tokens in flight."""
 
     def __init__(self, folder: Path | None, *, records: CaptureSpec, vocab_size: int) -> None:
-        """Log into ``folder``, which is made anew for each log; None: log nothing."""
+        """Log into ``folder``, which is created anew for each log; None: log nothing."""
         self._folder = folder
         self._records = records
         self._vocab_size = vocab_size
@@ -80,13 +80,13 @@ class InFlightRecorder:
         self._lock = threading.Lock()
         self._turns: dict[int, _OpenTurn] = {}
         self._turns_of_group: dict[int, list[int]] = {}
-        """All turns of the groups that are logged, also those that have ended."""
+        """Keys of all turns of the logged groups, including ended turns."""
         self._requests: dict[str, _Request] = {}
         self.num_failures = 0
-        """How often a log was given up."""
+        """Number of logs that were abandoned."""
 
     def open_group(self, group_id: int) -> None:
-        """Log the turns of a group from now on; what there was of an earlier one of its id is forgotten."""
+        """Start to log the turns of a group; turns of an earlier group with this id are forgotten."""
         if self._folder is None:
             return
         self.forget_group(group_id)
@@ -100,12 +100,12 @@ class InFlightRecorder:
             self._turns_of_group[group_id] = []
 
     def forget_group(self, group_id: int) -> None:
-        """Forget a group, whose tokens nobody will ask for; it may not be logged."""
+        """Forget a group that no other engine will continue; it need not be logged."""
         with self._lock:
             self._forget(self._turns_of_group.pop(group_id, []))
 
     def forget_turns(self, keys: list[int]) -> None:
-        """Forget turns that nobody will ask for; their group goes on."""
+        """Forget turns that no other engine will continue; their group stays open."""
         with self._lock:
             self._forget(keys)
 
@@ -116,9 +116,10 @@ class InFlightRecorder:
             self._append(ForgottenTurns(keys=tuple(keys)))
 
     def begin_turn(self, begun: BegunTurn, continued: LoggedTurn | None = None) -> int | None:
-        """Log a turn that begins, with what another engine has sampled of it; returns its key in this log.
+        """Log the beginning of a turn, with the tokens that another engine has sampled of it.
 
-        The keys in ``begun`` and ``continued`` mean nothing here. None: the turn's group is not logged.
+        Returns the turn's key in this log; None if its group is not logged. The keys in ``begun`` and
+        ``continued`` are ignored.
         """
         with self._lock:
             turns = self._turns_of_group.get(begun.episode.group_id)
@@ -137,13 +138,13 @@ class InFlightRecorder:
             return key
 
     def end_turn(self, ended: EndedTurn) -> None:
-        """Log how a turn has ended; what is still sampled of it counts no more."""
+        """Log the end of a turn. Tokens that are sampled later are ignored."""
         with self._lock:
             if self._turns.pop(ended.key, None) is not None:
                 self._append(ended)
 
     def request_added(self, request: EngineCoreRequest) -> None:
-        """A request begins (engine thread)."""
+        """Register a new request (engine thread)."""
         assert request.sampling_params is not None
         arguments = request.sampling_params.extra_args or {}
         if TURN_ARGUMENT in arguments:
@@ -152,11 +153,11 @@ class InFlightRecorder:
             )
 
     def request_ended(self, request_id: str) -> None:
-        """A request was ended from outside; it may not be logged (engine thread)."""
+        """Remove an aborted request; it need not be logged (engine thread)."""
         self._requests.pop(request_id, None)
 
     def stepped(self, outputs: EngineCoreOutputs) -> None:
-        """Log what a step has sampled (engine thread)."""
+        """Log the tokens that a step has sampled (engine thread)."""
         if not self._requests:
             return
         with self._lock:
@@ -174,14 +175,14 @@ class InFlightRecorder:
                 self._append(self._batch(found, version=int(outputs.weight_version)))
 
     def _new_rows(self, output: EngineCoreOutput, request: _Request, turn: _OpenTurn) -> np.ndarray | None:
-        """Rows of tokens whose routing was not known before; a later request computes all of them again."""
+        """Return the rows of tokens whose routing was unknown; later requests of a turn repeat them."""
         rows = output.routed_experts
         if rows is None or not self._records.routing:
             return None
         start = request.num_rows
         request.num_rows += len(rows)
         assert start <= turn.num_known_rows, "vLLM gives out a request's rows without a gap"
-        # vLLM has zeros for layers without experts.
+        # vLLM fills layers without experts with zeros.
         new = rows[turn.num_known_rows - start :, self._records.num_dense_layers :]
         turn.num_known_rows += len(new)
         return new
@@ -205,7 +206,7 @@ class InFlightRecorder:
         return TokenBatch(
             keys_N=np.repeat(np.asarray([request.turn for _, request, _ in found], np.int64), nums),
             ids_N=np.asarray([one for output, _, _ in found for one in output.new_token_ids], np.int32),
-            # The first column is that of the sampled token.
+            # The first column belongs to the sampled token.
             logprobs_N=np.concatenate([_logprobs(output) for output, _, _ in found])[:, 0],
             versions_N=np.full(num_tokens, version, np.int32),
             parts_N=np.repeat(np.asarray([request.part for _, request, _ in found], np.int32), nums),
@@ -235,7 +236,7 @@ class InFlightRecorder:
             self._give_up(error)
 
     def _give_up(self, error: OSError) -> None:
-        """Log no group that is open now: a log with holes could not be continued from."""
+        """Abandon the log with all open groups: a log with gaps could not be continued from."""
         self.num_failures += 1
         logger.warning(
             "tokens in flight are not logged for now: %s; if this generator dies, its %d groups begin anew",

@@ -1,4 +1,4 @@
-"""Reports of engines and the clocks behind them. Readers of reports need not import vLLM."""
+"""Reports of engines and the clocks behind them. Importing this module does not import vLLM."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeSteps:
-    """Steps in which every sequence has decoded one token, at a like number of sequences."""
+    """Count and time of steps in which every sequence decoded one token, at similar numbers of sequences."""
 
     num_steps: int = 0
     took_s: float = 0.0
@@ -28,68 +28,71 @@ class EngineStats:
 
     num_generated_tokens: int
     busy_s: float
-    """Time with at least one request in flight."""
+    """Seconds with at least one request in flight."""
     steps_s: float = 0.0
-    """Time of all steps of the engine core."""
+    """Seconds of all steps of the engine core."""
     handing_over_s: float = 0.0
-    """Processor time of the thread that takes requests and hands over responses; 0 where not measured."""
+    """Processor time of the thread that receives requests and returns responses; 0 where not measured."""
     num_log_failures: int = 0
-    """How often tokens in flight could not be logged, so that open groups would begin anew after a death."""
+    """Number of failures of the log of tokens in flight.
+
+    After a failure, groups that were open restart from the prompt if the engine dies.
+    """
     decode_steps: Mapping[int, DecodeSteps] = field(default_factory=dict)
-    """By the number of bits of the number of sequences."""
+    """Decode steps by the bit length of the number of sequences."""
     memory: MemoryPeak | None = None
-    """Peak of the generator's largest process so far; None where nobody has measured."""
+    """Peak memory of the generator's largest process; None if not measured."""
     kv_block_tokens: int = 1
-    """Tokens in a block of its KV cache: not a count, and always the same."""
+    """Number of tokens in a block of the KV cache: a constant, not a counter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeTiming:
-    """Asks how long decode steps take at a constant number of sequences."""
+    """Request to time decode steps at a constant number of sequences."""
 
     num_running: int
     num_prompt_tokens: int
-    """Of each sequence, all different, before its first step."""
+    """Prompt tokens of each sequence; all prompts differ."""
     num_steps: int
     text: tuple[int, ...]
-    """Token ids that prompts are cut from, at least one: which experts they take depends on them."""
+    """Token ids that prompts are cut from, at least one; they determine the experts that prompts use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillTiming:
-    """Asks how long prompts take, all different and all at once."""
+    """Request to time the computation of different prompts, all at once."""
 
     num_prompts: int
     num_prompt_tokens: int
-    """Of each."""
+    """Number of tokens of each prompt."""
     text: tuple[int, ...]
     """Token ids that prompts are cut from, at least one."""
 
 
 class GroupCancelled(Exception):
-    """The group was given up: its sequences were ended and are lost."""
+    """The group was cancelled; its sequences are lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwapReport:
-    """One update of one engine's weights."""
+    """Report of one weight update of one engine."""
 
     pause_s: float
-    """Decoding stood still for the swap itself."""
+    """Seconds for which the swap itself paused decoding."""
     waited_s: float
-    """Seconds before the swap in which running sequences drained, or decoding stopped for the fetch."""
+    """Seconds before the swap in which running sequences drained, or decoding was paused for the fetch."""
     num_crossing: int
-    """Running sequences that continue where they were."""
+    """Number of running sequences that continue in place."""
     num_resumed: int
-    """Sequences that were ended and begin again with what they had as prefix."""
+    """Number of sequences that were ended and restart with their tokens so far as prefix."""
     num_recomputed: int
-    """Sequences whose KV cache is computed again under the new weights."""
+    """Number of sequences whose KV cache is recomputed with the new weights."""
     progress: tuple[GroupProgress, ...]
     """Progress of the groups in flight."""
 
 
 class BusyClock:
-    """Counts the time during which at least one of several requests is running."""
+    """Clock of the time during which at least one request is running."""
 
     def __init__(self) -> None:
         self._num_running = 0
@@ -98,12 +101,12 @@ class BusyClock:
 
     @property
     def total_s(self) -> float:
-        """Seconds so far."""
+        """Seconds during which at least one request was running."""
         return self._before_s + (time.perf_counter() - self._since_s if self._num_running else 0.0)
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """One request is running during the block."""
+        """Count one more running request during the block."""
         if self._num_running == 0:
             self._since_s = time.perf_counter()
         self._num_running += 1
@@ -116,26 +119,26 @@ class BusyClock:
 
 
 class StepTimes:
-    """How long steps take in which every sequence decodes one token, by how many sequences there are.
+    """Time of steps in which every sequence decodes one token, by the number of sequences.
 
-    Steps of other kinds would compare badly with those of another engine: some compute a prompt, or what an
-    update of the weights has made invalid. So a step counts only if every sequence in it has sampled, and
-    each of them in the step before as well. Standing still between two steps does not count.
+    Other steps are excluded, because their times do not compare between engines: some compute a prompt, or
+    recompute what a weight update made invalid. A step counts only if every sequence in it has sampled, and
+    each of them sampled in the step before as well. Pauses between steps do not count.
 
-    The engine's thread counts; others may read at any time.
+    Only the engine's thread writes; any thread may read.
     """
 
     def __init__(self) -> None:
         self._before: frozenset[str] = frozenset()
-        """Sequences that have sampled in the step before."""
+        """Ids of requests that sampled in the previous step."""
         self._counts: dict[int, DecodeSteps] = {}
         self.total_s = 0.0
-        """Of all steps, also those of other kinds."""
+        """Seconds of all steps, including excluded ones."""
 
     def stepped(
         self, outputs: "EngineCoreOutputs | None", running: "Sequence[Request]", step_s: float
     ) -> None:
-        """Take note of a step; ``running`` are the sequences that go on after it."""
+        """Record a step; ``running`` are the sequences that continue after it."""
         self.total_s += step_s
         sampled = [] if outputs is None else [one.request_id for one in outputs.outputs if one.new_token_ids]
         before, self._before = self._before, frozenset(sampled)
@@ -148,5 +151,5 @@ class StepTimes:
         self._counts[load] = DecodeSteps(num_steps=known.num_steps + 1, took_s=known.took_s + step_s)
 
     def counts(self) -> dict[int, DecodeSteps]:
-        """All steps so far, by the number of bits of the number of sequences in them."""
+        """Return the counted steps by the bit length of the number of sequences in them."""
         return dict(self._counts)

@@ -1,13 +1,12 @@
-"""Log-probabilities that an engine gives to tokens that another model has sampled.
+"""Log-probabilities that an engine gives to tokens sampled by another model.
 
-They are over the full vocabulary at temperature 1: vLLM's prompt log-probabilities know no temperature and no
-kept sets. A request for them never reads from the prefix cache, so that every position is computed under the
-weights of its own request. New weights can come between two steps of one request: an engine that scores while
-its weights change has to compute what runs again at every swap (``weights.kv_cache: recompute``). vLLM then
-fills in all positions anew, and no score mixes two versions.
+They are over the full vocabulary at temperature 1, because vLLM's prompt log-probabilities ignore temperature
+and kept sets. These requests never read from the prefix cache, so that every position is computed with the
+weights of its own request. New weights can arrive between two steps of one request. So an engine that scores
+while its weights change must recompute running requests at every swap (``weights.kv_cache: recompute``). vLLM
+then fills in all positions again, and no score mixes two versions.
 
 Shape suffixes: S tokens of prompt and response, T response tokens, K ids of each token.
-
 """
 
 from typing import Any
@@ -27,12 +26,12 @@ from forgeasync.rollouts import NO_ID, TeacherRecord, WrongTeacherRecord, not_as
 async def score_tokens(
     engine: GeneratorEngine, ids_S: np.ndarray, *, num_prompt: int, num_ids: int
 ) -> TeacherRecord:
-    """Score tokens that were sampled elsewhere, those behind the first ``num_prompt``, and likely ids there.
+    """Score the tokens after the first ``num_prompt`` and the ``num_ids`` likeliest ids at each position.
 
     Raises:
-        WrongTeacherRecord: the engine's answer is not about these tokens.
+        WrongTeacherRecord: The engine's result is for other tokens.
     """
-    # The log-probability of every token and of the ``num_ids`` likeliest ids at its place.
+    # Returns the log-probability of every token and of the ``num_ids`` likeliest ids at its position.
     params = SamplingParams(**_once(engine), prompt_logprobs=num_ids, flat_logprobs=True)
     with engine.busy.running(), doing(State.COMPUTING):
         output = await engine.run_request(ids_S.tolist(), params)
@@ -42,12 +41,13 @@ async def score_tokens(
 async def score_given_ids(
     engine: GeneratorEngine, ids_S: np.ndarray, given_TK: np.ndarray, *, num_prompt: int
 ) -> TeacherRecord:
-    """Score tokens that were sampled elsewhere, those behind the first ``num_prompt``, and given ids there.
+    """Score the tokens after the first ``num_prompt`` and given ids at each position.
 
-    ``given_TK`` is int32; the score of ``NO_ID`` is nan.
+    Args:
+        given_TK: Ids, int32; the score of ``NO_ID`` is nan.
 
     Raises:
-        WrongTeacherRecord: the engine's answer is not about these ids.
+        WrongTeacherRecord: The engine's result is for other ids.
     """
     asked_TK = np.concatenate([ids_S[num_prompt:, None], given_TK], axis=1, dtype=np.int32)
     if not len(asked_TK):
@@ -62,10 +62,10 @@ async def score_given_ids(
 
 
 def read_given_scores(output: RequestOutput, asked_TK: np.ndarray) -> TeacherRecord:
-    """The record of tokens, which are the first of the ids that were asked for at their places.
+    """Return the record of tokens, whose ids are the first column of ``asked_TK``.
 
     Raises:
-        WrongTeacherRecord: the engine has not answered about all of them.
+        WrongTeacherRecord: The engine's result does not cover all ids.
     """
     found_TK = output.prompt_token_id_logprobs
     if found_TK is None or found_TK.shape != asked_TK.shape:
@@ -80,7 +80,7 @@ def read_given_scores(output: RequestOutput, asked_TK: np.ndarray) -> TeacherRec
 
 
 def _once(engine: GeneratorEngine) -> dict[str, Any]:
-    """What every request that scores has in common."""
+    """Return the sampling parameters that all scoring requests share."""
     return {
         # vLLM samples at least one token.
         "max_tokens": 1,
@@ -92,10 +92,10 @@ def _once(engine: GeneratorEngine) -> dict[str, Any]:
 
 
 def read_scores(output: RequestOutput, ids_S: np.ndarray, *, num_prompt: int, num_ids: int) -> TeacherRecord:
-    """The record of the tokens behind the first ``num_prompt``.
+    """Return the record of the tokens after the first ``num_prompt``.
 
     Raises:
-        WrongTeacherRecord: the engine has answered about other tokens, or not about all of them.
+        WrongTeacherRecord: The engine's result is for other tokens, or does not cover all of them.
     """
     found = output.prompt_logprobs
     assert isinstance(found, FlatLogprobs), "as it was asked for"
@@ -108,7 +108,7 @@ def read_scores(output: RequestOutput, ids_S: np.ndarray, *, num_prompt: int, nu
         raise WrongTeacherRecord(
             f"the engine scored other than {num_ids} ids and the token at position {place}"
         )
-    # The token itself comes first, then the likeliest ids in their order.
+    # The token itself comes first, then the likeliest ids by rank.
     places_TK = starts_T[:, None] + np.arange(1 + num_ids)
     token_ids_TK = np.asarray(found.token_ids, np.int32)[places_TK]
     logprobs_TK = np.asarray(found.logprobs, np.float32)[places_TK]

@@ -1,7 +1,7 @@
-"""The turns that an engine samples: vLLM's outputs become tokens of a trajectory, and text.
+"""Turns that an engine samples: converts vLLM's outputs to tokens of a trajectory and to text.
 
-A turn that runs from end to end is one request. One that was ended at a swap and resumed has several: each
-later one has the prompt and all tokens before it as its prompt.
+An uninterrupted turn is one request, also called a part. A turn that is ended at a swap and resumed has
+several parts; the prompt of each later one has the original prompt and all tokens so far.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ from forgeasync.rollouts import (
 )
 
 ABORTED = "abort"
-"""vLLM's finish reason of a request that was ended from outside."""
+"""vLLM's finish reason of an aborted request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,19 +40,19 @@ class TurnEnd:
 
     finish_reason: FinishReason
     has_end_token: bool
-    """Whether it ended with a token made for that, not with a text of ``stop`` or at a bound."""
+    """Whether an end token ended the turn, rather than a stop text or a length limit."""
     stop_text: str | None = None
-    """The text of ``stop`` that ended it."""
+    """The text of ``stop`` that ended the turn, if any."""
 
 
 @dataclass(slots=True, kw_only=True)
 class EngineEpisode:
-    """What the turns of a response or an episode share."""
+    """State that the turns of one response or episode share."""
 
     number: int
-    """Names it in the engine; another attempt at the same episode has another number."""
+    """Number of the episode in the engine; each attempt at an episode has its own."""
     sample: int
-    """Place of the response or episode in its group."""
+    """Index of the response or episode within its group."""
     agent: int = 0
     attempt: int = 0
     num_requests: int = 0
@@ -66,29 +66,29 @@ class EngineTurn:
     episode: EngineEpisode
     trajectory: Trajectory
     number: int = 0
-    """Its place among the turns of its episode."""
+    """Index of the turn within its episode."""
     after: int | None = None
-    """The turn that it follows."""
+    """Index of the previous turn; None for the first turn of a trajectory."""
     restored: LoggedTurn | None = None
-    """What another engine has sampled of the turn, until this one goes on from it."""
+    """Tokens that another engine has sampled of the turn; None once this engine has appended them."""
     is_claimable: bool = False
-    """Whether the turn was restored, and nobody has asked for it again."""
+    """Whether the turn was restored and its caller has not requested it again."""
     log_key: int | None = None
-    """Names the turn in the log of what is in flight; None where it is not logged."""
+    """Key of the turn in the log of tokens in flight; None if it is not logged."""
     end: TurnEnd | None = None
-    """How the turn ended; None until it has."""
+    """How the turn ended; None while it continues."""
     stop: tuple[str, ...] = ()
-    """The texts that end the turn."""
+    """Texts that end the turn."""
 
     def continued(self) -> "EngineTurn":
-        """A new turn after this one."""
+        """Return a new turn after this one."""
         return EngineTurn(episode=self.episode, trajectory=self.trajectory.continued(), after=self.number)
 
     def begun(self, group_id: int) -> BegunTurn:
-        """The turn before anything of it is sampled, for the log of what is in flight."""
+        """Return the record of the turn's beginning for the log of tokens in flight."""
         episode = self.episode
         return BegunTurn(
-            # Given by the log.
+            # The log assigns the key.
             key=0,
             episode=EpisodeId(
                 group_id=group_id, index=episode.sample, attempt=episode.attempt, agent=episode.agent
@@ -100,7 +100,7 @@ class EngineTurn:
         )
 
     def ended(self, key: int) -> EndedTurn:
-        """How the turn has ended, for the same log."""
+        """Return the record of the turn's end for the log of tokens in flight."""
         assert self.end is not None
         return EndedTurn(
             key=key,
@@ -114,10 +114,10 @@ class EngineTurn:
 def check_continued(
     continued: Sequence[LoggedTurn], prompt_ids_P: np.ndarray, num_samples: int, sampling: SamplingSection
 ) -> None:
-    """Check that what another engine has sampled of a group belongs to these responses.
+    """Check that turns sampled by another engine belong to the responses of this group.
 
     Raises:
-        ValueError: it does not; names field, value and what would be right.
+        ValueError: They do not; the message has the field, the value and what would be right.
     """
     seen: set[int] = set()
     for turn in continued:
@@ -142,18 +142,18 @@ def check_continued(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodedTokens:
-    """The text of sampled tokens, up to the first of the texts that end a turn."""
+    """Text of sampled tokens, up to the first stop text."""
 
     text: str
     num_tokens: int
-    """Number of tokens up to the one that completes that text; all if there is none."""
+    """Number of tokens up to the one that completes the stop text; all tokens if none was found."""
     stop_text: str | None
-    """The text that was found."""
+    """Stop text that was found, or None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceReader:
-    """Reads the outputs of one engine."""
+    """Converts the outputs of one engine to trajectories and text."""
 
     tokenizer: TokenizerLike
     vocab_size: int
@@ -161,18 +161,18 @@ class SequenceReader:
     num_dense_layers: int
 
     def new_trajectory(self) -> Trajectory:
-        """A trajectory of this engine's model, without tokens."""
+        """Return a trajectory of this engine's model without tokens."""
         return Trajectory(num_experts=self.num_experts)
 
     def sampled(self, output: CompletionOutput) -> SampledTokens:
-        """Convert what a request has sampled; at least one token."""
+        """Convert the tokens that a request has sampled, at least one."""
         assert output.logprobs is not None and output.weight_versions is not None
         experts, mask = output.routed_experts, output.sampling_mask
         return SampledTokens(
             ids_T=np.asarray(output.token_ids, np.int32),
             logprobs_T=np.asarray(
                 [
-                    # vLLM declares None too, which a position of a prompt can have.
+                    # The declared type includes None, which only positions of a prompt can have.
                     candidates[token].logprob  # type: ignore[index]
                     for token, candidates in zip(output.token_ids, output.logprobs, strict=True)
                 ],
@@ -182,7 +182,7 @@ class SequenceReader:
                 VersionSpan(version=int(span.version), start=span.start, end=span.end)
                 for span in output.weight_versions
             ),
-            # vLLM has zeros for layers without experts.
+            # vLLM fills layers without experts with zeros.
             expert_ids_RMK=None if experts is None else experts[:, self.num_dense_layers :],
             kept_tokens=None
             if mask is None
@@ -190,12 +190,12 @@ class SequenceReader:
         )
 
     def grow(self, trajectory: Trajectory, part: CompletionOutput, *, stop: Sequence[str]) -> TurnEnd | None:
-        """Append what a request has sampled of the trajectory's last turn.
+        """Append the tokens of a request to the trajectory's last turn.
 
-        Returns how the turn ended; None if the request was ended from outside and the turn goes on.
+        Returns how the turn ended; None if the request was aborted and the turn continues.
         """
         assert part.finish_reason is not None, "a request that has ended"
-        # vLLM gives the text as the reason where one of ``stop`` has ended the part.
+        # If a stop text ended the request, vLLM's reason is that text.
         return self._append(
             trajectory,
             self.sampled(part) if part.token_ids else None,
@@ -205,9 +205,10 @@ class SequenceReader:
         )
 
     def resume(self, trajectory: Trajectory, turn: LoggedTurn, *, stop: Sequence[str]) -> TurnEnd | None:
-        """Append what another engine has sampled of the trajectory's last turn, at least one token.
+        """Append the tokens, at least one, that another engine has sampled of the trajectory's last turn.
 
-        Returns how the turn ended there, also where that engine died before it noted so; None if it goes on.
+        Returns how the turn ended there, even if that engine died before it logged the end; None if the turn
+        continues.
         """
         ended = turn.ended
         if ended is None:
@@ -236,7 +237,7 @@ class SequenceReader:
             ids = [*before[start:], *sampled.ids_T.tolist()]
             decoded = self.decode(before[:start], ids, has_end_token=has_end_token, stop=stop)
             num_new = decoded.num_tokens - trajectory.num_sampled
-            # One that began in an earlier part comes first.
+            # A stop text that began in an earlier part comes first.
             stop_text = decoded.stop_text or stop_text
         if sampled is not None and num_new:
             trajectory.sample(sampled.first(num_new))
@@ -247,7 +248,7 @@ class SequenceReader:
         return TurnEnd(finish_reason=finish_reason, has_end_token=has_end_token)
 
     def facts(self, turn: EngineTurn) -> SampledTurn:
-        """Facts of a turn that has just ended."""
+        """Return the result of a turn that has just ended."""
         assert turn.end is not None
         ids = turn.trajectory.token_ids
         start = len(ids) - turn.trajectory.num_sampled
@@ -263,10 +264,10 @@ class SequenceReader:
         )
 
     def rollouts(self, turns: Sequence[EngineTurn]) -> tuple[Rollout, ...]:
-        """Return what was sampled in a tree of turns, a rollout for each branch, with its text.
+        """Return one rollout, with its text, for each branch of a tree of turns.
 
-        The text is that of the whole response, given tokens included. It ends where a text of ``stop`` begins
-        only if the response is one turn.
+        The text is that of the whole response, including given tokens. It is cut at a stop text only if the
+        response is one turn.
         """
         by_trajectory = {id(turn.trajectory): turn for turn in turns}
         rollouts = []
@@ -287,9 +288,9 @@ class SequenceReader:
     ) -> DecodedTokens:
         """Decode ``ids`` after ``before`` up to the end of the text.
 
-        As vLLM decodes a response that it made in one part: the text ends where the first of the texts in
-        ``stop`` begins, the tokens with the one that completes it. vLLM looks for them in every part of a
-        turn by itself, not where one part ends and the next begins.
+        The result is the same as if vLLM had sampled the response in one part: the text ends where the first
+        stop text begins, and the tokens end with the one that completes it. vLLM itself searches each part
+        separately and misses a stop text that spans two parts.
         """
         request = EngineCoreRequest(
             request_id="",
@@ -312,7 +313,7 @@ class SequenceReader:
 
 
 def part_seed(seed: int | None, *, sample: int, part: int, agent: int = 0) -> int | None:
-    """A seed of its own for every part of every sample: the same one again would draw the same noise."""
+    """Return a separate seed for every part of every sample, because equal seeds draw equal noise."""
     if seed is None:
         return None
     entropy = (seed, sample, part) if agent == 0 else (seed, sample, part, agent)

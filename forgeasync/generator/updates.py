@@ -1,9 +1,9 @@
-"""Weight updates of a running engine, and what happens to running sequences when new weights arrive.
+"""Weight updates of a running engine, and what happens to running sequences at an update.
 
-Who waits for whom: an update fetches the weights on the event loop, then swaps them in on the engine's
-thread, between two decode steps. The interruption mode decides what waits for the fetch: nothing, decoding
-(blocking), or new requests (drain). Requests that end at a swap (abort_and_resume) end in the same act as the
-swap: vLLM sends each of them off with everything recorded so far, and the engine resumes them.
+An update fetches the weights on the event loop, then swaps them in on the engine's thread, between two decode
+steps. The interruption mode decides what waits for the fetch: nothing, decoding (blocking), or new requests
+(drain). With abort_and_resume, requests end in the same call as the swap: vLLM returns each of them with
+everything recorded so far, and the engine resumes them.
 """
 
 import asyncio
@@ -24,34 +24,34 @@ from forgeasync.rollouts import GroupProgress
 Prefetch = Callable[[], Awaitable[None]]
 
 GROUP_ARGUMENT = "forgeasync_group"
-"""Names a request's group in its sampling parameters, where the engine's thread finds it."""
+"""Sampling argument with the key of a request's group; the engine's thread reads it."""
 
 NO_GROUP = -1
-"""``GROUP_ARGUMENT`` of requests of no group that updates report: below 0."""
+"""``GROUP_ARGUMENT`` of requests whose group is not reported at updates; negative."""
 
 SAMPLE_ARGUMENT = "forgeasync_sample"
-"""Names the place of a request's response or episode in its group."""
+"""Sampling argument with the index of a request's response or episode within its group."""
 
 EPISODE_ARGUMENT = "forgeasync_episode"
-"""Names what a request belongs to and is ended with: one response, or one attempt at an episode."""
+"""Sampling argument with the number of the response or attempt at an episode to which a request belongs."""
 
 
 def request_arguments(*, group: int = NO_GROUP, sample: int = 0, episode: int) -> dict[str, int]:
-    """The ``extra_args`` that every request of an engine has."""
+    """Return the ``extra_args`` that every request of an engine has."""
     return {GROUP_ARGUMENT: group, SAMPLE_ARGUMENT: sample, EPISODE_ARGUMENT: episode}
 
 
 @dataclass(slots=True)
 class RunningGroup:
-    """A group in the engine. The event loop writes, the engine's thread reads."""
+    """State of a group in the engine. The event loop writes it and the engine's thread reads it."""
 
     num_tokens: int = 0
-    """In parts of responses that have ended."""
+    """Number of tokens in the group's ended requests."""
     is_cancelled: bool = False
 
 
 class Groups:
-    """The groups in the engine, by the number that their requests carry."""
+    """Groups in the engine, by the key that their requests have."""
 
     def __init__(self) -> None:
         self._groups: dict[int, RunningGroup] = {}
@@ -59,10 +59,10 @@ class Groups:
         self._cancelled_episodes: set[int] = set()
 
     def open(self, group_id: int | None) -> tuple[int, RunningGroup]:
-        """A new group; with None a group that updates and ``cancel`` do not name.
+        """Open a group; with None, a group that updates do not report and ``cancel`` cannot name.
 
         Raises:
-            ValueError: another group of this id is being sampled.
+            ValueError: A group with this id is in flight.
         """
         if group_id is None:
             self._num_unnamed += 1
@@ -76,21 +76,21 @@ class Groups:
         return group_id, group
 
     def close(self, key: int) -> None:
-        """Close a group; no further request of it comes."""
+        """Close a group, which makes no further request."""
         del self._groups[key]
 
     def cancel(self, group_ids: Iterable[int]) -> None:
-        """Mark groups, except those that have ended meanwhile (event loop)."""
+        """Mark groups as cancelled, ignoring those that have ended (event loop)."""
         for group_id in group_ids:
             if group_id in self._groups:
                 self._groups[group_id].is_cancelled = True
 
     def cancel_episode(self, number: int) -> None:
-        """Mark an episode, which may have ended meanwhile (event loop)."""
+        """Mark an episode as cancelled; it may have ended (event loop)."""
         self._cancelled_episodes.add(number)
 
     def cancelled_requests(self, core: EngineCore) -> tuple[str, ...]:
-        """Requests of cancelled groups and episodes (engine thread)."""
+        """Return the ids of requests of cancelled groups and episodes (engine thread)."""
         return tuple(
             request_id
             for request_id, request in scheduler_of(core).requests.items()
@@ -99,7 +99,7 @@ class Groups:
         )
 
     def progress(self, core: EngineCore, version: int) -> tuple[GroupProgress, ...]:
-        """Return the progress of each named group that has requests in the engine (engine thread)."""
+        """Return the progress of each group with an id that has requests in the engine (engine thread)."""
         running: dict[int, list[Request]] = {}
         for request in scheduler_of(core).requests.values():
             running.setdefault(_group_id(request), []).append(request)
@@ -128,7 +128,10 @@ def _group_id(request: Request) -> int:
 
 
 class AdmissionGate:
-    """Every request passes it on its way into the engine; it can be closed, and knows when none is inside."""
+    """Gate that every request passes on its way into the engine.
+
+    It can be closed to new requests, and one can wait until no request is inside.
+    """
 
     def __init__(self) -> None:
         self._open = asyncio.Event()
@@ -139,8 +142,8 @@ class AdmissionGate:
 
     @asynccontextmanager
     async def inside(self) -> AsyncIterator[None]:
-        """Wait until the gate is open, then count as inside."""
-        # The gate may be closed again before a waiter runs.
+        """Wait until the gate is open, then count as inside during the block."""
+        # The gate may be closed again before a waiting task runs.
         while not self._open.is_set():
             await self._open.wait()
         self._num_inside += 1
@@ -166,7 +169,7 @@ class AdmissionGate:
 
 
 class WeightUpdates:
-    """Runs updates, one after another, under an interruption mode and a policy for the KV cache."""
+    """Runs updates one after another, with a given interruption mode and policy for the KV cache."""
 
     def __init__(
         self,
@@ -187,7 +190,7 @@ class WeightUpdates:
     async def run(
         self, version: int, *, prefetch: Prefetch, install: Callable[[EngineCore], None]
     ) -> SwapReport:
-        """One update; what either function raises reaches the caller and leaves the version as it was."""
+        """Run one update. If either function raises, the version is unchanged and the error is passed on."""
         async with self._one_at_a_time, self._fetched(prefetch) as waited_s:
 
             def swap(core: EngineCore) -> SwapReport:
@@ -198,7 +201,7 @@ class WeightUpdates:
 
     @asynccontextmanager
     async def _fetched(self, fetch: Prefetch) -> AsyncIterator[float]:
-        """Fetch the weights; the block swaps them in. Yields for how many seconds sequences waited."""
+        """Fetch the weights before the block, which swaps them in; yield how long sequences waited."""
         match self._interruption:
             case Interruption.BLOCKING:
                 with doing(State.SWAPPING):
@@ -213,7 +216,7 @@ class WeightUpdates:
                     await self._gate.until_empty()
                     yield time.perf_counter() - start_s
             case Interruption.IN_FLIGHT | Interruption.ABORT_AND_RESUME | Interruption.CANCEL_STALE:
-                # The replay buffer decides which groups are stale and has them cancelled.
+                # With cancel_stale, the replay buffer decides which groups are stale and cancels them.
                 await fetch()
                 yield 0.0
 
@@ -222,14 +225,14 @@ class WeightUpdates:
     ) -> SwapReport:
         start_s = time.perf_counter()
         install(core)
-        # In the same act: no step lies between the weights and their label.
+        # Together with the weights, so that no step lies between the weights and their label.
         core.set_weight_version(str(version))
         requests = scheduler_of(core).requests
         progress = self._groups.progress(core, version)
         resumed = tuple(requests) if self._interruption is Interruption.ABORT_AND_RESUME else ()
         num_resumed = sum(requests[one].num_output_tokens > 0 for one in resumed)
         self._client.end_requests(core, resumed)
-        # What was computed of these before the swap stays.
+        # Their KV cache from before the swap is kept.
         num_crossing = sum(
             request.num_output_tokens > 0 or request.status == RequestStatus.RUNNING
             for request in requests.values()
@@ -237,7 +240,8 @@ class WeightUpdates:
         is_recomputed, num_recomputed = self._kv_cache is KvAfterSwap.RECOMPUTE, 0
         if is_recomputed:
             num_recomputed = sum(request.num_computed_tokens > 0 for request in requests.values())
-            # Running requests lose their KV blocks and wait; vLLM computes them again. What is sampled stays.
+            # Running requests lose their KV blocks and are queued; vLLM recomputes them. Sampled tokens are
+            # kept.
             core.reset_prefix_cache(reset_running_requests=True)
         self._client.stamp_anew(core, recomputed=is_recomputed)
         return SwapReport(

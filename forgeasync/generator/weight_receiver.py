@@ -1,11 +1,12 @@
-"""Takes published versions into one engine: fetched and made ready beside it, then swapped in.
+"""Installs published versions in one engine: fetched and staged while it decodes, then swapped in.
 
-The generators of a host share its receive buffer, and on GPUs the shadow too: each fetches and fills its
-share. So an update has three acts, and each starts when all generators of the host have ended the one before:
-``begin`` fetches, after which the trainer may overwrite the staging buffer; ``stage`` makes the version ready
-beside the engine; ``finish`` returns once the engine samples under it. After ``finish`` of all of them the
-next version may be fetched. If a share did not arrive or was not staged, ``abandon`` takes the place of what
-is left. Generators may come and go between two updates: ``begin`` is told the shares anew then.
+The generators of a host share its receive buffer and, on GPUs with ``shadow: host``, the shadow. Each fetches
+and fills its share. So an update has three phases, each of which starts when all generators of the host have
+completed the previous one: ``begin`` fetches, after which the trainer may overwrite its staging buffer;
+``stage`` prepares the version while the engine decodes; ``finish`` returns once the engine samples with it.
+The next version may be fetched when all of them have finished. If a share was not fetched or staged,
+``abandon`` replaces the remaining phases. Generators may join or leave between two updates; ``begin`` then
+gets the new share.
 """
 
 import asyncio
@@ -45,12 +46,12 @@ from forgeasync.weights import (
 
 
 class IncompleteFetch(RuntimeError):
-    """A version did not arrive as its manifest says; the engine continues under the old weights."""
+    """A version did not arrive completely; the engine continues with the old weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterBase:
-    """The base model that published adapters adapt."""
+    """Base model that published adapters adapt."""
 
     folder: Path
     shapes: Mapping[str, tuple[int, ...]]
@@ -63,23 +64,23 @@ class AdapterBase:
 Install = Callable[[EngineCore], None]
 
 MakeReady = Callable[[int, HostShare], Awaitable[Install]]
-"""Makes this engine's share of a version that was fetched ready; what then runs between two steps."""
+"""Stages this engine's share of a fetched version; returns the function to run between two steps."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Update:
-    """An update in progress; the futures are what it waits for, and what others wait for."""
+    """Update in progress, with futures for the points at which it waits or is waited for."""
 
     fetched: asyncio.Future[FetchReport]
     is_whole: asyncio.Future[bool]
-    """Whether the whole host has all that it needs; set by ``stage`` or ``abandon``."""
+    """Whether the host has received its whole part of the version; set by ``stage`` or ``abandon``."""
     staged: asyncio.Future[None]
     all_staged: asyncio.Future[None]
     task: asyncio.Task[SwapReport] | None = None
 
 
 class WeightReceiver:
-    """The versions of one engine, one update at a time."""
+    """Runs the weight updates of one engine, one at a time."""
 
     def __init__(
         self,
@@ -94,7 +95,7 @@ class WeightReceiver:
         self._fetcher = fetcher
         self._make_ready = make_ready
         self.route = route
-        """How versions get into the engine's parameters."""
+        """How versions are installed in the engine's parameters."""
         self._update: _Update | None = None
 
     @classmethod
@@ -108,12 +109,13 @@ class WeightReceiver:
         delta: bool,
         base: AdapterBase | None = None,
     ) -> "WeightReceiver":
-        """Plan how versions of this layout get into the engine; with ``base`` they are adapters of it.
+        """Plan how the engine installs versions of this layout, which are adapters if ``base`` is given.
 
-        The host's first generator makes the files of ``host_memory``: it is connected before the others.
+        The host's first generator creates the files of ``host_memory``, so it must be connected before the
+        others.
 
         Raises:
-            ValueError: engine and layout do not have the same tensors.
+            ValueError: Engine and layout have different tensors.
         """
         share = host_memory.share
         memory = ReceiveBuffer(host_memory.receive_buffer, layout, is_new=host_memory.makes_files)
@@ -139,16 +141,16 @@ class WeightReceiver:
         return cls(engine, fetcher, make_ready, route, share)
 
     def reconnect(self, transports: Mapping[int, Transport]) -> None:
-        """Take versions from the staging buffers of a trainer that was started again.
+        """Fetch later versions from the staging buffers of a restarted trainer.
 
-        A fetch in progress keeps its buffers: it ends with a whole version, or incomplete.
+        A fetch in progress keeps its buffers: it completes or ends incomplete.
         """
         self._fetcher.connect(transports)
 
     async def begin(self, manifest: Manifest, new_share: HostShare | None = None) -> FetchReport:
-        """Start an update; returns when this generator's share was fetched, or could not be fetched whole.
+        """Start an update; returns when the fetch of this generator's share has ended, complete or not.
 
-        ``new_share`` is given where the generators that take part are not those of the update before.
+        ``new_share`` is given if the set of generators has changed since the previous update.
         """
         assert self._update is None, "an update is in progress: finish it first"
         if new_share is not None:
@@ -183,13 +185,13 @@ class WeightReceiver:
         return update.fetched.result()
 
     async def stage(self) -> None:
-        """Make the version ready: the shares of all generators of this host have arrived."""
+        """Stage the version. Call after the shares of all generators of this host have arrived."""
         assert self._update is not None, "no update is in progress"
         self._update.is_whole.set_result(True)
         await self._until(self._update.staged)
 
     async def finish(self) -> SwapReport:
-        """Wait until the engine samples under the version: all generators of this host have staged it."""
+        """Wait until the engine samples with the version. Call when all generators of this host staged it."""
         assert self._update is not None and self._update.task is not None, "no update is in progress"
         update, task = self._update, self._update.task
         self._update = None
@@ -197,7 +199,7 @@ class WeightReceiver:
         return await task
 
     async def _until(self, reached: asyncio.Future[Any]) -> None:
-        """Wait for a point of the update; raises what went wrong before it."""
+        """Wait for a point of the update; raises the update's error if it fails before."""
         assert self._update is not None and self._update.task is not None
         task = self._update.task
         await asyncio.wait([reached, task], return_when=asyncio.FIRST_COMPLETED)
@@ -206,9 +208,9 @@ class WeightReceiver:
             task.result()
 
     async def abandon(self) -> None:
-        """End the update after its fetch or after ``stage``: the engine keeps its weights.
+        """End the update after ``begin`` or ``stage``; the engine keeps its weights.
 
-        A share has not arrived whole, or a generator that had to fetch or stage one is gone.
+        Used if a share did not arrive completely, or a generator died before it fetched or staged its share.
         """
         assert self._update is not None and self._update.task is not None, "no update is in progress"
         update, task = self._update, self._update.task
@@ -222,7 +224,7 @@ class WeightReceiver:
 
 
 def _take_whole(weights: EngineWeights) -> MakeReady:
-    """The receive buffer holds what the engine's parameters are copied from."""
+    """Return the staging function for whole tensors, which are copied from the receive buffer."""
 
     async def make_ready(version: int, share: HostShare) -> Install:
         await weights.stage(share)
@@ -232,7 +234,7 @@ def _take_whole(weights: EngineWeights) -> MakeReady:
 
 
 def _serve_adapters(adapter: ServedAdapter, layout: WeightLayout, receive_buffer: Path) -> MakeReady:
-    """The receive buffer holds adapters that vLLM loads."""
+    """Return the staging function for adapters that vLLM loads."""
     images = received_images(receive_buffer, layout)
 
     async def make_ready(version: int, share: HostShare) -> Install:
@@ -246,14 +248,14 @@ def _serve_adapters(adapter: ServedAdapter, layout: WeightLayout, receive_buffer
 async def _merge_adapters(
     weights: EngineWeights, base: AdapterBase, adapters: WeightLayout, host_memory: HostMemory
 ) -> MakeReady:
-    """The receive buffer holds adapters: each engine takes merged weights out of a buffer of its own."""
+    """Return the staging function that merges adapters into a separate receive buffer of the engine."""
     await weights.trace(base.shapes, base.dtype)
     adapted = {base_name(name) for name in adapters.shapes}
     made = weights.sharing_parameters(adapted)
     layout = merged_layout(base.shapes, sorted(made), base.dtype)
     receive_buffer = host_memory.receive_buffer
     out = receive_buffer.with_name(f"{receive_buffer.name}-merged-{host_memory.share.index}")
-    # That of the generator that this one replaces.
+    # Remove the file of the generator that this one replaces.
     out.unlink(missing_ok=True)
     merger = AdapterMerger(
         base=base.folder,

@@ -1,19 +1,19 @@
-"""Which response a scorer of the pool gets next, and what becomes of it: a pure state machine.
+"""Assigns responses to scorers of the pool and decides what follows each result: a pure state machine.
 
-An item is what one call scores: a response, or all responses of a group for rewards that compare them. It
-waits, is with one replica, and ends once: scored, given up or withdrawn.
+An item is scored by one call: a response, or all responses of a group for rewards that compare them. It
+waits, is assigned to one replica, and ends once: scored, given up or withdrawn.
 
     waits ──next──► is with a replica ──scored──► ended
       ▲                  │
       └─ failed, lost, ──┘   given up after `max_attempts` failures, `max_lost` losses of its replica, or
-         deferred            once what scores it was not available for `max_unavailable_s`
+         deferred            once its reward was not available for `max_unavailable_s`
 
-Every assignment has a number of its own. Only the answer to an item's current assignment counts: what a lost
-replica answers later is discarded, so that no item is scored twice.
+Every assignment has a unique number. Only the result of an item's current assignment counts: later results of
+a lost replica are discarded, so that no item is scored twice.
 
-An item whose replica was lost is suspected of being what ends replicas. With every loss it shares its next
-replica with half as many others, until it is alone there: so the one that does it is found out, and others
-that were with it by chance are not given up for it.
+An item whose replica was lost may have caused the loss. With every loss, the number of items that may share
+its next replica is halved, until it is alone there. This identifies the cause, and items that shared a
+replica with it by chance are not given up.
 """
 
 from collections.abc import Iterator
@@ -24,19 +24,19 @@ from forgeasync.config import ScorerSection
 
 
 class Fate(StrEnum):
-    """What becomes of an item whose assignment has ended."""
+    """Outcome of a result for the assigned item."""
 
     SCORED = "scored"
     AGAIN = "again"
-    """It waits for another assignment."""
+    """The item waits for another assignment."""
     GIVEN_UP = "given_up"
     DISCARDED = "discarded"
-    """The answer was to an assignment that does not count any more; nothing has changed."""
+    """The assignment did not count any more; nothing has changed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    """An item that is to be scored by a replica now."""
+    """Item to be scored by a replica."""
 
     number: int
     item: int
@@ -46,12 +46,12 @@ class Assignment:
 @dataclass(slots=True, kw_only=True)
 class _Item:
     ready_s: float
-    """It is not assigned before this time."""
+    """Earliest time of the next assignment."""
     current: Assignment | None = None
     num_failed: int = 0
     num_lost: int = 0
     deferred_since_s: float | None = None
-    """Since when what scores it has not been available."""
+    """Time since which the item's reward has been unavailable, or None."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,12 +59,12 @@ class _Replica:
     is_up: bool = True
     items: set[int] = field(default_factory=set)
     suspects: set[int] = field(default_factory=set)
-    """Those of its items that were lost before, and so bound how many it may have."""
+    """Items that were lost before, which limit the number of items of the replica."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DispatchCounts:
-    """Counts of assignments and items since the dispatcher began."""
+    """Counts of assignments and items since the dispatcher was created."""
 
     num_retried: int = 0
     """Assignments after an item's first."""
@@ -72,19 +72,20 @@ class DispatchCounts:
     num_lost: int = 0
     """Assignments whose replica was lost."""
     num_failed: int = 0
-    """Assignments that failed, without those that were deferred."""
+    """Assignments that failed; deferred ones are not included."""
     num_deferred: int = 0
     num_discarded: int = 0
-    """Answers that did not count."""
+    """Results that did not count."""
 
 
 class Dispatcher:
-    """Spreads items over replicas. Times are in seconds of one clock, which the caller reads."""
+    """Distributes items over replicas. Times are in seconds of one clock, which the caller reads."""
 
     def __init__(self, num_replicas: int, section: ScorerSection, *, retry_wait_s: float) -> None:
-        """All replicas are up. A failed item waits for ``retry_wait_s``, twice as long after each failure.
+        """Start with all replicas up. A failed item waits ``retry_wait_s``, which doubles with each failure.
 
-        Raises ValueError where there is no replica, or the wait is negative.
+        Raises:
+            ValueError: There is no replica, or the wait is negative.
         """
         if num_replicas < 1 or retry_wait_s < 0.0:
             raise ValueError(
@@ -95,29 +96,29 @@ class Dispatcher:
         self._retry_wait_s = retry_wait_s
         self._replicas = [_Replica() for _ in range(num_replicas)]
         self._items: dict[int, _Item] = {}
-        """Those that have not ended, in the order in which they came."""
+        """Items that have not ended, in order of arrival."""
         self._waiting: dict[int, None] = {}
-        """Items without an assignment, in the order in which they are looked at."""
+        """Items without an assignment, in the order in which they are considered."""
         self._next_item = self._next_number = 0
         self._counts: dict[str, int] = dict.fromkeys(DispatchCounts.__slots__, 0)
 
     @property
     def counts(self) -> DispatchCounts:
-        """Counts since the beginning."""
+        """Counts since the dispatcher was created."""
         return DispatchCounts(**self._counts)
 
     @property
     def num_waiting(self) -> int:
-        """Items without an assignment."""
+        """Number of items without an assignment."""
         return len(self._waiting)
 
     @property
     def num_assigned(self) -> int:
-        """Items that are with a replica."""
+        """Number of items that are assigned to a replica."""
         return len(self._items) - len(self._waiting)
 
     def submit(self, now_s: float) -> int | None:
-        """Take an item; returns its number, or None while ``scorer.max_queued`` items wait."""
+        """Add an item; return its number, or None if ``scorer.max_queued`` items wait."""
         if len(self._waiting) >= self._section.max_queued:
             return None
         item, self._next_item = self._next_item, self._next_item + 1
@@ -126,10 +127,10 @@ class Dispatcher:
         return item
 
     def next(self, now_s: float) -> Assignment | None:
-        """Assign the first item that is ready to the replica with the least to do, if one has room for it."""
+        """Assign the first ready item to the replica with the fewest items, if one has room."""
         if not self._waiting:
             return None
-        # A suspect that waits for a replica with less to do keeps younger items from filling it up.
+        # While a suspect waits for a replica with fewer items, younger items must not fill that replica.
         reserved: set[int] = set()
         for number in self._waiting:
             item = self._items[number]
@@ -145,19 +146,19 @@ class Dispatcher:
         return None
 
     def next_due_s(self, now_s: float) -> float | None:
-        """The next time at which an item that waits becomes ready; None without one."""
+        """Return the next time at which a waiting item becomes ready, or None."""
         due = (self._items[item].ready_s for item in self._waiting)
         return min((ready_s for ready_s in due if ready_s > now_s), default=None)
 
     def scored(self, assignment: Assignment) -> Fate:
-        """The item has its scores."""
+        """Record that the item has its scores."""
         if not self._is_current(assignment):
             return Fate.DISCARDED
         self._end(assignment.item)
         return Fate.SCORED
 
     def failed(self, assignment: Assignment, now_s: float) -> Fate:
-        """The replica has answered, without scores: an attempt of the item."""
+        """Record that the replica returned no scores, which counts as an attempt."""
         if not self._is_current(assignment):
             return Fate.DISCARDED
         self._counts["num_failed"] += 1
@@ -169,7 +170,10 @@ class Dispatcher:
         return self._again(assignment.item, now_s + self._retry_wait_s * 2 ** (item.num_failed - 1))
 
     def deferred(self, assignment: Assignment, now_s: float, retry_after_s: float) -> Fate:
-        """Something that the item's score needs is not there now: no attempt, unless it stays away."""
+        """Record that the item's reward is unavailable, which does not count as an attempt.
+
+        The item is given up after ``scorer.max_unavailable_s``.
+        """
         if not self._is_current(assignment):
             return Fate.DISCARDED
         self._counts["num_deferred"] += 1
@@ -181,7 +185,7 @@ class Dispatcher:
         return self._again(assignment.item, now_s + retry_after_s)
 
     def lost(self, assignment: Assignment, now_s: float) -> Fate:
-        """The replica was gone before it answered: no attempt of the item."""
+        """Record that the replica was lost before it returned a result; does not count as an attempt."""
         if not self._is_current(assignment):
             return Fate.DISCARDED
         self._counts["num_lost"] += 1
@@ -192,7 +196,7 @@ class Dispatcher:
         return self._again(assignment.item, now_s)
 
     def replica_down(self, rank: int, now_s: float) -> tuple[int, ...]:
-        """A replica is gone, and all its items are lost to it; returns those that are given up."""
+        """Record that a replica and its assignments are lost; return the items that are given up."""
         replica = self._replicas[rank]
         replica.is_up = False
         given_up = []
@@ -204,11 +208,11 @@ class Dispatcher:
         return tuple(given_up)
 
     def replica_up(self, rank: int) -> None:
-        """A replica is there, or there again."""
+        """Record that a replica is available, or available again."""
         self._replicas[rank].is_up = True
 
     def withdraw(self, number: int) -> None:
-        """Nobody waits for an item any more; no error if it has ended."""
+        """Remove an item that is not needed any more; no effect if it has ended."""
         if number in self._items:
             self._end(number)
 
@@ -216,7 +220,7 @@ class Dispatcher:
         return (rank for rank, replica in enumerate(self._replicas) if replica.is_up)
 
     def _most_beside(self, item: _Item) -> int:
-        """So many items at most, itself included, may be with a replica that has this item."""
+        """Return the maximum number of items, including this one, for a replica that has this item."""
         return max(1, self._section.max_in_flight >> item.num_lost)
 
     def _room(self, rank: int) -> int:
@@ -254,7 +258,7 @@ class Dispatcher:
         self._counts["num_retried"] += 1
         self._leave(number)
         self._items[number].ready_s = ready_s
-        # It was here before those that wait now.
+        # Before the other waiting items, because it arrived earlier.
         self._waiting = {number: None} | self._waiting
         return Fate.AGAIN
 

@@ -1,13 +1,14 @@
-"""Requests to OpenAI-compatible endpoints: bounded replies, what a failure means, and whether to ask again.
+"""Requests to OpenAI-compatible endpoints: bounded replies, kinds of failures, and a circuit breaker.
 
-A ``Breaker`` is pure. It says whether an endpoint is worth asking:
+``Breaker`` is pure. It decides whether a request may be made:
 
     closed ──`num_failures` in a row──► open ──after a wait──► half open ──success──► closed
                                           ▲                        │
                                           └─────── failure ────────┘ the wait doubles
 
-While it is open nothing is asked, so an endpoint that is down gets no storm of requests. Half open, one call
-finds out for all."""
+While it is open no request is made, so an endpoint that is down is not flooded. While it is half open, one
+call tests the endpoint.
+"""
 
 from contextlib import AbstractAsyncContextManager
 from email.utils import parsedate_to_datetime
@@ -20,13 +21,13 @@ from forgeasync.environments import EndpointModel
 
 
 class RewardUnavailable(Exception):
-    """A reward cannot score now: a server is down, or its limit of requests is used up.
+    """The reward cannot score at the moment: a server is down, or its rate limit is reached.
 
-    It says nothing of the response. No attempt is counted; the response is scored later.
+    This is not a property of the response. No attempt is counted; the response is scored later.
     """
 
     def __init__(self, reason: str, retry_after_s: float) -> None:
-        """``retry_after_s`` is when it is worth trying again, in seconds from now."""
+        """``retry_after_s`` is the number of seconds after which a retry makes sense."""
         super().__init__(reason, retry_after_s)
         self.reason = reason
         self.retry_after_s = retry_after_s
@@ -40,7 +41,7 @@ LONGEST_WAIT_S = 15.0
 
 
 class Breaker:
-    """Times are in seconds of one clock, which the caller reads."""
+    """Circuit breaker of an endpoint. Times are in seconds of one clock, which the caller reads."""
 
     def __init__(
         self,
@@ -49,7 +50,11 @@ class Breaker:
         first_wait_s: float = FIRST_WAIT_S,
         longest_wait_s: float = LONGEST_WAIT_S,
     ) -> None:
-        """Closed. Raises ValueError where a number is not above 0 or the waits are the wrong way round."""
+        """Start closed.
+
+        Raises:
+            ValueError: A number is not above 0, or the first wait is longer than the longest.
+        """
         if num_failures < 1 or not 0.0 < first_wait_s <= longest_wait_s:
             raise ValueError(
                 f"Breaker: num_failures = {num_failures} must be at least 1, and 0 < first_wait_s = "
@@ -65,12 +70,14 @@ class Breaker:
 
     @property
     def is_closed(self) -> bool:
-        """Whether calls pass freely."""
+        """Whether calls are not restricted."""
         return self._open_until_s is None
 
     def begin(self, now_s: float) -> float | None:
-        """None: the call may begin, and ``succeeded`` or ``failed`` or ``abandoned`` has to follow. Else the
-        seconds after which it is worth asking again."""
+        """Return None if a call may begin, otherwise the seconds after which a retry makes sense.
+
+        After None, the caller must call ``succeeded``, ``failed`` or ``abandoned``.
+        """
         if self._open_until_s is None:
             return None
         if now_s < self._open_until_s:
@@ -81,11 +88,11 @@ class Breaker:
         return None
 
     def succeeded(self) -> None:
-        """The endpoint has answered."""
+        """Record that the endpoint has answered."""
         self._in_a_row, self._open_until_s, self._is_probing, self._wait_s = 0, None, False, 0.0
 
     def failed(self, now_s: float, *, retry_after_s: float = 0.0) -> None:
-        """The endpoint has not answered, or says that it cannot; it may say how long."""
+        """Record that the endpoint did not answer or is unavailable, with its Retry-After if it gave one."""
         self._in_a_row += 1
         if self._open_until_s is None and self._in_a_row < self._num_failures and not retry_after_s:
             return
@@ -96,26 +103,26 @@ class Breaker:
         self._open_until_s = max(until_s, self._open_until_s or until_s)
 
     def abandoned(self) -> None:
-        """A call that had begun was cancelled: nothing is known."""
+        """Record that a call was cancelled, which says nothing about the endpoint."""
         self._is_probing = False
 
 
 MAX_RETRY_AFTER_S = 300.0
-"""More is not believed of a Retry-After."""
+"""Upper bound of an accepted Retry-After, in seconds."""
 
 
 class EndpointDown(Exception):
-    """The endpoint has not answered, or says that it cannot now. It says nothing of what was asked."""
+    """The endpoint has not answered, or is temporarily unavailable. This is not a property of the request."""
 
     def __init__(self, reason: str, retry_after_s: float) -> None:
-        """``retry_after_s`` is what the endpoint asks for; 0 where it asks for nothing."""
+        """``retry_after_s`` is the endpoint's Retry-After; 0 if there is none."""
         super().__init__(reason, retry_after_s)
         self.reason = reason
         self.retry_after_s = retry_after_s
 
 
 class EndpointRefuses(Exception):
-    """The endpoint has refused the request itself: a wrong key, model or URL, or a request it cannot take."""
+    """The endpoint has refused the request: a wrong key, model or URL, or an unsupported request."""
 
     def __init__(self, reason: str, status: int) -> None:
         super().__init__(reason, status)
@@ -124,26 +131,30 @@ class EndpointRefuses(Exception):
 
 
 class ReplyTooLong(Exception):
-    """The reply has more bytes than are read."""
+    """The reply exceeds the limit of bytes."""
 
 
 class EndpointClient:
-    """One endpoint; for one event loop."""
+    """Client of one endpoint; for one event loop."""
 
     def __init__(self, *, base_url: str, model: str, api_key_env: str | None, limit_s: float) -> None:
-        """Connect to nothing. Raises ValueError where the variable with the key is not set."""
+        """Read the key, without connecting.
+
+        Raises:
+            ValueError: The environment variable with the key is not set.
+        """
         key = EndpointModel(base_url=base_url, model=model, api_key_variable=api_key_env).api_key()
         self._limit_s = limit_s
         self.sdk = openai.AsyncOpenAI(base_url=base_url, api_key=key, timeout=limit_s, max_retries=0)
-        """The SDK, which repeats nothing by itself."""
+        """SDK client, configured without retries."""
 
     async def read(self, reply: AbstractAsyncContextManager[Any], *, max_bytes: int) -> bytes:
         """Make a request and read its body; ``reply`` is a ``with_streaming_response`` call of the SDK.
 
         Raises:
-            EndpointDown: there was no answer within ``limit_s``, or one with status 408, 409, 429 or 5xx.
-            EndpointRefuses: another status.
-            ReplyTooLong: the body has more than ``max_bytes``.
+            EndpointDown: There was no answer within ``limit_s``, or one with status 408, 409, 429 or 5xx.
+            EndpointRefuses: The answer has another error status.
+            ReplyTooLong: The body has more than ``max_bytes``.
         """
         body = bytearray()
         try:
@@ -170,7 +181,7 @@ class EndpointClient:
 
 
 def retry_after_s(header: str | None) -> float:
-    """Return the seconds that a Retry-After asks for (RFC 9110, 10.2.3); 0 where it says nothing usable."""
+    """Return the seconds of a Retry-After header (RFC 9110, 10.2.3); 0 if it is not usable."""
     if header is None or len(header) > 100:
         return 0.0
     try:
@@ -180,5 +191,5 @@ def retry_after_s(header: str | None) -> float:
             wait_s = parsedate_to_datetime(header).timestamp() - time()
         except (ValueError, OverflowError):
             return 0.0
-    # Also what is not a number.
+    # Also handles nan.
     return min(wait_s, MAX_RETRY_AFTER_S) if wait_s > 0.0 else 0.0

@@ -1,4 +1,4 @@
-"""Scored groups on their way to the buffer: what group filters leave of them, counted."""
+"""Applies group filters to scored groups before the buffer, and counts what they drop."""
 
 import math
 from collections import Counter
@@ -12,11 +12,11 @@ from forgeasync.rollouts import FinishReason, Group, Score
 
 
 class AllFiltered(RuntimeError):
-    """Group filters drop everything: the run would never make another step."""
+    """Group filters drop everything, so the run would never make another step."""
 
 
 class GroupFiltering:
-    """The filters of a run. What they draw follows from the seed and the group's draw id."""
+    """Filters of a run. Their random draws are determined by the seed and the group's draw id."""
 
     def __init__(self, algorithm: AlgorithmSection, *, seed: int) -> None:
         self._filters = algorithm.filters
@@ -26,10 +26,10 @@ class GroupFiltering:
         self._num_rollouts = 0
 
     def apply(self, group: Group, scores: Sequence[Score]) -> Filtered:
-        """What of a scored group trains; ``scores`` has one for each rollout.
+        """Filter a scored group; ``scores`` has one score for each rollout.
 
         Raises:
-            AllFiltered: ``algorithm.max_filtered_in_a_row`` groups in a row had nothing left.
+            AllFiltered: All of ``algorithm.max_filtered_in_a_row`` consecutive groups were dropped.
         """
         facts = GroupFacts(
             rewards=tuple(score.value for score in scores),
@@ -49,13 +49,13 @@ class GroupFiltering:
         return filtered
 
     def _apply(self, facts: GroupFacts, agents: Sequence[int], draw_id: int) -> Filtered:
-        """Filter the rollouts of each agent by themselves; a group without any left is dropped."""
+        """Filter the rollouts of each agent separately; a group without remaining rollouts is dropped."""
         kept: dict[int, float] = {}
         reasons: list[FilterReason] = []
         for agent in sorted(set(agents)):
             places = [index for index, of_index in enumerate(agents) if of_index == agent]
             own = facts.take(places, tuple(facts.rewards[index] for index in places))
-            # Groups without further agents draw as they always did.
+            # For agent 0 the random numbers do not depend on the number of agents.
             rng = np.random.default_rng([self._seed, draw_id, *([agent] if agent else [])])
             filtered = apply_filters(self._filters, own, rng)
             kept |= {
@@ -69,7 +69,7 @@ class GroupFiltering:
         return facts.keep(indices, [kept[index] for index in indices])
 
     def metrics(self) -> dict[str, float]:
-        """Counts since the run began, under their names in metrics.jsonl."""
+        """Return counts since the run began, by their names in metrics.jsonl."""
         counts: dict[str, float] = {
             f"filtered/num_groups_{reason}": count for reason, count in self._num_groups.items()
         }
@@ -77,10 +77,14 @@ class GroupFiltering:
 
 
 class FilterWatch:
-    """Counts the groups that were dropped since the last one that was kept."""
+    """Counts consecutive dropped groups."""
 
     def __init__(self, limit: int) -> None:
-        """``limit`` dropped groups in a row are too many. Raises ValueError where it is not above 0."""
+        """Set the limit of consecutive dropped groups.
+
+        Raises:
+            ValueError: The limit is not above 0.
+        """
         if limit <= 0:
             raise ValueError(f"FilterWatch: limit = {limit}; must be above 0")
         self._limit = limit
@@ -88,17 +92,17 @@ class FilterWatch:
         self._summed_reward = 0.0
 
     def kept(self) -> None:
-        """A group, or part of it, was kept."""
+        """Record that a group, or part of it, was kept."""
         self._by_reason.clear()
         self._summed_reward = 0.0
 
     def dropped(self, reason: FilterReason, mean_reward: float) -> None:
-        """A whole group was dropped; ``mean_reward`` is that of its rollouts as they were scored."""
+        """Record that a whole group was dropped; ``mean_reward`` is that of its rollouts before filtering."""
         self._by_reason[reason] += 1
         self._summed_reward += mean_reward
 
     def check(self) -> str | None:
-        """Return what to tell the user once the limit is reached; before that None."""
+        """Return a message for the user if the limit is reached, otherwise None."""
         num = self._by_reason.total()
         if num < self._limit:
             return None

@@ -1,6 +1,6 @@
-"""Where a response states its final answer, and the notation that math-verify is given of it. Pure text.
+"""Finds the final answer of a response and rewrites it for math-verify. Pure text processing.
 
-What a model wrote is hostile and long: every pattern here takes time linear in the text.
+Responses are untrusted and can be long, so every pattern here takes time linear in the text.
 """
 
 import re
@@ -10,26 +10,26 @@ _END_OF_REASONING = re.compile(r"</think(?:ing)?>|\[/THINK\]")
 _BOX_COMMAND = r"\\(?:boxed|fbox)(?![a-zA-Z])\s*"
 _BOX_TOKENS = re.compile(rf"{_BOX_COMMAND}\{{?|\\.|[{{}}]", re.DOTALL)
 _INNER_BOX = re.compile(rf"{_BOX_COMMAND}(?=\{{)")
-# TeX boxes one token; people who leave the braces out mean all up to the next space.
+# TeX boxes one token; models that omit the braces mean everything up to the next space.
 _UNBRACED = re.compile(r"(?:\\[a-zA-Z]+|\{[^{}]{0,200}\}|[^\s\\{}$]){1,200}")
 
 
 def after_reasoning(response: str) -> str:
-    """What follows the last end of reasoning (``</think>``): what a response states as its answer.
+    """Return the text after the last end of reasoning (``</think>``), which has the stated answer.
 
-    All of the response where no reasoning ends, also if one begins.
+    Returns the whole response if no reasoning ends, even if one begins.
     """
     ends = [match.end() for match in _END_OF_REASONING.finditer(response)]
     return response[ends[-1] :] if ends else response
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The content of the ``\boxed`` or ``\fbox`` that starts last in ``text``; None without one.
+    r"""Return the content of the ``\boxed`` or ``\fbox`` that starts last in ``text``; None without one.
 
-    Empty if that box is not finished: an earlier box is no answer. A box inside of a finished one belongs to
-    the content of the outer box. A box without braces holds what follows up to a space.
+    Empty if that box is not finished: an earlier box is not an answer. A box inside a finished one belongs to
+    the content of the outer box. A box without braces has the text up to a space.
     """
-    # One pass with a stack: matching braces anew from every box would be quadratic in hostile text.
+    # One pass with a stack: matching braces from every box would take quadratic time in hostile text.
     open_braces: list[tuple[int, int] | None] = []
     last_start = -1
     start = inside = stop = end = -1  # the last box that is finished, and its content
@@ -48,7 +48,8 @@ def last_boxed(text: str) -> str | None:
             box = open_braces.pop()
             if box is None:
                 continue
-            # A box that closes later either starts later or holds the one before, perhaps with nothing else.
+            # A box that closes later either starts later or contains the previous one, perhaps with nothing
+            # else.
             around = (text[box[1] : start], text[end : token.start()]) if box[1] <= start else ("more", "")
             if "".join(around).strip():
                 inside, stop = box[1], token.start()
@@ -66,7 +67,7 @@ _END_OF_FORMULA = re.compile(r"\$|\\\)|\\\]|\n")
 
 
 def ends_unfinished(text: str) -> bool:
-    r"""Whether the last formula of a text without a box was not finished, as in ``$\frac{1}{$``."""
+    r"""Return whether the last formula of a text without a box is unfinished, as in ``$\frac{1}{$``."""
     opened: list[int] = []
     for brace in _BRACES.finditer(text):
         if brace.group() == "{":
@@ -113,11 +114,11 @@ _BASE_NAMES = {
 
 
 def plain_notation(content: str) -> str:
-    r"""Write LaTeX of one answer in the forms that math-verify reads, with the same meaning.
+    r"""Rewrite the LaTeX of one answer in forms that math-verify reads, with the same meaning.
 
     Constants lose their font (``\mathrm{e}``), empty sets are ``\emptyset``, repeating decimals and ``1 1/2``
-    are fractions, ``6e23`` is a product, spaces between thousands go, and a number in another base is its
-    value with the base as subscript, which ``forgeasync.scoring.math_answers`` reads.
+    are fractions, ``6e23`` is a product, spaces between thousands are removed, and a number in another base
+    is its value with the base as subscript, which ``forgeasync.scoring.math_answers`` reads.
     """
     text = content.replace("\u2212", "-").replace("\u2013", "-").replace(r"\uppi", r"\pi ")
     text = text.replace(r"\bmod", r"\mod").replace(r"\left\lbrace", r"\{").replace(r"\right\rbrace", r"\}")
@@ -129,17 +130,17 @@ def plain_notation(content: str) -> str:
     text = _BASED.sub(_based, text)
     text = scientific_as_product(text).replace(r"\log_e", r"\log_{e}").replace("~", " ")
     text = _OUTER_SPACE.sub("", text)
-    # The dot of a sentence; "\right." is no dot.
+    # The period of a sentence, but not that of "\right.".
     return text[:-1] if text.endswith(".") and not text.endswith("\\right.") else text
 
 
 def scientific_as_product(text: str) -> str:
-    """``6e23`` as ``(6*10^(23))``, which math-verify reads in formulas and in prose."""
+    """Return ``6e23`` as ``(6*10^(23))``, which math-verify reads in formulas and in prose."""
     return _EXPONENT.sub(r"(\1*10^(\2))", text)
 
 
 def final_special_number(text: str) -> str | None:
-    """The number with a base or in scientific notation with which ``text`` ends; None without one."""
+    """Return the number with a base or in scientific notation that ends ``text``; None without one."""
     match = _FINAL_NUMBER.search(text)
     return match.group() if match else None
 
@@ -164,7 +165,7 @@ def _based(match: re.Match[str]) -> str:
         value = int(whole + places, base)
     except ValueError:  # no base, or digits that it does not have
         return match.group()
-    # "+" and the number of places: 0.1 and 0.01 are the same digits.
+    # "+" and the number of places distinguish 0.1 and 0.01, which have the same digits.
     return f"{value}_{{{base}+{len(places)}}}" if 2 <= base <= 36 else match.group()
 
 
@@ -173,10 +174,10 @@ _UNIT_AFTER_SPACE = re.compile(r"[\d}]\s+(?:[a-z]s?|abs?|bcs?)[\s$]*\Z")
 
 
 def ends_in_variable(content: str) -> bool:
-    """Whether the letter at the end of a reference is a variable (``3t``), and no unit (``3 m``)."""
+    """Return whether the letter at the end of a reference is a variable (``3t``), not a unit (``3 m``)."""
     return bool(_LETTERS_AS_UNITS.search(content)) and not _UNIT_AFTER_SPACE.search(content)
 
 
 def keep_last_letter(content: str) -> str:
-    """Keep math-verify from taking the letter at the end for a unit, which it would remove."""
+    """Prevent math-verify from removing the letter at the end as a unit."""
     return _LETTERS_AS_UNITS.sub(r"{\1}", content)

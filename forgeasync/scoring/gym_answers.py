@@ -1,7 +1,7 @@
-"""Scores answers to reasoning-gym problems. For the processes of verifiers only.
+"""Scores answers to reasoning-gym problems. Only for processes of verifiers.
 
-Several of reasoning-gym's verifiers evaluate what the model wrote as Python code, and others take the powers
-that it asks for: they belong into ``forgeasync.scoring.worker``.
+Several of reasoning-gym's verifiers evaluate the response as Python code, and others compute the powers in
+it, so they must run in ``forgeasync.scoring.worker``.
 """
 
 import re
@@ -14,7 +14,7 @@ from forgeasync.rollouts import NO_ANSWER, Score
 from forgeasync.scoring.verifier import GymProblem, GymVerifierChoice
 
 SOLVED = 1.0
-"""The score that reasoning-gym's verifiers give a full solution; less is partial credit."""
+"""Score of a full solution by reasoning-gym's verifiers; less is partial credit."""
 MAX_ABS_SCORE = 1.0
 
 # A minus after a digit, letter or bracket subtracts.
@@ -28,16 +28,20 @@ def answer_after(response: str, prefix: str) -> str | None:
 
 
 def last_number(text: str) -> str | None:
-    """The last number in ``text``, without commas; None if there is none."""
+    """Return the last number in ``text``, without commas; None if there is none."""
     numbers = _NUMBER.findall(text)
     return numbers[-1].replace(",", "") if numbers else None
 
 
 class GymVerifier:
-    """Scores with the verifier of the reasoning-gym data set that made the problem."""
+    """Verifier of the reasoning-gym data set that made the problem."""
 
     def __init__(self, choice: GymVerifierChoice) -> None:
-        """Raises ValueError naming the field of ``data.source`` that is impossible."""
+        """Open the data set.
+
+        Raises:
+            ValueError: A field of ``data.source`` is invalid; the message names it.
+        """
         self._source = choice.source
         self._is_warm = False
         self._problems = ReasoningGymProblems(
@@ -45,10 +49,11 @@ class GymVerifier:
         )
 
     def load(self, problem: GymProblem) -> dict[str, Any]:
-        """reasoning-gym's own record of a problem, generated again.
+        """Return reasoning-gym's own record of a problem, generated again.
 
-        Raises ValueError if ``problem`` is not what its index generates, so that no answer is ever judged
-        against another problem.
+        Raises:
+            ValueError: ``problem`` differs from what its index generates. This prevents scoring an answer
+                against another problem.
         """
         entry = self._problems.entry(problem.source_index)
         if entry["question"] != problem.prompt:
@@ -61,14 +66,17 @@ class GymVerifier:
         return entry
 
     def _warm_up(self, entry: dict[str, Any]) -> None:
-        """Import what the verifier imports late, so that no answer pays for it, with the reference itself."""
+        """Run the verifier on the reference, so that its late imports do not slow down the first answer."""
         self._is_warm = True
         # Some verifiers fail on an answer of None, which puzzles with many solutions have.
         with suppress(Exception):
             self._problems.score_answer(str(entry["answer"]), entry)
 
     def score(self, entry: dict[str, Any], response: str) -> Score:
-        """The verifier's score; ``NO_ANSWER`` without an answer. Raises what the verifier raises."""
+        """Return the verifier's score, or ``NO_ANSWER`` without an answer.
+
+        The verifier may raise any exception.
+        """
         answer = answer_after(response, self._source.answer_prefix)
         if answer is not None and self._source.answer_part is AnswerPart.LAST_NUMBER:
             answer = last_number(answer)

@@ -1,16 +1,17 @@
-"""The reward of kind ``judge``: what a model behind an endpoint is asked, and what of its reply is a verdict.
+"""The reward of kind ``judge``: requests to a model behind an endpoint, and scores from its replies.
 
-The task and the response are data that others wrote, and a response may try to instruct the judge. They go
-between delimiters with 128 random bits, made anew for every request and in none of the texts: whoever wrote
-the response could not know them, and so cannot end the data early.
+The task and the response are untrusted data, and a response may try to instruct the judge. They go between
+delimiters with 128 random bits, new for every request and in none of the texts: the author of the response
+could not know them, and so cannot end the data early.
 
-When a request fails, this becomes of the response:
+Effects of a failed request:
 
-    the endpoint is down, slow, or says 429 or 5xx   it is scored later; no reward is invented
+    the endpoint is down, slow, or says 429 or 5xx   the response is scored later; no reward is made up
     the endpoint refuses the request (400, 401 ...)  the attempt has failed
-    the verdict is malformed                         the judge is asked again, then the attempt has failed
+    the verdict is malformed                         the request is repeated, then the attempt has failed
 
-The judge keeps the verdicts that it has: only the missing ones are asked for again."""
+The judge keeps the verdicts that have arrived, so only the missing ones are requested again.
+"""
 
 import asyncio
 import dataclasses
@@ -49,21 +50,21 @@ from forgeasync.scoring.limited import CallLimits
 from forgeasync.scoring.reward_pool import RewardFailure
 
 MAX_VERDICT_CHARS = 65536
-"""A longer verdict is malformed; it is not parsed."""
+"""Maximum number of characters of a verdict; a longer one is malformed and not parsed."""
 
 
 class MalformedVerdict(ValueError):
-    """A judge has answered with something else than a verdict."""
+    """A judge's reply is not a verdict."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeVerdict:
-    """What a judge has answered."""
+    """Verdict of a judge."""
 
     points: float
-    """On the scale of its section."""
+    """Points on the scale of the judge's section."""
     reason: str
-    """In the judge's words, which the response can have a part in."""
+    """Reason in the judge's words, which the response can influence."""
 
 
 def read_rubric(section: JudgeReward) -> str:
@@ -92,7 +93,7 @@ def fence(texts: Sequence[str], make: Callable[[], str] = lambda: secrets.token_
 
 
 def messages(section: JudgeReward, rubric: str, task: Task, response: str) -> list[dict[str, str]]:
-    """The messages of one request; every call has other delimiters."""
+    """Return the messages of one request; every call has new delimiters."""
     parts = {"task": task.prompt, "response": response}
     if task.answer:
         parts = {"task": task.prompt, "reference answer": task.answer, "response": response}
@@ -115,8 +116,8 @@ def messages(section: JudgeReward, rubric: str, task: Task, response: str) -> li
 
 
 def verdict_schema() -> dict[str, Any]:
-    """The ``response_format`` of a request."""
-    # Strict modes of several servers refuse bounds of numbers; they are checked here.
+    """Return the ``response_format`` of a request."""
+    # Strict modes of several servers refuse bounds of numbers, which are checked in ``read_verdict``.
     return {
         "type": "json_schema",
         "json_schema": {
@@ -133,10 +134,11 @@ def verdict_schema() -> dict[str, Any]:
 
 
 def read_verdict(text: object, section: JudgeReward) -> JudgeVerdict:
-    """Read a verdict.
+    """Parse a verdict.
 
     Raises:
-        MalformedVerdict: it is no verdict, or its points are not on the scale; says why.
+        MalformedVerdict: The text is not a verdict, or its points are not on the scale; the message has the
+            reason.
     """
     if not isinstance(text, str):
         raise MalformedVerdict(f"has no text but {type(text).__name__}")
@@ -166,14 +168,18 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 MAX_BODY_BYTES = 1 << 20
-"""A longer reply is not read."""
+"""Maximum number of bytes of a reply that are read."""
 
 
 class JudgeEndpoint:
-    """The endpoint of a judge; for one event loop."""
+    """Endpoint of a judge; for one event loop."""
 
     def __init__(self, section: JudgeReward) -> None:
-        """Connect to nothing. Raises ValueError where the variable with the key is not set."""
+        """Read the key, without connecting.
+
+        Raises:
+            ValueError: The environment variable with the key is not set.
+        """
         self._section = section
         self._client = EndpointClient(
             base_url=section.base_url,
@@ -183,11 +189,11 @@ class JudgeEndpoint:
         )
 
     async def ask(self, messages: Sequence[dict[str, str]]) -> JudgeVerdict:
-        """Return one verdict.
+        """Request one verdict.
 
         Raises:
-            EndpointDown, EndpointRefuses: as ``EndpointClient.read``.
-            MalformedVerdict: the answer is no verdict.
+            EndpointDown, EndpointRefuses: See ``EndpointClient.read``.
+            MalformedVerdict: The reply is not a verdict.
         """
         section = self._section
         reply = self._client.sdk.chat.completions.with_streaming_response.create(
@@ -209,7 +215,11 @@ class JudgeEndpoint:
 
 
 def _content(body: bytes) -> object:
-    """The text of a chat completion. Raises MalformedVerdict where the reply is none, or was cut off."""
+    """Return the text of a chat completion.
+
+    Raises:
+        MalformedVerdict: The reply is not a chat completion, or was cut off.
+    """
     try:
         (choice, *_) = json.loads(body)["choices"]
         if choice.get("finish_reason") == "length":
@@ -224,13 +234,13 @@ def _content(body: bytes) -> object:
 logger = logging.getLogger(__name__)
 
 DEFAULT_CONCURRENT = 64
-"""Requests at once where ``max_concurrent`` is not given."""
+"""Maximum number of concurrent requests if ``max_concurrent`` is not set."""
 
 RETRY_WAIT_S = 0.5
-"""Seconds before a verdict is asked for again; the wait doubles with every further one."""
+"""Seconds before a verdict is requested again; doubles with every further request."""
 
 LONGEST_WAIT_HERE_S = 5.0
-"""What has to wait longer gives its place in the scorer away."""
+"""Maximum wait in seconds within the scorer; a response that must wait longer frees its place."""
 
 
 class Judge:
@@ -245,7 +255,7 @@ class Judge:
         breaker: Breaker | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start nothing. The scorers share the limits of the section evenly."""
+        """Store the settings. The scorers share the limits of the section evenly."""
         self._section = section
         self._name = name_of(section)
         self._limits = CallLimits(
@@ -262,34 +272,34 @@ class Judge:
         self._endpoint: JudgeEndpoint | None = None
         self._rubric = ""
         self._verdicts: OrderedDict[bytes, tuple[JudgeVerdict, ...]] = OrderedDict()
-        """The verdicts so far, by content; the least recently used come first."""
+        """Verdicts so far, by a digest of the request; the least recently used come first."""
         self._num_requests = self._num_cached = self._num_malformed = self._num_down = 0
         self._num_oversized = 0
 
     @property
     def longest_s(self) -> float:
-        """Longest time of a call of ``score`` for one response, in seconds."""
+        """Maximum duration of a call of ``score`` for one response, in seconds."""
         section = self._section
         waits_s = 2 * LONGEST_WAIT_HERE_S + section.limit_s
         rounds = -(-section.num_votes // DEFAULT_CONCURRENT)
         return section.max_attempts * waits_s * rounds
 
     def start(self) -> str:
-        """Read the rubric and the key; returns what judges, in words.
+        """Read the rubric and the key; return a description of the judge.
 
         Raises:
-            ValueError: the rubric cannot be read, or the variable with the key is not set.
+            ValueError: The rubric cannot be read, or the environment variable with the key is not set.
         """
         self._rubric = read_rubric(self._section)
         self._endpoint = JudgeEndpoint(self._section)
         return f"{self._section.model} at {self._section.base_url} judges as reward {self._name!r}"
 
     async def score(self, task: Task, responses: Sequence[Response], first: int) -> tuple[Score, ...]:
-        """The score of each response.
+        """Return the score of each response.
 
         Raises:
-            RewardUnavailable: the endpoint does not answer now, or its limit of requests is used up.
-            RewardFailure: it refuses, or its verdicts are malformed.
+            RewardUnavailable: The endpoint does not answer now, or its rate limit is reached.
+            RewardFailure: The endpoint refuses the request, or its verdicts are malformed.
         """
         scores = []
         for index, response in enumerate(responses, first):
@@ -305,7 +315,7 @@ class Judge:
 
     @property
     def counts(self) -> VerifierCounts:
-        """Counts since it began."""
+        """Counts since the judge was created."""
         return VerifierCounts(
             num_oversized=self._num_oversized,
             num_judge_requests=self._num_requests,
@@ -316,7 +326,7 @@ class Judge:
 
     @property
     def version(self) -> str:
-        """The model, with a digest of what else decides its verdicts; of a judge that was started."""
+        """Model, and a digest of the other settings that affect verdicts. Available after ``start``."""
         section = self._section
         decides = [self._rubric, section.lowest, section.highest, section.temperature, section.num_votes]
         digest = hashlib.sha256(json.dumps([*decides, section.votes.value]).encode()).hexdigest()
@@ -328,7 +338,7 @@ class Judge:
             await self._endpoint.close()
 
     def close(self) -> None:
-        """Forget the connections, which end with the process."""
+        """Drop the connections, which end with the process."""
         self._endpoint = None
 
     async def _score(self, task: Task, response: Response) -> Score:
@@ -356,7 +366,7 @@ class Judge:
     async def _complete(
         self, key: bytes, known: tuple[JudgeVerdict, ...], num_missing: int, task: Task, response: Response
     ) -> tuple[JudgeVerdict, ...]:
-        """Ask for the verdicts that are missing; those that come are kept whatever becomes of the others."""
+        """Request the missing verdicts; those that arrive are kept even if others fail."""
         votes = [asyncio.ensure_future(self._vote(task, response)) for _ in range(num_missing)]
         try:
             results = await asyncio.gather(*votes, return_exceptions=True)
@@ -365,7 +375,8 @@ class Judge:
                 vote.cancel()
         known += tuple(one for one in results if isinstance(one, JudgeVerdict))
         self._remember(key, known)
-        # What waits is retried as a whole: a failure beside it may pass too.
+        # An unavailable endpoint takes precedence: the whole response is retried later, and other failures
+        # may pass.
         for kind in (RewardUnavailable, BaseException):
             for one in results:
                 if isinstance(one, kind):
@@ -373,7 +384,7 @@ class Judge:
         return known
 
     async def _vote(self, task: Task, response: Response) -> JudgeVerdict:
-        """One verdict."""
+        """Request one verdict, with retries."""
         assert self._endpoint is not None, "started"
         last: Exception | None = None
         for attempt in range(self._section.max_attempts):
@@ -423,7 +434,7 @@ class Judge:
             self._verdicts.popitem(last=False)
 
     def _key(self, task: Task, response: Response) -> bytes:
-        """A digest of all that decides a verdict; not of where the response comes from."""
+        """Return a digest of everything that affects a verdict, but not of the origin of the response."""
         section = self._section
         decides = [
             section.base_url,

@@ -1,4 +1,4 @@
-"""One reward of a scorer: the limits of its calls, and the weighted sum of several rewards."""
+"""Limits on the calls of a reward, and the weighted sum of several rewards."""
 
 import asyncio
 import dataclasses
@@ -17,34 +17,38 @@ T = TypeVar("T")
 
 
 class TokenBucket:
-    """Holds up to ``burst`` tokens and gets ``per_s`` new ones a second; what begins takes one.
+    """Token bucket with up to ``burst`` tokens and ``per_s`` new ones per second; each call takes one.
 
     In any t seconds at most ``burst + per_s * t`` calls begin (generic cell rate algorithm, ITU-T I.371).
-    Times are in seconds of one clock, which the caller reads and which never goes back.
+    Times are in seconds of one monotonic clock, which the caller reads.
     """
 
     def __init__(self, per_s: float, *, burst: float = 1.0) -> None:
-        """The bucket is full. Raises ValueError where a number is not above 0, or ``burst`` less than 1."""
+        """Start with a full bucket.
+
+        Raises:
+            ValueError: ``per_s`` is not above 0, or ``burst`` is less than 1.
+        """
         if not per_s > 0.0 or not burst >= 1.0:
             raise ValueError(f"TokenBucket: per_s = {per_s} must be above 0, and burst = {burst} at least 1")
         self._interval_s = 1.0 / per_s
         self._tolerance_s = (burst - 1.0) * self._interval_s
         self._next_s: float | None = None
-        """When the bucket would be full again if nothing more began; None: it never was touched."""
+        """Time at which the bucket would be full again without further calls; None before the first call."""
 
     def wait_s(self, now_s: float) -> float:
-        """How long the next call would have to wait; takes nothing."""
+        """Return how long the next call would have to wait, without taking a token."""
         return 0.0 if self._next_s is None else max(0.0, self._next_s - self._tolerance_s - now_s)
 
     def take(self, now_s: float) -> float:
-        """Take the next token, which may still have to come; returns how long to wait for it."""
+        """Take the next token, even if it is not there yet; return how long to wait for it."""
         wait_s = self.wait_s(now_s)
         self._next_s = max(now_s, now_s if self._next_s is None else self._next_s) + self._interval_s
         return wait_s
 
 
 class CallLimits:
-    """Lets calls begin within the limits of a reward's section, of which each scorer has an equal share."""
+    """Enforces the call limits of a reward's section, of which each scorer has an equal share."""
 
     def __init__(
         self,
@@ -56,7 +60,7 @@ class CallLimits:
         default_concurrent: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """A call that would have to wait for longer than ``longest_wait_s`` is sent away instead."""
+        """Calls that would have to wait longer than ``longest_wait_s`` for ``max_per_s`` are refused."""
         most = default_concurrent
         if section.max_concurrent is not None:
             most = max(1, section.max_concurrent // num_replicas)
@@ -68,10 +72,10 @@ class CallLimits:
 
     @asynccontextmanager
     async def inside(self) -> AsyncIterator[None]:
-        """One call.
+        """Wait for permission, and run one call in the block.
 
         Raises:
-            RewardUnavailable: it would have to wait for longer than ``longest_wait_s`` for its turn.
+            RewardUnavailable: The call would have to wait longer than ``longest_wait_s``.
         """
         if self._bucket is not None:
             now_s = self._clock()
@@ -88,33 +92,33 @@ class CallLimits:
 
 
 class OneReward(Protocol):
-    """One reward with what it runs in; for one event loop."""
+    """One reward with its processes or connections; for one event loop."""
 
     def start(self) -> str:
-        """Start it; returns in words what it is and what isolates it."""
+        """Start the reward; return a description of it and of its isolation."""
         ...
 
     async def score(self, task: Task, responses: Sequence[Response], first: int) -> tuple[Score, ...]:
-        """The score of each response; ``first`` is the place of the first one in its group."""
+        """Return the score of each response; ``first`` is the index of the first one within its group."""
         ...
 
     @property
     def version(self) -> str:
-        """What tells it from others of its name, once it was started."""
+        """Version that distinguishes rewards of equal name; available after ``start``."""
         ...
 
     @property
     def counts(self) -> VerifierCounts:
-        """Counts since it began."""
+        """Counts since the reward was created."""
         ...
 
     def close(self) -> None:
-        """End what it has started."""
+        """Stop everything that ``start`` started."""
         ...
 
 
 async def all_of(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results of all calls; the first that raises ends the others."""
+    """Return the results of all calls; the first error cancels the others."""
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         return list(await asyncio.gather(*tasks))
@@ -124,18 +128,20 @@ async def all_of(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def is_limited(reward: RewardSection) -> bool:
-    """Whether the section of a reward limits its calls."""
+    """Return whether the section of a reward limits its calls."""
     return (reward.max_concurrent, reward.max_per_s, reward.max_attempts) != (None, None, 1)
 
 
 class Limited:
-    """Keeps the limits of a reward's section around another ``OneReward``."""
+    """Applies the limits of a reward's section to another ``OneReward``."""
 
     def __init__(
         self, reward: OneReward, section: RewardSection, *, num_replicas: int, longest_wait_s: float
     ) -> None:
-        """The scorers share the limits evenly. A call whose turn would come later than in ``longest_wait_s``
-        is not available."""
+        """Wrap ``reward``. The scorers share the limits evenly.
+
+        A call that would have to wait longer than ``longest_wait_s`` raises ``RewardUnavailable``.
+        """
         self._reward = reward
         self._max_attempts = section.max_attempts
         self._is_whole = isinstance(section, PythonReward) and section.scores is ScoredUnit.GROUP
@@ -147,20 +153,20 @@ class Limited:
 
     @property
     def version(self) -> str:
-        """That of the reward."""
+        """Version of the wrapped reward."""
         return self._reward.version
 
     @property
     def counts(self) -> VerifierCounts:
-        """Counts since it began."""
+        """Counts since the reward was created."""
         return self._reward.counts
 
     async def score(self, task: Task, responses: Sequence[Response], first: int) -> tuple[Score, ...]:
-        """The score of each response.
+        """Return the score of each response.
 
         Raises:
-            RewardUnavailable: its turn would come too late.
-            Exception: what the last of ``max_attempts`` calls has raised.
+            RewardUnavailable: The call would have to wait too long.
+            Exception: The error of the last of ``max_attempts`` calls.
         """
         if self._is_whole:
             return await self._call(task, responses, first)
@@ -183,13 +189,13 @@ class Limited:
 def weighted_score(rewards: Sequence[RewardSection], scores: Sequence[Score]) -> Score:
     """Combine the scores of several rewards for one response.
 
-    The value is the sum of their values times their weights. Parts are their values by name, without the
-    weights, and their own parts as ``<name>/<part>``; penalties of one name add up. The first reward decides
-    whether the response is correct and has an answer. What they say comes one after the other, each behind
-    the name of its reward. A single reward keeps its parts, steps and words.
+    The value is the weighted sum of their values. Parts are their values by name, without the weights, and
+    their own parts as ``<name>/<part>``; penalties of the same name are added. The first reward decides
+    whether the response is correct and has an answer. Feedback is concatenated, each with the name of its
+    reward. A single reward keeps its parts, steps and feedback.
 
     Raises:
-        ValueError: one of several rewards scores steps, or the sum is too large.
+        ValueError: One of several rewards scores steps, or the sum is too large.
     """
     if len(rewards) == 1:
         ((reward, score),) = zip(rewards, scores, strict=True)

@@ -1,14 +1,13 @@
-"""Compares mathematical answers by math-verify 0.9, with corrections. For processes of verifiers only.
+"""Compares mathematical answers with math-verify 0.9 and corrections. Only for processes of verifiers.
 
-math-verify compares numbers at an absolute tolerance: it rounds decimals to six places, and takes other
-numbers for equal if their difference vanishes at 15 digits. So all small numbers are equal, and large
-powers are computed whatever their size. It drops the base of a number, reads 2(3) as the mixed number 2 +
-3, and takes two equations without real solutions for equal. ``repair`` replaces these comparisons. The
-parser, symbolic equality and the pairing of elements of sets, intervals and matrices are math-verify's.
+math-verify compares numbers with an absolute tolerance: it rounds decimals to six places, and treats other
+numbers as equal if their difference vanishes at 15 digits. So all small numbers are equal, and powers of any
+size are computed. It drops the base of a number, reads 2(3) as the mixed number 2 + 3, and treats two
+equations without real solutions as equal. ``repair`` replaces these comparisons. The parser, symbolic
+equality and the pairing of elements of sets, intervals and matrices are math-verify's.
 
-math-verify's own limits rest on signal.alarm. They cannot stop one long C call, such as an integer raised
-to an integer power. Nothing here has a limit: ``forgeasync.scoring.worker`` kills the process that takes
-too long.
+math-verify's own limits use signal.alarm, which cannot stop one long C call, such as an integer raised to an
+integer power. Nothing here has a limit: ``forgeasync.scoring.worker`` kills the process if it takes too long.
 """
 
 import itertools
@@ -39,26 +38,26 @@ from forgeasync.scoring.final_answer import (
 from forgeasync.scoring.verifier import MathProblem
 
 MAX_BITS = 1 << 17
-"""Most bits of a number that is computed; 10000! has 118,458. Larger ones are equal if written alike."""
+"""Maximum number of bits of a computed number; 10000! has 118,458. Larger ones are compared by notation."""
 
 NUM_DIGITS = 50
-"""Digits to which irrational numbers agree that are equal; their difference vanishes at ``MAX_DIGITS``."""
+"""Digits to which equal irrational numbers must agree; their difference must vanish at ``MAX_DIGITS``."""
 
 MAX_DIGITS = 1000
-"""Digits that are computed to find those in which two numbers differ."""
+"""Maximum number of digits computed to find a difference of two numbers."""
 
 DECIMAL_TOLERANCE = sympy.Rational(1, 10**6)
-"""Relative difference at which a decimal stands for an irrational number. Rational numbers have none."""
+"""Relative tolerance between a decimal and an irrational number. Rational numbers have none."""
 
 _DEFERRED = (sympy.Sum, sympy.Product, sympy.Integral, sympy.Limit, sympy.Derivative)
 
 
 class _Huge(sympy.Function):
-    """A number too large to compute, by the name of its operation and its arguments."""
+    """A number too large to compute, with the name of its operation and its arguments."""
 
 
 def equal(reference: Any, found: Any) -> bool:
-    """Whether two results of math-verify's ``parse`` are equal; ``repair`` must have been called."""
+    """Return whether two results of math-verify's ``parse`` are equal; ``repair`` must have been called."""
     if isinstance(reference, str) or isinstance(found, str):
         return bool(verify(reference, found, timeout_seconds=None))
     if isinstance(reference, sympy.Symbol) or isinstance(found, sympy.Symbol):
@@ -72,7 +71,7 @@ def equal(reference: Any, found: Any) -> bool:
 
 
 def computed(tree: Any) -> Any:
-    """The expression with its numbers computed: exactly, and none larger than ``MAX_BITS``."""
+    """Return the expression with its numbers computed exactly, up to ``MAX_BITS``."""
     if isinstance(tree, sympy.MatrixBase):
         return tree.applyfunc(computed)
     if isinstance(tree, sympy.MatrixExpr):
@@ -107,9 +106,9 @@ def computed(tree: Any) -> Any:
 
 
 def _of_any_numbers(*trees: Any) -> tuple[Any, ...]:
-    """The same trees; with complex numbers in one of them, no symbol of either is said to be real or not.
+    """Drop the assumption that symbols are real from all trees if one of them has complex numbers.
 
-    The parser says so of each expression for itself, which makes x and x different.
+    The parser makes this assumption for each expression separately, so equal symbols would differ.
     """
     if not any(tree.has(sympy.I) for tree in trees):
         return trees
@@ -119,10 +118,10 @@ def _of_any_numbers(*trees: Any) -> tuple[Any, ...]:
 
 
 def numbers_equal(first: Any, second: Any, *_: Any) -> bool:
-    """Whether two expressions or matrices without sets are equal; replaces math-verify's comparisons.
+    """Return whether two expressions or matrices without sets are equal; replaces math-verify's comparisons.
 
-    Rational numbers are equal only exactly, irrational ones to ``NUM_DIGITS`` digits at least. A decimal with
-    finitely many digits equals an irrational number at ``DECIMAL_TOLERANCE``. "9%" equals 9 and 0.09.
+    Rational numbers must be equal exactly, irrational ones to at least ``NUM_DIGITS`` digits. A decimal with
+    finitely many digits equals an irrational number within ``DECIMAL_TOLERANCE``. "9%" equals 9 and 0.09.
     """
     first, second = computed(first), computed(second)
     if isinstance(first, sympy.MatrixBase) and isinstance(second, sympy.MatrixBase):
@@ -145,7 +144,7 @@ def numbers_equal(first: Any, second: Any, *_: Any) -> bool:
 
 
 def _close(first: sympy.Expr, second: sympy.Expr) -> bool | None:
-    """Compare two numbers by their digits; None if that is no way to tell."""
+    """Compare two numbers by their digits; None if that cannot decide."""
     for one in (first, second):
         if not one.is_number or one.has(AppliedUndef, _Huge):
             return None
@@ -165,7 +164,10 @@ def _close(first: sympy.Expr, second: sympy.Expr) -> bool | None:
 
 
 def _digits(number: sympy.Expr) -> sympy.Expr | None:
-    """The number to ``NUM_DIGITS`` digits; None if ``MAX_DIGITS`` do not give them, as for a hidden zero."""
+    """Return the number to ``NUM_DIGITS`` digits.
+
+    None if computing ``MAX_DIGITS`` does not determine them, as for a hidden zero.
+    """
     try:
         return number.evalf(NUM_DIGITS, maxn=MAX_DIGITS, strict=True)
     except (PrecisionExhausted, NotImplementedError):
@@ -173,7 +175,7 @@ def _digits(number: sympy.Expr) -> sympy.Expr | None:
 
 
 def _decimal(number: sympy.Float) -> sympy.Expr:
-    """The decimal that was written: ``Float`` keeps more bits than its digits need."""
+    """Return the decimal as it was written: ``Float`` keeps more bits than its digits need."""
     if not number.is_finite:
         return number
     _, _, exponent, num_bits = number._mpf_
@@ -183,7 +185,7 @@ def _decimal(number: sympy.Float) -> sympy.Expr:
 
 
 def _is_decimal(number: sympy.Expr) -> bool:
-    """Whether it is a decimal with finitely many digits, and no integer."""
+    """Return whether a number is a decimal with finitely many digits, but not an integer."""
     if not isinstance(number, sympy.Rational) or number.q == 1:
         return False
     rest = number.q >> ((number.q & -number.q).bit_length() - 1)
@@ -202,7 +204,7 @@ def _num_bits(number: sympy.Rational) -> int:
 
 
 def _num_bits_of_result(tree: sympy.Basic, args: list[Any]) -> float:
-    """At most about so many bits has the result; 0 where it is no larger than its arguments."""
+    """Return an approximate upper bound of the result's bits; 0 if it is no larger than its arguments."""
     if not all(isinstance(one, sympy.Rational) for one in args):
         return 0
     if isinstance(tree, sympy.Add | sympy.Mul):
@@ -219,9 +221,9 @@ def _num_bits_of_result(tree: sympy.Basic, args: list[Any]) -> float:
 
 
 def _factors(parser: Any, factors: list[Any], index: int = 0) -> Any:
-    """The product of factors without a sign between them; a mixed number is an integer before a fraction.
+    """Return the product of factors without a sign; a mixed number is an integer before a fraction.
 
-    Replaces the parser's method, which adds the factors of 2(3) and of "2 3" as well.
+    Replaces the parser's method, which also adds the factors of 2(3) and of "2 3".
     """
     first = parser.convert_postfix(factors[index])
     texts = [one.getText() for one in factors[index : index + 2]]
@@ -246,7 +248,7 @@ def _factors(parser: Any, factors: list[Any], index: int = 0) -> Any:
 
 
 def _atom(parser: Any, atom: Any) -> Any:
-    """An atom; a number with a subscript is a number in another base, which equals only the same one."""
+    """Convert an atom; a number with a subscript is a number in another base, equal only to itself."""
     number = atom.number_subexpr()
     if number is None or number.subexpr() is None:
         return _PARSED_ATOM(parser, atom)
@@ -254,14 +256,14 @@ def _atom(parser: Any, atom: Any) -> Any:
 
 
 def _binomial(parser: Any, binomial: Any) -> Any:
-    """A binomial coefficient that is not computed yet."""
+    """Return a binomial coefficient without computing it."""
     return sympy.binomial(
         parser.convert_expr(binomial.upper), parser.convert_expr(binomial.lower), evaluate=False
     )
 
 
 def _equations_equal(first: Any, second: Any, *precision: int) -> bool:
-    """Whether two relations have the same solutions, of which there must be one."""
+    """Return whether two relations have the same solutions; each must have at least one."""
     if not all(sympy.solve(one, one.free_symbols) for one in (first, second)):
         return False
     return bool(_SOLVE_AND_COMPARE(first, second, *precision))
@@ -274,9 +276,9 @@ _PARSED_ATOM = latex2sympy2._Latex2Sympy.convert_atom
 
 
 def repair() -> None:
-    """Put the functions above in the places of math-verify's, in this process."""
+    """Replace math-verify's functions with those above, in this process."""
     grader.sympy_numeric_eq = numbers_equal
-    grader.sympy_symbolic_eq = lambda *_: False  # numbers_equal has asked it where it can tell
+    grader.sympy_symbolic_eq = lambda *_: False  # numbers_equal calls it where it is applicable
     grader.sympy_solve_and_compare = _equations_equal
     parser = latex2sympy2._Latex2Sympy
     parser.convert_postfix_list = _factors
@@ -285,11 +287,11 @@ def repair() -> None:
 
 
 MAX_UNBOXED_CHARS = 2000
-"""Length of the end of a response that is searched for an answer if the response has no box."""
+"""Number of characters at the end of a response without a box that are searched for an answer."""
 
 _GSM8K_MARK = "####"
-# People write "#4" for 4, in which math-verify finds no number. The hash after a letter or digit is part of
-# something else. Repeats are bounded: hostile text is long.
+# "#4" can mean 4, but math-verify finds no number in it. The hash after a letter or digit is part of
+# something else. Repeats are bounded, because hostile text can be long.
 _SIGN = r"(?<![\w#\\])\\?#{1,6}[ \t]{0,4}(?=[-+]?(?:\\?\$)?[-+.]?\d|\\[dt]?frac|\\sqrt)"
 _NUMBER_SIGN = re.compile(_SIGN)
 # In a sentence "#4" names something ("rule #4"), so there only the last word or the first of a line counts.
@@ -297,8 +299,8 @@ _FINAL_NUMBER_SIGN = re.compile(rf"^[ \t]{{0,8}}{_SIGN}|{_SIGN}(?=\S{{1,80}}\s{{
 
 
 def _parse_boxed(content: str, *, is_reference: bool = False) -> list[Any]:
-    # The box is math-verify's marker for "all of this is the answer". A box that it cannot read is no reason
-    # to look for another number in it; references are not guesses.
+    # A box is math-verify's marker for "all of this is the answer". If a box is unreadable, no other number
+    # is searched for in it. A reference is not a guess, so any match in it counts.
     mode: Literal["any_match", "first_match"] = "any_match" if is_reference else "first_match"
     content = _NUMBER_SIGN.sub("", content)
     return parse(f"\\boxed{{{content}}}", parsing_timeout=None, extraction_mode=mode)
@@ -306,7 +308,7 @@ def _parse_boxed(content: str, *, is_reference: bool = False) -> list[Any]:
 
 def _reference_content(answer: str) -> str:
     boxed = last_boxed(answer)
-    # GSM8K's references are a solution, "####" and the result.
+    # A GSM8K reference is a solution, "####" and the result.
     content = (answer.rpartition(_GSM8K_MARK)[2] if boxed is None else boxed).strip()
     for opening, closing in (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]")):
         wrapped = content.startswith(opening) and content.endswith(closing)
@@ -317,11 +319,14 @@ def _reference_content(answer: str) -> str:
 
 
 def judge_answer(response: str, answer: str) -> Score:
-    """1.0, and correct, where the final answer of ``response`` equals ``answer``; else 0.0. Has no limit."""
+    """Return 1.0, and correct, if the final answer of ``response`` equals ``answer``; else 0.0.
+
+    Has no time limit.
+    """
     reference = _reference_content(answer)
     stated = after_reasoning(response)
     boxed = last_boxed(stated)
-    # The tail holds the final answer, and math-verify's patterns backtrack badly on long text.
+    # The tail has the final answer, and math-verify's patterns backtrack badly on long text.
     tail = stated[-MAX_UNBOXED_CHARS:]
     if boxed is None and ends_unfinished(tail):
         boxed = ""
@@ -357,18 +362,18 @@ class MathVerifier:
     """Verifies final answers against the references of their tasks."""
 
     def __init__(self) -> None:
-        # It would warn about the absent time limits that processes of verifiers replace.
+        # It would warn about the missing time limits, which the processes of verifiers have.
         logging.getLogger("math_verify").setLevel(logging.ERROR)
-        # Builds math-verify's patterns and parser tables, and imports what sympy imports late, so that no
-        # answer pays for them.
+        # Builds math-verify's patterns and parser tables, and triggers late imports of sympy, so that no
+        # answer is slowed down by them.
         repair()
         for response, answer in _WARM_UP:
             judge_answer(response, answer)
 
     def load(self, problem: MathProblem) -> str:
-        """The reference: nothing has to be prepared."""
+        """Return the reference, which needs no preparation."""
         return problem.answer
 
     def score(self, answer: str, response: str) -> Score:
-        """1.0, and correct, where the final answer of ``response`` equals ``answer``; else 0.0."""
+        """Return 1.0, and correct, if the final answer of ``response`` equals ``answer``; else 0.0."""
         return judge_answer(response, answer)

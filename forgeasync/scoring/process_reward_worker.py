@@ -1,15 +1,16 @@
-"""The process with the engine of a process reward model: JSON lines as in ``reward_worker``.
+"""Process with the engine of a process reward model. JSON lines as in ``reward_worker``.
 
-Started by ``forgeasync.scoring.reward_pool`` as ``python -m forgeasync.scoring.process_reward_worker``. It
-is no part of the scorer's own process: a forward pass would keep that one's event loop from its heartbeat,
-and an engine that dies is replaced alone.
+Started by ``forgeasync.scoring.reward_pool`` as ``python -m forgeasync.scoring.process_reward_worker``. It is
+separate from the scorer's process, because a forward pass would delay the heartbeat of the scorer's event
+loop, and because an engine that dies can be replaced alone.
 
     {"reward": {...}}                                  ->  {"is_async": true, "version": "..."}
                                                          or {"refused": "<reason>"}
     {"call": 7, "task": {...}, "responses": [{...}]}   ->  {"call": 7, "scores": [{...}]}
                                                          or {"call": 7, "error": "<reason>"}
 
-One thread reads requests, the main thread steps the engine: whatever has come meanwhile is in its next step.
+One thread reads requests and the main thread steps the engine. Requests that arrive during a step are in the
+next one.
 """
 
 import hashlib
@@ -36,12 +37,12 @@ from forgeasync.scoring.process_rewards import (
 from forgeasync.scoring.reward_worker import MAX_REASON_CHARS, encode_score
 
 END_BYTES = 1 << 20
-"""Of every file of weights so much from its end tells versions of a model apart."""
+"""Bytes at the end of each file of weights that are included in the model's version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Asked:
-    """A response whose steps are with the engine."""
+    """Response whose steps are in the engine."""
 
     response: Response
     steps: WrittenSteps
@@ -49,13 +50,13 @@ class _Asked:
 
 
 class StepScoring:
-    """Scores responses: the tokenizer, the engine, and what is asked of it. For one thread."""
+    """Scores responses with a tokenizer and an engine. For one thread."""
 
     def __init__(self, section: ProcessRewardModel) -> None:
-        """Load the model and have it score a made-up text.
+        """Load the model and score a made-up text.
 
         Raises:
-            ValueError: it gives no scores.
+            ValueError: The model gives no scores.
         """
         self._section = section
         self._tokenizer = StepTokenizer(section)
@@ -70,11 +71,11 @@ class StepScoring:
 
     @property
     def has_work(self) -> bool:
-        """Whether a response has not been scored yet."""
+        """Whether a response is not scored yet."""
         return self._engine.has_work
 
     def begin(self, call: str, prompt: str, response: Response) -> Score | None:
-        """Give a response to the engine; its score where the engine is not needed."""
+        """Add a response to the engine; return its score if the engine is not needed."""
         steps = steps_of_response(response, self._section)
         if not steps.whole:
             return score_without_steps(response)
@@ -86,7 +87,7 @@ class StepScoring:
         return None
 
     def step(self) -> list[tuple[str, Score | str]]:
-        """One step of the engine: what is scored now, by call, or why it is not."""
+        """Run one step of the engine; return the score, or why there is none, of each finished call."""
         return [(scored.request_id, self._result(scored)) for scored in self._engine.step()]
 
     def _result(self, scored: ScoredTags) -> Score | str:
@@ -98,7 +99,7 @@ class StepScoring:
 
 
 def model_version(section: ProcessRewardModel) -> str:
-    """A digest of the section and of the model's files, of weights only of their sizes and ends."""
+    """Return a digest of the section and of the model's files (of weights: only sizes and last bytes)."""
     folder = Path(section.model_path)
     digest = hashlib.sha256(section.model_dump_json(exclude={"model_path", "weight", "name"}).encode())
     for file in sorted([*folder.glob("*.json"), *folder.glob("*.safetensors")]):
@@ -114,7 +115,7 @@ def model_version(section: ProcessRewardModel) -> str:
 def _read_into(requests: IO[bytes], waiting: "queue.SimpleQueue[dict[str, Any]]") -> None:
     for line in requests:
         waiting.put(json.loads(line))
-    # Nobody waits for what is still computed.
+    # The parent has gone, so nothing waits for the remaining results.
     os._exit(0)
 
 
@@ -148,7 +149,7 @@ def serve() -> None:
     try:
         scoring = StepScoring(section)
         version = model_version(section)
-    except Exception as error:  # any type: vLLM raises many, and the run is to say why
+    except Exception as error:  # any type: vLLM raises many, and the run must report the reason
         reason = f"cannot be started: {type(error).__name__}: {' '.join(str(error).split())}"
         write_line(replies, {"refused": reason[:MAX_REASON_CHARS]})
         return

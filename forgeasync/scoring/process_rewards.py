@@ -1,12 +1,12 @@
-"""Process reward models: the steps of a response, what the model reads, its engine, and the score.
+"""Process reward models: steps of a response, input of the model, its engine, and the score.
 
-The engine runs in ``process_reward_worker``, a process of its own. The policy's tokens are not the model's,
-so the text is tokenized with the model's tokenizer. Scores go back to characters of the text, and from
-there to the policy's tokens (``forgeasync.trainer``).
+The engine runs in a separate process, ``process_reward_worker``. Policy and reward model have different
+tokens, so the text is tokenized with the model's tokenizer. Scores are assigned to characters of the text,
+and from there to the policy's tokens (``forgeasync.trainer``).
 
-The response is hostile, and the task is not ours: neither may write a step tag or another special token.
-Both are tokenized without any added token, so that ``<extra_0>`` in a text is a few ordinary tokens. Only
-the tags that were put behind the steps count.
+Response and task are untrusted: neither may contain a step tag or another special token. Both are tokenized
+without any added token, so that ``<extra_0>`` in a text is a few ordinary tokens. Only the tags that were
+inserted after the steps count.
 """
 
 import json
@@ -38,27 +38,27 @@ class WrittenStep:
     """One step of a response."""
 
     text: str
-    """Its text, without the separator."""
+    """Text of the step, without the separator."""
     end: int
-    """Number of characters up to its end in the response, the separators behind it included."""
+    """Number of characters of the response up to the end of the step, including the separators after it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenSteps:
-    """What a response consists of."""
+    """Steps of a response."""
 
     whole: tuple[WrittenStep, ...]
     """Steps that have ended, each with a text that is not blank."""
     has_cut_step: bool
-    """Whether another step follows them that was cut off."""
+    """Whether they are followed by a step that was cut off."""
 
 
 def written_steps(text: str, separator: str, *, is_cut: bool) -> WrittenSteps:
     """Divide a response into its steps.
 
     A step ends where a separator begins; the last one ends with the response, unless the response was cut off
-    inside it. Separators in a row, and pieces of white space between them, make no step: they belong to the
-    step before, those at the beginning to the first step.
+    inside it. Consecutive separators, and white space between them, are not steps: they belong to the step
+    before, or at the beginning to the first step.
     """
     pieces = text.split(separator)
     whole: list[WrittenStep] = []
@@ -77,13 +77,13 @@ def written_steps(text: str, separator: str, *, is_cut: bool) -> WrittenSteps:
 
 
 def steps_of_response(response: Response, section: ProcessRewardModel) -> WrittenSteps:
-    """The steps that a response consists of."""
+    """Return the steps of a response."""
     is_cut = response.finish_reason is FinishReason.LENGTH
     return written_steps(response.text, section.step_separator, is_cut=is_cut)
 
 
 def combined(values: Sequence[float], how: StepsValue) -> float:
-    """One value from those of at least one step."""
+    """Return one value for the values of at least one step."""
     match how:
         case StepsValue.LAST:
             return values[-1]
@@ -98,7 +98,7 @@ def combined(values: Sequence[float], how: StepsValue) -> float:
 def score_of_steps(
     response: Response, steps: WrittenSteps, values: Sequence[float], section: ProcessRewardModel
 ) -> Score:
-    """The score of a response whose whole steps have these values, one each and at least one.
+    """Return the score of a response, given one value for each of its whole steps, at least one.
 
     A cut step has no reward, and a response that was cut off is not correct.
     """
@@ -118,9 +118,9 @@ def score_of_steps(
 
 
 def score_without_steps(response: Response, *, status: ScoreStatus = ScoreStatus.SCORED) -> Score:
-    """The score of a response that has nothing to score, or too much: 0.
+    """Return the score 0 of a response that has no steps to score, or is too long.
 
-    A group trains on rewards of steps only if every response with a text has one, so the whole text is one
+    A group trains on rewards of steps only if every response with a text has them, so the whole text is one
     step.
     """
     steps = (Step(end=len(response.text), value=0.0),) if response.text else ()
@@ -128,7 +128,7 @@ def score_without_steps(response: Response, *, status: ScoreStatus = ScoreStatus
 
 
 class TagRefused(ValueError):
-    """``step_tag`` is no single token."""
+    """``step_tag`` is not a single token."""
 
 
 class TemplateRefused(ValueError):
@@ -137,27 +137,27 @@ class TemplateRefused(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaggedTokens:
-    """Tokens for the model."""
+    """Input tokens of the model."""
 
     ids: tuple[int, ...]
     counted_tags: tuple[int, ...]
-    """Which of the tokens with the tag's id end a step, by their number among them."""
+    """Indices, among the tokens with the tag's id, of those that end a step."""
 
 
 class StepTokenizer:
-    """The tokenizer of a process reward model, as its section says how to use it."""
+    """Tokenizer of a process reward model, used as its section says."""
 
     def __init__(self, section: ProcessRewardModel) -> None:
-        """Load it.
+        """Load the tokenizer.
 
         Raises:
-            TagRefused, TemplateRefused: the section does not fit the tokenizer.
-            OSError, ValueError: the folder has no tokenizer that can be read.
+            TagRefused, TemplateRefused: The section does not fit the tokenizer.
+            OSError, ValueError: The folder has no readable tokenizer.
         """
         # transformers takes a second to import.
         from transformers import PreTrainedTokenizerFast
 
-        # As tokenizer.json says: AutoTokenizer would build a Qwen2 tokenizer anew and drop what differs.
+        # Exactly as in tokenizer.json: AutoTokenizer would rebuild a Qwen2 tokenizer and drop what differs.
         whole = PreTrainedTokenizerFast.from_pretrained(section.model_path)
         self._plain = _without_added_tokens(whole.backend_tokenizer)
         tag = whole.encode(section.step_tag, add_special_tokens=False)
@@ -174,9 +174,10 @@ class StepTokenizer:
             self._between = whole.encode(between, add_special_tokens=False)
 
     def tagged(self, prompt: str, steps: Sequence[str]) -> TaggedTokens:
-        """The tokens of a task and the steps of a response, a tag behind each step.
+        """Return the tokens of a task and the steps of a response, with a tag after each step.
 
-        What the chat template has behind the response is left out: scores do not depend on later tokens.
+        The part of the chat template after the response is left out, because scores do not depend on later
+        tokens.
         """
         ids = [*self._before, *self._encode(prompt), *self._between]
         counted = []
@@ -194,7 +195,7 @@ class StepTokenizer:
 
 
 def _without_added_tokens(tokenizer: Tokenizer) -> Tokenizer:
-    """The same tokenizer, for which marks such as ``<|im_end|>`` are ordinary text."""
+    """Return the same tokenizer, with markers such as ``<|im_end|>`` treated as ordinary text."""
     described = json.loads(tokenizer.to_str())
     return Tokenizer.from_str(
         json.dumps(described | {"added_tokens": [], "post_processor": None, "truncation": None})
@@ -202,7 +203,7 @@ def _without_added_tokens(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def _template_parts(tokenizer: "PreTrainedTokenizerFast", system_prompt: str | None) -> tuple[str, str]:
-    """What the chat template has before the task, and between task and response."""
+    """Return the parts of the chat template before the task, and between task and response."""
     task, response = (f"content{secrets.token_hex(16)}" for _ in range(2))
     messages = [{"role": "user", "content": task}, {"role": "assistant", "content": response}]
     if system_prompt is not None:
@@ -220,11 +221,14 @@ def _template_parts(tokenizer: "PreTrainedTokenizerFast", system_prompt: str | N
 
 
 ARCHITECTURES = ("Qwen2ForProcessRewardModel", "Qwen2ForRewardModel")
-"""Architectures that vLLM's task ``token_classify`` serves with a score for every token."""
+"""Architectures for which vLLM's task ``token_classify`` returns a score for every token."""
 
 
 def problem_of_model(section: ProcessRewardModel, task: Task | None, field: str) -> Problem | None:
-    """What is wrong with the model at ``field`` of the config; ``task`` is one that it will score."""
+    """Return the problem of the model at ``field`` of the config, or None.
+
+    ``task`` is one that the model will score.
+    """
     folder = Path(section.model_path)
 
     def of_folder(remedy: str) -> Problem:
@@ -272,14 +276,14 @@ def _problem_of_tokenizer(section: ProcessRewardModel, task: Task | None, field:
 logger = logging.getLogger(__name__)
 
 AGAIN_S = 2.0
-"""Seconds after which it is worth asking again while an engine is started."""
+"""Seconds after which a retry makes sense while an engine is being started."""
 
 
 class ProcessRewardPool:
-    """One engine; thread-safe. Responses are scored concurrently, each in a call of its own.
+    """Runs one engine; thread-safe. Responses are scored concurrently, each in a separate call.
 
-    What becomes of a response whose engine is gone: its call has failed, which is an attempt; responses that
-    come while the next engine loads wait, which is none.
+    If the engine dies, its calls fail, which counts as an attempt. Responses that arrive while the next
+    engine loads are scored later, which does not.
     """
 
     def __init__(self, section: ProcessRewardModel) -> None:
@@ -294,12 +298,12 @@ class ProcessRewardPool:
 
     @property
     def num_places(self) -> int:
-        """Number of calls that can run at once."""
+        """Maximum number of concurrent calls."""
         return self._section.max_num_seqs
 
     @property
     def counts(self) -> VerifierCounts:
-        """Counts since it began."""
+        """Counts since the pool was created."""
         return VerifierCounts(num_oversized=self._num_oversized, num_killed_rewards=self._process.num_killed)
 
     @property
@@ -309,11 +313,11 @@ class ProcessRewardPool:
 
     @property
     def version(self) -> str:
-        """A digest of what decides the scores; "" before ``start``."""
+        """Digest of everything that affects the scores; "" before ``start``."""
         return self._process.version
 
     def start(self) -> str:
-        """Load the model; returns in words what there is. Raises as ``RewardProcess.start``."""
+        """Load the model; return a description. Raises the same errors as ``RewardProcess.start``."""
         self._process.start()
         return f"a process with {self._section.model_path} scores steps as reward {self._name!r}"
 
@@ -321,8 +325,8 @@ class ProcessRewardPool:
         """Score one response to a task; ``rollouts`` names it in errors ("rollout 3").
 
         Raises:
-            RewardUnavailable: the engine is being started again.
-            RewardFailure: it has not scored; names the reward, the task and the rollout.
+            RewardUnavailable: The engine is being restarted.
+            RewardFailure: There is no score; the message names the reward, the task and the rollout.
         """
         where = f"reward {self._name!r} ({self._section.model_path}) on task {task.task_id}, {rollouts}"
         self._check_running(where)

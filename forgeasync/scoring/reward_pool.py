@@ -1,6 +1,6 @@
-"""Processes that run a reward: calls with limits, kill and replacement, and a pool handed out to threads.
+"""Processes that run a reward: calls with limits, kill and replacement, and a pool shared by threads.
 
-The reward is a user's own or a process reward model; the processes of both speak alike.
+The reward is a user's own or a process reward model; both kinds of processes use the same protocol.
 """
 
 import dataclasses
@@ -21,23 +21,23 @@ from forgeasync.rollouts import Score, Task, VerifierCounts
 from forgeasync.scoring.reward_worker import decode_score, encode_responses
 
 STARTUP_LIMIT_S = 120.0
-"""Seconds after which a process that has not imported and built its reward counts as stuck."""
+"""Seconds within which a process must have imported and built its reward."""
 
 GRACE_S = 1.0
-"""Seconds after which the parent kills a process that failed to cancel a coroutine at its limit."""
+"""Seconds that a process has to cancel a coroutine at its limit before the parent kills it."""
 
 CALLS_SIDE_BY_SIDE = 64
-"""Most concurrent calls of a coroutine in each process."""
+"""Maximum number of concurrent calls of a coroutine in each process."""
 
 MAX_KILLED = 3
-"""Most times that a call is repeated because another call had its process killed."""
+"""Maximum number of attempts of a call whose process is killed over another call."""
 
 ProcessReward = PythonReward | ProcessRewardModel
-"""The rewards that have processes of this kind."""
+"""Rewards that have processes of this kind."""
 
 
 class RewardFailure(RuntimeError):
-    """A reward has not scored; the message says why. It is never the fault of a response."""
+    """A reward has not returned scores; the message has the reason. It is never the fault of a response."""
 
 
 class RewardTimeout(RewardFailure):
@@ -49,13 +49,14 @@ class ProcessKilled(RuntimeError):
 
 
 class _Running:
-    """One process, the calls that it works on, and the thread that hands its replies out."""
+    """One process, its calls in flight, and the thread that distributes its replies."""
 
     def __init__(self, section: ProcessReward) -> None:
-        """Raises as ``RewardProcess.start``."""
+        """Start the process. Raises the same errors as ``RewardProcess.start``."""
         self._process = ContainedProcess(
             [sys.executable, "-m", _module(section)],
-            # Unlike a verifier's process it has the environment of the run: its code is the user's or ours.
+            # Unlike a verifier's process it has the environment of the run, because its code is the user's or
+            # ours.
             env=os.environ | {"PYTHONPATH": python_path()} | _own_environment(section),
         )
         self.stop = self._process.stop
@@ -64,7 +65,7 @@ class _Running:
         self._pending: dict[int, Future[dict[str, Any]]] = {}
         self._is_killed = False
         self.is_async, self.version = self._build(section)
-        # The thread holds no reference to this object, so that dropping it ends the process.
+        # The thread has no reference to this object, so that dropping it ends the process.
         threading.Thread(
             target=_read_replies,
             args=[weakref.ref(self), self._process.replies],
@@ -96,7 +97,7 @@ class _Running:
         return self._is_killed or self._process.exit_code is not None
 
     def request(self, request: dict[str, Any]) -> tuple[int, Future[dict[str, Any]]]:
-        """Begin a call; returns its number and the future of its reply."""
+        """Begin a call; return its number and the future of its reply."""
         future: Future[dict[str, Any]] = Future()
         with self._lock:
             number = self._num_calls
@@ -117,14 +118,14 @@ class _Running:
         return not was_killed
 
     def reply(self, reply: dict[str, Any]) -> None:
-        """Pass a reply to the caller that waits for it."""
+        """Pass a reply to the waiting caller."""
         with self._lock:
             future = self._pending.pop(reply["call"], None)
         if future is not None:
             future.set_result(reply)
 
     def end(self) -> None:
-        """Fail all pending calls: no more replies will come."""
+        """Fail all pending calls, because no more replies will arrive."""
         status = self._process.wait()
         with self._lock:
             left, self._pending = list(self._pending.values()), {}
@@ -135,21 +136,24 @@ class _Running:
 
 
 def _module(section: ProcessReward) -> str:
-    """What the process runs."""
+    """Return the module that the process runs."""
     if isinstance(section, ProcessRewardModel):
         return "forgeasync.scoring.process_reward_worker"
     return "forgeasync.scoring.reward_worker"
 
 
 def _own_environment(section: ProcessReward) -> dict[str, str]:
-    """Variables of the process alone. Scorers themselves see no GPU."""
+    """Return environment variables for this process only. Scorers themselves see no GPU."""
     if isinstance(section, ProcessRewardModel) and section.gpu is not None:
         return {"CUDA_VISIBLE_DEVICES": str(section.gpu)}
     return {}
 
 
 def _read_replies(running_ref: weakref.ref[_Running], replies: BinaryIO) -> None:
-    """Read until the process ends; holds no reference meanwhile, so that a dropped object ends it."""
+    """Read replies until the process ends.
+
+    Keeps no reference in between, so that dropping the object ends the process.
+    """
     with suppress(ValueError):  # closed by ``stop``
         for line in replies:
             running = running_ref()
@@ -162,14 +166,14 @@ def _read_replies(running_ref: weakref.ref[_Running], replies: BinaryIO) -> None
 
 
 class RewardProcess:
-    """Runs calls of one reward; thread-safe. The process starts when needed, and again after its end."""
+    """Runs calls of one reward; thread-safe. The process starts on demand, and again after its end."""
 
     def __init__(self, section: ProcessReward) -> None:
         self._section = section
         self._running: _Running | None = None
         self._starting = threading.Lock()
         self.num_killed = 0
-        """Processes so far that were killed because a call did not end."""
+        """Number of processes that were killed because a call did not end."""
 
     @property
     def pid(self) -> int | None:
@@ -183,15 +187,15 @@ class RewardProcess:
 
     @property
     def version(self) -> str:
-        """A digest of what decides the reward; "" without a process."""
+        """Digest of everything that affects the reward; "" without a process."""
         return "" if self._running is None else self._running.version
 
     def start(self) -> bool:
-        """Start the process if needed; returns whether its calls can run concurrently.
+        """Start the process if needed; return whether its calls can run concurrently.
 
         Raises:
-            ValueError: the reward cannot be imported or built; says why.
-            RewardTimeout: that took longer than ``STARTUP_LIMIT_S``.
+            ValueError: The reward cannot be imported or built; the message has the reason.
+            RewardTimeout: The start took longer than ``STARTUP_LIMIT_S``, or a model's ``start_limit_s``.
         """
         return self._started().is_async
 
@@ -199,9 +203,9 @@ class RewardProcess:
         """Score responses to one task; blocks until the scores are there.
 
         Raises:
-            RewardTimeout: they were not there in time; a process that this blocked is gone.
-            RewardFailure: the reward raised, returned what is no score, or ended its process.
-            ProcessKilled: another call has not ended.
+            RewardTimeout: The call exceeded its limit; a process that it blocked was killed.
+            RewardFailure: The reward raised, returned something other than scores, or ended its process.
+            ProcessKilled: The process was killed over another call.
         """
         try:
             running = self._started()
@@ -226,7 +230,7 @@ class RewardProcess:
         return tuple(decode_score(score) for score in reply["scores"])
 
     def stop(self) -> None:
-        """End the process; ``start`` starts another one."""
+        """Stop the process; ``start`` starts another one."""
         with self._starting:
             if self._running is not None:
                 self._running.stop()
@@ -243,9 +247,9 @@ class RewardProcess:
 
 
 class RewardPool:
-    """Runs one reward in ``num_processes`` processes; thread-safe. A call takes a place in one of them.
+    """Runs one reward in ``num_processes`` processes; thread-safe. A call occupies a place in one of them.
 
-    Waiting for a place counts against no limit.
+    Waiting for a place does not count towards any limit.
     """
 
     def __init__(self, section: PythonReward, num_processes: int) -> None:
@@ -259,7 +263,7 @@ class RewardPool:
 
     @property
     def num_places(self) -> int:
-        """Number of calls that can run at once, after ``start``."""
+        """Maximum number of concurrent calls, after ``start``."""
         return self._calls_at_once * len(self._processes)
 
     @property
@@ -269,7 +273,7 @@ class RewardPool:
 
     @property
     def counts(self) -> VerifierCounts:
-        """Counts since it began."""
+        """Counts since the pool was created."""
         return VerifierCounts(num_killed_rewards=self.num_killed)
 
     @property
@@ -279,11 +283,14 @@ class RewardPool:
 
     @property
     def version(self) -> str:
-        """A digest of the reward's code, as the process has read it that began last; "" before ``start``."""
+        """Digest of the reward's code, as read by the last of the processes; "" before ``start``."""
         return next((one.version for one in reversed(self._processes) if one.version), "")
 
     def start(self) -> str:
-        """Start all processes concurrently; returns how many. Raises as ``RewardProcess.start``."""
+        """Start all processes concurrently; return a description.
+
+        Raises the same errors as ``RewardProcess.start``.
+        """
         with ThreadPoolExecutor(len(self._processes)) as threads:
             (is_async, *_) = threads.map(RewardProcess.start, self._processes)
         self._calls_at_once = CALLS_SIDE_BY_SIDE if is_async else 1
@@ -294,7 +301,7 @@ class RewardPool:
         """Score responses to one task; ``rollouts`` names them in errors ("rollout 3").
 
         Raises:
-            RewardFailure: the reward has not scored; names it, the task and the rollouts.
+            RewardFailure: There are no scores; the message names the reward, the task and the rollouts.
         """
         try:
             for _ in range(MAX_KILLED):

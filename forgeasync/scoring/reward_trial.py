@@ -1,4 +1,4 @@
-"""Tries rewards that need more than the config before a run starts: what is wrong with them shows at once."""
+"""Tries rewards before a run starts, so that problems beyond the config are reported early."""
 
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,13 +25,13 @@ from forgeasync.scoring.reward_pool import RewardFailure, RewardProcess
 from forgeasync.scoring.verifier_pool import check_isolation
 
 MADE_UP_TEXT = "0"
-"""Text of the made-up response to a task without a reference; else the text is the reference."""
+"""Text of the made-up response to a task without a reference; otherwise the text is the reference."""
 
 
 def check_verifiers(sources: Sequence[NamedSource], section: ScorerSection) -> Iterator[Problem]:
-    """Find a problem if one of our verifiers would read answers behind weaker layers than the config accepts.
+    """Yield a problem if a built-in verifier would run with weaker isolation than the config accepts.
 
-    Starts Python in bubblewrap, once in a process, where a reward is one of our verifiers.
+    If there is a built-in verifier, starts Python in bubblewrap, once per process.
     """
     rewards = (reward for source in sources for reward in source.rewards)
     if any(isinstance(one, MathReward | ReasoningGymReward) for one in rewards):
@@ -39,17 +39,17 @@ def check_verifiers(sources: Sequence[NamedSource], section: ScorerSection) -> I
 
 
 def try_rewards(sources: Sequence[NamedSource], first_tasks: Mapping[str, Task]) -> Iterator[Problem]:
-    """Find what would fail for every response: at most one problem for each reward.
+    """Yield problems that would fail every response, at most one for each reward.
 
-    Every reward of kind ``python`` is built, in a process of its own, and called once with a made-up response
-    to a task of its source; where no task is known (a data set of the hub), it is only built. Every judge is
-    asked for one verdict. Of a process reward model all but the weights is looked at.
+    Every reward of kind ``python`` is built in a separate process, and called once with a made-up response to
+    a task of its source. If no task is known (a data set of the hub), it is only built. Every judge must
+    return one verdict. Of a process reward model everything but the weights is checked.
     """
     refused: set[str] = set()
     for source in sources:
         for index, reward in enumerate(source.rewards):
             field = source.field_of_reward(index)
-            # A reward of several sources is tried on each of them: their records differ.
+            # A reward of several sources is tried on each of them, because their records differ.
             if isinstance(reward, PythonReward) and field not in refused:
                 reason = _failure(reward, first_tasks.get(source.name))
                 if reason is not None:
@@ -103,7 +103,7 @@ def _problem_of_judge(reward: JudgeReward, task: Task | None, field: str) -> Pro
             await endpoint.close()
 
     try:
-        # The caller may have an event loop of its own.
+        # The caller may already run an event loop.
         with ThreadPoolExecutor(1) as thread:
             thread.submit(asyncio.run, ask()).result()
     except ValueError as error:

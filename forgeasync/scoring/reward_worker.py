@@ -1,9 +1,9 @@
-"""The process that runs a user's own reward: one JSON request a line on stdin, one reply a line on stdout.
+"""Process that runs a user's own reward: one JSON request per line on stdin, one reply per line on stdout.
 
-Started by ``forgeasync.scoring.reward_pool`` as ``python -m forgeasync.scoring.reward_worker``. The reward
-is built once. Calls of a coroutine function run side by side in this process's event loop, each under
-``limit_s``. A call that keeps the loop busy cannot be cut off there: the process says which one it is, and
-the parent kills it.
+Started by ``forgeasync.scoring.reward_pool`` as ``python -m forgeasync.scoring.reward_worker``. The reward is
+built once. Calls of a coroutine function run concurrently in this process's event loop, each within
+``limit_s``. A call that blocks the loop cannot be cancelled there: the process reports which call it is, and
+the parent kills the process.
 
     {"reward": {...}}                                  ->  {"is_async": true, "version": "..."}
                                                          or {"refused": "<reason>"}
@@ -33,33 +33,33 @@ from forgeasync.schema import build_code
 from forgeasync.waiting import DeadlineExceeded, deadline
 
 CORRECT_FROM = 1.0
-"""A reward that returns a bare number calls the response correct from here on."""
+"""Minimum value at which the response is correct if a reward returns a bare number."""
 
 MAX_REASON_CHARS = 2000
 
 BLOCKED_AFTER_S = 0.3
-"""A call this long past its limit means that some call keeps the event loop busy."""
+"""Seconds past a call's limit after which the event loop counts as blocked."""
 
 _PARAMETERS = {ScoredUnit.RESPONSE: ("task", "response"), ScoredUnit.GROUP: ("task", "responses")}
 
 
 def encode_score(score: Score) -> dict[str, Any]:
-    """A score as it travels in a reply."""
+    """Encode a score for a reply."""
     return dataclasses.asdict(score)
 
 
 def decode_score(value: dict[str, Any]) -> Score:
-    """The score of a reply; raises ValueError as ``Score`` does."""
+    """Decode the score of a reply; raises ValueError if ``Score`` refuses it."""
     return Score(**{**value, "steps": tuple(Step(**step) for step in value["steps"])})
 
 
 def encode_responses(responses: Sequence[Response]) -> list[dict[str, Any]]:
-    """Responses as they travel in a request."""
+    """Encode responses for a request."""
     return [dataclasses.asdict(response) for response in responses]
 
 
 def as_score(verdict: object) -> Score:
-    """Turn a reward's result for one response into a score; raises ValueError that says what is allowed."""
+    """Convert a reward's result for one response; raises ValueError that says what is allowed."""
     if isinstance(verdict, Score):
         return verdict
     try:
@@ -70,7 +70,7 @@ def as_score(verdict: object) -> Score:
 
 
 def as_scores(verdicts: object, num_responses: int) -> list[Score]:
-    """Turn a reward's result for a group into scores; raises ValueError that names the response."""
+    """Convert a reward's result for a group; raises ValueError that names the response."""
     if isinstance(verdicts, str | bytes | Score) or not isinstance(verdicts, Collection):
         raise ValueError(f"must return a list of {num_responses} floats or Scores, not {verdicts!r}"[:200])
     found = list(verdicts)
@@ -86,7 +86,7 @@ def as_scores(verdicts: object, num_responses: int) -> list[Score]:
 
 
 def _reason(error: BaseException) -> str:
-    """An exception in one line, with the place in the user's code that it comes from."""
+    """Describe an exception in one line, with its place in the user's code."""
     frames = [] if error.__traceback__ is None else inspect.getinnerframes(error.__traceback__)
     of_user = [frame for frame in frames if frame.filename != __file__]
     place = f" ({of_user[-1].filename}:{of_user[-1].lineno})" if of_user else ""
@@ -122,11 +122,11 @@ class _Calls:
             request = json.loads(line)
             self._deadlines_s[request["call"]] = time.monotonic() + self._section.limit_s
             loop.call_soon_threadsafe(start, request)
-        # Nobody waits for what still runs, and it may never end.
+        # Nothing waits for running calls, and they may never end.
         os._exit(0)
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Say which call keeps others from their end, or its own task from being cut off."""
+        """Report the call that blocks the event loop, or one that cannot be cancelled."""
         while True:
             time.sleep(BLOCKED_AFTER_S / 3)
             overdue_s = time.monotonic() - BLOCKED_AFTER_S
@@ -138,7 +138,7 @@ class _Calls:
                 return
 
     async def _run(self, request: dict[str, Any]) -> None:
-        """One call; whatever becomes of it is the reply."""
+        """Run one call and write its reply, whatever the outcome."""
         reply: dict[str, Any] = {"call": request["call"]}
         try:
             async with deadline(self._section.limit_s, call="the reward", key="limit_s"):
@@ -146,7 +146,7 @@ class _Calls:
             reply["scores"] = [encode_score(score) for score in scores]
         except DeadlineExceeded:
             reply["timeout"] = True
-        except BaseException as error:  # SystemExit too: a reward's exception is for the user to see
+        except BaseException as error:  # SystemExit too: the user must see the reward's exception
             reply["error"] = _reason(error)
         del self._deadlines_s[request["call"]], self._tasks[request["call"]]
         write_line(self._replies, reply)
@@ -168,12 +168,12 @@ class _Calls:
 
 
 def is_coroutine_function(reward: Callable[..., object]) -> bool:
-    """Whether calls of a reward can run side by side on one event loop."""
+    """Return whether calls of a reward can run concurrently on one event loop."""
     return inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__)
 
 
 def code_version(section: PythonReward, reward: Callable[..., object]) -> str:
-    """A digest of the file that a reward is in, or of the reward if it was sent along, and of its options."""
+    """Return a digest of the reward's file, or of its pickle if it was sent along, and of its options."""
     code = (section.pickled or "").encode()
     if section.pickled is None:
         try:

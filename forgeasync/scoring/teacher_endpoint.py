@@ -1,8 +1,8 @@
-"""A teacher behind vLLM's OpenAI-compatible server: log-probabilities of given tokens by ``prompt_logprobs``.
+"""Teacher behind vLLM's OpenAI-compatible server: log-probabilities of given tokens by ``prompt_logprobs``.
 
-The tokens are sent as ids and answered by id, so nothing is tokenized again. The fields are those of vLLM's
-extension of ``/v1/completions`` (vLLM 0.32, entrypoints/openai/completion/protocol.py); servers without it
-are found out by the probe before a run starts.
+Tokens are sent and returned as ids, so nothing is re-tokenized. The fields are those of vLLM's extension of
+``/v1/completions`` (vLLM 0.32, entrypoints/openai/completion/protocol.py); a probe before the run starts
+detects servers without it.
 
 Shape suffixes: S tokens of prompt and response, T response tokens, K ids of each token.
 """
@@ -25,25 +25,29 @@ from forgeasync.scoring.endpoints import (
 )
 
 BYTES_PER_ID = 512
-"""A reply of more bytes an id, and ``FIXED_BYTES``, is not read."""
+"""Bytes per id of the longest accepted reply, in addition to ``FIXED_BYTES``."""
 FIXED_BYTES = 1 << 16
 
 STANDS_FOR_MINUS_INFINITY = -9999.0
-"""What vLLM's server writes for a log-probability that JSON has no number for."""
+"""Value that vLLM's server writes for minus infinity, which JSON cannot represent."""
 
 AGAIN_S = 1.0
-"""Seconds until an endpoint that does not answer is asked again, where it asks for nothing."""
+"""Seconds until an endpoint that does not answer is tried again, if it gives no Retry-After."""
 
 
 class TeacherRefuses(ValueError):
-    """The endpoint has refused the request itself, or has answered with something else."""
+    """The endpoint has refused the request, or its reply is not a completion with log-probabilities."""
 
 
 class TeacherClient:
-    """One teacher's endpoint; for one event loop."""
+    """Client of one teacher's endpoint; for one event loop."""
 
     def __init__(self, section: TeacherEndpoint) -> None:
-        """Connect to nothing. Raises ValueError where the variable with the key is not set."""
+        """Read the key, without connecting.
+
+        Raises:
+            ValueError: The environment variable with the key is not set.
+        """
         self._section = section
         self._client = EndpointClient(
             base_url=section.base_url,
@@ -53,20 +57,21 @@ class TeacherClient:
         )
 
     async def score(self, ids_S: np.ndarray, *, num_prompt: int, num_ids: int) -> TeacherRecord:
-        """What the model says of the tokens behind the first ``num_prompt``.
+        """Return the model's scores of the tokens after the first ``num_prompt``.
 
         Raises:
-            RewardUnavailable: there was no answer within ``limit_s``, or one with status 429 or 5xx.
-            TeacherRefuses: another status, or the reply is no completion with log-probabilities.
-            WrongTeacherRecord: it is about other tokens, or lacks some.
+            RewardUnavailable: There was no answer within ``limit_s``, or one with status 408, 409, 429 or
+                5xx.
+            TeacherRefuses: Another error status, or the reply is not a completion with log-probabilities.
+            WrongTeacherRecord: The reply is for other tokens, or lacks some.
         """
         body = await self._ask(ids_S, num_ids)
         return await asyncio.to_thread(self._read, body, ids_S, num_prompt=num_prompt, num_ids=num_ids)
 
     async def probe(self, ids_S: np.ndarray, *, num_ids: int) -> tuple[TeacherRecord, list[str | None]]:
-        """The record of all tokens but the first, and the text that the server's tokenizer gives each one.
+        """Return the record of all tokens but the first, and each one's text by the server's tokenizer.
 
-        A text is None where the server gives none. Raises as ``score``.
+        A text is None if the server returns none. Raises the same errors as ``score``.
         """
         positions = self._positions(await self._ask(ids_S, num_ids))
         record = _record(positions, ids_S, num_prompt=1, num_ids=num_ids)
@@ -77,11 +82,11 @@ class TeacherClient:
         return record, [text if isinstance(text, str) else None for text in texts]
 
     def _read(self, body: bytes, ids_S: np.ndarray, *, num_prompt: int, num_ids: int) -> TeacherRecord:
-        """The record in a reply. A reply on a long response has many MiB: not for the event loop's thread."""
+        """Parse the record in a reply, outside of the event loop's thread: a long response has many MiB."""
         return _record(self._positions(body), ids_S, num_prompt=num_prompt, num_ids=num_ids)
 
     async def _ask(self, ids_S: np.ndarray, num_ids: int) -> bytes:
-        """The server's reply."""
+        """Request the scores; return the body of the reply."""
         largest = FIXED_BYTES + BYTES_PER_ID * (num_ids + 1) * len(ids_S)
         reply = self._client.sdk.completions.with_streaming_response.create(
             model=self._section.model,
@@ -110,7 +115,7 @@ class TeacherClient:
 
     def _positions(self, body: bytes) -> list[Any]:
         try:
-            # The parser is C, and lets other threads run only where it calls Python.
+            # The parser is C, and lets other threads run only when it calls Python.
             (choice,) = json.loads(body, object_hook=_as_it_is)["choices"]
             found = choice["prompt_logprobs"]
         except (ValueError, LookupError, TypeError, RecursionError):
@@ -148,7 +153,7 @@ def _record(positions: list[Any], ids_S: np.ndarray, *, num_prompt: int, num_ids
             )
         ids_TK[row] = [one for _, one, _ in likeliest]
         topk_TK[row] = [_finite(value) for _, _, value in likeliest]
-    # A server keeps its weights: they have no other version.
+    # The weights of a server do not change, so there is only version 0.
     versions_T = np.zeros(num_tokens, np.int32)
     return TeacherRecord(logprobs_T=logprobs_T, ids_TK=ids_TK, topk_TK=topk_TK, versions_T=versions_T)
 
@@ -158,5 +163,5 @@ def _as_it_is(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def _finite(value: float) -> float:
-    """The value, and nan where a number stands for none; a record with nan is refused."""
+    """Return the value, or nan for the placeholder of minus infinity; a record with nan is refused."""
     return value if value > STANDS_FOR_MINUS_INFINITY else math.nan

@@ -1,4 +1,4 @@
-"""The requests to a process of verifiers, in the form that is sent to it; light to import."""
+"""Requests to a process of verifiers, in the form that is sent. Light to import."""
 
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -11,12 +11,12 @@ from forgeasync.rollouts import Score
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MathVerifierChoice:
-    """math-verify."""
+    """Choice of math-verify."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GymVerifierChoice:
-    """The verifier of one reasoning-gym data set; the fields are what generates its problems again."""
+    """Choice of the verifier of one reasoning-gym data set, with the settings that generate its problems."""
 
     source: ReasoningGymSource
     num_train: int
@@ -29,14 +29,14 @@ VerifierChoice = GymVerifierChoice | MathVerifierChoice
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MathProblem:
-    """A problem whose answer is compared with a reference."""
+    """Problem whose answer is compared with a reference."""
 
     answer: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GymProblem:
-    """A problem that is generated again from its index, and compared with the prompt that was sampled for."""
+    """Problem that is generated again from its index, and compared with the prompt of the rollout."""
 
     task_id: str
     source_index: int
@@ -47,14 +47,14 @@ Problem = GymProblem | MathProblem
 
 
 class Verifier(Protocol):
-    """Judges answers inside a process of verifiers, without any limits."""
+    """Scores answers inside a process of verifiers, without any limits."""
 
     def load(self, problem: Any) -> Any:
-        """Prepare a problem, once for its answers. Raises ValueError where it is not the one asked for."""
+        """Prepare a problem, once for all its answers; raises ValueError if it is not the requested one."""
         ...
 
     def score(self, loaded: Any, response: str) -> Score:
-        """Judge one response to a problem that was loaded; may raise anything."""
+        """Score one response to a loaded problem; may raise any exception."""
         ...
 
 
@@ -63,9 +63,10 @@ PROBLEM_CODEC: TypeAdapter[Problem] = TypeAdapter(Problem)
 
 
 def build_verifier(choice: VerifierChoice) -> Verifier:
-    """The verifier of a choice; imports what it needs, which evaluates what models write.
+    """Build the verifier of a choice; imports packages that evaluate text written by models.
 
-    Raises ValueError naming the config field that makes it impossible.
+    Raises:
+        ValueError: A config field makes the choice impossible; the message names it.
     """
     match choice:
         case GymVerifierChoice():

@@ -44,26 +44,26 @@ from forgeasync.scoring.worker import LOAD_LIMIT_S, WorkerSetup
 logger = logging.getLogger(__name__)
 
 MAX_ANSWER_BYTES = 1 << 20
-"""Longest answer that is read; a longer one scores 0. Many verifiers take time quadratic in the length."""
+"""Maximum size of an answer; a longer one scores 0. Many verifiers take quadratic time."""
 _NUM_LOGGED = 20
-"""Number of unverified answers of each kind that are logged one by one; all are counted."""
+"""Number of unverified answers of each kind that are logged individually; all are counted."""
 STARTUP_LIMIT_S = 120.0
-"""Seconds after which a process that is not ready counts as broken."""
+"""Seconds within which a process must be ready."""
 _GRACE_S = 5.0
 """Seconds by which the parent's kill follows the process's own limits; it is for processes that hang."""
 
 
 class VerifierFailure(RuntimeError):
-    """The process of verifiers cannot do its work; this is never the fault of an answer."""
+    """The process of verifiers does not work; this is never the fault of an answer."""
 
 
 class ProblemDiffers(ValueError):
-    """A problem is not what its index generates here."""
+    """A problem differs from what its index generates here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerLimits:
-    """The resources that one answer may use."""
+    """Resources that one answer may use."""
 
     time_s: float
     """Wall time for verifying one answer, in seconds."""
@@ -87,11 +87,11 @@ class VerifierProcess:
         return None if self._process is None else self._process.pid
 
     def start(self) -> tuple[Layer, ...]:
-        """Start the process if needed; returns what isolates it.
+        """Start the process if needed; return the layers that isolate it.
 
         Raises:
-            ValueError: the choice of verifier is impossible, with the config field.
-            VerifierFailure: the process does not start.
+            ValueError: The choice of verifier is impossible; the message names the config field.
+            VerifierFailure: The process does not start.
         """
         if self._process is not None and (exit_code := self._process.exit_code) is not None:
             logger.warning("a process of verifiers ended with code %d between answers", exit_code)
@@ -119,8 +119,8 @@ class VerifierProcess:
         """Return the verdict on one answer, in a form of ``forgeasync.scoring.worker``'s protocol.
 
         Raises:
-            ProblemDiffers: the problem's index generates another problem here.
-            VerifierFailure: the process does not start, or ends over the problem.
+            ProblemDiffers: The problem's index generates another problem here.
+            VerifierFailure: The process does not start, or ends while it loads the problem.
         """
         self.start()
         request = {"problem": PROBLEM_CODEC.dump_python(problem, mode="json")}
@@ -133,15 +133,15 @@ class VerifierProcess:
         return {"crash": "the whole process of verifiers"} if verdict is None else verdict
 
     def stop(self) -> None:
-        """End the process; the next request starts another one."""
+        """Stop the process; the next request starts another one."""
         if self._process is not None:
             self._process.stop()
             self._process = None
 
     def _spawn(self) -> str | None:
-        """Start the process; returns the folder that it may write to until it has imported everything."""
+        """Start the process; return the folder that it may write to until it has imported everything."""
         scratch: str | None = None
-        # By its parent's mark a process is found, and ended, when its parent has been killed.
+        # The parent's mark identifies the process, so that it can be ended if its parent is killed.
         if self._bubblewrap.path is not None:
             env = python_environment() | own_mark()
         else:
@@ -154,7 +154,7 @@ class VerifierProcess:
         return scratch
 
     def _ask(self, request: dict[str, Any], *, limit_s: float) -> dict[str, Any] | None:
-        """The reply to a request; None if there is none in time, after ending the process."""
+        """Return the reply to a request; None if it does not come in time, after stopping the process."""
         assert self._process is not None
         try:
             return self._process.ask(request, limit_s=limit_s)
@@ -164,7 +164,7 @@ class VerifierProcess:
 
 
 class _Lost(StrEnum):
-    """Why an answer could not be verified."""
+    """Reason why an answer could not be verified."""
 
     TIMEOUT = "timeout"
     CRASH = "crash"
@@ -176,16 +176,16 @@ _STATUS = {kind: ScoreStatus(kind.value) for kind in _Lost}
 
 
 class VerifierPool:
-    """Verifies answers in up to ``scorer.num_workers`` processes at once; thread-safe.
+    """Verifies answers in up to ``scorer.num_workers`` concurrent processes; thread-safe.
 
-    Every call takes one process for itself. Waiting for one does not count against the answer's limit of
-    time.
+    Every call has exclusive use of one process. Waiting for one does not count towards the answer's time
+    limit.
     """
 
     def __init__(
         self, choice: VerifierChoice, section: ScorerSection, *, bubblewrap: FoundBubblewrap | None = None
     ) -> None:
-        """Processes start when they are first needed; without ``bubblewrap`` it is looked for then."""
+        """Store the settings. Processes start on demand; without ``bubblewrap`` it is searched for then."""
         self._choice = choice
         self._section = section
         self._limits = AnswerLimits(
@@ -199,7 +199,7 @@ class VerifierPool:
 
     @property
     def counts(self) -> VerifierCounts:
-        """Count the answers that could not be verified so far."""
+        """Counts of the answers that could not be verified."""
         with self._lock:
             return VerifierCounts(
                 num_timeouts=self._num_lost[_Lost.TIMEOUT],
@@ -214,12 +214,12 @@ class VerifierPool:
         return tuple(one.pid for one in self._processes if one.pid is not None)
 
     def start(self) -> str:
-        """Start all processes concurrently; returns a sentence on what isolates them.
+        """Start all processes concurrently; return a description of their isolation.
 
         Raises:
-            ValueError: the choice of verifier is impossible, or bubblewrap does not work and the config does
-                not accept weaker layers; names the config field.
-            VerifierFailure: a process does not start.
+            ValueError: The choice of verifier is impossible, or bubblewrap does not work and the config does
+                not accept weaker layers; the message names the config field.
+            VerifierFailure: A process does not start.
         """
         self._make_processes()
         with ThreadPoolExecutor(self._section.num_workers) as threads:
@@ -236,8 +236,9 @@ class VerifierPool:
         """Score one response; 0.0, counted, if it cannot be verified within its limits.
 
         Raises:
-            ValueError: as ``start``; ``ProblemDiffers``: the problem is not what its index generates.
-            VerifierFailure: a process cannot be started.
+            ValueError: See ``start``; or, as ``ProblemDiffers``, the problem differs from what its index
+                generates.
+            VerifierFailure: A process cannot be started.
         """
         if len(response) > MAX_ANSWER_BYTES or len(response.encode(errors="replace")) > MAX_ANSWER_BYTES:
             return self._lost(_Lost.OVERSIZED, f"longer than {MAX_ANSWER_BYTES} bytes")
@@ -285,7 +286,7 @@ class VerifierPool:
 
 
 def check_isolation(section: ScorerSection, bubblewrap: FoundBubblewrap) -> Iterator[ConfigProblem]:
-    """Find a problem if answers would be verified behind weaker layers than the config accepts."""
+    """Yield a problem if answers would be verified with weaker isolation than the config accepts."""
     if bubblewrap.path is None and not section.allow_weaker_isolation:
         yield ConfigProblem(
             field="scorer.allow_weaker_isolation",
@@ -300,47 +301,47 @@ _MATH_POOLS = {
     allowed: VerifierPool(MathVerifierChoice(), ScorerSection(num_workers=1, allow_weaker_isolation=allowed))
     for allowed in (False, True)
 }
-"""The pools behind ``math_reward``; neither starts a process before its first call."""
+"""Pools of ``math_reward``; neither starts a process before its first call."""
 
 
 def math_reward(response: str, answer: str, *, allow_weaker_isolation: bool = False) -> float:
-    r"""1.0 if the final answer of ``response`` equals ``answer``, else 0.0.
+    r"""Return 1.0 if the final answer of ``response`` equals ``answer``, else 0.0.
 
     The final answer is the content of the last ``\boxed`` or ``\fbox`` after ``</think>``, else the last
-    number or formula there. A last box that is empty or not finished is no answer.
+    number or formula there. A last box that is empty or unfinished is not an answer.
 
-    Rational numbers are equal only exactly, with powers, factorials and decimals: 0.333333 is not 1/3. A
-    decimal stands for an irrational number if it differs by at most one part in 10**6. Irrational numbers are
+    Rational numbers must be equal exactly, including powers, factorials and decimals: 0.333333 is not 1/3. A
+    decimal equals an irrational number if it differs by at most one part in 10**6. Irrational numbers are
     equal if they agree to 50 digits and their difference vanishes at 1000. A number of more than 131,072 bits
-    is not computed: it equals only what is written alike. A number with a base, as 100_2, equals only the
-    same number with the same base.
+    is not computed: it equals only a number in the same notation. A number with a base, as 100_2, equals only
+    the same number with the same base.
 
-    Works from any thread. ``response`` is hostile input, so it is verified in a process that bubblewrap
-    isolates. Where bubblewrap does not work, ``allow_weaker_isolation`` has it verified behind the layers
-    that do (``forgeasync.isolation.layers``).
+    Works from any thread. ``response`` is untrusted, so it is verified in a process that bubblewrap isolates.
+    If bubblewrap does not work, ``allow_weaker_isolation`` allows verification behind the layers that do
+    (``forgeasync.isolation.layers``).
 
     Raises:
-        ValueError: bubblewrap does not work here, and weaker layers are not allowed.
-        VerifierFailure: no process can be started.
+        ValueError: Bubblewrap does not work here, and weaker layers are not allowed.
+        VerifierFailure: No process can be started.
     """
     pool = _MATH_POOLS[allow_weaker_isolation]
     return pool.score(MathProblem(answer=answer), response).value
 
 
 class VerifiedScorer:
-    """Verifies responses in guarded processes; see ``forgeasync.scoring.verifier_pool``. Thread-safe."""
+    """Verifies responses in guarded processes (``VerifierPool``). Thread-safe."""
 
     def __init__(self, choice: VerifierChoice, section: ScorerSection) -> None:
-        """Starts nothing."""
+        """Store the settings; ``start`` starts the processes."""
         self._is_gym = isinstance(choice, GymVerifierChoice)
         self._pool = VerifierPool(choice, section)
 
     def start(self) -> str:
-        """Start the processes; returns a sentence on what isolates them. Raises as ``VerifierPool.start``."""
+        """Start the processes; return a description of their isolation. Raises as ``VerifierPool.start``."""
         return self._pool.start()
 
     def score(self, task: Task, response: str) -> Score:
-        """See ``VerifierPool.score``. What it raises is no fault of the response."""
+        """Return the score; see ``VerifierPool.score``. An error is never the fault of the response."""
         problem: Problem
         if self._is_gym:
             problem = GymProblem(task_id=task.task_id, source_index=task.source_index, prompt=task.prompt)
@@ -356,7 +357,7 @@ class VerifiedScorer:
 
     @property
     def counts(self) -> VerifierCounts:
-        """Responses so far that could not be verified."""
+        """Counts of the responses that could not be verified."""
         return self._pool.counts
 
     def close(self) -> None:
@@ -367,7 +368,7 @@ class VerifiedScorer:
 def verifier_choice(
     reward: ReasoningGymReward | MathReward, source: NamedSource, *, seed: int
 ) -> VerifierChoice:
-    """The verifier of a source's problems that ``build_source`` makes with the same seed, in any process."""
+    """Return the verifier of the problems that ``build_source`` makes with the same seed, in any process."""
     if isinstance(reward, MathReward):
         return MathVerifierChoice()
     assert isinstance(source.source, ReasoningGymSource), "checked before a run starts"
@@ -378,5 +379,5 @@ def verifier_choice(
 
 @functools.cache
 def _version(package: str) -> str:
-    # Looked up in the file system, which for every response would cost more than verifying it.
+    # Cached, because the look-up in the file system takes longer than verifying a response.
     return metadata.version(package)

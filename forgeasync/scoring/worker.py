@@ -1,4 +1,4 @@
-"""The process that verifies answers: reads one JSON request a line on stdin, answers one a line on stdout.
+"""Process that verifies answers: reads JSON requests from stdin and writes replies to stdout, one per line.
 
 Started by ``forgeasync.scoring.verifier_pool`` as ``python -m forgeasync.scoring.worker``. It imports the
 verifier and generates problems, once for all answers.
@@ -9,13 +9,13 @@ verifier and generates problems, once for all answers.
                                 {"error": "<reason>"}, {"timeout": true} or {"crash": <exit status>}
 
 Only forks of this process read answers, so an answer can affect nothing outside of its fork. A fork serves
-one answer after another, for as long as none of them ran code: the audit hook reports every compilation and
-execution through a pipe, at once, so that no code can revoke the report. After such an answer, and after any
-that was cut off, the next one gets a new fork. So an answer can stall, crash or tamper with nothing but its
-own verification. (It can forge its own score, where a verifier evaluates it as code.)
+one answer after another until one of them runs code: the audit hook reports every compilation and execution
+through a pipe immediately, so that no code can revoke the report. After such an answer, and after any that
+was cut off, the next one gets a new fork. So an answer can stall, crash or tamper with nothing but its own
+verification. (It can forge its own score if a verifier evaluates it as code.)
 
-A fork costs far more than a plain answer: 12 ms to 0.5 ms of processor time for sums, on a virtual machine.
-So it also serves other problems, which come to it as the bytes of plain values.
+A fork costs far more than a plain answer: 12 ms instead of 0.5 ms of processor time for sums, on a virtual
+machine. So a fork also serves other problems, which are sent to it as the bytes of plain values.
 """
 
 import gc
@@ -43,14 +43,14 @@ from forgeasync.rollouts import Score
 from forgeasync.scoring.verifier import CHOICE_CODEC, PROBLEM_CODEC, Problem, Verifier, build_verifier
 
 LOAD_LIMIT_S = 60.0
-"""Seconds to generate a problem again; after that, this process ends."""
+"""Seconds within which a problem must be generated; after that, this process ends."""
 MAX_VERDICT_BYTES = 4096
 MAX_REASON_CHARS = 500
 MAX_ANSWERS = 64
-"""Most answers that one fork serves."""
+"""Maximum number of answers that one fork serves."""
 
 _ORPHAN_GRACE_S = 2.0
-"""An answer's own alarm comes this much later than the parent's kill: it is for orphans only."""
+"""Seconds by which an answer's own alarm follows the parent's kill; it is for orphans only."""
 _ANSWERS, _VERDICTS, _REPORTS = 3, 4, 5
 """Descriptors in the fork."""
 _LENGTH_BYTES = 8
@@ -61,16 +61,16 @@ class WorkerSetup:
     """Settings of a process of verifiers."""
 
     choice: dict[str, Any]
-    """The choice of verifier, encoded by ``CHOICE_CODEC``."""
+    """Choice of verifier, encoded by ``CHOICE_CODEC``."""
     answer_limit_s: float
     answer_memory_bytes: int
     scratch_folder: str | None
-    """A folder of the host, removed once all is imported; None where bubblewrap is around."""
+    """Folder of the host, removed after all imports; None within bubblewrap."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForkLimits:
-    """The limits of answers, and the folders that they may read."""
+    """Limits of answers, and the folders that they may read."""
 
     answer_limit_s: float
     answer_memory_bytes: int
@@ -79,32 +79,32 @@ class ForkLimits:
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Reads numbers, texts and containers of them, and nothing else."""
+    """Unpickler for numbers, texts and containers of them only."""
 
     def find_class(self, module_name: str, global_name: str) -> NoReturn:
         raise pickle.UnpicklingError(f"{module_name}.{global_name} is no plain value")
 
 
 def plain_bytes(loaded: Any) -> bytes | None:
-    """Return a problem's form as bytes that read back without running code; None if it has none."""
+    """Return a problem as bytes that can be read without running code; None if that is not possible."""
     try:
         content = pickle.dumps(loaded)
         _PlainUnpickler(io.BytesIO(content)).load()
-    except Exception:  # whatever an object does about being pickled
+    except Exception:  # Pickling an object can raise any exception.
         return None
     return content
 
 
 def reason(error: BaseException) -> str:
-    """Describe an exception in few words, for a reply."""
+    """Describe an exception briefly, for a reply."""
     return f"{type(error).__name__}: {error}"[:MAX_REASON_CHARS]
 
 
 class AnswerFork:
-    """Forks at once; ``close`` ends the fork, and must be called."""
+    """Forks on creation; ``close`` ends the fork and must be called."""
 
     def __init__(self, verifier: Verifier, loaded: Any, limits: ForkLimits) -> None:
-        """Fork; answers are then verified for the problem ``loaded``, until ``verify`` gets another."""
+        """Fork; answers are verified for the problem ``loaded``, until ``verify`` gets another one."""
         self._limits = limits
         self._num_answers = 0
         answers, self._answers = os.pipe()
@@ -122,7 +122,7 @@ class AnswerFork:
     def verify(self, answer: str, other: bytes = b"") -> tuple[dict[str, Any], bool]:
         """Return the verdict, in a form of the worker's protocol, and whether the fork can be used again.
 
-        ``other`` is another problem that this answer and the next ones are for, by ``plain_bytes``.
+        ``other`` is another problem, from ``plain_bytes``, that this answer and the next ones are for.
         """
         self._num_answers += 1
         content = answer.encode(errors="surrogatepass")
@@ -141,23 +141,24 @@ class AnswerFork:
         return verdict, is_clean
 
     def close(self) -> None:
-        """Kill the fork, and whatever it may have started."""
+        """Kill the fork, and all processes that it may have started."""
         for descriptor in (self._answers, self._verdicts, self._reports):
             os.close(descriptor)
         os.kill(self._pid, signal.SIGKILL)
         if self._limits.in_bubblewrap and _process_1_is_bubblewrap():
-            # A namespace of its own: bubblewrap, its first process, ignores this, and this process is spared.
+            # In a separate process namespace, this kills everything but bubblewrap, its first process, and
+            # this process.
             with suppress(ProcessLookupError):
                 os.kill(-1, signal.SIGKILL)
         os.waitpid(self._pid, 0)
 
     def has_ended(self) -> bool:
-        """Whether its process is gone."""
+        """Return whether the fork's process has ended."""
         ended = os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
         return ended is not None
 
     def _read_verdict(self, deadline_s: float) -> bytes | None:
-        """Read up to the end of a line, the end of the process or the size limit; None if time is up."""
+        """Read up to the end of a line, the end of the process or the size limit; None after the deadline."""
         said = b""
         while len(said) <= MAX_VERDICT_BYTES and not said.endswith(b"\n"):
             ready, _, _ = select.select([self._verdicts], [], [], max(0.0, deadline_s - time.monotonic()))
@@ -171,7 +172,10 @@ class AnswerFork:
 
 
 def _process_1_is_bubblewrap() -> bool:
-    """Whether this process is in a process namespace of bubblewrap's: elsewhere kill(-1) ends the machine."""
+    """Return whether this process is in a process namespace of bubblewrap.
+
+    Elsewhere kill(-1) ends the machine.
+    """
     with open("/proc/1/comm", encoding="ascii") as comm:
         return comm.read().strip() == "bwrap"
 
@@ -185,7 +189,7 @@ def _verdict(score: Score) -> dict[str, Any]:
 
 
 def _checked(said: bytes) -> tuple[dict[str, Any], bool]:
-    """Turn any output of the fork into a verdict of the protocol; also return whether the fork must end."""
+    """Convert any output of the fork to a verdict of the protocol; also return whether the fork must end."""
     try:
         verdict = json.loads(said)
         if "error" in verdict:
@@ -198,9 +202,8 @@ def _checked(said: bytes) -> tuple[dict[str, Any], bool]:
 def _serve(
     verifier: Verifier, loaded: Any, limits: ForkLimits, *, answers: int, verdicts: int, reports: int
 ) -> NoReturn:
-    """Verify incoming answers, inside the fork; the first are to the problem ``loaded``."""
-    # It keeps only these descriptors: requests and replies of its parent, and the log, are out of
-    # reach.
+    """Verify incoming answers, inside the fork; the first ones are for the problem ``loaded``."""
+    # It keeps only these descriptors: requests and replies of its parent, and the log, are out of reach.
     kept = [os.dup(descriptor) for descriptor in (answers, verdicts, reports)]
     nowhere = os.open(os.devnull, os.O_RDWR)
     low = [os.dup2(descriptor, 100 + index) for index, descriptor in enumerate(kept)]
@@ -222,7 +225,7 @@ def _serve(
         other = _read_exactly(int.from_bytes(_read_exactly(_LENGTH_BYTES)))
         content = _read_exactly(int.from_bytes(_read_exactly(_LENGTH_BYTES)))
         if other:
-            loaded = pickle.loads(other)  # from the parent, which has seen that it is plain
+            loaded = pickle.loads(other)  # from the parent, which has checked that it is plain
         signal.setitimer(signal.ITIMER_REAL, grace_s)
         verdict: dict[str, Any]
         try:
@@ -230,14 +233,14 @@ def _serve(
             verdict = _verdict(score)
             # Memory that stays allocated would starve later, harmless answers.
             verdict["retire"] = statm() - before > limits.answer_memory_bytes // 2
-        except Exception as error:  # whatever untrusted text provokes is reported, and counted there
+        except Exception as error:  # any error of untrusted text is reported, and counted by the parent
             verdict = {"error": reason(error)}
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         _write_all(_VERDICTS, json.dumps(verdict).encode()[: MAX_VERDICT_BYTES - 1] + b"\n")
 
 
 def _read_exactly(num_bytes: int) -> bytes:
-    """Read; ends the process if the parent has closed its end."""
+    """Read bytes; ends the process if the parent has closed its end."""
     parts = []
     while num_bytes:
         part = os.read(_ANSWERS, num_bytes)
@@ -255,7 +258,7 @@ def _write_all(descriptor: int, content: bytes) -> None:
 
 
 class _Answers:
-    """The problem that answers are for, and the fork that reads them."""
+    """Current problem, and the fork that reads answers to it."""
 
     def __init__(self, verifier: Verifier, limits: ForkLimits) -> None:
         self._verifier = verifier
@@ -263,9 +266,9 @@ class _Answers:
         self._problem: Problem | None = None
         self._loaded: Any = None
         self._news = b""
-        """The problem as the fork has not seen it yet."""
+        """Problem that the fork has not received yet; empty if none."""
         self._fork: AnswerFork | None = None
-        # The forks share its pages for as long as neither side writes to them.
+        # The forks share its pages until one side writes to them.
         gc.collect()
         gc.freeze()
 
@@ -290,7 +293,7 @@ class _Answers:
 
     def verify(self, answer: str) -> dict[str, Any]:
         if self._fork is not None and self._fork.has_ended():
-            # Between two answers: not the next one's fault.
+            # It ended between two answers, which is not the fault of the next one.
             self._end_fork()
         if self._fork is None:
             self._fork, self._news = AnswerFork(self._verifier, self._loaded, self._limits), b""

@@ -1,4 +1,4 @@
-"""Turns a batch of scored groups into the sequences that a trainer packs.
+"""Converts a batch of scored groups to the sequences that a trainer packs.
 
 The controller knows rewards, versions and lengths, but no tokens: it computes advantages, as spans of
 characters of a response's text, and assigns rollouts to rows and ranks. The trainer rank that trains on a
@@ -36,7 +36,7 @@ from forgeasync.trainer.packing import Source, TrainingSequence
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageSpan:
-    """The advantage of the tokens that begin between the end of the previous span and ``end``.
+    """Advantage of the tokens that begin between the end of the previous span and ``end``.
 
     ``end`` is a character of the response's text; None: the rest of the response.
     """
@@ -46,22 +46,22 @@ class AdvantageSpan:
 
 
 def whole_response(value: float) -> tuple[AdvantageSpan, ...]:
-    """Give all tokens the same advantage."""
+    """Return a single span, so that all tokens have the same advantage."""
     return (AdvantageSpan(end=None, value=value),)
 
 
 def advantage_spans(
     groups: Sequence[Group], algorithm: AlgorithmSection
 ) -> list[list[tuple[AdvantageSpan, ...]]]:
-    """The advantages of each group's rollouts.
+    """Return the advantage spans of each group's rollouts.
 
-    Some advantages are computed over the whole batch. Each agent of an environment is compared with itself in
-    other episodes. A group with rewards of steps has an advantage for each step
+    Some advantages are computed over the whole batch. Each agent of an environment is compared only with
+    itself in other episodes. A group with rewards of steps has an advantage for each step
     (``forgeasync.algorithms.step_rewards``) and 0 after the last one; rewards of its whole responses are
     ignored. Computed in float64, because rewards far from 0 can differ by less than float32 resolves.
 
     Raises:
-        ValueError: the advantage knows no step rewards, or only some rollouts of a group have them.
+        ValueError: The advantage does not support step rewards, or only some rollouts of a group have them.
     """
     agents = {rollout.agent for group in groups for rollout in group.rollouts}
     if len(agents) > 1:
@@ -105,7 +105,7 @@ def _only(group: Group, indices: Sequence[int]) -> Group:
 
 
 def steps_problem(group: Group, scores: Sequence[Score], algorithm: AlgorithmSection) -> str | None:
-    """Why ``advantage_spans`` would refuse this group with these scores; None if it accepts them."""
+    """Return why ``advantage_spans`` would refuse this group with these scores; None if it accepts them."""
     steps = tuple(score.steps for score in scores)
     if not any(steps):
         return None
@@ -145,7 +145,8 @@ def _check_steps(group: Group) -> None:
     """Check that the steps of a group fit its rollouts.
 
     Raises:
-        ValueError: only some rollouts with a text have steps, or their ends do not increase within the text.
+        ValueError: Only some rollouts with a text have steps, a rollout with steps has several branches, or
+            the steps' ends do not increase within the text.
     """
     assert group.steps is not None
     for index, (rollout, steps) in enumerate(zip(group.rollouts, group.steps, strict=True)):
@@ -168,10 +169,10 @@ def _check_steps(group: Group) -> None:
 
 
 def spread(spans: Sequence[AdvantageSpan], starts_T: np.ndarray, *, num_characters: int) -> np.ndarray:
-    """The advantage of every token, float32 [T].
+    """Return the advantage of every token, float32 [T].
 
-    ``starts_T`` are the characters at which tokens begin, of a text of ``num_characters``. A token across the
-    end of a span belongs to the span in which it begins. Tokens after the text, such as the one that ends the
+    ``starts_T`` has the characters at which tokens begin, in a text of ``num_characters``. A token across the
+    end of a span belongs to the span in which it begins. Tokens after the text, such as the end token of the
     response, belong to its last character.
     """
     assert spans[-1].end is None
@@ -182,15 +183,15 @@ def spread(spans: Sequence[AdvantageSpan], starts_T: np.ndarray, *, num_characte
 
 
 class TokenPlaces:
-    """Decodes responses as the generator does, token by token, to find where tokens lie in the text."""
+    """Finds where tokens begin in the text, by decoding responses token by token, like the generator."""
 
     def __init__(self, folder: Path | None) -> None:
-        """``folder`` holds the tokenizer, which is loaded when the first response is decoded."""
+        """``folder`` has the tokenizer, which is loaded when the first response is decoded."""
         self._folder = folder
         self._tokenizer: Tokenizer | None = None
 
     def starts(self, prompt_ids_P: np.ndarray, response_ids_T: np.ndarray) -> np.ndarray:
-        """The characters of the text at which the tokens begin, int64 [T].
+        """Return the characters of the text at which the tokens begin, int64 [T].
 
         If the bytes of one character are spread over several tokens, all of them begin at that character. A
         token that ends one character and begins another one begins at the first. Tokens that add no text,
@@ -221,7 +222,7 @@ class TrainingItem:
     weight: float
     """Weight of the branch in the batch's loss (rollout accounting)."""
     source: Source | None = None
-    """None if single tokens are not reported."""
+    """Source of the tokens in reports; None if single tokens are not reported."""
 
     @property
     def num_tokens(self) -> int:
@@ -235,13 +236,15 @@ def training_items(
     *,
     recorded: Collection[RolloutKey] | None = None,
 ) -> list[TrainingItem]:
-    """One item per branch; ``weights`` has each group's weight from rollout accounting.
+    """Return one item per branch.
 
-    ``recorded``: rollouts whose tokens are all reported, besides the worst tokens of the batch. None: no
-    token is reported.
+    Args:
+        weights: Weight of each group, from rollout accounting.
+        recorded: Rollouts whose tokens are all reported, in addition to the worst tokens of the batch; None:
+            no token is reported.
 
     Raises:
-        ValueError: rewards of steps do not fit the advantage or their group.
+        ValueError: Rewards of steps do not fit the advantage or their group.
     """
     return [
         item
@@ -257,7 +260,7 @@ def _sourced(
     rollout: StoredRollout,
     recorded: Collection[RolloutKey] | None,
 ) -> list[TrainingItem]:
-    """Return the items of a rollout with their sources, if single tokens are reported."""
+    """Return the items of a rollout, with their sources if single tokens are reported."""
     if recorded is None:
         return items
     rollout_key = RolloutKey(group_id=group_id, episode=rollout.episode, agent=rollout.agent)
@@ -275,7 +278,7 @@ def _sourced(
 def items_of(
     rollout: StoredRollout, advantages: tuple[AdvantageSpan, ...], *, weight: float
 ) -> list[TrainingItem]:
-    """One item for each branch of a rollout; all have its advantages."""
+    """Return one item for each branch of a rollout; all have its advantages."""
     return [
         TrainingItem(
             generator_rank=rollout.generator_rank, branch=branch, advantages=advantages, weight=weight
@@ -287,7 +290,7 @@ def items_of(
 def split_by_groups(
     items: Sequence[TrainingItem], groups: Sequence[Group], num_minibatches: int
 ) -> list[list[TrainingItem]]:
-    """The items of a batch's ``groups``, in their order, as minibatches of equally many whole groups."""
+    """Split the items of a batch's ``groups``, in order, into minibatches with equal numbers of groups."""
     assert len(groups) % num_minibatches == 0, "checked with the config"
     num_groups = len(groups) // num_minibatches
     minibatches, start = [], 0
@@ -303,7 +306,7 @@ def split_by_groups(
 def assign_rows(
     items: Sequence[TrainingItem], *, tokens_per_row: int, num_ranks: int
 ) -> list[list[list[TrainingItem]]]:
-    """Items of each row, ``[rank][microbatch]``; as many microbatches for every rank."""
+    """Return the items of each row, ``[rank][microbatch]``, with the same number of microbatches per rank."""
     plan = plan_rows([item.num_tokens for item in items], tokens_per_row=tokens_per_row, num_ranks=num_ranks)
     return [
         [[items[index] for index in microbatch[rank]] for microbatch in plan] for rank in range(num_ranks)
@@ -319,9 +322,11 @@ def training_sequence(
     keep_sampling_mask: bool,
     places: TokenPlaces,
 ) -> TrainingSequence:
-    """An item with its arrays; ``trained_version`` is the version of the weights about to be trained.
+    """Return the sequence of an item and its arrays.
 
-    ``places`` is used only if parts of the response have different advantages.
+    Args:
+        trained_version: Version of the weights before this training step.
+        places: Token decoder, used only if parts of the response have different advantages.
     """
     expert_ids_SMK = None
     if routing_replay is not RoutingReplay.OFF:
@@ -345,7 +350,7 @@ def training_sequence(
 
 
 def _advantages(item: TrainingItem, trace: TokenTrace, places: TokenPlaces) -> float | np.ndarray:
-    """One number for all tokens, or float32 [T]."""
+    """Return one advantage for all tokens, or float32 [T]."""
     if len(item.advantages) == 1:
         return item.advantages[0].value
     starts_T = places.starts(trace.prompt_ids_P, trace.response_ids_T)

@@ -1,9 +1,9 @@
-"""A packed row through a model: log-probabilities of its targets, over recorded experts and kept sets.
+"""Runs packed rows through a model: log-probabilities of targets, with recorded experts and kept sets.
 
 The reference is the policy that a run starts from, for the penalty on moving away from it. With adapters it
 is the trained model with its adapters switched off. Otherwise it is a second, frozen model in the compute
-dtype, sharded like the trained one; its gathered weights are freed after every row. It sees a row as the
-trained policy does (kept sets, temperature), except that its own gate chooses the experts.
+dtype, sharded like the trained one; its gathered weights are freed after every row. It uses the same kept
+sets and temperature as the trained policy, but its own gate chooses the experts.
 
 Shape suffixes: L packed row length, T its targets (the response tokens trained on), D model dim, M MoE
 layers, K top-k.
@@ -37,7 +37,7 @@ from forgeasync.trainer.workarounds.gpu_attention import ContextAttention, PartM
 
 
 class RowForward:
-    """Runs rows through one model of this rank's mesh; the ranks of a row call it together."""
+    """Runs rows through one model of this rank's mesh; all ranks of a row call it together."""
 
     def __init__(
         self, model: Decoder, *, parallel_dims: ParallelDims, section: TrainerSection, temperature: float
@@ -46,8 +46,8 @@ class RowForward:
         self._temperature = temperature
         self.routers = replay_routers(model)
         self._counts_experts = section.router_bias is RouterBias.UPDATED
-        # Compiled layers need one graph, and tensor-parallel ranks one order of summing gradients: rows
-        # without records replay empty ones.
+        # Compiled layers need a single graph, and tensor-parallel ranks a single order of summing gradients:
+        # rows without records replay empty ones.
         self._always_replays = bool(self.routers) and (
             section.compile or section.parallel.tensor > 1 or self._counts_experts
         )
@@ -57,15 +57,15 @@ class RowForward:
         self._num_context_ranks = 1 if context_mesh is None else context_mesh.size()
 
     def replay(self, row: PackedRow, noted_ML: torch.Tensor | None = None) -> AbstractContextManager[None]:
-        """A context in which the row's recorded experts are used; the backward pass has to run in it too.
+        """Return a context in which the row's recorded experts are used; run the backward pass in it too.
 
-        Outcomes of the decisions that this rank computes are written to ``noted_ML``
+        The outcome of each routing decision that this rank computes is written to ``noted_ML``
         (``ReplayedDecisions.note``).
         """
         mine = self.own_part(row)
         is_counted_BL = None
         if self._counts_experts:
-            # Padding does not count as load of an expert.
+            # Padding does not count towards the load of an expert.
             is_real_L = torch.from_numpy(row.sequence_ids_L[mine] != NO_SEQUENCE)
             is_counted_BL = is_real_L[None].to(DEVICE_TYPE)
         if row.expert_ids_LMK is not None:
@@ -79,21 +79,21 @@ class RowForward:
         return replay(self.routers, unrecorded_BLMK, is_counted_BL)
 
     def own_part(self, row: PackedRow) -> slice:
-        """The positions of a row that this rank computes: with context parallelism, an equal part of them."""
+        """Return the positions of a row that this rank computes: an equal part with context parallelism."""
         width = len(row.token_ids_L) // self._num_context_ranks
         return slice(self._context_rank * width, (self._context_rank + 1) * width)
 
     def logprobs(self, row: PackedRow) -> torch.Tensor:
-        """Float32 [T], over the row's kept sets, with gradients; call it inside ``replay``."""
+        """Return float32 [T], over the row's kept sets, with gradients. Call it inside ``replay``."""
         return self.predictions(row, with_entropies=False).logprobs_T
 
     def predictions(
         self, row: PackedRow, *, with_entropies: bool = True, asked_ids_TK: np.ndarray | None = None
     ) -> Predictions:
-        """Log-probabilities and entropies of a row's targets; call it inside ``replay``.
+        """Return log-probabilities and entropies of a row's targets. Call it inside ``replay``.
 
-        ``asked_ids_TK``: int64, for each target the ids whose log-probabilities over the full vocabulary at
-        temperature 1 are also wanted.
+        ``asked_ids_TK`` (int64) has, for each target, further ids whose log-probabilities over the full
+        vocabulary at temperature 1 are returned.
         """
         mine = self.own_part(row)
         positions_L = torch.from_numpy(row.positions_L[mine])
@@ -140,7 +140,7 @@ class RowForward:
 
         Without a backward pass the whole parameters would replace the shards that are stepped and published,
         and become stale. The public ``reshard`` of torch 2.13 does nothing here: because the head is called
-        by itself, its group, which includes the last norm, stays in the middle of a forward pass.
+        separately, its group, which includes the last norm, stays in the middle of a forward pass.
         """
         for module in self._model.modules():
             if isinstance(module, FSDPModule):
@@ -151,9 +151,9 @@ class RowForward:
 def attention_masks(
     model: Decoder, positions_BL: np.ndarray, *, part: slice
 ) -> AttentionMasksType | PackedSequences | PartMetadata:
-    """What attention needs to keep the packed sequences of whole rows (int64 [B, L]) apart.
+    """Return what attention needs to separate the packed sequences of whole rows (int64 [B, L]).
 
-    ``part`` are the positions of each row that this rank computes.
+    ``part`` has the positions of each row that this rank computes.
     """
     match model.config.first_attention.inner_attention:
         case PackedAttention.Config():
@@ -164,7 +164,7 @@ def attention_masks(
 
 
 ReferenceLogprobs = Callable[[PackedRow], torch.Tensor]
-"""A row's log-probabilities under the reference, float32 [T], without gradients; collective."""
+"""Log-probabilities of a row under the reference, float32 [T], without gradients; collective."""
 
 
 def frozen_copy(
@@ -175,7 +175,7 @@ def frozen_copy(
     temperature: float,
     checkpoint: Path,
 ) -> ReferenceLogprobs:
-    """The reference as a second model, read from a Hugging Face folder."""
+    """Build the reference as a second model, read from a Hugging Face folder."""
     model = build_parallel_model(facts, section, parallel_dims=parallel_dims, is_frozen=True)
     hf_checkpoint.load(model, facts, checkpoint)
     forward = RowForward(model, parallel_dims=parallel_dims, section=section, temperature=temperature)
@@ -184,7 +184,7 @@ def frozen_copy(
 
 
 def base_model(model: torch.nn.Module, forward: RowForward) -> ReferenceLogprobs:
-    """The reference as the trained model without its adapters."""
+    """Return the reference as the trained model without its adapters."""
 
     def logprobs(row: PackedRow) -> torch.Tensor:
         with without_adapters(model):

@@ -1,11 +1,11 @@
 """Products of hidden states with the output layer's weight, whose gradient is summed in float32.
 
 Tokens come in chunks, and a chunk may read single rows of the weight. Autograd would sum their gradients in
-the dtype of the weight: in bfloat16 every addition rounds to 8 bits, an error of percents for rows that many
-tokens read. Here the whole gradient is summed in float32 and rounded once.
+the weight's dtype: in bfloat16 every addition rounds to 8 bits, an error of several percent for rows that
+many tokens read. Here the whole gradient is summed in float32 and rounded once.
 
-Shape suffixes: T tokens, U tokens whose logits are all computed, N pairs of a token and an id, D model dim,
-v this rank's slice of the vocabulary, R rows of the weight that pairs read.
+Shape suffixes: T tokens, U tokens whose logits are all computed, N pairs of a token and an id, D model dim, v
+this rank's slice of the vocabulary, R rows of the weight that pairs read.
 """
 
 from collections.abc import Iterator
@@ -18,14 +18,14 @@ from forgeasync.models import GATHER_BLOCK_BYTES
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype for sums of values of a dtype: at least float32."""
+    """Return the dtype for sums of values of ``dtype``: at least float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
 class RowSums:
-    """A sum with the shape of a weight [v, D], in at least float32, of products and of single rows.
+    """Sum, in at least float32, of products and of single rows, with the shape of a weight [v, D].
 
-    While only rows are added, only these rows take memory, unless the weight itself has the sum's dtype.
+    While only rows are added, only these rows use memory, unless the weight itself has the sum's dtype.
     """
 
     def __init__(self, weight_vD: torch.Tensor) -> None:
@@ -41,7 +41,7 @@ class RowSums:
         self._row_of_v: torch.Tensor | None = None
 
     def begin(self) -> None:
-        """Discard what an earlier backward pass added without taking the sum."""
+        """Discard the additions of an earlier backward pass that did not call ``take``."""
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self._task = task
@@ -60,7 +60,7 @@ class RowSums:
             whole_vD += grad_Uv.T @ hidden_UD
 
     def rows_of(self, id_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """A tensor to add rows to in place, and the index of its row for each id [N]."""
+        """Return a tensor to add rows to in place, and the index of its row for each id [N]."""
         if self._whole_vD is not None or self._weight_vD.dtype == self._dtype:
             return self._whole(), id_N
         if self._row_of_v is None or self._rows_RD is None:
@@ -97,28 +97,31 @@ class RowSums:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadWeight:
-    """The output layer's weight [v, D] for any number of products, with one gradient for all of them."""
+    """Output layer's weight [v, D] for any number of products, with one gradient for all of them."""
 
     local_vD: torch.Tensor
-    """The weight, without a gradient of its own."""
+    """Detached weight."""
     sums: RowSums
     handle: torch.Tensor
-    """A scalar that every product depends on; its backward pass gives the weight's gradient."""
+    """Scalar on which every product depends; its backward pass returns the weight's gradient."""
 
     @classmethod
     def of(cls, weight_vD: torch.Tensor) -> "HeadWeight":
-        """A weight, or this rank's slice of one."""
+        """Wrap a weight, or this rank's slice of one."""
         sums = RowSums(weight_vD)
         return cls(local_vD=weight_vD.detach(), sums=sums, handle=_Summed.apply(weight_vD, sums))
 
     def logits(self, hidden_TD: torch.Tensor) -> torch.Tensor:
-        """Logits of all ids [T, v]."""
+        """Return the logits of all ids [T, v]."""
         return _Logits.apply(hidden_TD, self.local_vD, self.handle, self.sums)
 
     def some_logits(
         self, hidden_TD: torch.Tensor, token_N: torch.Tensor, id_N: torch.Tensor, token_U: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits of pairs of token and id [N], in at least float32, and of all ids for some tokens [U, v]."""
+        """Return logits of pairs of token and id [N] and, for some tokens, of all ids [U, v].
+
+        Those of pairs are in at least float32.
+        """
         return _SomeLogits.apply(hidden_TD, self.local_vD, self.handle, token_N, id_N, token_U, self.sums)
 
 
@@ -129,7 +132,7 @@ class _Context(FunctionCtx):
 
 
 class _Summed(torch.autograd.Function):
-    """Takes the weight's place in products: its backward pass runs after those of all products."""
+    """Stand-in for the weight in products; its backward pass runs after those of all products."""
 
     @staticmethod
     def forward(ctx: _Context, weight_vD: torch.Tensor, sums: RowSums) -> torch.Tensor:
@@ -209,7 +212,7 @@ class _SomeLogits(torch.autograd.Function):
             grad_rows, row_N = ctx.sums.rows_of(id_N)
         for block in _blocks(hidden_TD, len(id_N)):
             factors = grad_N[block, None]
-            # ``index_put_`` adds up in one order on GPUs too, ``index_add_`` does not.
+            # On GPUs too, ``index_put_`` adds in a fixed order; ``index_add_`` does not.
             rows = weight_vD[id_N[block]].to(grad_N.dtype).mul_(factors)
             grad_hidden_TD.index_put_((token_N[block],), rows, accumulate=True)
             if needs_weight:
@@ -220,7 +223,7 @@ class _SomeLogits(torch.autograd.Function):
 
 
 def _blocks(hidden_TD: torch.Tensor, num_pairs: int) -> Iterator[slice]:
-    """Slices of the pairs; of each pair two rows in float32 (float64) exist at once."""
+    """Return slices of the pairs; two rows of each pair exist in float32 (float64) at once."""
     element = sum_dtype(hidden_TD.dtype).itemsize
     size = max(1, GATHER_BLOCK_BYTES // (2 * element * hidden_TD.shape[1]))
     return (slice(start, start + size) for start in range(0, num_pairs, size))

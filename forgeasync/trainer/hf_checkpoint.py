@@ -1,13 +1,13 @@
-"""Reading and writing Hugging Face folders, and writing peft folders of adapters.
+"""Reads and writes Hugging Face folders, and writes peft folders of adapters.
 
-No rank ever holds the whole model. For reading, a rank reads only its shard's part of every tensor. For
-writing, one parameter at a time (a layer's experts together) is gathered, handed to rank 0 and dropped.
+No rank ever has the whole model in memory. To read, each rank reads only its shard's part of every tensor. To
+write, one parameter at a time (a layer's experts together) is gathered, written by rank 0 and freed.
 
-Every adapted expert is a peft module of its own, ``mlp.experts.{e}.gate_proj``. peft (0.21) understands that
-for models whose experts transformers 5 fuses into [E, 2F, D] parameters: on loading it joins gate and up into
-one adapter of twice the rank, block-diagonal in B, which computes the same. vLLM (0.32) reads the same names.
-All three projections of experts are written, with zeros for those without adapters: vLLM requires all three,
-and peft silently drops gate and up if down is missing.
+Every adapted expert is a separate peft module, ``mlp.experts.{e}.gate_proj``. peft (0.21) supports that for
+models whose experts transformers 5 fuses into [E, 2F, D] parameters: on loading it joins gate and up into one
+adapter of twice the rank, block-diagonal in B, which is equivalent. vLLM (0.32) reads the same names. All
+three projections of experts are written, with zeros for those without adapters: vLLM requires all three, and
+peft silently drops gate and up if down is missing.
 """
 
 import functools
@@ -37,23 +37,23 @@ _WRAPPERS = re.compile(r"_checkpoint_wrapped_module\.|_orig_mod\.")
 
 @functools.cache
 def _templates(facts: ModelFacts) -> dict[str, str]:
-    """Hugging Face name template by TorchTitan name template."""
+    """Return the Hugging Face name template by TorchTitan name template."""
     adapter = FAMILIES[facts.model_type].titan().adapter(titan_config(facts), None)
     return {titan: hf for hf, titan in adapter.from_hf_map.items() if titan is not None}
 
 
 def is_experts(name: str) -> bool:
-    """Whether a TorchTitan parameter stacks a layer's experts."""
+    """Return whether a TorchTitan parameter stacks a layer's experts."""
     return ".inner_experts." in name
 
 
 def canonical_name(name: str) -> str:
-    """A TorchTitan parameter name without the parts that activation checkpointing and compile add."""
+    """Return a TorchTitan parameter name without the parts that activation checkpointing and compile add."""
     return _WRAPPERS.sub("", name)
 
 
 def hf_names(name: str, facts: ModelFacts) -> list[str]:
-    """The Hugging Face (or peft) tensors that make up a TorchTitan parameter: one, or one per expert."""
+    """Return the Hugging Face (or peft) tensor names of a TorchTitan parameter: one, or one per expert."""
     if is_adapter(name):
         base, side = adapted_parameter(name)
         modules = (hf_name.removesuffix(".weight") for hf_name in hf_names(base, facts))
@@ -70,17 +70,17 @@ def hf_names(name: str, facts: ModelFacts) -> list[str]:
 
 
 def unstack_experts(tensor: torch.Tensor, name: str) -> list[torch.Tensor]:
-    """One TorchTitan parameter as Hugging Face tensors."""
+    """Split a TorchTitan parameter into Hugging Face tensors."""
     return list(tensor.unbind(0)) if is_experts(name) else [tensor]
 
 
 def published_tensors(model: torch.nn.Module, *, has_adapters: bool) -> Iterable[tuple[str, torch.Tensor]]:
-    """The tensors that generators get, by TorchTitan's names: the adapters, or else the whole model."""
+    """Yield the published tensors by TorchTitan's names: the adapters, or else the whole model."""
     return adapter_parameters(model) if has_adapters else checkpoint_weights(model)
 
 
 def named_weights(model: torch.nn.Module, facts: ModelFacts, *, has_adapters: bool) -> list[NamedWeight]:
-    """This rank's shards of a policy's weights, by Hugging Face (peft) names; without a tied head."""
+    """Return this rank's shards of a policy's weights, by Hugging Face (peft) names, without a tied head."""
     return [
         NamedWeight(names=tuple(hf_names(name, facts)), tensor=tensor)
         for name, tensor in published_tensors(model, has_adapters=has_adapters)
@@ -89,10 +89,10 @@ def named_weights(model: torch.nn.Module, facts: ModelFacts, *, has_adapters: bo
 
 @torch.no_grad()
 def load(model: torch.nn.Module, facts: ModelFacts, folder: Path) -> None:
-    """Fill this rank's shards from a Hugging Face folder; adapters stay as they are.
+    """Fill this rank's shards from a Hugging Face folder; adapters are not changed.
 
     Raises:
-        ValueError: a tensor is missing or its shape is not the model's; names both.
+        ValueError: A tensor is missing or its shape is not the model's; the message names both.
     """
     tensors = CheckpointTensors(folder)
     for name, weight in checkpoint_weights(model):
@@ -112,7 +112,7 @@ def load(model: torch.nn.Module, facts: ModelFacts, folder: Path) -> None:
 def _fill_shard(
     weight: torch.Tensor, tensors: CheckpointTensors, names: Sequence[str], *, is_stacked: bool
 ) -> None:
-    """Read this rank's part of a weight into its place."""
+    """Read this rank's part of a weight into the shard."""
     box = shard_box(weight)
     shard = local_shard(weight)
     if not box.num_elements:
@@ -134,13 +134,13 @@ def save(
     source: Path,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    """Write the model as a Hugging Face folder with an index; collective, files appear on rank 0.
+    """Write the model as a Hugging Face folder with an index. Collective; rank 0 writes the files.
 
-    Config, tokenizer and generation settings are copied from ``source``; the dtype written is the
-    master weights' (float32).
+    Config, tokenizer and generation settings are copied from ``source``. The dtype is that of the master
+    weights (float32).
 
     Raises:
-        FolderNotWritten: on rank 0; the disk is full or fails, and nothing of the folder is left.
+        FolderNotWritten: On rank 0: the disk is full or fails, and nothing of the folder is left.
     """
     tensors = full_tensors(model, facts)
     try:
@@ -150,14 +150,14 @@ def save(
                 writer.add(name, tensor)
             writer.finish()
     finally:
-        # All ranks take part in gathering every tensor, even if rank 0 could not write them.
+        # All ranks take part in gathering every tensor, even if rank 0 cannot write.
         for _ in tensors:
             pass
         dist.barrier()
 
 
 def full_tensors(model: torch.nn.Module, facts: ModelFacts) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every weight whole, under its Hugging Face name; collective over the mesh."""
+    """Yield every whole weight with its Hugging Face name; collective over the mesh."""
     for name, weight in checkpoint_weights(model):
         full = weight.full_tensor() if isinstance(weight, DTensor) else weight
         yield from zip(hf_names(name, facts), unstack_experts(full, name), strict=True)
@@ -167,7 +167,7 @@ def full_tensors(model: torch.nn.Module, facts: ModelFacts) -> Iterator[tuple[st
 def save_adapters(
     model: torch.nn.Module, facts: ModelFacts, lora: LoraSection, folder: Path, *, source: Path
 ) -> None:
-    """Write the adapters of the model at ``source``, in float32; collective, files appear on rank 0."""
+    """Write the adapters of the model at ``source`` in float32. Collective; rank 0 writes the files."""
     tensors: dict[str, torch.Tensor] = {}
     for name, parameter in adapter_parameters(model):
         full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
@@ -181,7 +181,7 @@ def save_adapters(
         if dist.get_rank() == 0:
             write_folder(tensors, facts, lora, folder, source=source)
     finally:
-        # The other ranks wait here, even if rank 0 could not write.
+        # The other ranks wait here, even if rank 0 cannot write.
         dist.barrier()
 
 
@@ -191,7 +191,7 @@ def write_folder(
     """Write whole adapters, by peft's names, as a folder that gets its name once it is complete.
 
     Raises:
-        FolderNotWritten: the disk is full or fails; nothing of it is left.
+        FolderNotWritten: The disk is full or fails; nothing of the folder is left.
     """
     with writing(folder) as partial:
         file = partial / WEIGHTS_FILE
@@ -201,14 +201,14 @@ def write_folder(
 
 
 def _filled_up(facts: ModelFacts, lora: LoraSection) -> list[str]:
-    """Projections of experts that have no adapters, but are written as zeros."""
+    """Return the projections of experts that have no adapters and are written as zeros."""
     if not facts.num_experts or not EXPERT_PARAMETERS.keys() & lora.targets:
         return []
     return [target for target in EXPERT_PARAMETERS if target not in lora.targets]
 
 
 def _zeros(facts: ModelFacts, lora: LoraSection) -> Iterator[tuple[str, torch.Tensor]]:
-    """Zeros as adapters of the projections in ``_filled_up``."""
+    """Yield zeros as adapters of the projections in ``_filled_up``."""
     for target in _filled_up(facts, lora):
         sizes = (facts.hidden_size, facts.expert_hidden_size)
         in_features, out_features = reversed(sizes) if target == "down_proj" else sizes

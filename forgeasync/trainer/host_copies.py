@@ -1,4 +1,4 @@
-"""Copies of a rank's tensors in host memory, made beside the computation; needs torch alone."""
+"""Copies of a rank's tensors in host memory, made concurrently with computation. Needs only torch."""
 
 from collections.abc import Mapping
 
@@ -8,7 +8,7 @@ from forgeasync.models import DEVICE_TYPE
 
 
 class HostCopies:
-    """Copies named tensors to the host, beside the computation; the same tensors every time.
+    """Copies named tensors to the host, concurrently with computation; every call has the same tensors.
 
     From a GPU they are copied on a separate stream, into page-locked memory that is reused for the next copy.
     Without a GPU every copy gets new memory.
@@ -19,7 +19,7 @@ class HostCopies:
         self._stream: torch.Stream | None = None
 
     def now(self) -> torch.Event | None:
-        """Return the event that a copy has to wait for. Call it in the thread that trains."""
+        """Return the event that a copy has to wait for. Call it in the training thread."""
         if DEVICE_TYPE == "cpu":
             return None
         return torch.get_device_module(DEVICE_TYPE).current_stream().record_event()

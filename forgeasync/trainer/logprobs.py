@@ -1,14 +1,14 @@
-"""Log-probabilities of given tokens under the distribution the generator drew from, and its entropies.
+"""Log-probabilities of given tokens under the distribution the generator sampled from, and its entropies.
 
 The generator divides logits by the temperature, cuts the vocabulary (top-k, top-p, min-p) and renormalizes
 over the tokens it kept. Here the softmax of each token runs over the same kept set. Kept sets are CSR: the
 set of token t is ``kept_ids[kept_offsets[t]:kept_offsets[t + 1]]``; an empty one means the whole vocabulary.
 
-``LogprobHead`` is the model's output layer: it returns log-probabilities and never holds the logits of all
+``LogprobHead`` is the model's output layer: it returns log-probabilities and never stores the logits of all
 tokens. Its weight may be sharded over the vocabulary (``VocabularySlice``).
 
-Shape suffixes: T tokens, V vocabulary, v this rank's slice of it, N kept ids of all tokens, D model dim,
-C tokens with a cut vocabulary, U tokens without, K ids that are asked for, of each token.
+Shape suffixes: T tokens, V vocabulary, v this rank's slice of it, N kept ids of all tokens, D model dim, C
+tokens with a cut vocabulary, U tokens without, K requested ids of each token.
 """
 
 from dataclasses import dataclass
@@ -25,15 +25,18 @@ from forgeasync.models import GATHER_COST, LOGITS_CHUNK_TOKENS
 from forgeasync.trainer.head_weight import HeadWeight, sum_dtype
 
 CPU_BLOCK_BYTES = 2**20
-"""Scaled logits that a CPU works on at once: blocks that fit into its caches take a third of the time."""
+"""Bytes of scaled logits per block on CPUs: blocks that fit into caches take a third of the time."""
 
 SMALLEST_LOG = -1e4
-"""Its exponential is 0 in every dtype. With minus infinity, 0 * log 0 would be nan."""
+"""Lower bound of log-probabilities in entropies.
+
+Its exponential is 0 in every dtype; with minus infinity, 0 * log 0 would be nan.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VocabularySlice:
-    """The part of the vocabulary that this rank's logits cover; ``group`` is None if it is the whole."""
+    """Part of the vocabulary that this rank's logits cover; ``group`` is None if it is the whole."""
 
     size: int
     """Size of the whole vocabulary."""
@@ -43,7 +46,7 @@ class VocabularySlice:
 
     @classmethod
     def of(cls, tensor: torch.Tensor, *, dim: int) -> "VocabularySlice":
-        """The slice that a tensor's local part covers along its vocabulary dimension."""
+        """Return the slice that a tensor's local part covers along its vocabulary dimension."""
         size = tensor.shape[dim]
         if not isinstance(tensor, DTensor) or tensor.device_mesh.size() == 1:
             return cls(size=size, start=0, end=size, group=None)
@@ -56,22 +59,25 @@ class VocabularySlice:
         return cls(size=size, start=start, end=min(size, start + width), group=mesh.get_group())
 
     def has(self, ids: torch.Tensor) -> torch.Tensor:
-        """Which ids lie in this slice (bool)."""
+        """Return which ids are in this slice (bool)."""
         return (ids >= self.start) & (ids < self.end)
 
     def sum(self, partial: torch.Tensor) -> torch.Tensor:
-        """The sum over all slices, the same on every rank; each rank gets its gradient unchanged."""
+        """Return the sum over all slices, the same on every rank; each rank gets its gradient unchanged."""
         return partial if self.group is None else SumRanks.apply(partial, self.group)
 
     def max(self, partial: torch.Tensor) -> torch.Tensor:
-        """The maximum over all slices, without gradient."""
+        """Return the maximum over all slices, without gradient."""
         partial = partial.detach()
         if self.group is not None:
             dist.all_reduce(partial, dist.ReduceOp.MAX, self.group)
         return partial
 
     def share(self, whole: torch.Tensor) -> torch.Tensor:
-        """Use a tensor that every rank has with this rank's slice: gradients of all slices are summed."""
+        """Return a tensor that every rank has, for use with this rank's slice.
+
+        In the backward pass, the gradients of all slices are summed.
+        """
         return whole if self.group is None else _ShareWithSlices.apply(whole, self.group)
 
 
@@ -112,13 +118,17 @@ class Predictions(NamedTuple):
     """Output of ``LogprobHead``. A tuple, because FSDP2 does not find tensors in dataclasses."""
 
     logprobs_T: torch.Tensor
-    """At least float32, differentiable."""
+    """Log-probabilities of the targets, at least float32, differentiable."""
     entropies_T: torch.Tensor | None
-    """Entropies of the distributions that the tokens were drawn from, in nats: the same dtype, without
-    gradients; None if not asked for."""
+    """Entropies of the sampled distributions in nats, without gradients, in the dtype of ``logprobs_T``.
+
+    None if not requested.
+    """
     asked_TK: torch.Tensor | None = None
-    """Log-probabilities of the ids that were asked for, over the full vocabulary at temperature 1, at least
-    float32, differentiable; None if not asked for."""
+    """Log-probabilities of the requested ids over the full vocabulary at temperature 1.
+
+    At least float32, differentiable; None if not requested.
+    """
 
 
 def kept_logprobs(
@@ -128,13 +138,13 @@ def kept_logprobs(
     kept_ids: torch.Tensor,
     temperature: float = 1.0,
 ) -> torch.Tensor:
-    """log softmax(logits / temperature) over each token's kept set, at the given tokens: [T].
+    """Return log softmax(logits / temperature) over each token's kept set, at the given tokens: [T].
 
     In float32 (float64 for float64 logits). ``kept_offsets``: int64 [T + 1]; ``kept_ids``: int32. Logits may
-    be a DTensor, sharded over the vocabulary or replicated. Differentiable in the logits: the gradient of
-    row t is (onehot(token) - softmax over the kept set) / temperature, and exactly zero outside of the set;
-    with a single kept token, value and gradient are exactly zero. A token outside of its own set has
-    probability zero: its logprob is -inf.
+    be a DTensor, sharded over the vocabulary or replicated. Differentiable in the logits: the gradient of row
+    t is (onehot(token) - softmax over the kept set) / temperature, and exactly zero outside of the set; with
+    a single kept token, value and gradient are exactly zero. A token outside of its own set has probability
+    zero: its logprob is -inf.
     """
     vocabulary = VocabularySlice.of(logits_TV, dim=1)
     local_Tv = logits_TV.to_local() if isinstance(logits_TV, DTensor) else logits_TV
@@ -155,20 +165,22 @@ def chunked_predictions(
     asked_ids_TK: torch.Tensor | None = None,
     chunk_tokens: int = LOGITS_CHUNK_TOKENS,
 ) -> Predictions:
-    """``kept_logprobs(hidden @ weight.T, ...)`` without ever holding the logits of all tokens: float32 [T].
+    """Return ``kept_logprobs(hidden @ weight.T, ...)`` in float32 [T] without storing all logits at once.
 
-    ``with_entropies`` adds the entropies of softmax(logits / temperature) over the same kept sets,
-    ``asked_ids_TK`` (int64) log softmax(logits) over the full vocabulary at these ids.
+    A chunk's logits are computed, used and freed, and recomputed in the backward pass. If the kept sets are
+    small, only the logits in them are computed. A chunk never uses more memory than all logits of its tokens
+    and ``GATHER_BLOCK_BYTES``. Gradients of both arguments are summed in at least float32 and rounded once.
 
-    A chunk's logits are computed, used and dropped, and computed again in the backward pass. If the kept sets
-    are small, only the logits in them are computed. A chunk never takes more memory than all logits of its
-    tokens and ``GATHER_BLOCK_BYTES``. Gradients of both arguments are summed in at least float32 and rounded
-    once. ``weight_VD`` may be a DTensor sharded over the
-    vocabulary; ``hidden_TD`` is then the same on all of its ranks.
+    Args:
+        weight_VD: Weight; may be a DTensor sharded over the vocabulary. Then ``hidden_TD`` is the same on all
+            of its ranks.
+        with_entropies: Whether to return the entropies of softmax(logits / temperature) over the same kept
+            sets.
+        asked_ids_TK: Ids (int64) at which to return log softmax(logits) over the full vocabulary.
     """
     vocabulary = VocabularySlice.of(weight_VD, dim=0)
     weight = HeadWeight.of(weight_VD.to_local() if isinstance(weight_VD, DTensor) else weight_VD)
-    # Autograd adds up gradients in the dtype of what they are of.
+    # Autograd sums gradients in the dtype of the tensor they belong to.
     wide_TD = hidden_TD.to(sum_dtype(hidden_TD.dtype))
     if isinstance(weight_VD, DTensor):
         wide_TD = vocabulary.share(wide_TD)
@@ -215,7 +227,7 @@ def _chunk_predictions(
 ) -> Predictions:
     """Compute log-probabilities before entropies: recomputation for the backward pass stops between them."""
     num_whole = int((kept_offsets[1:] == kept_offsets[:-1]).sum())
-    # Below this size gathering takes less time, and less memory too: a kept id takes some 60 bytes in all.
+    # Below this size gathering takes less time and memory: a kept id takes some 60 bytes in total.
     if (len(kept_ids) * GATHER_COST) < (len(token_ids_T) - num_whole) * vocabulary.size:
         return _gathered_predictions(
             hidden_TD,
@@ -240,7 +252,7 @@ def _chunk_predictions(
 def _cut_away(
     kept_offsets: torch.Tensor, kept_ids: torch.Tensor, vocabulary: VocabularySlice
 ) -> torch.Tensor | None:
-    """Which ids of the slice are not in the tokens' kept sets, bool [T, v]; None if nothing is cut."""
+    """Return which ids of the slice are not in the tokens' kept sets, bool [T, v]; None if nothing is cut."""
     if len(kept_ids) == 0:
         return None
     widths_T = kept_offsets.diff()
@@ -250,14 +262,14 @@ def _cut_away(
         is_mine_N = vocabulary.has(ids_N)
         token_N, ids_N = token_N[is_mine_N], ids_N[is_mine_N] - vocabulary.start
     width = vocabulary.end - vocabulary.start
-    # Cut all ids of tokens that have a kept set, then put the kept ones back.
+    # Cut all ids of tokens that have a kept set, then restore the kept ones.
     is_cut_away_Tv = (widths_T > 0)[:, None].expand(-1, width).clone()
     is_cut_away_Tv[token_N, ids_N] = False
     return is_cut_away_Tv
 
 
 def _cut(scaled_Tv: torch.Tensor, is_cut_away_Tv: torch.Tensor | None) -> torch.Tensor:
-    """The scaled logits of the whole slice, overwritten: minus infinity where they are cut away."""
+    """Set the scaled logits of ids that are cut away to minus infinity, in place."""
     return scaled_Tv if is_cut_away_Tv is None else scaled_Tv.masked_fill_(is_cut_away_Tv, -torch.inf)
 
 
@@ -283,7 +295,7 @@ def _gathered_predictions(
         mine_N = vocabulary.has(kept_ids_N).nonzero().squeeze(1)
         token_N, local_ids_N = token_N[mine_N], kept_ids_N[mine_N] - vocabulary.start
     dots_N, logits_Uv = weight.some_logits(hidden_TD, token_N, local_ids_N, token_U)
-    # Rounded to the dtype a matrix product would give, as in the generator.
+    # Rounded to the dtype of a matrix product, as in the generator.
     values_N = _scaled(dots_N.to(hidden_TD.dtype), temperature)
     if mine_N is not None:
         everywhere_N = torch.zeros(len(kept_ids_N), dtype=values_N.dtype, device=values_N.device)
@@ -308,10 +320,10 @@ def _gathered_predictions(
 def _cut_logprobs(
     values_N: torch.Tensor, cut_N: torch.Tensor, is_sampled_N: torch.Tensor, *, num_cut: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities [C], and the log of the sum of the exponentials of each token's scaled logits [C].
+    """Return log-probabilities [C], and the log-sum-exp of each token's scaled logits [C].
 
-    ``values_N`` are the scaled logits of all kept ids, ``cut_N`` their tokens' indices, and ``is_sampled_N``
-    says which of them were drawn.
+    ``values_N`` has the scaled logits of all kept ids, ``cut_N`` their tokens' indices, and ``is_sampled_N``
+    whether they were sampled.
     """
     if num_cut == 0:
         return values_N, values_N
@@ -329,7 +341,7 @@ def _cut_logprobs(
 def _uncut_logprobs(
     token_ids_U: torch.Tensor, vocabulary: VocabularySlice, scaled_Uv: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities [U], and the log of the sum of the exponentials of each token's scaled logits [U]."""
+    """Return log-probabilities [U], and the log-sum-exp of each token's scaled logits [U]."""
     if vocabulary.group is None:
         sampled_U = scaled_Uv.gather(-1, token_ids_U[:, None]).squeeze(-1)
         log_sums_U = scaled_Uv.logsumexp(dim=-1)
@@ -345,17 +357,17 @@ def _uncut_logprobs(
 
 
 def _scaled(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Scaled logits in new memory, in at least float32."""
+    """Return scaled logits in new memory, in at least float32."""
     return logits.to(sum_dtype(logits.dtype)) / temperature
 
 
 def _full_logprobs(
     hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weight: HeadWeight, vocabulary: VocabularySlice
 ) -> torch.Tensor:
-    """log softmax(hidden @ weight.T) of the given ids (int64) of each token: at least float32 [T, K].
+    """Return log softmax(hidden @ weight.T) of the given ids (int64) of each token: at least float32 [T, K].
 
-    This is the model's own distribution, which a teacher's is compared with: the full vocabulary, at
-    temperature 1, whatever distribution the tokens were drawn from. Differentiable in hidden states and
+    This is the model's own distribution, which is compared with a teacher's: over the full vocabulary, at
+    temperature 1, independent of the distribution that was sampled from. Differentiable in hidden states and
     weight. Ranks that split the vocabulary pass the same hidden states.
     """
     logits_Tv = weight.logits(hidden_TD)
@@ -372,7 +384,7 @@ def _full_logprobs(
 
 @torch.no_grad()
 def _slice_entropies(scaled_Uv: torch.Tensor, log_sums_U: torch.Tensor) -> torch.Tensor:
-    """The share [U] of a vocabulary slice in the entropies; ``log_sums_U`` are those of all slices.
+    """Return a vocabulary slice's contribution [U] to the entropies; ``log_sums_U`` are those of all slices.
 
     H = -sum over kept ids of p * log p, with log p = scaled logit - log of the sum of their exponentials, in
     nats. Logits that are cut away (minus infinity) add nothing.
@@ -390,7 +402,7 @@ def _slice_entropies(scaled_Uv: torch.Tensor, log_sums_U: torch.Tensor) -> torch
 
 @torch.no_grad()
 def _kept_entropies(values_N: torch.Tensor, cut_N: torch.Tensor, log_sums_C: torch.Tensor) -> torch.Tensor:
-    """The entropies [C] from the scaled logits of all kept ids, each with its token's index."""
+    """Return the entropies [C], from the scaled logits of all kept ids and their tokens' indices."""
     logs_N = values_N - log_sums_C[cut_N]
     return torch.zeros_like(log_sums_C).index_add_(0, cut_N, logs_N.exp().mul_(logs_N)).neg_()
 
@@ -403,4 +415,4 @@ class Targets:
     kept_offsets: torch.Tensor
     kept_ids: torch.Tensor
     asked_ids_TK: torch.Tensor | None = None
-    """int64: ids whose log-probabilities over the full vocabulary are also wanted."""
+    """Ids (int64) whose log-probabilities over the full vocabulary are also returned; None: none."""

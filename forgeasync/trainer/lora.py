@@ -1,9 +1,9 @@
 """Low-rank adapters of a frozen model: y = W x + (alpha / rank) B A x (Hu et al., "LoRA", 2021, section 4.1).
 
 TorchTitan's ``LoRAConverter`` gives linear layers their adapters, freezes everything else and derives the
-adapters' tensor-parallel layout. This module adds two things that it cannot do: adapters of k_proj and v_proj
-apart, which its model builds from one config, and adapters of experts, because it handles linear layers only.
-Each expert has its own adapter, computed by the same grouped products as the experts.
+adapters' tensor-parallel layout. This module adds what the converter does not support: separate adapters of
+k_proj and v_proj, which TorchTitan builds from one config, and adapters of experts, which are not linear
+layers. Each expert has its own adapter, computed by the same grouped products as the experts.
 
 Shape suffixes: E experts on this rank, F expert hidden size, D model dim, R tokens routed to this rank; I and
 O the input and output size of one projection, r the rank of its adapter.
@@ -40,7 +40,7 @@ EXPERT_PARAMETERS = {"gate_proj": "w1_EFD", "up_proj": "w3_EFD", "down_proj": "w
 """TorchTitan's name of a projection of all experts by the last part of its Hugging Face name."""
 
 _GROUPED_STRIDE_BYTES = 16
-"""Rows of the operands of a grouped product have to start at multiples of this many bytes."""
+"""Alignment in bytes of the rows of operands of a grouped product."""
 
 _ADAPTER = re.compile(
     r"(?P<linear>.*)\.lora_(?P<linear_side>[ab])\.weight|"
@@ -49,7 +49,7 @@ _ADAPTER = re.compile(
 
 
 class GroupedAdapter(Module):
-    """One adapter per expert: [R, I] to B A x, [R, O], tokens sorted by expert."""
+    """One adapter per expert: [R, I] to B A x, [R, O], with tokens sorted by expert."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
@@ -73,7 +73,7 @@ class GroupedAdapter(Module):
 
 
 def _own_part(parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a parameter, as a plain tensor.
+    """Return this rank's part of a parameter, as a plain tensor.
 
     With tensor parallelism inside experts, A or B is whole on every rank but multiplies only this rank's part
     of the other one: its gradient is a partial sum.
@@ -125,7 +125,7 @@ class LoraExperts(TrainingDtypeExperts):
 
 
 class SeparateQKVLinear(QKVLinear):
-    """TorchTitan's projections, with configs of their own for k and v."""
+    """TorchTitan's projections, with separate configs for k and v."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(QKVLinear.Config):
@@ -139,7 +139,7 @@ class SeparateQKVLinear(QKVLinear):
 
 
 def with_adapters(model: Decoder.Config, lora: LoraSection) -> Decoder.Config:
-    """The config of the same model, frozen and with adapters. Its shardings must be set already."""
+    """Return the config of the same model, frozen and with adapters. Its shardings must be set already."""
     for layer in model.layers:
         qkv = layer.attention.qkv_linear
         layer.attention.qkv_linear = SeparateQKVLinear.Config(
@@ -148,7 +148,7 @@ def with_adapters(model: Decoder.Config, lora: LoraSection) -> Decoder.Config:
         if layer.moe is not None:
             routed = layer.moe.routed_experts
             routed.inner_experts = _experts_with_adapters(routed.inner_experts, lora)
-    # The converter ignores experts, which are no linear layers.
+    # The converter ignores experts, which are not linear layers.
     linear = ATTENTION_MODULES | NETWORK_MODULES
     modules = [module for target, module in linear.items() if target in lora.targets]
     converter = LoRAConverter.Config(rank=lora.rank, alpha=lora.alpha, target_modules=modules).build()
@@ -181,12 +181,12 @@ def _experts_with_adapters(experts: TrainingDtypeExperts.Config, lora: LoraSecti
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a TorchTitan parameter belongs to an adapter."""
+    """Return whether a TorchTitan parameter belongs to an adapter."""
     return _ADAPTER.fullmatch(name) is not None
 
 
 def adapted_parameter(name: str) -> tuple[str, str]:
-    """The TorchTitan parameter that an adapter's parameter adapts, and which side it is: "A" or "B"."""
+    """Return the TorchTitan parameter that an adapter's parameter adapts, and the side: "A" or "B"."""
     match = _ADAPTER.fullmatch(name)
     assert match is not None, name
     if match["linear"] is not None:
@@ -195,7 +195,7 @@ def adapted_parameter(name: str) -> tuple[str, str]:
 
 
 def adapter_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """The parameters of all adapters, in the order of the model."""
+    """Yield the parameters of all adapters, in the order of the model."""
     return ((name, parameter) for name, parameter in model.named_parameters() if is_adapter(name))
 
 
@@ -224,14 +224,17 @@ def store_base_in(model: torch.nn.Module, dtype: torch.dtype) -> None:
 
 @torch.no_grad()
 def initialize_adapters(model: torch.nn.Module, seed: int) -> None:
-    """B zero and A uniform in +-1/sqrt(inputs), as peft does; the same under every parallel layout."""
+    """Set B to zero and A uniformly within +-1/sqrt(inputs), as peft does.
+
+    The result is the same for every parallel layout.
+    """
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in adapter_parameters(model):
         _, side = adapted_parameter(name)
         if side == "B":
             parameter.zero_()
             continue
-        # kaiming_uniform_(a=sqrt(5)) of one expert's or layer's matrix.
+        # Equals kaiming_uniform_(a=sqrt(5)) of one expert's or layer's matrix.
         bound = parameter.shape[-1] ** -0.5
         full = torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator)
         copy_whole(parameter, full)

@@ -1,4 +1,4 @@
-"""What a loss gets of a packed row: which targets train, what they are divided by, and a teacher's record.
+"""Inputs of the loss from a packed row: trained targets, denominators and the teacher's record.
 
 Shape suffixes: T targets of a row, K ids of each token.
 """
@@ -20,12 +20,12 @@ from forgeasync.trainer.packing import PackedRow
 
 
 def of_targets(row: PackedRow, values_L: np.ndarray) -> torch.Tensor:
-    """One of the row's arrays at its targets [T], on the device."""
+    """Return one of the row's arrays at its targets [T], on the device."""
     return torch.from_numpy(values_L[row.mask_L]).to(DEVICE_TYPE)
 
 
 def trained_mask(row: PackedRow, max_token_age: int | None) -> torch.Tensor:
-    """Which targets of a row are trained on: bool [T]; all of them if ``max_token_age`` is None."""
+    """Return which targets of a row are trained on: bool [T]; all of them if ``max_token_age`` is None."""
     ages_T = of_targets(row, row.ages_L)
     if max_token_age is None:
         return torch.ones_like(ages_T, dtype=torch.bool)
@@ -73,17 +73,17 @@ def count_targets(
 
 
 def asked_ids(row: PackedRow, loss: Loss) -> np.ndarray | None:
-    """The ids whose log-probabilities a loss with terms needs from the model: int64 [T, 1 + K].
+    """Return the ids whose log-probabilities a loss with terms needs from the model: int64 [T, 1 + K].
 
-    The first id of a target is the target itself; the others are those that its teacher was asked about. None
-    if the loss has no terms.
+    The first id of a target is the target itself; the others are those that its teacher scored. None if the
+    loss has no terms.
     """
     if not loss.terms:
         return None
     targets_T1 = row.target_ids_L[row.mask_L][:, None]
     if not loss.needs_teacher:
         return targets_T1
-    # Where the record has no id, id 0 is asked for, and its log-probability is masked out.
+    # Where the record has no id, id 0 is requested, and its log-probability is masked out.
     ids_TK = _teacher_record(row, loss).ids_TK.clip(min=0).astype(np.int64)
     return np.concatenate([targets_T1, ids_TK], axis=1)
 
@@ -97,7 +97,7 @@ def row_tokens(
     ref_logprobs_T: torch.Tensor | None,
     proximal_logprobs_T: torch.Tensor | None,
 ) -> RowTokens:
-    """All that the loss gets of a row's targets; ``predictions`` have the ids of ``asked_ids``."""
+    """Return the loss's inputs for a row's targets; ``predictions`` must have the ids of ``asked_ids``."""
     # The student's log-probabilities of the targets, over the full vocabulary at temperature 1.
     full_logprobs_T = None if predictions.asked_TK is None else predictions.asked_TK[:, 0]
     return RowTokens(
@@ -116,14 +116,14 @@ def row_tokens(
 
 
 def _teacher_tokens(row: PackedRow, predictions: Predictions, loss: Loss) -> TeacherTokens | None:
-    """The teacher's log-probabilities of the row's targets, and the student's of the same ids."""
+    """Return the teacher's log-probabilities of the row's targets, and the student's of the same ids."""
     if not loss.needs_teacher:
         return None
     record = _teacher_record(row, loss)
     assert predictions.asked_TK is not None
     is_asked_T = torch.from_numpy(record.is_asked_T).to(DEVICE_TYPE)
-    # The record is nan where the teacher was not asked, and 0 times nan in a gradient is nan. The student's
-    # own values take its place: they are finite, and they are masked out.
+    # The record is nan where the teacher did not score, and 0 times nan in a gradient is nan. The student's
+    # own values replace it: they are finite, and they are masked out.
     own_TK = predictions.asked_TK.detach()
     is_id_TK = torch.from_numpy(record.ids_TK != NO_ID).to(DEVICE_TYPE)
     topk_TK = torch.from_numpy(record.topk_TK).to(DEVICE_TYPE).where(is_asked_T[:, None], own_TK[:, 1:])
@@ -137,7 +137,7 @@ def _teacher_tokens(row: PackedRow, predictions: Predictions, loss: Loss) -> Tea
 
 
 def _teacher_record(row: PackedRow, loss: Loss) -> TeacherRecord:
-    """The teacher's record of the row's targets, for a loss that needs a teacher."""
+    """Return the teacher's record of the row's targets, for a loss that needs a teacher."""
     if row.teacher is None:
         assert row.num_targets == 0, "groups of a run with a teacher are seen by it before they train"
         return not_asked(0, loss.num_teacher_ids)

@@ -1,4 +1,4 @@
-"""The trained model: a family of TorchTitan's, sized by a Hugging Face config, under a parallel layout."""
+"""The trained model: a TorchTitan family, sized by a Hugging Face config, in a parallel layout."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from torchtitan.models.common.rope import RoPE
 from torchtitan.protocols.module import Module
 from torchtitan.protocols.sharding import ShardingConfig
 
-# Importing it changes every process group made afterwards.
+# Importing this changes every process group that is made afterwards.
 import forgeasync.trainer.workarounds.gloo_threads as _gloo_threads  # noqa: F401
 from forgeasync.config import ActivationCheckpointing, LoraSection, ModelFacts, TrainerSection
 from forgeasync.models import (
@@ -43,7 +43,7 @@ from forgeasync.trainer.workarounds.rms_norm import use_cpu_norms
 
 
 class LogprobHead(Linear):
-    """An output layer that returns log-probabilities instead of logits.
+    """Output layer that returns log-probabilities instead of logits.
 
     They are computed in ``forward``, so that FSDP2 gathers and frees its weight as for any other layer.
     """
@@ -55,7 +55,7 @@ class LogprobHead(Linear):
     def forward(
         self, hidden_TD: torch.Tensor, targets: Targets, temperature: float, with_entropies: bool
     ) -> Predictions:
-        """Predictions of float32 [T]; without entropies if ``with_entropies`` is False."""
+        """Return predictions in float32 [T], with entropies if ``with_entropies``."""
         return chunked_predictions(
             hidden_TD,
             self.weight,
@@ -69,9 +69,9 @@ class LogprobHead(Linear):
 
 
 def titan_config(facts: ModelFacts, *, context: int = 1) -> Decoder.Config:
-    """TorchTitan's own config of the family with the sizes of a Hugging Face folder.
+    """Return TorchTitan's config of the family with the sizes of a Hugging Face folder.
 
-    ``context`` is the context-parallel degree, which attention depends on.
+    ``context`` is the context-parallel degree, on which the attention implementation depends.
     """
     family = FAMILIES[facts.model_type].titan()
     layers = family.layers(facts, "varlen")
@@ -85,7 +85,7 @@ def titan_config(facts: ModelFacts, *, context: int = 1) -> Decoder.Config:
         tok_embeddings=(CpuEmbedding if DEVICE_TYPE == "cpu" else Embedding).Config(
             num_embeddings=facts.vocab_size,
             embedding_dim=facts.hidden_size,
-            # Tied, it is initialized as the output layer.
+            # A tied embedding is initialized as the output layer.
             param_init={"weight": skip_param_init} if facts.tie_word_embeddings else LINEAR_INIT,
         ),
         lm_head=LogprobHead.Config(
@@ -111,13 +111,13 @@ def _adapt_layer(layer: TransformerBlock.Config, *, context: int) -> None:
 
 
 def build_meta_model(facts: ModelFacts) -> Decoder:
-    """The whole model on the meta device, without memory, for counting its parameters."""
+    """Build the whole model on the meta device, without memory, to count its parameters."""
     with torch.device("meta"):
         return titan_config(facts).build()
 
 
 def inner_attention(device_type: str, *, context: int) -> Module.Config:
-    """Config of the attention over packed rows for a context-parallel degree."""
+    """Return the config of the attention over packed rows for a context-parallel degree."""
     if device_type == "cpu":
         return PackedAttention.Config()
     return WholeRowAttention.Config() if context == 1 else ContextAttention.Config()
@@ -135,7 +135,7 @@ class _TitanRun:
 
 
 def build_parallel_dims(section: TrainerSection, *, world_size: int) -> ParallelDims:
-    """The device meshes of the trainer; torch.distributed must be initialized."""
+    """Build the device meshes of the trainer. torch.distributed must be initialized."""
     parallelism = _parallelism(section)
     parallel_dims = ParallelDims.from_config(parallelism, world_size)
     dist_utils.set_spmd_backend(parallelism.spmd_backend)
@@ -169,7 +169,7 @@ def build_parallel_model(
     """Build, shard and randomly initialize the model on this rank.
 
     Trained weights are float32 masters; FSDP2 casts them to ``section.dtype`` for compute. With ``lora`` only
-    the adapters are trained. Frozen weights, which are all with ``is_frozen``, are kept in ``section.dtype``.
+    the adapters are trained. Frozen weights (all of them with ``is_frozen``) are stored in ``section.dtype``.
     """
     parallelism = _parallelism(section)
     training = TrainingConfig(
@@ -183,7 +183,7 @@ def build_parallel_model(
     model_config.update_from_config(config=_TitanRun(parallelism=parallelism, training=training))
     head = model_config.lm_head
     if head.sharding_config is not None:
-        # Its weight stays sharded over the vocabulary, but its log-probabilities are the same on every rank.
+        # The head's weight stays sharded over the vocabulary, but log-probabilities are equal on all ranks.
         head.sharding_config = ShardingConfig(state_shardings=head.sharding_config.state_shardings)
     if lora is not None:
         model_config = with_adapters(model_config, lora)
@@ -212,7 +212,7 @@ def build_parallel_model(
     share_rotary_caches(model)
     initialize_adapters(model, seed)
     allow_gloo_reduction(model)
-    # RowForward calls the head by itself, with the row's targets.
+    # RowForward calls the head separately, with the row's targets.
     model._skip_lm_head = True
     model.train(not is_frozen)
     return model

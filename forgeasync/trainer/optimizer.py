@@ -1,4 +1,4 @@
-"""The optimizer, its learning rate, and an average of the weights over its steps."""
+"""Optimizer, learning rate schedule, and moving average of the weights."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from forgeasync.weights import NamedWeight, WeightSet, local_shard, name_in
 
 
 def scheduled_learning_rate(optimizer: OptimizerSection, step: int) -> float:
-    """The learning rate of a batch, counted from 1: linear warm-up, constant, linear decay to zero."""
+    """Return the learning rate of a batch, counted from 1: linear warmup, constant, linear decay to zero."""
     factor = min(1.0, step / max(1, optimizer.warmup_steps))
     if optimizer.decay_steps is not None:
         start, end = optimizer.decay_steps
@@ -30,7 +30,7 @@ def set_learning_rate(optimizer: torch.optim.AdamW, section: OptimizerSection, s
 def build_optimizer(
     trained: Sequence[tuple[str, torch.nn.Parameter]], optimizer: OptimizerSection
 ) -> torch.optim.AdamW:
-    """AdamW over these parameters, by name."""
+    """Return AdamW over these parameters, given by name."""
     # AdamW's fused loops cannot mix device meshes: experts (sharded over the expert mesh) and the rest
     # (sharded over the data mesh) are separate groups.
     by_mesh: dict[object, list[torch.nn.Parameter]] = {}
@@ -48,16 +48,15 @@ def build_optimizer(
 
 
 AVERAGE = "average."
-"""Beginning of the names of averages in a checkpoint."""
+"""Prefix of the names of averages in a checkpoint."""
 
 
 class WeightAverage:
-    """The exponential moving average of each trained parameter, in float32, sharded like the parameter.
+    """Exponential moving average of each trained parameter, in float32, sharded like the parameter.
 
-    Teachers that follow the policy slowly use it.
-
-    After a step: average <- alpha * average + (1 - alpha) * parameter (Polyak & Juditsky, 1992; as the mean
-    teacher of Tarvainen & Valpola, 2017). It starts as the first weights, without bias correction.
+    Teachers that follow the policy slowly use it. After a step: average <- alpha * average + (1 - alpha) *
+    parameter (Polyak & Juditsky, 1992; as the mean teacher of Tarvainen & Valpola, 2017). It starts as the
+    initial weights, without bias correction.
     """
 
     def __init__(
@@ -76,19 +75,19 @@ class WeightAverage:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Add the parameters after an optimizer step; every rank updates its own shards."""
+        """Update the averages after an optimizer step; every rank updates its own shards."""
         for name, parameter in self._parameters.items():
             average, newest = local_shard(self._averages[name]), local_shard(parameter.detach())
             average.mul_(self._alpha).add_(newest.float(), alpha=1.0 - self._alpha)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The averages by their names in a checkpoint; they share this object's memory."""
+        """Return the averages by their names in a checkpoint; they share this object's memory."""
         return {f"{AVERAGE}{name}": tensor for name, tensor in self._averages.items()}
 
     def named_weights(self) -> list[NamedWeight]:
-        """This rank's shards of the averages, under the names of ``WeightSet.AVERAGE``.
+        """Return this rank's shards of the averages, under the names of ``WeightSet.AVERAGE``.
 
-        Biases of routers, which are published but not trained, have their current values.
+        Tensors that are published but not trained, such as biases of routers, have their current values.
         """
         if not self._averages:
             return []

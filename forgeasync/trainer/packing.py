@@ -1,8 +1,8 @@
-"""Packs sequences into rows and assigns rows to data-parallel ranks, on numpy arrays.
+"""Packs sequences into rows and assigns rows to data-parallel ranks, with numpy arrays.
 
 A sequence is a prompt followed by its response. Position t of a row predicts ``target_ids_L[t]``, the token
 after it. Only positions whose target is a sampled token of a response are trained on. Text that an
-environment put between two turns of the model is attended to like a prompt.
+environment inserted between two turns of the model is attended to like a prompt.
 
 Shape suffixes: P prompt tokens, T response tokens (of a sequence, or of all in a row), L row length, M MoE
 layers, K top-k.
@@ -33,7 +33,7 @@ NO_SEQUENCE = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Identifies the branch that a sequence is, in runs that report single tokens."""
+    """Branch that a sequence belongs to, in runs that report single tokens."""
 
     key: BranchKey
     is_recorded: bool
@@ -42,7 +42,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedSource:
-    """A source with its place in a row: tokens [start, start + num_prompt_tokens + num_response_tokens)."""
+    """Source with its place in a row: tokens [start, start + num_prompt_tokens + num_response_tokens)."""
 
     source: Source
     start: int
@@ -52,13 +52,13 @@ class PlacedSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSequence:
-    """One prompt and response with what the objective needs of it.
+    """One prompt and response with the inputs of the objective.
 
-    int32 ids; float32 ``behavior_logprobs_T``; int32 ``ages_T``: policy versions between sampling and
-    this optimizer step. ``expert_ids_SMK``: int16 [P + T, M, K] to replay, ``NO_RECORD`` where the trainer
-    chooses; None: it chooses for all. ``kept_tokens`` None: all tokens were kept. ``is_sampled_T``: bool,
-    False for response tokens that are no targets; None: all are. Values of such tokens in the other arrays
-    are ignored.
+    Ids are int32. ``behavior_logprobs_T`` is float32. ``ages_T`` (int32) has the number of policy versions
+    between sampling and this optimizer step. ``expert_ids_SMK`` (int16 [P + T, M, K]) has the experts to
+    replay, with ``NO_RECORD`` where the trainer's router chooses; None: it always chooses. ``kept_tokens``
+    None: all tokens were kept. ``is_sampled_T`` (bool) is False for response tokens that are not targets,
+    whose values in the other arrays are ignored; None: all are targets.
     """
 
     prompt_ids_P: np.ndarray
@@ -74,7 +74,7 @@ class TrainingSequence:
     is_sampled_T: np.ndarray | None = None
     teacher: TeacherRecord | None = None
     source: Source | None = None
-    """None if single tokens are not reported."""
+    """Source of the tokens in reports; None if single tokens are not reported."""
 
     @property
     def num_tokens(self) -> int:
@@ -102,7 +102,7 @@ class PackedRow:
     kept_tokens: KeptTokens
     teacher: TeacherRecord | None = None
     sources: tuple[PlacedSource, ...] = ()
-    """One for each sequence, or none."""
+    """One source for each sequence, or none."""
 
     @property
     def num_targets(self) -> int:
@@ -111,7 +111,7 @@ class PackedRow:
 
 
 def pack_row(sequences: Sequence[TrainingSequence]) -> PackedRow:
-    """Lay sequences end to end and pad as ``padded_length`` says; an empty row is all padding."""
+    """Lay sequences end to end and pad to ``padded_length``; an empty row is all padding."""
     used = sum(sequence.num_tokens for sequence in sequences)
     length = padded_length(used)
     row = PackedRow(
@@ -149,7 +149,7 @@ def pack_row(sequences: Sequence[TrainingSequence]) -> PackedRow:
         if row.expert_ids_LMK is not None and sequence.expert_ids_SMK is not None:
             row.expert_ids_LMK[start:end] = sequence.expert_ids_SMK
         start = end
-    # Padding is one more sequence, which attends to itself only.
+    # Padding is one more sequence, which attends only to itself.
     row.positions_L[start:] = np.arange(length - start)
     return row
 
@@ -172,7 +172,7 @@ def _placed_sources(sequences: Sequence[TrainingSequence]) -> tuple[PlacedSource
 
 
 def _is_target(sequence: TrainingSequence) -> np.ndarray:
-    """Which response tokens are trained on: bool [T]."""
+    """Return which response tokens are trained on: bool [T]."""
     if sequence.is_sampled_T is None:
         return np.ones(len(sequence.response_ids_T), bool)
     return sequence.is_sampled_T
@@ -192,7 +192,7 @@ def _teacher_of_targets(sequences: Sequence[TrainingSequence]) -> TeacherRecord 
 
 
 def _empty_routing(sequences: Sequence[TrainingSequence], length: int) -> np.ndarray | None:
-    """Return empty records for a row in which at least one sequence has some; else None."""
+    """Return empty records for a row in which at least one sequence has records; otherwise None."""
     shapes = {s.expert_ids_SMK.shape[1:] for s in sequences if s.expert_ids_SMK is not None}
     assert len(shapes) <= 1, "records of one model"
     return np.full((length, *shapes.pop()), NO_RECORD, np.int16) if shapes else None
@@ -201,7 +201,7 @@ def _empty_routing(sequences: Sequence[TrainingSequence], length: int) -> np.nda
 def pack_rows(
     sequences: Sequence[TrainingSequence], *, tokens_per_row: int, num_ranks: int
 ) -> list[list[PackedRow]]:
-    """Pack sequences into rows; ``[rank][microbatch]``, as many microbatches for every rank."""
+    """Pack sequences into rows ``[rank][microbatch]``, with the same number of microbatches per rank."""
     plan = plan_rows(
         [sequence.num_tokens for sequence in sequences], tokens_per_row=tokens_per_row, num_ranks=num_ranks
     )
@@ -212,13 +212,13 @@ def pack_rows(
 
 
 def write_rows(folder: Path, rows: Sequence[PackedRow], *, rank: int, reason: str) -> None:
-    """Write ``rank-<rank>.npz``, to be read with ``numpy.load``.
+    """Write ``rank-<rank>.npz``, which ``numpy.load`` reads.
 
-    It holds ``reason``, every array of each ``PackedRow`` as ``row<i>.<name>``, the kept sets as
-    ``row<i>.kept_offsets`` and ``row<i>.kept_ids``, and what a teacher gave as ``row<i>.teacher_<name>``.
+    It has ``reason``, every array of each ``PackedRow`` as ``row<i>.<name>``, the kept sets as
+    ``row<i>.kept_offsets`` and ``row<i>.kept_ids``, and the teacher's record as ``row<i>.teacher_<name>``.
 
     Raises:
-        OSError: the disk is full or fails.
+        OSError: The disk is full or fails.
     """
     arrays: dict[str, np.ndarray] = {"reason": np.asarray(reason)}
     for index, row in enumerate(rows):

@@ -1,8 +1,8 @@
 """One rank of the trainer: model, optimizer and the optimizer step over packed rows.
 
 Every rank of the mesh calls the same methods in the same order; ranks wait for each other only in the
-collectives of these methods. The module does not use Monarch: actors and tests build ``PolicyTrainer`` under
-an initialized torch.distributed.
+collectives of these methods. The module does not use Monarch: actors and tests create ``PolicyTrainer`` after
+initializing torch.distributed.
 
 Shape suffixes: L packed row length, T its targets (the response tokens trained on).
 """
@@ -54,7 +54,7 @@ class PolicyTrainer:
         """Build the model on this rank; collective.
 
         Raises:
-            ValueError: the loss cannot be built, or ``resume_from`` is a checkpoint of another model.
+            ValueError: The loss cannot be built, or ``resume_from`` is a checkpoint of another model.
         """
         section, facts, lora = setup.section, setup.facts, setup.lora
         self._section = section
@@ -90,7 +90,7 @@ class PolicyTrainer:
         self._checkpoints = checkpoints or CheckpointWriter()
         self._snapshots: Snapshots | None = None
         self._readers: list[Callable[[], None]] = []
-        # Context-parallel ranks compute the same losses and metrics: they count once.
+        # Context-parallel ranks compute the same losses and metrics, so they count once.
         batch_mesh = self._loss_mesh = dims.get_optional_mesh("batch")
         self.data_rank = 0 if batch_mesh is None else batch_mesh.get_local_rank()
         self.num_data_ranks = 1 if batch_mesh is None else batch_mesh.size()
@@ -99,11 +99,11 @@ class PolicyTrainer:
 
     @property
     def policy_version(self) -> int:
-        """The number of batches trained on so far."""
+        """Number of batches trained on so far."""
         return self.state.policy_version
 
     def logprobs(self, row: PackedRow, *, replay_routing: bool = True) -> torch.Tensor:
-        """Log-probabilities [T] of a row's targets under the current weights; float32, with gradients.
+        """Return log-probabilities of a row's targets with the current weights, float32 [T], with gradients.
 
         Computed over the row's kept sets, with its recorded experts unless ``replay_routing`` is False.
         """
@@ -112,7 +112,7 @@ class PolicyTrainer:
             return self._forward.logprobs(row)
 
     def train_step(self, rows: Sequence[PackedRow], *, max_fresh_mismatch: float | None = None) -> StepResult:
-        """Train on a batch of one optimizer step: ``train_batch`` of one minibatch."""
+        """Train on a batch of one optimizer step: ``train_batch`` with one minibatch."""
         return self.train_batch([rows], max_fresh_mismatch=max_fresh_mismatch)
 
     def train_batch(
@@ -122,14 +122,14 @@ class PolicyTrainer:
 
         The loss of a step is that of all ranks' rows together: neither packing nor the number of ranks
         changes the gradient. If a loss or a gradient of any rank is not finite, every rank leaves weights and
-        optimizer unchanged, and the result says why. ``trainer.bad_steps`` decides whether the next minibatch
-        follows or the whole batch is rolled back. The version counts batches: it grows by one, however many
-        steps were made. The learning rate follows from the version.
+        optimizer unchanged, and the result gives the reason. ``trainer.bad_steps`` decides whether the next
+        minibatch follows or the whole batch is rolled back. The version counts batches: it grows by one,
+        regardless of the number of steps. The learning rate follows from the version.
 
         Raises:
-            NonFiniteWeights: the weights after a step, and there is no snapshot of those before.
-            ValueError: a step is to be rolled back, and there is no snapshot.
-            MismatchTooLarge: on tokens sampled under the current weights, log-probabilities differ from the
+            NonFiniteWeights: The weights after a step are not finite, and there is no earlier snapshot.
+            ValueError: A step must be rolled back, and there is no snapshot.
+            MismatchTooLarge: On tokens sampled under the current weights, log-probabilities differ from the
                 generator's by more than ``max_fresh_mismatch`` nats on average. No step was made.
         """
         start_s = time.perf_counter()
@@ -161,11 +161,11 @@ class PolicyTrainer:
         return of_batch
 
     def _roll_back_if_needed(self, results: list[MinibatchResult]) -> bool:
-        """Roll back a batch if its last result says so, or if its weights are not finite; collective.
+        """Roll back a batch if its last result requires it, or if its weights are not finite; collective.
 
-        Weights, moments and random states become those of the batch's start. Returns whether they do. A
-        problem of the weights is added to the result of the last step made. Nobody may read the weights
-        meanwhile.
+        Weights, moments and random states become those of the batch's start. Returns whether the batch was
+        rolled back. A problem of the weights is added to the result of the last step made. No thread may read
+        the weights meanwhile.
         """
         made = [index for index, result in enumerate(results) if result.bad is None]
         bad = self._judge.judge_weights(value_ranges(self._weights_by_name())) if made else None
@@ -192,7 +192,7 @@ class PolicyTrainer:
     def _proximal_logprobs(
         self, minibatches: Sequence[Sequence[PackedRow]]
     ) -> list[Sequence[torch.Tensor | None]]:
-        """Each row's log-probabilities [T] at the batch's start; None if the current ones are the same."""
+        """Return log-probabilities [T] at the batch's start by row; None if the current ones are the same."""
         proximal: list[Sequence[torch.Tensor | None]] = [[None] * len(rows) for rows in minibatches]
         if self._loss.needs_proximal:
             with torch.no_grad():
@@ -270,7 +270,7 @@ class PolicyTrainer:
         sums: StepSums,
         taken: TokenCollector,
     ) -> str | None:
-        """Add a row's share of the gradients; returns what is wrong with its loss, if it is not finite."""
+        """Add a row's gradients; return a description of non-finite values in its loss, or None."""
         ref_logprobs_T = None if self._reference is None else self._reference(row)
         # The backward pass recomputes checkpointed layers, which have to use the same experts.
         noted_ML = self._decisions.note(row)
@@ -314,11 +314,14 @@ class PolicyTrainer:
         )
 
     def named_weights(self) -> list[NamedWeight]:
-        """This rank's shards of the policy's weights, by Hugging Face (peft) names; without a tied head."""
+        """Return this rank's shards of the policy's weights, by Hugging Face (peft) names.
+
+        A tied head is left out.
+        """
         return named_weights(self.model, self._facts, has_adapters=self._lora is not None)
 
     def published_weights(self) -> list[NamedWeight]:
-        """This rank's shards of all published weights: the policy's and the average's."""
+        """Return this rank's shards of all published weights: the policy's and the average's."""
         return [*self.named_weights(), *self._average.named_weights()]
 
     def require_finite_weights(self, what: str) -> None:
@@ -349,7 +352,7 @@ class PolicyTrainer:
         self._waited_s += time.perf_counter() - start_s
 
     def snapshot_bytes(self) -> int:
-        """Bytes of shared memory for this rank's snapshots."""
+        """Return the bytes of shared memory for this rank's snapshots."""
         return snapshot_bytes(self.state.tensors())
 
     def open_snapshots(self, folder: Path, *, every_steps: int, at_most: int) -> int:
@@ -358,30 +361,31 @@ class PolicyTrainer:
         Returns its version. If the ranks have no common snapshot, returns the version of the loaded weights.
 
         Raises:
-            ValueError: the host has not enough shared memory.
+            ValueError: The host does not have enough shared memory.
         """
         state = self.state.tensors()
         self._snapshots = Snapshots(folder, state, every_steps=every_steps)
         if self._snapshots.restore(state, at_most=at_most) is not None:
             self.state.take_over(state)
         else:
-            # So that the first batch can be rolled back too.
+            # So that the first batch can also be rolled back.
             self._snapshots.begin_if_due(self.policy_version, state)
         return self.policy_version
 
     def finish_snapshot(self) -> int | None:
-        """Wait for the last snapshot, in any thread; returns the version of the newest complete one."""
+        """Wait for the last snapshot, in any thread; return the version of the newest complete one."""
         assert self._snapshots is not None, "opened"
         self._snapshots.until_written()
         return self._snapshots.newest
 
     def begin_checkpoint(self, folder: Path, *, run_state: bytes, keep: int) -> None:
-        """Start to write a checkpoint beside training; the newest ``keep`` checkpoints are kept. Collective.
+        """Start to write a checkpoint while training continues; collective.
 
-        Waits for the previous one. ``finish_checkpoint`` raises errors of writing.
+        The newest ``keep`` checkpoints are kept. Waits for the previous checkpoint. ``finish_checkpoint``
+        raises errors of writing.
 
         Raises:
-            NonFiniteWeights: weights or moments have nan or inf. Nothing is written or removed.
+            NonFiniteWeights: Weights or moments have nan or inf. Nothing is written or removed.
         """
         state = self.state.tensors()
         require_finite(state.items(), what=f"checkpoint {folder.name}")
@@ -391,7 +395,7 @@ class PolicyTrainer:
         """Wait until the last checkpoint is on the disk.
 
         Raises:
-            CheckpointNotWritten: it could not be written; nothing of it is left.
+            CheckpointNotWritten: It could not be written; nothing of it is left.
         """
         self._checkpoints.finish()
 
@@ -399,7 +403,7 @@ class PolicyTrainer:
         """Continue from a checkpoint, which may be of another parallel layout; collective.
 
         Raises:
-            ValueError: it is a checkpoint of another model or of other adapters.
+            ValueError: It is a checkpoint of another model or of other adapters.
         """
         self.state.load(folder)
 
@@ -409,7 +413,7 @@ class PolicyTrainer:
         Config and tokenizer are copied from ``source``, the folder of the model (the adapters' base model).
 
         Raises:
-            NonFiniteWeights: weights have nan or inf. Nothing is written.
+            NonFiniteWeights: Weights have nan or inf. Nothing is written.
         """
         self.require_finite_weights(f"export {folder.name}")
         if self._lora is None:

@@ -24,15 +24,15 @@ from forgeasync.weights import local_shard
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotedPlaces:
-    """Where a router writes the outcomes of its decisions, uint8 (``Decision``), for one row of length L."""
+    """Output of a router's decisions, uint8 (``Decision``), for one row of length L."""
 
     decisions_L: torch.Tensor
     positions_BL: torch.Tensor
-    """int64, in the layout of the ids: each token's place in the row."""
+    """Each token's position in the row, int64, in the layout of the ids."""
 
 
 class ReplayRouter(TokenChoiceTopKRouter):
-    """A ``TokenChoiceTopKRouter`` with a ``replay`` context; without it, exactly that router."""
+    """``TokenChoiceTopKRouter`` with a ``replay`` context; without it, exactly that router."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(TokenChoiceTopKRouter.Config):
@@ -43,8 +43,9 @@ class ReplayRouter(TokenChoiceTopKRouter):
         self._replayed_BLK: torch.Tensor | None = None
         self._is_counted_BL: torch.Tensor | None = None
         self._noted: NotedPlaces | None = None
-        # [replayed decisions, those in which this router would have chosen another set of experts] of the
-        # last forward pass. Overwritten, so that recomputation in the backward pass changes nothing.
+        # Counts of the last forward pass: replayed decisions, and those in which this router would have
+        # chosen another set of experts. Overwritten, so that recomputation in the backward pass changes
+        # nothing.
         self.register_buffer("replay_counts", torch.zeros(2, dtype=torch.int64), persistent=False)
         # Tokens of each expert in that pass, among the tokens of ``is_counted_BL``.
         counts_E = torch.zeros(config.num_experts, dtype=torch.int64)
@@ -59,9 +60,9 @@ class ReplayRouter(TokenChoiceTopKRouter):
     ) -> Iterator[None]:
         """Route by these ids (any integer type) in forward passes until the context ends.
 
-        A token with ``NO_RECORD`` in any place is routed by the router's own choice. With tensor parallelism
-        every rank passes the ids of all tokens, with context parallelism those of its own. With activation
-        checkpointing, which recomputes the forward pass, the backward pass has to run in the context too. The
+        The router itself routes tokens with any ``NO_RECORD`` among their ids. With tensor parallelism every
+        rank passes the ids of all tokens, with context parallelism those of its own. With activation
+        checkpointing, which recomputes the forward pass, the backward pass must also run in the context. The
         tokens of ``is_counted_BL`` (bool, in the layout of the ids) are counted per expert. The outcome of
         each token's decision is written to ``noted``.
         """
@@ -77,7 +78,7 @@ class ReplayRouter(TokenChoiceTopKRouter):
     def forward(
         self, x_BLD: torch.Tensor, expert_bias_E: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Scores [B, L, K] and ids [B, L, K] of the chosen experts, and all scores [B, L, E]."""
+        """Return scores [B, L, K] and ids [B, L, K] of the chosen experts, and all scores [B, L, E]."""
         own_scores_BLK, own_ids_BLK, scores_BLE = super().forward(x_BLD, expert_bias_E)
         if self._replayed_BLK is None:
             return own_scores_BLK, own_ids_BLK, scores_BLE
@@ -121,7 +122,7 @@ class ReplayRouter(TokenChoiceTopKRouter):
 
 
 def replay_config(router: TokenChoiceTopKRouter.Config) -> ReplayRouter.Config:
-    """The config of the same router with replay."""
+    """Return the config of the same router with replay."""
     return ReplayRouter.Config(
         num_experts=router.num_experts,
         gate=router.gate,
@@ -137,7 +138,7 @@ def replay_config(router: TokenChoiceTopKRouter.Config) -> ReplayRouter.Config:
 
 
 def replay_routers(model: nn.Module) -> list[ReplayRouter]:
-    """The model's routers, in the order of its layers."""
+    """Return the model's routers, in the order of its layers."""
     return [module for module in model.modules() if isinstance(module, ReplayRouter)]
 
 
@@ -152,7 +153,7 @@ def replay(
 ) -> Iterator[None]:
     """Replay in all layers; the ids of layer m are ``expert_ids_BLMK[:, :, m]``.
 
-    Outcomes of the decisions are written to ``noted_ML``, for tokens at ``positions_BL`` of the row.
+    The outcomes of the decisions are written to ``noted_ML``, for tokens at ``positions_BL`` of the row.
     """
     assert expert_ids_BLMK.shape[2] == len(routers)
     with ExitStack() as contexts:
@@ -166,7 +167,7 @@ def replay(
 
 
 def _laid_out_like(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor that every rank has."""
+    """Return this rank's part of a tensor that every rank has."""
     if not isinstance(like, DTensor):
         return whole
     replicated = DTensor.from_local(
@@ -176,7 +177,7 @@ def _laid_out_like(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def _wrapped_like(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A local part as a DTensor, if ``like`` is one."""
+    """Return a local part as a DTensor, if ``like`` is one."""
     if not isinstance(like, DTensor):
         return local
     return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False)
@@ -186,12 +187,12 @@ _BUFFER = "expert_bias_E"
 
 
 def router_biases(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The biases of all layers that have one, by TorchTitan's names; in the order of the layers."""
+    """Yield the biases of all layers that have one, by TorchTitan's names, in the order of the layers."""
     return ((name, buffer) for name, buffer in model.named_buffers() if name.endswith(f".{_BUFFER}"))
 
 
 def checkpoint_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """All tensors of a checkpoint of the model: parameters, and biases of routers."""
+    """Yield all tensors of a checkpoint of the model: parameters, and biases of routers."""
     yield from model.named_parameters()
     yield from router_biases(model)
 
@@ -213,7 +214,8 @@ class RouterBiasUpdate:
     @torch.no_grad()
     def step(self) -> None:
         """Move all biases by ``speed``: up for experts with fewer tokens than the average; collective."""
-        # Ranks that compute the same tokens count them equally for every expert: only signs matter.
+        # Only signs matter, so duplicates do no harm: ranks that compute the same tokens count each expert
+        # alike.
         dist.all_reduce(self._counts_ME)
         missing_ME = self._counts_ME.mean(-1, keepdim=True) - self._counts_ME
         change_ME = self._speed * torch.sign(missing_ME)
@@ -224,5 +226,5 @@ class RouterBiasUpdate:
         self.discard()
 
     def discard(self) -> None:
-        """Forget the tokens counted so far."""
+        """Discard the tokens counted so far."""
         self._counts_ME.zero_()

@@ -1,9 +1,9 @@
-"""Checkpoints of the trainer, by torch.distributed.checkpoint: written beside training, read by any layout.
+"""Checkpoints of the trainer, by torch.distributed.checkpoint: written during training, for any layout.
 
-``TrainerState`` is all that the next step depends on besides its batch, as tensors by name. Every rank copies
-its shards to host memory in a thread while the next forward pass runs; the optimizer waits for that copy. A
-second thread writes the copies over its own gloo group, so that its collectives cannot mix with those of
-training. Rank 0 then publishes the checkpoint (``forgeasync.trainer``).
+``TrainerState`` has everything that the next step depends on besides its batch, as tensors by name. Every
+rank copies its shards to host memory in a thread while the next forward pass runs; the optimizer waits for
+that copy. A second thread writes the copies over a separate gloo group, so that its collectives cannot mix
+with those of training. Rank 0 then publishes the checkpoint (``forgeasync.checkpoints``).
 """
 
 from collections.abc import Callable, Mapping
@@ -39,7 +39,10 @@ RNG = "rng."
 """Prefix of the names of random states. Each rank has its own; other layouts do not use them."""
 
 NORMS = "grad_norms."
-"""Prefix of the name of the norms that spikes are judged by, before their number; only with ``on_spike``."""
+"""Prefix of the name of the gradient norms that spikes are compared with; only with ``on_spike``.
+
+The size of the window follows it.
+"""
 
 _OPTIONAL = (RNG, NORMS)
 
@@ -58,7 +61,7 @@ def training_state(model: torch.nn.Module, optimizer: torch.optim.AdamW) -> Stat
 
 
 def _moments(optimizer: torch.optim.AdamW, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
-    """Return a parameter's moments. Before the first step, make those that AdamW would make in it."""
+    """Return a parameter's moments. Before the first step, create those that AdamW would create in it."""
     moments = optimizer.state[parameter]
     if not moments:
         # With ``fused`` AdamW keeps it on the parameter's device.
@@ -89,13 +92,14 @@ def set_random_state(state: Mapping[str, torch.Tensor]) -> None:
 
 
 def load(state: State, folder: Path) -> None:
-    """Fill the tensors of ``state`` from a checkpoint that ranks of any number wrote; collective.
+    """Fill the tensors of ``state`` from a checkpoint written by any number of ranks; collective.
 
     Random states and norms that the checkpoint does not have are removed from ``state``.
 
     Raises:
-        ValueError: the checkpoint is of another model or of other adapters; names a tensor and both shapes.
-            Or its metadata is damaged, or refers to code; names the file. No such code is run.
+        ValueError: The checkpoint is of another model or of other adapters (the message names a tensor and
+            both shapes), or its metadata is damaged or refers to code (the message names the file). No such
+            code is run.
     """
     reader = SafeFileSystemReader(folder / TRAINER_FOLDER)
     try:
@@ -116,7 +120,10 @@ def load(state: State, folder: Path) -> None:
 
 
 def _first_failure(error: CheckpointException) -> BaseException:
-    """Return a rank's failure. DCP's own exception is no ``Exception`` and would end an actor's process."""
+    """Return the failure of one rank.
+
+    DCP's own exception is not an ``Exception`` and would end an actor's process.
+    """
     return next(iter(error.failures.values()))[0]
 
 
@@ -134,7 +141,7 @@ def _difference(state: Mapping[str, torch.Tensor], saved: Mapping[str, object]) 
 
 
 class TrainerState:
-    """The state of one rank. Its ``policy_version`` is also the position in the learning rate schedule."""
+    """State of one rank. Its ``policy_version`` is also the position in the learning rate schedule."""
 
     def __init__(
         self,
@@ -153,7 +160,7 @@ class TrainerState:
         self._average = average
 
     def tensors(self) -> State:
-        """The current state; parameters and moments share the trainer's memory."""
+        """Return the current state; parameters and moments share the trainer's memory."""
         state = {
             **training_state(self._model, self._optimizer),
             **self._average.tensors(),
@@ -181,7 +188,7 @@ class TrainerState:
         """Continue from a checkpoint, which may be of another parallel layout; collective.
 
         Raises:
-            ValueError: it is a checkpoint of another model or of other adapters.
+            ValueError: It is a checkpoint of another model or of other adapters.
         """
         state = self.tensors()
         load(state, folder)
@@ -248,7 +255,7 @@ class CheckpointWriter:
         """Wait until the checkpoint is written.
 
         Raises:
-            CheckpointNotWritten: on every rank or on rank 0 only; raised once.
+            CheckpointNotWritten: It could not be written. Raised once, on every rank or only on rank 0.
         """
         self._staged = None
         if self._written is not None:

@@ -1,4 +1,4 @@
-"""Everything that a trainer starts with, equal on every rank. Imports nothing of TorchTitan."""
+"""Setup of a trainer, equal on every rank. Imports nothing of TorchTitan."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +9,7 @@ from forgeasync.config import LoraSection, ModelFacts, TrainerSection
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSetup:
-    """The options of a trainer; the controller sends it to every rank."""
+    """Options of a trainer; the controller sends them to every rank."""
 
     section: TrainerSection
     facts: ModelFacts
@@ -18,14 +18,14 @@ class TrainerSetup:
     loss: Loss
     seed: int
     checkpoint: Path | None
-    """Hugging Face folder with the initial weights; None: they are random."""
+    """Hugging Face folder with the initial weights; None: random weights."""
     lora: LoraSection | None = None
     """If set, the model is frozen, and adapters are trained, published and saved instead."""
     average_alpha: float | None = None
-    """Decay of the moving average of the trained weights per step; None: there is no average."""
+    """Decay of the moving average of the trained weights per step; None: no average."""
     max_token_age: int | None = None
-    """Tokens older than this many versions are left out of the loss and its denominator."""
+    """Maximum age of trained tokens in versions; older ones are left out of the loss and its denominator."""
     resume_from: Path | None = None
     """Checkpoint of a run to continue from."""
     bad_steps: Path | None = None
-    """Folder for the rows of batches with a bad step; None: they are not kept."""
+    """Folder for the rows of batches with a bad step; None: they are not saved."""

@@ -1,11 +1,11 @@
 """Snapshots of one trainer rank in its host's shared memory, from which a restarted trainer continues.
 
-A rank has two files and writes them in turn, so that the previous snapshot stays whole while the next one is
-written. The files outlive the process. A file is a header of ``HEADER_BYTES``, then the tensors, each at a
+A rank has two files and writes them in turn, so that the previous snapshot stays complete while the next one
+is written. The files outlive the process. A file is a header of ``HEADER_BYTES``, then the tensors, each at a
 multiple of ``ALIGNMENT`` bytes. The header has the version, the layout, a checksum of the body, and a
-checksum of its own. It is invalidated before the first byte of a new snapshot is written, and written after
-the last one. A file that is incomplete at any byte therefore has no snapshot, and the rank's other file has
-the previous one.
+checksum of itself. It is invalidated before the first byte of a new snapshot is written, and written after
+the last one. So if the process dies at any point, an incomplete file has no snapshot, and the rank's other
+file has the previous one.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ _CHECKSUM = struct.Struct("<Q")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """The place of one tensor in a file."""
+    """Place of one tensor in a file."""
 
     name: str
     dtype: torch.dtype
@@ -50,7 +50,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotLayout:
-    """The places of all tensors of a rank, in order."""
+    """Places of all tensors of a rank, in order."""
 
     parts: tuple[Part, ...]
     num_bytes: int
@@ -58,7 +58,7 @@ class SnapshotLayout:
 
     @property
     def digest(self) -> bytes:
-        """16 bytes that differ where names, dtypes, shapes or places differ."""
+        """16 bytes that depend on all names, dtypes, shapes and offsets."""
         text = repr([(part.name, str(part.dtype), part.shape, part.offset) for part in self.parts])
         return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
@@ -74,7 +74,7 @@ def lay_out(named: Sequence[tuple[str, torch.Tensor]]) -> SnapshotLayout:
 
 
 def body_checksum(memory: memoryview) -> int:
-    """The xxh3 checksum (64 bits) of everything after the header."""
+    """Return the xxh3 checksum (64 bits) of everything after the header."""
     return xxhash.xxh3_64_intdigest(memory[HEADER_BYTES:])
 
 
@@ -91,7 +91,7 @@ def finish(memory: memoryview, *, version: int, digest: bytes) -> None:
 
 
 def read_version(memory: memoryview, *, digest: bytes) -> int | None:
-    """The version of the snapshot in a file; None if it has no complete snapshot of this layout."""
+    """Return the version of the snapshot in a file; None if it has no complete snapshot of this layout."""
     if len(memory) < HEADER_BYTES:
         return None
     fields = bytes(memory[: _FIELDS.size])
@@ -105,36 +105,36 @@ def read_version(memory: memoryview, *, digest: bytes) -> int | None:
 
 
 def slot_of(version: int, *, every_steps: int) -> int:
-    """Which of the two files a version is written to; versions are multiples of ``every_steps``."""
+    """Return which of the two files a version is written to; versions are multiples of ``every_steps``."""
     return version // every_steps % 2
 
 
 def newest_common(versions_by_rank: Sequence[Collection[int]], *, at_most: int) -> int | None:
-    """The newest version, not after ``at_most``, of which every rank has a whole snapshot."""
+    """Return the newest version, not after ``at_most``, of which every rank has a complete snapshot."""
     common = set.intersection(*map(set, versions_by_rank))
     return max((version for version in common if version <= at_most), default=None)
 
 
 def local_parts(state: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
-    """This rank's own part of every tensor, by name; they share memory."""
+    """Return this rank's own part of every tensor, by name; the parts share memory."""
     return [(name, local_shard(tensor).detach()) for name, tensor in state.items()]
 
 
 def snapshot_bytes(state: Mapping[str, torch.Tensor]) -> int:
-    """Bytes of shared memory that the snapshots of this rank take."""
+    """Return the bytes of shared memory that the snapshots of this rank use."""
     return NUM_SLOTS * lay_out(local_parts(state)).num_bytes
 
 
 class Snapshots:
-    """The two files of this rank."""
+    """Writes and reads the two snapshot files of this rank."""
 
     def __init__(self, folder: Path, state: State, *, every_steps: int) -> None:
-        """Make the files in ``folder`` of this host, or open those of an earlier process.
+        """Create the files in ``folder`` of this host, or open those of an earlier process.
 
         Snapshots are taken of versions that ``every_steps`` divides. ``state`` has the tensors of a snapshot.
 
         Raises:
-            ValueError: the host has not that much shared memory left.
+            ValueError: The host does not have enough shared memory left.
         """
         self._every_steps = every_steps
         self._layout = lay_out(local_parts(state))
@@ -176,7 +176,7 @@ class Snapshots:
         """Fill ``state`` from this rank's newest snapshot, which is complete.
 
         Raises:
-            RuntimeError: the memory has changed since it was written.
+            RuntimeError: The memory has changed since it was written.
         """
         assert self.newest is not None, "there is one"
         file = self._files[slot_of(self.newest, every_steps=self._every_steps)]
@@ -187,7 +187,7 @@ class Snapshots:
             tensor.copy_(_stored(file, part))
 
     def begin_if_due(self, version: int, state: State) -> None:
-        """Begin to write a snapshot if this version is due. Call it in the thread that trains.
+        """Begin to write a snapshot if this version is due. Call it in the training thread.
 
         The tensors must not change before ``until_written`` has returned.
         """
@@ -221,7 +221,7 @@ class Snapshots:
         self.newest = version
 
     def until_written(self) -> float:
-        """Wait until the snapshot in progress is complete; returns the seconds waited or raises its error."""
+        """Wait until the snapshot in progress is complete; return the seconds waited or raise its error."""
         start_s = time.perf_counter()
         if self._written is not None:
             self._written.result()
@@ -229,5 +229,5 @@ class Snapshots:
 
 
 def _stored(file: SharedFile, part: Part) -> torch.Tensor:
-    """The tensor at a place in a file."""
+    """Return the tensor at a place in a file."""
     return file.bytes[part.offset : part.offset + part.num_bytes].view(part.dtype).view(part.shape)

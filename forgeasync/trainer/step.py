@@ -1,4 +1,4 @@
-"""The outcome of an optimizer step: its result, the checks that can refuse it, and how a run reacts.
+"""Outcome of an optimizer step: its result, the checks that can refuse it, and how a run reacts.
 
 Trainer ranks check a step with ``StepJudge`` before the optimizer changes anything, and all ranks reach the
 same decision. The controller counts bad steps (``BadStepWatch``) and keeps the batches of steps that a
@@ -26,7 +26,7 @@ from forgeasync.weights import local_shard
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BadStep:
-    """Why an optimizer step is refused, and what to do about it."""
+    """Reason for refusing an optimizer step, and the configured reaction."""
 
     reason: str
     remedy: OnBadStep
@@ -36,9 +36,9 @@ class BadStep:
 class StepResult:
     """Measurements of the optimizer steps of one batch, over the whole mesh.
 
-    ``metrics`` are means over the trained tokens of a step, then over the steps (``merged``), under their
-    names in metrics.jsonl. ``skip_reason`` says why a step was not made; if no step was made, the version has
-    the weights of the previous version.
+    ``metrics`` are means over the trained tokens of a step, then over the steps (``merged``), by their names
+    in metrics.jsonl. ``skip_reason`` is the reason why a step was not made; if no step was made, the version
+    has the weights of the previous version.
     """
 
     policy_version: int
@@ -52,7 +52,7 @@ class StepResult:
     ends_run: bool = False
     """Whether the config says that such a step ends the run."""
     not_kept: str | None = None
-    """Why the rows of a bad step could not be written to a file."""
+    """Reason why the rows of a bad step could not be written to a file, or None."""
     memory: MemoryPeak | None = None
     """Peak memory of the trainer's largest process so far; None if it was not measured."""
     tokens: TokenReport = field(default_factory=TokenReport)
@@ -61,7 +61,7 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MinibatchResult:
-    """Measurements of one optimizer step of a batch; ``bad`` says why it is refused or does not count."""
+    """Measurements of one optimizer step of a batch; ``bad`` has the reason if it is refused or undone."""
 
     num_targets: int
     num_padding_tokens: int
@@ -118,7 +118,7 @@ def _merged_metrics(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 class NonFiniteWeights(ArithmeticError):
-    """Weights or optimizer state contain nan or inf: they are neither published nor written."""
+    """Weights or optimizer state contain nan or inf, so they are neither published nor written."""
 
 
 class MismatchTooLarge(ArithmeticError):
@@ -128,9 +128,8 @@ class MismatchTooLarge(ArithmeticError):
 def agree(*problems: str | None) -> str | None:
     """Return a problem of any rank, the same one on every rank; None if no rank has one. Collective.
 
-    Every rank passes the same number of ``problems``, the likeliest cause first. A problem at an earlier
-    place on any rank takes precedence over later places on other ranks. The usual answer, None, costs one
-    small all-reduce.
+    Every rank passes the same number of ``problems``, the likeliest cause first. Problems at earlier
+    positions take precedence, on any rank. The usual result, None, costs one small all-reduce.
     """
     is_wrong = torch.tensor(float(any(text is not None for text in problems)), device=DEVICE_TYPE)
     dist.all_reduce(is_wrong)
@@ -155,7 +154,7 @@ def value_ranges(named: Iterable[tuple[str, torch.Tensor | None]]) -> Ranges:
     )
     # On a CPU aminmax takes a third of the time of a copy; an infinity norm takes seven times that of one.
     ranges = ((name, torch.stack(torch.aminmax(part)).float()) for name, part in local if part.numel())
-    # With offloading some tensors lie on the host, others on the device.
+    # With offloading some tensors are on the host, others on the device.
     return [(name, ends.to(DEVICE_TYPE)) for name, ends in ranges]
 
 
@@ -171,7 +170,8 @@ def require_finite(named: Iterable[tuple[str, torch.Tensor]], *, what: str) -> N
     """Refuse tensors with nan or inf; collective, so that every rank raises or none.
 
     Raises:
-        NonFiniteWeights: says that ``what`` is refused, and names the tensor.
+        NonFiniteWeights: A tensor is not finite. The message says that ``what`` is refused, and names the
+            tensor.
     """
     problem = agree(describe_non_finite(value_ranges(named)))
     if problem is not None:
@@ -181,7 +181,7 @@ def require_finite(named: Iterable[tuple[str, torch.Tensor]], *, what: str) -> N
 def describe_row(
     index: int, loss: torch.Tensor, inputs: Mapping[str, torch.Tensor | None], mask_T: torch.Tensor
 ) -> str | None:
-    """Describe the first non-finite value among a row's loss and its ``inputs`` [T] by name; None if finite.
+    """Describe the first non-finite value of a row's loss and its ``inputs`` [T] by name; None if finite.
 
     A loss can be finite although its inputs, and therefore its gradients, are not: clipping bounds an
     infinite ratio.
@@ -234,7 +234,7 @@ class SpikeRule:
 
     @property
     def norms(self) -> Sequence[float]:
-        """The norms that the next one is compared with, oldest first: the whole state of the rule."""
+        """Norms that the next one is compared with, oldest first: the whole state of the rule."""
         return list(self._norms)
 
     def take_over(self, norms: Sequence[float]) -> None:
@@ -243,7 +243,7 @@ class SpikeRule:
 
     @property
     def limit(self) -> float | None:
-        """The largest norm that is no spike; None while there are too few norms to tell."""
+        """Largest norm that is not a spike; None while there are too few norms."""
         if len(self._norms) < self.window:
             return None
         return self._factor * statistics.median(self._norms)
@@ -270,7 +270,7 @@ class StepJudge:
     def __init__(self, section: BadStepsSection) -> None:
         self._section = section
         self.spikes: SpikeRule | None = None
-        """None if ``on_spike`` is not set: nothing is a spike."""
+        """Rule for spikes; None if ``on_spike`` is not set, so that nothing is a spike."""
         if section.on_spike is not None:
             self.spikes = SpikeRule(factor=section.spike_factor, window=section.spike_window)
 
@@ -290,7 +290,7 @@ class StepJudge:
         if self.spikes is None:
             return None
         assert self._section.on_spike is not None
-        # The last bits of the norm may differ between ranks, so the ranks have to agree on the answer.
+        # The last bits of the norm may differ between ranks, so the ranks have to agree on the result.
         reason = agree(self.spikes.describe(grad_norm))
         return None if reason is None else BadStep(reason=reason, remedy=self._section.on_spike)
 
@@ -302,7 +302,7 @@ class StepJudge:
         return BadStep(reason=f"of the weights after it: {problem}", remedy=self._section.on_nan)
 
     def metrics(self) -> dict[str, float]:
-        """The norm above which the next step is a spike."""
+        """Return the norm above which the next step is a spike."""
         limit = None if self.spikes is None else self.spikes.limit
         return {} if limit is None else {"grad_norm_limit": limit}
 
@@ -313,15 +313,16 @@ class StepJudge:
 
 
 class BadStepsEndRun(RuntimeError):
-    """A bad step that ends the run: it is one too many in a row, or the config says that it ends the run."""
+    """A bad step ends the run, because of too many in a row or because the config says so."""
 
 
 class BadStepWatch:
     """Lets a run continue after bad steps, up to a limit."""
 
     def __init__(self, max_in_a_row: int) -> None:
-        """The run ends with this many consecutive batches with a bad step
-        (``trainer.bad_steps.max_in_a_row``).
+        """Set the limit ``trainer.bad_steps.max_in_a_row``.
+
+        The run ends with this number of consecutive batches with a bad step.
         """
         assert max_in_a_row > 0
         self._max_in_a_row = max_in_a_row
@@ -331,7 +332,7 @@ class BadStepWatch:
         """Count a batch.
 
         Raises:
-            BadStepsEndRun: its bad step is one too many in a row, or is to end the run at once.
+            BadStepsEndRun: Its bad step reaches the limit, or must end the run at once.
         """
         self._num_in_a_row = 0 if result.skip_reason is None else self._num_in_a_row + 1
         if result.ends_run:
@@ -346,12 +347,12 @@ class BadStepWatch:
 
 
 B = TypeVar("B")
-"""What a step trains on."""
+"""Batch that a step trains on."""
 
 
 @dataclass(slots=True)
 class StepMemory(Generic[B]):
-    """The batches of steps that no snapshot holds on all ranks: a pure state machine.
+    """Batches of steps that not all ranks have in a snapshot: a pure state machine.
 
         begun -> complete -> safe (forgotten)
 
@@ -361,11 +362,11 @@ class StepMemory(Generic[B]):
     """
 
     first_version: int
-    """The version that the run begins with; it needs no snapshot to be restored."""
+    """Version that the run begins with; it needs no snapshot to be restored."""
     completed: int = field(init=False)
-    """The version of the last complete step."""
+    """Version of the last complete step."""
     safe_version: int = field(init=False)
-    """The newest version that can be restored without training."""
+    """Newest version that can be restored without training."""
     _batches: dict[int, B] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -383,7 +384,7 @@ class StepMemory(Generic[B]):
         self.completed = step
 
     def save(self, version: int) -> None:
-        """Record that every rank has a whole snapshot of ``version``.
+        """Record that every rank has a complete snapshot of ``version``.
 
         A version older than the last safe one changes nothing. The snapshot of a step whose call has not
         returned changes nothing either: if the result is lost, the step is repeated from an older snapshot.
@@ -395,10 +396,11 @@ class StepMemory(Generic[B]):
             del self._batches[step]
 
     def after(self, version: int) -> Sequence[tuple[int, B]]:
-        """The complete steps after ``version``, in order, to be repeated.
+        """Return the complete steps after ``version``, in order, to be repeated.
 
         Raises:
-            ValueError: their batches are gone: every rank had a newer snapshot.
+            ValueError: ``version`` is not between the newest safe version, before which batches are
+                forgotten, and the last complete step.
         """
         if not self.safe_version <= version <= self.completed:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Sums over the rows of one optimizer step, on this rank and then over the mesh, and the metrics they become.
+"""Sums over the rows of one optimizer step, on this rank and then over the mesh, and their metrics.
 
 Shape suffixes: T targets of a row, S its sequences, M MoE layers.
 """
@@ -17,7 +17,7 @@ from forgeasync.trainer.packing import NO_SEQUENCE, PackedRow
 
 
 class StepSums:
-    """Sums over trained tokens, under the names of their means in metrics.jsonl."""
+    """Sums over trained tokens, by the names of their means in metrics.jsonl."""
 
     def __init__(self, *, num_layers: int, device: str, is_first: bool = True) -> None:
         """``is_first`` False: earlier steps of the batch changed the weights, so no token is fresh."""
@@ -37,11 +37,11 @@ class StepSums:
 
     @property
     def num_padding_tokens(self) -> int:
-        """Over the mesh; call ``metrics`` first."""
+        """Number of padding tokens over the mesh; call ``metrics`` first."""
         return int(self._coverage[2])
 
     def add_loss(self, loss: torch.Tensor) -> None:
-        """Add a row's share of the batch's loss."""
+        """Add a row's part of the batch's loss."""
         self._loss = self._loss + loss
 
     def add_correction(self, weights_T: torch.Tensor) -> None:
@@ -69,7 +69,7 @@ class StepSums:
     def add_mismatch(
         self, logprobs_T: torch.Tensor, behavior_T: torch.Tensor, mask_T: torch.Tensor, row: PackedRow
     ) -> None:
-        """Add how far the trainer's log-probabilities are from the generator's, on the tokens of the mask.
+        """Add the differences of trainer's and generator's log-probabilities on the tokens of the mask.
 
         Fresh tokens are those of responses that were sampled entirely under the weights being trained: their
         difference is purely numerical. A response that was sampled across an update has no fresh tokens,
@@ -90,11 +90,14 @@ class StepSums:
         )
 
     def add_routing(self, counts_of_layers: Sequence[torch.Tensor]) -> None:
-        """The replay counts of every layer after a row's forward pass."""
+        """Add the replay counts of every layer after a row's forward pass."""
         self._routing_M2 += torch.stack(list(counts_of_layers))
 
     def add_coverage(self, row: PackedRow) -> None:
-        """Count a row's tokens with a record. The last token of a sequence is no input of the generator."""
+        """Count a row's tokens with a record.
+
+        The last token of a sequence is not an input of the generator, so it needs no record.
+        """
         is_real_L = row.sequence_ids_L != NO_SEQUENCE
         num_needed = int(is_real_L.sum()) - len(set(row.sequence_ids_L[is_real_L].tolist()))
         num_recorded = 0
@@ -103,7 +106,7 @@ class StepSums:
         self._coverage += torch.tensor([num_needed, num_recorded, int((~is_real_L).sum())])
 
     def add_probe(self, name: str, difference_T: torch.Tensor) -> None:
-        """Add logprob differences of a row that were computed again for comparison."""
+        """Add logprob differences of a row that was recomputed for comparison."""
         added = torch.stack(
             [
                 difference_T.abs().sum(),
@@ -114,7 +117,7 @@ class StepSums:
         self._probes[name] = self._probes.get(name, torch.zeros(3, device=self._device)) + added
 
     def metrics(self, num_trained: int, *, mesh: DeviceMesh | None) -> dict[str, float]:
-        """Means over the ``num_trained`` tokens of all ranks; collective over the mesh."""
+        """Return means over the ``num_trained`` tokens of all ranks; collective over the mesh."""
         count = max(1, num_trained)
         zero = torch.zeros((), device=self._device)
         metrics = {
@@ -133,7 +136,7 @@ class StepSums:
         if fresh_share:
             metrics["mismatch/fresh_logprob_abs_mean"] /= fresh_share
         else:
-            # No token was sampled under the current weights: there is no such mean.
+            # No token was sampled under the current weights, so there is no such mean.
             del metrics["mismatch/fresh_logprob_abs_mean"]
         metrics["mismatch/logprob_abs_max"] = dist_utils.dist_max(self._largest.float(), mesh)
         for name, probe in self._probes.items():
@@ -165,7 +168,10 @@ class StepSums:
 
 
 def _names_of_all_ranks(sums: Mapping[str, torch.Tensor], mesh: DeviceMesh | None) -> list[str]:
-    """Names of any rank's sums; collective. A user's objective may give a sum for some rows only."""
+    """Return the names of any rank's sums; collective.
+
+    A user's objective may return a sum for some rows only.
+    """
     if mesh is None:
         return list(sums)
     names_by_rank: list[list[str]] = [[] for _ in range(mesh.size())]
@@ -176,7 +182,8 @@ def _names_of_all_ranks(sums: Mapping[str, torch.Tensor], mesh: DeviceMesh | Non
 class _WeightSums:
     """Mean and maximum of n samples' weights w, and their effective share of the samples.
 
-    That is (sum w)^2 / (n * sum w^2): Kong, "A Note on Importance Sampling Using Standardized Weights", 1992.
+    The effective share is (sum w)^2 / (n * sum w^2): Kong, "A Note on Importance Sampling Using Standardized
+    Weights", 1992.
     """
 
     def __init__(self, device: str) -> None:
@@ -202,7 +209,7 @@ class _WeightSums:
 
 
 def _is_fresh(row: PackedRow) -> np.ndarray:
-    """Whether each target's whole response is of age 0: bool [T]."""
+    """Return whether each target's whole response is of age 0: bool [T]."""
     sequence_of_T = row.sequence_ids_L[row.mask_L]
     oldest_S = np.zeros(int(sequence_of_T.max(initial=-1)) + 1, np.int64)
     np.maximum.at(oldest_S, sequence_of_T, row.ages_L[row.mask_L])
@@ -210,9 +217,10 @@ def _is_fresh(row: PackedRow) -> np.ndarray:
 
 
 def _k3(difference_T: torch.Tensor) -> torch.Tensor:
-    """KL(behavior || current) by the k3 estimator of Schulman, "Approximating KL Divergence", 2020.
+    """Return KL(behavior || current) per token by the k3 estimator.
 
-    Differences are capped at ``MAX_LOG_RATIO``, so that one token cannot make the mean infinite.
+    Source: Schulman, "Approximating KL Divergence", 2020. Differences are capped at ``MAX_LOG_RATIO``, so
+    that one token cannot make the mean infinite.
     """
     capped_T = capped(difference_T)
     return capped_T.expm1() - capped_T
@@ -224,10 +232,10 @@ class Probe:
     def __init__(self, share: float) -> None:
         self._share = share
         self.owed = 0.0
-        """The state that its choices depend on."""
+        """State that determines the next choices."""
 
     def is_due(self) -> bool:
-        """Whether the next row is one of them."""
+        """Return whether the next row is picked."""
         self.owed += self._share
         if self.owed < 1.0:
             return False

@@ -1,8 +1,8 @@
 """Reports values of single tokens of an optimizer step: all tokens of chosen rollouts, and the worst ones.
 
 The step computes these values anyway. They are copied to the host row by row, and only those that are
-reported are kept. For each reported token the report also says in which layers the trainer's own gate would
-have taken the experts that were replayed; the ranks of a row note this together (``ReplayedDecisions``).
+reported are kept. For each reported token the report also has the layers in which the trainer's own gate
+would have chosen the replayed experts; the ranks of a row record this together (``ReplayedDecisions``).
 
 Shape suffixes: T targets of a row, N the reported ones, M MoE layers, L packed row length, S sequences.
 """
@@ -49,7 +49,7 @@ class TokenCollector:
     """Collects the tokens of one optimizer step on this rank."""
 
     def __init__(self, objective: Objective, decisions: ReplayedDecisions, *, trained_version: int) -> None:
-        """``trained_version``: the version of the weights being trained, from which ages count."""
+        """``trained_version`` is the version of the weights being trained, from which ages count."""
         self._objective = objective
         self._decisions = decisions
         self._trained_version = trained_version
@@ -66,8 +66,8 @@ class TokenCollector:
     ) -> None:
         """Add a row's tokens, with this rank's note of its decisions; collective over the ranks of the row.
 
-        Rows without sources add nothing. Of the ranks of a row only the first one adds tokens, so that none
-        is reported twice.
+        Rows without sources add nothing. Only the first of the ranks of a row adds tokens, so that none is
+        reported twice.
         """
         decisions_ML = self._decisions.whole(noted_ML)
         if not row.sources or not self._decisions.is_first:
@@ -111,7 +111,7 @@ class TokenCollector:
 def _worst(
     values: TokenValues, trained_N: np.ndarray, sequence_T: np.ndarray, sources: tuple[PlacedSource, ...]
 ) -> np.ndarray:
-    """The row's worst trained tokens, at most ``NUM_WORST``, in the order of ``WorstToken.rank``.
+    """Return the row's worst trained tokens, at most ``NUM_WORST``, in the order of ``WorstToken.rank``.
 
     Ties are broken as for the whole batch.
     """
@@ -130,7 +130,7 @@ def _worst(
 def _report(
     row: PackedRow, wanted: TokenValues, sequence_T: np.ndarray, wanted_N: np.ndarray, worst_N: np.ndarray
 ) -> TokenReport:
-    """``wanted_N``, ascending, are the targets that ``wanted`` has the values of."""
+    """Return the report of a row; ``wanted_N``, ascending, has the targets whose values are in ``wanted``."""
     sequence_N = sequence_T[wanted_N]
     branches = []
     for index, placed in enumerate(row.sources):

@@ -20,18 +20,18 @@ from forgeasync.weights.staging import SharedFile
 from forgeasync.weights.transports.transport import ByteRange, Transport
 
 MAX_ATTEMPTS = 3
-"""Attempts to fetch blocks whose checksums differ from the manifest's."""
+"""Maximum number of attempts to fetch blocks whose checksums differ from the manifest's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostShare:
-    """One generator among those of its host, which fetch every version together."""
+    """Position of one generator among those of its host, which fetch every version together."""
 
     index: int = 0
     count: int = 1
 
     def of_blocks(self, rank: RankLayout, granularity: int) -> np.ndarray:
-        """Blocks (bool) of a rank's staging buffer that this generator fetches.
+        """Return the blocks (bool) of a rank's staging buffer that this generator fetches.
 
         Stripes of a segment are assigned in turn, starting with another generator for each rank, so that all
         generators read from all ranks at once.
@@ -41,9 +41,10 @@ class HostShare:
         return (stripes + rank.rank) % self.count == self.index
 
     def of_sizes(self, sizes: Mapping[str, int]) -> list[str]:
-        """Names assigned to this generator: large ones first, each to the generator with the least so far.
+        """Return the names assigned to this generator.
 
-        Every generator of the host must pass the same sizes.
+        Large ones are assigned first, each to the generator with the least so far. Every generator of the
+        host must pass the same sizes.
         """
         load = [0] * self.count
         own = []
@@ -56,25 +57,25 @@ class HostShare:
 
 
 ALONE = HostShare()
-"""The share of the only generator of a host."""
+"""Share of the only generator of a host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchReport:
-    """One fetch of a version, by one generator or by all of a host."""
+    """Report of one fetch of a version, by one generator or by all generators of a host."""
 
     version: int
     is_complete: bool
-    """Whether every block has the manifest's checksum; otherwise the old weights stay."""
+    """Whether every block has the manifest's checksum; otherwise the old weights stay in use."""
     num_bytes_moved: int
     num_bytes_needed: int
-    """Bytes that the engine needs: the least that a fetch without delta could move."""
+    """Bytes that the engine needs: the minimum for a fetch without delta."""
     num_bad_blocks: int
     fetch_s: float
 
 
 def of_host(shares: Sequence[FetchReport]) -> FetchReport:
-    """Join the reports of a host's generators, which all need the same bytes of a version."""
+    """Combine the reports of a host's generators, which all need the same bytes of a version."""
     return FetchReport(
         version=shares[0].version,
         is_complete=all(share.is_complete for share in shares),
@@ -86,21 +87,21 @@ def of_host(shares: Sequence[FetchReport]) -> FetchReport:
 
 
 class ReceiveBuffer:
-    """A host's memory for fetched weights: one file in shared memory that all of its workers read."""
+    """Memory of a host for fetched weights: one file in shared memory that all of its workers read."""
 
     def __init__(self, path: Path, layout: WeightLayout, *, is_new: bool = True) -> None:
-        """Make or open the file. Pages of bytes that are never fetched are never allocated."""
+        """Create or open the file. Pages of bytes that are never fetched are never allocated."""
         self.path = path
         num_bytes = _image_starts(layout)[-1]
         self._images = _images(SharedFile(path, num_bytes, is_new=is_new), layout)
 
     def image(self, rank: int) -> torch.Tensor:
-        """The image of a rank's staging buffer, uint8."""
+        """Return the image of a rank's staging buffer, uint8."""
         return self._images[rank]
 
 
 def _image_starts(layout: WeightLayout) -> list[int]:
-    """The first byte of each rank's image in a receive buffer, and the end of the last one."""
+    """Return the first byte of each rank's image in a receive buffer, and the end of the last one."""
     starts = [0]
     for rank in layout.ranks:
         starts.append(starts[-1] + rank.num_blocks * BLOCK_BYTES)
@@ -115,13 +116,13 @@ def _images(file: SharedFile, layout: WeightLayout) -> list[torch.Tensor]:
 
 
 def received_images(path: Path, layout: WeightLayout) -> list[torch.Tensor]:
-    """The images in another process's receive buffer, by rank, in the weights' dtype."""
+    """Return the images in another process's receive buffer, by rank, in the weights' dtype."""
     file = SharedFile(path, _image_starts(layout)[-1], is_new=False)
     return [image.view(layout.dtype) for image in _images(file, layout)]
 
 
 class WeightFetcher:
-    """Fetches versions one after the other, each into the receive buffer."""
+    """Fetches one version after another into the receive buffer."""
 
     def __init__(
         self,
@@ -134,7 +135,7 @@ class WeightFetcher:
         delta: bool,
         share: HostShare = ALONE,
     ) -> None:
-        """``needed`` are the blocks (bool) that the engine needs, for every rank."""
+        """``needed`` has a mask of the blocks (bool) that the engine needs, for every rank."""
         self._layout = layout
         self._needed_by_all = list(needed)
         self._num_bytes_needed = num_bytes_needed
@@ -146,10 +147,10 @@ class WeightFetcher:
         self.take_share(share)
 
     def take_share(self, share: HostShare) -> None:
-        """Fetch another share from now on.
+        """Change the share that this generator fetches.
 
-        Blocks fetched before no longer count as held: the generators of the host have changed, and others may
-        have overwritten them.
+        Previously fetched blocks no longer count as held: the generators of the host have changed, and others
+        may have overwritten them.
         """
         self._needed = [
             blocks & share.of_blocks(rank, self._transports[rank.rank].granularity)
@@ -161,14 +162,14 @@ class WeightFetcher:
             held[:] = False
 
     def connect(self, transports: Mapping[int, Transport]) -> None:
-        """Read from other staging buffers of the same layout from the next fetch on."""
+        """Read from other staging buffers of the same layout, starting with the next fetch."""
         self._transports = transports
 
     async def fetch(self, manifest: Manifest) -> FetchReport:
-        """Copy and check the blocks of a version that the engine needs, while its slot is leased.
+        """Copy and check the blocks of a version that the engine needs. Call while its slot is leased.
 
         Raises:
-            ValueError: the manifest was written in another layout.
+            ValueError: The manifest was written in another layout.
         """
         if manifest.layout_digest != self._layout.digest:
             raise ValueError(
@@ -247,7 +248,7 @@ class _RankRead:
 
 
 def byte_ranges(wanted: np.ndarray, granularity: int, num_bytes: int) -> list[ByteRange]:
-    """Maximal ranges, at multiples of ``granularity``, that cover the blocks ``wanted`` (bool)."""
+    """Return maximal ranges, at multiples of ``granularity``, that cover the blocks ``wanted`` (bool)."""
     blocks_per_unit = granularity // BLOCK_BYTES
     num_units = -(-len(wanted) // blocks_per_unit)
     padded = np.zeros(num_units * blocks_per_unit, bool)

@@ -1,12 +1,12 @@
-"""Where the bytes of a version lie: pieces in staging buffers, checksummed blocks, copies to parameters.
+"""Layout of a version's bytes: pieces in staging buffers, checksummed blocks, copies to parameters.
 
-A layout is made once, when trainer and generators meet, and holds for every version. Each rank publishes the
-shards it holds, cut into pieces; a shard that several ranks hold is published by one of them. The
-``Manifest`` of a version has the checksum of every block of ``BLOCK_BYTES``.
+A layout is made once, when trainer and generators connect, and applies to every version. Each rank publishes
+its shards, cut into pieces; a shard that several ranks hold is published by one of them. The ``Manifest`` of
+a version has the checksum of every block of ``BLOCK_BYTES``.
 
-Both sides cut the same tensors into boxes in their own way. Every overlap of a published piece with a box of
-an engine's parameter is one strided copy, planned once and run for every version (``plan_copies``). Copies at
-equal distances, such as those of a layer's experts, are joined into one with another dimension.
+Trainer and engine shard the same tensors differently. Every overlap of a published piece with a box of an
+engine's parameter is one strided copy, planned once and executed for every version (``plan_copies``). Copies
+at equal distances, such as those of a layer's experts, are joined into one copy with an additional dimension.
 """
 
 import hashlib
@@ -30,17 +30,18 @@ TORCH_DTYPES = {Dtype.FLOAT32: torch.float32, Dtype.BFLOAT16: torch.bfloat16}
 
 
 ALIGNMENT = 64
-"""Alignment of pieces in their buffer, in bytes: a cache line, enough for any dtype."""
+"""Alignment of pieces in their buffer, in bytes: a cache line, sufficient for any dtype."""
 
 SEGMENT_BYTES = 128 * BLOCK_BYTES
-"""Bytes that a transport between hosts moves at once: 32 MiB, 1,900 handles for a model of 61 GB."""
+"""Bytes that a transport between hosts moves at once: 32 MiB, or 1,900 handles for a model of 61 GB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedWeight:
-    """A tensor (or this rank's shard of one, as a DTensor) and its names in generators.
+    """Tensor (or this rank's shard of one, as a DTensor) with its names in generators.
 
-    Several ``names`` mean that the tensor stacks that many tensors along its first dimension (experts).
+    Several ``names`` mean that the tensor is a stack of that many tensors along its first dimension
+    (experts).
     """
 
     names: tuple[str, ...]
@@ -48,7 +49,7 @@ class NamedWeight:
 
 
 def merged(base: torch.Tensor, lora_a: torch.Tensor, lora_b: torch.Tensor, scaling: float) -> torch.Tensor:
-    """``base + scaling * lora_b @ lora_a``, computed in float32, in the dtype of ``base``.
+    """Return ``base + scaling * lora_b @ lora_a``, computed in float32, in the dtype of ``base``.
 
     Shapes: base [..., out, in], lora_a [..., rank, in], lora_b [..., out, rank]; leading dimensions (experts)
     are the same in all three. W = W0 + (alpha / rank) B A: Hu et al., "LoRA", 2021, section 4.1.
@@ -59,7 +60,7 @@ def merged(base: torch.Tensor, lora_a: torch.Tensor, lora_b: torch.Tensor, scali
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Box:
-    """A block of a tensor: where it starts and how long it is, in elements of every dimension."""
+    """Block of a tensor: start and size in elements, by dimension."""
 
     start: tuple[int, ...]
     size: tuple[int, ...]
@@ -96,7 +97,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLayout:
-    """The staging buffer of one trainer rank."""
+    """Layout of the staging buffer of one trainer rank."""
 
     rank: int
     host_id: str
@@ -109,32 +110,32 @@ class RankLayout:
 
 
 class WeightSet(StrEnum):
-    """The set of a version's weights that a reader uses."""
+    """Set of a version's weights that a reader uses."""
 
     POLICY = "policy"
     AVERAGE = "average"
-    """The moving average of the policy's weights, for teachers that follow it."""
+    """Moving average of the policy's weights, for teachers that follow it."""
 
 
 AVERAGE_PREFIX = "forgeasync.average."
 
 
 def name_in(weights: WeightSet, name: str) -> str:
-    """The name of a tensor of a set in the layout of all published weights."""
+    """Return the name of a tensor of a set in the layout of all published weights."""
     return name if weights is WeightSet.POLICY else f"{AVERAGE_PREFIX}{name}"
 
 
 @dataclass(frozen=True)
 class WeightLayout:
-    """The staging buffers of all ranks; every tensor is published whole, each element once."""
+    """Layout of the staging buffers of all ranks; each element of every tensor is published exactly once."""
 
     dtype: torch.dtype
     ranks: tuple[RankLayout, ...]
     part_of: str | None = None
-    """Digest of the layout that this is a part of; None if it is the layout of all published weights."""
+    """Digest of the layout that this one is a part of; None if it is the layout of all published weights."""
 
     def of(self, weights: WeightSet) -> "WeightLayout":
-        """The part with one set of weights, under their own names, at unchanged places."""
+        """Return the part with one set of weights, under their own names, at unchanged offsets."""
         is_average = weights is WeightSet.AVERAGE
         ranks = tuple(
             replace(
@@ -151,12 +152,12 @@ class WeightLayout:
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The whole shape of every tensor by name."""
+        """Whole shape of every tensor by name."""
         return {name: piece.shape for rank in self.ranks for piece in rank.pieces for name in piece.names}
 
     @cached_property
     def digest(self) -> str:
-        """Identifies a layout. A manifest has the digest of the whole layout that it was written in."""
+        """Identifier of the layout. A manifest has the digest of the whole layout that it was written in."""
         return (
             self.part_of
             or hashlib.blake2b(repr((self.dtype, self.ranks)).encode(), digest_size=16).hexdigest()
@@ -181,12 +182,12 @@ class WeightLayout:
 
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of a DTensor; any other tensor itself."""
+    """Return this rank's shard of a DTensor, or any other tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def shard_box(tensor: torch.Tensor) -> Box:
-    """The part of the whole tensor that this rank holds."""
+    """Return the part of the whole tensor that this rank holds."""
     if not isinstance(tensor, DTensor):
         return Box(start=(0,) * tensor.dim(), size=tuple(tensor.shape))
     size, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -195,9 +196,10 @@ def shard_box(tensor: torch.Tensor) -> Box:
 
 
 def assign_boxes(boxes_by_rank: Sequence[Sequence[Box]]) -> list[list[int]]:
-    """The indices of the weights that each rank publishes, given the box of every weight on every rank.
+    """Return the indices of the weights that each rank publishes.
 
-    If several ranks hold the same box, the one with the least to publish so far publishes it.
+    ``boxes_by_rank`` has the box of every weight on every rank. If several ranks hold the same box, the one
+    with the least to publish so far publishes it.
     """
     assigned: list[list[int]] = [[] for _ in boxes_by_rank]
     load = [0] * len(boxes_by_rank)
@@ -216,7 +218,7 @@ def assign_boxes(boxes_by_rank: Sequence[Sequence[Box]]) -> list[list[int]]:
 def lay_out(
     weights: Sequence[NamedWeight], indices: Sequence[int], *, rank: int, host_id: str, itemsize: int
 ) -> RankLayout:
-    """The staging buffer of a rank that publishes its shards of ``weights[index]`` for ``indices``."""
+    """Return the staging layout of a rank that publishes its shards of ``weights[index]`` for ``indices``."""
     pieces, end = [], 0
     for index in indices:
         weight = weights[index]
@@ -237,7 +239,7 @@ def _piece(weight: NamedWeight) -> Piece:
 
 
 def whole_tensors(layout: WeightLayout, images: Sequence[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of the ranks' buffers by name: views of those in one piece, new tensors of the others."""
+    """Yield every tensor of the ranks' buffers with its name: a view if in one piece, else a new tensor."""
     parts: dict[str, list[tuple[tuple[slice, ...], torch.Tensor]]] = {}
     for rank, image in zip(layout.ranks, images, strict=True):
         for piece in rank.pieces:
@@ -258,7 +260,7 @@ def whole_tensors(layout: WeightLayout, images: Sequence[torch.Tensor]) -> Itera
 
 
 class Destination(Protocol):
-    """A box of a tensor and its target (see ``forgeasync.generator.workarounds.load_trace.Region``)."""
+    """Box of a tensor and its target (see ``forgeasync.generator.workarounds.load_trace.Region``)."""
 
     @property
     def name(self) -> str: ...
@@ -274,7 +276,7 @@ class Destination(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StridedCopy:
-    """Copies elements of a receive buffer to elements of a parameter; offsets and strides count elements."""
+    """Copy from a receive buffer to a parameter; offsets and strides count elements."""
 
     rank: int
     source_offset: int
@@ -289,17 +291,17 @@ class StridedCopy:
         return math.prod(self.size)
 
     def source(self, image: torch.Tensor) -> torch.Tensor:
-        """The view to copy from; ``image`` is the rank's part of the receive buffer in the weights' dtype."""
+        """Return the view to copy from; ``image`` is the rank's image in the weights' dtype."""
         return image.as_strided(self.size, self.source_strides, image.storage_offset() + self.source_offset)
 
     def target(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The view to copy into."""
+        """Return the view to copy into."""
         start = parameter.storage_offset() + self.target_offset
         return parameter.as_strided(self.size, self.target_strides, start)
 
 
 def plan_copies(layout: WeightLayout, destinations: Iterable[Destination]) -> list[StridedCopy]:
-    """All copies that fill the destinations from the staged pieces."""
+    """Return all copies that fill the destinations from the staged pieces."""
     by_name: dict[str, list[Destination]] = defaultdict(list)
     for destination in destinations:
         by_name[destination.name].append(destination)
@@ -337,7 +339,7 @@ def _copy(
 
 
 def join(copies: Sequence[StridedCopy]) -> list[StridedCopy]:
-    """Join copies: equal ones at equal distances become one."""
+    """Join equal copies at equal distances into one."""
     alike: dict[tuple[object, ...], list[StridedCopy]] = defaultdict(list)
     for copy in copies:
         key = (copy.rank, copy.parameter, copy.size, copy.source_strides, copy.target_strides)
@@ -357,7 +359,7 @@ def _distance(a: StridedCopy, b: StridedCopy) -> tuple[int, int]:
 
 
 def _run_end(group: Sequence[StridedCopy], start: int) -> int:
-    """The end of the longest run from ``start`` on whose members lie at equal distances."""
+    """Return the end of the longest run of copies at equal distances that begins at ``start``."""
     if start + 1 == len(group):
         return start + 1
     step = _distance(group[start], group[start + 1])
@@ -386,7 +388,7 @@ def _stack(run: Sequence[StridedCopy]) -> StridedCopy:
 
 
 def needed_blocks(layout: WeightLayout, copies: Iterable[StridedCopy]) -> list[np.ndarray]:
-    """For every rank the blocks of its staging buffer that hold something to copy (bool).
+    """Return, for every rank, the blocks of its staging buffer that contain elements to copy (bool).
 
     A strided copy counts as needing everything from its first element to its last.
     """

@@ -1,13 +1,13 @@
-"""Decides who may write and who may read which staging buffer.
+"""Decides which staging buffer may be written and which may be read.
 
-There are two buffers (slots). The publisher writes a version into a slot that nobody reads, if possible not
+There are two buffers (slots). The publisher writes a version into a slot without readers, if possible not
 into the slot of the newest version. Readers lease the newest version while they copy it. If no slot is free,
 a version is skipped and owed: it is published when a lease ends. A lease that outlives its deadline no longer
-counts; if its reader is still copying, checksums show it that its bytes changed.
+counts; if its reader is still copying, checksums reveal the changed bytes.
 
-``WeightLedger`` is a pure state machine with time as an argument. ``WeightExchange`` lets loops wait for it:
-nobody waits for a reader. ``until_owed`` returns once a publisher that skipped a version can publish again,
-and ``lease`` waits for a version newer than the reader's.
+``WeightLedger`` is a pure state machine with time as an argument. ``WeightExchange`` adds waiting:
+``until_owed`` returns once a publisher that skipped a version can publish again, and ``lease`` waits for a
+version newer than the reader's. The publisher never waits for a reader.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from forgeasync.waiting import Monitor
 from forgeasync.weights.manifest import Manifest
 
 NUM_SLOTS = 2
-"""Staging buffers of every trainer rank."""
+"""Number of staging buffers of every trainer rank."""
 
 
 class SlotState(StrEnum):
@@ -37,18 +37,18 @@ class _Slot:
 
 
 class WeightLedger:
-    """Slots, the versions in them and the leases on them."""
+    """State of the slots, of the versions in them and of their leases."""
 
     def __init__(self, *, lease_timeout_s: float) -> None:
         self._lease_timeout_s = lease_timeout_s
         self._slots = [_Slot() for _ in range(NUM_SLOTS)]
         self.is_owing = False
-        """Whether a version was skipped and none was published since."""
+        """Whether a version was skipped or lost and none was published since."""
         self.num_skipped = 0
         self.num_expired_leases = 0
 
     def metrics(self) -> dict[str, float]:
-        """Counts since the run began, under their names in metrics.jsonl."""
+        """Return counts since the run began, by their names in metrics.jsonl."""
         return {
             "weights/num_skipped_versions": self.num_skipped,
             "weights/num_expired_leases": self.num_expired_leases,
@@ -56,17 +56,17 @@ class WeightLedger:
 
     @property
     def newest(self) -> Manifest | None:
-        """The newest version that can be read; None before the first one and while it is overwritten."""
+        """Newest readable version; None before the first one and while the only one is overwritten."""
         committed = [slot.manifest for slot in self._slots if slot.state is SlotState.COMMITTED]
         return max((m for m in committed if m is not None), key=lambda m: m.version, default=None)
 
     def can_begin(self, now_s: float) -> bool:
-        """Whether ``begin`` would return a slot."""
+        """Return whether ``begin`` would return a slot."""
         self._expire(now_s)
         return any(self._is_free(slot) for slot in self._slots)
 
     def begin(self, now_s: float) -> int | None:
-        """Choose the slot for the next version; None if there is none: the version is skipped."""
+        """Choose the slot for the next version; None if no slot is free, so that the version is skipped."""
         self._expire(now_s)
         newest = self.newest
         free = [index for index, slot in enumerate(self._slots) if self._is_free(slot)]
@@ -87,7 +87,7 @@ class WeightLedger:
         slot.state, slot.manifest = SlotState.COMMITTED, manifest
 
     def abandon(self, slot: int) -> None:
-        """Discard a version whose publisher failed half-way; readers never see it."""
+        """Discard a version whose publisher failed half-way. Readers never see it."""
         assert self._slots[slot].state is SlotState.WRITING
         self._slots[slot] = _Slot()
         self.is_owing = True
@@ -107,7 +107,7 @@ class WeightLedger:
     ) -> Manifest | None:
         """Lease the ``preferred`` version to a reader, or the newest one if no slot has it.
 
-        None if no version is newer than ``newer_than``.
+        Returns the version's manifest, or None if no version is newer than ``newer_than``.
         """
         readable = [slot.manifest for slot in self._slots if slot.state is SlotState.COMMITTED]
         manifest = next(
@@ -129,7 +129,7 @@ class WeightLedger:
             slot.deadline_s_by_reader.pop(reader, None)
 
     def next_deadline_s(self) -> float | None:
-        """Return when the next lease runs out; None without leases."""
+        """Return the time at which the next lease expires; None without leases."""
         return min((s for slot in self._slots for s in slot.deadline_s_by_reader.values()), default=None)
 
     def _is_free(self, slot: _Slot) -> bool:
@@ -152,10 +152,13 @@ def _now_s() -> float:
 
 
 class WeightExchange(Monitor[WeightLedger]):
-    """A ``WeightLedger`` shared by the loops of one event loop."""
+    """``WeightLedger`` that coroutines of one event loop share and wait for."""
 
     async def publish(self, stage: Stage) -> Manifest | None:
-        """Stage and commit the weights. None if every slot is in use: the version is skipped and owed."""
+        """Stage and commit the weights.
+
+        Returns None if every slot is in use: the version is skipped and owed.
+        """
         slot = self.change(lambda ledger: ledger.begin(_now_s()))
         if slot is None:
             return None
@@ -171,7 +174,7 @@ class WeightExchange(Monitor[WeightLedger]):
         """Wait until a version was skipped that could be published now."""
         await self.until(
             lambda ledger: ledger.is_owing and ledger.can_begin(_now_s()),
-            # No event tells that a lease has run out: check the clock.
+            # No event signals that a lease has expired: check the clock.
             look_at_s=lambda ledger: ledger.next_deadline_s() if ledger.is_owing else None,
         )
 
@@ -179,9 +182,9 @@ class WeightExchange(Monitor[WeightLedger]):
     async def lease(
         self, reader: int, *, newer_than: int, preferred: int | None = None
     ) -> AsyncIterator[Manifest]:
-        """Wait for a version newer than ``newer_than``, and keep its slot from being overwritten.
+        """Wait for a version newer than ``newer_than``, and protect its slot from being overwritten.
 
-        The version is the ``preferred`` one if a slot still has it, else the newest.
+        The version is the ``preferred`` one if a slot still has it, otherwise the newest.
         """
         manifest = await self.until(
             lambda ledger: ledger.acquire(reader, newer_than=newer_than, now_s=_now_s(), preferred=preferred)

@@ -1,4 +1,4 @@
-"""What describes a published version: its slot, and the checksum of each of its blocks; needs no torch."""
+"""Description of a published version: its slot, and the checksum of each of its blocks. Needs no torch."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ import numpy as np
 import xxhash
 
 BLOCK_BYTES = 256 * 2**10
-"""Bytes that one checksum covers: few enough to be in the cache still after they were copied."""
+"""Bytes that one checksum covers: few enough to be still in the CPU's cache after they were copied."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +23,7 @@ class StagedShard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """A whole version. It is made after the version's last byte was staged."""
+    """Description of a whole version, made after the version's last byte was staged."""
 
     version: int
     slot: int
@@ -38,11 +38,11 @@ class Manifest:
 
 
 def checksum(block: memoryview | np.ndarray) -> int:
-    """Compute the xxh3 checksum (64 bits) of a block: at most ``BLOCK_BYTES``, faster than a copy."""
+    """Return the xxh3 checksum (64 bits) of a block of at most ``BLOCK_BYTES``. Faster than a copy."""
     # numpy declares the buffer protocol from Python 3.12 on.
     return xxhash.xxh3_64_intdigest(block)  # type: ignore[arg-type]
 
 
 def block_range(block: int, num_bytes: int) -> slice:
-    """The bytes of a block in a buffer of ``num_bytes``; the last one may be shorter."""
+    """Return the bytes of a block in a buffer of ``num_bytes``; the last one may be shorter."""
     return slice(block * BLOCK_BYTES, min((block + 1) * BLOCK_BYTES, num_bytes))

@@ -1,7 +1,7 @@
-"""One trainer rank's side of publishing: it chooses shards and copies them into its staging buffers.
+"""Publishing side of one trainer rank: chooses shards and copies them into the rank's staging buffers.
 
-The thread that trains begins a publication and continues with the next forward and backward pass, while a
-thread of the publisher completes the copies. The optimizer waits for them before it changes the weights
+The training thread begins a publication and continues with the next forward and backward pass, while a thread
+of the publisher completes the copies. The optimizer waits for them before it changes the weights
 (``Publication.until_copied``). Generators wait for ``Publication.finished`` of every rank.
 """
 
@@ -22,7 +22,7 @@ from forgeasync.weights.transports.transport import RankStaging, StagingSource, 
 
 
 class Publication:
-    """A version of this rank that is being published."""
+    """Version of this rank that is being published."""
 
     def __init__(
         self,
@@ -44,10 +44,10 @@ class Publication:
         self._checksums = copying.submit(write.finish)
 
     def until_copied(self) -> None:
-        """Wait until the shards may change. Call it in the thread that trains.
+        """Wait until the shards may change. Call it in the training thread.
 
-        Later work of this thread on the GPU may change shards there. If copying fails, ``finished`` raises
-        the error.
+        Afterwards, later work of this thread on the GPU may change shards there. If copying fails,
+        ``finished`` raises the error.
         """
         self._write.hold_stream()
         if self._write.reads_host:
@@ -69,7 +69,10 @@ class WeightPublisher:
     """Stages this rank's part of every version."""
 
     def __init__(self, weights: Sequence[NamedWeight], dtype: torch.dtype, *, host_id: str) -> None:
-        """Lay out what this rank publishes; collective: every rank has the same weights in order."""
+        """Lay out the weights that this rank publishes.
+
+        Collective: every rank must pass the same weights in the same order.
+        """
         boxes = [shard_box(weight.tensor) for weight in weights]
         boxes_by_rank: list[list[Box]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(boxes_by_rank, boxes)
@@ -85,7 +88,7 @@ class WeightPublisher:
     ) -> StagingSource:
         """Allocate the staging buffers, as files in ``folder`` of this host, and open ``transport`` on them.
 
-        Returns how generators reach them. Call it before the first ``begin``.
+        Returns the address of the buffers for generators. Call it before the first ``begin``.
         """
         for slot in range(NUM_SLOTS):
             # An earlier rank may have left the file. Readers that have mapped it keep its contents.
@@ -102,12 +105,12 @@ class WeightPublisher:
         address = await transport.open(self.staging)
         return StagingSource(host_id=self._host_id, paths=self.buffers.paths, address=address)
 
-    # With gradients a DTensor would wrap its local tensor.
+    # With gradients enabled, a DTensor would wrap its local tensor.
     @torch.no_grad()
     def begin(self, slot: int, version: int, weights: Sequence[NamedWeight]) -> Publication:
         """Begin to copy the shards that this rank publishes into a slot.
 
-        Call it in the thread that trains, which must call ``until_copied`` of the result before the weights
+        Call it in the training thread, which must call ``until_copied`` of the result before the weights
         change.
         """
         shards = [local_shard(weights[index].tensor) for index in self._indices]

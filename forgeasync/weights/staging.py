@@ -1,14 +1,14 @@
-"""The staging buffers of one trainer rank: two files in its host's shared memory, allocated once.
+"""Staging buffers of one trainer rank: two files in its host's shared memory, allocated once.
 
 The trainer copies its shards into one buffer while generators may still read the other one; the ledger
 decides which buffer it may write. A version is written in two parts. ``StagingBuffers.begin``, called by the
-thread that trains, starts copies from the GPU. ``SlotWrite.finish``, called by another thread during
-training, waits for them, copies shards that lie on the host, and computes checksums. Before the shards
-change, the thread that trains calls ``SlotWrite.hold_stream``, and waits for the end of ``finish`` if shards
-lie on the host.
+training thread, starts copies from the GPU. ``SlotWrite.finish``, called by another thread during training,
+waits for them, copies shards that are on the host, and computes checksums. Before the shards change, the
+training thread calls ``SlotWrite.hold_stream``, and waits for the end of ``finish`` if shards are on the
+host.
 
-The files outlive the trainer's processes, as long as the run's folder there exists: ``StagedVersion`` reads a
-version back when the trainer itself cannot be asked.
+The files outlive the trainer's processes while the run's folder exists: ``StagedVersion`` reads a version
+back if the trainer is gone.
 """
 
 import errno
@@ -29,13 +29,13 @@ from forgeasync.weights.transports.transport import StagingSource
 
 
 class SharedFile:
-    """A file in shared memory, mapped for writing. Its pages are allocated on the first write."""
+    """File in shared memory, mapped for writing. Its pages are allocated on the first write."""
 
     def __init__(self, path: Path, num_bytes: int, *, is_new: bool, reserve: bool = False) -> None:
-        """Make or open the file; ``reserve`` allocates all of its pages now.
+        """Create or open the file; ``reserve`` allocates all of its pages at once.
 
         Raises:
-            ValueError: the host has not that much shared memory left.
+            ValueError: The host does not have enough shared memory left.
         """
         flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if is_new else 0)
         descriptor = os.open(path, flags, 0o600)
@@ -59,17 +59,17 @@ class SharedFile:
 
     @property
     def bytes(self) -> torch.Tensor:
-        """The file as a uint8 tensor."""
+        """File contents as a uint8 tensor."""
         return torch.frombuffer(self.memory, dtype=torch.uint8)
 
 
 def page_lock(buffer: torch.Tensor) -> None:
-    """Let a GPU write to a host buffer directly, not through memory of the driver; no-op without CUDA.
+    """Page-lock a host buffer, so that a GPU writes to it directly; no-op without CUDA.
 
     The lock lasts as long as the process.
 
     Raises:
-        ValueError: the operating system does not let this process lock that much memory.
+        ValueError: The operating system does not let this process lock that much memory.
     """
     if not torch.cuda.is_available() or not buffer.numel():
         return
@@ -84,7 +84,7 @@ def page_lock(buffer: torch.Tensor) -> None:
 
 
 class StartedCopies:
-    """Copies that a device was given and may not have completed."""
+    """Copies that were started on a device and may be incomplete."""
 
     def __init__(self, device: torch.device, done: torch.Event) -> None:
         self._device = device
@@ -100,7 +100,7 @@ class StartedCopies:
 
 
 class DeviceCopies:
-    """Copies shards of one device to the host, on a separate stream, beside training."""
+    """Copies shards of one device to the host on a separate stream, concurrently with training."""
 
     def __init__(self) -> None:
         self._stream: torch.Stream | None = None
@@ -109,8 +109,8 @@ class DeviceCopies:
         """Start to copy the shards on the device into their targets on the host; None if there are none.
 
         Shards are cast to the dtype of their targets on the device; a target may be flat. The copies wait for
-        the work that the calling thread has already given to the device. The shards must not change before
-        they are copied: see ``StartedCopies.hold_stream``. Shards on the host are left to the caller.
+        the work that the calling thread has already submitted to the device. The shards must not change
+        before they are copied: see ``StartedCopies.hold_stream``. Shards on the host are left to the caller.
         """
         pairs = [pair for pair in zip(targets, shards, strict=True) if pair[1].device.type != "cpu"]
         if not pairs:
@@ -120,9 +120,9 @@ class DeviceCopies:
         if self._stream is None:
             self._stream = module.Stream(device)
         self._stream.wait_event(module.current_stream(device).record_event())
-        # Memory of a cast belongs to this stream: the allocator reuses it only for a later cast of the same
+        # Memory of a cast belongs to this stream: the allocator reuses it only for a later cast on the same
         # stream, which is computed after the first one was copied. So no cast has to be kept, and only one at
-        # a time takes memory.
+        # a time uses memory.
         with module.stream(self._stream):
             for target, shard in pairs:
                 target.view(shard.shape).copy_(shard.to(target.dtype), non_blocking=True)
@@ -133,12 +133,12 @@ class DeviceCopies:
 
 
 def staging_file(folder: Path, rank: int, slot: int) -> Path:
-    """The file of one of a rank's buffers."""
+    """Return the path of one of a rank's buffers."""
     return folder / f"weights-{rank}-{slot}"
 
 
 class StagingBuffers:
-    """Writes versions of one rank's shards."""
+    """Writes versions of one rank's shards to its staging buffers."""
 
     def __init__(self, folder: Path, layout: RankLayout, dtype: torch.dtype) -> None:
         """Allocate both buffers as files in ``folder``, page-locked if there is a GPU."""
@@ -163,14 +163,14 @@ class StagingBuffers:
         return tuple(file.path for file in self._files)
 
     def bytes(self, slot: int) -> torch.Tensor:
-        """A buffer as a uint8 tensor of its layout's length."""
+        """Return a buffer as a uint8 tensor of its layout's length."""
         return self._files[slot].bytes[: self._layout.num_bytes]
 
     @torch.no_grad()
     def begin(self, slot: int, shards: Sequence[torch.Tensor]) -> "SlotWrite":
         """Begin to write the local ``shards`` (one per piece, cast if needed) into a buffer.
 
-        Call it in the thread that trains.
+        Call it in the training thread.
         """
         targets = self._targets[slot]
         copies = self._copies.start(targets, shards)
@@ -178,7 +178,7 @@ class StagingBuffers:
 
 
 class SlotWrite:
-    """A version that is being written into a slot."""
+    """Version that is being written into a slot."""
 
     def __init__(
         self,
@@ -207,9 +207,9 @@ class SlotWrite:
 
     @torch.no_grad()
     def finish(self) -> np.ndarray:
-        """Wait until the slot holds all shards, and return the checksum of every block, uint64.
+        """Wait until the slot has all shards, and return the checksum of every block, uint64.
 
-        Call it in another thread than the one that trains.
+        Call it in a thread other than the training thread.
         """
         if self._copies is not None:
             self._copies.wait()
@@ -223,7 +223,7 @@ class SlotWrite:
                 sums.advance(piece.offset + target.nbytes)
                 continue
             for written in _copy_blocks(target, source.view(-1), piece.offset):
-                # The block is still in the cache.
+                # The block is still in the CPU's cache.
                 sums.advance(written)
         return sums.values
 
@@ -268,7 +268,7 @@ class VersionUnreadable(OSError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagedWeights:
-    """A staged version, and the addresses of its buffers."""
+    """Staged version with the addresses of its buffers."""
 
     manifest: Manifest
     layout: WeightLayout

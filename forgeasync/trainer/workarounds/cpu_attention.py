@@ -1,9 +1,9 @@
 """Attention over packed rows on CPUs, where TorchTitan 0.3.0's flex and varlen attention have no backward.
 
-Sequences of like length form a group and are padded to the longest of the group. Causal attention of groups
-is a custom operator that compiled layers call as it is; otherwise they would be compiled anew for every
+Sequences of similar length form a group and are padded to the longest of the group. Causal attention of
+groups is a custom operator that compiled layers call unchanged; otherwise they would be recompiled for every
 number of groups. The operator calls PyTorch's flash kernel for CPUs by its private name (torch 2.13), because
-only then its backward pass can be called too. That pass runs in at least float32: in bfloat16 the kernel
+only then can its backward pass be called too. That pass runs in at least float32: in bfloat16 the kernel
 rounds the gradients of keys and values again with every block of queries and every head that shares them, and
 takes longer. Can go when flex or varlen attention has a backward pass on CPUs.
 
@@ -23,22 +23,24 @@ from torchtitan.models.common.attention import FlexAttention
 from torchtitan.protocols.module import Module
 
 GROUP_RATIO = 1.25
-"""Sequences of a group are padded to less than this many times their length..."""
+"""Upper bound of the padded length of sequences of at least ``SHORT`` tokens, relative to their length."""
 
 SHORT = 16
-"""...except for those shorter than this, which form one group: more groups would cost more than padding."""
+"""Length in tokens below which all sequences form one group: more groups would cost more than padding."""
 
 
 class PackedSequences(NamedTuple):
-    """The places of the sequences in packed rows, by group, and where this rank's queries begin."""
+    """Places of the sequences in packed rows, by group, and the start of this rank's queries."""
 
     place_of_P: torch.Tensor
-    """Int64, which of the B*L flattened tokens each entry is: group after group, each [S, M]. Padding is B*L;
-    it comes last, so that causal attention hides it from every real query."""
+    """Index (int64) of each entry among the B*L flattened tokens: group after group, each [S, M].
+
+    Padding is B*L; it comes last, so that causal attention hides it from every real query.
+    """
     shapes_G2: torch.Tensor
-    """Int64, S and M of every group."""
+    """S and M of every group, int64."""
     query_start: int
-    """First position of this rank's queries in each row; with context parallelism a rank has a part only."""
+    """First position of this rank's queries in each row; with context parallelism a rank has only a part."""
 
 
 def packed_sequences(positions_BL: torch.Tensor, *, query_start: int = 0) -> PackedSequences:
@@ -72,7 +74,7 @@ def attend(
     shapes_G2: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output [L, N, H], and the logarithm of every query's sum of exponentials [L, N].
+    """Return the output [L, N, H], and the logarithm of every query's sum of exponentials [L, N].
 
     ``place_of_P`` and ``shapes_G2`` are those of ``PackedSequences``.
     """
@@ -98,7 +100,7 @@ def attend_backward(
     shapes_G2: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of queries, keys and values, computed in at least float32."""
+    """Return the gradients of queries, keys and values, computed in at least float32."""
     inputs = (q_LNH, k_LNH, v_LNH, out_LNH)
     dq, dk, dv = (_with_spare_row(x) for x in inputs[:3])
     for places_SM in _groups(place_of_P, shapes_G2):
@@ -117,7 +119,7 @@ def attend_backward(
 
 
 def _groups(place_of_P: torch.Tensor, shapes_G2: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The places [S, M] of each group."""
+    """Yield the places [S, M] of each group."""
     start = 0
     for num_sequences, longest in shapes_G2.tolist():
         yield place_of_P[start : start + num_sequences * longest].view(num_sequences, longest)
@@ -125,7 +127,7 @@ def _groups(place_of_P: torch.Tensor, shapes_G2: torch.Tensor) -> Iterator[torch
 
 
 def _take(x_LN: torch.Tensor, places_SM: torch.Tensor) -> torch.Tensor:
-    """[S, N, M, ...] of [L, N, ...]; padding gets the values of the last token."""
+    """Return [S, N, M, ...] of [L, N, ...]; padding gets the values of the last token."""
     tokens = places_SM.flatten().clamp(max=len(x_LN) - 1)
     return x_LN.index_select(0, tokens).view(*places_SM.shape, *x_LN.shape[1:]).transpose(1, 2)
 
@@ -140,7 +142,7 @@ def _with_spare_row(like_LN: torch.Tensor) -> torch.Tensor:
 
 
 def _empty_log_sums(q_LNH: torch.Tensor) -> torch.Tensor:
-    """Allocate log sums in a dtype no lower than float32, as the kernel has them."""
+    """Allocate log sums in a dtype no lower than float32, like the kernel."""
     return q_LNH.new_empty(q_LNH.shape[:2], dtype=torch.promote_types(q_LNH.dtype, torch.float32))
 
 
@@ -206,16 +208,16 @@ class PackedAttention(FlexAttention):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        """Output in the head size of values, which may differ from that of queries and keys.
+        """Return the output in the head size of values, which may differ from that of queries and keys.
 
-        There may be fewer heads of keys and values, whatever ``enable_gqa`` says.
+        There may be fewer heads of keys and values, regardless of ``enable_gqa``.
         """
         num_queries, length, head_size = q_BLNH.shape[1], k_BLNH.shape[1], q_BLNH.shape[3]
         start, value_size = attention_masks.query_start, v_BLNH.shape[3]
         if num_queries < length:
-            # Put the queries of a part at their places in the row; the rest of the output is cut off again.
+            # Put the queries of a part at their places in the row; the rest of the output is dropped below.
             q_BLNH = F.pad(q_BLNH, (0, 0, 0, 0, start, length - start - num_queries))
-        # The kernel needs heads of one size. Zeros change no score, and their output is cut off.
+        # The kernel needs heads of one size. Zeros change no score, and their output is dropped.
         q_LNH, k_LNH, v_LNH = (
             _widened(x, max(head_size, value_size)).flatten(0, 1) for x in (q_BLNH, k_BLNH, v_BLNH)
         )

@@ -1,11 +1,11 @@
 """Experts in the dtype of their weights: products of tokens, sorted by group, with a matrix of each group.
 
 Inductor of torch 2.13 lowers grouped products in bfloat16 only. In other dtypes they are a custom operator
-that compiled layers call as it is. Can go when Inductor lowers float32 too. TorchTitan 0.3.0 always computes
+that compiled layers call unchanged. Can go when Inductor lowers float32 too. TorchTitan 0.3.0 always computes
 experts in bfloat16. Can go when it uses their own dtype.
 
-The last product of an expert computes its input again for the backward pass. Autograd would keep two more
-tensors for every token and expert, half of what it keeps otherwise.
+The last product of an expert recomputes its input for the backward pass. Autograd would keep two more tensors
+for every token and expert, half of what it keeps otherwise.
 
 Shape suffixes: E groups, R tokens, I and O the sizes of a matrix, F the hidden size of an expert, D the
 model's.
@@ -22,7 +22,7 @@ from forgeasync.weights import local_shard
 
 
 def grouped_mm(x_RI: torch.Tensor, weight_EIO: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
-    """[R, O]: tokens up to ``offsets_E[e]`` (int32) times matrix e."""
+    """Return [R, O]: tokens up to ``offsets_E[e]`` (int32) times matrix e."""
     if x_RI.dtype == torch.bfloat16:
         return torch._grouped_mm(x_RI, weight_EIO, offs=offsets_E)
     return _product(x_RI, weight_EIO, offsets_E)
@@ -30,7 +30,10 @@ def grouped_mm(x_RI: torch.Tensor, weight_EIO: torch.Tensor, offsets_E: torch.Te
 
 @torch.library.custom_op("forgeasync::grouped_mm", mutates_args=())
 def _product(a: torch.Tensor, b: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
-    """[R, I] and [E, I, O] to [R, O]; or, summed over each group's tokens, [I, R] and [R, O] to [E, I, O]."""
+    """Multiply the matrix of each group.
+
+    [R, I] and [E, I, O] give [R, O]; [I, R] and [R, O], summed over each group's tokens, give [E, I, O].
+    """
     return torch._grouped_mm(a, b, offs=offsets_E)
 
 
@@ -63,7 +66,7 @@ _product.register_autograd(_backward, setup_context=_save)
 
 
 class _Down(torch.autograd.Function):
-    """``(silu(gate) * up)`` times the last matrix of each expert [E, F, D]; keeps no product of the two."""
+    """``(silu(gate) * up)`` times the last matrix of each expert [E, F, D]; saves only gate and up."""
 
     @staticmethod
     def forward(
@@ -113,9 +116,9 @@ class TrainingDtypeExperts(GroupedExperts):
         return _Down.apply(gate_RF, up_RF, self._matrices("w2_EDF"), offsets_E)
 
     def _project(self, name: str, x_RI: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
-        """The parameter ``name`` [E, O, I] applied to [R, I]: [R, O]."""
+        """Return the parameter ``name`` [E, O, I] applied to [R, I]: [R, O]."""
         return grouped_mm(x_RI, self._matrices(name), offsets_E)
 
     def _matrices(self, name: str) -> torch.Tensor:
-        """The parameter ``name`` [E, O, I] as [E, I, O], this rank's part."""
+        """Return this rank's part of the parameter ``name`` [E, O, I] as [E, I, O]."""
         return local_shard(getattr(self, name)).transpose(-2, -1)

@@ -1,12 +1,12 @@
-"""Attention over packed rows on GPUs: heads of values of another size, and context parallelism.
+"""Attention over packed rows on GPUs: values with another head size, and context parallelism.
 
 FlashAttention 2 in torch 2.13 has one head size for queries, keys and values; latent attention has smaller
-values. Values are filled up with zeros, and the zeros that these add to the output are cut off again. Can go
-when torch's FlashAttention 2 takes two sizes; 3 and 4 do.
+values. Values are padded with zeros, and the zeros that these add to the output are dropped. Can go when
+torch's FlashAttention 2 supports two sizes; 3 and 4 do.
 
 TorchTitan 0.3.0 refuses varlen attention with context parallelism, and flex attention, which it accepts,
 compiles a kernel for its masks. ``ContextAttention`` runs varlen attention on the part of every row that a
-rank has. Can go when TorchTitan's varlen attention has context parallelism.
+rank has. Can go when TorchTitan's varlen attention supports context parallelism.
 
 A context-parallel rank has the queries of one part of every row, and keys and values of whole rows. The
 queries of a sequence attend to its keys from its first token to the end of the part, so that keys and queries
@@ -34,7 +34,7 @@ from torchtitan.protocols.module import Module
 def with_equal_heads(
     attend: Callable[[torch.Tensor], torch.Tensor], q: torch.Tensor, v: torch.Tensor
 ) -> torch.Tensor:
-    """Output of ``attend(v)`` [..., V], with values padded to the size of queries if the kernel needs it."""
+    """Return ``attend(v)`` [..., V], with values padded to the size of queries if the kernel needs it."""
     missing = q.shape[-1] - v.shape[-1]
     if not missing or current_flash_attention_impl() not in (None, "FA2"):
         return attend(v)
@@ -58,7 +58,7 @@ class WholeRowAttention(VarlenAttention):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        """Output [B, L, N, V]. The tensor-parallel plan looks up the names of the parameters."""
+        """Return the output [B, L, N, V]. The tensor-parallel plan looks up the names of the parameters."""
 
         def attend(v: torch.Tensor) -> torch.Tensor:
             return super(WholeRowAttention, self).forward(
@@ -75,9 +75,12 @@ class PartMetadata(NamedTuple):
     """
 
     cu_seq_q: torch.Tensor
-    """int32 [S + 1]: where each sequence's queries begin among the part's queries of all rows, end to end."""
+    """Offsets of each sequence's queries among the part's queries of all rows, end to end, int32 [S + 1]."""
     cu_seq_k: torch.Tensor
-    """int32 [S + 1]: the same for the kept keys, those of a row from ``key_starts_B`` to ``key_stop``."""
+    """Offsets of each sequence's keys among the kept keys, int32 [S + 1].
+
+    The kept keys of a row are those from ``key_starts_B`` to ``key_stop``.
+    """
     max_q: int
     max_k: int
     key_starts_B: tuple[int, ...]
@@ -119,10 +122,10 @@ def part_metadata(positions_BL: np.ndarray, *, start: int, stop: int, device: st
 class ContextAttention(FlexAttention):
     """Causal attention of a part's queries to the keys of its sequences, through ``varlen_attn``.
 
-    It is a subclass of ``FlexAttention`` only so that TorchTitan gathers keys and values for it:
-    ``flex_cp_allgather`` of torch 2.13, whose backward pass is a reduce-scatter of sums by functional
-    collectives, which NCCL and gloo both have. The tensor-parallel plan looks up the parameter names of
-    ``forward``. Nothing is cast: the kernel refuses anything but bfloat16 and float16.
+    It is a subclass of ``FlexAttention`` only so that TorchTitan gathers keys and values for it with
+    ``flex_cp_allgather`` of torch 2.13. The backward pass of that is a reduce-scatter of sums by functional
+    collectives, which NCCL and gloo both support. The tensor-parallel plan looks up the parameter names of
+    ``forward``. Nothing is cast: the kernel refuses dtypes other than bfloat16 and float16.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -146,7 +149,7 @@ class ContextAttention(FlexAttention):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        """Output [B, L, N, H] of the part's queries; keys and values [B, whole L, N, H] are of whole rows."""
+        """Return the output [B, L, N, V] of the part's queries; keys and values [B, whole L, N, H or V]."""
         k_KNH, v_KNH = (
             _seen(x, attention_masks.key_starts_B, attention_masks.key_stop) for x in (k_BLNH, v_BLNH)
         )
@@ -154,7 +157,7 @@ class ContextAttention(FlexAttention):
         is_second = current_flash_attention_impl() in (None, "FA2") and torch.version.hip is None
 
         def attend(v: torch.Tensor) -> torch.Tensor:
-            # It returns a tuple only if auxiliary outputs are requested.
+            # The result is a tuple only if auxiliary outputs are requested.
             return varlen_attn(  # type: ignore[return-value]
                 q_BLNH.flatten(0, 1),
                 k_KNH,
@@ -174,6 +177,6 @@ class ContextAttention(FlexAttention):
 
 
 def _seen(x_BLNH: torch.Tensor, starts_B: tuple[int, ...], stop: int) -> torch.Tensor:
-    """Keys or values [K, N, H] that a query of the part may see; a single row is not copied."""
+    """Return keys or values [K, N, H] that a query of the part may see; a single row is not copied."""
     rows = [x_LNH[start:stop] for x_LNH, start in zip(x_BLNH.unbind(0), starts_B, strict=True)]
     return rows[0] if len(rows) == 1 else torch.cat(rows)

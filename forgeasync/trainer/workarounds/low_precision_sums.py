@@ -1,6 +1,6 @@
 """Computes sums in float32 that TorchTitan 0.3.0 and torch 2.13 round at every addition in a low dtype.
 
-These are the outputs of a token's experts, the gradients that experts give back to a token and, on CPUs, the
+These are the outputs of a token's experts, the gradients that experts return to a token and, on CPUs, the
 gradients of an embedding from all places of its token in the batch. Float32 and float64 are not changed. Each
 part can go when the original sums in float32.
 
@@ -29,12 +29,12 @@ from forgeasync.trainer.head_weight import RowSums
 
 
 def is_low(dtype: torch.dtype) -> bool:
-    """Whether sums in a dtype have less than float32's digits."""
+    """Return whether sums in a dtype are less precise than in float32."""
     return dtype.itemsize < torch.float32.itemsize
 
 
 def as_config(module: type[Module], config: Module.Config) -> Module.Config:
-    """The same config, for a subclass of the module that it builds."""
+    """Return the same config, for a subclass of the module that it builds."""
     return module.Config(**{one.name: getattr(config, one.name) for one in dataclasses.fields(config)})
 
 
@@ -45,7 +45,7 @@ class _Context(FunctionCtx):
 
 
 class _Routed(torch.autograd.Function):
-    """The rows [N, D] of tokens, each taken ``top_k`` times."""
+    """Rows [N, D] of tokens, each ``top_k`` times."""
 
     @staticmethod
     def forward(ctx: _Context, x_TD: torch.Tensor, token_N: torch.Tensor, top_k: int) -> torch.Tensor:
@@ -66,7 +66,7 @@ class _Routed(torch.autograd.Function):
 
 
 class SummingDispatcher(AllToAllTokenDispatcher):
-    """TorchTitan's dispatcher; sums over a token's experts, forward and backward, are rounded once."""
+    """TorchTitan's dispatcher, with sums over a token's experts, forward and backward, rounded once."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(AllToAllTokenDispatcher.Config):
@@ -86,7 +86,7 @@ class SummingDispatcher(AllToAllTokenDispatcher):
         metadata: AllToAllDispatchMetadata | LocalDispatchMetadata,
         x_TD: torch.Tensor,
     ) -> torch.Tensor:
-        """Output [T, D] of all experts of each token."""
+        """Return the combined output [T, D] of each token's experts."""
         if not is_low(x_TD.dtype):
             return super().combine(routed_output_RD, metadata, x_TD)
         if self.ep_mesh is None:
@@ -104,9 +104,9 @@ class SummingDispatcher(AllToAllTokenDispatcher):
 
 
 class Float32Gate(Linear):
-    """A router's gate in float32.
+    """Router gate in float32.
 
-    TorchTitan uses autocast for this, which supports only lower dtypes on CPUs and does nothing there.
+    TorchTitan uses autocast for this, which on CPUs supports only lower dtypes and has no effect.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -114,7 +114,7 @@ class Float32Gate(Linear):
         pass
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Scores before softmax or sigmoid."""
+        """Return scores before softmax or sigmoid."""
         if not is_low(self.weight.dtype):
             return super().forward(input)
         bias = None if self.bias is None else self.bias.float()
@@ -140,7 +140,7 @@ class _Embedded(torch.autograd.Function):
 
 
 class CpuEmbedding(Embedding):
-    """TorchTitan's embedding; the gradient of a token that occurs often is rounded once.
+    """TorchTitan's embedding, with the gradient of a token that occurs often rounded once.
 
     On GPUs torch's own backward pass sums in float32.
     """
@@ -150,7 +150,7 @@ class CpuEmbedding(Embedding):
         pass
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Embeddings [L, D] of ids [L]; with tensor parallelism zeros for ids of other ranks."""
+        """Return embeddings [L, D] of ids [L]; with tensor parallelism, zeros for ids of other ranks."""
         weight = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
         if not is_low(weight.dtype):
             return super().forward(input)

@@ -1,8 +1,8 @@
-"""RMSNorm on CPUs as one function for autograd.
+"""RMSNorm on CPUs as a single autograd function.
 
 torch 2.13 has a kernel for it on GPUs only. On CPUs it is six operators with ten more in the backward pass,
-and autograd keeps the normalized input besides the input. Can go when ``torch.rms_norm`` is one operator on
-CPUs too.
+and autograd keeps the normalized input in addition to the input. Can go when ``torch.rms_norm`` is one
+operator on CPUs too.
 
 Shape suffixes: L leading dims (any number), D the dim that is normalized.
 """
@@ -54,7 +54,7 @@ class _Normalized(torch.autograd.Function):
 
 
 class CpuRMSNorm(RMSNorm):
-    """TorchTitan's RMSNorm, with the function above where it applies.
+    """TorchTitan's RMSNorm, with ``_Normalized`` where it applies.
 
     It does not apply to DTensors, to compiled layers, which Inductor fuses, and to dtypes other than float32
     and float64, which torch computes in float32.
@@ -80,7 +80,7 @@ class CpuRMSNorm(RMSNorm):
 
 
 def use_cpu_norms(config: Module.Config) -> None:
-    """Have a model's config, in all its parts, build ``CpuRMSNorm`` where it says RMSNorm."""
+    """Make a model's config, in all its parts, build ``CpuRMSNorm`` in place of RMSNorm."""
     for field in dataclasses.fields(config):
         part = getattr(config, field.name)
         if type(part) is RMSNorm.Config:

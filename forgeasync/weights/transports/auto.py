@@ -1,4 +1,4 @@
-"""Chooses the fastest transport: shared memory on one host, RDMA between two."""
+"""Transport that chooses the fastest way: shared memory within a host, RDMA between hosts."""
 
 from collections.abc import Sequence
 
@@ -10,10 +10,10 @@ from forgeasync.weights.transports.transport import Arrived, ByteRange, RankSour
 
 
 class AutoTransport(Transport):
-    """Lets each generator read each trainer rank in the fastest way that their hosts allow."""
+    """Transport by which each generator reads each trainer rank in the fastest way that their hosts allow."""
 
     async def open(self, staging: RankStaging) -> Segments | None:
-        """Register buffers only if a generator is on another host: that costs time and pinned memory."""
+        """Register buffers only if a generator is on another host, to save time and pinned memory."""
         if staging.generator_hosts <= {staging.host_id}:
             return None
         return await RdmaTransport().open(staging)

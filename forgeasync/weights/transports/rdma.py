@@ -1,6 +1,6 @@
-"""Weights of another host, through Monarch's RDMABuffer: ibverbs where there is the hardware, TCP elsewhere.
+"""Transport between hosts through Monarch's RDMABuffer, over ibverbs if available, otherwise TCP.
 
-The publisher registers its staging buffers once, in segments, since a buffer can only be read whole.
+The publisher registers its staging buffers once, in segments, because an RDMABuffer can only be read whole.
 """
 
 import asyncio
@@ -20,11 +20,11 @@ from forgeasync.weights.transports.transport import (
 )
 
 Segments = tuple[tuple[RDMABuffer, ...], ...]
-"""Handles of consecutive ``SEGMENT_BYTES``, by slot."""
+"""Handles of consecutive segments of ``SEGMENT_BYTES``, by slot."""
 
 
 class RdmaTransport(Transport):
-    """Reads whole segments. Call ``open`` and ``read`` inside an actor."""
+    """Transport that reads whole segments. Call ``open`` and ``read`` inside an actor."""
 
     granularity = SEGMENT_BYTES
 
@@ -36,10 +36,10 @@ class RdmaTransport(Transport):
         )
 
     def connect(self, source: RankSource) -> None:
-        """Connect without moving bytes; the lease bounds the transfer of a segment."""
+        """Use the registered buffers; each segment must be transferred within the lease timeout."""
         assert isinstance(source.staging.address, tuple)
         self._segments: Segments = source.staging.address
-        # RDMABuffer counts whole seconds.
+        # RDMABuffer's timeout is in whole seconds.
         self._timeout_s = int(source.lease_timeout_s)
 
     async def read(

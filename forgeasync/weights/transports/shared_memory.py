@@ -1,4 +1,4 @@
-"""Weights of the same host: the publisher's buffer is mapped and copied."""
+"""Transport within a host: maps the publisher's buffers and copies them."""
 
 import asyncio
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from forgeasync.weights.transports.transport import Arrived, ByteRange, RankSour
 
 
 class SharedMemoryTransport(Transport):
-    """Reads block by block, each checked while it is in the cache."""
+    """Transport that copies block by block; each block is checked while it is in the CPU's cache."""
 
     granularity = BLOCK_BYTES
     crosses_hosts = False

@@ -1,6 +1,6 @@
-"""Weights through torchstore: the general path, for processes that share neither memory nor RDMA handles.
+"""Transport through torchstore, for processes that share neither memory nor RDMA handles.
 
-The publisher puts every segment of a staging buffer under a key of its slot, and generators get them: each
+The publisher puts every segment of a staging buffer under a key of its slot, and generators get them, so each
 byte is moved twice.
 
 The module makes torchstore 0.1.2 run on Monarch 0.7.0. Import it before torchstore is used, in every process.
@@ -8,9 +8,9 @@ Monarch 0.7.0 refuses actors that mix synchronous and asynchronous endpoints, as
 ``Controller`` declares its synchronous endpoints as asynchronous ones. Can go with the first torchstore
 release that supports Monarch 0.7.
 
-Without ibverbs hardware torchstore 0.1.2 sends tensors as messages of actors, 100 MB in 7 s. Monarch's
-RDMABuffer works there too, over TCP, at least ten times as fast, and ``Pipe`` is changed to use it. Can go
-when torchstore asks for ``get_rdma_backend()`` instead of ibverbs.
+Without ibverbs hardware torchstore 0.1.2 sends tensors as actor messages, 100 MB in 7 s. Monarch's RDMABuffer
+works there too, over TCP, at least ten times as fast, and ``Pipe`` is changed to use it. Can go when
+torchstore checks ``get_rdma_backend()`` instead of ibverbs.
 """
 
 import asyncio
@@ -82,14 +82,14 @@ class FlatTransportBuffer(RDMATransportBuffer):
         self.rdma_buffers = [RDMABuffer(tensor.view(torch.uint8))]
 
     async def read_into(self, tensor: torch.Tensor | None = None) -> torch.Tensor:
-        """The received tensor on the client, the tensor to store in the volume."""
+        """Return the received tensor on the client, or the tensor to store in the volume."""
         if self.tensor_refs is None:
             return await super().read_into(tensor)
         assert tensor is None
         return self.tensor_refs[0]
 
     async def write_from(self, tensor: torch.Tensor | None) -> None:
-        """Nothing is left to do on the client; the volume writes what it received."""
+        """Do nothing on the client for tensors: the volume has received them."""
         if self.tensor_refs is None:
             await super().write_from(tensor)
 
@@ -103,7 +103,7 @@ Pipe.create_transport_buffer = _create_transport_buffer
 
 
 class TorchstoreTransport(Transport):
-    """Puts and gets whole segments. Call all methods but ``start`` inside an actor."""
+    """Transport that puts and gets whole segments. Call all methods but ``start`` inside an actor."""
 
     granularity = SEGMENT_BYTES
 
@@ -112,7 +112,7 @@ class TorchstoreTransport(Transport):
         await torchstore.initialize(num_storage_volumes=1, mesh=spawn("weights"))
 
     async def open(self, staging: RankStaging) -> None:
-        """Do nothing before there is a version."""
+        """Keep the buffers; nothing is put before there is a version."""
         self._rank, self._buffers = staging.rank, staging.buffers
 
     async def staged(self, slot: int) -> None:
@@ -125,7 +125,7 @@ class TorchstoreTransport(Transport):
         await move_segments([(0, len(buffer))], put)
 
     def connect(self, source: RankSource) -> None:
-        """The store is found by its name."""
+        """Set the rank to read; the store itself is found by its name."""
         self._rank = source.rank
 
     async def read(

@@ -1,6 +1,6 @@
-"""Transports move published weights from the trainer's ranks into a generator's own memory.
+"""Base of the transports that move published weights from trainer ranks to the memory of generators.
 
-``Transport`` is the base class of all of them, built-in or the user's own. ``build_transport`` makes the one
+``Transport`` is the base class of built-in and user-defined transports. ``build_transport`` makes the one
 that ``weights.transport`` names.
 """
 
@@ -29,15 +29,15 @@ Arrived = Callable[[ByteRange], None]
 """Called for every part of the ranges as soon as it has arrived; may be called from any thread."""
 
 MAX_SEGMENTS_IN_FLIGHT = 4
-"""Enough to hide the messages of one segment behind the bytes of the others."""
+"""Maximum number of segments in flight: enough to overlap the latency of one segment with the others."""
 
 SpawnProc = Callable[[str], "ProcMesh"]
-"""Starts a process of this name on the controller's machine; it ends with the run."""
+"""Starts a process with the given name on the controller's machine; it ends with the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStaging:
-    """The staging buffers of one trainer rank, as that rank sees them; tuples are by slot."""
+    """Staging buffers of one trainer rank, as seen by that rank; tuples are by slot."""
 
     rank: int
     host_id: str
@@ -51,7 +51,7 @@ class RankStaging:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagingSource:
-    """How to reach the staging buffers of one rank; sent to the generators."""
+    """Addresses of the staging buffers of one rank, sent to the generators."""
 
     host_id: str
     paths: tuple[Path, ...]
@@ -62,16 +62,16 @@ class StagingSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSource:
-    """The staging buffers of one trainer rank, as one generator sees them."""
+    """Staging buffers of one trainer rank, as seen by one generator."""
 
     rank: int
     num_bytes: int
     """Bytes of each buffer."""
     staging: StagingSource
     generator_host: str
-    """The host that reads."""
+    """Host of the generator."""
     lease_timeout_s: float
-    """If a fetch takes longer, the trainer may begin to overwrite the slot with the next version."""
+    """Seconds that a fetch may take; afterwards the trainer may overwrite the slot with the next version."""
 
 
 class Transport(ABC):
@@ -81,7 +81,7 @@ class Transport(ABC):
     generators fetch it from there and check every block against its checksum. A transport only moves bytes.
     It does not decide which slot is written, which ranges are needed, or what is fetched again.
 
-    Every process that takes part makes its own object:
+    Every process involved makes its own object:
 
     ==========================================  =================================  =========================
     where                                       what is called                     how often
@@ -151,55 +151,60 @@ class Transport(ABC):
 
     Rules for a transport:
 
-    - Making an object is cheap and has no effect: the check of a config makes one too. The keywords of
+    - Making an object is cheap and has no effect; the check of a config also makes one. The keywords of
       ``__init__`` are the section's ``options``.
-    - Generators and the next version wait for ``staged``; training continues. After ``staged`` the slot's
-    bytes
-      do not change while a generator leases the version. Only a generator that outlives its lease can see
-      changes.
-    - ``read`` calls ``arrived`` for every byte of the ranges. Wrong bytes are found by their checksum and
-      fetched again. An exception ends the run.
+    - Generators and the next version wait for ``staged``; training continues. After ``staged``, the bytes
+      of the slot do not change while a generator leases the version. Only a generator that outlives its lease
+      can see changes.
+    - ``read`` calls ``arrived`` for every byte of the ranges. Blocks with a wrong checksum are fetched again.
+      An exception ends the run.
     - Both sides run in an actor's event loop. Run blocking calls in ``asyncio.to_thread``, so that the engine
-      keeps decoding and the trainer can take its next call.
+      keeps decoding and the trainer can handle its next call.
     """
 
     granularity: int = BLOCK_BYTES
-    """Bytes: ranges passed to ``read`` start and stop at multiples of it, or at the buffer's end.
-    A multiple of ``BLOCK_BYTES``; ``connect`` may set it."""
+    """Unit of the ranges passed to ``read``, in bytes.
+
+    Ranges start and stop at multiples of it, or at the buffer's end. It is a multiple of ``BLOCK_BYTES``;
+    ``connect`` may set it.
+    """
 
     crosses_hosts: bool = True
-    """Whether it reaches generators on other hosts than the trainer's. If not, such runs are refused."""
+    """Whether the transport reaches other hosts than the trainer's.
+
+    If not, runs on several hosts are refused.
+    """
 
     async def start(self, spawn: SpawnProc) -> None:  # noqa: B027
-        """Start what the whole run shares; ``spawn`` starts processes for it. Does nothing by default."""
+        """Start the processes that the whole run shares, with ``spawn``. Does nothing by default."""
 
     @abstractmethod
     async def open(self, staging: RankStaging) -> object:
-        """Make this rank's buffers ready to be read; every generator gets the result as ``address``.
+        """Make this rank's buffers readable; every generator gets the result as ``address``.
 
         The result must be picklable.
         """
 
     async def staged(self, slot: int) -> None:  # noqa: B027
-        """Called when a version is complete in a slot of this rank. Does nothing by default."""
+        """Handle the completion of a version in a slot of this rank. Does nothing by default."""
 
     @abstractmethod
     def connect(self, source: RankSource) -> None:
         """Prepare to read one trainer rank's buffers.
 
         Raises:
-            ValueError: they cannot be reached from here.
+            ValueError: The buffers cannot be reached from here.
         """
 
     @abstractmethod
     async def read(
         self, slot: int, ranges: Sequence[ByteRange], received: torch.Tensor, arrived: Arrived
     ) -> None:
-        """Copy ``ranges`` of a slot into the same places of ``received`` (uint8, as long as the buffer)."""
+        """Copy ``ranges`` of a slot to the same offsets of ``received`` (uint8, as long as the buffer)."""
 
 
 async def move_segments(ranges: Iterable[ByteRange], move: Callable[[int, int], Awaitable[None]]) -> None:
-    """Call ``move(first, last)`` for every segment of ``SEGMENT_BYTES`` in the ranges, a few at once."""
+    """Call ``move(first, last)`` for every segment of ``SEGMENT_BYTES`` in the ranges, a few concurrently."""
     limit = asyncio.Semaphore(MAX_SEGMENTS_IN_FLIGHT)
 
     async def run(first: int, last: int) -> None:
@@ -216,14 +221,14 @@ def build_transport(choice: TransportChoice) -> Transport:
     """Build one process's side of a transport; imports its class.
 
     Raises:
-        ValueError: the class does not exist, or does not make a transport from these options.
+        ValueError: The class does not exist, or cannot be built from these options.
     """
     code = choice if isinstance(choice, PythonCode) else PythonCode(factory=BUILT_IN_TRANSPORTS[choice])
     make = load_code(code)
     try:
         made = make(**code.options)
     except Exception as error:
-        # Report anything that the user's class raises.
+        # Report any error of the user's class.
         raise ValueError(
             f"{code.factory} cannot be built with options {code.options} ({type(error).__name__}: {error})"
         ) from error
@@ -236,7 +241,7 @@ def build_transport(choice: TransportChoice) -> Transport:
 
 
 def check_transport(config: RunConfig) -> Iterator[Problem]:
-    """Check that the transport of a run can be made, and reaches the run's hosts."""
+    """Yield problems of the transport of a run: it cannot be built, or does not reach the run's hosts."""
     choice = config.weights.transport
     value = choice.factory if isinstance(choice, PythonCode) else choice
     try:
@@ -257,7 +262,7 @@ def require_reach(transport: Transport, choice: TransportChoice, host_ids: Itera
     """Refuse a transport that does not reach all hosts of a run.
 
     Raises:
-        ValueError: it stays on one host, and there are several.
+        ValueError: The transport does not cross hosts, and there are several hosts.
     """
     hosts = sorted(set(host_ids))
     if len(hosts) > 1 and not transport.crosses_hosts:
@@ -275,10 +280,12 @@ def connect_transports(
     *,
     generator_host: str,
 ) -> dict[int, Transport]:
-    """Connect a generator's side, by trainer rank; ranks that publish nothing need none.
+    """Connect a generator's side of the transport to each trainer rank that publishes weights.
+
+    Returns the transports by trainer rank.
 
     Raises:
-        ValueError: a rank's buffers cannot be reached, or read in units of whole blocks.
+        ValueError: A rank's buffers cannot be reached, or not be read in units of whole blocks.
     """
     transports: dict[int, Transport] = {}
     for rank, source in zip(layout.ranks, sources, strict=True):
