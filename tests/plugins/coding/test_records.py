@@ -35,11 +35,11 @@ def test_a_file_becomes_tasks_that_find_their_checkouts(folder: Path, record: Ca
         record("unittest") | {"instance_id": f"shop-{i}", "problem_statement": f"issue {i}"} for i in range(8)
     ]
     found = problems(folder, records, "all", num_train=6, num_held_out=3)
-    held_out, train = found.held_out(), found.train(set()).tasks
+    held_out, train = found.held_out(), found.train(set())
     assert len(held_out) == 3 and len(train) == 6
     assert not {task.prompt for task in held_out} & {task.prompt for task in train}
     again = problems(folder, records, "all", num_train=6, num_held_out=3, seed=1)
-    assert again.held_out() == held_out and again.train(set()).tasks != train
+    assert again.held_out() == held_out and again.train(set()) != train
     for task in (*held_out, *train):
         read = read_record(task.record, Path("/"))
         assert read.checkout.is_absolute() and (read.checkout / "shop").is_dir()
