@@ -47,7 +47,6 @@ from forgeasync.plugins.simulator.clock import Clock
 from forgeasync.plugins.simulator.engine import Engine, EngineCost
 from forgeasync.plugins.simulator.groups import Counts, DrawnRollout, SimulatedGroup
 from forgeasync.plugins.simulator.groups import Sequence as OneRollout
-from forgeasync.plugins.simulator.lengths import fit_lengths
 from forgeasync.plugins.simulator.profile import (
     Cores,
     DecodePoint,
@@ -61,6 +60,7 @@ from forgeasync.plugins.simulator.profile import (
     Setup,
     TrainPoint,
     WeightTimes,
+    fit_lengths,
     fit_not_negative,
     powers_of_two,
 )

@@ -34,13 +34,6 @@ from forgeasync.observability import (
     configure_controller_logging,
     separate_native_output,
 )
-from forgeasync.plugins.simulator.engine_times import (
-    DecodeTimer,
-    OtherLoad,
-    ProcessorTime,
-    decode_grid,
-    time_prompts,
-)
 from forgeasync.plugins.simulator.profile import (
     Cores,
     Distribution,
@@ -66,11 +59,16 @@ from forgeasync.plugins.simulator.sampled_groups import (
 from forgeasync.plugins.simulator.shape import SimulatedRun, of_config
 from forgeasync.plugins.simulator.step_times import (
     NUM_WARMUP_STEPS,
+    DecodeTimer,
     LoopTimes,
     MakeLoops,
+    OtherLoad,
+    ProcessorTime,
     StepTimer,
+    decode_grid,
     short_run_of,
     time_loops,
+    time_prompts,
 )
 from forgeasync.plugins.simulator.tables import print_profile
 from forgeasync.runtime import GeneratorActor, LiveReplica

@@ -8,8 +8,13 @@ from dataclasses import dataclass
 
 from forgeasync.buffer import Submission
 from forgeasync.environments import response_of, sampling_seed, weighted_order
-from forgeasync.plugins.simulator.lengths import fit_lengths, mean_of_groups
-from forgeasync.plugins.simulator.profile import Distribution, EnvironmentTimes, Lengths
+from forgeasync.plugins.simulator.profile import (
+    Distribution,
+    EnvironmentTimes,
+    Lengths,
+    fit_lengths,
+    mean_of_groups,
+)
 from forgeasync.rollouts import Group, Score, StoredRollout, Task, steps_of
 from forgeasync.runtime import GroupSampler, GroupScoring, SampledGroup, Unscored
 
