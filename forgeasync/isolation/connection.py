@@ -329,8 +329,7 @@ class Connection:
                 raise SandboxClosed("the box has ended") from None
 
     async def end_all(self) -> None:
-        """Kill all processes of the box's calls; ends the whole box if the supervisor does not confirm
-        that."""
+        """Kill all processes of calls; ends the whole box if the supervisor does not confirm the kill."""
         waiting = [one for one in self._lost.values() if not one.done()]
         await self._ask(wire.ASK_END_ALL, 0)
         if waiting:
