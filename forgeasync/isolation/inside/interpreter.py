@@ -1,5 +1,4 @@
-"""Interpreter of a Python session: runs pieces of code in one namespace and reports the last expression's
-value.
+"""Interpreter of a Python session: runs code in one namespace and reports the last expression's value.
 
 The source of this module runs as ``python -c``, so it imports only the standard library. The code of the
 session can change everything in this process, including the report, so the host treats the report as

@@ -41,7 +41,7 @@ DENIED: dict[str, tuple[int | None, int | None]] = {
     "kcmp": (312, 272),
     "pidfd_getfd": (438, 438),
     "perf_event_open": (298, 241),
-    # Keyrings belong to users; a pid, network or mount namespace does not isolate them.
+    # Keyrings belong to users, not to namespaces.
     "add_key": (248, 217),
     "request_key": (249, 218),
     "keyctl": (250, 219),
