@@ -123,8 +123,7 @@ def _problem(errors: Sequence[ErrorDetails], location: tuple[str | int, ...], va
 
 
 def _shown_location(location: tuple[str | int, ...], values: object) -> tuple[str | int, ...]:
-    """Return where a key belongs in the file: next to its section if the section is given by its kind
-    alone."""
+    """Return where a key belongs in the file: beside a section that is given by its kind alone."""
     return (*location[:-2], location[-1]) if _is_kind_alone(location[:-1], values) else location
 
 
@@ -209,8 +208,7 @@ def _candidates(location: tuple[str | int, ...], values: object) -> list[type[Ba
 
 
 def _section(location: tuple[str | int, ...], values: object) -> type[BaseModel]:
-    """Return the section class at a location; if several kinds are allowed, the one whose kind the file
-    has."""
+    """Return the section class at a location; of several kinds, the one that the file names."""
     candidates = _candidates(location, values)
     text = _value(location, values)
     if isinstance(text, str) and len(candidates) > 1:

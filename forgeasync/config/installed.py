@@ -29,8 +29,7 @@ _PYTHON = {
 
 
 def with_installed_kinds(values: object) -> object:
-    """Return a config's values, with each section whose kind names a package's code as a ``kind: python``
-    section.
+    """Convert sections whose kind names a package's code to ``kind: python``; returns the config's values.
 
     Raises:
         ConfigError: such a section has a key that is not allowed.
