@@ -1,4 +1,4 @@
-"""The sections of a run's config, and how they are loaded, overridden and checked."""
+"""Sections of a run's config; code that loads, overrides and checks a config."""
 
 import lazy_loader
 

@@ -1,8 +1,8 @@
-"""The ``algorithm`` section: how rewards become gradients, and which of its parts can be combined.
+"""The ``algorithm`` section: how rewards become gradients, and rules on which parts can be combined.
 
-Its parts are the classes of ``forgeasync.algorithms``. The main rule is that a token's loss contains the
-importance ratio current / behavior at most once. A second factor is no stronger correction but an error: the
-expectation is then that of another policy.
+The parts are classes of ``forgeasync.algorithms``. The main rule is that a token's loss contains the
+importance ratio current / behavior at most once. A second factor is not a stronger correction but an error:
+the expectation is then that of another policy.
 """
 
 from collections.abc import Iterator, Sequence
@@ -39,19 +39,20 @@ class AlgorithmSection(Loss):
     """How rewards become gradients: filters, advantages and the loss."""
 
     advantage: AnyAdvantage = Grpo()
-    """How rewards become advantages. A kind without other keys can be given by its name alone."""
+    """Formula that turns rewards into advantages. A kind without other keys can be given by its name
+    alone."""
     step_credit: StepCredit = StepCredit.SUM_TO_GO
-    """How rewards of steps (``Score.steps``) become advantages of tokens."""
+    """Rule that turns rewards of steps (``Score.steps``) into advantages of tokens."""
     pass_at_k: Count | None = None
-    """k of ``advantage: group_pass_at_k``; after reading, it is a key of that section and null here."""
+    """k of ``advantage: group_pass_at_k``. Loading moves it into that section, and it is null here."""
     group_size: Count
     """Rollouts per prompt."""
     groups_per_step: Count
     """Prompts per batch."""
     filters: tuple[AnyFilter, ...] = ()
-    """Filters for every scored group, applied in this order; what they drop is counted."""
+    """Filters for every scored group, applied in this order; dropped groups are counted."""
     max_filtered_in_a_row: Count = 512
-    """The run ends with an error once filters have dropped this many groups in a row."""
+    """Number of groups in a row that filters may drop; then the run ends with an error."""
 
     @model_validator(mode="before")
     @classmethod
@@ -59,8 +60,8 @@ class AlgorithmSection(Loss):
         """Move ``pass_at_k`` beside ``advantage: group_pass_at_k`` into that section."""
         if not isinstance(values, dict):
             return values
-        # After this validator pydantic treats the values as Python objects, and its strict mode then wants
-        # tuples instead of lists.
+        # After this validator, pydantic treats the values as Python objects, for which its strict mode
+        # requires tuples instead of lists.
         values = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
         advantage = values.get("advantage")
         kind = advantage["kind"] if isinstance(advantage, dict) and "kind" in advantage else advantage
@@ -70,7 +71,7 @@ class AlgorithmSection(Loss):
         return values
 
     def find_problems(self) -> Iterator[Refusal]:
-        """Find combinations that cannot work; code of your own is tried on made-up input."""
+        """Yield combinations that cannot work; your own code is called with synthetic input."""
         if isinstance(self.objective, Supervised):
             yield (
                 "objective.kind",
@@ -87,13 +88,13 @@ class AlgorithmSection(Loss):
         yield from self._check_kl()
         yield from self._check_pass_at_k()
         if self.own_code():
-            # Imported here because it needs torch; a config without code of your own is checked without it.
+            # Imported here because it needs torch, which other configs are checked without.
             from forgeasync.config.trial_call import check_own_code
 
             yield from check_own_code(self)
 
     def own_code(self) -> dict[str, PythonCode]:
-        """Return the parts that are code of your own, by their dotted keys."""
+        """Return the parts that are your own code, by dotted key."""
         parts: list[tuple[str, object]] = [
             ("objective", self.objective),
             *((f"corrections.{index}", one) for index, one in enumerate(self.corrections)),
@@ -172,7 +173,7 @@ class AlgorithmSection(Loss):
             if self.pass_at_k is not None:
                 yield "pass_at_k", "needs algorithm.advantage = 'group_pass_at_k'"
             return
-        # Filters leave a group with fewer rollouts than were sampled.
+        # Filters can leave fewer rollouts in a group than were sampled.
         smallest = self.group_size
         for one in self.filters:
             if isinstance(one, PythonFilter):
@@ -197,7 +198,7 @@ class AlgorithmSection(Loss):
 def check_filters(
     filters: Sequence[AnyFilter], *, field: str, group_size: int, max_response_tokens: int
 ) -> Iterator[Refusal]:
-    """Find filters that cannot work or never do anything; ``field`` is the dotted path of their list."""
+    """Yield filters that cannot work or have no effect; ``field`` is the dotted path of their list."""
     for index, one in enumerate(filters):
         match one:
             case OverlongPenalty() if one.max_length - one.buffer >= max_response_tokens:

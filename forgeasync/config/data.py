@@ -1,4 +1,4 @@
-"""The sections on data: sources of problems, and how problems become prompts."""
+"""Sections for data: sources of problems, and how problems become prompts."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -14,16 +14,16 @@ from forgeasync.config.rewards import MathReward, ReasoningGymReward, Rewards, R
 from forgeasync.schema import OrInstalled, PluginGroup, PythonCode, Refusal, Section
 
 MAX_TASKS = 10_000_000
-"""Most problems of a run; the controller holds all of them in memory, with all columns of their records."""
+"""Maximum number of problems of a run; the controller holds all of them in memory, with all columns."""
 
 
 class AnswerPart(StrEnum):
-    """Which part of a response is its answer."""
+    """Part of a response that is its answer."""
 
     ALL = "all"
     LAST_NUMBER = "last_number"
-    """The last number, without commas: ``17`` in "The sum of 8 and 9 is 17.". For models that answer in
-    sentences."""
+    """The last number, without commas, for models that answer in sentences: ``17`` in "The sum of 8 and 9 is
+    17."."""
 
 
 class ReasoningGymSource(Section):
@@ -35,10 +35,10 @@ class ReasoningGymSource(Section):
     options: dict[str, int | float | bool | str] = Field(default_factory=dict)
     """Options of that data set's config, except seed and size."""
     answer_prefix: str = ""
-    """The answer is the text after the last occurrence of this prefix in the response; empty: the whole
+    """Prefix of the answer, which is the text after its last occurrence in the response; empty: the whole
     response."""
     answer_part: AnswerPart = AnswerPart.ALL
-    """Which part of the text after ``answer_prefix`` is the answer."""
+    """Part of the text after ``answer_prefix`` that is the answer."""
 
 
 class HuggingFaceSource(Section):
@@ -51,17 +51,17 @@ class HuggingFaceSource(Section):
     question_field: str
     """Dotted path of the problem text in a record, such as ``problem`` or ``prompt.0.content``."""
     answer_field: str
-    """Dotted path of the reference answer, such as ``answer`` or ``reward_model.ground_truth``. The answer is
-    text or a number; a number is written out in decimals."""
+    """Dotted path of the reference answer, such as ``answer`` or ``reward_model.ground_truth``. The answer
+    can be text or a number, which is written in decimals."""
     instruction: str = ""
     """Text appended to every question, for instance a request for a boxed answer."""
 
 
 class PythonSource(PythonCode):
-    """Your own problems: ``(split, seed)`` returns records with ``question``, ``answer`` and any other keys.
+    """Your own problems: a function ``(split, seed)`` that returns records.
 
-    ``split`` is "train" or "held_out"; the same seed must give the same records. By default math-verify
-    scores the responses.
+    A record has the keys ``question`` and ``answer``, and any others. ``split`` is "train" or "held_out"; the
+    same seed must give the same records. By default math-verify scores the responses.
     """
 
 
@@ -72,7 +72,7 @@ SourceSection = Annotated[
 
 
 def default_name(source: SourceSection) -> str:
-    """Return the name of a source that the config does not name."""
+    """Return the default name of a source."""
     match source:
         case ReasoningGymSource():
             return source.task
@@ -85,7 +85,7 @@ def default_name(source: SourceSection) -> str:
 
 
 def own_reward(source: SourceSection) -> RewardSection:
-    """Return the reward of a source for which the config names none."""
+    """Return the default reward of a source."""
     return ReasoningGymReward() if isinstance(source, ReasoningGymSource) else MathReward()
 
 
@@ -99,9 +99,9 @@ class WeightedSource(Section):
 
     source: SourceSection
     weight: float = Field(default=1.0, ge=1e-6, le=1e6)
-    """Prompts are drawn from the sources in proportion to their weights."""
+    """Weight of the source; prompts are drawn from the sources in proportion to their weights."""
     name: str | None = None
-    """The source's name in metrics; null: its task, path or factory."""
+    """Name of the source in metrics; null: its task, path or factory."""
     reward: Rewards | None = None
     """Rewards for responses to this source's problems; null: ``data.reward``."""
     num_train: NumTasks | None = None
@@ -111,13 +111,14 @@ class WeightedSource(Section):
 
 
 class RendererName(StrEnum):
-    """What turns messages of an environment into tokens, and reads the model's turns, by a chat template."""
+    """Renderer of an environment's messages to tokens, which also parses the model's turns."""
 
     AUTO = "auto"
-    """The family below that renders as the model's own chat template does; ``template`` if none does."""
+    """The model family below whose output equals that of the model's chat template; ``template`` if none
+    does."""
     TEMPLATE = "template"
     """The chat template itself."""
-    # Families of models: the names of the package renderers 0.1.12.
+    # Model families, with their names in the package renderers 0.1.12.
     DEEPSEEK_R1 = "deepseek-r1"
     DEEPSEEK_V3 = "deepseek-v3"
     DEEPSEEK_V4 = "deepseek-v4"
@@ -167,33 +168,33 @@ OWN_ARGUMENTS = frozenset(
         "truncation",
     }
 )
-"""Arguments that a run itself passes to the chat template, and those that change the form of its result."""
+"""Arguments of the chat template that the run itself sets, or that change the form of the result."""
 
 
 class DataSection(Section):
-    """Where prompts come from and what scores the responses."""
+    """Sources of prompts, and the rewards that score responses."""
 
     source: SourceSection | None = None
     """The only source of problems; give either this or ``sources``."""
     sources: tuple[WeightedSource, ...] | None = None
     """Several sources with weights."""
     reward: Rewards | None = None
-    """One reward, or a list whose weighted sum is the score; null: the source's own reward, which is the
+    """One reward, or a list whose weighted sum is the score; null: the source's default reward, which is the
     data set's verifier for reasoning_gym and math-verify for the others."""
     num_train: NumTasks
-    """Number of training problems from each source. All are held in memory; every pass over them is shuffled
-    by the run's seed."""
+    """Number of training problems from each source. All are held in memory; the run's seed shuffles each pass
+    over them."""
     num_held_out: NumTasksOrZero
-    """Number of held-out problems from each source; none of them is ever trained on. 0 with a source of kind
+    """Number of held-out problems from each source; they are never trained on. 0 with a source of kind
     ``served``, and only then."""
     chat_template: bool = False
-    """Render each prompt by the tokenizer's chat template; false: use its text as it is."""
+    """Render each prompt with the tokenizer's chat template; false: use its text as is."""
     system_prompt: str | None = None
     """Text of a system message before every prompt; needs ``chat_template: true``."""
     template_arguments: dict[str, int | float | bool | str] | None = None
-    """Further variables of the chat template, such as ``enable_thinking``."""
+    """Additional variables of the chat template, such as ``enable_thinking``."""
     renderer: RendererName = RendererName.AUTO
-    """What renders an environment's messages with ``chat_template: true``."""
+    """Renderer of an environment's messages with ``chat_template: true``."""
 
     @model_validator(mode="after")
     def _has_one_form(self) -> Self:
@@ -208,7 +209,7 @@ class DataSection(Section):
         return self
 
     def find_problems(self) -> Iterator[Refusal]:
-        """Find sources of one name, and settings of the chat template that have no effect."""
+        """Yield names that several sources have, and settings of the chat template that have no effect."""
         sources = named_sources(self)
         counts = Counter(source.name for source in sources)
         for index, source in enumerate(sources):
@@ -233,29 +234,29 @@ class DataSection(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedSource:
-    """A source of a run's problems, with everything that the config says about it, defaults filled in."""
+    """Source of problems with all its settings; defaults are filled in."""
 
     name: str
-    """The source's name in metrics and in its tasks."""
+    """Name of the source in metrics and in its tasks."""
     source: SourceSection
     weight: float
     rewards: tuple[RewardSection, ...]
     num_train: int
-    """0 in an evaluation set."""
+    """Number of training problems; 0 in an evaluation set."""
     num_held_out: int
     field: str
     """Dotted path of the source in the config, such as ``data.sources.1.source``."""
     reward_field: str
-    """Dotted path of its rewards in the config, such as ``data.reward``."""
+    """Dotted path of the source's rewards in the config, such as ``data.reward``."""
     num_held_out_field: str
 
     def field_of_reward(self, index: int) -> str:
-        """Return the dotted path of one of its rewards."""
+        """Return the dotted path of the reward at ``index``."""
         return self.reward_field if len(self.rewards) == 1 else f"{self.reward_field}.{index}"
 
 
 def rewards_of(rewards: Rewards | None, source: SourceSection) -> tuple[RewardSection, ...]:
-    """Return the rewards of a section; without any, the source's own."""
+    """Return a config's rewards as a tuple; None gives the default reward of the source."""
     if rewards is None:
         return (own_reward(source),)
     return rewards if isinstance(rewards, tuple) else (rewards,)

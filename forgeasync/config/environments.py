@@ -1,4 +1,4 @@
-"""The sections on environments: those that come with the package, and your own."""
+"""Sections for environments: built-in ones, installed ones and your own."""
 
 import re
 from enum import StrEnum
@@ -17,57 +17,60 @@ Rounds = Annotated[int, Field(gt=0, le=10_000)]
 FieldName = Annotated[str, Field(min_length=1, max_length=100)]
 
 TaskColumn = Annotated[str, Field(pattern=r"^(task_id|prompt|answer|index|record\.[^\s.][^\s]*)$")]
-"""What of a task is sent: ``task_id``, ``prompt``, ``answer``, ``index`` (its place in its source), or
+"""Part of a task to send: ``task_id``, ``prompt``, ``answer``, ``index`` (the position in its source), or
 ``record.<column>``, a column of its record."""
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class AnswerMatch(StrEnum):
-    """When an answer is the reference."""
+    """Comparison that decides whether an answer equals the reference."""
 
     EXACT = "exact"
-    """Both are the same text, but for white space at the edges."""
+    """Both are the same text, except for leading and trailing white space."""
     NUMBER = "number"
     """Both are decimal numbers of the same value: ``1,200.50`` and ``1200.5``."""
 
 
 class AnswerCheck(Section):
-    """Where the answer stands in the model's last turn, and how it is compared with the task's. Nothing in it
-    is evaluated."""
+    """Rules that find the answer in the model's last turn and compare it with the task's answer.
+
+    The answer is never evaluated as code.
+    """
 
     prefix: str = ""
-    """The answer is the text after the last occurrence of this prefix; empty: the whole turn."""
+    """Prefix of the answer, which is the text after its last occurrence; empty: the whole turn."""
     part: AnswerPart = AnswerPart.ALL
-    """Which part of that text is the answer."""
+    """Part of the text after ``prefix`` that is the answer."""
     match: AnswerMatch = AnswerMatch.EXACT
 
 
 class PlainCalls(Section):
-    """How a model without a chat template calls the tool: it writes the code between two marks, and the
-    result follows as text.
+    """Format of tool calls for a model without a chat template.
+
+    The model writes the code between two marks, and the result follows as text:
 
         [7+8]15          with call_prefix "[" and call_suffix "]"
     """
 
     call_prefix: Annotated[str, Field(min_length=1, max_length=100)]
-    """What begins a call; everything after its first occurrence in a turn is the call."""
+    """Text that starts a call; everything after its first occurrence in a turn is the call."""
     call_suffix: Annotated[str, Field(min_length=1, max_length=100)]
-    """What ends a call and with it the turn. The model's end of a turn ends a call as well."""
+    """Text that ends a call and the turn. The model's end-of-turn token also ends a call."""
     result_prefix: str = ""
     """Text before a result. A newline precedes it if the tokenizer has one."""
     result_suffix: str = ""
     """Text after a result."""
     error_text: str | None = None
-    """What takes the place of a result where a call has failed, for a model whose vocabulary has no words for
-    it; null: what went wrong, in words."""
+    """Text in place of the result of a failed call, for a model whose vocabulary cannot express an error
+    message; null: the error message."""
 
     def call(self, code: str) -> str:
-        """Return what the model writes to call the tool."""
+        """Return the text that a model writes to run ``code``."""
         return f"{self.call_prefix}{code}{self.call_suffix}"
 
     def result(self, text: str) -> str:
-        """Return what the model is told of a result, or of what went wrong."""
+        """Return the text that the model receives for a result or an error message."""
         return f"{self.result_prefix}{text}{self.result_suffix}"
 
     @model_validator(mode="after")
@@ -82,22 +85,22 @@ class PlainCalls(Section):
 
 
 class PythonTool(Section):
-    """The model answers a task and may run Python in a sandbox meanwhile; variables last from call to call.
+    """Environment in which the model answers a task and may run Python in a sandbox.
 
-    The tool is ``python(code)``. The score is 1 if the answer is that of the task, else 0.
+    The tool is ``python(code)``; variables persist between calls. The score is 1 if the answer matches the
+    task's, else 0.
     """
 
     kind: Literal["python_tool"]
     system_prompt: str | None = None
     """Text of a system message before every task."""
     max_rounds: Rounds = 8
-    """Most turns that may call the tool; after them the model gets one more turn."""
+    """Maximum number of turns that call the tool; after them the model gets one more turn."""
     max_result_characters: Annotated[int, Field(gt=0, le=10_000_000)] = 4000
-    """Most characters that the model is told of one call."""
+    """Maximum number of characters that the model receives for one call."""
     answer: AnswerCheck = AnswerCheck()
     plain_calls: PlainCalls | None = None
-    """Calls as plain text, for models without a chat template; null: calls in the form of the chat
-    template."""
+    """Calls as plain text, for models without a chat template; null: calls in the chat template's format."""
 
 
 _SERVER_NAME = re.compile(r"[a-z][a-z0-9_]{0,30}")
@@ -169,20 +172,22 @@ McpServerName = Annotated[str, AfterValidator(_check_server_name)]
 
 
 class McpEnvironment(Section):
-    """The model answers a task with the tools of MCP servers. The score is 1 if the answer is that of the
-    task, else 0."""
+    """Environment in which the model answers a task with the tools of MCP servers.
+
+    The score is 1 if the answer matches the task's, else 0.
+    """
 
     kind: Literal["mcp"]
     servers: Annotated[dict[McpServerName, McpServerSection], Field(min_length=1)]
-    """Servers by name. With several, tools are called ``<server>__<tool>``."""
+    """Servers by name. With several servers, a tool's name is ``<server>__<tool>``."""
     start_s: Seconds = 30.0
-    """Time for a server to come up."""
+    """Time limit for a server to start."""
     system_prompt: str | None = None
     """Text of a system message before every task."""
     max_rounds: Rounds = 20
-    """Most turns that may call tools; after them the model gets one more turn."""
+    """Maximum number of turns that call tools; after them the model gets one more turn."""
     max_result_characters: Annotated[int, Field(gt=0, le=10_000_000)] = 20_000
-    """Most characters that the model is told of one call."""
+    """Maximum number of characters that the model receives for one call."""
     answer: AnswerCheck = AnswerCheck()
 
 
@@ -208,24 +213,26 @@ def _checked_url(url: str) -> str:
 
 
 class RemoteEnvironment(Section):
-    """A server of your own runs the episodes, in any language: its agent samples through the episode's
-    session, and its reply is the score (docs/remote.md)."""
+    """Environment whose episodes run on your own server, written in any language (docs/remote.md).
+
+    The server's agent samples through the episode's session, and its reply contains the score.
+    """
 
     kind: Literal["remote"]
     url: Annotated[str, AfterValidator(_checked_url)]
-    """Where the server listens, without a path: ``http://127.0.0.1:9000``."""
+    """URL of the server without a path, such as ``http://127.0.0.1:9000``."""
     task_fields: dict[FieldName, TaskColumn] | None = Field(
         default_factory=lambda: {"prompt": "prompt", "answer": "answer"}
     )
-    """Fields of the task that the server gets, and what of our task each is; null: all columns of the task's
-    record."""
+    """Fields of the task that the server receives, each with the part of the run's task that it contains;
+    null: all columns of the task's record."""
     model: FieldName = "policy"
-    """What the server's agent calls the model; our sessions take any name."""
+    """Model name for the server's agent; sessions accept any name."""
     health_s: Seconds = 30.0
-    """Seconds between two questions for the server's health while it runs an episode, and the time for each
-    answer."""
+    """Seconds between two health checks of the server while it runs an episode, and the time limit of
+    each."""
     correct_at: Annotated[float, Field(ge=-1e6, le=1e6)] = 1.0
-    """The least score that counts as correct where the server does not say."""
+    """Minimum score that counts as correct if the server does not say whether the answer is correct."""
 
 
 EnvironmentSection = Annotated[
@@ -235,5 +242,5 @@ EnvironmentSection = Annotated[
 
 
 def environment_name(section: EnvironmentSection) -> str:
-    """Return the name of an environment in messages."""
+    """Return the name of an environment for messages."""
     return section.factory if isinstance(section, PythonCode) else section.kind

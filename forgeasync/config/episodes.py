@@ -1,4 +1,4 @@
-"""The sections on episodes: workers, bounds, deadlines, what each ending means, and the agents."""
+"""Sections for episodes: workers, bounds, deadlines, a policy for each ending, and agents."""
 
 from collections.abc import Iterator
 from enum import StrEnum
@@ -10,43 +10,43 @@ from forgeasync.schema import Count, Refusal, Seconds, Section
 
 
 class Ending(StrEnum):
-    """How an episode ended."""
+    """Cause of the end of an episode."""
 
     COMPLETED = "completed"
     """The environment returned a score."""
     MAX_TURNS = "max_turns"
-    """The model had taken ``episodes.max_turns`` turns and was asked for another."""
+    """The environment requested another turn after ``episodes.max_turns`` turns."""
     LENGTH = "length"
-    """There was no room for another turn in ``model.max_context_length``."""
+    """Another turn did not fit in ``model.max_context_length``."""
     PARSE_ERROR = "parse_error"
-    """The environment raised ``ParseError``: it could not read what the model wrote."""
+    """The environment raised ``ParseError``: it could not parse the model's output."""
     TOOL_ERROR = "tool_error"
     """The environment raised ``ToolError``: a tool of the model failed."""
     TIMEOUT = "timeout"
-    """A deadline passed: that of the set-up, a step, a tool, a judge or the episode."""
+    """The deadline of the set-up, a step, a tool, a judge or the episode passed."""
     ENVIRONMENT_CRASH = "environment_crash"
-    """The environment raised anything else, or returned no score or no turn."""
+    """The environment raised any other exception, or did not return a score or a turn."""
     NO_SCORE = "no_score"
-    """The environment raised ``NoScore``: nobody has said how good the episode was."""
+    """The environment raised ``NoScore``: the episode was not judged."""
     INFRASTRUCTURE = "infrastructure"
-    """A worker, a sandbox or a server was lost: nothing that the model or the environment has done."""
+    """A worker, a sandbox or a server was lost; neither the model nor the environment caused it."""
 
 
 class EndingPolicy(StrEnum):
-    """What becomes of an episode that ended in a certain way."""
+    """Policy for episodes with a certain ending."""
 
     SCORE = "score"
-    """It trains with the environment's score; with 0 where the environment gave none."""
+    """Train on the episode with the environment's score, or with 0 if there is none."""
     ZERO = "zero"
-    """It trains with score 0, whatever the environment said."""
+    """Train on the episode with score 0, whatever the environment's score."""
     MASK = "mask"
-    """It does not train and does not count for the others of its group, which train without it."""
+    """Do not train on the episode, and leave it out of its group's advantages."""
     RUN_AGAIN = "run_again"
-    """The same prompt is run again, up to ``episodes.max_attempts`` attempts; after that as ``mask``."""
+    """Run the same prompt again, up to ``episodes.max_attempts`` attempts; after that, as ``mask``."""
 
 
 class EndingsSection(Section):
-    """What becomes of episodes, by how they ended."""
+    """Policy for each ending of an episode."""
 
     completed: EndingPolicy = EndingPolicy.SCORE
     max_turns: EndingPolicy = EndingPolicy.SCORE
@@ -56,9 +56,9 @@ class EndingsSection(Section):
     timeout: EndingPolicy = EndingPolicy.MASK
     environment_crash: EndingPolicy = EndingPolicy.RUN_AGAIN
     no_score: EndingPolicy = EndingPolicy.MASK
-    """``run_again`` or ``mask``: without a verdict there is nothing to train on."""
+    """``run_again`` or ``mask``, since an episode without a verdict has no score to train on."""
     infrastructure: EndingPolicy = EndingPolicy.RUN_AGAIN
-    """``run_again`` or ``mask``: what the infrastructure has done is never a score."""
+    """``run_again`` or ``mask``, since a failure of the infrastructure says nothing about the model."""
 
     def of(self, ending: Ending) -> EndingPolicy:
         """Return the policy of an ending."""
@@ -66,7 +66,7 @@ class EndingsSection(Section):
         return policy
 
     def find_problems(self) -> Iterator[Refusal]:
-        """Find endings that would count as scores although they say nothing about the model."""
+        """Yield endings that would count as scores although they say nothing about the model."""
         never_a_score = (EndingPolicy.RUN_AGAIN, EndingPolicy.MASK)
         for ending, what in (
             (Ending.INFRASTRUCTURE, "what a lost worker or server has done"),
@@ -81,34 +81,34 @@ class EndingsSection(Section):
 
 
 class EpisodesSection(Section):
-    """Episodes of an environment: the processes that run them, their bounds and deadlines."""
+    """Settings of the episodes of an environment: worker processes, bounds and deadlines."""
 
     num_workers: int = Field(default=2, gt=0, le=1024)
-    """Number of processes that run episodes. One that dies or stops answering is replaced."""
+    """Number of processes that run episodes. A process that dies or stops answering is replaced."""
     max_live_per_worker: int = Field(default=256, gt=0, le=4096)
-    """Most episodes that a worker runs at once, each on a thread of its own; others wait."""
+    """Maximum number of episodes that a worker runs at once, each on its own thread; others wait."""
     max_turns: Count = 100
-    """Most turns of the model in an episode, by each of its agents."""
+    """Maximum number of turns in an episode, for each agent."""
     max_attempts: int = Field(default=3, gt=0, le=100)
-    """Most attempts at an episode whose ending says ``run_again``."""
+    """Maximum number of attempts at an episode whose ending has the policy ``run_again``."""
     max_kv_usage: Annotated[float, Field(gt=0.0, le=1.0)] = 0.9
-    """No further group starts on a generator whose KV cache is fuller than this, as long as it has others."""
+    """KV cache usage above which a generator that has groups gets no further group."""
     setup_s: Seconds = 120.0
-    """Time from the start of an episode to its first turn."""
+    """Time limit from the start of an episode to its first turn."""
     step_s: Seconds = 120.0
-    """Time that the environment may take between two turns of the model, and after the last one."""
+    """Time limit for the environment between two turns of the model, and after the last turn."""
     tool_s: Seconds = 60.0
-    """Time for one call of a tool."""
+    """Time limit for one tool call."""
     judge_s: Seconds = 120.0
-    """Time for one turn of an agent that is not trained, such as a judge."""
+    """Time limit for one turn of an agent that is not trained, such as a judge."""
     heartbeat_s: Seconds = 8.0
-    """A worker that does not answer for this long is stopped and replaced."""
+    """Time without an answer after which a worker is stopped and replaced."""
     endings: EndingsSection = EndingsSection()
 
 
 class AgentSection(Section):
-    """One agent of an environment."""
+    """Settings of one agent of an environment."""
 
     trainable: bool = True
-    """Train on what this agent samples. It is compared with the same agent in the other episodes of a group.
-    false: it is sampled from the same weights and not trained on, as a judge may be."""
+    """Train on the tokens of this agent, with advantages relative to the same agent in the other episodes of
+    the group. false: the agent samples from the same weights but is not trained on, such as a judge."""

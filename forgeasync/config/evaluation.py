@@ -1,4 +1,4 @@
-"""The section on evaluation: held-out problems, and further sets with their own sampling and rewards."""
+"""Section for evaluation: held-out problems, and further sets with their own sampling and rewards."""
 
 import re
 from collections import Counter
@@ -13,57 +13,59 @@ from forgeasync.config.rewards import Rewards
 from forgeasync.schema import Count, CountOrZero, Refusal, Section
 
 RESERVED_SETS = frozenset({"accuracy", "score_mean", "num_unscored", "reward"})
-"""Names that no set may have, because other metrics are called ``eval/<name>`` already."""
+"""Names that a set cannot have, because other metrics are named ``eval/<name>``."""
 
 
 _SET_NAME = re.compile(r"[A-Za-z0-9][\w.\-]{0,99}", re.ASCII)
 
 
 class EvaluationSet(Section):
-    """A set of problems that are evaluated on and never trained on."""
+    """Set of problems for evaluation only; they are never trained on."""
 
     name: str
-    """The set's name in metrics, such as ``eval/<name>/accuracy``."""
+    """Name of the set in metrics, such as ``eval/<name>/accuracy``."""
     source: SourceSection
     num_problems: NumTasks
-    """Number of problems, drawn from the source as held-out problems are: the same ones in every run."""
+    """Number of problems, drawn from the source like held-out problems: the same ones in every run."""
     num_samples: int = Field(default=1, gt=0, le=1024)
-    """Responses to each problem; accuracy is the mean over all of them, which papers call avg@k. A set of few
-    problems needs several: with 30 and one response each, one response more or less is 3 points."""
+    """Responses per problem; accuracy is the mean over all of them, known as avg@k. A small set needs
+    several: with 30 problems and one response each, one response changes accuracy by 3 points."""
     sampling: SamplingSection | None = None
-    """How responses to these problems are sampled; null: as in training."""
+    """Sampling of responses to these problems; null: as in training."""
     reward: Rewards | None = None
-    """Rewards for these responses; null: the source's own, see ``data.reward``."""
+    """Rewards for these responses; null: the source's default reward, see ``data.reward``."""
 
 
 class EvaluationMode(StrEnum):
     """Whether training waits for evaluations."""
 
     BESIDE = "beside"
-    """Training goes on. What is evaluated was sampled under several versions, which are recorded."""
+    """Training continues. An evaluation's responses are sampled under several versions, which are
+    recorded."""
     PINNED = "pinned"
-    """Training waits, so that all of an evaluation is sampled under one version."""
+    """Training waits, so that all responses of an evaluation are sampled under one version."""
 
 
 class EvaluationSection(Section):
-    """Accuracy on held-out problems, sampled as in training, and on further sets of problems."""
+    """Evaluation of accuracy on held-out problems, sampled as in training, and on further sets of
+    problems."""
 
     mode: EvaluationMode = EvaluationMode.BESIDE
-    """``beside``: training goes on meanwhile, and an evaluation's metrics are on the line of the step during
-    which it ended, with the versions that sampled it (``eval/version_min``, ``eval/version_max``). One that
-    is due while another is under way is skipped (``eval/num_skipped``). ``pinned``: training waits. The
-    evaluations before the first step and after the last are pinned in any case."""
+    """``beside``: training continues, and an evaluation's metrics are logged with the step during which it
+    ended, with the versions that sampled it (``eval/version_min``, ``eval/version_max``). An evaluation that
+    is due while another one runs is skipped (``eval/num_skipped``). ``pinned``: training waits. The
+    evaluations before the first step and after the last are always pinned."""
 
     every_steps: Count = 20
-    """Steps between two evaluations; there is one before the first step and one after the last, too."""
+    """Steps between two evaluations; there are also one before the first step and one after the last."""
     num_problems: CountOrZero
-    """Number of held-out problems that are evaluated; at most ``data.num_held_out``. 0 in a run that serves
-    people, and only there."""
+    """Number of held-out problems in an evaluation; at most ``data.num_held_out`` (of all sources together).
+    0 in a run that serves people, and only there."""
     sets: tuple[EvaluationSet, ...] = ()
     """Further sets of problems, evaluated at the same steps."""
 
     def find_problems(self) -> Iterator[Refusal]:
-        """Find names of sets that metrics cannot have."""
+        """Yield names of sets that cannot be part of a metric's name."""
         counts = Counter(one.name for one in self.sets)
         for index, one in enumerate(self.sets):
             if counts[one.name] > 1:
@@ -80,7 +82,7 @@ def named_sets(evaluation: EvaluationSection) -> tuple[NamedSource, ...]:
     """List the sources of all evaluation sets, in the order of the config."""
     return tuple(
         NamedSource(
-            # The prefix keeps a set apart from sources of training problems in counts and rewards by name.
+            # The prefix separates a set from sources of training problems in counts and rewards by name.
             name=f"eval/{one.name}",
             source=one.source,
             weight=1.0,

@@ -1,4 +1,4 @@
-"""Turns pydantic's validation errors into problems: dotted field, value found, what would be right."""
+"""Converts pydantic's validation errors into problems with the dotted field, the value and a remedy."""
 
 import difflib
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ PLUGIN_GROUPS = {
     "reward": PluginGroup.REWARDS,
     "source": PluginGroup.SOURCES,
 }
-"""Keys whose sections can be of kinds that installed packages add."""
+"""Plug-in group by the key of a section; installed packages can add kinds of these sections."""
 
 _EXPECTED = {
     "int_type": "a whole number",
@@ -49,7 +49,7 @@ _BOUNDS = {
 
 
 def explain(error: ValidationError, values: object) -> list[Problem]:
-    """Return one problem for every field of ``RunConfig`` that failed on ``values``."""
+    """Return one problem for every field of ``RunConfig`` that failed validation on ``values``."""
     by_field: dict[tuple[str | int, ...], list[ErrorDetails]] = {}
     for details in error.errors(include_url=False):
         by_field.setdefault(_without_tags(details, values), []).append(details)
@@ -57,7 +57,7 @@ def explain(error: ValidationError, values: object) -> list[Problem]:
 
 
 def _without_tags(details: ErrorDetails, values: object) -> tuple[str | int, ...]:
-    """Return the location of an error in the file, without the union members that pydantic adds to it."""
+    """Return the location of an error in the file, without the union tags that pydantic inserts."""
     location: list[str | int] = []
     node = values
     last = len(details["loc"]) - 1
@@ -67,7 +67,7 @@ def _without_tags(details: ErrorDetails, values: object) -> tuple[str | int, ...
         elif isinstance(node, Sequence) and isinstance(part, int) and part < len(node):
             node = node[part]
         elif isinstance(node, str) and depth and details["loc"][depth - 1] == node:
-            # A key of a section that is given by its kind alone; pydantic puts the kind before the key.
+            # A key of a section given by its kind alone; pydantic puts the kind before the key.
             pass
         elif not (depth == last and details["type"] == "missing"):
             continue
@@ -101,7 +101,7 @@ def _problem(errors: Sequence[ErrorDetails], location: tuple[str | int, ...], va
             field = field if _is_kind_alone(location, values) else f"{field}.kind"
             value, remedy = context["tag"], f"expected one of {_kinds(location, values)}"
         case "key_of_section":
-            # A rule between the keys of one section; the error's context names the key to change.
+            # Error of a rule across the keys of one section; its context names the key to change.
             field, value = f"{field}.{context['key']}", None
         case "finite_number":
             remedy = "must be a finite number"
@@ -113,7 +113,7 @@ def _problem(errors: Sequence[ErrorDetails], location: tuple[str | int, ...], va
         case "enum" | "literal_error":
             remedy = f"expected {context['expected']}"
         case kind if kind in _EXPECTED:
-            # Each member of a union of plain types reports its own error; together they are one problem.
+            # Each member of a union of plain types reports its own error; merge them into one problem.
             expected = " or ".join(_EXPECTED[error["type"]] for error in errors if error["type"] in _EXPECTED)
             remedy = f"expected {expected}, got {_FOUND[type(value)]}"
         case kind if kind in _BOUNDS:
@@ -123,17 +123,17 @@ def _problem(errors: Sequence[ErrorDetails], location: tuple[str | int, ...], va
 
 
 def _shown_location(location: tuple[str | int, ...], values: object) -> tuple[str | int, ...]:
-    """Return where a key belongs in the file: beside its section if that is given by its kind alone."""
+    """Return where a key belongs in the file: beside a section that is given by its kind alone."""
     return (*location[:-2], location[-1]) if _is_kind_alone(location[:-1], values) else location
 
 
 def _is_kind_alone(location: tuple[str | int, ...], values: object) -> bool:
-    """Whether the file gives only a text (a kind) where a section is expected."""
+    """Return whether the file has only a string (a kind) where a section is expected."""
     return isinstance(_value(location, values), str)
 
 
 def _value(location: tuple[str | int, ...], values: object) -> object:
-    """Return the file's value at a location; None where there is none."""
+    """Return the file's value at a location; None if there is none."""
     node = values
     for part in location:
         node = _member(node, part)
@@ -141,7 +141,7 @@ def _value(location: tuple[str | int, ...], values: object) -> object:
 
 
 def _member(node: object, part: str | int) -> object:
-    """Return what a section or a list of the file has at ``part``; None where it has nothing."""
+    """Return the value of a section or a list at ``part``; None if there is none."""
     if isinstance(node, Mapping):
         return node.get(part)
     return node[part] if isinstance(node, list) and isinstance(part, int) else None
@@ -152,7 +152,7 @@ def _dotted(location: tuple[str | int, ...]) -> str:
 
 
 def _kinds(location: tuple[str | int, ...], values: object) -> str:
-    """List the kinds that a section at a location can have."""
+    """Return the kinds that a section at a location can have, as text."""
     kinds = kinds_of(_candidates(location, values))
     key = next(part for part in reversed(location) if isinstance(part, str))
     kinds += installed_kinds(PLUGIN_GROUPS[key]) if key in PLUGIN_GROUPS else []
@@ -160,34 +160,34 @@ def _kinds(location: tuple[str | int, ...], values: object) -> str:
 
 
 def kinds_of(sections: Sequence[type[BaseModel]]) -> list[str]:
-    """List the kinds of the sections of a union."""
+    """Return the kinds of the section classes of a union."""
     return [kind for one in sections for kind in get_args(one.model_fields["kind"].annotation)]
 
 
 def members(annotation: object) -> list[type[BaseModel]]:
-    """List the sections that a field may hold, alone or as entries of a list."""
+    """Return the section classes that a field may hold, alone or as entries of a list or mapping."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     found = [member for part in get_args(annotation) for member in members(part)]
-    # A section that may stand alone or in a list is found twice.
+    # A section that is allowed both alone and in a list is found twice.
     return list(dict.fromkeys(found))
 
 
 def _maps_names(annotation: object) -> bool:
-    """Whether a field holds sections by names of the user's own, such as ``agents``."""
+    """Return whether a field maps user-defined names to sections, such as ``agents``."""
     if get_origin(annotation) is dict:
         return bool(members(annotation))
     return any(_maps_names(part) for part in get_args(annotation))
 
 
 def _has_names(location: tuple[str | int, ...], values: object) -> bool:
-    """Whether sections by name belong at a location."""
+    """Return whether the field at a location maps user-defined names to sections."""
     section, last = _section(location[:-1], values), location[-1]
     return last in section.model_fields and _maps_names(section.model_fields[str(last)].annotation)
 
 
 def _candidates(location: tuple[str | int, ...], values: object) -> list[type[BaseModel]]:
-    """List the section classes that a location allows, beginning with the one that the file names."""
+    """Return the section classes that a location allows; first the one whose kind the file has."""
     candidates: list[type[BaseModel]] = [RunConfig]
     node = values
     is_name = False
@@ -208,11 +208,11 @@ def _candidates(location: tuple[str | int, ...], values: object) -> list[type[Ba
 
 
 def _section(location: tuple[str | int, ...], values: object) -> type[BaseModel]:
-    """Return the section class at a location; if several kinds are allowed, the one that the file names."""
+    """Return the section class at a location; of several kinds, the one that the file names."""
     candidates = _candidates(location, values)
     text = _value(location, values)
     if isinstance(text, str) and len(candidates) > 1:
-        # Given by its kind alone.
+        # The section is given by its kind alone.
         candidates.sort(key=lambda member: text not in get_args(member.model_fields["kind"].annotation))
     return candidates[0]
 
@@ -225,7 +225,7 @@ def _unknown_key(location: tuple[str | int, ...], values: object) -> str:
 
 
 def _meaning(location: tuple[str | int, ...], values: object) -> str:
-    """Return the field's docstring from the schema in parentheses; for an entry of a list, the list's."""
+    """Return the docstring of a field in parentheses; for an entry of a list, the docstring of the list."""
     while isinstance(location[-1], int):
         location = location[:-1]
     description = _section(location[:-1], values).model_fields[str(location[-1])].description

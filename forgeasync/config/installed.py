@@ -1,4 +1,4 @@
-"""Kinds that installed packages add: how their sections are read and checked (docs/plugins.md)."""
+"""Reading and checking of config sections whose kinds installed packages add (docs/plugins.md)."""
 
 from collections.abc import Iterator, Mapping
 
@@ -18,7 +18,7 @@ _BUILT_IN = {
     PluginGroup.SOURCES: kinds_of(members(SourceSection)),
     PluginGroup.TRANSPORTS: [*BUILT_IN_TRANSPORTS, "python"],
 }
-"""Kinds that no package can replace."""
+"""Built-in kinds of each plug-in group, which packages cannot replace."""
 
 _PYTHON = {
     PluginGroup.ENVIRONMENTS: PythonCode,
@@ -29,10 +29,10 @@ _PYTHON = {
 
 
 def with_installed_kinds(values: object) -> object:
-    """Return a config's values with each section whose kind stands for code as one of ``kind: python``.
+    """Convert sections whose kind names a package's code to ``kind: python``; returns the config's values.
 
     Raises:
-        ConfigError: such a section has a key that it must not have.
+        ConfigError: such a section has a key that is not allowed.
     """
     if not isinstance(values, Mapping):
         return values
@@ -52,7 +52,7 @@ def with_installed_kinds(values: object) -> object:
 
 
 def _within(field: str, value: object) -> object:
-    """Read the sections of rewards and sources within a section or a list of them."""
+    """Convert the reward and source sections within ``value``, which is at the dotted path ``field``."""
     if isinstance(value, list):
         return [_within(f"{field}.{index}", one) for index, one in enumerate(value)]
     if not isinstance(value, Mapping):
@@ -76,7 +76,10 @@ def _read(group: PluginGroup, field: str, section: object) -> object:
 
 
 def check_installed(config: RunConfig) -> Iterator[Problem]:
-    """Have the sections of plug-ins check themselves against the rest of the config."""
+    """Yield the problems that the sections of plug-ins find in the config.
+
+    Also yields the problem of a run without held-out problems that does not serve people.
+    """
     if isinstance(config.environment, InstalledEnvironment):
         yield from config.environment.check(config)
     for source in (*named_sources(config.data), *named_sets(config.evaluation)):

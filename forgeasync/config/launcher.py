@@ -1,6 +1,6 @@
-"""Where the roles of a run are placed: on this machine, or on hosts that one of Monarch's job APIs starts.
+"""Section ``launcher``: runs the roles of a run on this machine, or on hosts started by a Monarch job.
 
-Trainer and generators have separate hosts; the controller, the scorer, the replay buffer and torchstore's
+Trainer and generators have separate hosts. The controller, the scorer, the replay buffer and torchstore's
 volume stay on the machine where the run is started. The fields are the arguments of Monarch's jobs.
 """
 
@@ -15,11 +15,11 @@ from pydantic import Field
 from forgeasync.schema import MAX_SECONDS, Count, Procs, Refusal, Section
 
 RESERVED_GPU_RESOURCE = "nvidia.com/gpu"
-"""Kubernetes' name for the resource that ``gpus_per_host`` requests."""
+"""Name of the Kubernetes resource that ``gpus_per_host`` requests."""
 
 
 class HostCounts(Section):
-    """Number of hosts for each role; procs and replicas are spread evenly over them."""
+    """Number of hosts for each role; processes and replicas are spread evenly over them."""
 
     trainer: Procs = 1
     generators: Procs = 1
@@ -33,13 +33,13 @@ class HostNames(Section):
 
 
 class LocalLauncher(Section):
-    """Run every proc on this machine, which has one set of GPUs for all roles."""
+    """Run all processes on this machine, whose GPUs all roles share."""
 
     kind: Literal["local"] = "local"
 
 
 class ProcessLauncher(Section):
-    """Simulate every host by a process of this machine (``ProcessJob``), to try out many hosts; CPU only."""
+    """Simulate each host by a process on this machine (``ProcessJob``), to test with many hosts; CPU only."""
 
     kind: Literal["process"]
     hosts: HostCounts = HostCounts()
@@ -51,16 +51,16 @@ class SshLauncher(Section):
     kind: Literal["ssh"]
     hosts: HostNames
     gpus_per_host: int = Field(ge=0, le=1024)
-    """0: the roles run on CPUs."""
+    """GPUs of each host; 0: the roles run on CPUs."""
     python: str = "python"
-    """Python on the hosts, in which this package is installed."""
+    """Command of the Python on the hosts in which this package is installed."""
     ssh_args: tuple[str, ...] = ()
-    """Further arguments of ssh."""
+    """Additional arguments of ssh."""
     port: int = Field(default=22222, gt=0, le=65535)
     """Port that the hosts' workers listen on."""
 
     def find_problems(self) -> Iterator[Refusal]:
-        """Find names that ssh would misread, and hosts that are named twice."""
+        """Yield names that ssh would misread, and hosts that are named twice."""
         for name, count in Counter([*self.hosts.trainer, *self.hosts.generators]).items():
             if count > 1:
                 remedy = f"is named {count} times; a host has one role, and its worker one port"
@@ -76,26 +76,27 @@ class SlurmLauncher(Section):
     kind: Literal["slurm"]
     hosts: HostCounts = HostCounts()
     gpus_per_host: int = Field(ge=0, le=1024)
-    """0: the roles run on CPUs."""
+    """GPUs of each host; 0: the roles run on CPUs."""
     partition: str = Field(min_length=1)
     time_limit: str | None = Field(default=None, pattern=r"^(\d+-)?\d+(:\d+){0,2}$")
-    """Time limit in sbatch's notation, such as 04:00:00; null: the partition's."""
+    """Time limit in sbatch's notation, such as 04:00:00; null: the partition's default."""
     account: str | None = None
     qos: str | None = None
     cpus_per_task: Count | None = None
-    """CPUs of each host; null: what the plan says (``forgeasync.planning.host_requests``)."""
+    """CPUs of each host; null: the plan's number (``forgeasync.planning.host_requests``)."""
     mem: str | None = None
-    """Memory per host in sbatch's notation, such as 512G; null: what the plan says."""
+    """Memory per host in sbatch's notation, such as 512G; null: the plan's amount."""
     slurm_args: tuple[str, ...] = ()
-    """Further #SBATCH lines, such as --constraint=h100."""
+    """Additional #SBATCH options, such as --constraint=h100."""
     python: str = "python"
-    """Python on the hosts, in which this package is installed."""
+    """Command of the Python on the hosts in which this package is installed."""
     port: int = Field(default=22222, gt=0, le=65535)
     start_timeout_s: int | None = Field(default=None, gt=0, le=int(MAX_SECONDS))
-    """How long the job may wait in the queue; if it has not started then, the run ends. null: no limit."""
+    """Time limit for the job to start, in seconds; if it is still in the queue then, the run ends. null: no
+    limit."""
 
     def find_problems(self) -> Iterator[Refusal]:
-        """Find arguments that are no single option."""
+        """Yield arguments that are not a single option."""
         for argument in self.slurm_args:
             if not argument.startswith("-") or "\n" in argument:
                 remedy = "must be one option of sbatch that starts with -, such as --constraint=h100"
@@ -103,30 +104,30 @@ class SlurmLauncher(Section):
 
 
 class KubernetesLauncher(Section):
-    """Have the MonarchMesh operator start one pod for each host (``KubernetesJob``)."""
+    """Start one pod per host through the MonarchMesh operator (``KubernetesJob``)."""
 
     kind: Literal["kubernetes"]
     hosts: HostCounts = HostCounts()
     gpus_per_host: int = Field(ge=0, le=1024)
-    """0: the roles run on CPUs."""
+    """GPUs of each host; 0: the roles run on CPUs."""
     namespace: str = Field(min_length=1)
     image: str = Field(min_length=1)
-    """Container image in which this package is installed for ``python``."""
+    """Container image whose ``python`` has this package installed."""
     labels: dict[str, str] = Field(default_factory=dict)
     """Labels of the MonarchMesh objects."""
     resources: dict[str, int | str] = Field(default_factory=dict)
-    """Requests and limits of a pod besides its GPUs, such as {cpu: 32, memory: 512Gi}. The plan gives either
-    of these two if it is missing (``forgeasync.planning.host_requests``)."""
+    """Requests and limits of a pod besides its GPUs, such as {cpu: 32, memory: 512Gi}. The plan sets cpu and
+    memory if they are missing (``forgeasync.planning.host_requests``)."""
     shared_memory_size: str | None = None
-    """Size of each pod's /dev/shm, which holds payloads and weights, such as 64Gi; null: as planned."""
+    """Size of each pod's /dev/shm, which holds payloads and weights, such as 64Gi; null: the plan's size."""
     port: int = Field(default=26600, gt=0, le=65535)
     kubeconfig: str | None = None
     """Path of a kubeconfig file, for a controller outside the cluster; null: the controller runs in a pod."""
     start_timeout_s: int | None = Field(default=None, gt=0, le=int(MAX_SECONDS))
-    """How long pods may take to become ready; if any is not ready by then, the run ends. null: no limit."""
+    """Time limit for all pods to become ready, in seconds; after it the run ends. null: no limit."""
 
     def find_problems(self) -> Iterator[Refusal]:
-        """Find resources that the run sets itself, and what is not installed here."""
+        """Yield resources that the run sets itself, a missing kubeconfig and a missing package."""
         if RESERVED_GPU_RESOURCE in self.resources:
             yield (
                 f"resources.{RESERVED_GPU_RESOURCE}",
@@ -156,5 +157,5 @@ def num_hosts(launcher: RemoteLauncher) -> HostCounts:
 
 
 def gpus_per_host(launcher: RemoteLauncher) -> int:
-    """Return the GPUs of each host; 0: its procs run on CPUs."""
+    """Return the number of GPUs of each host; 0: its processes run on CPUs."""
     return 0 if isinstance(launcher, ProcessLauncher) else launcher.gpus_per_host

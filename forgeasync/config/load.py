@@ -1,10 +1,10 @@
 """Reads YAML files and ``key.path=value`` overrides into a validated ``RunConfig``, and writes it back.
 
 Each file is merged over the earlier ones, and overrides are merged over all files. A section of another
-``kind`` replaces the earlier section whole: keys of one kind mean nothing to another.
+``kind`` replaces the earlier section entirely, because different kinds have different keys.
 
-Reading is omegaconf's: numbers such as 1e-4 are numbers, ``${other.key}`` refers to another key and ``\\${``
-is a literal. Validation is pydantic's, in its strict JSON mode: "3" is text, never the number 3.
+omegaconf reads the files: 1e-4 is a number, ``${other.key}`` refers to another key and ``\\${`` is a literal.
+pydantic validates the values in its strict JSON mode: "3" is a string, never the number 3.
 """
 
 import functools
@@ -26,27 +26,27 @@ from forgeasync.config.weights import Interruption
 from forgeasync.schema import ConfigError, Problem, raise_if_any
 
 _MISSING = "???"
-"""omegaconf's mark for a value that is still to be given."""
+"""omegaconf's marker for a required value that is not set."""
 
 _KEY_PATH = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
 
 
 def load_config(paths: str | Path | Sequence[str | Path], overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a run's YAML file, or several in order, apply overrides in order and validate the result.
+    """Return the validated config of YAML files and overrides, both applied in order.
 
     Raises:
-        ConfigError: lists every problem found. Rules across sections are checked later, by
-            ``forgeasync.models.rules.check_config``.
+        ConfigError: the config is invalid; lists all problems found. Rules across sections are checked later,
+            by ``forgeasync.models.rules.check_config``.
     """
     problems: list[Problem] = []
     config = _read_files([paths] if isinstance(paths, str | Path) else paths, problems)
-    # Kinds first: a section's kind decides which other keys it has.
+    # Kinds come first, because a section's kind determines its other keys.
     for override in sorted(overrides, key=lambda text: not text.partition("=")[0].endswith(".kind")):
         config = _apply_override(config, override, problems)
     if config is None:
         raise ConfigError(problems)
     values = _with_age_of_tokens(with_installed_kinds(_resolve(config, problems)))
-    # Validated as JSON: from JSON, pydantic's strict mode accepts enums, tuples and whole numbers for floats.
+    # From JSON, pydantic's strict mode accepts enums, tuples, and integers for floats.
     text = json.dumps(values, default=str)
     try:
         validated = RunConfig.model_validate_json(text, strict=True)
@@ -58,13 +58,13 @@ def load_config(paths: str | Path | Sequence[str | Path], overrides: Sequence[st
 
 
 def dump_config(config: RunConfig) -> str:
-    """Write the resolved config as YAML text; ``load_config`` reads it back to an equal object."""
+    """Return the resolved config as YAML text, which ``load_config`` reads back to an equal object."""
     values = {key: _escape(value) for key, value in config.model_dump(mode="json").items()}
     return OmegaConf.to_yaml(OmegaConf.create(values))
 
 
 def _read_files(paths: Sequence[str | Path], problems: list[Problem]) -> DictConfig | None:
-    """Merge all files; return None, with problems added, if one of them cannot be read."""
+    """Read and merge all files; if one cannot be read, add problems and return None."""
     files = [_read_file(Path(path), problems) for path in paths]
     readable = [file for file in files if file is not None]
     if len(readable) < len(files):
@@ -77,7 +77,7 @@ def _read_files(paths: Sequence[str | Path], problems: list[Problem]) -> DictCon
 
 
 def _merge(earlier: DictConfig, later: DictConfig) -> DictConfig:
-    """Merge ``later`` over ``earlier``; sections of another kind are replaced."""
+    """Merge ``later`` over ``earlier``; a section of another kind is replaced entirely."""
     kept = OmegaConf.to_container(earlier, resolve=False)
     _drop_other_kinds(kept, OmegaConf.to_container(later, resolve=False))
     merged = OmegaConf.merge(OmegaConf.create(kept), later)
@@ -86,7 +86,7 @@ def _merge(earlier: DictConfig, later: DictConfig) -> DictConfig:
 
 
 def _drop_other_kinds(earlier: object, later: object) -> None:
-    """Empty the sections of ``earlier`` that are of another kind in ``later``."""
+    """Empty, in place, the sections of ``earlier`` that have another kind in ``later``."""
     if not (isinstance(earlier, dict) and isinstance(later, dict)):
         return
     if "kind" in earlier and "kind" in later and earlier["kind"] != later["kind"]:
@@ -96,7 +96,7 @@ def _drop_other_kinds(earlier: object, later: object) -> None:
 
 
 def _read_file(path: Path, problems: list[Problem]) -> DictConfig | None:
-    """Parse a file; return None, with a problem added, if it cannot be read."""
+    """Parse a file; if it cannot be read, add a problem and return None."""
     remedy = "must be a readable YAML file"
     try:
         loaded = OmegaConf.create(path.read_text(encoding="utf-8"))
@@ -110,7 +110,8 @@ def _read_file(path: Path, problems: list[Problem]) -> DictConfig | None:
         problems.append(_interpolation_problem(error))
         return None
     else:
-        # omegaconf parses a text that is no mapping, such as "hello", to {"hello": None}.
+        # A DictConfig is not always a mapping in the file: omegaconf parses the text "hello" to {"hello":
+        # None}.
         if isinstance(loaded, DictConfig):
             return loaded
         remedy = "must hold a mapping of keys such as 'name: my_run'"
@@ -119,7 +120,7 @@ def _read_file(path: Path, problems: list[Problem]) -> DictConfig | None:
 
 
 def _apply_override(config: DictConfig | None, override: str, problems: list[Problem]) -> DictConfig | None:
-    """Merge one override; return ``config`` unchanged, with a problem added, if that fails."""
+    """Merge one override; if that fails, add a problem and return ``config`` unchanged."""
     key, equals, text = override.partition("=")
     if not equals or not _KEY_PATH.fullmatch(key):
         remedy = "must read key.path=value, such as algorithm.group_size=8"
@@ -144,9 +145,9 @@ def _apply_override(config: DictConfig | None, override: str, problems: list[Pro
 
 
 def _with_age_of_tokens(values: object) -> object:
-    """Bound the age of tokens where episodes can be long, so that one loses only its oldest turns.
+    """Set ``buffer.age_of: token`` if the config has an environment and does not set the key.
 
-    Whatever the config says of it stays.
+    Episodes can be long; with the age of each token, a long one loses only its oldest turns.
     """
     if not isinstance(values, dict) or values.get("environment") is None:
         return values
@@ -154,18 +155,18 @@ def _with_age_of_tokens(values: object) -> object:
     if not isinstance(buffer, dict) or not isinstance(weights, dict) or "age_of" in buffer:
         return values
     if weights.get("interruption") == Interruption.CANCEL_STALE:
-        # It can tell only of whole groups whether they are too old.
+        # cancel_stale determines the age of whole groups only.
         return values
     return values | {"buffer": buffer | {"age_of": AgeOf.TOKEN.value}}
 
 
 def _resolve(config: DictConfig, problems: list[Problem]) -> object:
-    """The config as plain values; with its texts as they stand where a reference cannot be resolved."""
+    """Return the config as plain values; if a reference cannot be resolved, all references stay as text."""
     try:
         values = OmegaConf.to_container(config, resolve=True)
         missing = sorted(OmegaConf.missing_keys(config))
     except OmegaConfBaseException as error:
-        # Going on finds the other problems too.
+        # Continue, in order to find the other problems too.
         problems.append(_interpolation_problem(error))
         return OmegaConf.to_container(config, resolve=False)
     problems.extend(Problem(field=key, value=_MISSING, remedy="give it a value") for key in missing)
@@ -173,7 +174,7 @@ def _resolve(config: DictConfig, problems: list[Problem]) -> object:
 
 
 def _yaml_error(error: yaml.YAMLError) -> str:
-    """Return a YAML error, which has several lines, as one line."""
+    """Return the message of a YAML error, which has several lines, as one line."""
     if not isinstance(error, yaml.MarkedYAMLError):
         return " ".join(str(error).split())
     what = " ".join(part for part in (error.context, error.problem) if part)
@@ -188,7 +189,7 @@ def _interpolation_problem(error: OmegaConfBaseException) -> Problem:
 
 
 def _escape(value: object) -> object:
-    r"""Return values with every ``${`` in their texts escaped as omegaconf's literal ``\${``."""
+    r"""Return values with every ``${`` in their strings escaped as omegaconf's literal ``\${``."""
     if isinstance(value, dict):
         return {key: _escape(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Which model is trained and sampled from, its adapters, and the shape that its config.json describes."""
+"""Sections for the model and its adapters, and the model's shape as described by its config.json."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,17 +15,17 @@ class Dtype(StrEnum):
 
 
 MAX_ROW_TOKENS = 2**22
-"""Most tokens in a row: rotary tables for every position are built with the model, 2 GiB at this length."""
+"""Maximum number of tokens in a row: the model has rotary tables for all positions, 2 GiB at this length."""
 
 
 class ModelSection(Section):
-    """Which model is trained and sampled from."""
+    """Model that is trained and sampled from."""
 
     path: str
-    """Hugging Face folder (config.json, safetensors, tokenizer.json) or hub id; the trainer, the
-    generators and the tokenizer all read this one place."""
+    """Hugging Face folder (config.json, safetensors, tokenizer.json) or hub id; the trainer, the generators
+    and the tokenizer all read from it."""
     max_context_length: int = Field(gt=0, le=MAX_ROW_TOKENS)
-    """Most tokens of prompt and response together."""
+    """Maximum number of tokens of prompt and response together."""
 
 
 EXPERT_TARGETS = ("gate_proj", "up_proj", "down_proj")
@@ -42,13 +42,13 @@ class LoraSection(Section):
     rank: int = Field(gt=0, le=MAX_LORA_RANK)
     """Rank of the adapters; vLLM serves adapters up to 512."""
     alpha: float = Field(ge=1e-6, le=1e6)
-    """Scale: the product of an adapter's two matrices is multiplied by alpha / rank."""
+    """Scale of the adapters: the product of an adapter's two matrices is multiplied by alpha / rank."""
     targets: tuple[str, ...] = Field(min_length=1)
     """Linear layers to adapt, by the last part of their names, such as ``q_proj`` or ``down_proj``. In an MoE
     layer every expert gets its own adapter."""
 
     def find_problems(self) -> Iterator[Refusal]:
-        """Find targets that cannot have adapters, or are listed twice."""
+        """Yield targets that cannot have adapters or are listed twice."""
         for target in [one for one in self.targets if one not in ADAPTABLE][:1]:
             remedy = f"is no layer that can have an adapter; must be among {', '.join(ADAPTABLE)}"
             yield "targets", remedy, target
@@ -58,7 +58,7 @@ class LoraSection(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Llama3Rope:
-    """Rotary frequencies of Llama 3.1: long wavelengths are stretched by ``factor``."""
+    """Scaling of rotary frequencies in Llama 3.1: long wavelengths are stretched by ``factor``."""
 
     factor: float
     low_freq_factor: float
@@ -68,9 +68,9 @@ class Llama3Rope:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class YarnRope:
-    """Rotary frequencies by YaRN (Peng et al., 2023), as DeepSeek-V3 has them.
+    """Scaling of rotary frequencies by YaRN (Peng et al., 2023), as in DeepSeek-V3.
 
-    ``mscale`` enlarges the softmax scale; cosines and sines stay as they are.
+    ``mscale`` increases the softmax scale; cosines and sines are not scaled.
     """
 
     factor: float
@@ -85,7 +85,7 @@ class LatentAttention:
     """Sizes of multi-head latent attention (DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1)."""
 
     query_rank: int
-    """0: queries are projected directly."""
+    """Rank of the compressed queries; 0: queries are projected directly."""
     kv_rank: int
     nope_head_dim: int
     rope_head_dim: int
@@ -94,10 +94,10 @@ class LatentAttention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BiasedRouting:
-    """How a DeepSeek-V3 router chooses experts (DeepSeek-AI, "DeepSeek-V3", 2024, section 2.1.2).
+    """Expert routing of DeepSeek-V3 (DeepSeek-AI, "DeepSeek-V3", 2024, section 2.1.2).
 
-    Scores are sigmoids; a bias per expert is added to them only to choose. Experts are chosen from the best
-    ``num_limited_groups`` of ``num_groups`` groups.
+    Scores are sigmoids; a bias per expert is added to them for the choice of experts only. Experts are chosen
+    from the best ``num_limited_groups`` of ``num_groups`` groups.
     """
 
     num_groups: int
@@ -109,7 +109,7 @@ class BiasedRouting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """The shape of a model. Without experts ``num_experts``, ``top_k`` and ``expert_hidden_size`` are 0."""
+    """Shape of a model; without experts, ``num_experts``, ``top_k`` and ``expert_hidden_size`` are 0."""
 
     model_type: str
     num_layers: int
@@ -127,22 +127,22 @@ class ModelFacts:
     rope_theta: float
     rms_norm_eps: float
     num_dense_layers: int = 0
-    """Number of layers at the start that have one feed-forward network instead of experts."""
+    """Number of leading layers that have one feed-forward network instead of experts."""
     dense_hidden_size: int = 0
-    """Hidden size of those feed-forward networks."""
+    """Hidden size of the feed-forward networks of dense layers."""
     rope_scaling: Llama3Rope | YarnRope | None = None
     latent: LatentAttention | None = None
     routing: BiasedRouting | None = None
-    """None: softmax scores, normalized over the chosen experts."""
+    """Routing of DeepSeek-V3; None: softmax scores, normalized over the chosen experts."""
 
     @property
     def num_moe_layers(self) -> int:
-        """Number of layers with experts; they follow the dense ones."""
+        """Number of layers with experts, which follow the dense layers."""
         return self.num_layers - self.num_dense_layers
 
     @property
     def shared_hidden_size(self) -> int:
-        """Hidden size of all shared experts together, which form one network; 0 without any."""
+        """Hidden size of the network that all shared experts form together; 0 without shared experts."""
         return 0 if self.routing is None else self.routing.num_shared_experts * self.expert_hidden_size
 
     @property

@@ -1,7 +1,7 @@
-"""Base classes of the sections that plug-ins add: a section is what it configures.
+"""Base classes of the config sections that plug-ins add (docs/plugins.md).
 
-The core reads such a section by its ``kind``, and calls its methods where it would otherwise have to know the
-plug-in (docs/plugins.md).
+The core loads such a section by its ``kind`` and calls its methods, so that it does not depend on the
+plug-in.
 """
 
 from abc import abstractmethod
@@ -17,46 +17,46 @@ if TYPE_CHECKING:
 
 
 class InstalledEnvironment(PluginSection):
-    """A section ``environment`` of a kind that a package adds."""
+    """Base class of ``environment`` sections of an installed kind."""
 
     runs_code: ClassVar[bool] = False
-    """Whether each live episode has a box of ``sandbox``."""
+    """Whether each live episode uses a sandbox."""
 
     def check(self, config: "RunConfig") -> Iterator[Problem]:
         """Check the section against the rest of the config; does no I/O."""
         yield from ()
 
     def check_here(self, sandbox: "SandboxSection") -> Iterator[Problem]:
-        """Find what would end every episode on this machine before it begins."""
+        """Yield conditions of this machine with which every episode would fail at its start."""
         yield from ()
 
     @abstractmethod
     def build(self, sandbox: "SandboxSection") -> "Environment":
-        """Build the environment; ``sandbox`` is where it runs what the model wrote."""
+        """Build the environment; ``sandbox`` configures where it runs code of the model."""
 
 
 class InstalledSource(PluginSection):
-    """A source of problems of a kind that a package adds."""
+    """Base class of sources of problems of an installed kind."""
 
     serves_people: ClassVar[bool] = False
-    """Whether people bring the tasks, over HTTP, so that nothing is read or held out before they come."""
+    """Whether people submit the tasks over HTTP during the run, so that no problems are read or held out."""
 
     @property
     def name(self) -> str:
-        """Name of the source in metrics where the config gives none."""
+        """Default name of the source in metrics."""
         return self.kind
 
     def check(self, config: "RunConfig", field: str) -> Iterator[Problem]:
         """Check the section against the rest of the config; does no I/O.
 
-        ``field`` is its dotted path there, such as ``data.source``.
+        ``field`` is the dotted path of the section in the config, such as ``data.source``.
         """
         yield from ()
 
     @abstractmethod
     def problems(self, *, num_train: int, num_held_out: int, seed: int) -> "SourceProblems":
-        """Read the problems, and draw from them by ``seed``.
+        """Read the problems and sample from them with ``seed``.
 
         Raises:
-            ConfigError: they cannot be read; names ``data.source`` and one of its keys.
+            ConfigError: the problems cannot be read; the error names ``data.source`` and one of its keys.
         """

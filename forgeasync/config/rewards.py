@@ -1,4 +1,4 @@
-"""The sections on rewards: what scores a response, how often it is called, and what its score is called."""
+"""Sections for rewards: scorers of responses, their call limits, and the names of their scores."""
 
 import re
 from enum import StrEnum
@@ -17,8 +17,8 @@ RESERVED_PARTS = frozenset(
         *("num_queued", "num_in_flight", "num_early"),
     }
 )
-"""Names that no part of a score may have, because other metrics are called ``reward/<name>`` or
-``score/<name>`` already."""
+"""Names that a part of a score cannot have, because other metrics are named ``reward/<name>`` or
+``score/<name>``."""
 
 
 _PART_NAME = re.compile(r"[A-Za-z0-9][\w.\-/]{0,99}", re.ASCII)
@@ -31,42 +31,43 @@ PART_NAME_RULE = (
 
 
 def is_part_name(name: object) -> bool:
-    """Whether a part of a score can have this name."""
+    """Return whether a part of a score can have this name."""
     return isinstance(name, str) and name not in RESERVED_PARTS and _PART_NAME.fullmatch(name) is not None
 
 
 class LimitedReward(Section):
-    """Fields of every reward."""
+    """Base class of reward sections, with the fields of every reward."""
 
     weight: Annotated[float, Field(ge=-1e6, le=1e6)] = 1.0
-    """Factor for this score in the sum over a list of rewards."""
+    """Factor of this score in the sum over a list of rewards."""
     name: str | None = None
-    """The score's name in errors and, in a list, in the metric ``reward/<name>``; null: the kind, or the last
-    part of ``factory``."""
+    """Name of the score in errors and, in a list, in the metric ``reward/<name>``; null: the kind, or the
+    last part of ``factory``."""
     max_concurrent: int | None = Field(default=None, gt=0, le=65536)
-    """Most calls of this reward at once, over all scorers, which share it evenly; null: as many as there are
-    places for (requests of a judge: 64 a scorer)."""
+    """Maximum number of concurrent calls of this reward, over all scorers, which share it evenly; null:
+    limited only by the scorers' processes (requests of a judge: 64 per scorer)."""
     max_per_s: float | None = Field(default=None, ge=1e-3, le=1e6)
-    """Most calls of this reward that begin in a second, over all scorers, evenly spaced; null: no limit."""
+    """Maximum number of calls of this reward that start per second, over all scorers, evenly spaced; null: no
+    limit."""
     max_attempts: int = Field(default=1, gt=0, le=100)
-    """Calls of this reward for a response within one attempt of ``scorer.max_attempts``: the other rewards of
-    a list are not called again for it."""
+    """Maximum number of calls of this reward for a response within one attempt of ``scorer.max_attempts``;
+    the other rewards of a list are not called again."""
 
 
 class ReasoningGymReward(LimitedReward):
-    """The verifier of the reasoning-gym data set that the problem comes from."""
+    """Verifier of the reasoning-gym data set that contains the problem."""
 
     kind: Literal["reasoning_gym"] = "reasoning_gym"
 
 
 class MathReward(LimitedReward):
-    """math-verify: 1 where the last answer of the response equals the reference, else 0."""
+    """math-verify: 1 if the last answer of the response equals the reference, else 0."""
 
     kind: Literal["math"] = "math"
 
 
 class ScoredUnit(StrEnum):
-    """What one call of a reward scores."""
+    """Unit that one call of a reward scores."""
 
     RESPONSE = "response"
     GROUP = "group"
@@ -77,11 +78,11 @@ class PythonReward(LimitedReward, PythonCode):
     """Your own reward: ``(task, response) -> float | Score``, a function or a class, sync or async."""
 
     scores: ScoredUnit = ScoredUnit.RESPONSE
-    """What one call scores. With ``group`` it is called as ``(task, responses)`` and returns a list with one
-    float or Score for each response."""
+    """Unit that one call scores. With ``group``, the signature is ``(task, responses)``, and the reward
+    returns a list with one float or Score for each response."""
     limit_s: Seconds = 20.0
-    """Wall time for one call, in seconds. A call that takes longer fails, and a process that it blocks is
-    killed."""
+    """Wall time limit of one call, in seconds. A call that takes longer fails, and a process that it blocks
+    is killed."""
 
 
 DEFAULT_RUBRIC = (
@@ -91,50 +92,51 @@ DEFAULT_RUBRIC = (
 
 
 class Votes(StrEnum):
-    """How several votes become one score."""
+    """Aggregation of several votes to one score."""
 
     MEAN = "mean"
     MEDIAN = "median"
 
 
 class JudgeReward(LimitedReward):
-    """A model behind an OpenAI-compatible endpoint. Its points become a reward from 0 to 1."""
+    """Judge model behind an OpenAI-compatible endpoint, whose points become a reward from 0 to 1."""
 
     kind: Literal["judge"]
     base_url: str = Field(pattern=r"^https?://[^\s/]+")
     """URL up to ``/v1``, such as ``http://localhost:8000/v1``."""
     model: str = Field(min_length=1)
-    """The model's name there."""
+    """Name of the model at the endpoint."""
     api_key_env: str | None = None
-    """Name of the environment variable with the key, which is written nowhere; null: no key is sent."""
+    """Name of the environment variable with the API key, which is never written to a file; null: no key is
+    sent."""
     rubric: str | None = None
-    """What to grade by; null: a short general rubric, or ``rubric_file``."""
+    """Grading instructions; null: those of ``rubric_file``, or a short general rubric."""
     rubric_file: str | None = None
-    """A text file with the rubric, in place of ``rubric``; read when the run starts."""
+    """Text file with the rubric, in place of ``rubric``; read when the run starts."""
     lowest: float = Field(default=0.0, ge=-1e6, le=1e6)
-    """Points of the worst response. The reward is 0 there."""
+    """Points of the worst response, which give reward 0."""
     highest: float = Field(default=10.0, ge=-1e6, le=1e6)
-    """Points of the best response. The reward is 1 there."""
+    """Points of the best response, which give reward 1."""
     correct_from: float = Field(default=0.5, ge=0.0, le=1.0)
-    """A response with at least this reward counts as correct."""
+    """Minimum reward of a response that counts as correct."""
     num_votes: int = Field(default=1, gt=0, le=64)
-    """Verdicts that are asked for on each response."""
+    """Number of verdicts requested for each response."""
     votes: Votes = Votes.MEAN
-    """How the points of several verdicts become one reward."""
+    """Aggregation of the points of several verdicts to one reward."""
     temperature: float = Field(default=0.0, ge=0.0, le=2.0)
-    """Temperature of the judge; above 0 with several votes, which would all be the same otherwise."""
+    """Temperature of the judge; must be above 0 with several votes, which would otherwise all be the same."""
     max_reply_tokens: int = Field(default=1024, gt=0, le=1048576)
-    """Longest verdict, in tokens, reasons included."""
+    """Maximum number of tokens of a verdict, including its reasoning."""
     max_response_chars: int = Field(default=65536, gt=0, le=1048576)
-    """Longest response that is sent to the judge. A longer one scores 0 and is counted
+    """Maximum number of characters of a response. A longer one is not sent, scores 0 and is counted
     (``scoring/num_oversized``)."""
     limit_s: Seconds = 50.0
-    """Time for one request, in seconds."""
+    """Time limit of one request, in seconds."""
     max_attempts: int = Field(default=3, gt=0, le=100)
-    """Requests for one verdict before its response waits (the endpoint has failed) or its attempt has failed
-    (the verdicts were malformed)."""
+    """Maximum number of requests for one verdict; after that, the response waits if the endpoint failed, or
+    its attempt fails if the verdicts were malformed."""
     cache_size: int = Field(default=16384, ge=0, le=2**24)
-    """Responses whose verdicts each scorer remembers, by content; 0: none."""
+    """Number of responses whose verdicts each scorer caches, by content; 0: no cache."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -151,7 +153,7 @@ class JudgeReward(LimitedReward):
 
 
 class StepsValue(StrEnum):
-    """How the scores of a response's steps become its value."""
+    """Aggregation of the scores of a response's steps to one value."""
 
     LAST = "last"
     MINIMUM = "minimum"
@@ -160,42 +162,44 @@ class StepsValue(StrEnum):
 
 
 class ProcessRewardModel(LimitedReward):
-    """A model in a vLLM pooling engine that gives every step of a response a score from 0 to 1."""
+    """Process reward model in a vLLM pooling engine, which scores each step of a response from 0 to 1."""
 
     kind: Literal["process_reward_model"]
     model_path: str = Field(min_length=1)
     """Hugging Face folder of a ``Qwen2ForProcessRewardModel`` or ``Qwen2ForRewardModel``, with its
     tokenizer."""
     step_separator: str = Field(default="\n\n", min_length=1, max_length=100)
-    """Text between two steps of a response. The model does not see it."""
+    """Text between two steps of a response; it is removed from the model's input."""
     step_tag: str = Field(default="<extra_0>", min_length=1, max_length=100)
-    """Token of the model's tokenizer that is put behind every step; the score is read there."""
+    """Token of the model's tokenizer that is inserted after every step; the step's score is read at this
+    token."""
     chat_template: bool = False
-    """Render task and response by the chat template of the model's tokenizer; false: the response follows the
-    task's text at once."""
+    """Render task and response with the chat template of the model's tokenizer; false: the response directly
+    follows the task's text."""
     system_prompt: str | None = None
     """Text of a system message before the task; needs ``chat_template: true``."""
     max_context_length: int = Field(default=4096, gt=0, le=MAX_ROW_TOKENS)
-    """Most tokens of task and response together, in the model's own tokens. A longer one is not sent, not
-    cut; it scores 0 and is counted (``scoring/num_oversized``)."""
+    """Maximum number of tokens of task and response together, by the model's own tokenizer. A longer response
+    is neither sent nor cut; it scores 0 and is counted (``scoring/num_oversized``)."""
     dtype: Dtype = Dtype.FLOAT32
     max_num_seqs: int = Field(default=16, gt=0, le=1024)
-    """Most responses that one engine computes at once."""
+    """Maximum number of responses that one engine computes at once."""
     max_num_batched_tokens: int = Field(default=8192, gt=0, le=MAX_ROW_TOKENS)
-    """Most tokens in one forward pass; at least ``max_context_length``, since no response is divided."""
+    """Maximum number of tokens in one forward pass; at least ``max_context_length``, since responses are not
+    split."""
     kv_cache_gib: Gibibytes = 0.25
     """KV cache of one engine, in GiB."""
     gpu: int | None = Field(default=None, ge=0, le=1023)
-    """The machine's GPU that the engines use, by the machine's own number. No other role of the run gets it;
-    null: none, as on machines without."""
+    """GPU that the engines use, by the machine's own number. No other role of the run gets it; null: no
+    GPU."""
     value: StepsValue = StepsValue.MINIMUM
-    """How the scores of the steps become the response's reward."""
+    """Aggregation of the scores of the steps to the response's reward."""
     correct_from: float = Field(default=0.5, ge=0.0, le=1.0)
-    """A response that was not cut off counts as correct from this reward on."""
+    """Minimum reward of a response that counts as correct, if it was not cut off."""
     limit_s: Seconds = 50.0
-    """Time for one response, in seconds; the engine of one that takes longer is killed and replaced."""
+    """Time limit for one response, in seconds; an engine that takes longer is killed and replaced."""
     start_limit_s: Seconds = 600.0
-    """Time for loading the model, in seconds."""
+    """Time limit for loading the model, in seconds."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

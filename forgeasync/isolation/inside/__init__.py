@@ -1,6 +1,6 @@
-"""The program around a box's commands: a launcher, a supervisor for each box, a watcher for each call.
+"""Program that runs commands in boxes: one launcher, a supervisor per box, and a watcher per call.
 
-All of them are forks of one small Python (``supervisor.py``), which loads only light modules of the standard
-library: every box has in memory what it loads. The modules travel to it as compiled text, so they import one
-another relatively.
+All of these processes are forks of one small Python (``supervisor.py``). It loads only light modules of the
+standard library, because every box holds them in memory. The modules of this package are sent to it as
+compiled code, so they import one another relatively.
 """

@@ -1,14 +1,13 @@
-"""The process that watches over one call of a box.
+"""Watcher of one call of a box: starts the command, sends its output to the host and enforces its deadline.
 
-It starts the command, sends its output to the host and ends it in time. The process is a subreaper, so
-everything that the command starts, however detached, stays below it and can be killed. It exits with 0 if
-nothing is left. After any other exit code, or if code in the box kills it, the supervisor kills all processes
-of the box.
+The watcher is a subreaper, so all processes that the command starts, however detached, stay its descendants
+and can be killed. It exits with 0 if no process is left. After any other exit code, or if code in the box
+kills the watcher, the supervisor kills all processes of the box.
 
-A call runs one command, or is a session: many runs, one after the other, by one process (a shell or a Python
-interpreter). Each run of a session ends where both output streams show a mark that was made up for that run:
-a random text, and on standard output the length of a report and the report itself (the exit code of a shell,
-the value of Python).
+A call runs either one command or a session. A session is a sequence of runs by one process (a shell or a
+Python interpreter). A run ends when both output streams contain the mark of that run, a random nonce. On
+standard output the nonce is followed by the length of a report and the report itself (the exit code of a
+shell command, or the value of Python code).
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ _MOST_READS_OF_A_PIPE = 32
 """The kernel lets ordinary users make a pipe of up to 1 MiB."""
 
 _MARKED, _TIMED_OUT, _PROCESS_ENDED, _BROKEN = 1, 2, 3, 4
-"""How a run ends; broken: the host has closed the call, or a mark is followed by no valid report."""
+"""Endings of a run. Broken: the host has closed the call, or a mark is not followed by a valid report."""
 
 
 def serve(sock: Any, settings: dict[str, Any]) -> None:
-    """Serve the call at the other end of a socket; after an exception processes of it may still run."""
+    """Serve the call at the other end of a socket. After an exception, processes of it may still run."""
     setup.become_watcher()
     reader = Reader(sock)
     frames = reader.wait()
@@ -62,7 +61,7 @@ def serve(sock: Any, settings: dict[str, Any]) -> None:
 
 
 class Command:
-    """A command that has been started, and what it has started."""
+    """A running command, with the processes that it has started."""
 
     def __init__(self, request: dict[str, Any], settings: dict[str, Any], outbox: Outbox) -> None:
         self.started = time.monotonic()
@@ -79,21 +78,22 @@ class Command:
         self.ended_fd = os.pidfd_open(self.pid)
 
     def exit_code(self) -> int:
-        """Wait for the end of the command itself."""
+        """Wait for the command itself to exit and return its exit code."""
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
     def end(self) -> None:
-        """Kill the command and all that it has started; raises StillRunning if that takes too long."""
+        """Kill the command and all processes that it has started; raises StillRunning after a time limit."""
         tree.end_descendants(_END_LIMIT_S)
 
 
 def _become(request: dict[str, Any], settings: dict[str, Any], fds: tuple[int, int, int]) -> None:
-    """In the new process: become the command. Does not return."""
+    """Turn the forked process into the command. Does not return."""
     try:
         os.setsid()
         for target, fd in enumerate(fds):
             os.dup2(fd, target)
-        # Also what nobody thought of: a socket of ours in a command would be a way to the host.
+        # Close all other descriptors, known or not: an inherited socket would give the command a way to the
+        # host.
         os.closerange(len(fds), _MOST_DESCRIPTORS)
         for number in _SIGNALS_THAT_PYTHON_IGNORES:
             _signal.signal(number, _signal.SIG_DFL)
@@ -107,7 +107,7 @@ def _become(request: dict[str, Any], settings: dict[str, Any], fds: tuple[int, i
 
 
 def _execute(argv: list[str], env: dict[str, str]) -> None:
-    """As os.execvpe, which imports for 2 ms first."""
+    """Execute a program found in PATH, like os.execvpe, whose imports take 2 ms."""
     name = argv[0]
     found = OSError(_ENOENT, os.strerror(_ENOENT))
     for folder in [""] if "/" in name else env.get("PATH", os.defpath).split(os.pathsep):
@@ -121,7 +121,7 @@ def _execute(argv: list[str], env: dict[str, str]) -> None:
 
 
 class Call:
-    """The runs of one process: one to its own end, or one after the other in a session."""
+    """Runs of one process: a single one until the process exits, or several in sequence in a session."""
 
     def __init__(self, command: Command, reader: Reader, outbox: Outbox) -> None:
         self._command = command
@@ -130,12 +130,12 @@ class Call:
         self._streams = tuple(_MarkedStream(output) for output in command.outputs)
 
     def run_command(self, request: dict[str, Any], frames: list[tuple[int, bytes]]) -> None:
-        """Run the process to its end or its deadline. Frames are its standard input."""
+        """Run the process until it exits or its deadline passes. ``frames`` are its standard input."""
         self._run(request, [payload for _, payload in frames], self._command.started)
         self._reader.discard()
 
     def run_session(self, frames: list[tuple[int, bytes]]) -> None:
-        """Serve runs until the process ends, a deadline passes or the host closes the call."""
+        """Serve runs until the process exits, a deadline passes or the host closes the call."""
         while True:
             for _, payload in frames:
                 request = marshal.loads(payload)
@@ -148,7 +148,7 @@ class Call:
                 return
 
     def _run(self, request: dict[str, Any], stdin: list[bytes], started: float) -> bool:
-        """Serve one run; whether the session goes on."""
+        """Serve one run and send its result; returns whether the session continues."""
         nonce = request.get("nonce", b"")
         for stream, has_report in zip(self._streams, (True, False), strict=True):
             stream.start(nonce, request["output_bytes"], has_report=has_report)
@@ -158,7 +158,7 @@ class Call:
             report = self._streams[0].report
         else:
             exit_code = self._command.exit_code() if ending == _PROCESS_ENDED else -tree.KILL
-            # Before the host hears of the end, all that the process has started is gone.
+            # All processes that the command started must be gone before the host learns of the end.
             self._command.end()
             for stream in self._streams:
                 stream.drain()
@@ -170,7 +170,7 @@ class Call:
         return goes_on
 
     def _pump(self, stdin: list[bytes], deadline: float, *, is_session: bool) -> int:
-        """Pass input and output on until the run ends; how it has ended."""
+        """Forward input and output until the run ends; returns how it ended."""
         while not all(stream.is_marked for stream in self._streams):
             if (left_s := deadline - time.monotonic()) <= 0:
                 return _TIMED_OUT
@@ -186,7 +186,8 @@ class Call:
                     stdin += [payload for _, payload in self._reader.receive()]
                     if self._reader.ended:
                         return _BROKEN
-            # In a session output comes first: a run may have marked its end before the process has ended.
+            # In a session, read the output first: it may contain the mark of a run that ended before the
+            # process exited.
             if self._command.ended_fd in ready and not (is_session and has_output):
                 return _PROCESS_ENDED
         return _MARKED
@@ -194,7 +195,7 @@ class Call:
     def _poll(self, left_s: float, *, wants_input: bool) -> dict[int, int]:
         poll = select.poll()
         poll.register(self._command.ended_fd, select.POLLIN)
-        # A host that has gone is seen even while it is not read from.
+        # poll reports a hang-up of the host even when POLLIN is not requested.
         events = (0 if wants_input else select.POLLIN) | (0 if self._outbox.is_empty else select.POLLOUT)
         poll.register(self._reader.fileno(), events)
         if wants_input:
@@ -207,7 +208,7 @@ class Call:
 
 
 def _feed(command: Command, stdin: list[bytes]) -> None:
-    """Write to the command's standard input; an empty part closes it."""
+    """Write the first part of ``stdin`` to the command's standard input; an empty part closes it."""
     if not stdin[0]:
         stdin.clear()
         os.close(command.stdin)
@@ -217,14 +218,14 @@ def _feed(command: Command, stdin: list[bytes]) -> None:
     except BlockingIOError:
         return
     except BrokenPipeError:
-        # The command does not read: take what comes, as a pipe without a reader would.
+        # The command has closed its standard input: discard the data.
         stdin[0] = b""
     if not stdin[0]:
         del stdin[0]
 
 
 class _MarkedStream:
-    """An output stream in which the runs of a session are told apart by marks."""
+    """Output stream of a session, in which marks separate the runs."""
 
     def __init__(self, output: Output) -> None:
         self.output = output
@@ -233,7 +234,7 @@ class _MarkedStream:
         self._nonce = b""
         self._has_report = False
         self._data = bytearray()
-        """Read, and neither passed on nor part of a mark yet."""
+        """Bytes that were read, but not yet forwarded or recognized as a mark."""
         self._found = False
 
     def start(self, nonce: bytes, cap_bytes: int, *, has_report: bool) -> None:
@@ -242,7 +243,7 @@ class _MarkedStream:
         self.is_marked = self._found = False
 
     def feed(self) -> bool:
-        """Read once; False if a mark is followed by no valid report."""
+        """Read once and forward output; returns False if a mark is not followed by a valid report."""
         if not self._nonce:
             self.output.pass_on(self.output.pump())
             return True
@@ -250,7 +251,7 @@ class _MarkedStream:
         if not self._found:
             begin = self._data.find(self._nonce)
             self._found = begin >= 0
-            # A mark may have come in part.
+            # Keep the end, which may be the first part of a mark.
             end = begin if self._found else max(0, len(self._data) - len(self._nonce) + 1)
             self.output.pass_on(bytes(self._data[:end]))
             del self._data[:end]
@@ -283,7 +284,7 @@ class _MarkedStream:
 
 
 class Outbox:
-    """Frames that wait for room in the socket."""
+    """Queue of frames to the host that do not fit into the socket's buffer yet."""
 
     def __init__(self, sock: Any) -> None:
         sock.setblocking(False)
@@ -292,7 +293,7 @@ class Outbox:
 
     @property
     def is_full(self) -> bool:
-        """Whether to stop reading output until the host has taken some."""
+        """True if no more output should be read until the host has received some."""
         return len(self._pending) > _MOST_PENDING_BYTES
 
     @property
@@ -304,18 +305,18 @@ class Outbox:
         self.send()
 
     def send(self) -> None:
-        """Send what fits now."""
+        """Send as much as fits without blocking."""
         try:
             while self._pending:
                 del self._pending[: self._sock.send(self._pending)]
         except BlockingIOError:
             return
         except ConnectionError:
-            # The host has closed the call; the reader sees it too, and the command is ended.
+            # The host has closed the call. The reader detects that too, and the command is killed.
             self._pending.clear()
 
     def send_all(self) -> None:
-        """Wait until all is sent, or the host has closed the call."""
+        """Block until everything is sent or the host has closed the call."""
         poll = select.poll()
         poll.register(self._sock.fileno(), select.POLLOUT)
         self.send()
@@ -337,12 +338,12 @@ class Output:
         self._room = 0
 
     def start(self, cap_bytes: int) -> None:
-        """Begin a run, of which at most so many bytes are passed on."""
+        """Start a run, of which at most ``cap_bytes`` bytes are forwarded."""
         self._room = cap_bytes
         self.num_cut = 0
 
     def pump(self) -> bytes:
-        """Read once and return what was read; empty if there is nothing now, or the stream has ended."""
+        """Read once and return the bytes; empty if none are available or the stream has ended."""
         try:
             data = os.read(self.fd, wire.CHUNK_BYTES)
         except BlockingIOError:
@@ -351,14 +352,14 @@ class Output:
         return data
 
     def pass_on(self, data: bytes) -> None:
-        """Send as much of ``data`` as there is room for, and count the rest."""
+        """Forward ``data`` up to the cap of the run, and count the rest as cut."""
         if kept := data[: self._room]:
             self._outbox.put(self._kind, kept)
         self._room -= len(kept)
         self.num_cut += len(data) - len(kept)
 
     def drain(self) -> None:
-        """Pass on what is in the pipe; a process that could not be ended may still fill it."""
+        """Forward the contents of the pipe; bounded, since a process that was not killed may still write."""
         for _ in range(_MOST_READS_OF_A_PIPE):
             if not (data := self.pump()):
                 return
@@ -366,7 +367,7 @@ class Output:
 
 
 class Reader:
-    """Frames that come from the host."""
+    """Reader of the frames that the host sends."""
 
     def __init__(self, sock: Any) -> None:
         self._sock = sock
@@ -377,7 +378,7 @@ class Reader:
         return self._sock.fileno()
 
     def receive(self) -> list[tuple[int, bytes]]:
-        """Take what has come; ``ended`` is set once the host has closed the socket."""
+        """Return the complete frames that have arrived; sets ``ended`` if the host has closed the socket."""
         try:
             part = self._sock.recv(wire.CHUNK_BYTES)
         except BlockingIOError:
@@ -397,7 +398,7 @@ class Reader:
         return frames
 
     def wait(self) -> list[tuple[int, bytes]]:
-        """Wait for the next frames; none once the host has closed the socket."""
+        """Block until the next frames arrive; returns no frames once the host has closed the socket."""
         while not self.ended:
             poll = select.poll()
             poll.register(self._sock.fileno(), select.POLLIN)
@@ -407,10 +408,10 @@ class Reader:
         return []
 
     def discard(self) -> None:
-        """Throw away what comes until the host closes the socket.
+        """Discard frames until the host closes the socket.
 
-        If this end closed first, with frames unread, the host would find its connection reset, and might lose
-        what it has not read yet.
+        If this end closed first while frames were unread, the host's connection would be reset, and the host
+        might lose data that it has not read yet.
         """
         while self.wait():
             self._data.clear()

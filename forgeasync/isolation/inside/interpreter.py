@@ -1,7 +1,8 @@
-"""The Python of a session: runs pieces of code in one namespace, and reports the last expression's value.
+"""Interpreter of a Python session: runs code in one namespace and reports the last expression's value.
 
-It is started as ``python -c`` with this text, so it stands alone. What runs here can change everything here,
-also what is reported: nothing outside believes more than that the session has said so.
+The source of this module runs as ``python -c``, so it imports only the standard library. The code of the
+session can change everything in this process, including the report, so the host treats the report as
+untrusted.
 """
 
 import ast
@@ -10,7 +11,7 @@ import struct
 import sys
 
 REPORT = struct.Struct("<BIIQ")
-"""As ``PYTHON_REPORT`` of wire.py."""
+"""Same layout as ``PYTHON_REPORT`` of wire.py."""
 
 
 def main() -> None:
@@ -28,13 +29,16 @@ def main() -> None:
             try:
                 stream.flush()
             except Exception:
-                continue  # The code has closed or replaced it.
+                continue  # The code has closed or replaced the stream.
         write(results[1], nonce)
         write(results[0], nonce + report(has_value, value, traceback_text, int(cap)))
 
 
 def run(code: str, names: dict[str, object]) -> tuple[bool, str, str]:
-    """Run code as an interactive interpreter does: has the last line a value, its text, what was raised."""
+    """Run code as an interactive interpreter does.
+
+    Returns whether the last line has a value, the value's ``repr``, and the traceback of an exception.
+    """
     try:
         tree = ast.parse(code, "<session>")
         last = None
@@ -59,7 +63,7 @@ def run(code: str, names: dict[str, object]) -> tuple[bool, str, str]:
 
 
 def remember(code: str) -> None:
-    """Let tracebacks show the lines of the code."""
+    """Store the lines of the code in linecache, so that tracebacks show them."""
     import linecache
 
     linecache.cache["<session>"] = (len(code), None, code.splitlines(keepends=True), "<session>")

@@ -1,9 +1,9 @@
-"""The system calls that a box may not make, as a program for the kernel's filter.
+"""System calls that a box may not make, and the seccomp filter program that denies them.
 
 The program is classic BPF over ``struct seccomp_data``
 (https://docs.kernel.org/userspace-api/seccomp_filter.html). Numbers are those of
 arch/x86/entry/syscalls/syscall_64.tbl and include/uapi/asm-generic/unistd.h of Linux 6.18. Calls that are
-newer than the list fail as if the kernel did not have them.
+newer than the list fail with ENOSYS, as if the kernel did not have them.
 """
 
 import struct
@@ -12,22 +12,23 @@ INSTRUCTION_BYTES = 8
 _INSTRUCTION = struct.Struct("=HBBI")
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _NUMBER, _ARCHITECTURE, _ARGUMENT_0, _ARGUMENT_1 = 0, 4, 16, 24
-"""Offsets in the data; arguments have 64 bits, of which the lower 32 come first."""
+"""Offsets in ``struct seccomp_data``. Arguments have 64 bits; the lower 32 come first."""
 _ALLOW, _ERROR = 0x7FFF0000, 0x00050000
 _EPERM, _ENOSYS, _EAFNOSUPPORT = 1, 38, 97
 
 _NEWEST_CALL = 466
-"""``removexattrat``; later calls are unknown to this list."""
+"""Number of ``removexattrat``, the newest call that this list covers."""
 
 _NAMESPACES = 0x7E020000
-"""CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET: flags of ``clone``."""
+"""Flags of ``clone`` that are denied: CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET."""
 _FAMILIES = (1, 2, 10)
-"""AF_UNIX, AF_INET and AF_INET6 live in the box's own network namespace. Others do not (AF_VSOCK reaches the
-hypervisor) or are ways into the kernel (AF_ALG, AF_NETLINK, AF_PACKET)."""
+"""Address families that are allowed: AF_UNIX, AF_INET and AF_INET6, which the box's network namespace
+isolates. Others are not isolated (AF_VSOCK reaches the hypervisor) or expose much of the kernel (AF_ALG,
+AF_NETLINK, AF_PACKET)."""
 _TERMINAL_INPUT = (0x5412, 0x541C)
-"""TIOCSTI and TIOCLINUX type into a terminal."""
+"""Requests of ``ioctl`` that are denied: TIOCSTI and TIOCLINUX insert input into a terminal."""
 _PERSONALITIES = (0, 0xFFFFFFFF)
-"""Linux's own, and the question for the present one."""
+"""Arguments of ``personality`` that are allowed: PER_LINUX, and the query of the current value."""
 
 _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
@@ -44,14 +45,14 @@ DENIED: dict[str, tuple[int | None, int | None]] = {
     "add_key": (248, 217),
     "request_key": (249, 218),
     "keyctl": (250, 219),
-    # Parts of the kernel with a long record of faults.
+    # Parts of the kernel with a long record of vulnerabilities.
     "bpf": (321, 280),
     "userfaultfd": (323, 282),
     "io_uring_setup": (425, 425),
     "io_uring_enter": (426, 426),
     "io_uring_register": (427, 427),
     "modify_ldt": (154, None),
-    # Memory that no process need have mapped: the watch over memory would not see it.
+    # Memory that can exist without being mapped by a process, which the memory watch would not count.
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
     "shmget": (29, 194),
@@ -68,8 +69,8 @@ DENIED: dict[str, tuple[int | None, int | None]] = {
     "msgctl": (71, 187),
     "mq_open": (240, 180),
     "mq_unlink": (241, 181),
-    # File systems and namespaces. clone3 passes its flags in memory, which a filter cannot read; without it
-    # the C library takes clone.
+    # File systems and namespaces. clone3 passes its flags in memory, which a filter cannot read; the C
+    # library falls back to clone.
     "clone3": (435, 435),
     "unshare": (272, 97),
     "setns": (308, 268),
@@ -122,8 +123,8 @@ DENIED: dict[str, tuple[int | None, int | None]] = {
     "set_mempolicy": (238, 237),
     "set_mempolicy_home_node": (450, 450),
 }
-"""Numbers on x86_64 and on aarch64, None where there is no such call. They fail with EPERM, except those that
-programs try before another way, which fail with ENOSYS."""
+"""Denied calls with their numbers on x86_64 and aarch64; None where the call does not exist. They fail with
+EPERM, except those in ``_ABSENT``, for which programs have a fallback and which fail with ENOSYS."""
 
 _ABSENT = frozenset({"clone3", "memfd_create", "memfd_secret"})
 
@@ -132,10 +133,10 @@ _SOCKETS = ((41, 198), (53, 199))
 
 
 def program(machine: str) -> bytes:
-    """Return the filter's instructions for a machine as ``os.uname`` names it.
+    """Return the filter's instructions for an architecture, named as in ``os.uname().machine``.
 
     Raises:
-        OSError: there is no list of calls for this machine.
+        OSError: there is no list of calls for this architecture.
     """
     if machine not in _ARCHITECTURES:
         raise OSError(f"no list of system calls for machines of type {machine}")
@@ -145,7 +146,7 @@ def program(machine: str) -> bytes:
         (_EQUAL, 1, 0, _ARCHITECTURES[machine]),
         _fail(_ENOSYS),
         (_LOAD, 0, 0, _NUMBER),
-        # Also the calls of x32, whose numbers begin at 2**30.
+        # This also denies the calls of x32, whose numbers start at 2**30.
         (_AT_LEAST, 0, 1, _NEWEST_CALL + 1),
         _fail(_ENOSYS),
     ]
@@ -167,7 +168,7 @@ def _fail(number: int) -> tuple[int, int, int, int]:
 
 
 def _only(values: tuple[int, ...], error: int) -> list[tuple[int, int, int, int]]:
-    """Fail unless the loaded argument is one of ``values``."""
+    """Return instructions that fail unless the loaded argument is one of ``values``."""
     checks = [(_EQUAL, len(values) - index, 0, value) for index, value in enumerate(values)]
     return [*checks, _fail(error)]
 
@@ -175,6 +176,6 @@ def _only(values: tuple[int, ...], error: int) -> list[tuple[int, int, int, int]
 def _by_argument(
     number: int, offset: int, checks: list[tuple[int, int, int, int]]
 ) -> list[tuple[int, int, int, int]]:
-    """Judge one call by an argument; it is allowed if no check fails it."""
+    """Return instructions that run ``checks`` on one argument of a call and allow it if none fails."""
     body = [(_LOAD, 0, 0, offset), *checks, (_RETURN, 0, 0, _ALLOW)]
     return [(_EQUAL, 0, len(body), number), *body]

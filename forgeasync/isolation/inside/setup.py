@@ -1,6 +1,6 @@
-"""Makes a box of the namespaces that bubblewrap has made: file systems, user, privileges, system calls.
+"""Sets up a box inside bubblewrap's namespaces: file systems, user, privileges and system call filter.
 
-It runs once in the supervisor, before anything of the box's own runs. What is given up cannot be taken back.
+This runs once in the supervisor, before any code of the box. Dropped privileges cannot be regained.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 RESERVED_PROCESSES = 16
-"""Processes of our own that may exist beside the box's: the supervisor and one for each call."""
+"""Number of processes beyond ``max_processes`` that is reserved for the supervisor and the watchers."""
 
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_REMOUNT, _MS_BIND = 1, 2, 4, 32, 4096
 _MNT_DETACH = 2
@@ -31,9 +31,9 @@ _NUM_CAPABILITIES = 64
 _SIGKILL = 9
 _DISK = "/run/disk"
 _JOINED = ("cgroup", "ipc", "uts", "net", "pid", "mnt")
-"""The mounts come last: /proc is another one then."""
+"""Namespaces to join, in order. The mount namespace comes last, because it replaces /proc."""
 _NS_GET_USERNS = 0xB701
-"""linux/nsfs.h"""
+"""``ioctl`` request of linux/nsfs.h that returns the user namespace that owns a namespace."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -43,10 +43,10 @@ class _FilterProgram(ctypes.Structure):
 
 
 def join(holder: int) -> int | None:
-    """Join the namespaces of a process that bubblewrap has started.
+    """Join the namespaces of ``holder``, the process id of the first process that bubblewrap has started.
 
-    Returns the user namespace to enter in the end, if bubblewrap has made a second one: its file systems
-    belong to the first, which has the right to mount.
+    If bubblewrap has made a second user namespace, returns its descriptor, which is to be entered at the end.
+    The first user namespace owns the mount namespace and so has the right to mount.
     """
     opened = {name: os.open(f"/proc/{holder}/ns/{name}", os.O_RDONLY | os.O_CLOEXEC) for name in _JOINED}
     user = os.open(f"/proc/{holder}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
@@ -72,7 +72,7 @@ def _join(namespace: int, name: str) -> None:
 
 
 def enter(settings: dict[str, Any], final_user: int | None) -> None:
-    """Become the supervisor of a box as ``settings`` say; raises OSError where the kernel refuses."""
+    """Set up the box in this process, which becomes its supervisor; raises OSError if the kernel refuses."""
     become_subreaper()
     if settings["isolated"]:
         _mount_writable_folders(settings)
@@ -87,8 +87,8 @@ def enter(settings: dict[str, Any], final_user: int | None) -> None:
 
 
 def _mount_writable_folders(settings: dict[str, Any]) -> None:
-    """One file system in memory behind all folders that can be written to: one limit on bytes and files."""
-    # In a user namespace the box's user is this one, under another number.
+    """Mount all writable folders from one tmpfs, so that they share one limit on bytes and files."""
+    # In a user namespace, the box's user is the current user under another id.
     uid, gid = (settings["uid"], settings["gid"]) if settings["change_user"] else (os.getuid(), os.getgid())
     options = f"size={settings['disk_bytes']},nr_inodes={settings['max_files'] + 4},mode=0755"
     _mount("box", _DISK, "tmpfs", _MS_NOSUID | _MS_NODEV, options)
@@ -106,7 +106,7 @@ def _mount_writable_folders(settings: dict[str, Any]) -> None:
 
 
 def _write_system_files(settings: dict[str, Any]) -> None:
-    """Names for the users that programs ask for, and for the loopback address."""
+    """Write files in /etc that name the users of the box and the loopback address."""
     uid, gid = settings["uid"], settings["gid"]
     for name, text in (
         ("passwd", f"root:x:0:0::/:/bin/sh\nbox:x:{uid}:{gid}::/tmp:/bin/sh\n"),
@@ -122,7 +122,7 @@ def _write_system_files(settings: dict[str, Any]) -> None:
 def _give_up_privileges(settings: dict[str, Any]) -> None:
     for capability in range(_NUM_CAPABILITIES):
         if _libc.prctl(_PR_CAPBSET_READ, capability, 0, 0, 0) < 0:
-            break  # The kernel knows no more of them.
+            break  # The kernel has no capabilities beyond this one.
         _prctl(_PR_CAPBSET_DROP, capability)
     _prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL)
     if settings["change_user"]:
@@ -132,7 +132,7 @@ def _give_up_privileges(settings: dict[str, Any]) -> None:
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
     _checked(_libc.capset(header, (ctypes.c_uint32 * 6)()), "capset")
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
-    # Processes of the box have the same user: without this they could read and write this one's memory.
+    # Processes of the box have the same user and could otherwise read and write this process's memory.
     _prctl(_PR_SET_DUMPABLE, 0)
     instructions = seccomp.program(os.uname().machine)
     filtered = _FilterProgram(
@@ -142,11 +142,11 @@ def _give_up_privileges(settings: dict[str, Any]) -> None:
 
 
 def rename(name: str) -> None:
-    """Give this process and its forks another name and another command line."""
+    """Change the name and command line of this process and its forks."""
     text = ctypes.create_string_buffer(name.encode())
     _prctl(_PR_SET_NAME, ctypes.addressof(text))
     with open("/proc/self/stat", "rb") as file:
-        # Fields 48 and 49 of proc_pid_stat(5), counted from the third after the program's name.
+        # arg_start and arg_end: fields 48 and 49 of proc_pid_stat(5). The list starts with field 3.
         fields = file.read().rpartition(b")")[2].split()
     begin, end = int(fields[45]), int(fields[46])
     ctypes.memset(begin, 0, end - begin)
@@ -154,25 +154,26 @@ def rename(name: str) -> None:
 
 
 def become_subreaper() -> None:
-    """From here on orphans of what this process has started become its children."""
+    """Make this process a subreaper: orphaned descendants become its children."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def become_watcher() -> None:
-    """In the process of a call: it ends with the supervisor."""
+    """Make this process the watcher of a call: a subreaper that is killed when the supervisor exits."""
     become_subreaper()
     _prctl(_PR_SET_PDEATHSIG, _SIGKILL)
 
 
 def limit_resources(settings: dict[str, Any]) -> None:
-    """In a process that is about to become a command: the kernel's limits for each process."""
+    """Set the kernel's per-process limits on this process, which is about to execute a command."""
     memory, disk = settings["memory_bytes"], settings["disk_bytes"]
     for limit, value in (
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_CPU, settings["cpu_s"]),
-        # Private writable memory. RLIMIT_AS would stop programs that only reserve addresses.
+        # Limits private writable memory. RLIMIT_AS would stop programs that only reserve address space.
         (resource.RLIMIT_DATA, memory),
-        # A box has a file system of its own that is full in time, which programs survive; this they do not.
+        # An isolated box has a tmpfs of limited size: a full disk is an error that programs can handle,
+        # whereas exceeding RLIMIT_FSIZE kills them.
         (resource.RLIMIT_FSIZE, resource.RLIM_INFINITY if settings["isolated"] else disk),
         (resource.RLIMIT_MEMLOCK, 0),
         (resource.RLIMIT_MSGQUEUE, 0),

@@ -1,12 +1,12 @@
-"""The supervisor of a box, and the launcher that starts one for each box.
+"""Supervisor of a box, and the launcher that forks one supervisor per box.
 
-The launcher is one Python that has loaded everything; a supervisor is a fork of it. Starting Python in every
-box would take longer than all the rest. A fork joins the namespaces that bubblewrap has made, while nothing
-of the box's own runs in them yet, sets the box up from inside and stays there. It starts a process for every
-call, reaps, and watches memory and the number of processes.
+The launcher is one Python process that has loaded all modules, because starting Python in every box would
+take longer than the rest of the setup. A fork of it joins the namespaces that bubblewrap has made, before any
+code of the box runs, sets up the box from inside and becomes its supervisor. The supervisor forks a watcher
+for each call, reaps processes, and monitors memory and the number of processes.
 
-A supervisor reads nothing that code in the box has written. That code has the same user and may kill or stop
-it: then the host ends the box, whose first process is out of its reach.
+A supervisor reads no data written by code in the box. That code runs as the same user and can kill or stop
+the supervisor. The host then ends the box through its first process, which that code cannot reach.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ _MAX_SETTINGS_BYTES = 1 << 16
 
 
 def main() -> None:
-    """Serve the host until it closes the socket."""
+    """Run the launcher: fork a supervisor for each request until the host closes the socket."""
     host = _socket.socket(fileno=os.dup(1))
     null = os.open("/dev/null", os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(null, fd)
     os.close(null)
-    # Supervisors become its children when the process between exits; it takes their exit codes.
+    # A supervisor is a grandchild: when the process in between exits, the launcher adopts and later reaps it.
     setup.become_subreaper()
-    # Or "pkill python" in a box would kill its supervisor.
+    # Otherwise "pkill python" in a box would kill its supervisor.
     setup.rename("forgeasync-box")
     _signal.signal(_signal.SIGCHLD, lambda number, frame: tree.reap())
-    # Ctrl-C in a terminal is the host's to act on.
+    # The host handles Ctrl-C.
     _signal.signal(_signal.SIGINT, _signal.SIG_IGN)
     while True:
         data, ancillary, _, _ = host.recvmsg(
@@ -58,26 +58,26 @@ def main() -> None:
 
 
 def _launch(control_fd: int, settings: dict[str, Any]) -> None:
-    """In a fork: become the supervisor of a box. Does not return."""
+    """Turn the forked process into the supervisor of a box. Does not return."""
     try:
         _signal.signal(_signal.SIGCHLD, _signal.SIG_DFL)
         control = _socket.socket(fileno=control_fd)
         try:
-            # A process enters a namespace of processes with its next fork.
+            # Joining a pid namespace takes effect for the next fork only.
             final_user = setup.join(settings["holder"]) if settings["isolated"] else None
             if os.fork() != 0:
                 os._exit(0)
             os.setsid()
             setup.enter(settings, final_user)
         except Exception as error:
-            # Whatever the kernel refuses is told to the host, which raises it.
+            # The host raises the error.
             failure = wire.FAILED_SETUP + f"{type(error).__name__}: {error}".encode()
             control.sendall(failure)
             os._exit(1)
         control.sendall(wire.READY)
         Supervisor(control, settings).run()
     finally:
-        # Whatever was raised: this process must not go on as a second launcher.
+        # After any exception, this process must not continue as a second launcher.
         os._exit(0)
 
 
@@ -92,13 +92,13 @@ def _receive(sock: Any, size: int) -> bytes:
 
 
 class Supervisor:
-    """The loop of the supervisor."""
+    """Main loop of a supervisor: serves requests of the host, reaps processes and enforces limits."""
 
     def __init__(self, control: Any, settings: dict[str, Any]) -> None:
         self._control = control
         self._settings = settings
         self._calls: dict[int, int] = {}
-        """Number of the call by the id of its process."""
+        """Number of each call by the process id of its watcher."""
         self._next_watch = 0.0
         self._pid = os.getpid()
         self._wake_up, self._woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -158,7 +158,7 @@ class Supervisor:
             calls.serve(_socket.socket(fileno=call_fd), self._settings)
             code = 0
         finally:
-            # Whatever was raised: this process must not go on as a second supervisor.
+            # After any exception, this process must not continue as a second supervisor.
             os._exit(code)
 
     def _reap(self) -> None:
@@ -174,7 +174,8 @@ class Supervisor:
                 del self._calls[pid]
             tampered |= pid in self._calls
         if tampered:
-            # What that call has started has lost its watcher, and cannot be told from other calls' processes.
+            # The processes of that call have lost their watcher and cannot be told apart from those of other
+            # calls.
             self._end_all(wire.LOST_TAMPERED)
 
     def _watch(self) -> None:
@@ -200,7 +201,7 @@ class Supervisor:
             try:
                 tree.end_descendants(_END_LIMIT_S)
             except tree.StillRunning:
-                pass  # Nothing stronger is left without a namespace: docs/sandboxes.md says so.
+                pass  # Without a namespace there is no stronger way; see docs/sandboxes.md.
         lost, self._calls = self._calls, {}
         for number in lost.values():
             self._tell_lost(number, cause)
@@ -209,4 +210,4 @@ class Supervisor:
         try:
             self._control.sendall(wire.LOST.pack(number, cause))
         except OSError:
-            return  # The host is gone, and the loop ends with its next look at the socket.
+            return  # The host is gone; the loop ends when it next reads from the socket.

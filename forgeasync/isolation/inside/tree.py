@@ -1,4 +1,4 @@
-"""Processes of a box: who descends from whom, what they hold, and how all of them are ended."""
+"""Functions on the processes of a box: list descendants, measure memory, kill and reap."""
 
 import os
 import time
@@ -9,20 +9,20 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 def all_pids() -> list[int]:
-    """Process ids that /proc shows."""
+    """Return the process ids in /proc."""
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
 
 def descendants(root: int) -> list[int]:
-    """Children of ``root`` and theirs, zombies left out."""
+    """Return the process ids of all descendants of ``root``, without zombies."""
     children: dict[int, list[int]] = {}
     for pid in all_pids():
         try:
             with open(f"/proc/{pid}/stat", "rb") as file:
-                # The name of the program stands in parentheses and may hold any character.
+                # The program's name is in parentheses and may contain any character.
                 state, parent = file.read().rpartition(b")")[2].split()[:2]
         except OSError:
-            continue  # ended since
+            continue  # The process has ended.
         if state not in b"ZX":
             children.setdefault(int(parent), []).append(pid)
     found, front = [], [root]
@@ -33,7 +33,7 @@ def descendants(root: int) -> list[int]:
 
 
 def reap() -> bool:
-    """Take the exit codes of children that have ended; whether there are children left."""
+    """Reap children that have exited; returns whether children are left."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -43,14 +43,14 @@ def reap() -> bool:
 
 
 class StillRunning(Exception):
-    """Processes could not be ended in time."""
+    """Raised when processes could not be killed in time."""
 
 
 def end_descendants(limit_s: float) -> None:
-    """Kill everything that this process, a subreaper, has started.
+    """Kill all descendants of this process, which must be a subreaper; raises StillRunning after ``limit_s``.
 
-    Orphans become children of a subreaper, so having no child means that all are gone. Until then more may
-    have been forked, and the search begins again. Raises StillRunning after ``limit_s``.
+    A subreaper adopts orphaned descendants, so all are gone once it has no children. Until then, descendants
+    may have forked more processes, so the search repeats.
     """
     end = time.monotonic() + limit_s
     while reap():
@@ -58,16 +58,17 @@ def end_descendants(limit_s: float) -> None:
             try:
                 os.kill(pid, KILL)
             except OSError:
-                continue  # ended since
+                continue  # The process has ended.
         if time.monotonic() > end:
             raise StillRunning
         time.sleep(_PAUSE_S)
 
 
 def end_all_of_namespace() -> None:
-    """Kill everything in this namespace but its first process and this one: no fork escapes that."""
+    """Kill all processes of this pid namespace except the first one and this one; no fork escapes."""
     if os.getppid() != 0:
-        # The parent is in the same namespace, so this is the host's: all that the user runs would be killed.
+        # The parent is in the same namespace, so this is the host's namespace: the kill would hit all
+        # processes of the user.
         raise RuntimeError("this is not the supervisor of a box")
     try:
         os.kill(-1, KILL)
@@ -76,13 +77,16 @@ def end_all_of_namespace() -> None:
 
 
 def resident_bytes(pids: list[int], *, shared_once: bool) -> int:
-    """Memory of processes; with ``shared_once`` pages of several processes count once, which takes longer."""
+    """Return the resident memory of processes in bytes.
+
+    With ``shared_once``, a page that several processes share counts once, which takes longer to compute.
+    """
     total = 0
     for pid in pids:
         try:
             total += _proportional(pid) if shared_once else _resident(pid)
         except OSError:
-            continue  # ended since
+            continue  # The process has ended.
     return total
 
 
@@ -98,5 +102,5 @@ def _proportional(pid: int) -> int:
                 if line.startswith(b"Pss:"):
                     return int(line.split()[1]) * 1024
     except PermissionError:
-        pass  # It has made itself unreadable: all its pages count.
+        pass  # The process has made itself unreadable: count all its pages.
     return _resident(pid)

@@ -1,40 +1,41 @@
-"""Messages between the host and the program in a box.
+"""Format of the messages between the host and the supervisor and watchers of a box.
 
-Control socket: first a byte that says whether the box is ready, or why not. Then the host asks for a call
-(``ASK``, with the call's own socket attached) or for the end of all processes, and the box tells when a call
-has died (``LOST``). A call's socket carries frames: kind, length, payload.
+On the control socket, the supervisor first sends ``READY``, or ``FAILED_SETUP`` with the reason. Then the
+host sends ``ASK`` messages, which start a call (with the call's socket attached) or kill all processes. The
+supervisor sends ``LOST`` when a call has died. A call's socket carries frames: kind, length, payload.
 """
 
 import struct
 
 MAX_PAYLOAD_BYTES = 1 << 20
-"""Most bytes of one frame."""
+"""Maximum payload of one frame."""
 
 CHUNK_BYTES = 1 << 16
 
 READY, FAILED_SETUP = b"R", b"F"
 
 ASK = struct.Struct("<BI")
-"""What is asked for, and the number of the call."""
+"""Kind of request (``ASK_CALL`` or ``ASK_END_ALL``), and number of the call."""
 ASK_CALL, ASK_END_ALL = 1, 2
 
 LOST = struct.Struct("<IB")
-"""Number of a call, and why it died."""
+"""Number of a call, and cause of its death (one of ``LOST_*``)."""
 LOST_TAMPERED, LOST_MEMORY, LOST_PROCESSES, LOST_NO_PROCESS, LOST_ASKED = 1, 2, 3, 4, 5
 LOST_CLOSED = 6
-"""The host has closed the box."""
+"""Cause when the host itself has closed the box; never sent."""
 
 FRAME = struct.Struct("<BI")
 REQUEST, STDIN, STDOUT, STDERR, DONE, FAILED = 1, 2, 3, 4, 5, 6
 
 RESULT = struct.Struct("<iBBQQd")
-"""Exit code, whether the deadline passed, whether the session goes on, bytes cut of stdout and of stderr,
-seconds. What a session reports beyond that follows."""
+"""Exit code, whether the deadline passed, whether the session continues, bytes cut from stdout and from
+stderr, duration in seconds. The report of a session follows."""
 
 PYTHON_REPORT = struct.Struct("<BIIQ")
-"""Whether there is a value, bytes of the value's text and of the traceback, bytes cut of both; the texts
-follow."""
+"""Whether there is a value, size of the value's text and of the traceback in bytes, and bytes cut from both.
+The two texts follow."""
 
 NONCE_CHARACTERS = 32
 MARK_CHARACTERS = NONCE_CHARACTERS + 8
-"""A session ends the output of a run by a nonce and the length of its report in hexadecimal digits."""
+"""Length of the mark that ends a run's standard output: the nonce, then the report's length as 8 hexadecimal
+digits."""
