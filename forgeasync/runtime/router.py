@@ -437,6 +437,7 @@ class GeneratorRouter:
             replicas,
             f"fetching version {version}",
             lambda one: one.actor.begin_update.call_one(manifest, shares[one.number] if is_new else None),
+            keys=["weights_s"],
         )
         reports = [report for report in fetched if report is not None]
         if len(reports) < len(replicas) or not all(report.is_complete for report in reports):
@@ -497,17 +498,23 @@ class GeneratorRouter:
             )
 
     async def _of_all(
-        self, replicas: Sequence[LiveReplica], what: str, call: Callable[[LiveReplica], Awaitable[T]]
+        self,
+        replicas: Sequence[LiveReplica],
+        what: str,
+        call: Callable[[LiveReplica], Awaitable[T]],
+        *,
+        keys: Sequence[str] = ("weights_s", "generate_s"),
     ) -> list[T | None]:
-        """Return the answer of each generator; None for those that are lost, or given up as too late."""
-        limit_s = self._timeouts.weights_s + self._timeouts.generate_s
-        key = "timeouts.weights_s + timeouts.generate_s"
-        if what.startswith("fetching"):
-            limit_s, key = self._timeouts.weights_s, "timeouts.weights_s"
+        """Return the answer of each generator; None for those that are lost, or given up as too late.
+
+        The limit is the sum of the timeouts of ``keys``.
+        """
+        limit_s = sum(getattr(self._timeouts, key) for key in keys)
+        named = " + ".join(f"timeouts.{key}" for key in keys)
 
         async def one_of_them(replica: LiveReplica) -> T | None:
             try:
-                async with deadline(limit_s, call=f"{self.pool.title} {replica.rank} {what}", key=key):
+                async with deadline(limit_s, call=f"{self.pool.title} {replica.rank} {what}", key=named):
                     return await replica.call(lambda: call(replica))
             except ProcessLost:
                 return None
