@@ -11,7 +11,7 @@ MONARCH_LIMITS = {
     "message_delivery_timeout": "1000h",
     "channel_reconnect_timeout": "1000h",
     # Monarch 0.7 ends the processes of a host whose controller has been silent for a minute, but not the
-    # host. The agent (forgeasync.launch.job_hosts) ends both, after a longer silence, so it must live until
+    # host. The agent (forgeasync.runtime.job_hosts) ends both, after a longer silence, so it must live until
     # then.
     "mesh_orphan_timeout": "24h",
 }
