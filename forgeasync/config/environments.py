@@ -145,23 +145,24 @@ def _check_env(env: dict[str, str]) -> dict[str, str]:
 
 
 class StdioServer(Section):
-    """A server that is started for every episode and talks over its standard input and output."""
+    """MCP server that is started for each episode and communicates over its standard input and output."""
 
     kind: Literal["stdio"] = "stdio"
     command: Annotated[tuple[str, ...], AfterValidator(_check_command)]
-    """Program and arguments. The program is looked for in PATH."""
+    """Program and arguments. The program is searched in PATH."""
     env: Annotated[dict[str, str], AfterValidator(_check_env)] = Field(default_factory=dict)
-    """Its environment beside PATH, LANG, HOME and TMPDIR: nothing else of the host's is passed on."""
+    """Environment variables in addition to PATH, LANG, HOME and TMPDIR; no others are inherited from the
+    host."""
     cwd: str | None = None
-    """Its working directory; null: an empty folder of its own, which is also its HOME and TMPDIR."""
+    """Working directory; null: a new empty folder, which is also HOME and TMPDIR."""
 
 
 class HttpServer(Section):
-    """A server that runs already and speaks streamable HTTP; every episode has a session of its own."""
+    """Running MCP server that speaks streamable HTTP; each episode opens its own session."""
 
     kind: Literal["http"]
     url: Annotated[str, AfterValidator(_check_server_url)]
-    """Its endpoint, such as ``http://127.0.0.1:8000/mcp``. Proxies of the environment are not used."""
+    """URL of the endpoint, such as ``http://127.0.0.1:8000/mcp``. Proxy environment variables are ignored."""
     headers: dict[str, str] = Field(default_factory=dict)
     """Headers of all requests. They are written to the run's folder with the config."""
 

@@ -10,8 +10,6 @@ from .generator import GeneratorActor as GeneratorActor
 from .generator import RefusedGroup as RefusedGroup
 from .generator_pool import GeneratorPool as GeneratorPool
 from .generator_pool import LiveReplica as LiveReplica
-from .generator_weights import SwappedReplica as SwappedReplica
-from .generator_weights import connect_weights as connect_weights
 from .group_sampling import EndpointResponses as EndpointResponses
 from .group_sampling import GroupEpisodes as GroupEpisodes
 from .group_sampling import GroupSampler as GroupSampler
@@ -43,6 +41,7 @@ from .restart_policy import RestartPolicy as RestartPolicy
 from .restart_policy import StartAgain as StartAgain
 from .restart_policy import is_death as is_death
 from .router import GeneratorRouter as GeneratorRouter
+from .router import SwappedReplica as SwappedReplica
 from .router import start_generators as start_generators
 from .scorer_pool import GroupScoring as GroupScoring
 from .scorer_pool import Unscored as Unscored
@@ -61,6 +60,7 @@ from .teachers import MovingTeacher as MovingTeacher
 from .teachers import Teaching as Teaching
 from .teachers import start_teachers as start_teachers
 from .trainer_mesh import TrainerMesh as TrainerMesh
+from .trainer_mesh import connect_weights as connect_weights
 from .trainer_mesh import start_trainer as start_trainer
 from .trainer_recovery import Minibatches as Minibatches
 from .trainer_recovery import TrainerRecovery as TrainerRecovery
@@ -82,8 +82,6 @@ from .generator import SampledResponse as SampledResponse
 from .generator import SampledRollout as SampledRollout
 from .generator import sampled_response as sampled_response
 from .generator import store_group as store_group
-from .generator_weights import MAX_FAILED_FETCHES as MAX_FAILED_FETCHES
-from .generator_weights import named_generators as named_generators
 from .host_checks import FLASH_ATTENTION_PACKAGES as FLASH_ATTENTION_PACKAGES
 from .host_checks import Gpu as Gpu
 from .host_checks import GpuFacts as GpuFacts
@@ -104,6 +102,7 @@ from .process_manager import read_report as read_report
 from .replica_states import ReplicaState as ReplicaState
 from .restart_policy import MAX_STARTS_WITHOUT_STEP as MAX_STARTS_WITHOUT_STEP
 from .router import GroupGivenUp as GroupGivenUp
+from .router import MAX_FAILED_FETCHES as MAX_FAILED_FETCHES
 from .scorer import ResponseScoring as ResponseScoring
 from .scorer import RunRewards as RunRewards
 from .scorer import ScoredResponses as ScoredResponses

@@ -41,8 +41,7 @@ from forgeasync.observability import (
 )
 from forgeasync.rollouts import Group, GroupProgress, Score, SpilledGroup, Task
 from forgeasync.runtime.process_manager import ProcessManager
-from forgeasync.runtime.supervised import ActorDied, Heartbeat, Spawned, Supervised, SupervisedPool
-from forgeasync.waiting import deadline
+from forgeasync.runtime.supervised import ActorDied, Spawned, Supervised, SupervisedPool, call_limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +54,7 @@ class BufferReport:
 
 
 class BufferActor(Actor):
-    """One replay buffer in one proc."""
+    """One replay buffer in one process."""
 
     def __init__(self, log_dir: Path) -> None:
         name = f"buffer-{current_rank().rank}"
@@ -167,7 +166,7 @@ class BufferActor(Actor):
 
     @concurrent_endpoint
     async def refusal(self) -> Refusal | None:
-        """Return what the ledger's disk refuses at this moment, so that other calls wait."""
+        """Return why the ledger cannot be written now, which makes other calls wait; None if it can."""
         return self._buffer.refusal
 
     @concurrent_endpoint
@@ -177,7 +176,7 @@ class BufferActor(Actor):
 
 
 class BufferWatch(SupervisedPool[Supervised[BufferActor]]):
-    """Looks after the buffer's process. What the buffer holds is gone with it, so its loss ends the run.
+    """Supervises the buffer's process. Its loss ends the run, because the groups that it holds are lost.
 
     The next start (``--supervise``, ``--resume latest``) has all of it again, from the newest checkpoint, the
     ledger and the finished groups that are kept on the disk.
@@ -185,31 +184,30 @@ class BufferWatch(SupervisedPool[Supervised[BufferActor]]):
 
     def __init__(
         self,
-        spawn: Callable[[], Awaitable[Spawned[BufferActor]]],
+        spawn: Callable[[int, int], Awaitable[Spawned[BufferActor]]],
         *,
         heartbeat_s: float,
         faults: FaultLog,
         listing: ProcsFile,
     ) -> None:
         """The buffer answers within ``heartbeat_s`` if it is well."""
-        super().__init__(Role.BUFFER, faults=faults, listing=listing)
-        self._spawn = spawn
-        self._heartbeat_s = heartbeat_s
-
-    def _begin(self, rank: int) -> int:
-        return 0
-
-    async def _set_up(self, rank: int, number: int) -> Supervised[BufferActor]:
-        spawned = await self._spawn()
-        heartbeat = Heartbeat(
-            spawned.actor.beat.call_one, limit_s=self._heartbeat_s, key="buffer.heartbeat_s"
+        super().__init__(
+            Role.BUFFER,
+            Supervised[BufferActor],
+            spawn,
+            heartbeat_s=heartbeat_s,
+            heartbeat_key="buffer.heartbeat_s",
+            faults=faults,
+            listing=listing,
         )
-        return Supervised(self, spawned, name="the buffer", rank=rank, number=number, heartbeat=heartbeat)
+
+    def name_of(self, rank: int, number: int) -> str:
+        return "the buffer"
 
     def _failed(self, rank: int, number: int, error: Exception) -> Exception | None:
-        return None
+        return error
 
-    def _is_wanted(self, replica: Supervised[BufferActor], fault: Fault) -> bool:
+    def _is_lost(self, replica: Supervised[BufferActor], fault: Fault) -> bool:
         self._failure = ActorDied(f"{fault.who} is gone, and with it the groups that it held")
         return False
 
@@ -217,7 +215,7 @@ class BufferWatch(SupervisedPool[Supervised[BufferActor]]):
         return False
 
     async def close(self) -> None:
-        """End watching; a death that has just ended the run is noted now."""
+        """End the supervision; a death that has just ended the run is reported now."""
         for replica in self.replicas:
             if await replica.proc.has_ended():
                 self.lose(replica, "has died")
@@ -232,10 +230,9 @@ async def start_buffer(
     ``ledger`` is the file that says what becomes of prompts.
     """
 
-    async def spawn() -> Spawned[BufferActor]:
+    async def spawn(rank: int, number: int) -> Spawned[BufferActor]:
         actor = procs.spawn_here("buffer").spawn("buffer", BufferActor, procs.log_dir)
-        call = "setting up the replay buffer"
-        async with deadline(config.timeouts.setup_s, call=call, key="timeouts.setup_s"):
+        async with call_limit(config.timeouts, "setup_s", "setting up the replay buffer"):
             pid = await actor.setup.call_one(config, ledger, resumed)
         # The process manager stops the mesh.
         return Spawned(actor=actor, pid=pid, stop=lambda: asyncio.sleep(0))

@@ -20,16 +20,7 @@ import numpy as np
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import Actor, ActorError, concurrent_endpoint
 
-from forgeasync.config import (
-    AgentSection,
-    DataSection,
-    EnvironmentSection,
-    EpisodesSection,
-    SamplingSection,
-    SandboxSection,
-    TimeoutSection,
-    environment_name,
-)
+from forgeasync.config import AgentSection, RunConfig, SamplingSection, environment_name
 from forgeasync.environments import (
     AgentRole,
     Desk,
@@ -55,7 +46,7 @@ from forgeasync.runtime.supervised import SEEN_S, ProcessLost, unless_lost
 from forgeasync.waiting import DeadlineExceeded, Monitor, deadline
 
 MAX_MOVES = 65_536
-"""The last moves of groups that a worker knows: episodes of a group never wait for an older one."""
+"""Number of moves of groups that a worker remembers; older ones are no longer waited for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,9 +56,9 @@ class EpisodeRequest:
     task: Task
     episode: EpisodeId
     generator: GeneratorActor | None
-    """The generator that samples all turns; None where an endpoint does."""
+    """The generator that samples all turns; None if an endpoint does."""
     generator_number: int
-    """Its number in the run, which no other generator gets."""
+    """Unique number of the generator in the run."""
     sampling: SamplingSection
     seed: int | None
     keeps_record: bool
@@ -77,31 +68,31 @@ class EpisodeRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupMove:
-    """Where the episodes of a group go on whose generator is lost."""
+    """Where the episodes of a group go on after the loss of their generator."""
 
     group_id: int
     lost: int
-    """Number of the generator that is gone."""
+    """Number of the lost generator."""
     generator: GeneratorActor | None
-    """The one that has taken the group over; None: it is given up."""
+    """The generator that has taken the group over; None if the group is given up."""
     number: int
     ended: Mapping[EpisodeId, frozenset[int]]
-    """The turns that have been taken over and had ended, by episode."""
+    """Turns that have ended and were taken over, by episode."""
 
 
 class KnownLosses:
-    """What a worker knows of generators that are gone."""
+    """What a worker knows about lost generators."""
 
     def __init__(self) -> None:
         self._lost: set[int] = set()
         self._moves: OrderedDict[tuple[int, int], GroupMove] = OrderedDict()
 
     def lose(self, numbers: Iterable[int]) -> None:
-        """These generators are gone."""
+        """Note that generators are lost."""
         self._lost.update(numbers)
 
     def move(self, moves: Iterable[GroupMove]) -> None:
-        """Groups go on elsewhere; one that is known already is no news."""
+        """Note where groups go on; a move may be repeated."""
         for move in moves:
             self._lost.add(move.lost)
             self._moves[move.group_id, move.lost] = move
@@ -109,11 +100,11 @@ class KnownLosses:
             self._moves.popitem(last=False)
 
     def is_lost(self, number: int) -> bool:
-        """Whether a generator is gone."""
+        """Whether a generator is lost."""
         return number in self._lost
 
     def move_of(self, group_id: int, number: int) -> GroupMove | None:
-        """Where a group goes on after the loss of a generator; None: not known yet."""
+        """Return where a group goes on after the loss of a generator; None if that is not known yet."""
         return self._moves.get((group_id, number))
 
 
@@ -128,7 +119,7 @@ class EpisodeTurns:
         self._limit_s = limit_s
         self._generator, self._number = request.generator, request.generator_number
         self._seen: defaultdict[EpisodeId, set[int]] = defaultdict(set)
-        """Numbers of the turns that the environment has had, by agent."""
+        """Numbers of the turns that the environment has seen, by agent."""
 
     async def __call__(self, episode: EpisodeId, turn: TurnRequest) -> SampledTurn | None:
         """Sample a turn; None if the group was given up.
@@ -160,47 +151,39 @@ class EpisodeTurns:
         is_repeated: bool,
     ) -> SampledTurn | CancelledGroup | None:
         """Ask a generator for a turn; None if it is lost."""
-        sampling = self._request.sampling
+        request, sampling = self._request, self._request.sampling
         if turn.stop:
             sampling = sampling.model_copy(update={"stop": (*sampling.stop, *turn.stop)})
-        is_lost = self._losses.until(lambda losses: losses.is_lost(number))
+
+        async def ask() -> SampledTurn | CancelledGroup:
+            call = f"a generator sampling a turn of group {episode.group_id}"
+            try:
+                async with deadline(self._limit_s, call=call, key="timeouts.generate_s"):
+                    return await generator.continue_episode.call_one(
+                        episode,
+                        turn.after,
+                        turn.given_ids,
+                        sampling,
+                        turn.max_tokens,
+                        request.seed,
+                        is_repeated,
+                    )
+            except (ActorError, SupervisionError):
+                # The call can fail before the end of the process is noticed.
+                await asyncio.sleep(SEEN_S)
+                raise
+
         try:
             return await unless_lost(
-                self._turn(generator, episode, turn, sampling, is_repeated), is_lost, ProcessLost
+                ask(), self._losses.until(lambda losses: losses.is_lost(number)), ProcessLost
             )
         except ProcessLost:
             return None
         except DeadlineExceeded as late:
             raise EpisodeInterrupted(str(late)) from late
 
-    async def _turn(
-        self,
-        generator: GeneratorActor,
-        episode: EpisodeId,
-        turn: TurnRequest,
-        sampling: SamplingSection,
-        is_repeated: bool,
-    ) -> SampledTurn | CancelledGroup:
-        call = f"a generator sampling a turn of group {episode.group_id}"
-        try:
-            async with deadline(self._limit_s, call=call, key="timeouts.generate_s"):
-                answer: SampledTurn | CancelledGroup = await generator.continue_episode.call_one(
-                    episode,
-                    turn.after,
-                    turn.given_ids,
-                    sampling,
-                    turn.max_tokens,
-                    self._request.seed,
-                    is_repeated,
-                )
-                return answer
-        except (ActorError, SupervisionError):
-            # The call can fail before anybody has seen that the process is gone.
-            await asyncio.sleep(SEEN_S)
-            raise
-
     async def _move_from(self, number: int, turn: TurnRequest) -> None:
-        """Wait until the group goes on elsewhere; no news if that has happened meanwhile."""
+        """Wait until the group goes on elsewhere. Another turn of the episode may have done so."""
         if not self._request.goes_on:
             raise EpisodeInterrupted("its generator is gone")
         group_id = self._request.episode.group_id
@@ -218,79 +201,70 @@ class EpisodeTurns:
 
 
 LINGER_S = 1.0
-"""For so many seconds after the end of a run clients are told that it has ended."""
+"""Seconds after the end of a run during which clients are told that it has ended."""
 
 DEFAULT_AGENT = "agent"
-"""Name of the agent where the config names none."""
+"""Name of the agent if the config names none."""
 
 
 def agent_roles(agents: Mapping[str, AgentSection] | None) -> tuple[AgentRole, ...]:
-    """Return the agents of a config in order; one that is trained where it names none."""
+    """Return the agents of a config in order; one that is trained if it names none."""
     if agents is None:
         return (AgentRole(name=DEFAULT_AGENT, is_trainable=True),)
     return tuple(AgentRole(name=name, is_trainable=one.trainable) for name, one in agents.items())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EnvironmentSetup:
-    """Everything that a worker of a run's environment is started with."""
-
-    environment: EnvironmentSection
-    sandbox: SandboxSection
-    agents: Mapping[str, AgentSection] | None
-    model_path: Path
-    data: DataSection
-    sampling: SamplingSection
-    max_context_length: int
-    episodes: EpisodesSection
-    timeouts: TimeoutSection
-    artifacts: Path | None
-    """Folder for files that episodes keep; None: they keep none."""
-    endpoint: EndpointModel | None
-    """The model that takes all turns, if it is not ours."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerReport:
-    """What a worker says when it is asked whether it is alive."""
+    """A worker's answer to a heartbeat."""
 
     num_stuck: int
-    """Threads of episodes that are over and that nothing has ended."""
+    """Threads of ended episodes that still run."""
     num_killed_processes: int
     """Processes of episodes that were killed since the worker began."""
     serving: ServingReport | None
-    """None: it serves no people."""
+    """None if it serves no people."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerReady:
-    """What a worker says once it is set up."""
+    """A worker's answer once it is set up."""
 
     pid: int
     mark: str
-    """What it has started carries it (``forgeasync.environments.workers``)."""
+    """Mark of everything that it starts (``forgeasync.environments.workers``)."""
     renderer: str
-    """In words, by which renderer messages become tokens."""
+    """Which renderer turns messages into tokens, in words."""
     url: str
-    """Of its server of sessions."""
+    """URL of its session server."""
     port: int
 
 
 class EnvironmentActor(Actor):
-    """One worker."""
+    """One environment worker in one process."""
 
     def __init__(self, log_dir: Path, number: int) -> None:
         self._number = number
         self._num_untrained = 0
         self._generators: tuple[GeneratorActor, ...] = ()
         self._losses = Monitor(KnownLosses())
-        """Generators that are gone; turns wait for them."""
+        """Lost generators; turns wait for changes."""
         redirect_process_output(log_dir / f"environment-{number}.log")
         open_trace(log_dir, f"environment-{number}", idle=State.WAITING_FOR_BATCH)
 
     @concurrent_endpoint
-    async def setup(self, setup: EnvironmentSetup, serving: ServingSetup | None) -> WorkerReady:
-        """Build the environment and load the tokenizer; with ``serving`` serve people.
+    async def setup(
+        self,
+        config: RunConfig,
+        model_path: Path,
+        artifacts: Path | None,
+        endpoint: EndpointModel | None,
+        serving: ServingSetup | None,
+    ) -> WorkerReady:
+        """Build the environment and load the tokenizer of ``model_path``; with ``serving`` serve people.
+
+        ``artifacts`` is the folder for files that episodes keep; None: they keep none. The model of
+        ``endpoint`` takes all turns, if there is one.
 
         Raises:
             OSError: the address at which people are to be served cannot be listened on.
@@ -306,20 +280,21 @@ class EnvironmentActor(Actor):
             choose_renderer,
         )
 
-        self._setup = setup
+        assert config.environment is not None, "runs without an environment have no workers"
+        self._config, self._artifacts, self._endpoint = config, artifacts, endpoint
         renderer, words = None, "no renderer: the endpoint has its own"
-        if setup.endpoint is None:
+        if endpoint is None:
             chosen = choose_renderer(
-                AutoTokenizer.from_pretrained(setup.model_path),
-                chat_template=setup.data.chat_template,
-                name=setup.data.renderer,
-                template_arguments=setup.data.template_arguments,
+                AutoTokenizer.from_pretrained(model_path),
+                chat_template=config.data.chat_template,
+                name=config.data.renderer,
+                template_arguments=config.data.template_arguments,
             )
             renderer, words = chosen.renderer, f"renderer {chosen.name}: {chosen.reason}"
         else:
-            setup.endpoint.api_key()
+            endpoint.api_key()
         self._renderer = renderer
-        environment = build_environment(setup.environment, setup.sandbox)
+        environment = build_environment(config.environment, config.sandbox)
         self._desk: Desk | None = None
         if serving is not None:
             assert isinstance(environment, ServesPeople), "checked before the start"
@@ -327,18 +302,18 @@ class EnvironmentActor(Actor):
             open_session = self._desk.open_for
             self._sessions = await self._desk.server.__aenter__()
         else:
-            # For agents that bring their own loop; it listens on this machine only, until the worker ends.
+            # For agents with a loop of their own. It listens on this machine only, until the worker ends.
             self._sessions = await SessionServer().__aenter__()
             open_session = self._sessions.open
         self._episodes = Episodes(
             environment,
             renderer,
-            name=environment_name(setup.environment),
-            roles=agent_roles(setup.agents),
-            has_one_agent=setup.agents is None,
-            max_context_length=setup.max_context_length,
-            section=setup.episodes,
-            limit_s=setup.timeouts.episode_s,
+            name=environment_name(config.environment),
+            roles=agent_roles(config.agents),
+            has_one_agent=config.agents is None,
+            max_context_length=config.model.max_context_length,
+            section=config.episodes,
+            limit_s=config.timeouts.episode_s,
             open_session=open_session,
         )
         started()
@@ -352,7 +327,7 @@ class EnvironmentActor(Actor):
 
     @concurrent_endpoint
     async def connect(self, generators: Sequence[GeneratorActor], lost: Sequence[int]) -> None:
-        """Set the generators that there are now, and the numbers of those that are gone.
+        """Set the running generators, and the numbers of those that are lost.
 
         Episodes whose generator is gone wait for a ``GroupMove``, or are interrupted.
         """
@@ -368,7 +343,7 @@ class EnvironmentActor(Actor):
 
     @concurrent_endpoint
     async def end_serving(self) -> None:
-        """The run has ended: close all sessions, and tell their clients so for a moment."""
+        """Close all sessions at the end of the run, and tell their clients so for ``LINGER_S``."""
         if self._desk is not None:
             self._desk.end()
             await asyncio.sleep(LINGER_S)
@@ -386,15 +361,15 @@ class EnvironmentActor(Actor):
                     max_turn_tokens=request.sampling.max_response_tokens,
                     sample=self._sampler(request),
                     keeps_record=request.keeps_record,
-                    artifacts_folder=self._setup.artifacts,
+                    artifacts_folder=self._artifacts,
                 )
         except EpisodeCancelled:
             return CancelledGroup()
 
     @concurrent_endpoint
-    async def report(self) -> WorkerReport:
-        """Say that the worker is alive, and how it is."""
-        # A loop that is busy answers late, as one that episodes wait for.
+    async def beat(self) -> WorkerReport:
+        """Return the worker's state, to show that it answers."""
+        # So that a busy event loop answers late.
         await asyncio.sleep(0)
         return WorkerReport(
             num_stuck=self._episodes.num_stuck,
@@ -403,22 +378,22 @@ class EnvironmentActor(Actor):
         )
 
     def _untrained_agent(self) -> EpisodeAgent:
-        """An agent for a session that is not trained on; the generators take turns."""
-        setup = self._setup
+        """Return an agent for a session that is not trained on; each turn goes to the next generator."""
+        config = self._config
         assert self._renderer is not None, "people are served by our own generators"
         limits = TurnLimits(
-            max_turn_tokens=setup.sampling.max_response_tokens,
-            max_context_length=setup.max_context_length,
-            max_turns=setup.episodes.max_turns,
-            tool_s=setup.episodes.tool_s,
+            max_turn_tokens=config.sampling.max_response_tokens,
+            max_context_length=config.model.max_context_length,
+            max_turns=config.episodes.max_turns,
+            tool_s=config.episodes.tool_s,
         )
 
         async def sample(prompt_ids: np.ndarray, max_tokens: int, stop: tuple[str, ...]) -> UntrainedSample:
-            changes = {"max_response_tokens": max_tokens, "stop": (*setup.sampling.stop, *stop)}
-            sampling, limit_s = setup.sampling.model_copy(update=changes), setup.timeouts.generate_s
+            changes = {"max_response_tokens": max_tokens, "stop": (*config.sampling.stop, *stop)}
+            sampling, limit_s = config.sampling.model_copy(update=changes), config.timeouts.generate_s
             if not self._generators:
                 raise EpisodeInterrupted("there is no generator at this moment")
-            # Another one for each turn: none may be gone for the rest of a session.
+            # One after another, so that no session depends on a single generator.
             generator = self._generators[self._num_untrained % len(self._generators)]
             self._num_untrained += 1
             call = "a generator sampling a turn that is not trained on"
@@ -434,7 +409,7 @@ class EnvironmentActor(Actor):
         return EpisodeAgent(UntrainedTurns(sample), self._renderer, limits)
 
     def _sampler(self, request: EpisodeRequest) -> SampleEpisodeTurn | EndpointTurns:
-        limit_s = self._setup.timeouts.generate_s
-        if self._setup.endpoint is not None:
-            return EndpointTurns(endpoint=self._setup.endpoint, sampling=request.sampling, limit_s=limit_s)
+        limit_s = self._config.timeouts.generate_s
+        if self._endpoint is not None:
+            return EndpointTurns(endpoint=self._endpoint, sampling=request.sampling, limit_s=limit_s)
         return EpisodeTurns(request, self._losses, limit_s=limit_s)

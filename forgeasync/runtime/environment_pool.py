@@ -1,16 +1,15 @@
-"""The workers of a run's environment: spreads episodes over them, and replaces those that are lost.
+"""The workers of a run's environment: episodes are spread over them, and lost workers are replaced.
 
-Who waits for whom: an episode waits for a worker with room. Whoever asked for an episode whose worker is lost
-decides whether it runs again.
+Who waits for whom: an episode waits for a worker with room. If its worker is lost, its caller decides whether
+it runs again.
 """
 
 import asyncio
+import contextlib
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-
-from monarch.actor import this_host
 
 from forgeasync.config import EpisodesSection, RunConfig, is_served
 from forgeasync.environments import EndpointModel, ServingAddress, WorkerTable, serving_metrics
@@ -18,7 +17,6 @@ from forgeasync.observability import Fault, FaultLog, ProcsFile, Role
 from forgeasync.rollouts import EpisodeOutcome, lost_outcome
 from forgeasync.runtime.environment import (
     EnvironmentActor,
-    EnvironmentSetup,
     EpisodeRequest,
     GroupMove,
     WorkerReady,
@@ -26,34 +24,29 @@ from forgeasync.runtime.environment import (
     agent_roles,
 )
 from forgeasync.runtime.generator import CancelledGroup, GeneratorActor
-from forgeasync.runtime.hosts import stop
-from forgeasync.runtime.placement import spawn_role
 from forgeasync.runtime.process_manager import ENVIRONMENT_WORKER, ProcessManager
 from forgeasync.runtime.supervised import (
-    Heartbeat,
     ProcessLost,
     RestartBudget,
     RestartsFail,
     Spawned,
     Supervised,
     SupervisedPool,
+    spawn_local,
 )
-from forgeasync.waiting import Monitor, deadline, forget
+from forgeasync.waiting import Monitor, forget
 
 logger = logging.getLogger(__name__)
 
 END_SERVING_S = 5.0
-"""Time for a worker to tell the people whom it serves that the run has ended."""
+"""Time for a worker to tell its users that the run has ended."""
 
 MAX_STUCK = 8
 """A worker with more stuck threads than this is replaced once its episodes have ended."""
 
 MAX_FAILED_STARTS = 5
-"""So many workers in a row that cannot be started end the run."""
+"""Failed starts in a row that end the run."""
 
-
-SpawnWorker = Callable[[int], Awaitable[Spawned[EnvironmentActor]]]
-"""Starts and sets up the worker of a number."""
 
 Worker = Supervised[EnvironmentActor]
 
@@ -61,9 +54,11 @@ Worker = Supervised[EnvironmentActor]
 class EnvironmentPool(SupervisedPool[Worker]):
     """All workers of a run's environment."""
 
+    after_loss = ": its episodes run again elsewhere, and another worker starts"
+
     def __init__(
         self,
-        spawn: SpawnWorker,
+        spawn: Callable[[int, int], Awaitable[Spawned[EnvironmentActor]]],
         section: EpisodesSection,
         *,
         num_agents: int,
@@ -72,12 +67,19 @@ class EnvironmentPool(SupervisedPool[Worker]):
         listing: ProcsFile,
         serves: bool = False,
     ) -> None:
-        """``tell`` is called with a line for people about workers that cannot be started.
+        """``tell`` is called with a message about each worker that cannot be started.
 
         ``serves`` says that the workers serve people, who are told when the run ends.
         """
-        super().__init__(Role.ENVIRONMENT, faults=faults, listing=listing)
-        self._spawn = spawn
+        super().__init__(
+            Role.ENVIRONMENT,
+            Supervised[EnvironmentActor],
+            spawn,
+            heartbeat_s=section.heartbeat_s,
+            heartbeat_key="episodes.heartbeat_s",
+            faults=faults,
+            listing=listing,
+        )
         self._section = section
         self._num_agents = num_agents
         self._tell = tell
@@ -86,11 +88,10 @@ class EnvironmentPool(SupervisedPool[Worker]):
         self._table = Monitor(WorkerTable(max_live_per_worker=section.max_live_per_worker))
         self._generators: Callable[[], tuple[Sequence[GeneratorActor], Sequence[int]]] | None = None
         self._moves: dict[int, list[GroupMove]] = {}
-        """Where groups went on that have not ended, for workers that start later."""
+        """Where groups in flight were moved to, for workers that start later."""
         self._num_killed_processes = 0
         self._lost_counts: Counter[str] = Counter()
-        """What lost workers had counted when they were last heard of."""
-        self._telling: set[asyncio.Future[None]] = set()
+        """Last known counts of lost workers."""
 
     async def connect(self, generators: Callable[[], tuple[Sequence[GeneratorActor], Sequence[int]]]) -> None:
         """Let all workers, and those that will replace them, ask these generators for turns.
@@ -113,15 +114,16 @@ class EnvironmentPool(SupervisedPool[Worker]):
             self._tell_worker(worker.actor.move_groups.call_one([move]))
 
     def forget_moves(self, group_id: int) -> None:
-        """A group has ended; it may have moved never."""
+        """Forget the moves of a group that has ended, if there were any."""
         self._moves.pop(group_id, None)
 
     def _tell_worker(self, call: Awaitable[None]) -> None:
-        # Its loss shows elsewhere.
-        told = asyncio.ensure_future(call)
-        self._telling.add(told)
-        told.add_done_callback(self._telling.discard)
-        told.add_done_callback(forget)
+        async def tell() -> None:
+            # The loss of a worker shows elsewhere.
+            with contextlib.suppress(Exception):
+                await call
+
+        self._background.start(tell())
 
     async def run_episode(self, request: EpisodeRequest) -> EpisodeOutcome | CancelledGroup:
         """Run an episode on the worker with the fewest of them, as soon as one has room.
@@ -155,13 +157,13 @@ class EnvironmentPool(SupervisedPool[Worker]):
             + sum(report.num_killed_processes for report in reports),
         }
         if self._serves:
-            # One worker serves people; there is none while it is replaced.
+            # One worker serves people; it may just be replaced.
             last = next((report.serving for report in reports), None)
             metrics |= serving_metrics(self._lost_counts, last)
         return metrics
 
     async def close(self) -> None:
-        """End all workers; people that they serve are told before."""
+        """Tell the people whom workers serve that the run ends, and end all workers."""
         if self._serves:
             await self._end_serving()
         await super().close()
@@ -175,24 +177,18 @@ class EnvironmentPool(SupervisedPool[Worker]):
             one.add_done_callback(forget)
             one.cancel()
             if one in late or one.exception() is not None:
-                # Its clients see that connections break instead.
+                # Its clients see broken connections instead.
                 logger.warning("a worker could not tell people that the run has ended")
+
+    def name_of(self, rank: int, number: int) -> str:
+        return f"environment worker {number}"
 
     def _begin(self, rank: int) -> int:
         return self._table.change(WorkerTable.start)
 
-    async def _set_up(self, rank: int, number: int) -> Worker:
-        spawned = await self._spawn(number)
-        heartbeat = Heartbeat(
-            spawned.actor.report.call_one, limit_s=self._section.heartbeat_s, key="episodes.heartbeat_s"
-        )
-        name = f"environment worker {number}"
-        worker = Worker(self, spawned, name=name, rank=rank, number=number, heartbeat=heartbeat)
-        return await self._joined(worker, self._connect(worker))
-
-    async def _connect(self, worker: Worker) -> None:
+    async def _join(self, replica: Worker) -> None:
         if self._generators is not None:
-            await worker.actor.connect.call_one(*self._generators())
+            await replica.actor.connect.call_one(*self._generators())
 
     def _has_joined(self, replica: Worker, fault: Fault | None) -> None:
         self._budget.reset()
@@ -208,8 +204,8 @@ class EnvironmentPool(SupervisedPool[Worker]):
     def _failed(self, rank: int, number: int, error: Exception) -> Exception | None:
         self._table.change(lambda table: table.lose(number))
         if not self._budget.take():
-            return RestartsFail(f"environment worker {number} cannot be started: {error}")
-        self._tell(f"environment worker {number} cannot be started ({error}); trying again")
+            return RestartsFail(f"{self.name_of(rank, number)} cannot be started: {error}")
+        self._tell(f"{self.name_of(rank, number)} cannot be started ({error}); trying again")
         return None
 
     async def _look(self) -> None:
@@ -224,18 +220,18 @@ class EnvironmentPool(SupervisedPool[Worker]):
             self._table.change(lambda table: table.retire(replica.number))
         return what
 
-    def _is_lost(self, replica: Worker, what: str) -> str:
+    def _is_lost(self, replica: Worker, fault: Fault) -> bool:
         self._table.change(lambda table: table.lose(replica.number))
         report = _last_report(replica)
         if report is not None:
             self._num_killed_processes += report.num_killed_processes
             if report.serving is not None:
                 self._lost_counts.update(report.serving.counts)
-        return ": its episodes run again elsewhere, and another worker starts"
+        return True
 
 
 def _last_report(worker: Worker) -> WorkerReport | None:
-    """What a worker has answered to its last heartbeat."""
+    """Return the answer of a worker to its last heartbeat."""
     report: WorkerReport | None = worker.heartbeat.last
     return report
 
@@ -252,48 +248,37 @@ async def start_environment(
 ) -> EnvironmentPool | None:
     """Start the workers of the environment; None if the run has none.
 
-    ``tell`` is called with a line for people whenever a worker was lost. ``artifacts`` is the folder for
-    files that episodes keep; None: they keep none. ``serving_file`` gets the address at which people are
-    served, if they are. With ``endpoint`` its model takes all turns, instead
-    of our generators; ``model_path`` is not read then.
+    ``tell`` is called with messages about workers. ``artifacts`` is the folder for files that episodes keep;
+    None: they keep none. ``serving_file`` gets the address at which people are served, if they are. With
+    ``endpoint`` its model takes all turns instead of our generators, and ``model_path`` is not read.
     """
     if config.environment is None:
         return None
-    setup = EnvironmentSetup(
-        environment=config.environment,
-        sandbox=config.sandbox,
-        agents=config.agents,
-        model_path=model_path,
-        data=config.data,
-        sampling=config.sampling,
-        max_context_length=config.model.max_context_length,
-        episodes=config.episodes,
-        timeouts=config.timeouts,
-        artifacts=artifacts,
-        endpoint=endpoint,
-    )
-
     address: ServingAddress | None = None
     if is_served(config):
         assert serving_file is not None, "only runs serve people"
         address = ServingAddress(config.serving, serving_file, tell)
 
-    async def spawn(number: int) -> Spawned[EnvironmentActor]:
-        mesh = spawn_role(this_host(), "environment", num_procs=1)
-        actor = mesh.spawn(f"{ENVIRONMENT_WORKER}-{number}", EnvironmentActor, procs.log_dir, number)
-        call = f"setting up environment worker {number}"
-        try:
-            async with deadline(config.timeouts.setup_s, call=call, key="timeouts.setup_s"):
-                serving = None if address is None else address.setup()
-                ready: WorkerReady = await actor.setup.call_one(setup, serving)
-        except BaseException:
-            await stop(mesh)
-            raise
-        if number == 0:
-            tell(ready.renderer)
-        if address is not None:
-            address.opened(ready.url, ready.port)
-        return Spawned(actor=actor, pid=ready.pid, mark=ready.mark, stop=lambda: stop(mesh))
+    async def spawn(rank: int, number: int) -> Spawned[EnvironmentActor]:
+        async def set_up(actor: EnvironmentActor) -> WorkerReady:
+            serving = None if address is None else address.setup()
+            ready = await actor.setup.call_one(config, model_path, artifacts, endpoint, serving)
+            if number == 0:
+                tell(ready.renderer)
+            if address is not None:
+                address.opened(ready.url, ready.port)
+            return ready
+
+        return await spawn_local(
+            "environment",
+            f"{ENVIRONMENT_WORKER}-{number}",
+            EnvironmentActor,
+            procs.log_dir,
+            number,
+            set_up=set_up,
+            call=f"setting up environment worker {number}",
+            timeouts=config.timeouts,
+        )
 
     pool = procs.environment = EnvironmentPool(
         spawn,

@@ -53,13 +53,12 @@ from forgeasync.weights import (
     HostShare,
     Manifest,
     StagingSource,
-    Transport,
     WeightLayout,
     connect_transports,
 )
 
 if TYPE_CHECKING:
-    from forgeasync.generator import GeneratorEngine, WeightReceiver
+    from forgeasync.generator import GeneratorEngine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,15 +89,6 @@ class RefusedGroup:
     reason: DropReason = DropReason.BAD_RECORD
     outcomes: tuple[EpisodeOutcome, ...] = ()
     """All attempts at the episodes of the group, if it has episodes."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FinishedResponse:
-    """A response of a group that has ended, while others of the group may go on."""
-
-    index: int
-    """Its place in the group."""
-    response: Response
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,47 +169,6 @@ def _stored_branch(branch: Rollout, prompt: PayloadRef, response: PayloadRef) ->
     )
 
 
-async def connect_receiver(
-    engine: "GeneratorEngine",
-    setup: GeneratorSetup,
-    *,
-    layout: WeightLayout,
-    transports: Mapping[int, Transport],
-    folder: Path,
-    share: HostShare,
-    is_joining: bool,
-) -> "WeightReceiver":
-    """Plan how versions of a layout get into an engine, by a receive buffer in ``folder``.
-
-    Raises:
-        ValueError: trainer and engine do not have the same tensors.
-    """
-    # They import vLLM, which takes 10 s.
-    from forgeasync.generator import AdapterBase, HostMemory, WeightReceiver
-
-    base = None
-    if setup.lora is not None:
-        base = AdapterBase(
-            folder=setup.model_path,
-            shapes=expected_shapes(setup.facts),
-            dtype=TORCH_DTYPES[setup.section.dtype],
-            scaling=setup.lora.alpha / setup.lora.rank,
-        )
-    return await WeightReceiver.connect(
-        engine,
-        layout=layout,
-        transports=transports,
-        host_memory=HostMemory(
-            receive_buffer=folder / "receive-buffer",
-            shadow=setup.weights.shadow,
-            share=share,
-            is_joining=is_joining,
-        ),
-        delta=setup.weights.delta,
-        base=base,
-    )
-
-
 ANSWER_S = 5.0
 """Seconds for the answer about a group to reach the controller: so long the group's tokens stay logged."""
 
@@ -227,34 +176,40 @@ ANSWER_S = 5.0
 class GeneratorActor(Actor):
     """One engine in one proc."""
 
-    def __init__(self, log_dir: Path, rank: int) -> None:
-        """``rank`` is its place among the run's generators; another one may have had it before."""
-        self._rank, self._name = rank, f"generator-{rank}"
+    def __init__(
+        self, log_dir: Path, rank: int, role: str = "generator", idle: State = State.WAITING_FOR_ROOM
+    ) -> None:
+        """``rank`` is its place among the processes of ``role``; another one may have had it before."""
+        self._rank, self._name = rank, f"{role}-{rank}"
         redirect_process_output(log_dir / f"{self._name}.log")
-        open_trace(log_dir, self._name, idle=State.WAITING_FOR_ROOM)
-        self._engine: GeneratorEngine | None = None
+        open_trace(log_dir, self._name, idle=idle)
+        self._loaded: GeneratorEngine | None = None
         self._memory = MemoryWatch(with_descendants=True)
+
+    @property
+    def _engine(self) -> "GeneratorEngine":
+        assert self._loaded is not None, "setup was called"
+        return self._loaded
 
     @concurrent_endpoint
     async def pid(self) -> int:
-        """The id of this proc on its host."""
+        """Return the id of this process on its host."""
         return os.getpid()
 
     @concurrent_endpoint
     async def beat(self) -> EngineStats:
-        """Say that this proc is alive, and what its engine has counted; the engine's thread is not asked.
+        """Return the engine's counts, to show that this process answers. The engine's thread is not asked.
 
         Raises:
             EngineDeadError: the engine has died.
         """
-        assert self._engine is not None
         self._engine.check_alive()
         return self._engine.stats()
 
     @concurrent_endpoint
     async def setup(self, setup: GeneratorSetup, host_id: str, payload_folder: Path) -> int:
-        """Load the model as policy version 0; returns the process id. The folder is on this proc's host."""
-        # vLLM takes 10 s to import, so only the procs that sample import it.
+        """Load the model as policy version 0; returns the process id. The folder is on this host."""
+        # vLLM takes 10 s to import, so only processes that sample import it.
         from forgeasync.generator import AdapterSetup, EngineEpisodes, GeneratorEngine, can_serve
 
         self._setup = setup
@@ -269,7 +224,7 @@ class GeneratorActor(Actor):
         self._payload_server = PayloadServer(self._payloads)
         # Processes that were here before have logs of their own, which somebody may still want to read.
         self._in_flight = payload_folder / f"in-flight-{self._rank}-{os.getpid()}"
-        self._engine = await GeneratorEngine.start(
+        self._loaded = await GeneratorEngine.start(
             model_path=setup.model_path,
             generator=setup.section,
             max_context_length=setup.max_context_length,
@@ -281,7 +236,7 @@ class GeneratorActor(Actor):
             num_scored_ids=setup.num_scored_ids,
             gpu_bytes=setup.gpu_bytes,
         )
-        self._episodes = EngineEpisodes(self._engine)
+        self._episodes = EngineEpisodes(self._loaded)
         started()
         return os.getpid()
 
@@ -299,18 +254,18 @@ class GeneratorActor(Actor):
         sampling: SamplingSection,
         seed: int | None,
         continued: bytes | None = None,
-        finished: Port[FinishedResponse] | None = None,
+        finished: Port[tuple[int, Response]] | None = None,
     ) -> tuple[StoredRollout, ...] | RefusedGroup | CancelledGroup:
         """Sample a group of responses to one prompt, check their records and store their arrays.
 
         ``continued`` is what ``Host.read_in_flight`` has of a generator that sampled the group and is gone.
-        ``finished`` gets each response as soon as it has ended, before its records are checked.
+        ``finished`` gets each response and its place in the group as soon as it has ended, before its records
+        are checked.
         """
-        assert self._engine is not None
 
         def tell(index: int, rollout: Rollout) -> None:
             assert finished is not None
-            finished.send(FinishedResponse(index=index, response=response_of(rollout)))
+            finished.send((index, response_of(rollout)))
 
         facts: dict[str, int | str] = {"group": group_id, "prompt_tokens": len(prompt_ids_P)}
         try:
@@ -338,7 +293,6 @@ class GeneratorActor(Actor):
         )
 
     def _forget_later(self, group_id: int) -> None:
-        assert self._engine is not None
         asyncio.get_running_loop().call_later(ANSWER_S, self._engine.forget_group, group_id)
 
     def _check_and_store(
@@ -436,7 +390,6 @@ class GeneratorActor(Actor):
     @concurrent_endpoint
     async def cancel_groups(self, group_ids: Sequence[int]) -> None:
         """Give up those of the groups that this engine samples; their calls return ``CancelledGroup``."""
-        assert self._engine is not None
         await self._engine.cancel(group_ids)
 
     @concurrent_endpoint
@@ -444,7 +397,6 @@ class GeneratorActor(Actor):
         self, prompt_ids_P: np.ndarray, num_samples: int, sampling: SamplingSection, seed: int | None
     ) -> tuple[SampledResponse, ...]:
         """Sample responses that are not trained on."""
-        assert self._engine is not None
         rollouts = await self._engine.generate(
             prompt_ids_P=prompt_ids_P, num_samples=num_samples, sampling=sampling, seed=seed
         )
@@ -479,15 +431,29 @@ class GeneratorActor(Actor):
         Raises:
             ValueError: trainer and engine do not have the same tensors, or a transport cannot work.
         """
-        assert self._engine is not None
-        self._receiver = await connect_receiver(
+        # They import vLLM, which takes 10 s.
+        from forgeasync.generator import AdapterBase, HostMemory, WeightReceiver
+
+        setup, base = self._setup, None
+        if setup.lora is not None:
+            base = AdapterBase(
+                folder=setup.model_path,
+                shapes=expected_shapes(setup.facts),
+                dtype=TORCH_DTYPES[setup.section.dtype],
+                scaling=setup.lora.alpha / setup.lora.rank,
+            )
+        self._receiver = await WeightReceiver.connect(
             self._engine,
-            self._setup,
             layout=layout,
-            transports=connect_transports(self._setup.weights, layout, sources, generator_host=self._host_id),
-            folder=folder,
-            share=share,
-            is_joining=is_joining,
+            transports=connect_transports(setup.weights, layout, sources, generator_host=self._host_id),
+            host_memory=HostMemory(
+                receive_buffer=folder / "receive-buffer",
+                shadow=setup.weights.shadow,
+                share=share,
+                is_joining=is_joining,
+            ),
+            delta=setup.weights.delta,
+            base=base,
         )
         return str(self._receiver.route)
 
@@ -528,25 +494,21 @@ class GeneratorActor(Actor):
         """See ``forgeasync.generator.token_scores``."""
         from forgeasync.generator import time_engine
 
-        assert self._engine is not None
         return await time_engine(self._engine, timing, sampling, seed=seed)
 
     @concurrent_endpoint
     async def parameters(self) -> list[dict[str, torch.Tensor]]:
         """Return copies of every worker's parameters, to compare with the trainer's (CPU engines only)."""
-        assert self._engine is not None
         return await self._engine.parameters()
 
     @concurrent_endpoint
     async def kv_usage(self) -> float:
         """Share of the engine's KV cache that running requests hold."""
-        assert self._engine is not None
         return await self._engine.kv_usage()
 
     @concurrent_endpoint
     async def stats(self) -> EngineStats:
         """What the engine has counted since it started, and the memory and time of its processes."""
-        assert self._engine is not None
         return dataclasses.replace(
             self._engine.stats(),
             memory=self._memory.peak(),
@@ -556,5 +518,5 @@ class GeneratorActor(Actor):
 
     @concurrent_endpoint
     async def shutdown(self) -> None:
-        if self._engine is not None:
-            self._engine.shutdown()
+        if self._loaded is not None:
+            self._loaded.shutdown()

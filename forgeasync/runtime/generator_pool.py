@@ -1,16 +1,16 @@
-"""The generators of a run, or the engines of a teacher: who may be given groups, and who replaces whom.
+"""The generators of a run, or the engines of a teacher: which of them get groups, and what replaces them.
 
 Who waits for whom: a group waits for a healthy generator. Calls to a generator that is lost end with
-``ProcessLost``; whoever asked goes on elsewhere. The one that replaces it loads its engine beside the run and
-becomes healthy by an update of its weights, which is the serving loop's work.
+``ProcessLost``, and the callers turn to another one. Its replacement loads its engine while the run goes on,
+and becomes healthy when the serving loop has updated its weights.
 """
 
 import asyncio
 import functools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 
 from monarch.actor import ProcMesh
@@ -27,7 +27,6 @@ from forgeasync.runtime.replica_states import LIVE, ReplicaState, ReplicaTable
 from forgeasync.runtime.slow_replicas import Pace, SlowReplicas
 from forgeasync.runtime.supervised import (
     LOOK_S,
-    Heartbeat,
     Proc,
     ProcessLost,
     RestartBudget,
@@ -35,53 +34,47 @@ from forgeasync.runtime.supervised import (
     Spawned,
     Supervised,
     SupervisedPool,
+    call_limit,
     is_engine_dead,
     unless_lost,
 )
-from forgeasync.waiting import Monitor, comes_within, deadline
+from forgeasync.waiting import Monitor, comes_within
 
 logger = logging.getLogger(__name__)
 
 SUSPECT_SHARE = 0.5
-"""A generator whose answer takes so much of ``generator.heartbeat_s`` gets no new groups until it comes."""
+"""A generator gets no new groups once an answer takes this share of ``generator.heartbeat_s``."""
 
 STALL_S = 1.0
-"""A look that comes later than this says that the controller itself stood still, not the generators."""
+"""A check that comes later than this shows that the controller itself was stopped."""
 
 SpawnReplica = Callable[[int, int], Awaitable[Spawned[GeneratorActor]]]
-"""Starts the process of a rank and of a number, and loads its engine."""
+"""Starts the process of a rank and a number, and loads its engine."""
 
 ConnectReplica = Callable[["LiveReplica"], Awaitable[None]]
-"""Connects a generator, which comes later than others, to the trainer's weights."""
+"""Connects a generator that joins later to the trainer's weights."""
 
 OnChange = Callable[[], Awaitable[None]]
 
 
 class LiveReplica(Supervised[GeneratorActor]):
-    """A generator that has not been lost, or had not been when it was chosen."""
+    """A generator that was not lost when it was chosen."""
 
     def __init__(
-        self,
-        pool: "SupervisedPool[LiveReplica]",
-        spawned: Spawned[GeneratorActor],
-        *,
-        name: str,
-        rank: int,
-        number: int,
-        heartbeat: Heartbeat[EngineStats],
+        self, pool: "SupervisedPool[LiveReplica]", spawned: Spawned[GeneratorActor], rank: int, number: int
     ) -> None:
-        super().__init__(pool, spawned, name=name, rank=rank, number=number, heartbeat=heartbeat)
+        super().__init__(pool, spawned, rank, number)
         self.groups: set[int] = set()
         """Groups that it is sampling."""
         self.left: asyncio.Future[InFlightRead] = asyncio.get_running_loop().create_future()
-        """What it had of its groups, some time after it was lost."""
+        """What it had in flight; set some time after its loss."""
         self.stats = EngineStats(num_generated_tokens=0, busy_s=0.0)
-        """What it had counted when it was last heard of."""
+        """Its last known counts."""
 
 
 @contextmanager
 def sampling_group(replica: LiveReplica, group_id: int | None) -> Iterator[None]:
-    """Count a group among those that a generator is sampling; it stays there if the generator is lost."""
+    """Add a group to those that a generator samples; it stays there if the generator is lost."""
     if group_id is not None:
         replica.groups.add(group_id)
     try:
@@ -109,25 +102,33 @@ class GeneratorPool(SupervisedPool[LiveReplica]):
 
         ``title`` is what they are called in messages.
         """
-        super().__init__(role, faults=faults, listing=listing, title=title)
-        self._spawn = spawn
+        super().__init__(
+            role,
+            LiveReplica,
+            spawn,
+            heartbeat_s=section.heartbeat_s,
+            heartbeat_key="generator.heartbeat_s",
+            faults=faults,
+            listing=listing,
+            title=title,
+        )
         self._section = section
         self._hosts = list(hosts)
         self.table = Monitor(ReplicaTable())
         """States of the generators; loops wait for them."""
         self.connect: ConnectReplica | None = None
-        """How one that joins is connected to the weights; None: weights are not connected."""
+        """Connects a generator that joins to the weights; None before weights are connected."""
         self._spares = set(range(len(hosts) - section.num_spares, len(hosts)))
         """Ranks whose next generator begins as a spare."""
         self._budget = RestartBudget(section.max_restarts - 1)
         self._slow = None if section.slow_factor is None else SlowReplicas(section.slow_factor)
         self._looked_s = time.monotonic()
         self._open_faults: dict[int, list[Fault]] = {}
-        """Losses that nothing has made up for yet, by rank."""
+        """Losses without a healthy replacement yet, by rank."""
         self._lost_stats = EngineStats(num_generated_tokens=0, busy_s=0.0)
-        """What all generators that are gone had counted."""
+        """Counts of all generators that have ended."""
         self._num_tokens_kept = self._num_tokens_lost = 0
-        """Tokens that lost generators had in flight: others continue from those that are kept."""
+        """Tokens that lost generators had in flight; other generators continue from those that are kept."""
         self._followers: list[OnChange] = []
 
     @property
@@ -136,29 +137,34 @@ class GeneratorPool(SupervisedPool[LiveReplica]):
         return tuple({host.id: host for host in self._hosts}.values())
 
     def host_of(self, rank: int) -> Host:
-        """Where a rank is."""
+        """Return the host of a rank."""
         return self._hosts[rank]
 
     def rank_on_host(self, rank: int) -> int:
-        """Its place among the ranks of its host."""
+        """Return the place of a rank among those of its host."""
         return sum(host.id == self._hosts[rank].id for host in self._hosts[:rank])
 
     def follow(self, on_change: OnChange) -> None:
-        """Have ``on_change`` called whenever a generator has come or gone."""
+        """Call ``on_change`` whenever a generator has joined or ended."""
         self._followers.append(on_change)
 
-    async def assigned(self, num_rollouts: int) -> LiveReplica:
-        """Give rollouts to the healthy generator with the fewest, as soon as there is one.
+    @asynccontextmanager
+    async def assigned(self, num_rollouts: int) -> AsyncIterator[LiveReplica]:
+        """Give the healthy generator with the fewest rollouts so many more, until the end of the body.
 
-        ``table.ended`` has to follow.
+        Waits while there is none.
         """
-        return self._replicas[await self.table.until(lambda table: table.assign(num_rollouts))]
+        replica = self._replicas[await self.table.until(lambda table: table.assign(num_rollouts))]
+        try:
+            yield replica
+        finally:
+            self.table.change(lambda table: table.ended(replica.number, num_rollouts))
 
     def want(self, num: int, add_place: Callable[[], Host], *, drain_s: float) -> str:
-        """Have so many generators be given groups from now on; returns in words what is done for it.
+        """Change the number of working generators; returns a message about what is done.
 
-        More are started at free places, or at those that ``add_place`` makes. Those that are too many get no
-        more groups, and end when theirs have; what goes on after ``drain_s`` is continued elsewhere.
+        More are started at free places, or at those that ``add_place`` adds. Surplus generators get no more
+        groups and end when theirs have ended; other generators continue what is left after ``drain_s``.
 
         Raises:
             ValueError: there is no place for them, or those that are too many are just being started.
@@ -169,9 +175,8 @@ class GeneratorPool(SupervisedPool[LiveReplica]):
             if len(drained) < len(working) - num:
                 raise ValueError("generators that would have to go are just being started; try again later")
             for replica in drained:
-                drain = functools.partial(ReplicaTable.drain, number=replica.number, why="not wanted")
-                self.table.change(drain)
-                self._in_background(self._retire(replica, drain_s=drain_s))
+                self.table.change(functools.partial(ReplicaTable.drain, number=replica.number))
+                self._background.start(self._retire(replica, drain_s=drain_s))
             return f"ending {', '.join(replica.name for replica in drained)}"
         places: list[int] = []
         free = sorted(set(range(len(self._hosts))) - {one.rank for one in self.table.state.present})
@@ -182,7 +187,7 @@ class GeneratorPool(SupervisedPool[LiveReplica]):
             places.append(free.pop(0))
         for rank in places:
             self._spares.discard(rank)
-            self._in_background(self._start(rank))
+            self._background.start(self._start(rank))
         return f"starting generators {places}" if places else "there are so many already"
 
     async def _retire(self, replica: LiveReplica, *, drain_s: float) -> None:
@@ -197,7 +202,7 @@ class GeneratorPool(SupervisedPool[LiveReplica]):
         await self._replace(replica, None, is_wanted=False)
 
     def look_for_healed(self) -> None:
-        """Take note of generators that have become healthy in the place of lost ones."""
+        """Report the recovery of losses whose replacements have become healthy."""
         for replica in self.replicas:
             if self.table.state.of(replica.number).was_healthy and replica.rank in self._open_faults:
                 for fault in self._open_faults.pop(replica.rank):
@@ -205,11 +210,11 @@ class GeneratorPool(SupervisedPool[LiveReplica]):
                 self._budget.reset()
 
     def stats(self) -> list[EngineStats]:
-        """What was last heard of every generator; the last entry is of all that were lost together."""
+        """Return the last known counts of every generator; the last entry is of all that have ended."""
         return [*(one.stats for one in self.replicas), self._lost_stats]
 
     def heard(self, replica: LiveReplica, stats: EngineStats) -> None:
-        """Take note of what a generator has counted; a heartbeat does not measure memory."""
+        """Store the counts of a generator; a heartbeat does not measure memory."""
         replica.stats = replace(stats, memory=stats.memory or replica.stats.memory)
 
     def metrics(self) -> Mapping[str, float]:
@@ -220,8 +225,8 @@ class GeneratorPool(SupervisedPool[LiveReplica]):
             "generator/num_healthy": table.count(ReplicaState.HEALTHY),
             "generator/num_suspect": table.count(ReplicaState.SUSPECT),
             "generator/num_starting": table.count(ReplicaState.STARTING) + table.count(ReplicaState.STALE),
-            "generator/num_lost": table.num_lost,
-            "generator/num_removed": table.num_removed,
+            "generator/num_lost": table.count(ReplicaState.DEAD),
+            "generator/num_removed": table.count(ReplicaState.REMOVED),
             "faults/tokens_kept_share": self._num_tokens_kept / num_tokens if num_tokens else 1.0,
         }
 
@@ -231,34 +236,22 @@ class GeneratorPool(SupervisedPool[LiveReplica]):
         host, is_spare = self._hosts[rank].id, rank in self._spares
         return self.table.change(lambda table: table.start(rank, host, is_spare=is_spare))
 
-    async def _set_up(self, rank: int, number: int) -> LiveReplica:
-        spawned = await self._spawn(rank, number)
-        heartbeat = Heartbeat[EngineStats](
-            spawned.actor.beat.call_one,
-            limit_s=self._section.heartbeat_s,
-            key="generator.heartbeat_s",
-            heard=lambda stats: self._take_in(replica, stats),
-        )
-        name = f"{self.title} {rank}"
-        replica = LiveReplica(self, spawned, name=name, rank=rank, number=number, heartbeat=heartbeat)
-        return await self._joined(replica, self._connect(replica))
-
-    async def _connect(self, replica: LiveReplica) -> None:
+    async def _join(self, replica: LiveReplica) -> None:
         if self.connect is not None:
             await self.connect(replica)
 
     def _has_joined(self, replica: LiveReplica, fault: Fault | None) -> None:
-        """It makes up for the loss once it is healthy."""
+        """The loss counts as recovered once the replacement is healthy."""
         self.table.change(lambda table: table.ready(replica.number))
         self.look_for_healed()
         self._tell_followers()
 
     def _failed(self, rank: int, number: int, error: Exception) -> Exception | None:
-        self.table.change(lambda table: table.lose(number, str(error)))
+        self.table.change(lambda table: table.lose(number))
         return self._exhausted(rank, error)
 
     def _exhausted(self, rank: int, error: Exception) -> RestartsFail | None:
-        """Count an engine that did not come to sample; returns an error if the budget is used up."""
+        """Count an engine that never became healthy; returns an error if the budget is used up."""
         if self._budget.take():
             return None
         return RestartsFail(
@@ -266,17 +259,14 @@ class GeneratorPool(SupervisedPool[LiveReplica]):
             f"(generator.max_restarts = {self._section.max_restarts}); the last one: {error}"
         )
 
-    def _is_lost(self, replica: LiveReplica, what: str) -> str:
-        if not self.table.state.of(replica.number).was_healthy:
-            error = RuntimeError(f"{replica.name} {what}")
+    def _is_lost(self, replica: LiveReplica, fault: Fault) -> bool:
+        known = self.table.state.of(replica.number)
+        if not known.was_healthy:
+            error = RuntimeError(f"{replica.name} {fault.what}")
             self._failure = self._failure or self._exhausted(replica.rank, error)
         self._forget(replica)
-        return ""
-
-    def _is_wanted(self, replica: LiveReplica, fault: Fault) -> bool:
-        known = self.table.state.of(replica.number)
         is_wanted, is_spare = known.state is not ReplicaState.DRAINING, known.is_spare
-        self.table.change(lambda table: table.lose(replica.number, fault.what))
+        self.table.change(lambda table: table.lose(replica.number))
         promoted = None
         if is_wanted and not is_spare:
             promoted = self.table.change(lambda table: table.promote())
@@ -293,7 +283,7 @@ class GeneratorPool(SupervisedPool[LiveReplica]):
         return is_wanted
 
     def _forget(self, replica: LiveReplica) -> None:
-        """Keep what a generator that is gone has counted."""
+        """Keep the counts of a generator that has ended."""
         before, stats = self._lost_stats, replica.stats
         self._lost_stats = replace(
             before,
@@ -310,11 +300,11 @@ class GeneratorPool(SupervisedPool[LiveReplica]):
             await self._end(replica)
             left = await self._read_left(replica)
         finally:
-            # Groups wait for it.
+            # Groups wait for the result.
             replica.left.set_result(left)
 
     async def _read_left(self, replica: LiveReplica) -> InFlightRead:
-        """Read what a generator had in flight, now that its process has ended."""
+        """Read what a generator had in flight, after its process has ended."""
         folder = replica.spawned.in_flight
         if folder is None:
             return InFlightRead(groups={}, problem="it has kept no log (generator.keep_in_flight)")
@@ -328,10 +318,10 @@ class GeneratorPool(SupervisedPool[LiveReplica]):
 
     def _tell_followers(self) -> None:
         for on_change in self._followers:
-            self._in_background(on_change())
+            self._background.start(on_change())
 
     def _dies_at_the_end(self, replica: LiveReplica) -> bool:
-        """Monarch would wait for the answer of one that is silent; it ends the others."""
+        """Monarch ends generators that answer, and would wait for one that is silent."""
         return replica.heartbeat.is_late
 
     # Health.
@@ -352,35 +342,35 @@ class GeneratorPool(SupervisedPool[LiveReplica]):
         if is_engine_dead(replica.heartbeat.error):
             return "has an engine that has died"
         if replica.heartbeat.silent_s > SUSPECT_SHARE * self._section.heartbeat_s:
-            self._suspect(replica, "it does not answer")
+            self._suspect(replica)
         return self._slowness(replica)
 
-    def _take_in(self, replica: LiveReplica, stats: EngineStats) -> None:
-        """Take in the answer to a heartbeat."""
-        self.heard(replica, stats)
+    def _heard(self, replica: LiveReplica, answer: EngineStats) -> None:
+        self.heard(replica, answer)
         if self._slow is not None and self.table.state.of(replica.number).state in LIVE:
-            counts = {load: (one.num_steps, one.took_s) for load, one in stats.decode_steps.items()}
+            counts = {load: (one.num_steps, one.took_s) for load, one in answer.decode_steps.items()}
             self._slow.heard(replica.number, counts, now_s=time.monotonic())
         if self._slow is None or self._slow.pace(replica.number) is Pace.LIKE_PEERS or self._is_idle(replica):
-            # One that is slow and has nothing to do is given groups: nothing else shows whether it still is.
+            # An idle generator gets groups although it was slow: nothing else shows whether it still is.
             self.table.change(lambda table: table.clear(replica.number))
 
     def _is_idle(self, replica: LiveReplica) -> bool:
         return self.table.state.of(replica.number).num_live == 0
 
     def _slowness(self, replica: LiveReplica) -> str | None:
+        """Suspect a slow generator; returns in words what is wrong once it has been slow for too long."""
         if self._slow is None or (ratio := self._slow.ratio(replica.number)) is None:
             return None
-        what = f"its steps take {ratio:.1f} times as long as those of its peers"
-        match self._slow.pace(replica.number):
-            case Pace.SLOW:
-                return f"is slow: {what} (generator.slow_factor = {self._section.slow_factor:g})"
-            case Pace.SUSPECT if not self._is_idle(replica):
-                self._suspect(replica, f"it is slow: {what}")
-        return None
+        pace = self._slow.pace(replica.number)
+        if pace is Pace.SUSPECT and not self._is_idle(replica):
+            self._suspect(replica)
+        if pace is not Pace.SLOW:
+            return None
+        limit = f"generator.slow_factor = {self._section.slow_factor:g}"
+        return f"is slow: its steps take {ratio:.1f} times as long as those of its peers ({limit})"
 
-    def _suspect(self, replica: LiveReplica, why: str) -> None:
-        self.table.change(lambda table: table.suspect(replica.number, why))
+    def _suspect(self, replica: LiveReplica) -> None:
+        self.table.change(lambda table: table.suspect(replica.number))
 
 
 async def spawn_engine(
@@ -406,7 +396,7 @@ async def spawn_engine(
     actor = spawn(mesh)
     pid = 0
     try:
-        async with deadline(config.timeouts.setup_s, call=call, key="timeouts.setup_s"):
+        async with call_limit(config.timeouts, "setup_s", call):
             pid = await actor.pid.call_one()
             await unless_lost(
                 set_up(actor),

@@ -44,19 +44,19 @@ from forgeasync.runtime.generator import CancelledGroup, EndedEpisode, RefusedGr
 from forgeasync.runtime.generator_pool import LiveReplica, sampling_group
 from forgeasync.runtime.router import GeneratorRouter, GroupGivenUp
 from forgeasync.runtime.scorer_pool import GroupScoring, Unscored
-from forgeasync.runtime.supervised import ProcessLost, unless_lost
+from forgeasync.runtime.supervised import ProcessLost
 from forgeasync.waiting import forget
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledGroup:
-    """The rollouts of a group; what an environment sampled comes with their scores."""
+    """The rollouts of a group. Episodes come with their scores."""
 
     rollouts: tuple[StoredRollout, ...]
     scores: tuple[Score, ...] | None = None
     """One for each rollout; None if the scorer still has to score them."""
     durations_ms: tuple[int, ...] | None = None
-    """How long the episode of each rollout took; None where rollouts are responses."""
+    """How long the episode of each rollout took; None if rollouts are responses."""
     outcomes: tuple[EpisodeOutcome, ...] = ()
     """All attempts at the group's episodes."""
 
@@ -67,12 +67,12 @@ class HeldOutRollout:
 
     result: Score | Unscored
     versions: VersionRange | None = None
-    """The policy versions that sampled it; None where it took no turn, or the model is not ours."""
+    """The policy versions that sampled it; None without a turn, or if an endpoint sampled it."""
     ending: Ending | None = None
-    """How the last attempt at the episode ended; a response to one prompt has none."""
+    """How the last attempt at the episode ended; None for a response to one prompt."""
     num_turns: int = 1
     record: Mapping[str, Any] | None = None
-    """The whole episode as JSON values; None where nobody asked for it."""
+    """The whole episode as JSON values; None unless it was asked for."""
 
 
 class GroupSampler(Protocol):
@@ -113,7 +113,7 @@ class ResponseGroups:
     async def sample(
         self, group_id: int, task: Task, *, seed: int | None
     ) -> SampledGroup | RefusedGroup | CancelledGroup:
-        """Sample the group of a task; it still has to be scored, and responses that end early already are."""
+        """Sample the group of a task, without scores; responses that end early begin to be scored."""
         is_sampled = False
         try:
             answer = await self._generators.sample_group(
@@ -166,7 +166,7 @@ T = TypeVar("T")
 
 
 class NoReplica:
-    """The place of a generator where an endpoint samples: it is never lost."""
+    """Stands for a generator if an endpoint samples. It is never lost."""
 
     number = rank = 0
     actor = None
@@ -177,28 +177,22 @@ class NoReplica:
 
 
 class NoTrajectories:
-    """What ``GroupEpisodes`` asks of generators between turns: an endpoint keeps nothing of an episode."""
+    """Stands for the router in ``GroupEpisodes`` if an endpoint samples: it keeps nothing of an episode."""
 
     @asynccontextmanager
     async def pinned(self, num_samples: int) -> AsyncIterator["NoReplica"]:
-        """Every episode is as good as on the same generator."""
+        """Let any number of episodes run."""
         yield NoReplica()
 
     async def drop_episode(self, replica: "NoReplica", episode: EpisodeId) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
     async def drop_episodes(self, replica: "NoReplica", group_id: int) -> None:
-        """Nothing is held."""
-
-    async def store_episodes(
-        self, replica: "NoReplica", group_id: int, ended: list[EndedEpisode]
-    ) -> tuple[StoredRollout, ...]:
-        """Never called: nothing of an endpoint trains."""
-        raise AssertionError("an endpoint's episodes are not stored")
+        """Do nothing."""
 
 
 class EndpointResponses:
-    """Single responses of an endpoint's model, scored by the scorer. For one event loop."""
+    """Samples single responses of an endpoint's model. The scorer scores them. For one event loop."""
 
     def __init__(
         self, endpoint: EndpointModel, scorer: GroupScoring, *, system_prompt: str | None, limit_s: float
@@ -219,7 +213,7 @@ class EndpointResponses:
     async def sample(
         self, group_id: int, task: Task, *, seed: int | None
     ) -> SampledGroup | RefusedGroup | CancelledGroup:
-        """Never called: nothing of an endpoint trains."""
+        """Never called: an endpoint's responses are not trained on."""
         raise AssertionError("an endpoint's responses do not train")
 
     async def score(
@@ -248,7 +242,7 @@ class EndpointResponses:
 
 
 class EpisodesCancelled(Exception):
-    """The group was given up during one of its episodes."""
+    """The group was cancelled during one of its episodes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,7 +259,7 @@ class EndedRun:
         return self.outcomes[-1]
 
     def is_whole(self, taken: Mapping[EpisodeId, frozenset[int]], roles: Sequence[AgentRole]) -> bool:
-        """Whether all turns that it trains on are among those that a generator has taken over."""
+        """Whether a generator has taken over all turns that are trained on."""
         return not self.trains or all(
             len(taken.get(dataclasses.replace(self.episode, agent=agent), ())) >= outcome.num_turns
             for agent, outcome in enumerate(self.last.agents)
@@ -279,33 +273,33 @@ class EpisodeGroup:
 
     group_id: int
     replica: LiveReplica
+    task: Task
+    sampling: SamplingSection
+    seed: int | None
+    keeps_record: bool
+    goes_on: bool
+    """Whether its episodes go on with another generator if this one is lost."""
     data: bytes | None = None
-    """What it had of them, if it is lost."""
+    """Turns that the generator had logged, if it is lost."""
     num_moves: int = 0
     running: "list[asyncio.Future[EndedRun]]" = dataclasses.field(default_factory=list)
     """One for each episode."""
 
-
-async def all_ended(running: "Sequence[asyncio.Future[EndedRun]]", replica: LiveReplica) -> list[EndedRun]:
-    """Wait for all episodes of a group.
-
-    Raises:
-        ProcessLost: its generator is gone before.
-    """
-    ended = asyncio.gather(*(asyncio.shield(one) for one in running))
-    return await unless_lost(ended, replica.lost.wait(), lambda: ProcessLost(f"{replica.name} is gone"))
+    async def all_ended(self) -> list[EndedRun]:
+        """Wait for all episodes, which go on if the caller is cancelled."""
+        return await asyncio.gather(*map(asyncio.shield, self.running))
 
 
 MIN_ROLLOUTS = 2
-"""A group that has fewer left has nothing to compare them with, unless groups have one rollout anyway."""
+"""Fewest rollouts of a group that trains, as rollouts are compared; fewer if groups are smaller."""
 
 
 ADMISSION_S = 0.5
-"""Seconds between two looks at a KV cache that is short."""
+"""Seconds between two checks of a KV cache that is short."""
 
 
 def without_texts(rollout: StoredRollout) -> StoredRollout:
-    """Return a rollout that says nothing of what was said."""
+    """Return a rollout without its texts."""
     branches = tuple(dataclasses.replace(branch, text="") for branch in rollout.branches)
     return dataclasses.replace(rollout, branches=branches)
 
@@ -329,8 +323,8 @@ class GroupEpisodes:
         max_lost_per_group: int,
         keeps_texts: bool = True,
     ) -> None:
-        """``sampling`` is the config's section for training. Without ``keeps_texts`` nothing that was said in
-        an episode leaves its worker and its generator but tokens that are trained on."""
+        """``sampling`` is the config's section for training. Without ``keeps_texts`` only the tokens that are
+        trained on leave the worker and the generator of an episode."""
         self._keeps_texts = keeps_texts
         self._max_lost_per_group = max_lost_per_group
         self._min_rollouts = min(MIN_ROLLOUTS, group_size)
@@ -343,7 +337,7 @@ class GroupEpisodes:
         self._num_groups: Counter[int] = Counter()
         self.num_admission_waits = 0
         """Groups that had to wait for room in a generator's KV cache."""
-        # Groups that no buffer knows of have negative ids.
+        # Groups outside the buffer have negative ids.
         self._evaluation_ids = itertools.count(-1, -1)
 
     async def sample(
@@ -354,20 +348,29 @@ class GroupEpisodes:
         If its generator is lost, another one takes over the turns that had begun, and its episodes go on.
         """
         group: EpisodeGroup | None = None
-        start = functools.partial(self._start, task=task, seed=seed)
         with self._generators.cancellable(group_id) as is_cancelled:
             try:
                 for num_lost in range(self._max_lost_per_group):
                     try:
-                        async with self._generators.pinned(self._group_size) as replica:
-                            async with self._admitted(replica, group_id):
-                                if group is None:
-                                    group = EpisodeGroup(group_id=group_id, replica=replica)
-                                    group.running = [start(group, one) for one in range(self._group_size)]
-                                else:
-                                    await self._take_over(group, replica, start, is_cancelled)
-                                ended = await all_ended(group.running, replica)
-                                return await self._store(replica, group_id, ended)
+                        async with (
+                            self._generators.pinned(self._group_size) as replica,
+                            self._admitted(replica, group_id),
+                        ):
+                            if group is None:
+                                group = EpisodeGroup(
+                                    group_id=group_id,
+                                    replica=replica,
+                                    task=task,
+                                    sampling=self._sampling,
+                                    seed=seed,
+                                    keeps_record=self._keeps_texts,
+                                    goes_on=True,
+                                )
+                                group.running = [self._start(group, one) for one in range(self._group_size)]
+                            else:
+                                await self._take_over(group, replica, is_cancelled)
+                            ended = await replica.call(group.all_ended)
+                            return await self._store(replica, group_id, ended)
                     except ProcessLost as lost:
                         problem = f"group {group_id}: {lost}, as {num_lost} before it"
                         if group is not None and group.replica is replica:
@@ -382,13 +385,9 @@ class GroupEpisodes:
                     await self._end(group)
 
     async def _take_over(
-        self,
-        group: EpisodeGroup,
-        replica: LiveReplica,
-        start: "Callable[[EpisodeGroup, int, int], asyncio.Future[EndedRun]]",
-        is_cancelled: Callable[[], bool],
+        self, group: EpisodeGroup, replica: LiveReplica, is_cancelled: Callable[[], bool]
     ) -> None:
-        """Have a generator take over the episodes of a lost one; they go on, those under way too.
+        """Have a generator take over the episodes of a lost one, which go on there.
 
         Raises:
             ProcessLost: it is gone as well.
@@ -401,7 +400,7 @@ class GroupEpisodes:
             taken = restored
         lost, group.replica = group.replica, replica
         group.num_moves += 1
-        # Also told of a group that is given up: its episodes then end.
+        # This also ends the episodes of a cancelled group.
         self._pool.move_group(
             GroupMove(
                 group_id=group.group_id,
@@ -415,11 +414,11 @@ class GroupEpisodes:
             raise EpisodesCancelled
         for index, one in enumerate(group.running):
             if one.done() and one.exception() is None and not one.result().is_whole(taken, self._roles):
-                # What it had sampled is gone: it runs again from the start.
-                group.running[index] = start(group, index, one.result().episode.attempt + 1)
+                # Some of its turns are lost: it runs again from the start.
+                group.running[index] = self._start(group, index, one.result().episode.attempt + 1)
 
     async def _end(self, group: EpisodeGroup) -> None:
-        """Wait for no episode of a group any more; those that wait for a generator end."""
+        """End the episodes of a group, including those that wait for a generator."""
         for one in group.running:
             one.cancel()
         await asyncio.wait(group.running)
@@ -439,7 +438,9 @@ class GroupEpisodes:
         """
         has_waited = False
         number = replica.number
-        while self._num_groups[number] and await self._is_short_of_kv(replica):
+        while self._num_groups[number] and (
+            await self._generators.kv_usage(replica) > self._section.max_kv_usage
+        ):
             self.num_admission_waits += not has_waited
             has_waited = True
             await asyncio.sleep(ADMISSION_S)
@@ -450,24 +451,8 @@ class GroupEpisodes:
         finally:
             self._num_groups[number] -= 1
 
-    async def _is_short_of_kv(self, replica: LiveReplica) -> bool:
-        return await self._generators.kv_usage(replica) > self._section.max_kv_usage
-
-    def _start(
-        self, group: EpisodeGroup, index: int, first_attempt: int = 0, *, task: Task, seed: int | None
-    ) -> "asyncio.Future[EndedRun]":
-        running = asyncio.ensure_future(
-            self._run(
-                task,
-                EpisodeId(group_id=group.group_id, index=index),
-                group,
-                self._sampling,
-                seed,
-                keeps_record=self._keeps_texts,
-                first_attempt=first_attempt,
-                goes_on=True,
-            )
-        )
+    def _start(self, group: EpisodeGroup, index: int, first_attempt: int = 0) -> "asyncio.Future[EndedRun]":
+        running = asyncio.ensure_future(self._run(group, index, first_attempt))
         running.add_done_callback(forget)
         return running
 
@@ -483,19 +468,18 @@ class GroupEpisodes:
         ended, problem = None, ""
         for num_lost in range(self._max_lost_per_group):
             async with self._generators.pinned(1) as replica:
-                run = functools.partial(
-                    self._run,
-                    task,
-                    EpisodeId(group_id=group_id, index=0),
-                    EpisodeGroup(group_id=group_id, replica=replica),
-                    sampling,
-                    seed,
+                group = EpisodeGroup(
+                    group_id=group_id,
+                    replica=replica,
+                    task=task,
+                    sampling=sampling,
+                    seed=seed,
                     keeps_record=keeps_record,
-                    first_attempt=num_lost * self._section.max_attempts,
                     goes_on=False,
                 )
+                first_attempt = num_lost * self._section.max_attempts
                 try:
-                    ended = await replica.call(run)
+                    ended = await replica.call(functools.partial(self._run, group, 0, first_attempt))
                     break
                 except ProcessLost as lost:
                     problem = str(lost)
@@ -519,36 +503,25 @@ class GroupEpisodes:
             record=record_of(ended.outcomes),
         )
 
-    async def _run(
-        self,
-        task: Task,
-        episode: EpisodeId,
-        group: EpisodeGroup,
-        sampling: SamplingSection,
-        seed: int | None,
-        *,
-        keeps_record: bool,
-        first_attempt: int,
-        goes_on: bool,
-    ) -> EndedRun:
+    async def _run(self, group: EpisodeGroup, index: int, first_attempt: int) -> EndedRun:
         """Run an episode until an attempt counts, or there are no attempts left.
 
         An attempt that its generator's loss has interrupted is none of them.
         """
         outcomes: list[EpisodeOutcome] = []
-        num_left = self._section.max_attempts
+        num_left, trains = self._section.max_attempts, False
         for attempt in itertools.count(first_attempt):
-            episode = dataclasses.replace(episode, attempt=attempt)
+            episode = EpisodeId(group_id=group.group_id, index=index, attempt=attempt)
             num_moves = group.num_moves
             request = EpisodeRequest(
-                task=task,
+                task=group.task,
                 episode=episode,
                 generator=group.replica.actor,
                 generator_number=group.replica.number,
-                sampling=sampling,
-                seed=seed,
-                keeps_record=keeps_record,
-                goes_on=goes_on,
+                sampling=group.sampling,
+                seed=group.seed,
+                keeps_record=group.keeps_record,
+                goes_on=group.goes_on,
             )
             outcome = await self._pool.run_episode(request)
             if isinstance(outcome, CancelledGroup):
@@ -556,19 +529,20 @@ class GroupEpisodes:
             outcomes.append(outcome)
             policy = self._section.endings.of(outcome.ending)
             if policy in (EndingPolicy.SCORE, EndingPolicy.ZERO):
-                return EndedRun(outcomes=tuple(outcomes), trains=outcome.num_turns > 0, episode=episode)
+                trains = outcome.num_turns > 0
+                break
             for agent in range(len(self._roles)):
                 await self._generators.drop_episode(group.replica, dataclasses.replace(episode, agent=agent))
             was_moved = outcome.ending is Ending.INFRASTRUCTURE and group.num_moves != num_moves
             num_left -= not was_moved
             if policy is EndingPolicy.MASK or not num_left:
                 break
-        return EndedRun(outcomes=tuple(outcomes), trains=False, episode=episode)
+        return EndedRun(outcomes=tuple(outcomes), trains=trains, episode=episode)
 
     async def _store(
         self, replica: LiveReplica, group_id: int, ended: Sequence[EndedRun]
     ) -> SampledGroup | RefusedGroup:
-        """Store what trains of a group; without enough of it the group is given up."""
+        """Store the rollouts of a group that train, or refuse a group that has too few."""
         taken = [
             (one, agent)
             for one in ended
@@ -581,7 +555,7 @@ class GroupEpisodes:
             await self._generators.drop_episodes(replica, group_id)
             lost = [one for one in ended if not one.trains]
             if lost and all(one.last.ending is Ending.NO_SCORE for one in lost):
-                # Nothing went wrong: nobody had to say how good it was.
+                # Nothing went wrong: nobody has scored it.
                 return RefusedGroup(problem=None, reason=DropReason.NO_SCORE, outcomes=outcomes)
             problems = [one.last.problem for one in ended if one.last.problem is not None]
             why = problems[0] if problems else "too few episodes of it can train"

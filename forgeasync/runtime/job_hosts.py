@@ -46,6 +46,7 @@ from forgeasync.runtime.jobs import (
     mesh_name,
 )
 from forgeasync.runtime.placement import GpuAllocator, spawn_role
+from forgeasync.runtime.supervised import call_limit
 from forgeasync.waiting import DeadlineExceeded, deadline, forget
 
 BEAT_S = 1.0
@@ -261,8 +262,7 @@ class JobHosts:
             DeadlineExceeded: an agent has not answered within ``timeouts.setup_s``.
         """
         state = await self._submission.start(tell)
-        call = "waiting for the agents of all hosts"
-        async with deadline(self._timeouts.setup_s, call=call, key="timeouts.setup_s"):
+        async with call_limit(self._timeouts, "setup_s", "waiting for the agents of all hosts"):
             for role in JOB_ROLES:
                 self._meshes[role] = state._hosts[mesh_name(self._launcher, self._run_name, role)]
                 self._hosts[role] = self._start_agents(role, self._meshes[role])
@@ -312,8 +312,7 @@ class JobHosts:
     async def gpus(self, role: HostRole) -> Mapping[str, GpuFacts]:
         """See ``Hosts``."""
         hosts = self._hosts[role]
-        call = f"looking at the GPUs of the hosts of {role}"
-        async with deadline(self._timeouts.setup_s, call=call, key="timeouts.setup_s"):
+        async with call_limit(self._timeouts, "setup_s", f"looking at the GPUs of the hosts of {role}"):
             found = await asyncio.gather(*(host.agent.gpus.call_one() for host in hosts))
         return {host.id: facts for host, facts in zip(hosts, found, strict=True)}
 
@@ -406,8 +405,7 @@ class JobHosts:
     async def _beat(self, host: JobHost) -> str | None:
         """Call the agent of a host; returns what is wrong with it, if anything."""
         try:
-            call = "waiting for an answer"
-            async with deadline(self._timeouts.host_s, call=call, key="timeouts.host_s"):
+            async with call_limit(self._timeouts, "host_s", "waiting for an answer"):
                 await host.agent.beat.call_one()
         except DeadlineExceeded as late:
             return str(late)

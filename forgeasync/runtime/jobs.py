@@ -9,19 +9,17 @@ without an end. So ``check_prerequisites`` asks first, and ``Submission`` says w
 
 import asyncio
 import concurrent.futures
-import contextlib
 import ipaddress
 import json
 import logging
-import os
 import re
+import shlex
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from enum import StrEnum
 from http import HTTPStatus
@@ -453,25 +451,12 @@ def _in_thread(run: Callable[[], JobState]) -> "concurrent.futures.Future[JobSta
 PLANNED_LOGS = "runs/<name>-<time>/logs"
 """Log folder that a dry run shows for a run without ``run_dir``."""
 
-COMMAND_DEADLINE_S = 30.0
-"""Time limit of a command that only writes a file, in seconds."""
-
-_RECORDS_INPUT = """#!{python}
-import os, pathlib, shlex, sys
-folder = pathlib.Path({folder!r})
-text = sys.stdin.read() if {reads_stdin} else shlex.join(["ssh", *sys.argv[1:]])
-unfinished = folder / f".{{os.getpid()}}"
-unfinished.write_text(text)
-unfinished.rename(folder / str(os.getpid()))
-print("Submitted batch job 0")
-"""
-
 
 def render_launch(config: RunConfig) -> str | None:
     """Return the script, commands or manifests that start the hosts of a checked config; None for local ones.
 
-    Nothing is submitted. Monarch's jobs run up to the last call: Slurm's and ssh's commands are replaced by
-    scripts that record their input, and calls of Kubernetes' API are recorded too.
+    Nothing is submitted. Monarch's jobs run up to the last call: instead of being made, calls of commands and
+    of Kubernetes' API are recorded.
     """
     launcher = config.launcher
     match launcher:
@@ -480,47 +465,34 @@ def render_launch(config: RunConfig) -> str | None:
         case ProcessLauncher():
             return f"{_total_hosts(launcher)} host processes on this machine"
         case SshLauncher():
-            return "\n".join(_commands(config, "ssh", num_commands=_total_hosts(launcher)))
+            return "\n".join(_commands(config, launcher))
         case SlurmLauncher():
-            (script,) = _commands(config, "sbatch", num_commands=1)
+            (script,) = _commands(config, launcher)
             return script
         case KubernetesLauncher():
             return yaml.safe_dump_all(_manifests(config, launcher), sort_keys=False)
 
 
-def _commands(config: RunConfig, command: str, *, num_commands: int) -> list[str]:
-    """Return what the job passes to a command, in order: the input of sbatch or the arguments of ssh."""
-    assert not isinstance(config.launcher, LocalLauncher)
-    with tempfile.TemporaryDirectory() as scratch:
-        written, commands, logs = (Path(scratch) / name for name in ("written", "bin", "logs"))
-        for folder in (written, commands, logs):
-            folder.mkdir()
-        stand_in = commands / command
-        text = _RECORDS_INPUT.format(
-            python=sys.executable, folder=str(written), reads_stdin=command == "sbatch"
-        )
-        stand_in.write_text(text)
-        stand_in.chmod(0o700)
-        with _first_in_path(commands):
-            build_job(config.launcher, config.name, logs).apply()
-            deadline = time.monotonic() + COMMAND_DEADLINE_S
-            while len(files := [file for file in written.iterdir() if file.name[0] != "."]) < num_commands:
-                assert time.monotonic() < deadline, f"{command} was called {len(files)} times"
-                time.sleep(0.02)
-        planned = PLANNED_LOGS if config.run_dir is None else str(Path(config.run_dir) / "logs")
-        # Process ids ascend: ssh is called for one host after the other.
-        ordered = sorted(files, key=lambda file: int(file.name))
-        return [file.read_text().replace(str(logs), planned) for file in ordered]
+def _commands(config: RunConfig, launcher: SshLauncher | SlurmLauncher) -> list[str]:
+    """Return what the job calls, in order: the input of sbatch, or the command lines of ssh."""
+    sent: list[str] = []
 
+    def run(command: list[str], *, input: str, **options: object) -> subprocess.CompletedProcess[str]:
+        sent.append(input)
+        return subprocess.CompletedProcess(command, 0, stdout="Submitted batch job 0")
 
-@contextlib.contextmanager
-def _first_in_path(folder: Path) -> Iterator[None]:
-    before = os.environ["PATH"]
-    os.environ["PATH"] = f"{folder}{os.pathsep}{before}"
-    try:
-        yield
-    finally:
-        os.environ["PATH"] = before
+    def popen(command: list[str], **options: object) -> mock.Mock:
+        sent.append(shlex.join(command))
+        return mock.Mock(pid=sys.maxsize)
+
+    with (
+        tempfile.TemporaryDirectory() as logs,
+        mock.patch.object(subprocess, "run", run),
+        mock.patch.object(subprocess, "Popen", popen),
+    ):
+        build_job(launcher, config.name, Path(logs)).apply()
+    planned = PLANNED_LOGS if config.run_dir is None else str(Path(config.run_dir) / "logs")
+    return [one.replace(logs, planned) for one in sent]
 
 
 def _manifests(config: RunConfig, launcher: KubernetesLauncher) -> list[dict[str, object]]:

@@ -1,7 +1,8 @@
-"""All procs of a run: spawned, set up, watched, and stopped."""
+"""All processes of a run: spawned, set up, watched, and stopped."""
 
 import asyncio
 import contextlib
+import functools
 import logging
 import re
 import signal
@@ -9,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
 import monarch.actor
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
@@ -18,7 +19,14 @@ from monarch.actor import ActorError, MeshFailure, ProcMesh, this_host
 from forgeasync.observability import Fault, FaultLog, ProcsFile, Role, real_errors
 from forgeasync.runtime.hosts import Host, HostLost, Hosts, LocalHosts, stop
 from forgeasync.runtime.placement import spawn_role
-from forgeasync.runtime.supervised import PEER_END_S, ActorDied, Proc, first_ended
+from forgeasync.runtime.supervised import (
+    PEER_END_S,
+    ActorDied,
+    BackgroundTasks,
+    Proc,
+    SupervisedPool,
+    first_ended,
+)
 
 if TYPE_CHECKING:
     from forgeasync.runtime.generator_pool import GeneratorPool
@@ -28,13 +36,13 @@ REPORT_S = 15.0
 BETTER_REPORT_S = 5.0
 """Seconds to wait after a report without a signal for one that names the signal."""
 WATCH_S = 2.0
-"""Seconds between two checks of procs about which no error was reported."""
+"""Seconds between two checks of processes about which no error was reported."""
 
 _ACTOR = re.compile(r"([\w-]+)\{((?:'\w+': \d+/\d+(?:, )?)+)\}")
 _PLACE = re.compile(r"(\d+)/(\d+)")
-"""An actor's place in one dimension of its mesh: its procs, or its hosts and the procs of each."""
+"""An actor's place in one dimension of its mesh: its processes, or its hosts and the processes of each."""
 _PROC = re.compile(r"The actor ([\w-]+?)(?:-\d+)?-(\d+)<")
-"""A proc: the role, the number of the mesh if that has replaced another one, and the rank."""
+"""A process: the role, the number of the mesh if it has replaced another one, and the rank."""
 _KILLED = re.compile(r"Killed\(sig=(\d+)\)")
 
 
@@ -50,7 +58,7 @@ def read_report(report: str, log_dir: Path) -> Death:
     """Name rank, role, signal and log file of a death; or return the report as it is."""
     killed = _KILLED.search(report)
     if (actor := _ACTOR.search(report)) is not None:
-        # Monarch's own actor that tells trainer ranks of each other.
+        # Monarch's own actor, by which trainer ranks find each other.
         role = "trainer" if actor.group(1) == "_SPMDActor" else actor.group(1)
         rank, num = 0, 1
         for place in _PLACE.finditer(actor.group(2)):
@@ -72,7 +80,7 @@ def read_report(report: str, log_dir: Path) -> Death:
 logger = logging.getLogger(__name__)
 
 MONARCH_OWN_ACTORS = ("logger", "setup")
-"""Names of the actors that Monarch puts into every proc."""
+"""Names of the actors that Monarch puts into every process."""
 
 
 ENVIRONMENT_WORKER = "episodes"
@@ -81,62 +89,48 @@ ENVIRONMENT_WORKER = "episodes"
 SCORER = "scorer"
 """Begins the names of actors of scorers."""
 GENERATOR = "generator-"
-"""Begins the names of procs and actors of generators."""
+"""Begins the names of processes and actors of generators."""
 TEACHER = "teacher-"
-"""Begins the names of procs and actors of teachers."""
-
-
-class Supervisor(Protocol):
-    """Looks after the processes of a role."""
-
-    async def watch(self) -> None:
-        """Look after them until cancelled; an error ends the run."""
-        ...
-
-    async def close(self) -> None:
-        """End them, or whatever of them the process manager cannot end."""
-        ...
+"""Begins the names of processes and actors of teachers."""
 
 
 @dataclass(slots=True)
 class ProcessManager:
-    """The meshes that a run has spawned so far; ``close`` stops them in any state."""
+    """The processes that a run has started so far; ``close`` stops them in any state."""
 
     log_dir: Path
     hosts: Hosts = field(default_factory=LocalHosts)
     faults: FaultLog = field(default_factory=FaultLog)
-    """What has failed, and what came back."""
+    """Faults and recoveries."""
     listing: ProcsFile = field(default_factory=ProcsFile)
     """Which process fills which role."""
     owned: set[str] = field(default_factory=lambda: {ENVIRONMENT_WORKER, SCORER, GENERATOR, TEACHER})
-    """Beginnings of the names of actors whose deaths are no news here: whoever looks after them sees them
-    first, and replaces them."""
+    """Beginnings of the names of actors that a pool supervises; their deaths are handled there."""
     payload_folders: list[Path] = field(default_factory=list)
     """Payload folder of each generator, on its own host; by generator."""
     peers: list[Proc] = field(default_factory=list)
-    """Procs whose death shows as an error of others."""
+    """Processes whose death shows as an error of other processes."""
     _own_meshes: list[ProcMesh] = field(default_factory=list)
     closing: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
-    """What ends whoever looks after procs, before these are stopped."""
-    environment: Supervisor | None = None
-    scorer: Supervisor | None = None
+    """Called before the processes are stopped."""
+    environment: SupervisedPool[Any] | None = None
+    scorer: SupervisedPool[Any] | None = None
     generators: "GeneratorPool | None" = None
-    teachers: list[Supervisor] = field(default_factory=list)
-    buffer: Supervisor | None = None
+    teachers: list[SupervisedPool[Any]] = field(default_factory=list)
+    buffer: SupervisedPool[Any] | None = None
     _failure: asyncio.Future[None] = field(init=False)
     _watching: asyncio.Task[None] | None = None
     _host_fault: Fault | None = None
     _closing: bool = False
-    _background: "set[asyncio.Future[None]]" = field(default_factory=set)
+    _background: BackgroundTasks = field(default_factory=functools.partial(BackgroundTasks, "the run"))
 
     def __post_init__(self) -> None:
         loop = asyncio.get_running_loop()
         self._failure = loop.create_future()
 
         def on_fault(failure: MeshFailure) -> None:
-            # Monarch's default ends the process from here; the loops are to end it in their own order. A dead
-            # proc is reported once for each of its actors: those that Monarch itself put there say nothing
-            # about the role.
+            # Monarch's default ends the process here; the loops have to end it in their own order. A dead
+            # process is reported once for each of its actors; Monarch's own actors do not tell the role.
             if not self._closing and not failure.mesh_name.startswith((*MONARCH_OWN_ACTORS, *self.owned)):
                 loop.call_soon_threadsafe(self._on_report, str(failure.report()))
 
@@ -145,10 +139,10 @@ class ProcessManager:
     def _on_report(self, report: str) -> None:
         logger.error("%s", report)
         death = read_report(report, self.log_dir)
-        # Monarch's own actors in a role's procs have other names: the report tells whose procs they are in.
+        # Monarch's own actors have other names than the role; the report names the process that they are in.
         if death.text.startswith(tuple(self.owned)):
             return
-        # Some say no more than that an actor does not answer: a better one may follow.
+        # Some reports only say that an actor does not answer: a better one may follow.
         delay_s = 0.0 if death.has_signal else BETTER_REPORT_S
         asyncio.get_running_loop().call_later(delay_s, self._fail, ActorDied(death.text))
 
@@ -168,19 +162,19 @@ class ProcessManager:
             self._note_lost_host(lost)
             self._fail(lost)
         except Exception as error:
-            # Hosts that nobody watches any more would be lost unnoticed.
+            # Without this nobody would notice lost hosts.
             self._fail(error)
 
     async def _close_hosts(self) -> None:
         try:
             await self.hosts.close()
         except HostLost as lost:
-            # Connections to it may have broken, and ended the run, before it was missed.
+            # Broken connections to it may have ended the run before its heartbeat was missed.
             self._note_lost_host(lost)
             raise
 
     def _note_lost_host(self, lost: HostLost) -> None:
-        """A lost host ends the run, so it is one fault, whatever else is lost with it."""
+        """Report one fault for a lost host, whatever else is lost with it."""
         if self._host_fault is None:
             self._host_fault = self.faults.detected(Role.HOST, "the run's hosts", f"are not whole: {lost}")
 
@@ -201,13 +195,13 @@ class ProcessManager:
             for task in watching:
                 task.cancel()
 
-    def _supervisors(self) -> list[Supervisor]:
-        """Those that there are; the last one is closed first."""
+    def _supervisors(self) -> list[SupervisedPool[Any]]:
+        """The pools of this run. The last one is closed first."""
         all_of_them = (*self.teachers, self.generators, self.environment, self.scorer, self.buffer)
         return [one for one in all_of_them if one is not None]
 
     async def _fail_with(self, watching: Awaitable[None]) -> None:
-        """End the run if what looks after a role gives it up."""
+        """End the run if a pool gives up."""
         try:
             await watching
         except Exception as error:
@@ -221,10 +215,10 @@ class ProcessManager:
 
     @asynccontextmanager
     async def naming_deaths(self) -> AsyncIterator[None]:
-        """Replace errors of the body that a proc's death caused by an error that names the death.
+        """Replace errors of the body that the death of a process caused by an error that names the death.
 
         Raises:
-            ActorDied: a proc has died; raised from the body's own error.
+            ActorDied: a process has died; raised from the body's own error.
         """
         try:
             yield
@@ -245,7 +239,7 @@ class ProcessManager:
             raise
 
     async def _death_of(self, ended: Proc) -> Exception:
-        """Return what Monarch reports within a bounded time, else what is known without its report."""
+        """Return Monarch's report if it comes within a bounded time, else an error without its details."""
         await asyncio.wait([self._failure], timeout=REPORT_S)
         if self._failure.done() and (reported := self._failure.exception()) is not None:
             assert isinstance(reported, Exception)
@@ -254,24 +248,17 @@ class ProcessManager:
         return ActorDied(f"{ended.role} rank {ended.rank} (process {ended.pid}) has ended; see {log}")
 
     def in_background(self, work: Awaitable[None]) -> None:
-        """Do what nobody waits for, such as giving back what is left of a proc that was killed."""
-        task = asyncio.ensure_future(work)
-        self._background.add(task)
-        task.add_done_callback(self._end_background)
-
-    def _end_background(self, task: "asyncio.Future[None]") -> None:
-        self._background.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            logger.warning("in the background", exc_info=error)
+        """Run ``work`` without waiting for it, such as releasing the mesh of a process that was killed."""
+        self._background.start(work)
 
     def spawn_here(self, name: str) -> ProcMesh:
-        """Start one proc on the controller's own machine, without a GPU."""
+        """Start one process on the controller's own machine, without a GPU."""
         mesh = spawn_role(this_host(), name, num_procs=1)
         self._own_meshes.append(mesh)
         return mesh
 
     async def close(self) -> None:
-        """Stop every proc. Procs that are gone already are no error; cancellation does not interrupt this."""
+        """Stop every process, also if the caller is cancelled. Processes that have ended are no error."""
         closing = asyncio.create_task(self._close())
         try:
             await asyncio.shield(closing)
@@ -281,8 +268,7 @@ class ProcessManager:
 
     async def _close(self) -> None:
         self._closing = True
-        for task in tuple(self._background):
-            task.cancel()
+        self._background.cancel()
         # Callbacks run in reverse order, and all of them run even if one fails.
         async with contextlib.AsyncExitStack() as ending:
             ending.push_async_callback(self._close_hosts)

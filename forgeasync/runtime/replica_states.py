@@ -6,9 +6,9 @@
                            draining ──► removed
 
 A generator starts with version 0, the model folder. It is healthy at once if no version was published yet.
-Otherwise it is stale until an update has ended that took the version which was the newest when it began, and
-that is not older than what all healthy generators are known to serve. So the version that is served, the
-lowest of the healthy ones, never goes back. Only healthy generators that are no spares are given groups.
+Otherwise it is stale until an update has ended. The update takes the version that is the newest when it
+begins; that version must not be older than what all healthy generators serve. So the served version, the
+lowest of all healthy generators, never goes back. Only healthy generators that are not spares get groups.
 """
 
 from dataclasses import dataclass, field
@@ -16,22 +16,22 @@ from enum import StrEnum
 
 
 class ReplicaState(StrEnum):
-    """What a generator can be asked to do."""
+    """What a generator can do."""
 
     STARTING = "starting"
     STALE = "stale"
-    """It is up, but its weights are not yet the newest."""
+    """It runs, but its weights are not the newest yet."""
     HEALTHY = "healthy"
     SUSPECT = "suspect"
-    """It does not answer, or is slow beyond its peers: it keeps its groups and gets no new ones."""
+    """It does not answer, or is slower than its peers: it keeps its groups and gets no new ones."""
     DRAINING = "draining"
-    """It is to be removed, and ends its groups."""
+    """It finishes its groups, and is then removed."""
     DEAD = "dead"
     REMOVED = "removed"
 
 
 LIVE = frozenset({ReplicaState.STALE, ReplicaState.HEALTHY, ReplicaState.SUSPECT, ReplicaState.DRAINING})
-"""States of generators that answer calls and take versions."""
+"""States in which generators answer calls and take versions."""
 
 ENDED = frozenset({ReplicaState.DEAD, ReplicaState.REMOVED})
 
@@ -42,17 +42,15 @@ class Replica:
 
     number: int
     rank: int
-    """Its place: a generator that replaces another has the other's."""
+    """Its place; a generator that replaces another one gets the same."""
     host: str
     is_spare: bool
     state: ReplicaState = ReplicaState.STARTING
-    why: str = ""
-    """Reason of the last change of state."""
     version: int = 0
     updating_to: int | None = None
-    """Version of the update under way."""
+    """Version of the update in flight."""
     num_live: int = 0
-    """Rollouts under way."""
+    """Rollouts in flight."""
     was_healthy: bool = False
 
 
@@ -64,17 +62,13 @@ class ReplicaTable:
     """The newest version that was published."""
     served: int = 0
     """The highest version that all healthy generators have had at once, or a newer one."""
-    num_lost: int = 0
-    num_removed: int = 0
-    num_suspected: int = 0
-    """How often one became suspect."""
     _replicas: dict[int, Replica] = field(default_factory=dict)
     _by_host: dict[str, list[Replica]] = field(default_factory=dict)
-    """Those of each host, also those that are gone."""
+    """The generators of each host, including those that have ended."""
     _next_number: int = 0
 
     def start(self, rank: int, host: str, *, is_spare: bool = False) -> int:
-        """A generator is being started at a place that nobody has; returns its number."""
+        """Add a generator that is being started at a free place; returns its number."""
         assert all(one.rank != rank for one in self.present), f"rank {rank} is taken"
         number = self._next_number
         self._next_number += 1
@@ -84,22 +78,22 @@ class ReplicaTable:
         return number
 
     def ready(self, number: int) -> None:
-        """A generator is up with version 0; no news if it is gone already."""
+        """Note that a generator runs with version 0. Does nothing if it has ended."""
         one = self._replicas[number]
         if one.state in ENDED:
             return
         assert one.state is ReplicaState.STARTING
         if self.newest == 0:
-            self._heal(one, "it has the weights that the run begins with")
+            self._heal(one)
         else:
-            one.state, one.why = ReplicaState.STALE, f"it has version 0, the newest is {self.newest}"
+            one.state = ReplicaState.STALE
 
     def published(self, version: int) -> None:
-        """A version can be fetched."""
+        """Note that a version can be fetched."""
         self.newest = max(self.newest, version)
 
     def behind(self, host: str, version: int) -> tuple[int, ...]:
-        """The live generators of a host that have an older version."""
+        """Return the live generators of a host that have an older version."""
         return tuple(
             one.number for one in self._by_host.get(host, ()) if one.state in LIVE and one.version < version
         )
@@ -109,21 +103,21 @@ class ReplicaTable:
         return bool(self.behind(host, self.newest))
 
     def lowest_version(self, host: str) -> int:
-        """The oldest version that a live generator of a host has; there must be one."""
+        """Return the oldest version of the live generators of a host, which must have some."""
         return min(one.version for one in self._by_host[host] if one.state in LIVE)
 
     def begin_update(self, number: int, version: int) -> None:
-        """A generator fetches the newest version."""
+        """Note that a generator fetches a version."""
         one = self._replicas[number]
         assert one.state in LIVE and one.version < version <= self.newest
         one.updating_to = version
 
     def abandon_update(self, number: int) -> None:
-        """The update has failed: a generator keeps its weights."""
+        """Note that an update has failed: the generator keeps its weights."""
         self._replicas[number].updating_to = None
 
     def updated(self, number: int) -> None:
-        """A generator samples under the version of its update; no news if it is gone already."""
+        """Note that a generator samples under the version of its update. Does nothing if it has ended."""
         one = self._replicas[number]
         version, one.updating_to = one.updating_to, None
         if one.state in ENDED:
@@ -131,53 +125,48 @@ class ReplicaTable:
         assert version is not None, "an update was begun"
         one.version = version
         if one.state is ReplicaState.STALE and version >= self.served:
-            self._heal(one, f"it has taken version {version}")
+            self._heal(one)
         self._settle()
 
-    def suspect(self, number: int, why: str) -> None:
-        """A healthy generator gets no new groups until ``clear``."""
+    def suspect(self, number: int) -> None:
+        """Give a healthy generator no new groups until ``clear``."""
         one = self._replicas[number]
         if one.state is ReplicaState.HEALTHY:
-            one.state, one.why = ReplicaState.SUSPECT, why
-            self.num_suspected += 1
+            one.state = ReplicaState.SUSPECT
             self._settle()
 
     def clear(self, number: int) -> None:
-        """A suspect generator is as its peers again."""
+        """End the suspicion of a generator."""
         one = self._replicas[number]
         if one.state is not ReplicaState.SUSPECT:
             return
         if one.version >= self.served:
-            self._heal(one, "it is as its peers again")
+            self._heal(one)
         else:
-            one.state, one.why = ReplicaState.STALE, f"version {self.served} is served"
+            one.state = ReplicaState.STALE
 
-    def drain(self, number: int, why: str) -> None:
-        """A generator gets no more groups, to be removed when it has none."""
+    def drain(self, number: int) -> None:
+        """Give a generator no more groups; it can be removed when it has none."""
         one = self._replicas[number]
         if one.state in LIVE:
-            one.state, one.why = ReplicaState.DRAINING, why
+            one.state = ReplicaState.DRAINING
             self._settle()
 
     def remove(self, number: int) -> None:
-        """A generator that was drained is gone."""
+        """Remove a drained generator."""
         one = self._replicas[number]
         assert one.state is ReplicaState.DRAINING, one.state
         one.state = ReplicaState.REMOVED
-        self.num_removed += 1
 
-    def lose(self, number: int, why: str) -> bool:
-        """A generator is gone; false if it was already."""
+    def lose(self, number: int) -> None:
+        """Note that a generator is gone. Does nothing if it has ended."""
         one = self._replicas[number]
-        if one.state in ENDED:
-            return False
-        one.state, one.why = ReplicaState.DEAD, why
-        self.num_lost += 1
-        self._settle()
-        return True
+        if one.state not in ENDED:
+            one.state = ReplicaState.DEAD
+            self._settle()
 
     def promote(self) -> int | None:
-        """Let a healthy spare be given groups; None if there is none."""
+        """Turn a healthy spare into a working generator; returns its number, or None without a spare."""
         spares = [one for one in self.present if one.is_spare and one.state is ReplicaState.HEALTHY]
         if not spares:
             return None
@@ -186,7 +175,7 @@ class ReplicaTable:
         return spare.number
 
     def assign(self, num_rollouts: int) -> int | None:
-        """Give rollouts to the generator with the fewest of them; None while none may be given any."""
+        """Give rollouts to the generator with the fewest; returns its number. None: none may get any now."""
         # Every group comes here, and there can be hundreds of generators.
         chosen: Replica | None = None
         for one in self._replicas.values():
@@ -200,38 +189,33 @@ class ReplicaTable:
         return chosen.number
 
     def ended(self, number: int, num_rollouts: int) -> None:
-        """Rollouts of a generator have ended, or are lost with it."""
+        """Note that rollouts of a generator have ended, or are lost with it."""
         one = self._replicas[number]
         one.num_live -= num_rollouts
         assert one.num_live >= 0, "ended once"
 
     @property
     def working(self) -> tuple[Replica, ...]:
-        """Those that are wanted for groups, also while they start; by rank."""
+        """Generators that get groups, or will once they have started; by rank."""
         wanted = (one for one in self.present if not one.is_spare and one.state is not ReplicaState.DRAINING)
         return tuple(sorted(wanted, key=lambda one: one.rank))
 
-    def may_take_groups(self, number: int) -> bool:
-        """Whether a generator may be given a group now."""
-        one = self._replicas[number]
-        return one.state is ReplicaState.HEALTHY and not one.is_spare
-
     def of(self, number: int) -> Replica:
-        """What is known of a generator, also of one that is gone."""
+        """Return the entry of a generator, also after its end."""
         return self._replicas[number]
 
     @property
     def present(self) -> tuple[Replica, ...]:
-        """All that are not gone."""
+        """All generators that have not ended."""
         return tuple(one for one in self._replicas.values() if one.state not in ENDED)
 
     @property
     def ended_numbers(self) -> tuple[int, ...]:
-        """Numbers of those that are gone."""
+        """Numbers of the generators that have ended."""
         return tuple(one.number for one in self._replicas.values() if one.state in ENDED)
 
     def count(self, state: ReplicaState) -> int:
-        """How many are in a state."""
+        """Return the number of generators in a state."""
         return sum(one.state is state for one in self._replicas.values())
 
     @property
@@ -243,8 +227,8 @@ class ReplicaTable:
         healthy = [one.version for one in self.present if one.state is ReplicaState.HEALTHY]
         return bool(healthy) and min(healthy) == version
 
-    def _heal(self, one: Replica, why: str) -> None:
-        one.state, one.why, one.was_healthy = ReplicaState.HEALTHY, why, True
+    def _heal(self, one: Replica) -> None:
+        one.state, one.was_healthy = ReplicaState.HEALTHY, True
         self._settle()
 
     def _settle(self) -> None:

@@ -1,64 +1,74 @@
-"""Spreads requests over generators: each goes to the healthy one with the fewest rollouts in flight.
+"""All generators of a run as one: spreads requests over them, and gets weight versions into them.
 
-What a generator was sampling when it was lost is continued by another, from the tokens that it has logged;
-what is not trained on is sampled again. A group that takes longer than its limit is sampled again too: the
-same prompt with the same seed. Both have a budget, after which the group is given up.
+Each request goes to the healthy generator with the fewest rollouts in flight. If a generator is lost, another
+one continues what it was sampling from the tokens that it has logged; what is not trained on is sampled
+again. A group that takes longer than its limit is sampled again too, with the same prompt and seed. Both have
+a budget, after which the group is given up.
+
+All generators of a host are updated together, because they share one receive buffer. Those that are live when
+an update begins and have an older version take part. If one of them is lost before all have staged their
+shares, the others keep their weights, and the next update is made without it.
 """
 
 import asyncio
+import contextlib
 import functools
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
-from monarch.actor import Channel, Port, PortReceiver
+from monarch.actor import ActorError, Channel, Port
 
 from forgeasync.buffer import DropReason
 from forgeasync.config import ModelFacts, RoutingReplay, RunConfig, SamplingSection, TimeoutSection
 from forgeasync.environments import Response
-from forgeasync.generator import EngineStats
+from forgeasync.generator import EngineStats, SwapReport
 from forgeasync.planning import Machine, count_parameters, generator_memory, least_bytes, total_bytes
 from forgeasync.rollouts import CaptureSpec, EpisodeId, StoredRollout
 from forgeasync.runtime.generator import (
     CancelledGroup,
     EndedEpisode,
-    FinishedResponse,
     GeneratorActor,
     GeneratorSetup,
     RefusedGroup,
     SampledResponse,
 )
 from forgeasync.runtime.generator_pool import GeneratorPool, LiveReplica, sampling_group, spawn_engine
-from forgeasync.runtime.generator_weights import (
-    HostUpdates,
-    SwappedReplica,
-    WeightConnections,
-)
 from forgeasync.runtime.jobs import HostRole
 from forgeasync.runtime.process_manager import GENERATOR, ProcessManager, make_folders
-from forgeasync.runtime.supervised import ProcessLost, Spawned
+from forgeasync.runtime.replica_states import ReplicaTable
+from forgeasync.runtime.supervised import ProcessLost, Spawned, call_limit
 from forgeasync.waiting import DeadlineExceeded, deadline, forget
 from forgeasync.weights import (
     FetchReport,
+    HostShare,
     Manifest,
     StagingSource,
     WeightLayout,
+    of_host,
 )
 
 OnFinished = Callable[[int, Response], None]
-"""Is told of a response and of its place in its group."""
+"""Called with a response that has ended, after its place in the group."""
 
 
 @contextmanager
-def told_of_finished(on_finished: OnFinished | None) -> Iterator[Port[FinishedResponse] | None]:
-    """While it lasts, ``on_finished`` is called for what is sent to the port; None where nobody wants it."""
+def told_of_finished(on_finished: OnFinished | None) -> Iterator[Port[tuple[int, Response]] | None]:
+    """Call ``on_finished`` with everything that is sent to the port, until the end of the body."""
     if on_finished is None:
         yield None
         return
-    port, receiver = Channel[FinishedResponse].open()
-    telling = asyncio.create_task(_tell(receiver, on_finished))
+    port, receiver = Channel[tuple[int, Response]].open()
+
+    async def tell() -> None:
+        while True:
+            on_finished(*await receiver.recv())
+
+    telling = asyncio.create_task(tell())
     try:
         yield port
     finally:
@@ -66,19 +76,25 @@ def told_of_finished(on_finished: OnFinished | None) -> Iterator[Port[FinishedRe
         telling.add_done_callback(forget)
 
 
-async def _tell(receiver: PortReceiver[FinishedResponse], on_finished: OnFinished) -> None:
-    while True:
-        one = await receiver.recv()
-        on_finished(one.index, one.response)
-
-
 T = TypeVar("T")
 
 MAX_LATE = 2
-"""So often a group that took longer than ``timeouts.generate_s`` is sampled again."""
+"""How often a group that took longer than ``timeouts.generate_s`` is sampled again."""
 
 CANCEL_S = 10.0
 """Time for a group to end on a generator that was told to give it up."""
+
+
+MAX_FAILED_FETCHES = 5
+"""Failed fetches in a row after which a generator is replaced; each has tried bad blocks several times."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwappedReplica:
+    """One generator that samples under a new version."""
+
+    number: int
+    report: SwapReport
 
 
 class GroupGivenUp(RuntimeError):
@@ -96,11 +112,15 @@ class GeneratorRouter:
         self.pool = pool
         self._timeouts = timeouts
         self._max_lost_per_group = max_lost_per_group
-        self._connections = WeightConnections(pool, timeouts)
-        self._updates = [HostUpdates(pool, host.id, timeouts) for host in pool.hosts]
         self._cancelled: dict[int, bool] = {}
-        """Groups that are being sampled, and whether they were given up meanwhile."""
+        """Groups that are being sampled, and whether they were cancelled."""
         self._num_moved = self._num_late = 0
+        self._taking_part: dict[int, tuple[int, ...]] = {}
+        """Numbers of the generators in the update in flight, or in the last one; by host."""
+        self._num_failed: Counter[int] = Counter()
+        """Fetches in a row that did not arrive; by the number of the generator."""
+        self._sources: Sequence[StagingSource] = ()
+        """How to reach the trainer's staging buffers; once weights are connected."""
 
     async def sample_group(
         self,
@@ -143,7 +163,7 @@ class GeneratorRouter:
         sampling: SamplingSection,
         seed: int | None = None,
     ) -> tuple[SampledResponse, ...]:
-        """Responses to one prompt that are not trained on; a seed makes them reproducible.
+        """Sample responses to one prompt that are not trained on. A seed makes them reproducible.
 
         Raises:
             GroupGivenUp: generators were lost over it, or took longer than ``timeouts.generate_s``, again
@@ -163,7 +183,7 @@ class GeneratorRouter:
         *,
         group_id: int | None = None,
     ) -> T:
-        """Make a call to one generator after the other, until one has answered.
+        """Make a call to one generator after another, until one answers.
 
         ``call`` is given what the one before had of the group.
 
@@ -178,11 +198,7 @@ class GeneratorRouter:
             async with self._sampling(num_samples, group_id) as replica:
                 answer = asyncio.ensure_future(replica.call(functools.partial(call, replica, continued)))
                 try:
-                    async with deadline(
-                        self._timeouts.generate_s,
-                        call=f"generator {replica.rank} {what}",
-                        key="timeouts.generate_s",
-                    ):
+                    async with call_limit(self._timeouts, "generate_s", f"generator {replica.rank} {what}"):
                         return await asyncio.shield(answer)
                 except ProcessLost as lost:
                     num_lost += 1
@@ -191,13 +207,13 @@ class GeneratorRouter:
                         problem = f"{what}: {lost}, as {num_lost - 1} before it"
                         raise GroupGivenUp(problem, DropReason.LOST) from lost
                     if group_id is not None:
-                        # One that was lost before it had begun has left nothing.
+                        # A generator that was lost before it began has left nothing.
                         left = await asyncio.shield(replica.left)
                         continued = left.groups.get(group_id, continued)
                 except DeadlineExceeded as late:
                     num_late += 1
                     self._num_late += 1
-                    # What took so long may lie in what was sampled.
+                    # The tokens sampled so far may be the reason why it took so long.
                     continued = None
                     if group_id is not None:
                         await self._end_late(replica, group_id, answer)
@@ -214,12 +230,12 @@ class GeneratorRouter:
                 yield replica
 
     async def _end_late(self, replica: LiveReplica, group_id: int, answer: "asyncio.Future[T]") -> None:
-        """Have a generator give up a group that is late, before it is sampled anew."""
+        """Cancel a group that is late, before it is sampled again."""
         await self._cancel(replica, [group_id])
         await asyncio.wait([answer], timeout=CANCEL_S)
 
     async def cancel_groups(self, group_ids: Sequence[int]) -> None:
-        """Give up groups wherever they are sampled."""
+        """Cancel groups on all generators."""
         for group_id in self._cancelled.keys() & set(group_ids):
             self._cancelled[group_id] = True
         await asyncio.gather(*(self._cancel(one, group_ids) for one in self.pool.replicas))
@@ -228,7 +244,7 @@ class GeneratorRouter:
         await self._tolerantly(replica, lambda: replica.actor.cancel_groups.call_one(group_ids))
 
     async def free_payloads(self, rollouts: Iterable[StoredRollout]) -> None:
-        """Free the arrays of whole groups, all rollouts of each, that nobody will read any more.
+        """Free the arrays of whole groups that nobody will read any more.
 
         What a generator has left that is gone is freed by the one that has its place, else by its host.
         """
@@ -246,26 +262,26 @@ class GeneratorRouter:
             if await self._tolerantly(replica, lambda: replica.actor.free_payloads.call_one(files)):
                 return
         host = next((host for host in self.pool.hosts if host.id == host_id), None)
-        # What a host that is gone had in its memory is gone as well.
+        # The memory of a lost host is gone with it.
         if host is not None:
             await host.remove_files(files)
 
     async def _tolerantly(self, replica: LiveReplica, call: Callable[[], Awaitable[None]]) -> bool:
-        """Make a small call to a generator; false if it is gone, or does not answer and is given up."""
-        limit_s = self._timeouts.weights_s
+        """Make a small call to a generator; False if it is lost, or given up because it does not answer."""
         try:
-            async with deadline(limit_s, call="a small call", key="timeouts.weights_s"):
+            async with call_limit(self._timeouts, "weights_s", "a small call"):
                 await replica.call(call)
         except ProcessLost:
             return False
         except DeadlineExceeded:
-            replica.lose(f"has not answered a small call for timeouts.weights_s = {limit_s:g} s")
+            limit = f"timeouts.weights_s = {self._timeouts.weights_s:g} s"
+            replica.lose(f"has not answered a small call for {limit}")
             return False
         return True
 
     @contextmanager
     def cancellable(self, group_id: int) -> Iterator[Callable[[], bool]]:
-        """Within the block, what it is given says whether the group was given up meanwhile."""
+        """Let a group be cancelled within the body; the function given to it says whether it was."""
         self._cancelled[group_id] = False
         try:
             yield lambda: self._cancelled[group_id]
@@ -281,9 +297,8 @@ class GeneratorRouter:
             ProcessLost: it is gone.
         """
         self._num_moved += 1
-        call = f"generator {replica.rank} taking over the episodes of group {group_id}"
-        async with deadline(self._timeouts.generate_s, call=call, key="timeouts.generate_s"):
-            return await replica.call(lambda: replica.actor.restore_episodes.call_one(group_id, data))
+        what = f"taking over the episodes of group {group_id}"
+        return await self._ask(replica, what, lambda: replica.actor.restore_episodes.call_one(group_id, data))
 
     async def store_episodes(
         self, replica: LiveReplica, group_id: int, ended: Sequence[EndedEpisode]
@@ -293,9 +308,8 @@ class GeneratorRouter:
         Raises:
             ProcessLost: it is gone.
         """
-        call = f"generator {replica.rank} storing the episodes of group {group_id}"
-        async with deadline(self._timeouts.generate_s, call=call, key="timeouts.generate_s"):
-            return await replica.call(lambda: replica.actor.store_episodes.call_one(group_id, ended))
+        what = f"storing the episodes of group {group_id}"
+        return await self._ask(replica, what, lambda: replica.actor.store_episodes.call_one(group_id, ended))
 
     async def drop_episode(self, replica: LiveReplica, episode: EpisodeId) -> None:
         """Have one generator forget one attempt at an episode; no error if it is gone."""
@@ -306,98 +320,45 @@ class GeneratorRouter:
         await self._tolerantly(replica, lambda: replica.actor.drop_episodes.call_one(group_id))
 
     async def kv_usage(self, replica: LiveReplica) -> float:
-        """Share of one generator's KV cache that running requests hold.
+        """Return the share of one generator's KV cache that running requests hold.
 
         Raises:
             ProcessLost: it is gone.
         """
-        call = f"asking generator {replica.rank} how full its KV cache is"
-        async with deadline(self._timeouts.generate_s, call=call, key="timeouts.generate_s"):
-            return await replica.call(lambda: replica.actor.kv_usage.call_one())
+        return await self._ask(replica, "telling how full its KV cache is", replica.actor.kv_usage.call_one)
+
+    async def _ask(self, replica: LiveReplica, what: str, make: Callable[[], Awaitable[T]]) -> T:
+        """Make a call to one generator, which may take ``timeouts.generate_s``; ``what`` names it."""
+        async with call_limit(self._timeouts, "generate_s", f"generator {replica.rank} {what}"):
+            return await replica.call(make)
 
     @asynccontextmanager
     async def pinned(self, num_samples: int) -> AsyncIterator[LiveReplica]:
-        """The healthy generator with the least to do, which counts as busy with so many rollouts.
+        """Give the healthy generator with the fewest rollouts so many more, until the end of the body.
 
         Waits while there is none.
         """
-        replica = await self.pool.assigned(num_samples)
-        try:
+        async with self.pool.assigned(num_samples) as replica:
             yield replica
-        finally:
-            self.pool.table.change(lambda table: table.ended(replica.number, num_samples))
-
-    @property
-    def num_replicas(self) -> int:
-        """Generators that have not been lost."""
-        return len(self.pool.replicas)
 
     @property
     def actors(self) -> Mapping[str, tuple[GeneratorActor, ...]]:
-        """The generators' actors by host: all of a host show what lies in its shared memory."""
+        """The generators' actors by host. Each of a host can show what is in its shared memory."""
         actors: dict[str, tuple[GeneratorActor, ...]] = {}
         for one in self.pool.replicas:
             actors[one.host.id] = (*actors.get(one.host.id, ()), one.actor)
         return actors
 
     def known(self) -> tuple[tuple[GeneratorActor, ...], tuple[int, ...]]:
-        """The generators that there are, and the numbers of those that are gone."""
+        """Return the running generators, and the numbers of those that have ended."""
         return tuple(one.actor for one in self.pool.replicas), self.pool.table.state.ended_numbers
 
-    @property
-    def num_hosts(self) -> int:
-        return len(self._updates)
-
-    def lowest_version(self, host: int) -> int:
-        """The oldest version that a generator of a host has; it must have some."""
-        return self.pool.table.state.lowest_version(self.pool.hosts[host].id)
-
-    async def until_behind(self, host: int) -> None:
-        """Wait until a host has a generator that does not have the newest version."""
-        host_id = self.pool.hosts[host].id
-        await self.pool.table.until(lambda table: table.is_behind(host_id))
-
-    async def until_all_have(self, version: int) -> None:
-        """Wait until there are healthy generators and all of them sample under ``version``."""
-        await self.pool.table.until(lambda table: table.all_have(version))
-
-    async def until_served(self, newer_than: int) -> int:
-        """Wait until all healthy generators have a version newer than that; returns what they serve."""
-        return await self.pool.table.until(lambda table: table.served if table.served > newer_than else None)
-
-    def published(self, version: int) -> None:
-        """A version can be fetched: generators that join have to take it."""
-        self.pool.table.change(lambda table: table.published(version))
-
-    async def connect_weights(
-        self, layout: WeightLayout, sources: Sequence[StagingSource], folders: Sequence[Path]
-    ) -> list[str]:
-        """Let every generator plan how versions get into its engine; see ``WeightConnections.connect``."""
-        return await self._connections.connect(layout, sources, folders)
-
-    async def reconnect_weights(self, layout: WeightLayout, sources: Sequence[StagingSource]) -> None:
-        """Have every generator read from the buffers of a trainer that was started again."""
-        await self._connections.reconnect(layout, sources)
-
-    async def begin_update(self, host: int, manifest: Manifest) -> FetchReport | None:
-        """Have the generators of a host fetch a leased version; see ``HostUpdates.begin``."""
-        return await self._updates[host].begin(manifest)
-
-    async def finish_update(self, host: int, version: int) -> list[SwappedReplica]:
-        """Wait until generators of a host sample under a version; see ``HostUpdates.finish``."""
-        return await self._updates[host].finish(version)
-
-    def taken(self, number: int) -> None:
-        """Count a generator as one that samples under the version that it has swapped in."""
-        self.pool.table.change(lambda table: table.updated(number))
-        self.pool.look_for_healed()
-
     async def stats(self) -> list[EngineStats]:
-        """Counters of every engine since it started; one entry is of all that were lost."""
+        """Return the counts of every engine since it started; the last entry is of all that have ended."""
 
         async def ask(one: LiveReplica) -> EngineStats | None:
             try:
-                async with deadline(self._timeouts.weights_s, call="counters", key="timeouts.weights_s"):
+                async with call_limit(self._timeouts, "weights_s", "counters"):
                     return await one.call(lambda: one.actor.stats.call_one())
             except (ProcessLost, DeadlineExceeded):
                 return None
@@ -415,16 +376,232 @@ class GeneratorRouter:
             "generator/num_late_groups": self._num_late,
         }
 
+    # Versions of weights. Hosts are numbered in the order of ``pool.hosts``.
+
+    @property
+    def num_hosts(self) -> int:
+        return len(self.pool.hosts)
+
+    def lowest_version(self, host: int) -> int:
+        """Return the oldest version of the generators of a host, which must have some."""
+        return self.pool.table.state.lowest_version(self.pool.hosts[host].id)
+
+    async def until_behind(self, host: int) -> None:
+        """Wait until a host has a generator that does not have the newest version."""
+        host_id = self.pool.hosts[host].id
+        await self.pool.table.until(lambda table: table.is_behind(host_id))
+
+    async def until_all_have(self, version: int) -> None:
+        """Wait until there are healthy generators and all of them sample under ``version``."""
+        await self.pool.table.until(lambda table: table.all_have(version))
+
+    async def until_served(self, newer_than: int) -> int:
+        """Wait until all healthy generators have a version newer than that; returns what they serve."""
+        return await self.pool.table.until(lambda table: table.served if table.served > newer_than else None)
+
+    def published(self, version: int) -> None:
+        """Note that a version can be fetched: generators that join have to take it."""
+        self.pool.table.change(lambda table: table.published(version))
+
+    def taken(self, number: int) -> None:
+        """Count a generator as one that samples under the version that it has swapped in."""
+        self.pool.table.change(lambda table: table.updated(number))
+        self.pool.look_for_healed()
+
+    # Updates of the generators of one host.
+
+    async def begin_update(self, host: int, manifest: Manifest) -> FetchReport | None:
+        """Have the generators of a host fetch a leased version; when this returns the lease may end.
+
+        If a part of it does not arrive, all of them keep their weights. Returns None if no generator fetches
+        it, or if one of them is lost meanwhile; the others then keep their weights.
+        """
+        version = manifest.version
+        numbers = self.pool.table.state.behind(self.pool.hosts[host].id, version)
+        replicas = [one for one in map(self.pool.get, numbers) if one is not None]
+        if not replicas:
+            return None
+        is_new = numbers != self._taking_part.get(host)
+        self._taking_part[host] = numbers
+        shares = {
+            one.number: HostShare(index=index, count=len(replicas)) for index, one in enumerate(replicas)
+        }
+
+        def begin(table: ReplicaTable) -> None:
+            table.published(version)
+            for one in replicas:
+                table.begin_update(one.number, version)
+
+        self.pool.table.change(begin)
+        fetched = await self._of_all(
+            replicas,
+            f"fetching version {version}",
+            lambda one: one.actor.begin_update.call_one(manifest, shares[one.number] if is_new else None),
+            keys=["weights_s"],
+        )
+        reports = [report for report in fetched if report is not None]
+        if len(reports) < len(replicas) or not all(report.is_complete for report in reports):
+            await self._abandon(
+                host, [one for one, report in zip(replicas, fetched, strict=True) if report is not None]
+            )
+        if len(reports) < len(replicas):
+            return None
+        for replica, report in zip(replicas, reports, strict=True):
+            self._count(replica, report)
+        return of_host(reports)
+
+    async def finish_update(self, host: int, version: int) -> list[SwappedReplica]:
+        """Wait until the generators of a host sample under ``version``, which they have fetched.
+
+        Returns those that do; ``taken`` has to follow for each of them. A generator that drains waits for its
+        longest sequence.
+        """
+        numbers = self._taking_part[host]
+        replicas = [one for one in map(self.pool.get, numbers) if one is not None]
+        what = f"swapping in version {version}"
+        staged: list[bool | None] = [None]
+        if len(replicas) == len(numbers):
+            # Each generator stages a part for all: none may swap before the last has staged.
+            staged = await self._of_all(replicas, what, lambda one: _done(one.actor.stage_update.call_one()))
+        if None in staged:
+            await self._abandon(host, [one for one in replicas if not one.lost.is_set()])
+            return []
+        swaps: list[SwapReport | None] = await self._of_all(
+            replicas, what, lambda one: one.actor.finish_update.call_one()
+        )
+        return [
+            SwappedReplica(number=one.number, report=swap)
+            for one, swap in zip(replicas, swaps, strict=True)
+            if swap is not None
+        ]
+
+    async def _abandon(self, host: int, replicas: Sequence[LiveReplica]) -> None:
+        def abandon(table: ReplicaTable) -> None:
+            for number in self._taking_part[host]:
+                table.abandon_update(number)
+
+        self.pool.table.change(abandon)
+        await self._of_all(
+            replicas, "giving up a version", lambda one: _done(one.actor.abandon_update.call_one())
+        )
+
+    def _count(self, replica: LiveReplica, report: FetchReport) -> None:
+        if report.is_complete:
+            del self._num_failed[replica.number]
+            return
+        self._num_failed[replica.number] += 1
+        if (num_failed := self._num_failed[replica.number]) >= MAX_FAILED_FETCHES:
+            replica.lose(
+                f"could not fetch weights: {num_failed} fetches in a row did not arrive as their "
+                "manifests say; a lease that is too short (weights.lease_timeout_s) or faulty memory does "
+                "this"
+            )
+
+    async def _of_all(
+        self,
+        replicas: Sequence[LiveReplica],
+        what: str,
+        call: Callable[[LiveReplica], Awaitable[T]],
+        *,
+        keys: Sequence[str] = ("weights_s", "generate_s"),
+    ) -> list[T | None]:
+        """Return the answer of each generator; None for those that are lost, or given up as too late.
+
+        The limit is the sum of the timeouts of ``keys``.
+        """
+        limit_s = sum(getattr(self._timeouts, key) for key in keys)
+        named = " + ".join(f"timeouts.{key}" for key in keys)
+
+        async def one_of_them(replica: LiveReplica) -> T | None:
+            try:
+                async with deadline(limit_s, call=f"{self.pool.title} {replica.rank} {what}", key=named):
+                    return await replica.call(lambda: call(replica))
+            except ProcessLost:
+                return None
+            except DeadlineExceeded as late:
+                replica.lose(f"was too late: {late}")
+                return None
+
+        return list(await asyncio.gather(*map(one_of_them, replicas)))
+
+    # How generators reach the trainer's staging buffers.
+
+    async def connect_weights(
+        self, layout: WeightLayout, sources: Sequence[StagingSource], folders: Sequence[Path]
+    ) -> list[str]:
+        """Let every generator plan how versions get into its engine, by way of its host's folder.
+
+        ``folders`` are by rank, one for each host. Generators that join later do the same. Returns in words,
+        without repetition, how engines take versions.
+
+        Raises:
+            ValueError: trainer and engine do not have the same tensors, or a transport cannot work.
+        """
+        self._sources = sources
+        routes: dict[str, None] = {}
+        folder_of = {self.pool.host_of(rank).id: folder for rank, folder in enumerate(folders)}
+        ranks_of: dict[str, list[LiveReplica]] = {}
+        for replica in self.pool.replicas:
+            ranks_of.setdefault(replica.host.id, []).append(replica)
+
+        async def connect_host(replicas: Sequence[LiveReplica]) -> None:
+            # The first generator creates the files that the others open.
+            for index, one in enumerate(replicas):
+                share = HostShare(index=index, count=len(replicas))
+                connect = one.actor.connect_weights
+                routes[await connect.call_one(layout, sources, folders[one.rank], share, False)] = None
+
+        async def join(replica: LiveReplica) -> None:
+            rank = replica.rank
+            index = self.pool.rank_on_host(rank)
+            # The generator gets its real share with its first version.
+            share = HostShare(index=index, count=index + 1)
+            folder = folder_of[self.pool.host_of(rank).id]
+            call = f"connecting {self.pool.title} {rank} to the trainer's weights"
+            async with call_limit(self._timeouts, "setup_s", call):
+                known = self._sources
+                await replica.actor.connect_weights.call_one(layout, known, folder, share, True)
+                while known is not self._sources:
+                    # The trainer was started again meanwhile.
+                    known = self._sources
+                    await replica.actor.reconnect_weights.call_one(layout, known)
+
+        call = f"connecting every {self.pool.title} to the trainer's weights"
+        async with call_limit(self._timeouts, "setup_s", call):
+            try:
+                await asyncio.gather(*map(connect_host, ranks_of.values()))
+            except ActorError as error:
+                if isinstance(error.exception, ValueError):
+                    raise error.exception from error
+                raise
+        self.pool.connect = join
+        return list(routes)
+
+    async def reconnect_weights(self, layout: WeightLayout, sources: Sequence[StagingSource]) -> None:
+        """Have every generator read from the buffers of a trainer that was started again.
+
+        One that is just joining does so before it has joined.
+        """
+        self._sources = sources
+
+        async def reconnect(replica: LiveReplica) -> None:
+            with contextlib.suppress(ProcessLost):
+                await replica.call(lambda: replica.actor.reconnect_weights.call_one(layout, sources))
+
+        call = f"connecting every {self.pool.title} to the trainer that was started again"
+        async with call_limit(self._timeouts, "setup_s", call):
+            await asyncio.gather(*map(reconnect, self.pool.replicas))
+
 
 async def start_generators(
     procs: ProcessManager, config: RunConfig, facts: ModelFacts, model_path: Path
 ) -> GeneratorRouter:
-    """Start the generators, with their engines loaded, behind a router that replaces those that are lost."""
+    """Start the generators and load their engines; lost ones are replaced."""
     section = config.generator
     capacity_bytes = int(config.payload.capacity_gib * 2**30)
     procs.hosts.allot(HostRole.GENERATORS, section.num_engines, gpus_per_proc=section.tensor_parallel)
     hosts = procs.hosts.of_procs(HostRole.GENERATORS, section.num_engines)
-    # All generators together hold no more than that: on every host it is asked for once.
+    # All generators share this capacity, so it is requested once on every host.
     ids = [host.id for host in hosts]
     sizes = [capacity_bytes if ids.index(name) == index else 0 for index, name in enumerate(ids)]
     folders = procs.payload_folders = await make_folders(hosts, sizes)
@@ -466,7 +643,12 @@ async def start_generators(
 
     pool = GeneratorPool(spawn, section, hosts, faults=procs.faults, listing=procs.listing)
     procs.generators = pool
-    call = "loading the generators' engines"
-    async with deadline(config.timeouts.setup_s, call=call, key="timeouts.setup_s"):
+    async with call_limit(config.timeouts, "setup_s", "loading the generators' engines"):
         await pool.start(len(hosts))
     return GeneratorRouter(pool, config.timeouts, max_lost_per_group=section.max_lost_per_group)
+
+
+async def _done(call: Awaitable[None]) -> bool:
+    """Return True once a call without a result has ended, to distinguish it from a failed one."""
+    await call
+    return True

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from monarch.actor import Actor, concurrent_endpoint
 
@@ -49,7 +49,7 @@ class _Verified:
 
     def __init__(self, scorer: VerifiedScorer, *, num_workers: int, limit_s: float) -> None:
         self._scorer = scorer
-        self._scoring = ResponseScoring[str, Score](scorer, num_workers=num_workers, limit_s=limit_s)
+        self._scoring = ResponseScoring[str, Score](scorer.score, num_workers=num_workers, limit_s=limit_s)
         self.start = scorer.start
 
     async def score(self, task: Task, responses: Sequence[Response], first: int) -> tuple[Score, ...]:
@@ -69,7 +69,7 @@ class _Verified:
 
 
 class _InProcesses:
-    """A reward with processes of its own: a user's own one, or a process reward model."""
+    """A reward with processes of its own: a user's reward, or a process reward model."""
 
     def __init__(
         self, pool: RewardPool | ProcessRewardPool, *, limit_s: float, is_whole: bool = False
@@ -83,9 +83,15 @@ class _InProcesses:
     def start(self) -> str:
         words = self._pool.start()
         self._scoring = ResponseScoring(
-            _Rollouts(self._pool), num_workers=self._pool.num_places, limit_s=self._limit_s
+            self._score_rollouts, num_workers=self._pool.num_places, limit_s=self._limit_s
         )
         return words
+
+    def _score_rollouts(self, task: Task, rollouts: Sequence[tuple[int, Response]]) -> tuple[Score, ...]:
+        """Make one call; its errors name the rollouts."""
+        first, last = rollouts[0][0], rollouts[-1][0]
+        name = f"rollout {first}" if first == last else f"rollouts {first} to {last}"
+        return self._pool.score(task, [response for _, response in rollouts], name)
 
     async def score(self, task: Task, responses: Sequence[Response], first: int) -> tuple[Score, ...]:
         assert self._scoring is not None, "started"
@@ -107,18 +113,6 @@ class _InProcesses:
             self._scoring.close()
 
 
-class _Rollouts:
-    """Calls of a reward whose errors name the rollouts."""
-
-    def __init__(self, pool: RewardPool | ProcessRewardPool) -> None:
-        self._pool = pool
-
-    def score(self, task: Task, rollouts: Sequence[tuple[int, Response]], /) -> tuple[Score, ...]:
-        first, last = rollouts[0][0], rollouts[-1][0]
-        name = f"rollout {first}" if first == last else f"rollouts {first} to {last}"
-        return self._pool.score(task, [response for _, response in rollouts], name)
-
-
 class RunRewards:
     """All rewards of a run; a task is scored by those of its source."""
 
@@ -136,26 +130,22 @@ class RunRewards:
             self._of_source[source.name] = (source.rewards, members)
 
     def _member(self, reward: RewardSection, source: NamedSource, seed: int) -> OneReward:
-        build: Callable[[], OneReward]
+        member: OneReward
         setup = reward.model_dump_json(exclude={"weight"}).encode()
         if isinstance(reward, JudgeReward):
-            build = functools.partial(Judge, reward, num_replicas=self._section.num_replicas)
+            member = Judge(reward, num_replicas=self._section.num_replicas)
         elif isinstance(reward, PythonReward):
-            pool = RewardPool(reward, self._section.num_workers)
-            is_whole = reward.scores is ScoredUnit.GROUP
-            build = functools.partial(_InProcesses, pool, limit_s=self._limit_s, is_whole=is_whole)
+            pool, is_whole = RewardPool(reward, self._section.num_workers), reward.scores is ScoredUnit.GROUP
+            member = _InProcesses(pool, limit_s=self._limit_s, is_whole=is_whole)
         elif isinstance(reward, ProcessRewardModel):
-            build = functools.partial(_InProcesses, ProcessRewardPool(reward), limit_s=self._limit_s)
+            member = _InProcesses(ProcessRewardPool(reward), limit_s=self._limit_s)
         else:
             choice = verifier_choice(reward, source, seed=seed)
             limits = reward.model_dump_json(exclude={"weight", "name"}).encode()
             setup = CHOICE_CODEC.dump_json(choice) + limits
-            scorer = VerifiedScorer(choice, self._section)
-            workers = self._section.num_workers
-            build = functools.partial(_Verified, scorer, num_workers=workers, limit_s=self._limit_s)
-        if setup not in self._by_setup:
-            self._by_setup[setup] = self._limited(build(), reward)
-        return self._by_setup[setup]
+            scorer, num_workers = VerifiedScorer(choice, self._section), self._section.num_workers
+            member = _Verified(scorer, num_workers=num_workers, limit_s=self._limit_s)
+        return self._by_setup.setdefault(setup, self._limited(member, reward))
 
     def _limited(self, member: OneReward, reward: RewardSection) -> OneReward:
         # A judge counts its requests itself.
@@ -173,7 +163,7 @@ class RunRewards:
         return "; ".join(dict.fromkeys(member.start() for member in self._by_setup.values()))
 
     async def score(self, task: Task, responses: Sequence[Response], first: int = 0) -> tuple[Score, ...]:
-        """The score of each response to one task; ``first`` is the place of the first one in its group.
+        """Return the score of each response to a task; ``first`` is the first one's place in its group.
 
         Raises:
             RewardUnavailable: what a reward needs is not there now.
@@ -208,7 +198,7 @@ class RunRewards:
 
 
 def _named(score: Score, reward: RewardSection, member: OneReward) -> Score:
-    """The score with what has given it, where it does not say so itself."""
+    """Return the score with the name and version of its reward, unless it has them."""
     return dataclasses.replace(
         score,
         scorer=score.scorer or name_of(reward)[:MAX_SCORER_CHARS],
@@ -216,18 +206,8 @@ def _named(score: Score, reward: RewardSection, member: OneReward) -> Score:
     )
 
 
-ItemT = TypeVar("ItemT", contravariant=True)
-
-
-ResultT = TypeVar("ResultT", covariant=True)
-
-
-class Scorer(Protocol[ItemT, ResultT]):
-    """Scores the text of a response, a response, or all responses of a group to a task. Thread-safe."""
-
-    def score(self, task: Task, response: ItemT, /) -> ResultT:
-        """Score ``response``; an exception is never the fault of the response."""
-        ...
+ItemT = TypeVar("ItemT")
+ResultT = TypeVar("ResultT")
 
 
 class ResponseScoring(Generic[ItemT, ResultT]):
@@ -238,8 +218,9 @@ class ResponseScoring(Generic[ItemT, ResultT]):
     the group before.
     """
 
-    def __init__(self, scorer: Scorer[ItemT, ResultT], *, num_workers: int, limit_s: float) -> None:
-        self._scorer = scorer
+    def __init__(self, score: Callable[[Task, ItemT], ResultT], *, num_workers: int, limit_s: float) -> None:
+        """``score`` is called in threads; an exception of it is never the fault of the response."""
+        self._score = score
         self._limit_s = limit_s
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="scoring")
 
@@ -255,7 +236,7 @@ class ResponseScoring(Generic[ItemT, ResultT]):
 
         def score_one(response: ItemT) -> ResultT:
             loop.call_soon_threadsafe(begun.set)
-            return self._scorer.score(task, response)
+            return self._score(task, response)
 
         scores = [loop.run_in_executor(self._threads, score_one, response) for response in responses]
         try:
@@ -269,7 +250,7 @@ class ResponseScoring(Generic[ItemT, ResultT]):
                 one.cancel()
 
     def close(self) -> None:
-        """Begin nothing more, and wait for what has begun."""
+        """Begin no more calls, and wait for those that have begun."""
         self._threads.shutdown(wait=True, cancel_futures=True)
 
 
@@ -281,7 +262,7 @@ class ScoredResponses:
     counts: VerifierCounts
     """Since the scorer began."""
     memory: MemoryPeak | None = None
-    """Peak of the scorer's largest process so far; None where nobody has measured."""
+    """Peak of the scorer's largest process so far; None if it was not measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -297,14 +278,14 @@ class ScorerReady:
     """A scorer that has been set up."""
 
     isolation: str
-    """What there is and what isolates verifiers, in words."""
+    """The rewards and what isolates verifiers, in words."""
     pid: int
     mark: str
-    """What it has started carries it (``forgeasync.environments.workers``)."""
+    """Mark of everything that it starts (``forgeasync.environments.workers``)."""
 
 
 class ScorerActor(Actor):
-    """One scorer in one proc."""
+    """One scorer in one process."""
 
     def __init__(self, log_dir: Path, rank: int) -> None:
         """``rank`` is its place among the run's scorers; another one may have had it before."""
@@ -333,7 +314,7 @@ class ScorerActor(Actor):
     async def score(
         self, task: Task, responses: Sequence[Response], first: int
     ) -> ScoredResponses | Unavailable:
-        """The score of each response to one task; ``first`` is the place of the first one in its group."""
+        """Return the score of each response to a task; ``first`` is the first one's place in its group."""
         assert self._rewards is not None
         try:
             with doing(State.COMPUTING), span("score", {"task": task.task_id, "first": first}):

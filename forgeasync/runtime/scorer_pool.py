@@ -1,6 +1,6 @@
-"""The scorers of a run: groups, whose responses are scored as they finish, and processes that score them.
+"""The scorers of a run: responses of groups are scored as they finish, in processes of their own.
 
-``Scorers`` looks after the processes. ``ScorerPool`` holds the responses that wait for a scorer, and asks
+``Scorers`` supervises the processes. ``ScorerPool`` holds the responses that wait for a scorer, and asks
 again when one is lost; ``forgeasync.scoring.dispatch`` decides. ``GroupScoring`` puts the scores of groups
 together. A failure costs one response's group at most.
 """
@@ -14,8 +14,6 @@ import operator
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-
-from monarch.actor import this_host
 
 from forgeasync.config import (
     JudgeReward,
@@ -31,12 +29,9 @@ from forgeasync.environments import Response
 from forgeasync.observability import Fault, FaultLog, ProcsFile, Role, last_words
 from forgeasync.process_memory import MemoryPeak, largest
 from forgeasync.rollouts import Score, Task, VerifierCounts
-from forgeasync.runtime.hosts import stop
-from forgeasync.runtime.placement import spawn_role
 from forgeasync.runtime.process_manager import SCORER, ProcessManager
 from forgeasync.runtime.scorer import ScoredResponses, ScorerActor, ScorerReady, Unavailable
 from forgeasync.runtime.supervised import (
-    Heartbeat,
     ProcessLost,
     RestartBudget,
     RestartsFail,
@@ -44,9 +39,10 @@ from forgeasync.runtime.supervised import (
     Supervised,
     SupervisedPool,
     diagnose_hang,
+    spawn_local,
 )
 from forgeasync.scoring import Assignment, Dispatcher, Fate, Judge, is_limited
-from forgeasync.waiting import Monitor, deadline, forget
+from forgeasync.waiting import Monitor, forget
 
 logger = logging.getLogger(__name__)
 
@@ -54,13 +50,15 @@ RETRY_WAIT_S = 0.2
 """Seconds before the second attempt; the wait doubles with every further one."""
 
 SpawnScorer = Callable[[int, int], Awaitable[Spawned[ScorerActor]]]
-"""Starts and sets up a scorer: its place among the run's scorers, and a number that is new for each."""
+"""Starts and sets up a scorer, given its place among the run's scorers and a unique number."""
 
 Scorer = Supervised[ScorerActor]
 
 
 class Scorers(SupervisedPool[Scorer]):
     """The scorers' processes; ``score`` asks one of them, and ``ScorerPool`` decides which."""
+
+    after_loss = ": another one starts, and its responses are scored again"
 
     def __init__(
         self,
@@ -78,18 +76,24 @@ class Scorers(SupervisedPool[Scorer]):
         scored at once, so that no call takes longer than that many rounds: a scorer that takes longer is
         replaced. ``on_change`` is told whether a place has a process, whenever that changes after the start.
         """
-        super().__init__(Role.SCORER, faults=faults, listing=listing)
-        self._spawn = spawn
+        super().__init__(
+            Role.SCORER,
+            Supervised[ScorerActor],
+            spawn,
+            heartbeat_s=section.heartbeat_s,
+            heartbeat_key="scorer.heartbeat_s",
+            faults=faults,
+            listing=listing,
+        )
         self._section = section
         self._rounds = math.ceil(section.max_in_flight / section.num_workers) + 1
         self._backstop_s = limit_s * self._rounds
         self._on_change = on_change
-        self._next_number = 0
         self._budgets = [RestartBudget(section.max_restarts) for _ in range(section.num_replicas)]
-        self._counts: dict[int, VerifierCounts] = {}
-        """What each process has counted since it began, when it was last heard of; by number."""
-        self._lost_counts = [VerifierCounts() for _ in range(section.num_replicas)]
-        """What lost processes had counted; by place."""
+        self._counts = [VerifierCounts()] * section.num_replicas
+        """Last known counts of all processes of a place; by place."""
+        self._lost_counts = [VerifierCounts()] * section.num_replicas
+        """Last known counts of lost processes; by place."""
 
     async def score(
         self, rank: int, task: Task, responses: Sequence[Response], first: int
@@ -104,7 +108,7 @@ class Scorers(SupervisedPool[Scorer]):
         """
         scorer = self.at(rank)
         if scorer is None:
-            raise ProcessLost(f"{self._name(rank)} is gone")
+            raise ProcessLost(f"{self.name_of(rank, 0)} is gone")
         overdue = asyncio.ensure_future(self._lose_overdue(scorer))
         try:
             scored = await scorer.call(lambda: scorer.actor.score.call_one(task, responses, first))
@@ -115,8 +119,8 @@ class Scorers(SupervisedPool[Scorer]):
             return scored
         self._budgets[rank].reset()
         # Replies can arrive out of order, and counts only rise.
-        counts = self._counts[scorer.number] = self._counts[scorer.number].merged(scored.counts)
-        return dataclasses.replace(scored, counts=self._lost_counts[rank] + counts)
+        self._counts[rank] = self._counts[rank].merged(self._lost_counts[rank] + scored.counts)
+        return dataclasses.replace(scored, counts=self._counts[rank])
 
     async def _lose_overdue(self, scorer: Scorer) -> None:
         await asyncio.sleep(self._backstop_s)
@@ -124,31 +128,16 @@ class Scorers(SupervisedPool[Scorer]):
         what = f"has not scored a response within {self._backstop_s:g} s ({limit})"
         self.lose(scorer, what, await diagnose_hang(self.role, scorer.proc))
 
-    def _name(self, rank: int) -> str:
+    def name_of(self, rank: int, number: int) -> str:
         return "the scorer" if self._section.num_replicas == 1 else f"scorer {rank}"
 
-    def _begin(self, rank: int) -> int:
-        number, self._next_number = self._next_number, self._next_number + 1
-        return number
-
-    async def _set_up(self, rank: int, number: int) -> Scorer:
-        spawned = await self._spawn(rank, number)
-        heartbeat = Heartbeat(
-            spawned.actor.beat.call_one, limit_s=self._section.heartbeat_s, key="scorer.heartbeat_s"
-        )
-        return Scorer(self, spawned, name=self._name(rank), rank=rank, number=number, heartbeat=heartbeat)
-
     def _has_joined(self, replica: Scorer, fault: Fault | None) -> None:
-        self._counts[replica.number] = VerifierCounts()
         super()._has_joined(replica, fault)
         if fault is not None:
             self._on_change(replica.rank, True)
 
-    def _is_lost(self, replica: Scorer, what: str) -> str:
-        self._lost_counts[replica.rank] += self._counts.pop(replica.number)
-        return ": another one starts, and its responses are scored again"
-
-    def _is_wanted(self, replica: Scorer, fault: Fault) -> bool:
+    def _is_lost(self, replica: Scorer, fault: Fault) -> bool:
+        self._lost_counts[replica.rank] = self._counts[replica.rank]
         self._on_change(replica.rank, False)
         failure = self._exhausted(replica.rank, f"{fault.who} {fault.what}")
         self._failure = self._failure or failure
@@ -158,11 +147,11 @@ class Scorers(SupervisedPool[Scorer]):
         return self._exhausted(rank, f"it could not be started: {last_words(error)}")
 
     def _exhausted(self, rank: int, reason: str) -> RestartsFail | None:
-        """Take of the budget of a place; returns an error if it is used up."""
+        """Count a failure at a place; returns an error if its budget is used up."""
         if self._budgets[rank].take():
             return None
         return RestartsFail(
-            f"{self._name(rank)} was restarted {self._section.max_restarts} times in a row without a "
+            f"{self.name_of(rank, 0)} was restarted {self._section.max_restarts} times in a row without a "
             f"response that it has scored (scorer.max_restarts); at last: {reason}"
         )
 
@@ -182,7 +171,7 @@ class Unscored:
 
 @dataclass(slots=True, kw_only=True)
 class _Job:
-    """An item of the dispatcher with what it is and who waits for it."""
+    """An item of the dispatcher: what is scored, and the future of its result."""
 
     name: str
     task: Task
@@ -191,11 +180,11 @@ class _Job:
     result: "asyncio.Future[tuple[Score, ...] | Unscored]"
     calls: "set[asyncio.Task[None]]" = field(default_factory=set)
     problem: str = ""
-    """What to say of it if it is given up now, as the rest of a sentence."""
+    """Why it has no scores if it is given up now, as the rest of a sentence."""
 
 
 class ScorerPool:
-    """Has responses scored: a task for each assignment, and a timer for what becomes ready later.
+    """Has responses scored: an asyncio task for each assignment, and a timer for what becomes ready later.
 
     The deadline of a response, ``timeouts.score_s``, is kept by the scorer, which knows when it begins with a
     response (``forgeasync.runtime.scorer``). Waiting here has no limit.
@@ -241,7 +230,7 @@ class ScorerPool:
         return None if number is None else self._begin(number, name, task, responses, first)
 
     def set_up(self, rank: int, is_up: bool) -> None:
-        """Take note that a replica is there, or is gone with all that it was asked for."""
+        """Note that a replica runs, or is lost with all its calls."""
         if is_up:
             self._dispatch.change(lambda dispatch: dispatch.replica_up(rank))
         else:
@@ -287,7 +276,7 @@ class ScorerPool:
         return job.result
 
     def _forget(self, number: int) -> None:
-        """An item has ended, or whoever waited for it was cancelled."""
+        """Remove an item that has ended, or whose caller was cancelled."""
         job = self._jobs.pop(number)
         for call in job.calls:
             call.cancel()
@@ -295,7 +284,7 @@ class ScorerPool:
         self._pump()
 
     def _pump(self) -> None:
-        """Begin all calls that can begin now, and come again when the next item becomes ready."""
+        """Begin all calls that can begin now, and call this again when the next item becomes ready."""
         now_s = self._clock()
         while (assignment := self._dispatch.change(lambda dispatch: dispatch.next(now_s))) is not None:
             job = self._jobs[assignment.item]
@@ -334,7 +323,7 @@ class ScorerPool:
             fate = dispatch.failed(assignment, self._clock())
             if fate is not Fate.DISCARDED:
                 logger.warning("an attempt to score %s failed: %s", job.name, reason)
-        # Whoever waited may have been cancelled in this very step of the loop.
+        # The caller may have been cancelled in this step of the event loop.
         if fate is Fate.SCORED and not job.result.done():
             job.result.set_result(scores)
         elif fate is Fate.GIVEN_UP:
@@ -347,7 +336,7 @@ class ScorerPool:
             job.result.set_result(Unscored(reason=f"{job.name} {job.problem}"))
 
     def _checked(self, job: _Job, replica: int, answer: ScoredResponses) -> tuple[Score, ...]:
-        """The scores of an answer. Raises ValueError or TypeError where there is not one for each response.
+        """Return the scores of an answer. Raises ValueError or TypeError unless each response has one.
 
         Its counts and peaks are taken in whatever becomes of the scores.
         """
@@ -370,7 +359,7 @@ Scoring = asyncio.Future[tuple[Score, ...] | Unscored]
 
 
 class GroupScoring:
-    """Scores groups, up to ``scorer.max_concurrent`` finished ones at once, response by response.
+    """Scores groups response by response, at most ``scorer.max_concurrent`` finished groups at once.
 
     ``finished`` begins to score a response while others of its group are still sampled; ``score_group`` then
     only waits for it. The score counts only if the group ends with the very same response: one whose
@@ -414,7 +403,7 @@ class GroupScoring:
             before[index] = response, scoring
 
     def forget(self, group_id: int) -> None:
-        """A group will not be scored; what was begun is withdrawn."""
+        """Withdraw the responses of a group that will not be scored."""
         for _, scoring in self._early.pop(group_id, {}).values():
             scoring.cancel()
 
@@ -430,69 +419,67 @@ class GroupScoring:
             else:
                 scoring.cancel()
         self._num_early += len(begun)
-        return await self._score(f"group {group_id}", task, responses, begun)
+        return await self.score(f"group {group_id}", task, responses, begun)
 
     async def score(
-        self, name: str, task: Task, responses: Sequence[Response]
+        self,
+        name: str,
+        task: Task,
+        responses: Sequence[Response],
+        begun: dict[int, Scoring] | None = None,
     ) -> tuple[Score, ...] | Unscored:
-        """Return one score per response, or why there are none; ``name`` is the group's name in messages."""
-        return await self._score(name, task, responses, {})
+        """Return one score per response, or why there are none; ``name`` is the group's name in messages.
+
+        Responses whose scoring was begun are in ``begun``, by index.
+        """
+        begun = {} if begun is None else begun
+        try:
+            async with self._places:
+                if self._compares(task):
+                    return await self._pool.score(name, task, responses)
+                for index in sorted(set(range(len(responses))) - begun.keys()):
+                    one = f"response {index} of {name}" if len(responses) > 1 else name
+                    scored = self._pool.score(one, task, [responses[index]], first=index)
+                    begun[index] = asyncio.ensure_future(scored)
+                # The first response without a score decides: the group has no scores then.
+                for scoring in asyncio.as_completed(begun.values()):
+                    if isinstance(result := await scoring, Unscored):
+                        return result
+                results = [begun[index].result() for index in range(len(responses))]
+                return tuple(score for one in results if not isinstance(one, Unscored) for score in one)
+        finally:
+            for scoring in begun.values():
+                scoring.cancel()
 
     def metrics(self) -> dict[str, float]:
         """Return counts since the run began and the scorers' memory, under their names in metrics.jsonl."""
         return self._pool.metrics() | {"score/num_early": self._num_early}
 
-    async def _score(
-        self, name: str, task: Task, responses: Sequence[Response], begun: dict[int, Scoring]
-    ) -> tuple[Score, ...] | Unscored:
-        try:
-            async with self._places:
-                if self._compares(task):
-                    return await self._pool.score(name, task, responses)
-                rest = [index for index in range(len(responses)) if index not in begun]
-                for index in rest:
-                    one = f"response {index} of {name}" if len(responses) > 1 else name
-                    scored = self._pool.score(one, task, [responses[index]], first=index)
-                    begun[index] = asyncio.ensure_future(scored)
-                # The first that has no score decides: the others would be scored for nothing.
-                for scoring in asyncio.as_completed([begun[index] for index in range(len(responses))]):
-                    result = await scoring
-                    if isinstance(result, Unscored):
-                        return result
-                return tuple(score for index in range(len(responses)) for score in _scores(begun[index]))
-        finally:
-            for scoring in begun.values():
-                scoring.cancel()
-
-
-def _scores(scoring: Scoring) -> tuple[Score, ...]:
-    result = scoring.result()
-    assert not isinstance(result, Unscored)
-    return result
-
 
 async def start_scorer(procs: ProcessManager, config: RunConfig) -> GroupScoring:
-    """Start the scorers with their processes, and what has groups scored by them."""
+    """Start the processes of the scorers; returns what scores groups with them."""
     section = config.scorer
     sources = (*named_sources(config.data), *named_sets(config.evaluation))
 
     isolation = ""
 
-    async def spawn(rank: int, number: int) -> Spawned[ScorerActor]:
+    async def set_up(actor: ScorerActor) -> ScorerReady:
         nonlocal isolation
-        # A mesh of its own, which can be given back alone.
-        mesh = spawn_role(this_host(), "scorer", num_procs=1)
-        actor = mesh.spawn(f"{SCORER}-{rank}-{number}", ScorerActor, procs.log_dir, rank)
-        try:
-            async with deadline(config.timeouts.setup_s, call="setting up a scorer", key="timeouts.setup_s"):
-                ready: ScorerReady = await actor.setup.call_one(
-                    sources, section, config.timeouts.score_s, config.seed
-                )
-        except BaseException:
-            await stop(mesh)
-            raise
+        ready = await actor.setup.call_one(sources, section, config.timeouts.score_s, config.seed)
         isolation = ready.isolation
-        return Spawned(actor=actor, pid=ready.pid, mark=ready.mark, stop=lambda: stop(mesh))
+        return ready
+
+    async def spawn(rank: int, number: int) -> Spawned[ScorerActor]:
+        return await spawn_local(
+            "scorer",
+            f"{SCORER}-{rank}-{number}",
+            ScorerActor,
+            procs.log_dir,
+            rank,
+            set_up=set_up,
+            call="setting up a scorer",
+            timeouts=config.timeouts,
+        )
 
     scorers = procs.scorer = Scorers(
         spawn,
@@ -517,7 +504,7 @@ def _compares(source: NamedSource) -> bool:
 
 
 def _longest_call_s(sources: Sequence[NamedSource], config: RunConfig) -> float:
-    """The longest time that a scorer takes for a response once it begins, waits for turns included."""
+    """Return the longest time that a scorer takes for a response, including waits for rate limits."""
     score_s = config.timeouts.score_s
     longest_s = score_s
     for source in sources:

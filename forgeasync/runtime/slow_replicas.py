@@ -1,13 +1,13 @@
-"""Which generators are slow beyond their peers: a pure policy on the times of their decode steps.
+"""Detects generators that are slower than their peers: a pure policy on the times of their decode steps.
 
-In a step of decoding every sequence gets one token, so its time is the inverse of the tokens that a sequence
-gets in a second. It grows with the number of sequences: steps are compared only with those of peers at a like
-load, within a factor of two. A generator's ratio is the time of its steps in the last ``WINDOW_S`` seconds by
-what the same steps would have taken at the median of its peers. It is slow while the ratio is above a factor.
+A decode step adds one token to every sequence, and takes longer with more sequences. So steps are compared
+only with those of peers at a similar load, within a factor of two. A generator's ratio is the time of its
+steps in the last ``WINDOW_S`` seconds, divided by what the same steps would have taken at the median of its
+peers. It is slow while the ratio is above a factor.
 
-Where no peer has a like load, a bound of the ratio counts if it is above the factor. What is no evidence
-counts neither way, and time without it stands still; with one generator there never is any. Prompts that are
-computed, and updates, are no steps of decoding (``generator/reports.py``).
+If no peer has a similar load, a lower bound of the ratio counts if it is above the factor. Without evidence
+the time for which a generator was slow does not change; a single generator never has any. Prefills and
+updates are not decode steps (``generator/reports.py``).
 """
 
 import statistics
@@ -20,29 +20,29 @@ WINDOW_S = 10.0
 """Seconds for which steps are compared."""
 
 MIN_STEPS = 20
-"""So many comparable steps in a window are evidence."""
+"""Comparable steps in a window that are enough evidence."""
 
 MIN_BUSY_S = 5.0
-"""Fewer are as well if they took so long."""
+"""Seconds of comparable steps that are enough evidence, however few the steps."""
 
 MIN_STEPS_OF_PEER = 5
-"""A peer is compared with at a load where it has made so many steps in the window."""
+"""Steps in the window that a peer needs at a load to be compared with."""
 
 SUSPECT_S = 15.0
-"""One that has been slow for so long gets no new groups. One long step counts for a window, and no longer."""
+"""A generator that has been slow for this long gets no new groups. One long step counts for a window."""
 
 REPLACE_S = 40.0
-"""One that has been slow for so long is replaced."""
+"""A generator that has been slow for this long is replaced."""
 
 Counts = Mapping[int, tuple[int, float]]
-"""Number of steps and the seconds that they took, since a generator began, by load."""
+"""Number of steps and the seconds that they took since a generator started, by load."""
 
 
 class Pace(StrEnum):
     """How a generator compares."""
 
     LIKE_PEERS = "like its peers"
-    """Or nothing is known against it."""
+    """Or there is no evidence."""
     SUSPECT = "suspect"
     SLOW = "slow"
 
@@ -50,9 +50,9 @@ class Pace(StrEnum):
 @dataclass(slots=True)
 class _Seen:
     heard: deque[tuple[float, Counts]] = field(default_factory=deque)
-    """What was counted at which time; the first one is as old as the window, or older."""
+    """Counts with their times. The first is as old as the window, or older."""
     slow_s: float = 0.0
-    """For so long the evidence has said that it is slow."""
+    """For how long it has been slow."""
     ratio: float | None = None
 
     def within(self) -> dict[int, tuple[int, float]]:
@@ -67,7 +67,7 @@ class _Seen:
 
 
 class SlowReplicas:
-    """What is known of the pace of all generators. Times are given from outside."""
+    """Compares the pace of all generators. Times are passed in."""
 
     def __init__(self, factor: float) -> None:
         """``factor`` is ``generator.slow_factor``."""
@@ -77,24 +77,24 @@ class SlowReplicas:
         self._judged_s: float | None = None
 
     def heard(self, number: int, counts: Counts, *, now_s: float) -> None:
-        """Take in what a generator has counted."""
+        """Add the counts of a generator."""
         heard = self._seen.setdefault(number, _Seen()).heard
         heard.append((now_s, counts))
         while len(heard) > 1 and heard[1][0] <= now_s - WINDOW_S:
             heard.popleft()
 
     def forget(self, number: int) -> None:
-        """A generator is gone."""
+        """Remove a generator."""
         self._seen.pop(number, None)
 
     def restart(self) -> None:
-        """Compare nothing from before now: whoever compares stood still."""
+        """Discard all counts, because the process that compares them was stopped for a while."""
         self._judged_s = None
         for seen in self._seen.values():
             seen.heard.clear()
 
     def judge(self, *, now_s: float) -> None:
-        """Compare all generators, and take note of those that are slow."""
+        """Compare all generators."""
         passed_s = 0.0 if self._judged_s is None else now_s - self._judged_s
         self._judged_s = now_s
         steps = {
@@ -103,7 +103,7 @@ class SlowReplicas:
         for number, seen in self._seen.items():
             seen.ratio = _ratio(number, steps)
             if seen.ratio is None and (least := _least_ratio(number, steps)) is not None:
-                # It may be more: that it is no more than the factor says nothing.
+                # The true ratio may be higher: a bound below the factor is no evidence.
                 seen.ratio = least if least > self._factor else None
             if seen.ratio is not None:
                 seen.slow_s = seen.slow_s + passed_s if seen.ratio > self._factor else 0.0
@@ -112,14 +112,14 @@ class SlowReplicas:
         return bool(seen.heard) and seen.heard[-1][0] > now_s - WINDOW_S
 
     def pace(self, number: int) -> Pace:
-        """How a generator compares, as far as was judged."""
+        """Return how a generator compares, as of the last ``judge``."""
         seen = self._seen.get(number)
         if seen is None or seen.slow_s < SUSPECT_S:
             return Pace.LIKE_PEERS
         return Pace.SLOW if seen.slow_s >= REPLACE_S else Pace.SUSPECT
 
     def ratio(self, number: int) -> float | None:
-        """Times of a generator's steps by those of its peers; None: there is no evidence now."""
+        """Return the times of a generator's steps divided by those of its peers; None without evidence."""
         seen = self._seen.get(number)
         return None if seen is None else seen.ratio
 
@@ -141,7 +141,7 @@ def _ratio(number: int, steps: Mapping[int, Mapping[int, tuple[int, float]]]) ->
 
 
 def _least_ratio(number: int, steps: Mapping[int, Mapping[int, tuple[int, float]]]) -> float | None:
-    """A ratio that is not above the true one, where no peer has a like load.
+    """Return a lower bound of the ratio, for loads that no peer has.
 
     More sequences take no less time, and no more than in proportion to their number; loads are numbers of
     bits, so that a number is within a factor of two of another with as many.
@@ -165,7 +165,7 @@ def _least_ratio(number: int, steps: Mapping[int, Mapping[int, tuple[int, float]
 def _known_steps(
     number: int, steps: Mapping[int, Mapping[int, tuple[int, float]]]
 ) -> list[list[tuple[int, int, float]]]:
-    """The loads of each peer at which it has made steps enough, with their numbers and times."""
+    """Return the loads of each peer at which it has made enough steps, with their numbers and times."""
     known = [
         [(load, num, took_s) for load, (num, took_s) in of_peer.items() if num >= MIN_STEPS_OF_PEER]
         for peer, of_peer in steps.items()

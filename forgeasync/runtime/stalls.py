@@ -160,15 +160,15 @@ class StallPolicy:
         is_first = self._num_steps < NUM_STEPS
         floor_s = FIRST_FLOOR_S if is_first else ALL_FLOOR_S
         if quiet_s > max(floor_s, ALL_FACTOR * self._longest_s):
-            self._stall = self._found(True, quiet_s, self._longest_s)
+            is_whole, longest_s = True, self._longest_s
         elif not is_first and step_s > max(STEP_FLOOR_S, STEP_FACTOR * self._longest_step_s):
-            self._stall = self._found(False, step_s, self._longest_step_s)
-        return self._stall
-
-    def _found(self, is_whole: bool, quiet_s: float, longest_s: float) -> Stall:
+            is_whole, quiet_s, longest_s = False, step_s, self._longest_step_s
+        else:
+            return None
         self.num_found += 1
         since_s = dict(self._since_s)
-        return Stall(is_whole=is_whole, quiet_s=quiet_s, longest_s=longest_s, since_s=since_s)
+        self._stall = Stall(is_whole=is_whole, quiet_s=quiet_s, longest_s=longest_s, since_s=since_s)
+        return self._stall
 
 
 def awaited_calls(tasks: "Iterable[asyncio.Task[Any]]", about: Sequence[str] = ()) -> str:

@@ -1,9 +1,9 @@
-"""Processes that are looked after: generators, scorers, environment workers, engines of teachers, a buffer.
+"""Supervised processes: generators, scorers, environment workers, engines of teachers and the buffer.
 
-A ``SupervisedPool`` starts one process at each of its places. It looks at each of them twice a second, and
-asks it once a second whether it answers. A process that has died or does not answer is lost: the calls to it
-end with ``ProcessLost``, it is killed with all that it has started, and another one starts at its place.
-Starts that fail are repeated until the restart budget is used up, which ends the run.
+A ``SupervisedPool`` starts one process at each of its places. Twice a second it checks whether each process
+exists, and once a second it sends a heartbeat. A process that has died or does not answer is lost: its calls
+end with ``ProcessLost``, the process and everything that it has started are killed, and another one starts at
+its place. Failed starts are repeated until the restart budget is used up, which ends the run.
 
 Who waits for whom: a call waits for its answer or for the loss of its process; ``watch`` waits for nobody.
 """
@@ -12,23 +12,27 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
-from monarch.actor import ActorError
+from monarch.actor import Actor, ActorError, this_host
 
+from forgeasync.config import TimeoutSection
 from forgeasync.environments import kill, marked_processes
 from forgeasync.observability import Fault, FaultLog, ProcsFile, Role, last_words
-from forgeasync.runtime.hosts import LOCAL_HOST_ID, Host, LocalHost
+from forgeasync.runtime.hosts import LOCAL_HOST_ID, Host, LocalHost, stop
+from forgeasync.runtime.placement import spawn_role
 from forgeasync.runtime.stalls import LIMIT_S, awaited_calls
 from forgeasync.waiting import DeadlineExceeded, deadline, forget
 
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.5
-"""Seconds between two looks at a process."""
+"""Seconds between two checks of a process."""
 
 BEAT_S = 1.0
 """Seconds between an answer and the next heartbeat."""
@@ -46,7 +50,7 @@ PEER_END_S = 1.0
 """Time for a process to end that its peers have lost: their error comes within milliseconds of its end."""
 
 ANSWER_S = LIMIT_S + 2.0
-"""Time for a host to say what a process of it does."""
+"""Time limit of reading the stacks of a process on its host."""
 
 CALLERS = {
     Role.TRAINER: ("trainer",),
@@ -56,10 +60,11 @@ CALLERS = {
     Role.ENVIRONMENT: ("environment", "episode"),
     Role.BUFFER: ("buffer",),
 }
-"""Words in the names of code that waits for a role."""
+"""Words in the names of the code that calls a role."""
 
 T = TypeVar("T")
 ActorT = TypeVar("ActorT")
+LocalActorT = TypeVar("LocalActorT", bound=Actor)
 
 
 class ActorDied(RuntimeError):
@@ -67,11 +72,16 @@ class ActorDied(RuntimeError):
 
 
 class ProcessLost(RuntimeError):
-    """A process is gone before it answered: what it was doing is lost."""
+    """A process ended before it answered. What it was doing is lost."""
 
 
 class RestartsFail(RuntimeError):
-    """Processes of a role end or cannot be started again and again."""
+    """The restart budget of a role is used up."""
+
+
+def call_limit(timeouts: TimeoutSection, key: str, call: str) -> AbstractAsyncContextManager[None]:
+    """End the body after the time that ``timeouts`` has under ``key``; see ``deadline``."""
+    return deadline(getattr(timeouts, key), call=call, key=f"timeouts.{key}")
 
 
 async def unless_lost(work: Awaitable[T], loss: Awaitable[object], error: Callable[[], Exception]) -> T:
@@ -96,11 +106,6 @@ async def unless_lost(work: Awaitable[T], loss: Awaitable[object], error: Callab
 # --- One process ---
 
 
-def local_host() -> Host:
-    """Return the controller's own machine."""
-    return LocalHost(LOCAL_HOST_ID, [])
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proc:
     """One process of a role on its host."""
@@ -111,7 +116,7 @@ class Proc:
     host: Host
 
     async def has_ended(self) -> bool:
-        """Whether its host no longer has it; a host that does not answer is reported elsewhere."""
+        """Whether it has ended; False if its host does not answer, which is reported elsewhere."""
         call = f"looking for {self.role} rank {self.rank}"
         try:
             async with deadline(PEER_END_S, call=call, key="PEER_END_S in supervised.py"):
@@ -126,7 +131,7 @@ class Proc:
 
 
 async def first_ended(procs: Sequence[Proc], *, within_s: float) -> Proc | None:
-    """Return a process that has ended, or ends ``within_s``; None if all go on. Checks at least once."""
+    """Return a process that has ended, or ends ``within_s``; None if all run. Checks at least once."""
     loop = asyncio.get_running_loop()
     end_s = loop.time() + within_s
     while True:
@@ -140,7 +145,7 @@ async def first_ended(procs: Sequence[Proc], *, within_s: float) -> Proc | None:
 
 
 class Heartbeat(Generic[T]):
-    """Asks an actor again and again whether it answers; whoever looks after it calls ``look``."""
+    """Sends heartbeats to an actor. Its supervisor calls ``look`` periodically."""
 
     def __init__(
         self,
@@ -160,16 +165,16 @@ class Heartbeat(Generic[T]):
         self._asked_s = self._looked_s = time.monotonic()
         self._rest_s = 0.0
         self.silent_s = 0.0
-        """How long the open question has had no answer."""
+        """How long the open heartbeat has had no answer."""
         self.last: T | None = None
         """The last answer."""
         self.error: BaseException | None = None
-        """What the last question has failed with; the end of a process shows by itself."""
+        """What the last heartbeat failed with, if it did."""
 
     def look(self) -> str | None:
-        """Take in an answer, or ask; returns in words what is wrong after a silence of ``limit_s``.
+        """Process an answer, or send the next heartbeat; returns a message after a silence of ``limit_s``.
 
-        A look that comes late counts as one in time: a controller that stood still says nothing of others.
+        Time during which the controller itself was stopped does not count as silence.
         """
         now_s = time.monotonic()
         passed_s, self._looked_s = min(now_s - self._looked_s, 2 * LOOK_S), now_s
@@ -193,7 +198,7 @@ class Heartbeat(Generic[T]):
 
     @property
     def is_late(self) -> bool:
-        """Whether the open question has been asked more than a beat ago."""
+        """Whether the open heartbeat was sent more than ``BEAT_S`` ago."""
         has_asked = self._question is not None and not self._question.done()
         return has_asked and time.monotonic() - self._asked_s > BEAT_S
 
@@ -210,35 +215,66 @@ class Spawned(Generic[ActorT]):
     actor: ActorT
     pid: int
     stop: Callable[[], Awaitable[None]]
-    """Give back what Monarch holds of it; it may be gone."""
-    host: Host = field(default_factory=local_host)
+    """Release its mesh in Monarch; the process may have ended."""
+    host: Host = field(default_factory=lambda: LocalHost(LOCAL_HOST_ID, []))
     mark: str | None = None
-    """What it has started carries this (``forgeasync.environments.worker_mark``), also when it is gone."""
+    """Mark in the environment of everything that it starts, which identifies these after its end."""
     in_flight: Path | None = None
     """Folder on its host where a generator logs its tokens in flight; None: it does not."""
+
+
+class ProcessReady(Protocol):
+    """What an actor answers once it is set up."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def mark(self) -> str:
+        """Mark in the environment of everything that the process starts."""
+        ...
+
+
+async def spawn_local(
+    role: str,
+    name: str,
+    actor_type: type[LocalActorT],
+    *arguments: object,
+    set_up: Callable[[LocalActorT], Awaitable[ProcessReady]],
+    call: str,
+    timeouts: TimeoutSection,
+) -> Spawned[LocalActorT]:
+    """Start a process on the controller's machine, in a mesh that can be stopped alone, and set it up.
+
+    ``call`` names this in messages.
+
+    Raises:
+        DeadlineExceeded: ``set_up`` took longer than ``timeouts.setup_s``.
+        Exception: whatever ``set_up`` raises. The process is stopped then.
+    """
+    mesh = spawn_role(this_host(), role, num_procs=1)
+    actor = mesh.spawn(name, actor_type, *arguments)
+    try:
+        async with call_limit(timeouts, "setup_s", call):
+            ready = await set_up(actor)
+    except BaseException:
+        await stop(mesh)
+        raise
+    return Spawned(actor=actor, pid=ready.pid, mark=ready.mark, stop=lambda: stop(mesh))
 
 
 class Supervised(Generic[ActorT]):
     """One process of a pool, as its callers see it."""
 
-    def __init__(
-        self,
-        pool: "SupervisedPool[Any]",
-        spawned: Spawned[ActorT],
-        *,
-        name: str,
-        rank: int,
-        number: int,
-        heartbeat: Heartbeat[Any],
-    ) -> None:
-        """``rank`` is its place in the pool. ``number`` is its own: the one that replaces it has another."""
+    def __init__(self, pool: "SupervisedPool[Any]", spawned: Spawned[ActorT], rank: int, number: int) -> None:
+        """``rank`` is its place in the pool. ``number`` is unique: its replacement has another one."""
         self._pool = pool
         self.spawned, self.actor = spawned, spawned.actor
         self.pid, self.host = spawned.pid, spawned.host
         self.proc = Proc(role=pool.role.value, rank=rank, pid=spawned.pid, host=spawned.host)
-        self.name = f"{name} (process {spawned.pid})"
+        self.name = f"{pool.name_of(rank, number)} (process {spawned.pid})"
         self.rank, self.number = rank, number
-        self.heartbeat = heartbeat
+        self.heartbeat = pool.heartbeat_of(self)
         self.lost = asyncio.Event()
 
     async def call(self, make: Callable[[], Awaitable[T]]) -> T:
@@ -249,7 +285,7 @@ class Supervised(Generic[ActorT]):
             Exception: whatever the call raises in a process that lives.
         """
         if self.lost.is_set():
-            # A message to a process that is gone comes back as an error of this one.
+            # Monarch returns a message to a dead process as an error of this process.
             raise self.lost_error()
         answer = await unless_lost(self._answer(make), self.lost.wait(), self.lost_error)
         if self.lost.is_set():
@@ -269,21 +305,21 @@ class Supervised(Generic[ActorT]):
             raise
 
     def lose(self, what: str) -> None:
-        """Give it up; ``what`` is what is wrong with it, as the rest of a sentence. No news if it is lost."""
+        """Give it up. ``what`` says what is wrong, as the rest of a sentence. Does nothing if it is lost."""
         self._pool.lose(self, what)
 
     def end_calls(self) -> None:
-        """All calls to it end, and it is asked nothing any more."""
+        """End all calls to it, and its heartbeats."""
         self.lost.set()
         self.heartbeat.stop()
 
     def lost_error(self) -> ProcessLost:
-        """What calls end with."""
+        """Return the error that calls end with."""
         return ProcessLost(f"{self.name} is gone")
 
 
 def is_engine_dead(error: BaseException | None) -> bool:
-    """Whether an engine has died whose process lives."""
+    """Whether a call failed because its engine has died, while its process lives."""
     # By its name: importing vLLM (0.32, vllm/v1/engine/exceptions.py) takes the controller 10 s.
     return isinstance(error, ActorError) and type(error.exception).__name__ == "EngineDeadError"
 
@@ -305,7 +341,7 @@ def kill_marked(mark: str) -> None:
 
 
 async def stacks_of(host: Host, pid: int) -> str:
-    """Return the Python stacks of a process of a host, in one line; or why they are not known."""
+    """Return the Python stacks of a process in one line, or why they are not known."""
     try:
         async with asyncio.timeout(ANSWER_S):
             return await host.read_stacks(pid)
@@ -314,7 +350,7 @@ async def stacks_of(host: Host, pid: int) -> str:
 
 
 async def diagnose_hang(role: Role, *procs: Proc) -> str:
-    """Return what is seen of processes of a role, in one line: their stacks, and who waits for the role."""
+    """Return in one line the stacks of processes of a role, and the calls that wait for the role."""
     # First: the calls may end while the stacks are read.
     calls = awaited_calls(asyncio.all_tasks() - {asyncio.current_task()}, CALLERS[role])
     stacks = await asyncio.gather(*(stacks_of(one.host, one.pid) for one in procs))
@@ -328,70 +364,123 @@ async def diagnose_hang(role: Role, *procs: Proc) -> str:
 
 @dataclass(slots=True)
 class RestartBudget:
-    """Lets processes be started again, but not for ever."""
+    """Limits how often processes are started again."""
 
     max_in_a_row: int
-    """Failures in a row that are made up for by another start."""
+    """Failures in a row after which another start follows."""
     num_in_a_row: int = 0
 
     def take(self) -> bool:
-        """Count a failure; whether another start may follow."""
+        """Count a failure; return whether another start may follow."""
         self.num_in_a_row += 1
         return self.num_in_a_row <= self.max_in_a_row
 
     def reset(self) -> None:
-        """A process has done what it is for."""
+        """Note that a process works."""
         self.num_in_a_row = 0
+
+
+class BackgroundTasks:
+    """Tasks that nobody waits for; their errors are logged."""
+
+    def __init__(self, owner: str) -> None:
+        """``owner`` names whose tasks they are in the log."""
+        self._owner = owner
+        self._tasks: set[asyncio.Future[None]] = set()
+
+    def start(self, work: Awaitable[None]) -> None:
+        """Run ``work`` until it ends, or ``cancel`` is called."""
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._has_ended)
+
+    def _has_ended(self, task: asyncio.Future[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.warning("in the background of %s: %s", self._owner, last_words(error), exc_info=error)
+
+    def cancel(self) -> None:
+        """Cancel all tasks, and wait for none of them."""
+        for task in tuple(self._tasks):
+            task.cancel()
+
+    async def close(self) -> None:
+        """Cancel all tasks, and those that they start meanwhile; returns when they have ended."""
+        while self._tasks:
+            self.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
 ReplicaT = TypeVar("ReplicaT", bound=Supervised[Any])
 
 
 class SupervisedPool(Generic[ReplicaT]):
-    """The processes of one role. Subclasses say how one is started, and what its loss means."""
+    """The processes of one role. Subclasses say what differs between roles, above all what a loss means."""
 
-    def __init__(self, role: Role, *, faults: FaultLog, listing: ProcsFile, title: str | None = None) -> None:
-        """Losses and recoveries are reported to ``faults``; ``listing`` has the processes that there are.
+    after_loss = ""
+    """End of the report of a loss, which says what happens next."""
 
-        ``title`` is what a process is called in the listing; None: by its role.
+    def __init__(
+        self,
+        role: Role,
+        replica_type: Callable[["SupervisedPool[ReplicaT]", Spawned[Any], int, int], ReplicaT],
+        spawn: Callable[[int, int], Awaitable[Spawned[Any]]],
+        *,
+        heartbeat_s: float,
+        heartbeat_key: str,
+        faults: FaultLog,
+        listing: ProcsFile,
+        title: str | None = None,
+    ) -> None:
+        """``spawn`` starts and sets up a process, given its place and a number that no other one has had.
+
+        Its actor answers ``beat`` within ``heartbeat_s`` (config key ``heartbeat_key``) if it is well. Losses
+        and recoveries are reported to ``faults``; ``listing`` has the processes that there are. ``title`` is
+        what a process is called in the listing; None: by its role.
         """
         self.role = role
         self.title = role.value if title is None else title
+        self._replica_type = replica_type
+        self._spawn = spawn
+        self._heartbeat_s, self._heartbeat_key = heartbeat_s, heartbeat_key
         self._faults = faults
         self._listing = listing
+        self._numbers = count()
         self._replicas: dict[int, ReplicaT] = {}
         self._ending: dict[int, ReplicaT] = {}
-        """Processes that were killed, and may take a moment to be gone."""
+        """Processes that were killed and may not have ended yet."""
         self._has_started = False
         self._failure: Exception | None = None
         """Why the pool has given up."""
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._background = BackgroundTasks(self.title)
 
     # What differs between roles.
 
-    async def _set_up(self, rank: int, number: int) -> ReplicaT:
-        """Start a process, with all that it needs before its first call."""
-        raise NotImplementedError
+    def name_of(self, rank: int, number: int) -> str:
+        """Return the name of a process in messages."""
+        return f"{self.title} {rank}"
 
     def _begin(self, rank: int) -> int:
-        """A process is about to be started; returns its number, which no other one has had."""
-        raise NotImplementedError
+        """Return the number of a process that is about to be started."""
+        return next(self._numbers)
+
+    async def _join(self, replica: ReplicaT) -> None:
+        """Do what a process that is set up needs before its first call."""
+
+    def _heard(self, replica: ReplicaT, answer: Any) -> None:
+        """Process the answer to a heartbeat."""
 
     def _look_at(self, replica: ReplicaT) -> str | None:
-        """Look at a process that runs; returns in words what is wrong with it, if it is to be lost."""
+        """Check a process that runs; returns what is wrong with it if it has to be replaced."""
         return replica.heartbeat.look()
 
     def _has_joined(self, replica: ReplicaT, fault: Fault | None) -> None:
-        """A process can be called; ``fault`` is the loss that it makes up for."""
+        """Note that a process can be called; ``fault`` is the loss after which it was started."""
         if fault is not None:
             self._faults.recovered(fault, f"was replaced by process {replica.pid}")
 
-    def _is_lost(self, replica: ReplicaT, what: str) -> str:
-        """A process is lost; returns what becomes of it, to be added to ``what`` in the report."""
-        return ""
-
-    def _is_wanted(self, replica: ReplicaT, fault: Fault) -> bool:
-        """Whether another process starts at the place of a lost one."""
+    def _is_lost(self, replica: ReplicaT, fault: Fault) -> bool:
+        """Note that a process is lost; returns whether another one starts at its place."""
         return True
 
     async def _clean_up(self, replica: ReplicaT) -> None:
@@ -403,7 +492,7 @@ class SupervisedPool(Generic[ReplicaT]):
         return True
 
     def _failed(self, rank: int, number: int, error: Exception) -> Exception | None:
-        """A start has failed; returns why there will be no other one, if the budget is used up."""
+        """Note that a start has failed; returns an error if the restart budget is used up."""
         raise NotImplementedError
 
     # What they share.
@@ -423,21 +512,30 @@ class SupervisedPool(Generic[ReplicaT]):
             await asyncio.gather(*starts, return_exceptions=True)
         self._has_started = True
 
+    def heartbeat_of(self, replica: ReplicaT) -> Heartbeat[Any]:
+        """Return the heartbeat of a process."""
+        return Heartbeat(
+            replica.actor.beat.call_one,
+            limit_s=self._heartbeat_s,
+            key=self._heartbeat_key,
+            heard=lambda answer: self._heard(replica, answer),
+        )
+
     @property
     def replicas(self) -> tuple[ReplicaT, ...]:
-        """Those that have not been lost, by rank."""
+        """The processes that are not lost, by rank."""
         return tuple(sorted(self._replicas.values(), key=lambda one: one.rank))
 
     def get(self, number: int) -> ReplicaT | None:
-        """One that has not been lost."""
+        """Return a process that is not lost, by its number."""
         return self._replicas.get(number)
 
     def at(self, rank: int) -> ReplicaT | None:
-        """The one that has a place now."""
+        """Return the process that has a place now."""
         return next((one for one in self._replicas.values() if one.rank == rank), None)
 
     async def watch(self) -> None:
-        """Look after the processes until cancelled.
+        """Supervise the processes until cancelled.
 
         Raises:
             Exception: the pool has given up; see ``_failure``.
@@ -449,7 +547,7 @@ class SupervisedPool(Generic[ReplicaT]):
                 raise self._failure
 
     async def _look(self) -> None:
-        """Look at every process, and lose those with which something is wrong."""
+        """Check every process, and give up those with which something is wrong."""
         replicas = self.replicas
         have_ended = await asyncio.gather(*(one.proc.has_ended() for one in replicas))
         for replica, has_ended in zip(replicas, have_ended, strict=True):
@@ -461,21 +559,21 @@ class SupervisedPool(Generic[ReplicaT]):
     def lose(self, replica: ReplicaT, what: str, evidence: str | None = None) -> None:
         """Give a process up: all calls to it end, it is killed, and another one is started.
 
-        ``what`` is what is wrong with it, as the rest of a sentence; ``evidence`` what was seen of it. No
-        news if it is lost already.
+        ``what`` says what is wrong, as the rest of a sentence, and ``evidence`` what the process was doing.
+        Does nothing if it is lost already.
         """
         if self._replicas.pop(replica.number, None) is None:
             return
         self._ending[replica.number] = replica
-        what += self._is_lost(replica, what)
         self._listing.remove(self.title, replica.rank)
+        what += self.after_loss
         fault = self._faults.detected(self.role, replica.name, what, evidence=evidence)
         replica.end_calls()
-        self._in_background(self._replace(replica, fault, is_wanted=self._is_wanted(replica, fault)))
+        self._background.start(self._replace(replica, fault, is_wanted=self._is_lost(replica, fault)))
 
     async def _replace(self, replica: ReplicaT, fault: Fault | None, *, is_wanted: bool) -> None:
         await self._clean_up(replica)
-        self._in_background(replica.spawned.stop())
+        self._background.start(replica.spawned.stop())
         if is_wanted:
             await self._start(replica.rank, fault)
 
@@ -500,13 +598,14 @@ class SupervisedPool(Generic[ReplicaT]):
                 self._has_joined(replica, fault)
                 return
 
-    async def _joined(self, replica: ReplicaT, join: Awaitable[None]) -> ReplicaT:
-        """Return a process once ``join`` is done; nobody else knows of it if that fails."""
+    async def _set_up(self, rank: int, number: int) -> ReplicaT:
+        """Start a process, and let it join; it is killed if that fails."""
+        replica = self._replica_type(self, await self._spawn(rank, number), rank, number)
         try:
-            await join
+            await self._join(replica)
         except BaseException:
             await self._end(replica)
-            self._in_background(replica.spawned.stop())
+            self._background.start(replica.spawned.stop())
             raise
         return replica
 
@@ -525,27 +624,12 @@ class SupervisedPool(Generic[ReplicaT]):
         self._ending.pop(replica.number, None)
 
     async def close(self) -> None:
-        """Begin nothing more, and end the processes that nobody else ends, for at most ``END_S``."""
-        while self._tasks:
-            tasks = tuple(self._tasks)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        """Start nothing more, and kill the processes that nobody else ends, within ``END_S``."""
+        await self._background.close()
         for replica in self._replicas.values():
             replica.heartbeat.stop()
         doomed = {one.number: one for one in self._replicas.values() if self._dies_at_the_end(one)}
         for replica in doomed.values():
-            # Calls that are still under way fail, which is no loss.
+            # Calls in flight fail, which is no loss.
             replica.lost.set()
         await asyncio.gather(*(self._end(one) for one in (self._ending | doomed).values()))
-
-    def _in_background(self, work: Awaitable[None]) -> None:
-        task = asyncio.ensure_future(work)
-        assert isinstance(task, asyncio.Task)
-        self._tasks.add(task)
-        task.add_done_callback(self._has_ended)
-
-    def _has_ended(self, task: "asyncio.Task[None]") -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            logger.warning("in the background of %s: %s", self.title, last_words(error), exc_info=error)

@@ -15,8 +15,7 @@ from pathlib import Path
 import numpy as np
 from monarch.actor import concurrent_endpoint
 
-from forgeasync.observability import State, open_trace, redirect_process_output
-from forgeasync.process_memory import MemoryWatch
+from forgeasync.observability import State
 from forgeasync.rollouts import (
     Arrays,
     Instead,
@@ -40,7 +39,7 @@ of its likeliest ones (None); raises ValueError where it cannot."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherFailure:
-    """A group that a teacher could not say anything of."""
+    """A group that a teacher could not score."""
 
     problem: str
     is_full: bool = False
@@ -49,7 +48,7 @@ class TeacherFailure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaughtGroups:
-    """Where groups lie and what is asked of their tokens."""
+    """Where groups are stored, and what the teacher computes for their tokens."""
 
     teacher: str
     folder: Path
@@ -151,15 +150,11 @@ class TaughtGroups:
 
 
 class TeacherActor(GeneratorActor):
-    """One engine of one teacher in one proc."""
+    """One engine of one teacher in one process."""
 
     def __init__(self, log_dir: Path, rank: int, name: str) -> None:
         """``rank`` is its place among the engines of the teacher ``name``."""
-        self._rank, self._name = rank, f"teacher-{name}-{rank}"
-        redirect_process_output(log_dir / f"{self._name}.log")
-        open_trace(log_dir, self._name, idle=State.WAITING_FOR_BATCH)
-        self._engine = None
-        self._memory = MemoryWatch(with_descendants=True)
+        super().__init__(log_dir, rank, f"teacher-{name}", State.WAITING_FOR_BATCH)
 
     @concurrent_endpoint
     async def open(self, groups: TaughtGroups) -> None:
@@ -177,10 +172,9 @@ class TeacherActor(GeneratorActor):
         return await self._groups.teach(rollouts, reads, self._score)
 
     async def _score(self, ids_S: np.ndarray, num_prompt: int, given_TK: np.ndarray | None) -> TeacherRecord:
-        # vLLM takes 10 s to import, so only the procs that have an engine import it.
+        # vLLM takes 10 s to import, so only processes that have an engine import it.
         from forgeasync.generator import score_given_ids, score_tokens
 
-        assert self._engine is not None
         if given_TK is not None:
             return await score_given_ids(self._engine, ids_S, given_TK, num_prompt=num_prompt)
         return await score_tokens(self._engine, ids_S, num_prompt=num_prompt, num_ids=self._groups.num_ids)

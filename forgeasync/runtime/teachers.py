@@ -9,7 +9,6 @@ finished. A group whose engine is lost goes to another one.
 """
 
 import asyncio
-import functools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -42,13 +41,12 @@ from forgeasync.rollouts import (
     TeacherRecord,
 )
 from forgeasync.runtime.generator import GeneratorActor, GeneratorSetup
-from forgeasync.runtime.generator_pool import GeneratorPool, LiveReplica, spawn_engine
-from forgeasync.runtime.generator_weights import SwappedReplica
+from forgeasync.runtime.generator_pool import GeneratorPool, spawn_engine
 from forgeasync.runtime.hosts import Host
 from forgeasync.runtime.jobs import HostRole
 from forgeasync.runtime.process_manager import TEACHER, ProcessManager
-from forgeasync.runtime.router import GeneratorRouter
-from forgeasync.runtime.supervised import ProcessLost, Spawned
+from forgeasync.runtime.router import GeneratorRouter, SwappedReplica
+from forgeasync.runtime.supervised import ProcessLost, Spawned, call_limit
 from forgeasync.runtime.teacher import TaughtGroups, TeacherActor, TeacherFailure
 from forgeasync.scoring import RewardUnavailable
 from forgeasync.waiting import DeadlineExceeded, deadline
@@ -76,16 +74,16 @@ class MovingTeacher:
 
     @property
     def weights(self) -> WeightSet:
-        """Which weights of a version it takes."""
+        """The weights of a version that it takes."""
         return WeightSet.AVERAGE if isinstance(self.source, AveragedPolicy) else WeightSet.POLICY
 
     @property
     def wanted(self) -> int:
-        """The newest version that its engines are to have."""
+        """The newest version that its engines should have."""
         return self.router.pool.table.state.newest
 
     def published(self, version: int) -> None:
-        """A version can be fetched; the engines are to have it if it is due."""
+        """Note that a version can be fetched; the engines take it if it is due."""
         if self.source.is_due(version, newest=self.wanted):
             self.router.published(version)
 
@@ -107,11 +105,11 @@ LONGEST_WAIT_S = 15.0
 
 
 class TeacherModel(Protocol):
-    """What looks at groups: engines of the run, or a server."""
+    """What scores the tokens of groups: engines of the run, or a server."""
 
     @property
     def version(self) -> int:
-        """Version of its weights; 0 is what it began with."""
+        """Version of its weights; it starts with 0."""
         ...
 
     async def teach(
@@ -128,7 +126,7 @@ class TeacherModel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PoolTeacher:
-    """Engines of the run, which are watched and replaced as generators are."""
+    """Engines of the run, which are supervised as generators are."""
 
     pool: GeneratorPool
 
@@ -139,16 +137,15 @@ class PoolTeacher:
     async def teach(
         self, rollouts: Sequence[StoredRollout], reads: Sequence[TeacherReads]
     ) -> tuple[StoredRollout, ...] | TeacherFailure:
-        replica = await self.pool.assigned(len(rollouts))
-        try:
-            return await replica.call(functools.partial(_teach, replica, rollouts, reads))
-        finally:
-            self.pool.table.change(lambda table: table.ended(replica.number, len(rollouts)))
+        async with self.pool.assigned(len(rollouts)) as replica:
+            # The pool's type of actor is the base class.
+            actor = cast(TeacherActor, replica.actor)
+            return await replica.call(lambda: actor.teach.call_one(rollouts, reads))
 
 
 @dataclass(frozen=True, slots=True)
 class EndpointTeacher:
-    """A server, which is asked from the controller's process."""
+    """A server, called from the controller's process."""
 
     groups: TaughtGroups
     client: "TeacherClient"
@@ -172,14 +169,14 @@ class EndpointTeacher:
 
 @dataclass(slots=True, kw_only=True)
 class Teacher:
-    """One teacher, and how many groups it is given at once."""
+    """One teacher, and the limit of groups that it gets at once."""
 
     name: str
     section: TeacherSection
     model: TeacherModel
     prompts: TeacherPrompts
     room: asyncio.Semaphore
-    """Groups beyond it wait here, where waiting does not count against their deadline."""
+    """Limits the groups in flight. Waiting for it does not count against the deadline of a group."""
 
 
 @dataclass(slots=True)
@@ -202,14 +199,14 @@ class OutageBackoff:
 
 @dataclass(slots=True)
 class Teaching:
-    """All teachers of a run; none in runs whose loss needs none."""
+    """All teachers of a run; there are none if the loss needs none."""
 
     by_source: Mapping[str, Teacher] = field(default_factory=dict)
     """The teacher of each source of data."""
     score_limit_s: float = 60.0
     """``timeouts.score_s``: time for one attempt at a group."""
     moving: tuple[MovingTeacher, ...] = ()
-    """Those that take published versions."""
+    """Teachers that take published versions."""
     _num_retried: int = 0
     _num_failed: int = 0
     _num_tokens: int = 0
@@ -281,10 +278,12 @@ class Teaching:
         rollouts: tuple[StoredRollout, ...],
         reads: Sequence[TeacherReads],
     ) -> tuple[StoredRollout, ...] | TeacherFailure:
+        call = f"teacher {teacher.name} looking at group {group_id}"
         num_left, away = teacher.section.max_attempts, OutageBackoff()
         while True:
             try:
-                found = await self._attempt(teacher, group_id, rollouts, reads)
+                async with deadline(self.score_limit_s, call=call, key="timeouts.score_s"):
+                    found = await teacher.model.teach(rollouts, reads)
             except (ProcessLost, DeadlineExceeded) as error:
                 found = TeacherFailure(problem=str(error))
             except RewardUnavailable as error:
@@ -306,17 +305,6 @@ class Teaching:
                 return replace(found, problem=f"teacher {teacher.name}, group {group_id}: {found.problem}")
             self._num_retried += 1
 
-    async def _attempt(
-        self,
-        teacher: Teacher,
-        group_id: int,
-        rollouts: tuple[StoredRollout, ...],
-        reads: Sequence[TeacherReads],
-    ) -> tuple[StoredRollout, ...] | TeacherFailure:
-        call = f"teacher {teacher.name} looking at group {group_id}"
-        async with deadline(self.score_limit_s, call=call, key="timeouts.score_s"):
-            return await teacher.model.teach(rollouts, reads)
-
     def metrics(self) -> dict[str, float]:
         """Return counts since the command started, under their names in metrics.jsonl; none without one."""
         if not self.by_source:
@@ -334,13 +322,6 @@ class Teaching:
         }
 
 
-async def _teach(
-    replica: LiveReplica, rollouts: Sequence[StoredRollout], reads: Sequence[TeacherReads]
-) -> tuple[StoredRollout, ...] | TeacherFailure:
-    # Monarch's handle of an actor is of no class of ours.
-    return await cast(TeacherActor, replica.actor).teach.call_one(rollouts, reads)
-
-
 async def start_teachers(
     procs: ProcessManager, config: RunConfig, facts: ModelFacts, prompts: PromptEncoder
 ) -> Teaching:
@@ -351,13 +332,12 @@ async def start_teachers(
     if not config.teachers:
         return Teaching()
     procs.hosts.allot(HostRole.TEACHERS, 0, gpus_per_proc=1)
-    for section in config.teachers.values():
-        for _ in range(section.num_engines):
-            procs.hosts.allot_more(HostRole.TEACHERS, gpus_per_proc=section.engine.tensor_parallel)
     first_places, num_places = {}, 0
     for name, section in config.teachers.items():
         first_places[name] = num_places
         num_places += section.num_engines
+        for _ in range(section.num_engines):
+            procs.hosts.allot_more(HostRole.TEACHERS, gpus_per_proc=section.engine.tensor_parallel)
     async with asyncio.TaskGroup() as starting:
         started = [
             starting.create_task(_start_teacher(procs, config, facts, prompts, name, first_place))
@@ -406,7 +386,7 @@ async def _start_teacher(
         vocab_size=facts.vocab_size,
     )
     if section.endpoint is not None:
-        # It imports the SDK, which only runs with such a teacher need.
+        # Only runs with such a teacher need the SDK that it imports.
         from forgeasync.scoring import TeacherClient
 
         num_at_once = section.endpoint.max_concurrent
@@ -476,8 +456,7 @@ async def _start_pool(
         title=f"teacher {name}",
     )
     procs.teachers.append(pool)
-    call = f"loading the engines of teacher {name}"
-    async with deadline(config.timeouts.setup_s, call=call, key="timeouts.setup_s"):
+    async with call_limit(config.timeouts, "setup_s", f"loading the engines of teacher {name}"):
         await pool.start(engine.num_engines)
     return pool
 

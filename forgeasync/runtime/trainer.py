@@ -163,7 +163,8 @@ class PayloadOwners:
                 changed = self._changed
                 for owner in self._generators.get(ref.host_id, ()):
                     try:
-                        return await unless_lost(_read(ref, reader, owner), changed.wait(), _Changed)
+                        reading = reader.read(ref, owner.expose_payload.call_one)
+                        return await unless_lost(reading, changed.wait(), _Changed)
                     except (PayloadGone, PayloadTorn):
                         raise
                     except _Changed:
@@ -176,10 +177,6 @@ class PayloadOwners:
 
 class _Changed(Exception):
     """The generators are others now."""
-
-
-async def _read(ref: PayloadRef, reader: RemotePayloadReader, owner: GeneratorActor) -> Arrays:
-    return await reader.read(ref, owner.expose_payload.call_one)
 
 
 PAYLOAD_TIMEOUT_S = 60
@@ -220,13 +217,13 @@ class TrainerActor(Actor):
         return data_rank
 
     def _build(self, setup: TrainerSetup) -> int:
-        # TorchTitan takes seconds to import: only the procs that train pay for it.
+        # TorchTitan takes seconds to import: only the processes that train import it.
         from forgeasync.models import DEVICE_TYPE
         from forgeasync.trainer import CheckpointWriter, PolicyTrainer
 
         backend = "gloo" if DEVICE_TYPE == "cpu" else "cpu:gloo,cuda:nccl"
         if DEVICE_TYPE != "cpu":
-            # The only one that this proc sees; LOCAL_RANK counts the host's.
+            # The only GPU that this process sees; LOCAL_RANK counts those of the host.
             torch.accelerator.set_device_index(0)
         dist.init_process_group(backend)
         # Recomputation in the backward pass needs this thread's mesh context.
@@ -242,12 +239,12 @@ class TrainerActor(Actor):
 
     @concurrent_endpoint
     async def pid(self) -> int:
-        """The id of this proc on its host."""
+        """Return the id of this process on its host."""
         return os.getpid()
 
     @concurrent_endpoint
     async def beat(self) -> None:
-        """This proc's event loop runs; says nothing of the thread that computes."""
+        """Answer, to show that the event loop runs; the thread that computes may be busy."""
 
     @concurrent_endpoint
     async def snapshot_bytes(self) -> int:

@@ -4,40 +4,41 @@ import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from monarch.actor import ProcMesh
 from monarch.spmd import setup_torch_elastic_env_async
 from monarch.tools.network import AddrType
 
-from forgeasync.config import Dtype, TimeoutSection, TransportChoice
+from forgeasync.config import Dtype, RunConfig, TimeoutSection, TransportChoice
 from forgeasync.process_memory import largest
 from forgeasync.rollouts import merged_reports
 from forgeasync.runtime.jobs import HostRole
-from forgeasync.runtime.process_manager import ProcessManager
+from forgeasync.runtime.process_manager import ProcessManager, make_folders
 from forgeasync.runtime.router import GeneratorRouter
-from forgeasync.runtime.supervised import Proc
+from forgeasync.runtime.supervised import Proc, call_limit
 from forgeasync.runtime.trainer import TrainerActor
 from forgeasync.trainer import PackedRow, StepResult, TrainerSetup, TrainingItem
-from forgeasync.waiting import deadline
-from forgeasync.weights import TORCH_DTYPES, Manifest, StagedWeights, StagingSource, WeightLayout, WeightSet
+from forgeasync.weights import (
+    NUM_SLOTS,
+    TORCH_DTYPES,
+    Manifest,
+    StagedWeights,
+    StagingSource,
+    WeightLayout,
+    WeightSet,
+    build_transport,
+    require_reach,
+)
+
+if TYPE_CHECKING:
+    from forgeasync.runtime.teachers import MovingTeacher
 
 T = TypeVar("T")
 
 PEERS_S = 5.0
 """Seconds for the other ranks to end their call once one rank has failed in it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Staging:
-    """What the staging buffers were opened with."""
-
-    dtype: Dtype
-    folders: Sequence[Path]
-    transport: TransportChoice
-    generator_hosts: frozenset[str]
 
 
 class TrainerMesh:
@@ -61,7 +62,9 @@ class TrainerMesh:
         self._staged = "the initial weights"
         self._layout: WeightLayout | None = None
         self._sources: list[StagingSource] = []
-        self._staging: _Staging | None = None
+        self._dtype: Dtype | None = None
+        self._staging: tuple[Sequence[Path], TransportChoice, frozenset[str]] | None = None
+        """What the staging buffers were opened with: folders, transport and hosts of generators."""
         self.members: tuple[Proc, ...] = ()
         """The process of each rank, by rank."""
 
@@ -71,7 +74,7 @@ class TrainerMesh:
         return self._stuck_by is not None
 
     async def _on_every_rank(
-        self, make: Callable[[TrainerActor, int], Awaitable[T]], *, call: str, key: str
+        self, make: Callable[[TrainerActor, int], Awaitable[T]], call: str, key: str
     ) -> list[T]:
         """Return the ranks' replies by rank, once the calls before this one have ended.
 
@@ -97,7 +100,7 @@ class TrainerMesh:
         return await asyncio.shield(work)
 
     def _deadline(self, call: str, key: str) -> AbstractAsyncContextManager[None]:
-        return deadline(getattr(self._timeouts, key), call=f"the trainer {call}", key=f"timeouts.{key}")
+        return call_limit(self._timeouts, key, f"the trainer {call}")
 
     async def _together(self, make: Callable[[TrainerActor, int], Awaitable[T]]) -> list[T]:
         """Return all replies, or raise the first error once the other ranks have ended too or cannot."""
@@ -119,17 +122,13 @@ class TrainerMesh:
     async def setup(self, setup: TrainerSetup, *, host_ids: Sequence[str]) -> None:
         """Build the model on every rank; ``host_ids`` says by rank where each of them is."""
         self._data_ranks = await self._on_every_rank(
-            lambda actor, rank: actor.setup.call_one(setup, host_ids[rank]),
-            call="building its model",
-            key="setup_s",
+            lambda actor, rank: actor.setup.call_one(setup, host_ids[rank]), "building its model", "setup_s"
         )
 
     async def pids(self) -> list[int]:
-        """Return the process id of each rank's proc on its host, by rank."""
+        """Return the process id of each rank on its host, by rank."""
         return await self._on_every_rank(
-            lambda actor, _: actor.pid.call_one(),
-            call="starting its procs",
-            key="setup_s",
+            lambda actor, _: actor.pid.call_one(), "starting its procs", "setup_s"
         )
 
     @property
@@ -152,14 +151,14 @@ class TrainerMesh:
         limit_s = self._timeouts.weights_s
         await self._on_every_rank(
             lambda actor, _: actor.connect.call_one(generators.actors, limit_s),
-            call="connecting to the generators",
-            key="setup_s",
+            "connecting to the generators",
+            "setup_s",
         )
 
     async def generators_changed(self, generators: GeneratorRouter) -> None:
         """Tell every rank which generators there are now; also ranks that wait for a payload of one."""
         limit_s = self._timeouts.weights_s
-        async with deadline(limit_s, call="telling the trainer of generators", key="timeouts.weights_s"):
+        async with call_limit(self._timeouts, "weights_s", "telling the trainer of generators"):
             await asyncio.gather(*(rank.connect.call_one(generators.actors, limit_s) for rank in self._ranks))
 
     async def train_rows(self, rows_by_data_rank: list[list[PackedRow]], *, step: int) -> StepResult:
@@ -185,9 +184,7 @@ class TrainerMesh:
     ) -> StepResult:
         """Have every rank train on what belongs to its data rank."""
         results = await self._on_every_rank(
-            lambda actor, rank: train(actor, self._data_ranks[rank]),
-            call=f"making step {step}",
-            key="train_step_s",
+            lambda actor, rank: train(actor, self._data_ranks[rank]), f"making step {step}", "train_step_s"
         )
         self._staged = f"the weights of step {step}"
         # All else is the same on every rank, or the first one's.
@@ -205,9 +202,7 @@ class TrainerMesh:
     async def snapshot_bytes(self) -> list[int]:
         """Return the shared memory that each rank's snapshots take, by rank."""
         return await self._on_every_rank(
-            lambda actor, _: actor.snapshot_bytes.call_one(),
-            call="measuring its state",
-            key="setup_s",
+            lambda actor, _: actor.snapshot_bytes.call_one(), "measuring its state", "setup_s"
         )
 
     async def open_snapshots(self, folders: Sequence[Path], *, every_steps: int, at_most: int) -> int:
@@ -217,8 +212,8 @@ class TrainerMesh:
         """
         versions = await self._on_every_rank(
             lambda actor, rank: actor.open_snapshots.call_one(folders[rank], every_steps, at_most),
-            call="reading its snapshots",
-            key="setup_s",
+            "reading its snapshots",
+            "setup_s",
         )
         assert len(set(versions)) == 1, "ranks are at different versions"
         return versions[0]
@@ -239,25 +234,20 @@ class TrainerMesh:
         Raises:
             RuntimeError: this trainer lays out its weights in another way.
         """
-        opened = before._staging
-        assert opened is not None, "the trainer before had staging buffers"
-        layout = await self.lay_out_weights(opened.dtype)
-        assert before._layout is not None
-        if layout.digest != before._layout.digest:
+        assert before._staging is not None and before._dtype is not None
+        folders, transport, generator_hosts = before._staging
+        layout = await self.lay_out_weights(before._dtype)
+        if layout.digest != before.weight_layout.digest:
             raise RuntimeError(
                 f"the trainer that was started again lays out its weights as {layout.digest}; must be "
-                f"{before._layout.digest}, as generators know them"
+                f"{before.weight_layout.digest}, as generators know them"
             )
-        return await self.open_staging(
-            opened.folders, opened.transport, generator_hosts=opened.generator_hosts
-        )
+        return await self.open_staging(folders, transport, generator_hosts=generator_hosts)
 
     async def lay_out_weights(self, dtype: Dtype) -> WeightLayout:
         """Assign shards to the ranks that publish them, and lay out their staging buffers."""
         ranks = await self._on_every_rank(
-            lambda actor, _: actor.lay_out_weights.call_one(dtype),
-            call="laying out its weights",
-            key="setup_s",
+            lambda actor, _: actor.lay_out_weights.call_one(dtype), "laying out its weights", "setup_s"
         )
         layout = self._layout = WeightLayout(dtype=TORCH_DTYPES[dtype], ranks=tuple(ranks))
         self._dtype = dtype
@@ -267,20 +257,17 @@ class TrainerMesh:
         self, folders: Sequence[Path], transport: TransportChoice, *, generator_hosts: frozenset[str]
     ) -> list[StagingSource]:
         """Have every rank allocate its staging buffers in its host's folder; how to reach them, by rank."""
-        self._staging = _Staging(
-            dtype=self._dtype, folders=folders, transport=transport, generator_hosts=generator_hosts
-        )
+        self._staging = folders, transport, generator_hosts
         self._sources = await self._on_every_rank(
             lambda actor, rank: actor.open_staging.call_one(folders[rank], transport, generator_hosts),
-            call="allocating its staging buffers",
-            key="setup_s",
+            "allocating its staging buffers",
+            "setup_s",
         )
         return self._sources
 
     def staged(self, manifest: Manifest) -> StagedWeights:
         """A version that was published, and how to reach it without the trainer's ranks."""
-        assert self._layout is not None
-        layout = self._layout.of(WeightSet.POLICY)
+        layout = self.weight_layout.of(WeightSet.POLICY)
         return StagedWeights(manifest=manifest, layout=layout, sources=tuple(self._sources))
 
     async def stage_weights(self, slot: int, *, when_begun: Callable[[], None] = lambda: None) -> Manifest:
@@ -293,18 +280,15 @@ class TrainerMesh:
             NonFiniteWeights: the weights have nan or inf; ``when_begun`` is not called.
         """
         what, key = f"staging {self._staged}", "weights_s"
-        waited_s = await self._on_every_rank(
-            lambda actor, _: actor.begin_staging.call_one(slot), call=what, key=key
-        )
+        waited_s = await self._on_every_rank(lambda actor, _: actor.begin_staging.call_one(slot), what, key)
         when_begun()
         async with self._deadline(what, key):
             shards = await self._together(lambda actor, _: actor.finish_staging.call_one(slot))
         assert len({shard.version for shard in shards}) == 1, "ranks are at different versions"
-        assert self._layout is not None
         return Manifest(
             version=shards[0].version,
             slot=slot,
-            layout_digest=self._layout.digest,
+            layout_digest=self.weight_layout.digest,
             checksums=tuple(shard.checksums for shard in shards),
             waited_s=max(waited_s),
             staging_s=max(shard.staging_s for shard in shards),
@@ -314,16 +298,14 @@ class TrainerMesh:
         """Start to write a checkpoint beside training; waits for the one before."""
         await self._on_every_rank(
             lambda actor, _: actor.begin_checkpoint.call_one(folder, run_state, keep),
-            call=f"beginning checkpoint {folder.name}",
-            key="train_step_s",
+            f"beginning checkpoint {folder.name}",
+            "train_step_s",
         )
 
     async def finish_checkpoint(self) -> None:
         """Wait until the checkpoint begun last is on the disk."""
         await self._on_every_rank(
-            lambda actor, _: actor.finish_checkpoint.call_one(),
-            call="finishing its checkpoint",
-            key="train_step_s",
+            lambda actor, _: actor.finish_checkpoint.call_one(), "finishing its checkpoint", "train_step_s"
         )
 
     async def is_writing_checkpoint(self) -> bool:
@@ -331,17 +313,15 @@ class TrainerMesh:
         return any(
             await self._on_every_rank(
                 lambda actor, _: actor.is_writing_checkpoint.call_one(),
-                call="telling whether it writes a checkpoint",
-                key="train_step_s",
+                "telling whether it writes a checkpoint",
+                "train_step_s",
             )
         )
 
     async def policy_version(self) -> int:
         """Which weights the ranks have, once the calls before this one have ended."""
         versions = await self._on_every_rank(
-            lambda actor, _: actor.policy_version.call_one(),
-            call="telling its version",
-            key="train_step_s",
+            lambda actor, _: actor.policy_version.call_one(), "telling its version", "train_step_s"
         )
         assert len(set(versions)) == 1, "ranks are at different versions"
         return versions[0]
@@ -349,15 +329,13 @@ class TrainerMesh:
     async def save_hf(self, folder: Path, *, source: Path) -> int:
         """Write the weights as a Hugging Face folder; returns their version."""
         versions = await self._on_every_rank(
-            lambda actor, _: actor.save_hf.call_one(folder, source),
-            call=f"writing {folder}",
-            key="train_step_s",
+            lambda actor, _: actor.save_hf.call_one(folder, source), f"writing {folder}", "train_step_s"
         )
         return versions[0]
 
 
 OWN_ACTORS = ("trainer", "_SPMDActor")
-"""Begin the names of the actors in the trainer's procs; the second is Monarch's, by which ranks meet."""
+"""Begin the names of the actors in the trainer's processes; the second is Monarch's, by which ranks meet."""
 
 
 async def start_trainer(procs: ProcessManager, setup: TrainerSetup, timeouts: TimeoutSection) -> TrainerMesh:
@@ -371,7 +349,7 @@ async def start_trainer(procs: ProcessManager, setup: TrainerSetup, timeouts: Ti
 async def spawn_trainer(
     procs: ProcessManager, num_procs: int, timeouts: TimeoutSection, *, number: int = 0
 ) -> TrainerMesh:
-    """Spawn the procs of the trainer, on the hosts and GPUs of the one before; ``number`` counts them.
+    """Spawn the processes of the trainer, on the hosts and GPUs of the one before; ``number`` counts them.
 
     They have no model yet: see ``set_up_trainer``.
     """
@@ -399,3 +377,54 @@ async def set_up_trainer(trainer: TrainerMesh, setup: TrainerSetup) -> None:
 async def kill_trainer(trainer: TrainerMesh) -> None:
     """Kill all ranks: those that are left wait in collectives for one that is gone, and answer nothing."""
     await asyncio.gather(*(one.host.kill(one.pid) for one in trainer.members))
+
+
+async def connect_weights(
+    procs: ProcessManager,
+    config: RunConfig,
+    trainer: TrainerMesh,
+    generators: GeneratorRouter,
+    teachers: "Sequence[MovingTeacher]" = (),
+) -> list[str]:
+    """Allocate the trainer's staging buffers, and let every generator plan how it reads them.
+
+    ``teachers`` are those that take versions; each has a receive buffer of its own. Returns in words how
+    engines take versions.
+
+    Raises:
+        ValueError: trainer and engines do not have the same tensors, the transport asked for cannot work,
+            or a host has not enough shared memory.
+    """
+    trainer_hosts = procs.hosts.of_procs(HostRole.TRAINER, trainer.num_procs)
+    generator_hosts = procs.hosts.of_procs(HostRole.GENERATORS, config.generator.num_engines)
+    choice = config.weights.transport
+    transport = build_transport(choice)
+    teacher_hosts = [host for one in teachers for host in one.router.pool.hosts]
+    readers = (*generator_hosts, *teacher_hosts)
+    require_reach(transport, choice, (host.id for host in (*trainer_hosts, *readers)))
+    await transport.start(procs.spawn_here)
+    # Adapters are small, and merged in float32.
+    dtype = config.generator.dtype if config.lora is None else Dtype.FLOAT32
+    layout = await trainer.lay_out_weights(dtype)
+    staged = [NUM_SLOTS * rank.num_bytes for rank in layout.ranks]
+    receive_buffer = layout.of(WeightSet.POLICY).num_bytes
+    # The generators of a host share one receive buffer.
+    received = [
+        receive_buffer * (generators.pool.rank_on_host(rank) == 0) for rank in range(len(generator_hosts))
+    ]
+    folders = await make_folders([*trainer_hosts, *generator_hosts], [*staged, *received])
+    sources = await trainer.open_staging(
+        folders[: trainer.num_procs],
+        choice,
+        generator_hosts=frozenset(host.id for host in readers),
+    )
+    policy = layout.of(WeightSet.POLICY)
+    of_generators = folders[trainer.num_procs :]
+    routes = dict.fromkeys(await generators.connect_weights(policy, sources, of_generators))
+    for one in teachers:
+        # The generators of the same host have another receive buffer, in another folder.
+        (folder,) = await make_folders(one.router.pool.hosts, [layout.of(one.weights).num_bytes])
+        of_engines = [folder] * len(one.router.pool.replicas)
+        taken = await one.router.connect_weights(layout.of(one.weights), sources, of_engines)
+        routes |= dict.fromkeys(taken)
+    return list(routes)

@@ -30,6 +30,7 @@ from forgeasync.runtime.supervised import (
     LOOK_S,
     PEER_END_S,
     ActorDied,
+    BackgroundTasks,
     Heartbeat,
     Proc,
     RestartBudget,
@@ -45,30 +46,30 @@ from forgeasync.runtime.trainer_mesh import (
     spawn_trainer,
 )
 from forgeasync.trainer import StepMemory, StepResult, TrainerSetup, TrainingItem
-from forgeasync.waiting import DeadlineExceeded, Monitor, comes_within, forget
+from forgeasync.waiting import DeadlineExceeded, Monitor, comes_within
 from forgeasync.weights import Manifest, StagedWeights
 
 T = TypeVar("T")
 
 COLLECTIVE_ERRORS = ("gloo", "NCCL", "ProcessGroup", "c10d")
-"""What errors of collectives name: the rank that reports one need not be the one that has caused it."""
+"""Words in errors of collectives. The rank that reports one need not be the rank that has caused it."""
 
 
 class TrainerIncarnation:
-    """A trainer mesh, and what has become of it."""
+    """A trainer mesh from its start to its loss."""
 
     def __init__(self, mesh: TrainerMesh, procs: ProcessManager, *, heartbeat_s: float) -> None:
         """Faults are reported to those of ``procs``; a silence of ``heartbeat_s`` is one."""
         self.mesh = mesh
         self.lost = asyncio.Event()
         self.error: Exception | None = None
-        """What has ended it."""
+        """Why it is lost."""
         self.faults: list[Fault] = []
         self._procs = procs
         self._heartbeat_s = heartbeat_s
 
-    async def until_lost(self) -> None:
-        """Look at the processes, and ask every rank for heartbeats, until the trainer is lost."""
+    async def until_lost(self, *, asks: bool = True) -> None:
+        """Check the processes until the trainer is lost; with ``asks``, send heartbeats to every rank too."""
         key = "trainer.recovery.heartbeat_s"
         heartbeats = [
             Heartbeat(functools.partial(self.mesh.beat, one.rank), limit_s=self._heartbeat_s, key=key)
@@ -77,7 +78,7 @@ class TrainerIncarnation:
         try:
             while not self.lost.is_set():
                 await self._look_at_processes()
-                for one, heartbeat in zip(self.mesh.members, heartbeats, strict=True):
+                for one, heartbeat in zip(self.mesh.members, heartbeats, strict=True) if asks else ():
                     if not self.lost.is_set() and (what := heartbeat.look()) is not None:
                         evidence = await diagnose_hang(Role.TRAINER, one)
                         if not self.lost.is_set():
@@ -93,10 +94,10 @@ class TrainerIncarnation:
         Raises:
             Exception: a rank's process has ended: nobody would answer ``work`` any more.
         """
-        return await unless_lost(work, self._until_dead(), self.lost_error)
+        return await unless_lost(work, self.until_lost(asks=False), self.lost_error)
 
     def lost_error(self) -> Exception:
-        """What has ended it."""
+        """Why it is lost."""
         assert self.error is not None
         return self.error
 
@@ -114,13 +115,8 @@ class TrainerIncarnation:
             self._lose("the trainer", f"has failed in a collective ({error.exception})", error)
         return self.lost.is_set()
 
-    async def _until_dead(self) -> None:
-        while not self.lost.is_set():
-            await self._look_at_processes()
-            await comes_within(LOOK_S, self.lost.wait())
-
     async def _look_at_processes(self) -> None:
-        """Every rank that has ended is a fault."""
+        """Report a fault for every rank that has ended."""
         ended = await asyncio.gather(*(one.has_ended() for one in self.mesh.members))
         if self.lost.is_set():
             return
@@ -136,7 +132,7 @@ class TrainerIncarnation:
 
 
 class _Lost(Exception):
-    """The trainer is lost, and a call to it with it."""
+    """The trainer of a call is lost."""
 
 
 def _name(one: Proc) -> str:
@@ -164,7 +160,7 @@ class _Checkpoint:
 
 
 class TrainerRecovery:
-    """The trainer mesh as the loops of a run see it; ``start`` begins to look after it."""
+    """The trainer mesh as the loops of a run see it; ``start`` begins its supervision."""
 
     def __init__(
         self,
@@ -196,12 +192,12 @@ class TrainerRecovery:
         self._checkpoint: _Checkpoint | None = None
         self._lost_checkpoint: Path | None = None
         self._first_error: Exception | None = None
-        """What has lost the trainer for the first time since the last complete step."""
+        """Why the trainer was lost first since the last complete step."""
         self._num_started = 1
         self._num_trained_again = 0
         self._on_new_buffers: list[Callable[[], None]] = []
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._background: set[asyncio.Task[None]] = set()
+        self._background = BackgroundTasks("the trainer's recovery")
 
     async def start(self) -> None:
         """Have the ranks take snapshots, and look after them from now on; nothing if the config has none.
@@ -216,11 +212,11 @@ class TrainerRecovery:
         hosts = [one.host for one in trainer.members]
         self._snapshot_folders = await make_folders(hosts, await trainer.snapshot_bytes())
         await self._open_snapshots(trainer)
-        # Their deaths are this object's business from here on.
+        # From here on this object handles their deaths.
         self._procs.peers = []
         self._procs.owned.update(OWN_ACTORS)
         self._procs.closing.append(self.close)
-        self._in_background(self._look_after())
+        self._background.start(self._look_after())
 
     async def _tell_generators(self) -> None:
         """Tell the ranks which generators there are; those of a new trainer hear it when it starts."""
@@ -245,10 +241,8 @@ class TrainerRecovery:
         await asyncio.shield(self._failure)
 
     async def close(self) -> None:
-        """Look after nothing any more."""
-        for task in self._background:
-            task.cancel()
-        await asyncio.gather(*self._background, return_exceptions=True)
+        """End the supervision."""
+        await self._background.close()
         if self._failure.done() and not self._failure.cancelled():
             self._failure.exception()
         else:
@@ -287,7 +281,7 @@ class TrainerRecovery:
         self._steps.state.complete(step)
         self._budget.reset()
         if step % self._section.snapshot_every_steps == 0:
-            self._in_background(self._confirm())
+            self._background.start(self._confirm())
         return result
 
     async def until_safe(self, step: int) -> None:
@@ -454,13 +448,6 @@ class TrainerRecovery:
         if checkpoint.version == version:
             await _begin(trainer, checkpoint)
         return checkpoint.version == version
-
-    def _in_background(self, work: Awaitable[None]) -> None:
-        task = asyncio.ensure_future(work)
-        assert isinstance(task, asyncio.Task)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
-        task.add_done_callback(forget)
 
 
 async def start_recovery(

@@ -36,7 +36,7 @@ class ScriptedWorker:
         self.num_reports = 0
         self.hangs_on_connecting = self.is_connecting = False
         self.connect = Endpoint(self._connect)
-        self.report = Endpoint(self._report)
+        self.beat = Endpoint(self._beat)
         self.run_episode = Endpoint(self._run_episode)
         self.num_running = 0
         self.is_released = asyncio.Event()
@@ -54,7 +54,7 @@ class ScriptedWorker:
             self.is_connecting = True
             await asyncio.Event().wait()
 
-    async def _report(self) -> WorkerReport:
+    async def _beat(self) -> WorkerReport:
         await self._answering()
         self.num_reports += 1
         return WorkerReport(num_stuck=self.num_stuck, num_killed_processes=2, serving=None)
@@ -101,7 +101,7 @@ def request(index: int) -> EpisodeRequest:
 async def started(*, num_workers: int = 2, max_live: int = 4) -> AsyncIterator[World]:
     world: World
 
-    async def spawn(number: int) -> Spawned:
+    async def spawn(rank: int, number: int) -> Spawned:
         process = standing_still()
         actor = world.workers[number] = ScriptedWorker(process)
         actor.hangs_on_connecting = world.hangs_on_connecting

@@ -180,11 +180,12 @@ class World:
 
         host = LocalHost("host-0", [])
         spawned = Spawned(actor=self.generators[-1], pid=0, host=host, stop=stop)
-        pool = SimpleNamespace(role=Role.GENERATOR)
-        heartbeat = Heartbeat(stop, limit_s=8.0, key="")
-        self.replicas.append(
-            LiveReplica(pool, spawned, name="generator 0", rank=0, number=number, heartbeat=heartbeat)  # type: ignore[arg-type]
+        pool = SimpleNamespace(
+            role=Role.GENERATOR,
+            name_of=lambda rank, number: "generator 0",
+            heartbeat_of=lambda replica: Heartbeat(stop, limit_s=8.0, key=""),
         )
+        self.replicas.append(LiveReplica(pool, spawned, 0, number))  # type: ignore[arg-type]
 
     def lose(self, number: int, *, left: Callable[[Turns], Turns | None] = lambda turns: turns) -> None:
         replica, turns = self.replicas[number], left(self.generators[number].turns)

@@ -347,7 +347,7 @@ def taking(seconds: float, clock: HandTime, loop: asyncio.AbstractEventLoop) -> 
 class TestResponseScoring:
     def test_responses_are_scored_side_by_side_in_their_order(self) -> None:
         judge = Judge(threading.Barrier(3).wait)
-        scoring = ResponseScoring(judge, num_workers=3, limit_s=300.0)
+        scoring = ResponseScoring(judge.score, num_workers=3, limit_s=300.0)
         scores = asyncio.run(scoring.score(make_task(), ["a" * length for length in (5, 1, 3, 2, 4, 6)]))
         assert [score.value for score in scores] == [5.0, 1.0, 3.0, 2.0, 4.0, 6.0]
         assert judge.most == 3
@@ -358,7 +358,7 @@ class TestResponseScoring:
 
         async def run() -> list[tuple[Score, ...]]:
             judge = Judge(taking(0.2, clock, asyncio.get_running_loop()))
-            scoring = ResponseScoring(judge, num_workers=1, limit_s=1.0)
+            scoring = ResponseScoring(judge.score, num_workers=1, limit_s=1.0)
             # Each takes 0.8 s, all together 4.8 s.
             found = await asyncio.gather(*(scoring.score(make_task(i), ["a"] * 4) for i in range(6)))
             await asyncio.to_thread(scoring.close)
@@ -372,7 +372,7 @@ class TestResponseScoring:
         async def run() -> list[str]:
             loop = asyncio.get_running_loop()
             judge = Judge(gate.wait)
-            scoring = ResponseScoring(judge, num_workers=1, limit_s=300.0)
+            scoring = ResponseScoring(judge.score, num_workers=1, limit_s=300.0)
             before = asyncio.create_task(scoring.score(make_task(0), ["before"] * 2))
             await asyncio.sleep(0)
             queued = asyncio.create_task(scoring.score(make_task(1), ["queued"] * 8))
@@ -399,7 +399,7 @@ class TestResponseScoring:
 
         async def run() -> list[str]:
             judge = Judge(taking(0.1, clock, asyncio.get_running_loop()))
-            scoring = ResponseScoring(judge, num_workers=1, limit_s=0.25)
+            scoring = ResponseScoring(judge.score, num_workers=1, limit_s=0.25)
             with pytest.raises(DeadlineExceeded, match=r"8 responses to task t0.*0\.25 s.*timeouts\.score_s"):
                 await scoring.score(make_task(0), ["long"] * 8)
             assert await scoring.score(make_task(1), ["b"])
@@ -511,7 +511,7 @@ class TestEvaluation:
                 return pool.score(MathProblem(answer=task.answer), answer)
 
         # Shorter than all endless answers together: queueing must not count.
-        scoring = ResponseScoring(Answers(), num_workers=2, limit_s=9.0)
+        scoring = ResponseScoring(Answers().score, num_workers=2, limit_s=9.0)
 
         async def judge(task: Task, responses: Sequence[Response]) -> ScoredResponses:
             return ScoredResponses(
@@ -535,7 +535,7 @@ class TestEvaluation:
             def score(self, task: Task, response: str) -> Score:
                 return pool.score(MathProblem(answer=task.answer), response)
 
-        scoring = ResponseScoring(Answers(), num_workers=2, limit_s=300.0)
+        scoring = ResponseScoring(Answers().score, num_workers=2, limit_s=300.0)
         scores = asyncio.run(scoring.score(make_task(), [ENDLESS] * 4))
         assert scores == (Score(value=0.0, is_correct=False),) * 4
         assert pool.counts == VerifierCounts(num_timeouts=4)

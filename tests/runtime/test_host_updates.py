@@ -1,13 +1,12 @@
 """Generators of one host take a version together: all fetch, then all stage, then all swap."""
 
 import asyncio
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from forgeasync.config import TimeoutSection
-from forgeasync.runtime import MAX_FAILED_FETCHES, ReplicaState, named_generators
+from forgeasync.runtime import MAX_FAILED_FETCHES, ReplicaState
 from forgeasync.testing import VirtualTime
 from forgeasync.weights import HostShare
 from tests.support.replicas import ReplicaWorld, generators_of, manifest_of
@@ -117,8 +116,3 @@ def test_the_first_generator_of_a_host_makes_what_the_others_open() -> None:
             assert world.generators[4].joined == [(HostShare(index=0, count=1), True)], "the files are there"
 
     asyncio.run(go())
-
-
-@pytest.mark.parametrize(("ranks", "words"), [((4,), "generator 4"), ((0, 2), "generators 0, 2")])
-def test_messages_name_the_generators(ranks: Sequence[int], words: str) -> None:
-    assert named_generators(ranks) == words

@@ -84,7 +84,7 @@ def scorers(spawn: Callable[..., Any], heartbeat_s: float, faults: FaultLog, lis
 def workers(spawn: Callable[..., Any], heartbeat_s: float, faults: FaultLog, listing: ProcsFile) -> Pool:
     section = EpisodesSection(num_workers=NUM_PLACES, heartbeat_s=heartbeat_s)
     return EnvironmentPool(
-        lambda number: spawn(0, number),
+        spawn,
         section,
         num_agents=1,
         tell=lambda line: None,
@@ -175,7 +175,7 @@ class World:
         async def stop() -> None:
             self.num_stopped += 1
 
-        actor = SimpleNamespace(beat=Endpoint(answer), report=Endpoint(answer), work=Endpoint(answer))
+        actor = SimpleNamespace(beat=Endpoint(answer), work=Endpoint(answer))
         return Spawned(actor=actor, pid=process.pid, mark=mark, stop=stop)
 
     async def until(self, is_reached: Callable[[], bool]) -> None:
@@ -467,7 +467,7 @@ def test_a_buffer_that_has_just_ended_the_run_in_another_way_is_noted_at_the_end
 async def watched_buffer(heartbeat_s: float) -> AsyncIterator[tuple[BufferWatch, FaultLog, int]]:
     process, faults = standing_still(), FaultLog()
 
-    async def spawn() -> "Spawned[Any]":
+    async def spawn(rank: int, number: int) -> "Spawned[Any]":
         async def answer() -> None:
             if psutil.Process(process.pid).status() == psutil.STATUS_STOPPED:
                 await asyncio.Event().wait()

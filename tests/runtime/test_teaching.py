@@ -1,7 +1,8 @@
 """Attempts at a group, by engines that are plain objects."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -42,21 +43,18 @@ class Engines:
     def state(self) -> "Engines":
         return self
 
-    async def assigned(self, num_rollouts: int) -> "Engines":
+    @asynccontextmanager
+    async def assigned(self, num_rollouts: int) -> AsyncIterator["Engines"]:
         self.num_live += num_rollouts
         self.most_live = max(self.most_live, self.num_live)
-        return self
+        try:
+            yield self
+        finally:
+            self.num_live -= num_rollouts
 
     @property
-    def number(self) -> int:
-        return 7
-
-    def change(self, act: Callable[["Engines"], None]) -> None:
-        act(self)
-
-    def ended(self, number: int, num_rollouts: int) -> None:
-        assert number == 7
-        self.num_live -= num_rollouts
+    def actor(self) -> "Engines":
+        return self
 
     async def call(self, call: Callable[[], Awaitable[object]]) -> object:
         if self.hold is not None:
