@@ -51,7 +51,7 @@ from forgeasync.observability import (
     check_folder,
     part_means,
 )
-from forgeasync.planning import available_host_bytes, check_generator_memory
+from forgeasync.planning import available_host_bytes, check_memory
 from forgeasync.rollouts import PromptEncoder, Score, Task, spanned
 from forgeasync.runtime import GroupSampler, HeldOutRollout, Unscored
 from forgeasync.schema import ConfigError, Problem, raise_if_any
@@ -412,7 +412,7 @@ def prepare_evaluation(
         problems += [*check_generator(config, facts), *gpu_problems]
         warnings += gpu_words
         if not torch.cuda.device_count():
-            problems += check_generator_memory(config, facts, host_bytes=available_host_bytes())
+            problems += check_memory(config, facts, host_bytes=available_host_bytes(), trains=False)
     raise_if_any(problems)
     served: LocalModel | EndpointModel
     if endpoint is None:

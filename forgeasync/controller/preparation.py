@@ -19,9 +19,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from forgeasync.checkpoints import check_problems, check_room
 from forgeasync.config import (
-    LocalLauncher,
     ModelFacts,
-    ProcessLauncher,
     RunConfig,
     TeacherEndpoint,
     check_gpus,
@@ -47,16 +45,15 @@ from forgeasync.models import (
     check_checkpoint_shapes,
     check_config,
     model_folder,
-    published_weight_bytes,
     read_model_facts,
-    weight_copies_in_shared_memory,
 )
 from forgeasync.observability import check_run_dir, check_wandb
 from forgeasync.planning import (
+    Machine,
     available_host_bytes,
     check_memory,
+    check_shared_memory,
     request_warnings,
-    snapshot_memory_bytes,
     teacher_facts,
     with_host_requests,
 )
@@ -131,13 +128,17 @@ def prepare(config: RunConfig, resume: str | None = None) -> Prepared:
     gpu_problems, warnings = check_local_gpus(config, facts)
     # Before the memory of their engines is counted.
     raise_if_any(check_teacher_models(config, facts))
+    machine = Machine.GPU if num_gpus else Machine.CPU
+    # What dead runs hold in shared memory is as good as free.
+    sweep_stale_folders()
+    free_bytes = shutil.disk_usage(SHARED_MEMORY).free
     raise_if_any(
         [
             *check_prerequisites(config.launcher),
             *check_gpus(config, num_gpus, num_of_rewards=len(places_of_rewards(config, num_gpus))),
             *gpu_problems,
             *([] if num_gpus else check_memory(config, facts, host_bytes=available_host_bytes())),
-            *_check_shared_memory(config, facts),
+            *check_shared_memory(config, facts, machine, free_bytes=free_bytes),
             *check_room(config, facts, checkpoints=planned_folder(config), export=planned_export(config)),
         ]
     )
@@ -316,28 +317,6 @@ def check_plan(config: RunConfig) -> tuple[ModelFacts, str]:
     raise_if_any(problems)
     assert facts is not None, "a check without facts has raised"
     return facts, looked_at
-
-
-def _check_shared_memory(config: RunConfig, facts: ModelFacts) -> list[Problem]:
-    if not isinstance(config.launcher, LocalLauncher | ProcessLauncher):
-        # The payloads are not on this machine: every host checks its memory when its folders are made.
-        return []
-    # What dead runs hold is as good as free.
-    sweep_stale_folders()
-    free_gib = shutil.disk_usage(SHARED_MEMORY).free / 2**30
-    num_versions = weight_copies_in_shared_memory(config)
-    weights_gib = num_versions * published_weight_bytes(config, facts) / 2**30
-    snapshots_gib = snapshot_memory_bytes(config, facts) / 2**30
-    # Hosts that are processes here each have room for all payloads, which together are never more.
-    if config.payload.capacity_gib + weights_gib + snapshots_gib <= free_gib:
-        return []
-    remedy = (
-        f"with {weights_gib:.3g} for {num_versions} copies of the weights (staged ones, and one of each "
-        f"generator) and {snapshots_gib:.3g} for snapshots of the trainer "
-        f"(trainer.recovery.snapshot_every_steps) must be at most {free_gib:.3g}, what this machine has free "
-        f"in {SHARED_MEMORY}; docker run --shm-size=... gives a container more"
-    )
-    return [Problem(field="payload.capacity_gib", value=config.payload.capacity_gib, remedy=remedy)]
 
 
 def gpu_memory_bytes() -> int | None:

@@ -13,7 +13,6 @@ from forgeasync.config import (
     RunConfig,
     check_without_model,
     longest_response,
-    num_averages,
     num_groups_held,
 )
 from forgeasync.models.deepseek_v3.facts import DEEPSEEK_V3
@@ -85,18 +84,6 @@ def num_adapter_parameters(facts: ModelFacts, lora: LoraSection) -> int:
         for name, shape in expected_shapes(facts).items()
         if name.removesuffix(".weight").rpartition(".")[2] in lora.targets
     )
-
-
-def weight_copies_in_shared_memory(config: RunConfig) -> int:
-    """Return how many versions of all weights are in shared memory: two staged, one for each generator.
-
-    An average is staged with each version, and every teacher that moves fetches one too. With adapters, only
-    the merged weights of each generator's and teacher's engine count.
-    """
-    moving = [one for one in config.teachers.values() if one.moves]
-    if config.lora is not None:
-        return config.generator.num_replicas + sum(one.num_engines for one in moving)
-    return 2 * (1 + num_averages(config.teachers)) + config.generator.num_replicas + len(moving)
 
 
 def largest_group_payload_bytes(config: RunConfig, facts: ModelFacts) -> int:

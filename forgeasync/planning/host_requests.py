@@ -18,14 +18,14 @@ from forgeasync.config import (
     SlurmLauncher,
     num_hosts,
 )
-from forgeasync.models import BYTES_PER_ELEMENT, num_adapter_parameters, published_weight_bytes
-from forgeasync.planning.memory import host_shadow_bytes, snapshot_memory_bytes
+from forgeasync.models import num_adapter_parameters
+from forgeasync.planning.memory import host_shadow_bytes, snapshot_memory_bytes, staging_bytes
 from forgeasync.planning.parameters import (
     FLOAT32_BYTES,
     Machine,
-    count_merged,
     count_parameters,
-    merges_adapters,
+    merged_bytes,
+    version_bytes,
 )
 
 PROCESS_BYTES = 8 * 2**30
@@ -88,7 +88,7 @@ def role_needs(config: RunConfig, facts: ModelFacts, launcher: RemoteLauncher) -
 def _trainer_host(config: RunConfig, facts: ModelFacts, launcher: RemoteLauncher) -> HostNeeds:
     hosts, trainer = num_hosts(launcher).trainer, config.trainer
     num_procs = trainer.parallel.num_procs // hosts
-    staged = math.ceil(2 * _version_bytes(config, facts) / hosts)
+    staged = math.ceil(staging_bytes(config, facts) / hosts)
     shared = staged + math.ceil(snapshot_memory_bytes(config, facts) / hosts)
     # What is trained and its two moments, copied to the host for a checkpoint and kept for the next one.
     trained = (
@@ -114,10 +114,8 @@ def _generator_host(config: RunConfig, facts: ModelFacts, launcher: RemoteLaunch
     num_replicas = generator.num_engines // num_hosts(launcher).generators
     machine = Machine.GPU if launcher.kind != "process" and launcher.gpus_per_host else Machine.CPU
     # The replicas of a host receive a version once; what adapters are merged into is each one's own.
-    received = _version_bytes(config, facts) + host_shadow_bytes(config, facts, machine)
-    weights = received
-    if config.lora is not None and merges_adapters(config, machine):
-        weights += num_replicas * count_merged(facts, config.lora) * BYTES_PER_ELEMENT[generator.dtype]
+    received = version_bytes(config, facts) + host_shadow_bytes(config, facts, machine)
+    weights = received + num_replicas * merged_bytes(config, facts, machine)
     shared = weights + round(config.payload.capacity_gib * 2**30)
     return HostNeeds(
         num_cpus=CPUS_OF_HOST + num_replicas * (CPUS_OF_REPLICA + generator.tensor_parallel - 1),
@@ -127,12 +125,6 @@ def _generator_host(config: RunConfig, facts: ModelFacts, launcher: RemoteLaunch
         # A replica's process maps what its host receives, and offers the payloads that it has sampled.
         locked_bytes=received + round(config.payload.capacity_gib * 2**30),
     )
-
-
-def _version_bytes(config: RunConfig, facts: ModelFacts) -> int:
-    if config.lora is None:
-        return published_weight_bytes(config, facts)
-    return num_adapter_parameters(facts, config.lora) * BYTES_PER_ELEMENT[config.generator.dtype]
 
 
 def with_host_requests(config: RunConfig, facts: ModelFacts) -> RunConfig:
