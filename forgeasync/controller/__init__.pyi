@@ -21,7 +21,6 @@ from .preparation import Prepared as Prepared
 from .preparation import prepare as prepare
 from .recorder import Part as Part
 from .recorder import RunRecorder as RunRecorder
-from .recorder import StepClock as StepClock
 from .recorder import StepRecord as StepRecord
 from .recorder import StepTimes as StepTimes
 from .resume import RunFiles as RunFiles
@@ -57,7 +56,6 @@ from .hosts import places_of_rewards as places_of_rewards
 from .preparation import check as check
 from .preparation import check_plan as check_plan
 from .preparation import take_up as take_up
-from .recorder import TimesBetween as TimesBetween
 from .resume import FoundGroups as FoundGroups
 from .resume import Resumed as Resumed
 from .resume import end_own_run as end_own_run

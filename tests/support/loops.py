@@ -30,7 +30,7 @@ from forgeasync.buffer import (
     Update,
 )
 from forgeasync.config import RunConfig, SamplingSection, TimeoutSection, load_config
-from forgeasync.controller import Prepared, Roles, RunFiles, StepRecord, TimesBetween, starting
+from forgeasync.controller import Prepared, Roles, RunFiles, StepRecord, StepTimes, starting
 from forgeasync.environments import Response
 from forgeasync.generator import EngineStats, SwapReport
 from forgeasync.observability import FaultLog, HeldOutScores, JsonLines, ProcsFile, RunDir
@@ -441,7 +441,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.batches: list[Batch] = []
-        self.between: list[TimesBetween] = []
+        self.times: list[StepTimes] = []
         self.accuracies: list[float | None] = []
         self.counters: list[Mapping[str, float]] = []
         self.rewards: list[float] = []
@@ -489,11 +489,9 @@ class Recorder:
     def warn(self, problem: str) -> None:
         self.problems.append(problem)
 
-    def record_between(self, times: TimesBetween) -> None:
-        self.between.append(times)
-
     def record(self, record: StepRecord) -> None:
         self.batches.append(record.batch)
+        self.times.append(record.times)
         self.forget_records(group.group_id for group in record.batch.groups)
         self.counters.append(record.counters)
         if record.held_out is not None:
