@@ -53,8 +53,10 @@ from .hosts import check_hosts as check_hosts
 from .hosts import check_local_gpus as check_local_gpus
 from .hosts import generator_plan as generator_plan
 from .hosts import places_of_rewards as places_of_rewards
+from .preparation import ProblemSet as ProblemSet
 from .preparation import check as check
 from .preparation import check_plan as check_plan
+from .preparation import problem_sets as problem_sets
 from .preparation import take_up as take_up
 from .resume import FoundGroups as FoundGroups
 from .resume import Resumed as Resumed

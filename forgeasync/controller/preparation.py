@@ -21,6 +21,7 @@ from forgeasync.checkpoints import check_problems, check_room
 from forgeasync.config import (
     ModelFacts,
     RunConfig,
+    SamplingSection,
     TeacherEndpoint,
     check_gpus,
     check_without_model,
@@ -74,6 +75,20 @@ MADE_MODEL = "models/tiny_moe"
 """The model that ``make model`` builds."""
 
 
+HELD_OUT = "held_out"
+"""Name of the held-out problems among the sets."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProblemSet:
+    """Problems that are evaluated, and how."""
+
+    tasks: list[Task]
+    sampling: SamplingSection
+    num_samples: int
+    """Responses to each problem."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
     """A checked run: its config, its model's shape and folder, its tokenizer and its tasks."""
@@ -84,9 +99,8 @@ class Prepared:
     model_path: Path
     prompts: PromptEncoder
     train: Sequence[Task]
-    held_out: list[Task]
-    sets: Mapping[str, list[Task]]
-    """Tasks of each evaluation set, by its name."""
+    sets: Mapping[str, ProblemSet]
+    """What is evaluated, by name: the held-out problems (``HELD_OUT``), then each evaluation set."""
     resumed: Resumed | None
     """The checkpoint to resume from; None: a new run."""
     warnings: tuple[str, ...] = ()
@@ -145,12 +159,13 @@ def prepare(config: RunConfig, resume: str | None = None) -> Prepared:
     folder = model_folder(config.model.path)
     raise_if_any(check_checkpoint_shapes(folder, facts))
     prompts = load_prompts(config, folder, facts)
-    train, held_out, of_sets = load_tasks(config, prompts)
+    train, evaluated = load_tasks(config, prompts)
     raise_if_any(check_teacher_prompts(config, prompts, train))
     raise_if_any(probe_teachers(config, facts, prompts, train))
     if resumed is not None:
         raise_if_any(check_problems(resumed.state, resumed.folder, digest_of(train)))
-    first_tasks = {task.source: task for tasks in (train, *of_sets.values()) for task in reversed(tasks)}
+    all_tasks = (*(one.tasks for one in evaluated.values()), train)
+    first_tasks = {task.source: task for tasks in all_tasks for task in reversed(tasks)}
     sources = (*named_sources(config.data), *named_sets(config.evaluation))
     raise_if_any(try_rewards(sources, first_tasks))
     return Prepared(
@@ -159,17 +174,20 @@ def prepare(config: RunConfig, resume: str | None = None) -> Prepared:
         model_path=folder.resolve(),
         prompts=prompts,
         train=train,
-        held_out=held_out,
-        sets=of_sets,
+        sets=evaluated,
         resumed=resumed,
         warnings=(*request_warnings(config, facts), *warnings),
     )
 
 
 def load_tasks(
-    config: RunConfig, prompts: PromptEncoder | None, *, trains: bool = True
-) -> tuple[Sequence[Task], list[Task], dict[str, list[Task]]]:
-    """Load the tasks to train on, the held-out ones, and those of each evaluation set by its name.
+    config: RunConfig,
+    prompts: PromptEncoder | None,
+    *,
+    trains: bool = True,
+    num_samples: int | None = None,
+) -> tuple[Sequence[Task], dict[str, ProblemSet]]:
+    """Load the tasks to train on, and those to evaluate; see ``problem_sets``.
 
     With ``prompts`` every task must leave room for a full response. Without ``trains`` those to train on are
     not looked at.
@@ -180,16 +198,12 @@ def load_tasks(
     named = named_sets(config.evaluation)
     try:
         source = build_source(config.data, seed=config.seed, sets=named)
-        held_out = source.held_out[: config.evaluation.num_problems]
-        sets = {
-            one.name: source.sets[of_set.name]
-            for one, of_set in zip(config.evaluation.sets, named, strict=True)
-        }
+        of_sets = [source.sets[one.name] for one in named]
+        sets = problem_sets(config, source.held_out, of_sets, num_samples=num_samples)
         # An environment makes prompts of its own, and every turn is bounded by the room that is left.
         if config.environment is None and prompts is not None:
-            checked = [(config.sampling, chain(source.train, source.held_out) if trains else held_out)]
-            checked += [(one.sampling or config.sampling, sets[one.name]) for one in config.evaluation.sets]
-            for sampling, tasks in checked:
+            trained = [(config.sampling, chain(source.train, source.held_out))] if trains else []
+            for sampling, tasks in (*trained, *((one.sampling, one.tasks) for one in sets.values())):
                 for task in tasks:
                     prompts.check_length(
                         task,
@@ -200,7 +214,29 @@ def load_tasks(
         raise
     except ValueError as error:
         raise ConfigError([Problem(field="data", remedy=str(error))]) from error
-    return source.train, held_out, sets
+    return source.train, sets
+
+
+def problem_sets(
+    config: RunConfig,
+    held_out: Sequence[Task],
+    of_sets: Sequence[list[Task]],
+    *,
+    num_samples: int | None = None,
+) -> dict[str, ProblemSet]:
+    """Return what is evaluated: of ``held_out`` as many problems as the config says, and all of ``of_sets``.
+
+    ``of_sets`` has the tasks of each of ``evaluation.sets``. ``num_samples`` replaces that of the config.
+    """
+    section = config.evaluation
+    held_out = list(held_out[: section.num_problems])
+    sets = {HELD_OUT: ProblemSet(tasks=held_out, sampling=config.sampling, num_samples=num_samples or 1)}
+    for one, tasks in zip(section.sets, of_sets, strict=True):
+        sampling = one.sampling or config.sampling
+        sets[one.name] = ProblemSet(
+            tasks=tasks, sampling=sampling, num_samples=num_samples or one.num_samples
+        )
+    return sets
 
 
 def load_prompts(config: RunConfig, folder: Path, facts: ModelFacts) -> PromptEncoder:

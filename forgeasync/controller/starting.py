@@ -22,7 +22,7 @@ from forgeasync.algorithms import Loss
 from forgeasync.config import AgeOf, OnBadStep, RunConfig, average_alpha, is_served, named_sources
 from forgeasync.controller.evaluation import LocalModel, PreparedEvaluation, evaluate
 from forgeasync.controller.hosts import open_hosts
-from forgeasync.controller.preparation import Prepared, prepare
+from forgeasync.controller.preparation import HELD_OUT, Prepared, prepare
 from forgeasync.environments import response_of, sampling_seed, weighted_order
 from forgeasync.observability import FaultLog, HeldOutScores, ProcsFile, RunDir, StepConsole, default_run_dir
 from forgeasync.rollouts import Group, PromptEncoder, Score, StoredRollout, Task, steps_of
@@ -495,11 +495,7 @@ class Fleet:
 
     async def evaluate(self) -> HeldOutScores:
         """Score one response to each held-out problem, under the weights that were published last."""
-        return await evaluate(
-            self._prepared.held_out,
-            self._groups,
-            sampling=self.config.sampling,
-        )
+        return await evaluate(self._prepared.sets[HELD_OUT], self._groups)
 
     async def free(self, groups: Iterable[Group]) -> None:
         """Free the arrays of groups."""

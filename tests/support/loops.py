@@ -30,7 +30,7 @@ from forgeasync.buffer import (
     Update,
 )
 from forgeasync.config import RunConfig, SamplingSection, TimeoutSection, load_config
-from forgeasync.controller import Prepared, Roles, RunFiles, StepRecord, StepTimes, starting
+from forgeasync.controller import Prepared, Roles, RunFiles, StepRecord, StepTimes, problem_sets, starting
 from forgeasync.environments import Response
 from forgeasync.generator import EngineStats, SwapReport
 from forgeasync.observability import FaultLog, HeldOutScores, JsonLines, ProcsFile, RunDir
@@ -585,8 +585,7 @@ def make_prepared(
         model_path=Path(),
         prompts=Prompts(),
         train=[make_problem(index) for index in range(64)],
-        held_out=list(held_out),
-        sets=sets or {},
+        sets=problem_sets(config, held_out, list((sets or {}).values())),
         resumed=None,
     )
 
