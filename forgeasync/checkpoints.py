@@ -14,7 +14,6 @@ and dtypes, learning rate and schedule, the loss, batch sizes, age limits and bu
 """
 
 import math
-import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -97,12 +96,9 @@ def remove_partial(folder: Path) -> None:
 def publish(folder: Path, run_state: bytes) -> None:
     """Add the controller's part to a checkpoint whose other files are flushed, and give it its final name."""
     partial = partial_folder(folder)
-    with (partial / RUN_FILE).open("wb") as file:
-        file.write(run_state)
-        file.flush()
-        os.fsync(file.fileno())
-    flush(partial / TRAINER_FOLDER)
-    flush(partial)
+    (partial / RUN_FILE).write_bytes(run_state)
+    for written in (partial / RUN_FILE, partial / TRAINER_FOLDER, partial):
+        flush(written)
     partial.rename(folder)
     flush(folder.parent)
 

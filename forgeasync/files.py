@@ -18,9 +18,13 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 REFUSALS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO})
 """Errors after which the same write can succeed later."""
+
+PARTIAL_SUFFIX = ".partial"
+"""Suffix of files that ``replacing`` has not written to their end."""
 
 LOOK_S = 0.05
 """Seconds between two attempts to lock a file."""
@@ -111,6 +115,34 @@ def flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def replacing(path: Path, *, is_flushed: bool = False) -> Iterator[BinaryIO]:
+    """Yield an empty file that takes the name ``path`` once the body has written all of it.
+
+    Until then it is called ``.<name>.partial``, and a file that has the name ``path`` stays as it is. If the
+    body or the disk fails, the partial file is removed. A process that is killed leaves it behind.
+    ``is_flushed``: the file is on the disk afterwards, name included.
+
+    Raises:
+        OSError: the disk refuses. Nothing has changed, unless only the last flush, that of the name, failed.
+    """
+    partial = path.with_name(f".{path.name}{PARTIAL_SUFFIX}")
+    try:
+        with partial.open("wb") as file:
+            yield file
+            if is_flushed:
+                file.flush()
+                os.fsync(file.fileno())
+        partial.replace(path)
+    except BaseException:
+        # The disk that refused the file may refuse this too.
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise
+    if is_flushed:
+        flush(path.parent)
 
 
 class FileLocked(RuntimeError):

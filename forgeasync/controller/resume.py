@@ -55,7 +55,7 @@ from forgeasync.checkpoints import (
 )
 from forgeasync.config import ModelFacts, RunConfig, dump_config
 from forgeasync.environments import kill, marked_processes
-from forgeasync.files import RUN_MARK, remove_files_of
+from forgeasync.files import PARTIAL_SUFFIX, RUN_MARK, remove_files_of
 from forgeasync.observability import (
     RUNS_FOLDER,
     FaultLog,
@@ -71,7 +71,6 @@ from forgeasync.observability import (
 from forgeasync.rollouts import (
     SHARED_MEMORY,
     SUFFIX,
-    UNFINISHED_SUFFIX,
     SpilledGroup,
     SpilledGroupTorn,
     file_name,
@@ -520,7 +519,7 @@ def find_groups(folder: Path, state: RunState, config: RunConfig, lost: LostStep
 def remove_others(folder: Path, groups: Sequence[SpilledGroup]) -> None:
     """Remove all files of groups but those of ``groups``."""
     wanted = {file_name(one.group.draw_id) for one in groups}
-    for file in (*folder.glob(f"*{SUFFIX}"), *folder.glob(f"*{UNFINISHED_SUFFIX}")):
+    for file in (*folder.glob(f"*{SUFFIX}"), *folder.glob(f".*{PARTIAL_SUFFIX}")):
         if file.name not in wanted:
             file.unlink()
 

@@ -35,7 +35,7 @@ from pathlib import Path
 import psutil
 
 from forgeasync.config import RunConfig
-from forgeasync.files import FileLocked, is_refusal, lock, mark_this_run
+from forgeasync.files import FileLocked, is_refusal, lock, mark_this_run, replacing
 from forgeasync.observability.run_log import say_on_stderr
 from forgeasync.rollouts import start_ticks
 from forgeasync.schema import ConfigError, Problem, raise_if_any
@@ -396,9 +396,8 @@ def cut_after(path: Path, step: int) -> Cut | None:
         return None
     aside = _free_name(path)
     aside.write_bytes(b"".join(cut))
-    shortened = path.with_name(path.name + ".new")
-    shortened.write_bytes(b"".join(kept))
-    shortened.replace(path)
+    with replacing(path) as shortened:
+        shortened.writelines(kept)
     return Cut(num_lines=len(cut), file=aside)
 
 
@@ -467,11 +466,9 @@ class ProcsFile:
             return
         procs = [asdict(one) for one in self.entries]
         text = json.dumps({"controller": os.getpid(), "boot": _boot(), "procs": procs}, indent=1)
-        partial = self._file.with_name(f".{self._file.name}.partial")
         # A full disk must not end a role that has just been started; the next change writes all of it.
-        with contextlib.suppress(OSError):
-            partial.write_text(text + "\n", encoding="utf-8")
-            partial.replace(self._file)
+        with contextlib.suppress(OSError), replacing(self._file) as file:
+            file.write(text.encode() + b"\n")
 
 
 def left_processes(file: Path) -> Iterator[psutil.Process]:

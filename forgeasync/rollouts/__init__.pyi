@@ -71,7 +71,6 @@ from .score import steps_of as steps_of
 from .spilled_groups import SUFFIX as SUFFIX
 from .spilled_groups import SpilledGroup as SpilledGroup
 from .spilled_groups import SpilledGroupTorn as SpilledGroupTorn
-from .spilled_groups import UNFINISHED_SUFFIX as UNFINISHED_SUFFIX
 from .spilled_groups import encode_facts as encode_facts
 from .spilled_groups import file_name as file_name
 from .spilled_groups import read_kept as read_kept
