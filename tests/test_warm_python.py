@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from forgeasync.files import RUN_MARK
-from forgeasync.rollouts import is_running
+from forgeasync.processes import is_running
 from tests.support.app_runs import REPOSITORY, session_processes
 from tests.support.warm_python import REAL_PYTHON, wait_until_imported, warm_python
 from tests.support.warm_python.executable import PROC, PROGRAM, kind_of

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from forgeasync.config import RunConfig
 from forgeasync.files import replacing
-from forgeasync.rollouts import is_running
+from forgeasync.processes import is_running
 from forgeasync.runtime import GeneratorPool, Host, HostRole, ProcessManager
 
 LOOK_S = 0.5

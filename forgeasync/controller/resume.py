@@ -15,9 +15,8 @@ The supervisor imports this module, so it imports no torch.
 import json
 import mmap
 import os
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
@@ -54,7 +53,6 @@ from forgeasync.checkpoints import (
     sweep_partial,
 )
 from forgeasync.config import ModelFacts, RunConfig, dump_config
-from forgeasync.environments import kill, marked_processes
 from forgeasync.files import PARTIAL_SUFFIX, RUN_MARK, remove_files_of
 from forgeasync.observability import (
     RUNS_FOLDER,
@@ -68,6 +66,7 @@ from forgeasync.observability import (
     left_processes,
     put_aside,
 )
+from forgeasync.processes import end_all, marked_processes
 from forgeasync.rollouts import (
     SHARED_MEMORY,
     SUFFIX,
@@ -79,18 +78,8 @@ from forgeasync.rollouts import (
 )
 from forgeasync.schema import ConfigError, Problem, raise_if_any
 
-END_S = 10.0
-"""Time for killed processes to be gone."""
-
 LINGER_S = 5.0
 """Time for what a run that ends has started to end by itself, before it is killed."""
-
-LOOK_AGAIN_S = 0.02
-"""Seconds between two looks for processes."""
-
-
-class NotEnded(RuntimeError):
-    """A process of a run that is over does not end, although it was killed."""
 
 
 def take_over(config: RunConfig) -> list[str]:
@@ -155,32 +144,6 @@ def _started(mark: str) -> list[psutil.Process]:
     # Not public.
     tracker: int | None = resource_tracker._resource_tracker._pid  # type: ignore[attr-defined]
     return [one for one in marked_processes(mark, RUN_MARK) if one.pid not in (os.getpid(), tracker)]
-
-
-def end_all(find: Callable[[], Iterable[psutil.Process]], *, linger_s: float = 0.0) -> int:
-    """Kill what ``find`` still finds after ``linger_s``, until it finds nothing twice in a row.
-
-    A process that is just becoming another program has no mark for a moment, and one that is killed may have
-    started another. Returns the number of processes that were killed.
-
-    Raises:
-        NotEnded: a process does not end.
-    """
-    linger_end_s = time.monotonic() + linger_s
-    while time.monotonic() < linger_end_s and any(True for _ in find()):
-        time.sleep(LOOK_AGAIN_S)
-    killed: set[int] = set()
-    num_empty_looks = 0
-    end_s = time.monotonic() + END_S
-    while num_empty_looks < 2:
-        running = [one for one in find() if one.pid != os.getpid() and kill([one])]
-        killed |= {one.pid for one in running}
-        num_empty_looks = 0 if running else num_empty_looks + 1
-        if time.monotonic() > end_s:
-            pids = ", ".join(str(one.pid) for one in running)
-            raise NotEnded(f"processes {pids} of a run that is over do not end within {END_S:g} s of SIGKILL")
-        time.sleep(LOOK_AGAIN_S)
-    return len(killed)
 
 
 LATEST = "latest"

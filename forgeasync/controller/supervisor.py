@@ -33,9 +33,7 @@ from forgeasync.checkpoints import list_checkpoints
 from forgeasync.config import load_config
 from forgeasync.controller.resume import (
     LATEST,
-    NotEnded,
     begin_anew,
-    end_all,
     end_leftovers,
     has_ended,
     newest_step,
@@ -43,6 +41,7 @@ from forgeasync.controller.resume import (
 )
 from forgeasync.files import is_refusal
 from forgeasync.observability import RETRY_S, FaultLog, Role, RunDir, RunInUse, RunLock, default_run_dir
+from forgeasync.processes import NotEnded, end_all
 from forgeasync.runtime import STOP_SIGNALS, End, Ending, RestartPolicy, StartAgain, is_death, read_stacks
 from forgeasync.schema import EXIT_FAILED, EXIT_REFUSED, EXIT_SIGNAL, ConfigError
 

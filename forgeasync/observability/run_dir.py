@@ -32,12 +32,13 @@ from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
+import msgspec
 import psutil
 
 from forgeasync.config import RunConfig
 from forgeasync.files import FileLocked, is_refusal, lock, mark_this_run, replacing
 from forgeasync.observability.run_log import say_on_stderr
-from forgeasync.rollouts import start_ticks
+from forgeasync.processes import start_ticks
 from forgeasync.schema import ConfigError, Problem, raise_if_any
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -111,6 +112,19 @@ class RunLock:
             raise
         return cls(descriptor, own, before)
 
+    @staticmethod
+    def holder(file: Path) -> Holder | None:
+        """Return the process that a lock file names; None if it names none that this version can read.
+
+        The lock itself is not tried: whoever tries it holds it for a moment, and a run that starts just then
+        would have to wait.
+
+        Raises:
+            OSError: the file is not there, or cannot be read.
+        """
+        with file.open("rb") as opened:
+            return _read_holder(opened.fileno())
+
     @property
     def mark(self) -> str:
         """What everything that this process starts for the run carries."""
@@ -133,8 +147,8 @@ def _write_holder(descriptor: int, holder: Holder) -> None:
 def _read_holder(descriptor: int) -> Holder | None:
     """Return the process in the file; None if it is empty or was cut."""
     try:
-        return Holder(**json.loads(os.pread(descriptor, 4096, 0)))
-    except (ValueError, TypeError):
+        return msgspec.json.decode(os.pread(descriptor, 4096, 0), type=Holder)
+    except (ValueError, RecursionError):
         return None
 
 

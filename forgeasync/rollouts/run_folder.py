@@ -27,25 +27,6 @@ _held: dict[Path, int] = {}
 """This process's folders, each with the descriptor that holds its lock."""
 
 
-def start_ticks(pid: int) -> int | None:
-    """Clock ticks from the host's boot to a process's start.
-
-    None where it has ended, also if nobody has waited for it yet.
-    """
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    # The second field is the command's name, in which anything may occur.
-    state, *fields = stat.rpartition(")")[2].split()
-    return None if state in "ZX" else int(fields[18])
-
-
-def is_running(pid: int) -> bool:
-    """Whether this host has a process of that id which has not ended."""
-    return start_ticks(pid) is not None
-
-
 def _is_same(folder: Path, descriptor: int) -> bool:
     """Whether the folder is still the one that was opened."""
     try:

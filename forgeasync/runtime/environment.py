@@ -46,9 +46,9 @@ from forgeasync.environments import (
     TurnRequest,
     UntrainedSample,
     UntrainedTurns,
-    mark_this_process,
 )
 from forgeasync.observability import State, doing, open_trace, redirect_process_output, span, started
+from forgeasync.processes import mark_this_process
 from forgeasync.rollouts import EpisodeId, EpisodeOutcome, SampledTurn, Task
 from forgeasync.runtime.generator import CancelledGroup, GeneratorActor
 from forgeasync.runtime.supervised import SEEN_S, ProcessLost, unless_lost
@@ -268,7 +268,7 @@ class WorkerReady:
 
     pid: int
     mark: str
-    """What it has started carries it (``forgeasync.environments.workers``)."""
+    """What it has started carries it (``forgeasync.processes``)."""
     renderer: str
     """In words, by which renderer messages become tokens."""
     url: str

@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from forgeasync.config import dump_config
-from forgeasync.environments import marked_processes
 from forgeasync.files import RUN_MARK
+from forgeasync.processes import marked_processes
 from forgeasync.testing import tiny_config, write_tiny_model
 from tests.support.app_runs import check_ledger, finish, read_lines, start, wait_for_step
 from tests.support.models import write_process_reward_model
