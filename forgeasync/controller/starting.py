@@ -53,7 +53,6 @@ from forgeasync.runtime import (
     start_buffer,
     start_environment,
     start_generators,
-    start_recovery,
     start_scorer,
     start_teachers,
     start_trainer,
@@ -162,7 +161,7 @@ async def start_roles(
         console.message(words)
     groups = await connect_groups(config, prepared.prompts, environment_task.result(), generators, scorer)
     console.end_phase()
-    recovery = await start_recovery(
+    recovery = TrainerRecovery(
         manager,
         setup,
         config.timeouts,
@@ -172,6 +171,7 @@ async def start_roles(
         first_version=0 if resumed is None else resumed.state.step,
         tell=console.message,
     )
+    await recovery.start()
     manager.faults.recover_earlier(f"came back as process {os.getpid()}")
     return Roles(
         trainer=recovery,

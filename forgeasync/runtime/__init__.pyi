@@ -64,7 +64,6 @@ from .trainer_mesh import TrainerMesh as TrainerMesh
 from .trainer_mesh import start_trainer as start_trainer
 from .trainer_recovery import Minibatches as Minibatches
 from .trainer_recovery import TrainerRecovery as TrainerRecovery
-from .trainer_recovery import start_recovery as start_recovery
 
 # Only tests import these.
 from .bootstrap_main import visible_devices as visible_devices

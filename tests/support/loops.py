@@ -378,6 +378,9 @@ class Trainer:
         self.checkpoints: list[tuple[str, bytes]] = []
         """Name and controller's part of each."""
 
+    async def start(self) -> None:
+        """It is never lost, so nobody looks after it."""
+
     async def train_items(
         self, minibatches: Sequence[Sequence[Sequence[Sequence[TrainingItem]]]], *, step: int
     ) -> StepResult:
@@ -547,16 +550,13 @@ class StartingFleet:
         async def connect(*roles: object) -> list[str]:
             return []
 
-        async def recovery(*setup: object, trainer: Trainer, **more: object) -> Trainer:
-            return trainer
-
         starts = {
             "start_generators": generators,
             "start_scorer": scorer,
             "start_buffer": buffer,
             "start_environment": environment,
             "start_trainer": trainer,
-            "start_recovery": recovery,
+            "TrainerRecovery": lambda *setup, trainer, **more: trainer,
             "connect_weights": connect,
         }
         for name, start in starts.items():
