@@ -118,6 +118,7 @@ from .teachers import num_averages as num_averages
 from .teachers import weights_of_teacher as weights_of_teacher
 from .trainer import ActivationCheckpointing as ActivationCheckpointing
 from .trainer import BadStepsSection as BadStepsSection
+from .trainer import FLASH_ATTENTION_PACKAGES as FLASH_ATTENTION_PACKAGES
 from .trainer import FlashAttention as FlashAttention
 from .trainer import OnBadStep as OnBadStep
 from .trainer import OptimizerSection as OptimizerSection

@@ -43,4 +43,3 @@ from .workarounds.titan_cpu import unpin_offloaded as unpin_offloaded
 from .facts import MAX_PROBLEMS as MAX_PROBLEMS
 from .tokenizer import TURN_END as TURN_END
 from .tokenizer import UNKNOWN as UNKNOWN
-from .workarounds.flash_attention import PACKAGES as PACKAGES

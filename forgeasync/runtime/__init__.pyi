@@ -83,7 +83,6 @@ from .generator import sampled_response as sampled_response
 from .generator import store_group as store_group
 from .generator_weights import MAX_FAILED_FETCHES as MAX_FAILED_FETCHES
 from .generator_weights import named_generators as named_generators
-from .host_checks import FLASH_ATTENTION_PACKAGES as FLASH_ATTENTION_PACKAGES
 from .host_checks import Gpu as Gpu
 from .host_checks import GpuFacts as GpuFacts
 from .host_checks import HostLimits as HostLimits
