@@ -39,11 +39,11 @@ from forgeasync.config import (
 from forgeasync.controller.hosts import check_generator_gpus
 from forgeasync.controller.preparation import HELD_OUT, Prepared, ProblemSet, load_prompts, load_tasks
 from forgeasync.environments import EndpointModel, check_environment
+from forgeasync.files import JsonLines
 from forgeasync.models import check_checkpoint_shapes, check_generator, model_folder, read_model_facts
 from forgeasync.observability import (
     Estimate,
     HeldOutScores,
-    JsonLines,
     ProblemScores,
     SetSummary,
     StepConsole,

@@ -16,13 +16,13 @@ from typing import Self
 from forgeasync.buffer import Batch
 from forgeasync.checkpoints import RunState
 from forgeasync.config import RunConfig, is_served
+from forgeasync.files import JsonLines
 from forgeasync.generator import EngineStats, SwapReport
 from forgeasync.observability import (
     BadBatches,
     EndedEpisodes,
     EpisodeRecords,
     HeldOutScores,
-    JsonLines,
     MeasuredWindow,
     MetricsWriter,
     RolloutWriter,

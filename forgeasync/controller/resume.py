@@ -53,7 +53,7 @@ from forgeasync.checkpoints import (
     sweep_partial,
 )
 from forgeasync.config import ModelFacts, RunConfig, dump_config
-from forgeasync.files import PARTIAL_SUFFIX, RUN_MARK, remove_files_of
+from forgeasync.files import PARTIAL_SUFFIX, RUN_MARK, remove_files_of, whole_lines
 from forgeasync.observability import (
     RUNS_FOLDER,
     FaultLog,
@@ -294,9 +294,8 @@ def newest_step(metrics: Path) -> int:
     """Return the step of the last whole line of metrics.jsonl; 0 if there is none."""
     if not metrics.exists():
         return 0
-    lines = metrics.read_bytes().splitlines(keepends=True)
-    whole = [line for line in lines[-2:] if line.endswith(b"\n")]
-    return int(json.loads(whole[-1])["step"]) if whole else 0
+    lines = whole_lines(metrics)
+    return int(json.loads(lines[-1])["step"]) if lines else 0
 
 
 def has_ended(run_dir: RunDir) -> bool:

@@ -12,8 +12,6 @@ from .fault_log import FaultLog as FaultLog
 from .fault_log import RETRY_S as RETRY_S
 from .fault_log import Role as Role
 from .fault_log import StorageFaults as StorageFaults
-from .json_lines import JsonLines as JsonLines
-from .json_lines import read_json_lines as read_json_lines
 from .metric_definitions import TOPICS as TOPICS
 from .metric_definitions import definition_of as definition_of
 from .metrics import MetricsWriter as MetricsWriter

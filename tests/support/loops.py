@@ -32,8 +32,9 @@ from forgeasync.buffer import (
 from forgeasync.config import RunConfig, SamplingSection, TimeoutSection, load_config
 from forgeasync.controller import Prepared, Roles, RunFiles, StepRecord, StepTimes, problem_sets, starting
 from forgeasync.environments import Response
+from forgeasync.files import JsonLines
 from forgeasync.generator import EngineStats, SwapReport
-from forgeasync.observability import FaultLog, HeldOutScores, JsonLines, ProcsFile, RunDir
+from forgeasync.observability import FaultLog, HeldOutScores, ProcsFile, RunDir
 from forgeasync.rollouts import (
     EpisodeOutcome,
     FinishReason,
