@@ -51,13 +51,13 @@ from forgeasync.models import (
 from forgeasync.observability import check_run_dir, check_wandb
 from forgeasync.planning import (
     Machine,
-    available_host_bytes,
     check_memory,
     check_shared_memory,
     request_warnings,
     teacher_facts,
     with_host_requests,
 )
+from forgeasync.process_memory import available_host_bytes
 from forgeasync.rollouts import (
     SHARED_MEMORY,
     PromptEncoder,

@@ -5,7 +5,6 @@ from .host_requests import with_host_requests as with_host_requests
 from .layouts import GPU_GIB as GPU_GIB
 from .layouts import fit_trainer as fit_trainer
 from .layouts import generator_fits as generator_fits
-from .memory import available_host_bytes as available_host_bytes
 from .memory import check_memory as check_memory
 from .memory import check_shared_memory as check_shared_memory
 from .memory import generator_memory as generator_memory

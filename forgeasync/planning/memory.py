@@ -6,11 +6,9 @@ compares them with what runs allocate. The unit is bytes everywhere.
 """
 
 import argparse
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -236,20 +234,6 @@ def teacher_facts(config: RunConfig, name: str) -> ModelFacts:
         raise ConfigError(
             [Problem(field=field, value=path, remedy=problem.remedy) for problem in error.problems]
         ) from error
-
-
-_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-
-
-def available_host_bytes() -> int:
-    """Memory that this machine can still give, also within a container's limit."""
-    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    (available,) = (line for line in lines if line.startswith("MemAvailable:"))
-    found = [int(re.findall(r"\d+", available)[0]) * 1024]
-    for file in map(Path, _CGROUP_LIMITS):
-        if file.is_file() and (text := file.read_text(encoding="ascii").strip()).isdecimal():
-            found.append(int(text))
-    return min(found)
 
 
 def check_memory(

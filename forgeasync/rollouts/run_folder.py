@@ -14,6 +14,7 @@ import shutil
 from pathlib import Path
 
 from forgeasync.files import RUN_MARK, remove_files_of
+from forgeasync.process_memory import available_host_bytes
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -68,13 +69,6 @@ def _make_locked(root: Path) -> Path:
             return folder
 
 
-def _available_memory_bytes() -> int:
-    """Return the bytes that the kernel could give away without swapping."""
-    lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-    (kib,) = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
-    return int(kib) * 1024
-
-
 def create_run_folder(capacity_bytes: int, *, root: Path = SHARED_MEMORY) -> Path:
     """Make this host's folder of a run, in a process of that host which lives as long as the run.
 
@@ -91,7 +85,7 @@ def create_run_folder(capacity_bytes: int, *, root: Path = SHARED_MEMORY) -> Pat
             "lower the payload capacity, or give the machine more shared memory (docker run --shm-size=...)"
         )
     # A tmpfs may be larger than the memory behind it: filling it then ends in the kernel killing processes.
-    available_bytes = _available_memory_bytes()
+    available_bytes = available_host_bytes()
     if available_bytes < capacity_bytes:
         raise ValueError(
             f"payloads may take {capacity_bytes:,} bytes, but only {available_bytes:,} of memory are "

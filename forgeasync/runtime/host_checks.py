@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forgeasync.config import FLASH_ATTENTION_PACKAGES, FlashAttention
-from forgeasync.planning import HostNeeds, available_host_bytes, least_bytes
+from forgeasync.planning import HostNeeds, least_bytes
+from forgeasync.process_memory import available_host_bytes
 from forgeasync.rollouts import SHARED_MEMORY
 from forgeasync.schema import Problem
 

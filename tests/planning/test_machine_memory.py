@@ -11,12 +11,12 @@ from forgeasync.config import RunConfig, load_config
 from forgeasync.models import read_model_facts
 from forgeasync.planning import (
     Machine,
-    available_host_bytes,
     check_memory,
     check_shared_memory,
     count_parameters,
     teacher_memory,
 )
+from forgeasync.process_memory import available_host_bytes
 from forgeasync.schema import ConfigError
 from forgeasync.testing import write_tiny_model
 from tests.support.config_samples import FACTS, MINIMAL, only
