@@ -24,7 +24,7 @@ import msgspec
 
 from forgeasync.buffer import BufferSnapshot, CheckpointedBuffer, LedgerPosition
 from forgeasync.config import EXPERT_TARGETS, ModelFacts, RunConfig, num_averages
-from forgeasync.files import flush
+from forgeasync.files import publish_folder
 from forgeasync.models import expected_shapes, num_adapter_parameters
 from forgeasync.schema import Problem
 
@@ -97,10 +97,7 @@ def publish(folder: Path, run_state: bytes) -> None:
     """Add the controller's part to a checkpoint whose other files are flushed, and give it its final name."""
     partial = partial_folder(folder)
     (partial / RUN_FILE).write_bytes(run_state)
-    for written in (partial / RUN_FILE, partial / TRAINER_FOLDER, partial):
-        flush(written)
-    partial.rename(folder)
-    flush(folder.parent)
+    publish_folder(partial, folder)
 
 
 def prune(parent: Path, *, keep: int) -> None:

@@ -223,6 +223,17 @@ def replacing(path: Path, *, is_flushed: bool = False) -> Iterator[BinaryIO]:
         flush(path.parent)
 
 
+def publish_folder(partial: Path, folder: Path) -> None:
+    """Rename a folder after all of it is on the disk, so that whatever has the name ``folder`` is complete.
+
+    Files in its subfolders must have been flushed before.
+    """
+    for path in (*partial.iterdir(), partial):
+        flush(path)
+    partial.rename(folder)
+    flush(folder.parent)
+
+
 class FileLocked(RuntimeError):
     """Another process has locked the file."""
 
