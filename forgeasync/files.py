@@ -41,6 +41,8 @@ _MARK = re.compile(r"[0-9a-f]{32}")
 
 _NUM_RANDOM_CHARACTERS = 16
 
+_CHUNK_BYTES = 1 << 16
+
 
 def is_refusal(error: BaseException) -> bool:
     """Whether an error says that a disk is full or fails, so that the same write can succeed later."""
@@ -164,6 +166,15 @@ def whole_lines(path: Path) -> list[bytes]:
     """
     lines = path.read_bytes().splitlines(keepends=True)
     return lines if not lines or lines[-1].endswith(b"\n") else lines[:-1]
+
+
+def last_line(descriptor: int) -> bytes:
+    """Read the last line of an open file from its end, with its newline if it has one."""
+    size, tail = os.fstat(descriptor).st_size, b""
+    while len(tail) < size and b"\n" not in tail[:-1]:
+        num_bytes = min(_CHUNK_BYTES, size - len(tail))
+        tail = os.pread(descriptor, num_bytes, size - len(tail) - num_bytes) + tail
+    return tail[tail.rfind(b"\n", 0, -1) + 1 :]
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:

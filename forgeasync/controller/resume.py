@@ -13,7 +13,6 @@ The supervisor imports this module, so it imports no torch.
 """
 
 import json
-import mmap
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -53,7 +52,7 @@ from forgeasync.checkpoints import (
     sweep_partial,
 )
 from forgeasync.config import ModelFacts, RunConfig, dump_config
-from forgeasync.files import PARTIAL_SUFFIX, RUN_MARK, remove_files_of, whole_lines
+from forgeasync.files import PARTIAL_SUFFIX, RUN_MARK, last_line, remove_files_of, whole_lines
 from forgeasync.observability import (
     RUNS_FOLDER,
     FaultLog,
@@ -300,11 +299,10 @@ def newest_step(metrics: Path) -> int:
 
 def has_ended(run_dir: RunDir) -> bool:
     """Whether a run has exported its model and its ledger has its end."""
-    is_begun = run_dir.ledger.exists() and run_dir.ledger.stat().st_size
-    if not (run_dir.checkpoints / FINAL).is_dir() or not is_begun:
+    if not (run_dir.checkpoints / FINAL).is_dir() or not run_dir.ledger.exists():
         return False
-    with run_dir.ledger.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as text:
-        last = text[text.rfind(b"\n", 0, len(text) - 1) + 1 :]
+    with run_dir.ledger.open("rb") as file:
+        last = last_line(file.fileno())
     return last.endswith(b"\n") and json.loads(last)["event"] == "ended"
 
 
