@@ -111,14 +111,16 @@ def prune(parent: Path, *, keep: int) -> None:
 
 FLOAT32_BYTES = 4
 
-BYTES_PER_PARAMETER = 3 * FLOAT32_BYTES
-"""A float32 parameter and AdamW's two moments of it."""
-
 EXPORT_OVERHEAD_BYTES = 1024
 """Bytes of one exported tensor's name in header and index, generously."""
 
 OVERHEAD_BYTES = 8192
 """Generous bound on one tensor's overhead: names, headers and the step counts of its optimizer."""
+
+
+def bytes_per_parameter(config: RunConfig) -> int:
+    """Bytes of a trained parameter in a checkpoint or a snapshot: with AdamW's moments and its average."""
+    return (3 + num_averages(config.teachers)) * FLOAT32_BYTES
 
 
 def checkpoint_bytes(config: RunConfig, facts: ModelFacts) -> int:
@@ -128,8 +130,7 @@ def checkpoint_bytes(config: RunConfig, facts: ModelFacts) -> int:
         num_trained = sum(math.prod(shape) for shape in shapes.values())
     else:
         num_trained = num_adapter_parameters(facts, config.lora)
-    of_parameter = BYTES_PER_PARAMETER + FLOAT32_BYTES * num_averages(config.teachers)
-    return of_parameter * num_trained + OVERHEAD_BYTES * len(shapes)
+    return bytes_per_parameter(config) * num_trained + OVERHEAD_BYTES * len(shapes)
 
 
 def export_bytes(config: RunConfig, facts: ModelFacts) -> int:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from forgeasync.checkpoints import bytes_per_parameter
 from forgeasync.config import (
     KubernetesLauncher,
     LocalLauncher,
@@ -90,13 +91,14 @@ def _trainer_host(config: RunConfig, facts: ModelFacts, launcher: RemoteLauncher
     num_procs = trainer.parallel.num_procs // hosts
     staged = math.ceil(staging_bytes(config, facts) / hosts)
     shared = staged + math.ceil(snapshot_memory_bytes(config, facts) / hosts)
-    # What is trained and its two moments, copied to the host for a checkpoint and kept for the next one.
+    # What a checkpoint has is copied to the host, in memory that is kept for the next one.
     trained = (
         count_parameters(facts).total if config.lora is None else num_adapter_parameters(facts, config.lora)
     )
-    copies = 0 if config.checkpoint.every_steps is None else 3 * trained * FLOAT32_BYTES
-    # Parameters, gradients and moments.
-    offloaded = 4 * trained * FLOAT32_BYTES if trainer.cpu_offload else 0
+    state = bytes_per_parameter(config) * trained
+    copies = 0 if config.checkpoint.every_steps is None else state
+    # With gradients.
+    offloaded = state + trained * FLOAT32_BYTES if trainer.cpu_offload else 0
     replicas = trainer.parallel.data_replicate
     memory = shared + math.ceil((copies + offloaded * replicas) / hosts)
     return HostNeeds(

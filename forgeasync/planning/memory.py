@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
+from forgeasync.checkpoints import bytes_per_parameter
 from forgeasync.config import (
     Dtype,
     LocalLauncher,
@@ -373,8 +374,7 @@ def snapshot_memory_bytes(config: RunConfig, facts: ModelFacts) -> int:
     if config.trainer.recovery.snapshot_every_steps is None:
         return 0
     trained = trained_parameters_per_rank(config, facts, count_parameters(facts))
-    num_states = 3 + num_averages(config.teachers)
-    return config.trainer.parallel.num_procs * NUM_SNAPSHOTS * num_states * FLOAT32_BYTES * trained
+    return config.trainer.parallel.num_procs * NUM_SNAPSHOTS * bytes_per_parameter(config) * trained
 
 
 def _snapshots(config: RunConfig, facts: ModelFacts) -> list[MemoryItem]:
