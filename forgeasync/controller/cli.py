@@ -51,6 +51,7 @@ from forgeasync.observability import (
     failure_line,
     release_claims,
     root_cause,
+    say_on_stderr,
 )
 from forgeasync.planning import (
     GPU_GIB,
@@ -200,24 +201,18 @@ def exit_code(run: Callable[[], None]) -> int:
             finally:
                 release_claims()
     except ConfigError as error:
-        _say(f"refused:\n{error}")
+        say_on_stderr(f"refused:\n{error}")
         return EXIT_REFUSED
     except (KeyboardInterrupt, asyncio.CancelledError):
         received = received_signal() or signal.SIGINT
-        _say(_with_closing_words(f"interrupted by {received.name}"))
+        say_on_stderr(_with_closing_words(f"interrupted by {received.name}"))
         return EXIT_SIGNAL + received
     except BaseException as error:
-        _say("".join(traceback.format_exception(root_cause(error))).rstrip())
-        _say(_with_closing_words(failure_line(error)))
+        say_on_stderr("".join(traceback.format_exception(root_cause(error))).rstrip())
+        say_on_stderr(_with_closing_words(failure_line(error)))
         stop = received_signal()
         return EXIT_FAILED if stop is None else EXIT_SIGNAL + stop
     return 0
-
-
-def _say(text: str) -> None:
-    """Print to stderr; if stderr is closed, the exit code alone has to tell."""
-    with contextlib.suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
 
 
 def add_closing_words(words: str) -> None:

@@ -65,6 +65,7 @@ from .run_log import last_words as last_words
 from .run_log import real_errors as real_errors
 from .run_log import redirect_process_output as redirect_process_output
 from .run_log import root_cause as root_cause
+from .run_log import say_on_stderr as say_on_stderr
 from .run_log import separate_native_output as separate_native_output
 from .verdict import KEYS as KEYS
 from .verdict import MeasuredSteps as MeasuredSteps
