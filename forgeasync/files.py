@@ -33,7 +33,7 @@ LOOK_S = 0.05
 RUN_MARK = "FORGEASYNC_RUN"
 """Environment variable that holds the mark."""
 
-_SHARED_MEMORY = Path("/dev/shm")
+SHARED_MEMORY = Path("/dev/shm")
 
 _NAMES = "forgeasync-"
 
@@ -310,8 +310,8 @@ def files_of(mark: str) -> Iterator[Path]:
     """
     if _MARK.fullmatch(mark) is None:
         return
-    yield from _SHARED_MEMORY.glob(f"sem.{_NAMES}{mark}-*")
-    yield from _SHARED_MEMORY.glob(f"{_NAMES}{mark}-*")
+    yield from SHARED_MEMORY.glob(f"sem.{_NAMES}{mark}-*")
+    yield from SHARED_MEMORY.glob(f"{_NAMES}{mark}-*")
     yield from Path(tempfile.gettempdir()).glob(f"{_NAMES}{mark}-*")
 
 

@@ -42,6 +42,7 @@ from forgeasync.controller.resume import (
     words_if_done,
 )
 from forgeasync.environments import build_source, check_environment, digest_of, look_at_data
+from forgeasync.files import SHARED_MEMORY
 from forgeasync.models import (
     check_checkpoint_shapes,
     check_config,
@@ -59,7 +60,6 @@ from forgeasync.planning import (
 )
 from forgeasync.process_memory import available_host_bytes
 from forgeasync.rollouts import (
-    SHARED_MEMORY,
     PromptEncoder,
     Task,
     check_teacher_record,

@@ -52,7 +52,7 @@ from forgeasync.checkpoints import (
     sweep_partial,
 )
 from forgeasync.config import ModelFacts, RunConfig, dump_config
-from forgeasync.files import PARTIAL_SUFFIX, RUN_MARK, last_line, remove_files_of, whole_lines
+from forgeasync.files import PARTIAL_SUFFIX, RUN_MARK, SHARED_MEMORY, last_line, remove_files_of, whole_lines
 from forgeasync.observability import (
     RUNS_FOLDER,
     FaultLog,
@@ -67,7 +67,6 @@ from forgeasync.observability import (
 )
 from forgeasync.processes import end_all, marked_processes
 from forgeasync.rollouts import (
-    SHARED_MEMORY,
     SUFFIX,
     SpilledGroup,
     SpilledGroupTorn,

@@ -51,7 +51,6 @@ from .rollout import record_of as record_of
 from .rollout import spanned as spanned
 from .row_plan import padded_length as padded_length
 from .row_plan import plan_rows as plan_rows
-from .run_folder import SHARED_MEMORY as SHARED_MEMORY
 from .run_folder import create_run_folder as create_run_folder
 from .run_folder import remove_own_folders as remove_own_folders
 from .run_folder import remove_run_folder as remove_run_folder

@@ -13,11 +13,8 @@ import secrets
 import shutil
 from pathlib import Path
 
-from forgeasync.files import RUN_MARK, remove_files_of
+from forgeasync.files import RUN_MARK, SHARED_MEMORY, remove_files_of
 from forgeasync.process_memory import available_host_bytes
-
-SHARED_MEMORY = Path("/dev/shm")
-
 
 _PREFIX = "forgeasync_payloads"
 

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forgeasync.config import FLASH_ATTENTION_PACKAGES, FlashAttention
+from forgeasync.files import SHARED_MEMORY
 from forgeasync.planning import HostNeeds, least_bytes
 from forgeasync.process_memory import available_host_bytes
-from forgeasync.rollouts import SHARED_MEMORY
 from forgeasync.schema import Problem
 
 Version = tuple[int, ...]

@@ -12,8 +12,7 @@ import psutil
 import pytest
 
 from forgeasync.config import CheckpointSection, dump_config
-from forgeasync.files import RUN_MARK, files_of
-from forgeasync.rollouts import SHARED_MEMORY
+from forgeasync.files import RUN_MARK, SHARED_MEMORY, files_of
 from forgeasync.testing import tiny_config, write_tiny_model
 from tests.support.app_runs import check_ledger, controller_of, finish, read_lines, run_here, start
 from tests.support.processes import send_signal
