@@ -92,6 +92,7 @@ from .run import ScorerSection as ScorerSection
 from .run import TimeoutSection as TimeoutSection
 from .run import WandbSection as WandbSection
 from .run import WarmupSection as WarmupSection
+from .run import all_sources as all_sources
 from .run import is_served as is_served
 from .run import longest_response as longest_response
 from .run import num_groups_held as num_groups_held

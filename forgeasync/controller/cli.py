@@ -32,10 +32,10 @@ from rich.console import Console
 from forgeasync.config import (
     HuggingFaceSource,
     RunConfig,
+    all_sources,
     is_served,
     load_config,
     named_sets,
-    named_sources,
     resolve,
 )
 from forgeasync.controller.preparation import check, check_plan, gpu_memory_bytes
@@ -309,8 +309,7 @@ def rehearsal_folder(config: RunConfig, now: datetime) -> Path:
 
 def _local_paths(config: RunConfig) -> frozenset[str]:
     """Return the data sets of the config that are on this machine."""
-    named = (*named_sources(config.data), *named_sets(config.evaluation))
-    sources = [one.source for one in named if isinstance(one.source, HuggingFaceSource)]
+    sources = [one.source for one in all_sources(config) if isinstance(one.source, HuggingFaceSource)]
     if not sources:
         return frozenset()
     # Imported here: it takes a second, and few runs read data sets.

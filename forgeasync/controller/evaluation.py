@@ -30,10 +30,9 @@ from forgeasync.config import (
     ModelFacts,
     RoutingReplay,
     RunConfig,
+    all_sources,
     check_without_model,
     is_served,
-    named_sets,
-    named_sources,
     resolve,
 )
 from forgeasync.controller.hosts import check_generator_gpus
@@ -354,7 +353,7 @@ def prepare_evaluation(
     if num_samples is not None and not 1 <= num_samples <= MAX_SAMPLES:
         remedy = f"must be 1 to {MAX_SAMPLES}: responses to each problem"
         problems.append(Problem(field="--samples", value=num_samples, remedy=remedy))
-    sources = (*named_sources(config.data), *named_sets(config.evaluation))
+    sources = all_sources(config)
     if config.environment is None or endpoint is None:
         problems += check_verifiers(sources, config.scorer)
     if config.environment is not None:

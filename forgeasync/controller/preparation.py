@@ -23,11 +23,11 @@ from forgeasync.config import (
     RunConfig,
     SamplingSection,
     TeacherEndpoint,
+    all_sources,
     check_gpus,
     check_without_model,
     is_served,
     named_sets,
-    named_sources,
     resolve,
 )
 from forgeasync.controller.hosts import check_local_gpus, places_of_rewards
@@ -166,8 +166,7 @@ def prepare(config: RunConfig, resume: str | None = None) -> Prepared:
         raise_if_any(check_problems(resumed.state, resumed.folder, digest_of(train)))
     all_tasks = (*(one.tasks for one in evaluated.values()), train)
     first_tasks = {task.source: task for tasks in all_tasks for task in reversed(tasks)}
-    sources = (*named_sources(config.data), *named_sets(config.evaluation))
-    raise_if_any(try_rewards(sources, first_tasks))
+    raise_if_any(try_rewards(all_sources(config), first_tasks))
     return Prepared(
         config=config,
         facts=facts,
@@ -295,8 +294,7 @@ def check(config: RunConfig, *, is_resumed: bool = False) -> ModelFacts:
     others += check_checkpoint_folder(config, is_resumed=is_resumed)
     others += check_transport(config)
     others += check_wandb(config.logging)
-    sources = (*named_sources(config.data), *named_sets(config.evaluation))
-    others += check_verifiers(sources, config.scorer)
+    others += check_verifiers(all_sources(config), config.scorer)
     if config.environment is not None:
         others += check_environment(config.environment, config.sandbox, is_served=is_served(config))
     if is_served(config):
@@ -343,11 +341,10 @@ def check_plan(config: RunConfig) -> tuple[ModelFacts, str]:
     except ConfigError as error:
         problems += error.problems
     try:
-        sets = named_sets(config.evaluation)
-        look = look_at_data(config.data, seed=config.seed, sets=sets)
+        look = look_at_data(config.data, seed=config.seed, sets=named_sets(config.evaluation))
         looked_at = look.words
         if not any(".reward" in problem.field for problem in problems):
-            problems += try_rewards((*named_sources(config.data), *sets), look.first_tasks)
+            problems += try_rewards(all_sources(config), look.first_tasks)
     except ConfigError as error:
         problems += error.problems
     raise_if_any(problems)
