@@ -198,11 +198,14 @@ def load_tasks(
     try:
         source = build_source(config.data, seed=config.seed, sets=named)
         of_sets = [source.sets[one.name] for one in named]
-        sets = problem_sets(config, source.held_out, of_sets, num_samples=num_samples)
+        num_held_out = config.evaluation.num_problems
+        sets = problem_sets(config, source.held_out[:num_held_out], of_sets, num_samples=num_samples)
         # An environment makes prompts of its own, and every turn is bounded by the room that is left.
         if config.environment is None and prompts is not None:
-            trained = [(config.sampling, chain(source.train, source.held_out))] if trains else []
-            for sampling, tasks in (*trained, *((one.sampling, one.tasks) for one in sets.values())):
+            checked = [(one.sampling, iter(one.tasks)) for one in sets.values()]
+            if trains:
+                checked.append((config.sampling, chain(source.train, source.held_out[num_held_out:])))
+            for sampling, tasks in checked:
                 for task in tasks:
                     prompts.check_length(
                         task,
@@ -218,19 +221,17 @@ def load_tasks(
 
 def problem_sets(
     config: RunConfig,
-    held_out: Sequence[Task],
+    held_out: list[Task],
     of_sets: Sequence[list[Task]],
     *,
     num_samples: int | None = None,
 ) -> dict[str, ProblemSet]:
-    """Return what is evaluated: of ``held_out`` as many problems as the config says, and all of ``of_sets``.
+    """Return what is evaluated: the held-out problems, and of each of ``evaluation.sets`` its tasks.
 
-    ``of_sets`` has the tasks of each of ``evaluation.sets``. ``num_samples`` replaces that of the config.
+    ``num_samples`` replaces that of the config.
     """
-    section = config.evaluation
-    held_out = list(held_out[: section.num_problems])
     sets = {HELD_OUT: ProblemSet(tasks=held_out, sampling=config.sampling, num_samples=num_samples or 1)}
-    for one, tasks in zip(section.sets, of_sets, strict=True):
+    for one, tasks in zip(config.evaluation.sets, of_sets, strict=True):
         sampling = one.sampling or config.sampling
         sets[one.name] = ProblemSet(
             tasks=tasks, sampling=sampling, num_samples=num_samples or one.num_samples

@@ -586,7 +586,7 @@ def make_prepared(
         model_path=Path(),
         prompts=Prompts(),
         train=[make_problem(index) for index in range(64)],
-        sets=problem_sets(config, held_out, list((sets or {}).values())),
+        sets=problem_sets(config, list(held_out), list((sets or {}).values())),
         resumed=None,
     )
 
