@@ -71,7 +71,7 @@ def test_generators_alone_need_no_memory_of_a_trainer(tmp_path: Path) -> None:
 
 
 def test_a_reference_model_counts(tmp_path: Path) -> None:
-    run = config(tmp_path, "generator.kv_cache_gib=4", "algorithm.kl={kind: k3, coefficient: 0.1}")
+    run = config(tmp_path, "generator.kv_cache_gib=4", "algorithm.kl={estimator: k3, coefficient: 0.1}")
     assert "40 GiB for parameters" in only(list(check_memory(run, LARGE, host_bytes=51 * GIB)))
     assert list(check_memory(run, LARGE, host_bytes=53 * GIB)) == []
 
