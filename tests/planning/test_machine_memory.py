@@ -85,7 +85,7 @@ def test_a_reference_model_counts(tmp_path: Path) -> None:
         # On GPUs the host also has the next version as its kernels keep it.
         ((), Machine.GPU, 33),
         (
-            ("generator.num_replicas=2", "launcher={kind: process, num_hosts: {generators: 2}}"),
+            ("generator.num_replicas=2", "launcher={kind: process, hosts: {generators: 2}}"),
             Machine.CPU,
             33,
         ),
