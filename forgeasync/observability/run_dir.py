@@ -28,7 +28,7 @@ import re
 import socket
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 
@@ -53,8 +53,7 @@ LOCK_WAIT_S = 1.0
 """How long a start waits for a lock, so that a process that is just ending can be gone."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Holder:
+class Holder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The process that a run is, or was."""
 
     pid: int
@@ -133,13 +132,13 @@ class RunLock:
     def release(self) -> None:
         """Say that this process ends in order, and let others have the folder."""
         try:
-            _write_holder(self._descriptor, replace(self._own, has_ended=True))
+            _write_holder(self._descriptor, msgspec.structs.replace(self._own, has_ended=True))
         finally:
             os.close(self._descriptor)
 
 
 def _write_holder(descriptor: int, holder: Holder) -> None:
-    line = json.dumps(asdict(holder)).encode() + b"\n"
+    line = msgspec.json.encode(holder) + b"\n"
     os.pwrite(descriptor, line, 0)
     os.ftruncate(descriptor, len(line))
 
