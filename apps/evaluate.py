@@ -122,10 +122,8 @@ async def evaluate_set(
         console.part_done()
 
     rollouts = await sample_problems(
-        one.tasks,
+        one,
         groups,
-        sampling=one.sampling,
-        num_samples=one.num_samples,
         on_ended=on_ended,
         max_concurrent=concurrency,
         keeps_record=True,

@@ -30,8 +30,8 @@ from forgeasync.controller import (
     ControlDesk,
     Part,
     RunLoops,
-    StepClock,
     StepRecord,
+    StepTimes,
     run_training_app,
     start_run,
 )
@@ -94,26 +94,26 @@ class GrpoRun(RunLoops):
         config = self.config
         await self.evaluate_first()
         for step in range(self.first_version + 1, config.max_steps + 1):
-            clock = StepClock(step)
-            with clock.part(Part.WAIT):
+            times = StepTimes(step=step)
+            with times.part(Part.WAIT):
                 batch = await self.buffer.take.call_one()
-            with clock.part(Part.ASSIGN):
+            with times.part(Part.ASSIGN):
                 minibatches = self.pack(batch, step=step)
-            with clock.part(Part.TRAIN):
+            with times.part(Part.TRAIN):
                 result = await self.trainer.train_items(minibatches, step=step)
-            with clock.part(Part.COMMIT):
+            with times.part(Part.COMMIT):
                 # Tells the buffer of the new version: groups that are too old now are dropped.
                 update = Update.MADE if result.skip_reason is None else Update.SKIPPED
-                await self.lifecycle.commit(batch, trainer_wait_share=clock.wait_share, update=update)
+                await self.lifecycle.commit(batch, trainer_wait_share=times.wait_share, update=update)
             self.free_later(step, batch)
             self.version += 1
-            with clock.part(Part.PUBLISH):
+            with times.part(Part.PUBLISH):
                 await self.serving.publish()
-            with clock.part(Part.EVALUATE):
+            with times.part(Part.EVALUATE):
                 ended = await self.evaluations.after_step(step)
-            times = clock.times(has_evaluated=self.evaluations.waits_after(step))
+            times.end(has_evaluated=self.evaluations.waits_after(step))
             waited_s = self.storage.waited_s
-            with clock.part(Part.RECORD):
+            with times.part(Part.RECORD):
                 self.recorder.record(
                     StepRecord(
                         step=step,
@@ -127,11 +127,10 @@ class GrpoRun(RunLoops):
                     )
                 )
                 self.bad_steps.count(step, result)
-            clock.move(self.storage.waited_s - waited_s, Part.RECORD, Part.DISK)
-            with clock.part(Part.DISK):
+            times.move(self.storage.waited_s - waited_s, Part.RECORD, Part.DISK)
+            with times.part(Part.DISK):
                 await self.storage.until_written(self.recorder.files)
-            await self.checkpoints.after_step(step, clock)
-            self.recorder.record_between(clock.times_between())
+            await self.checkpoints.after_step(step, times)
         await self.checkpoints.finish_last(config.max_steps)
 
     # ---- what becomes of one group

@@ -8,14 +8,13 @@ become the float32 numbers that they stand for.
 
 import argparse
 import importlib.util
-import shutil
 import sys
 from pathlib import Path
 
 from safetensors.numpy import save_file
 
 from forgeasync.controller import exit_code
-from forgeasync.models import GgufModel, read_tokenizer, save_tokenizer, use_umask
+from forgeasync.models import GgufModel, read_tokenizer, save_tokenizer, use_umask, writing
 from forgeasync.schema import ConfigError, Problem
 
 
@@ -42,20 +41,18 @@ def import_gguf(file: Path, output: Path) -> GgufModel:
 
     Raises:
         ConfigError: the folder exists, or the file is not one that is supported.
+        FolderNotWritten: the disk is full or fails.
     """
     if output.exists():
         raise ConfigError([Problem(field="output", value=str(output), remedy="exists already; remove it")])
     model = GgufModel(file)
     tokenizer = read_tokenizer(model)
-    partial = output.with_name(output.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    model.config.save_pretrained(partial)
-    model.generation_config().save_pretrained(partial)
-    save_tokenizer(tokenizer, partial)
-    save_file(dict(model.tensors()), partial / "model.safetensors", metadata={"format": "pt"})
-    use_umask(partial / "model.safetensors")
-    partial.rename(output)
+    with writing(output) as partial:
+        model.config.save_pretrained(partial)
+        model.generation_config().save_pretrained(partial)
+        save_tokenizer(tokenizer, partial)
+        save_file(dict(model.tensors()), partial / "model.safetensors", metadata={"format": "pt"})
+        use_umask(partial / "model.safetensors")
     return model
 
 

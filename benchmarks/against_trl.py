@@ -36,7 +36,6 @@ from common import (
     machine_facts,
     measurement,
     medians,
-    read_json_lines,
     results_table,
     run_watched,
     write_json,
@@ -46,6 +45,7 @@ from rich.console import Console
 from forgeasync.algorithms import PpoClip
 from forgeasync.config import AnswerPart, ReasoningGymSource, RunConfig, load_config
 from forgeasync.environments import ReasoningGymProblems, TaskOrder, build_source
+from forgeasync.files import read_json_lines
 
 CONFIG = REPOSITORY / "configs" / "tiny_moe_cpu.yaml"
 TRL_VENV = REPOSITORY / ".venv-trl"

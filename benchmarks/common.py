@@ -133,11 +133,6 @@ def machine_facts() -> dict[str, Any]:
     }
 
 
-def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file with one a line."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write ``content``, indented, and make the folder where it is missing."""
     path.parent.mkdir(parents=True, exist_ok=True)

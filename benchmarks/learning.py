@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from common import REPOSITORY, RESULTS, machine_facts, read_json_lines, run_watched, write_json
+from common import REPOSITORY, RESULTS, machine_facts, run_watched, write_json
 from learning_report import (
     Against,
     RunResult,
@@ -37,6 +37,8 @@ from learning_report import (
     run_result,
     variant_result,
 )
+
+from forgeasync.files import read_json_lines
 
 CONFIGS = REPOSITORY / "configs"
 CONFIG = CONFIGS / "tiny_moe_cpu.yaml"

@@ -8,10 +8,11 @@ from itertools import accumulate, cycle
 from pathlib import Path
 from typing import Any
 
-from common import read_json_lines
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+
+from forgeasync.files import read_json_lines
 
 NUM_LAST_STEPS = 20
 """Steps at the end of a run that its reward is averaged over."""

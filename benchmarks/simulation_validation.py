@@ -28,12 +28,13 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from common import REPOSITORY, RESULTS, machine_facts, read_json_lines, run_watched, write_json
+from common import REPOSITORY, RESULTS, machine_facts, run_watched, write_json
 from machine_speed import work_s
 from rich.console import Console
 from rich.table import Table
 
 from forgeasync.config import load_config, resolve
+from forgeasync.files import read_json_lines
 from forgeasync.models import read_model_facts
 from forgeasync.observability import MeasuredWindow
 from forgeasync.plugins.simulator import Profile, SimulatedRun, of_config, read_profile, simulate_seeds

@@ -14,7 +14,6 @@ learning rate and schedule, the loss, batch sizes, age limits and buffer, genera
 """
 
 import math
-import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -25,7 +24,7 @@ import msgspec
 
 from forgeasync.buffer import BufferSnapshot, CheckpointedBuffer, LedgerPosition
 from forgeasync.config import EXPERT_TARGETS, ModelFacts, RunConfig, num_averages
-from forgeasync.files import flush
+from forgeasync.files import publish_folder
 from forgeasync.models import expected_shapes, num_adapter_parameters
 from forgeasync.schema import Problem
 
@@ -100,14 +99,8 @@ def publish(folder: Path, run_state: bytes) -> None:
     The checkpoint's other files must be flushed already.
     """
     partial = partial_folder(folder)
-    with (partial / RUN_FILE).open("wb") as file:
-        file.write(run_state)
-        file.flush()
-        os.fsync(file.fileno())
-    flush(partial / TRAINER_FOLDER)
-    flush(partial)
-    partial.rename(folder)
-    flush(folder.parent)
+    (partial / RUN_FILE).write_bytes(run_state)
+    publish_folder(partial, folder)
 
 
 def prune(parent: Path, *, keep: int) -> None:
@@ -121,14 +114,16 @@ def prune(parent: Path, *, keep: int) -> None:
 
 FLOAT32_BYTES = 4
 
-BYTES_PER_PARAMETER = 3 * FLOAT32_BYTES
-"""Bytes of a float32 parameter with AdamW's two moments."""
-
 EXPORT_OVERHEAD_BYTES = 1024
 """Generous bound on the bytes of one exported tensor's name in header and index."""
 
 OVERHEAD_BYTES = 8192
 """Generous bound on the overhead of one tensor in bytes: names, headers, step counts of the optimizer."""
+
+
+def bytes_per_parameter(config: RunConfig) -> int:
+    """Bytes of a trained parameter in a checkpoint or a snapshot: with AdamW's moments and its average."""
+    return (3 + num_averages(config.teachers)) * FLOAT32_BYTES
 
 
 def checkpoint_bytes(config: RunConfig, facts: ModelFacts) -> int:
@@ -138,8 +133,7 @@ def checkpoint_bytes(config: RunConfig, facts: ModelFacts) -> int:
         num_trained = sum(math.prod(shape) for shape in shapes.values())
     else:
         num_trained = num_adapter_parameters(facts, config.lora)
-    of_parameter = BYTES_PER_PARAMETER + FLOAT32_BYTES * num_averages(config.teachers)
-    return of_parameter * num_trained + OVERHEAD_BYTES * len(shapes)
+    return bytes_per_parameter(config) * num_trained + OVERHEAD_BYTES * len(shapes)
 
 
 def export_bytes(config: RunConfig, facts: ModelFacts) -> int:

@@ -1,4 +1,4 @@
-"""Files that survive crashes and full disks, locks, and the mark on everything that a run starts.
+"""Files that survive crashes and full disks, JSON lines, locks, and the mark on everything that a run starts.
 
 Once a controller is dead, the kernel no longer knows what it had started. The mark is an environment
 variable, which programs inherit, and a part of the names of a run's files in shared memory, so that a later
@@ -8,6 +8,7 @@ start finds both.
 import contextlib
 import errno
 import fcntl
+import json
 import multiprocessing.process
 import multiprocessing.shared_memory
 import os
@@ -15,12 +16,16 @@ import re
 import secrets
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, BinaryIO
 
 REFUSALS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO})
 """Errors after which the same write can succeed later."""
+
+PARTIAL_SUFFIX = ".partial"
+"""Suffix of files that ``replacing`` has not written to their end."""
 
 LOOK_S = 0.05
 """Seconds between two attempts to lock a file."""
@@ -28,13 +33,15 @@ LOOK_S = 0.05
 RUN_MARK = "FORGEASYNC_RUN"
 """Environment variable that holds the mark."""
 
-_SHARED_MEMORY = Path("/dev/shm")
+SHARED_MEMORY = Path("/dev/shm")
 
 _NAMES = "forgeasync-"
 
 _MARK = re.compile(r"[0-9a-f]{32}")
 
 _NUM_RANDOM_CHARACTERS = 16
+
+_CHUNK_BYTES = 1 << 16
 
 
 def is_refusal(error: BaseException) -> bool:
@@ -104,6 +111,92 @@ class AppendedFile:
         os.close(self._descriptor)
 
 
+class JsonLines:
+    """Appends objects to a file of JSON lines, each by one write, so that a process can die at any time.
+
+    Lines that the disk refuses are kept, and written once it takes them.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: AppendedFile | None = AppendedFile.open(path)
+
+    def append(self, record: Mapping[str, object]) -> None:
+        """Append a line, now or once the disk takes it.
+
+        Raises:
+            ValueError: the record has a number that is not finite.
+            OSError: the file can never be written.
+        """
+        self._write(json.dumps(record, allow_nan=False).encode() + b"\n")
+
+    def flush(self) -> Refusal | None:
+        """Write what was kept; return what is in the way."""
+        return self._write(b"")
+
+    def _write(self, data: bytes) -> Refusal | None:
+        assert self._file is not None, "not after it was closed"
+        try:
+            self._file.write(data)
+        except OSError as error:
+            if not is_refusal(error):
+                raise
+            return Refusal(path=str(self._path), reason=error.strerror or str(error))
+        return None
+
+    def close(self) -> None:
+        """Close the file; a second call does nothing.
+
+        Raises:
+            OSError: lines are missing that the disk has refused to the end.
+        """
+        if self._file is None:
+            return
+        refusal, num_bytes = self.flush(), self._file.num_kept_bytes
+        self._file.close()
+        self._file = None
+        if refusal is not None:
+            raise OSError(f"{self._path} lacks its last {num_bytes} bytes: {refusal.reason}")
+
+
+def whole_lines(path: Path) -> list[bytes]:
+    """Return the lines of a file with their newlines, without a last line that has none.
+
+    Such a line is being written at this moment, or a crash has cut it.
+    """
+    lines = path.read_bytes().splitlines(keepends=True)
+    return lines if not lines or lines[-1].endswith(b"\n") else lines[:-1]
+
+
+def last_line(descriptor: int) -> bytes:
+    """Read the last line of an open file from its end, with its newline if it has one."""
+    size, tail = os.fstat(descriptor).st_size, b""
+    while len(tail) < size and b"\n" not in tail[:-1]:
+        num_bytes = min(_CHUNK_BYTES, size - len(tail))
+        tail = os.pread(descriptor, num_bytes, size - len(tail) - num_bytes) + tail
+    return tail[tail.rfind(b"\n", 0, -1) + 1 :]
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the objects of a file of JSON lines, without a last line that is being written or was cut.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: a line is no JSON object. The message names the file and the line.
+    """
+    records = []
+    for number, line in enumerate(whole_lines(path), start=1):
+        try:
+            # Not msgspec: texts of a model can have lone surrogates, which it refuses.
+            record = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: no JSON: {error}") from error
+        if not isinstance(record, dict):
+            raise ValueError(f"{path}, line {number}: no JSON object")
+        records.append(record)
+    return records
+
+
 def flush(path: Path) -> None:
     """Wait until a file, or the entries of a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -111,6 +204,45 @@ def flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def replacing(path: Path, *, is_flushed: bool = False) -> Iterator[BinaryIO]:
+    """Yield an empty file that takes the name ``path`` once the body has written all of it.
+
+    Until then it is called ``.<name>.partial``, and a file that has the name ``path`` stays as it is. If the
+    body or the disk fails, the partial file is removed. A process that is killed leaves it behind.
+    ``is_flushed``: the file is on the disk afterwards, name included.
+
+    Raises:
+        OSError: the disk refuses. Nothing has changed, unless only the last flush, that of the name, failed.
+    """
+    partial = path.with_name(f".{path.name}{PARTIAL_SUFFIX}")
+    try:
+        with partial.open("wb") as file:
+            yield file
+            if is_flushed:
+                file.flush()
+                os.fsync(file.fileno())
+        partial.replace(path)
+    except BaseException:
+        # The disk that refused the file may refuse this too.
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise
+    if is_flushed:
+        flush(path.parent)
+
+
+def publish_folder(partial: Path, folder: Path) -> None:
+    """Rename a folder after all of it is on the disk, so that whatever has the name ``folder`` is complete.
+
+    Files in its subfolders must have been flushed before.
+    """
+    for path in (*partial.iterdir(), partial):
+        flush(path)
+    partial.rename(folder)
+    flush(folder.parent)
 
 
 class FileLocked(RuntimeError):
@@ -178,8 +310,8 @@ def files_of(mark: str) -> Iterator[Path]:
     """
     if _MARK.fullmatch(mark) is None:
         return
-    yield from _SHARED_MEMORY.glob(f"sem.{_NAMES}{mark}-*")
-    yield from _SHARED_MEMORY.glob(f"{_NAMES}{mark}-*")
+    yield from SHARED_MEMORY.glob(f"sem.{_NAMES}{mark}-*")
+    yield from SHARED_MEMORY.glob(f"{_NAMES}{mark}-*")
     yield from Path(tempfile.gettempdir()).glob(f"{_NAMES}{mark}-*")
 
 

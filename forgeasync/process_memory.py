@@ -1,4 +1,4 @@
-"""Measures the peak memory of a process and its descendants, from Linux's /proc."""
+"""Peak memory of a process and its descendants, and the memory that a machine has available, from /proc."""
 
 import os
 import sys
@@ -8,7 +8,21 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 _PROC = Path("/proc")
+
+
+_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+def available_host_bytes() -> int:
+    """Return the memory that this machine can still give without swapping, at most a container's limit."""
+    found = [psutil.virtual_memory().available]
+    for file in map(Path, _CGROUP_LIMITS):
+        if file.is_file() and (text := file.read_text(encoding="ascii").strip()).isdecimal():
+            found.append(int(text))
+    return min(found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,8 @@ from pathlib import Path
 
 from forgeasync.checkpoints import FINAL
 from forgeasync.config import RunConfig, dump_config, load_config
-from forgeasync.observability import RunDir, default_run_dir, read_json_lines
+from forgeasync.files import read_json_lines
+from forgeasync.observability import RunDir, default_run_dir
 from forgeasync.schema import EXIT_REFUSED, ConfigError, Problem, Section, code_of, section_of
 
 Overrides = Mapping[str, object] | Sequence[str]

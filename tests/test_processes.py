@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from forgeasync.processes import is_running
 from tests.support.processes import ProcessFailed, call_in_processes, wait_until_gone
 
 pytestmark = pytest.mark.procs
@@ -96,3 +98,14 @@ def test_a_call_that_is_cut_off_leaves_nothing(tmp_path: Path) -> None:
         waiting.join()
         signal.signal(signal.SIGUSR1, before)
     wait_until_gone(int((tmp_path / "0").read_text()))
+
+
+def test_a_process_that_began_too_late_only_has_the_id() -> None:
+    with subprocess.Popen(["sleep", "600"]) as process:
+        try:
+            now_s = time.time()
+            assert is_running(process.pid) and is_running(process.pid, by_s=now_s + 2.0)
+            assert not is_running(process.pid, by_s=now_s - 60.0)
+        finally:
+            process.kill()
+    assert not is_running(process.pid) and not is_running(process.pid, by_s=time.time())

@@ -29,13 +29,11 @@ from forgeasync.buffer.ledger_lines import (
 )
 from forgeasync.buffer.replay_buffer import AsyncReplayBuffer, ReplayBuffer
 from forgeasync.config import RunConfig
-from forgeasync.files import AppendedFile, FileLocked, Refusal, flush, is_refusal, lock
+from forgeasync.files import AppendedFile, FileLocked, Refusal, flush, is_refusal, last_line, lock
 from forgeasync.waiting import Monitor
 
 LOCK_WAIT_S = 10.0
 """Seconds to wait for the lock of a killed run's journal. Its writer may outlive the controller briefly."""
-
-_CHUNK_BYTES = 1 << 16
 
 SYNC_EVERY_S = 0.2
 """Seconds for which events are collected before they are written.
@@ -85,10 +83,9 @@ class JournalFile:
             JournalInUse: Another process has not released the journal within ``LOCK_WAIT_S``.
         """
         file = cls._open(path, 0)
-        size = os.fstat(file._descriptor).st_size
-        tail = _last_line(file._descriptor, size)
-        position = START if size == 0 else position_after(tail.removesuffix(b"\n"))
-        if position is None or (size and not tail.endswith(b"\n")):
+        tail = last_line(file._descriptor)
+        position = position_after(tail.removesuffix(b"\n")) if tail else START
+        if position is None or (tail and not tail.endswith(b"\n")):
             file.close()
             raise ValueError(f"{path}: the last line is not a whole line of a ledger; run apps.verify on it")
         return file, position
@@ -139,24 +136,14 @@ def cut_torn_line(path: Path) -> int:
     """
     file = JournalFile._open(path, 0)
     try:
-        size = os.fstat(file._descriptor).st_size
-        tail = _last_line(file._descriptor, size)
+        tail = last_line(file._descriptor)
         if tail.endswith(b"\n"):
             return 0
-        os.ftruncate(file._descriptor, size - len(tail))
+        os.ftruncate(file._descriptor, os.fstat(file._descriptor).st_size - len(tail))
         os.fsync(file._descriptor)
         return len(tail)
     finally:
         file.close()
-
-
-def _last_line(descriptor: int, size: int) -> bytes:
-    """Return the last line of the file, with its newline if it has one."""
-    tail = b""
-    while len(tail) < size and b"\n" not in tail[:-1]:
-        num_bytes = min(_CHUNK_BYTES, size - len(tail))
-        tail = os.pread(descriptor, num_bytes, size - len(tail) - num_bytes) + tail
-    return tail[tail.rfind(b"\n", 0, -1) + 1 :]
 
 
 class Journal:

@@ -1,6 +1,5 @@
 """Reads ledgers, and verifies them: in themselves, against a checkpoint, and against the run's metrics."""
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from forgeasync.buffer.ledger_lines import (
 )
 from forgeasync.buffer.prompts import DropReason, Update
 from forgeasync.buffer.restoring import LostSteps
+from forgeasync.files import read_json_lines
 from forgeasync.schema import ConfigError, Problem, raise_if_any
 
 FIELD = "--resume"
@@ -216,19 +216,11 @@ def _read_metrics(file: Path) -> list[_MetricsLine]:
     Raises:
         _MetricsContradiction: A line is not a JSON object.
     """
-    lines = []
-    for number, text in enumerate(file.read_bytes().splitlines(keepends=True), start=1):
-        if not text.endswith(b"\n"):
-            # The run was killed while it wrote this line.
-            break
-        try:
-            values = json.loads(text)
-        except ValueError as error:
-            raise _MetricsContradiction(f"metrics.jsonl line {number} cannot be read: {error}") from None
-        if not isinstance(values, dict):
-            raise _MetricsContradiction(f"metrics.jsonl line {number} is no object")
-        lines.append(_MetricsLine(number=number, values=values))
-    return lines
+    try:
+        records = read_json_lines(file)
+    except ValueError as error:
+        raise _MetricsContradiction(str(error)) from None
+    return [_MetricsLine(number=number, values=values) for number, values in enumerate(records, start=1)]
 
 
 def _compare_with_metrics(book: Book, lines: Sequence[_MetricsLine]) -> int:

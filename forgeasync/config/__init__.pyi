@@ -92,6 +92,7 @@ from .run import ScorerSection as ScorerSection
 from .run import TimeoutSection as TimeoutSection
 from .run import WandbSection as WandbSection
 from .run import WarmupSection as WarmupSection
+from .run import all_sources as all_sources
 from .run import is_served as is_served
 from .run import longest_response as longest_response
 from .run import num_groups_held as num_groups_held
@@ -118,6 +119,7 @@ from .teachers import num_averages as num_averages
 from .teachers import weights_of_teacher as weights_of_teacher
 from .trainer import ActivationCheckpointing as ActivationCheckpointing
 from .trainer import BadStepsSection as BadStepsSection
+from .trainer import FLASH_ATTENTION_PACKAGES as FLASH_ATTENTION_PACKAGES
 from .trainer import FlashAttention as FlashAttention
 from .trainer import OnBadStep as OnBadStep
 from .trainer import OptimizerSection as OptimizerSection

@@ -12,8 +12,8 @@ from forgeasync.config.generator import SamplingSection
 from forgeasync.config.rewards import Rewards
 from forgeasync.schema import Count, CountOrZero, Refusal, Section
 
-RESERVED_SETS = frozenset({"accuracy", "score_mean", "num_unscored", "reward"})
-"""Names that a set cannot have, because other metrics are named ``eval/<name>``."""
+RESERVED_SETS = frozenset({"accuracy", "held_out", "score_mean", "num_unscored", "reward"})
+"""Names that no set may have: metrics called ``eval/<name>``, and the held-out problems."""
 
 
 _SET_NAME = re.compile(r"[A-Za-z0-9][\w.\-]{0,99}", re.ASCII)

@@ -2,13 +2,12 @@
 
 from collections.abc import Iterator, Mapping
 
-from forgeasync.config.data import PythonSource, SourceSection, named_sources
+from forgeasync.config.data import PythonSource, SourceSection
 from forgeasync.config.environments import EnvironmentSection
-from forgeasync.config.evaluation import named_sets
 from forgeasync.config.explain import PLUGIN_GROUPS, kinds_of, members
 from forgeasync.config.plugin_sections import InstalledEnvironment, InstalledSource
 from forgeasync.config.rewards import PythonReward, RewardSection
-from forgeasync.config.run import RunConfig, is_served
+from forgeasync.config.run import RunConfig, all_sources, is_served
 from forgeasync.config.weights import BUILT_IN_TRANSPORTS
 from forgeasync.schema import PluginGroup, Problem, PythonCode, python_form
 
@@ -82,7 +81,7 @@ def check_installed(config: RunConfig) -> Iterator[Problem]:
     """
     if isinstance(config.environment, InstalledEnvironment):
         yield from config.environment.check(config)
-    for source in (*named_sources(config.data), *named_sets(config.evaluation)):
+    for source in all_sources(config):
         if isinstance(source.source, InstalledSource):
             yield from source.source.check(config, source.field)
     if not config.evaluation.num_problems and not is_served(config):

@@ -14,7 +14,6 @@ from forgeasync.config.algorithm import check_filters
 from forgeasync.config.buffer import AccountingPolicy, AgeOf, Replacement, StaleGroups
 from forgeasync.config.data import NamedSource, ReasoningGymSource, RendererName, named_sources
 from forgeasync.config.environments import McpEnvironment, PythonTool
-from forgeasync.config.evaluation import named_sets
 from forgeasync.config.generator import SamplingSection
 from forgeasync.config.installed import check_installed
 from forgeasync.config.launcher import LocalLauncher, gpus_per_host, num_hosts
@@ -28,7 +27,7 @@ from forgeasync.config.rewards import (
     is_part_name,
     name_of,
 )
-from forgeasync.config.run import RunConfig, is_served, longest_response
+from forgeasync.config.run import RunConfig, all_sources, is_served, longest_response
 from forgeasync.config.teachers import AveragedPolicy, TeacherSection
 from forgeasync.config.trainer import OptimizerSection
 from forgeasync.config.weights import Interruption
@@ -393,12 +392,8 @@ def _check_sources_of_teachers(config: RunConfig) -> Iterator[Refusal]:
 
 def _check_rewards(config: RunConfig) -> Iterator[Refusal]:
     sources = named_sources(config.data)
-    # A reward that several sources share is checked with each of them, but its problems are reported once.
-    found = [
-        refusal
-        for source in (*sources, *named_sets(config.evaluation))
-        for refusal in _check_rewards_of(source, config)
-    ]
+    # A reward that all sources share is checked with each of them; its problems are reported once.
+    found = [refusal for source in all_sources(config) for refusal in _check_rewards_of(source, config)]
     yield from {refusal[:2]: refusal for refusal in found}.values()
     scores_steps = any(isinstance(one, ProcessRewardModel) for source in sources for one in source.rewards)
     if scores_steps and not isinstance(config.algorithm.advantage, Grpo):
@@ -619,10 +614,9 @@ def reward_gpus(config: RunConfig) -> frozenset[int]:
 
     No other role of the run may use them.
     """
-    sources = (*named_sources(config.data), *named_sets(config.evaluation))
     return frozenset(
         reward.gpu
-        for source in sources
+        for source in all_sources(config)
         for reward in source.rewards
         if isinstance(reward, ProcessRewardModel) and reward.gpu is not None
     )

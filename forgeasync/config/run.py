@@ -8,10 +8,10 @@ from pydantic import Field
 
 from forgeasync.config.algorithm import AlgorithmSection
 from forgeasync.config.buffer import AccountingSection, BufferSection, PayloadSection
-from forgeasync.config.data import MAX_TASKS, DataSection
+from forgeasync.config.data import MAX_TASKS, DataSection, NamedSource, named_sources
 from forgeasync.config.environments import EnvironmentSection
 from forgeasync.config.episodes import AgentSection, EpisodesSection
-from forgeasync.config.evaluation import EvaluationSection
+from forgeasync.config.evaluation import EvaluationSection, named_sets
 from forgeasync.config.generator import GeneratorSection, SamplingSection
 from forgeasync.config.launcher import LauncherSection, LocalLauncher
 from forgeasync.config.model import LoraSection, ModelFacts, ModelSection
@@ -274,6 +274,11 @@ def is_served(config: RunConfig) -> bool:
     """Return whether people bring the run's tasks, over HTTP."""
     source = config.data.source
     return isinstance(source, InstalledSource) and source.serves_people
+
+
+def all_sources(config: RunConfig) -> tuple[NamedSource, ...]:
+    """Return the sources of training problems, then those of evaluation sets."""
+    return *named_sources(config.data), *named_sets(config.evaluation)
 
 
 def longest_response(config: RunConfig) -> int:

@@ -123,6 +123,10 @@ class FlashAttention(StrEnum):
     FA4 = "FA4"
 
 
+FLASH_ATTENTION_PACKAGES = {3: "flash_attn_interface", 4: "flash_attn.cute.interface"}
+"""Packages that torch 2.13 imports for FlashAttention 3 and 4; torch has version 2 built in."""
+
+
 class RecoverySection(Section):
     """What becomes of a run whose trainer loses a rank: the trainer is started again from snapshots in its
     hosts' shared memory, while generators go on."""

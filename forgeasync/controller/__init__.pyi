@@ -21,7 +21,6 @@ from .preparation import Prepared as Prepared
 from .preparation import prepare as prepare
 from .recorder import Part as Part
 from .recorder import RunRecorder as RunRecorder
-from .recorder import StepClock as StepClock
 from .recorder import StepRecord as StepRecord
 from .recorder import StepTimes as StepTimes
 from .resume import RunFiles as RunFiles
@@ -54,10 +53,11 @@ from .hosts import check_hosts as check_hosts
 from .hosts import check_local_gpus as check_local_gpus
 from .hosts import generator_plan as generator_plan
 from .hosts import places_of_rewards as places_of_rewards
+from .preparation import ProblemSet as ProblemSet
 from .preparation import check as check
 from .preparation import check_plan as check_plan
+from .preparation import problem_sets as problem_sets
 from .preparation import take_up as take_up
-from .recorder import TimesBetween as TimesBetween
 from .resume import FoundGroups as FoundGroups
 from .resume import Resumed as Resumed
 from .resume import end_own_run as end_own_run

@@ -34,7 +34,7 @@ from forgeasync.checkpoints import (
 from forgeasync.config import RunConfig
 from forgeasync.controller.cli import received_signal
 from forgeasync.controller.preparation import Prepared
-from forgeasync.controller.recorder import Part, RunRecorder, StepClock
+from forgeasync.controller.recorder import Part, RunRecorder, StepTimes
 from forgeasync.controller.serving import WeightServing
 from forgeasync.environments import digest_of
 from forgeasync.files import Refusal
@@ -138,13 +138,13 @@ class RunCheckpoints:
         self._num_bytes = checkpoint_bytes(config, prepared.facts)
         self._is_in_flight = False
 
-    async def after_step(self, step: int, clock: StepClock) -> None:
-        """Begin the checkpoint of ``step`` if one is due; ``clock`` measures the time until it has begun."""
+    async def after_step(self, step: int, times: StepTimes) -> None:
+        """Begin the checkpoint of ``step`` if one is due; ``times`` measures the time until it has begun."""
         if await self._is_due(step):
             waited_s = self._storage.waited_s
-            with clock.part(Part.CHECKPOINT):
+            with times.part(Part.CHECKPOINT):
                 await self.begin(step)
-            clock.move(self._storage.waited_s - waited_s, Part.CHECKPOINT, Part.DISK)
+            times.move(self._storage.waited_s - waited_s, Part.CHECKPOINT, Part.DISK)
 
     async def _is_due(self, step: int) -> bool:
         """Whether a checkpoint is to be begun after ``step``: its turn has come, or one has failed."""

@@ -32,10 +32,10 @@ from rich.console import Console
 from forgeasync.config import (
     HuggingFaceSource,
     RunConfig,
+    all_sources,
     is_served,
     load_config,
     named_sets,
-    named_sources,
     resolve,
 )
 from forgeasync.controller.preparation import check, check_plan, gpu_memory_bytes
@@ -51,6 +51,7 @@ from forgeasync.observability import (
     failure_line,
     release_claims,
     root_cause,
+    say_on_stderr,
 )
 from forgeasync.planning import (
     GPU_GIB,
@@ -58,7 +59,6 @@ from forgeasync.planning import (
     Draft,
     Stage,
     Verdict,
-    available_host_bytes,
     changes_table,
     findings,
     findings_table,
@@ -66,6 +66,7 @@ from forgeasync.planning import (
     rehearsed,
     write_model,
 )
+from forgeasync.process_memory import available_host_bytes
 from forgeasync.rollouts import PromptEncoder, remove_own_folders
 from forgeasync.runtime import STOP_SIGNALS
 from forgeasync.schema import EXIT_FAILED, EXIT_REFUSED, EXIT_SIGNAL, ConfigError, Problem
@@ -200,24 +201,18 @@ def exit_code(run: Callable[[], None]) -> int:
             finally:
                 release_claims()
     except ConfigError as error:
-        _say(f"refused:\n{error}")
+        say_on_stderr(f"refused:\n{error}")
         return EXIT_REFUSED
     except (KeyboardInterrupt, asyncio.CancelledError):
         received = received_signal() or signal.SIGINT
-        _say(_with_closing_words(f"interrupted by {received.name}"))
+        say_on_stderr(_with_closing_words(f"interrupted by {received.name}"))
         return EXIT_SIGNAL + received
     except BaseException as error:
-        _say("".join(traceback.format_exception(root_cause(error))).rstrip())
-        _say(_with_closing_words(failure_line(error)))
+        say_on_stderr("".join(traceback.format_exception(root_cause(error))).rstrip())
+        say_on_stderr(_with_closing_words(failure_line(error)))
         stop = received_signal()
         return EXIT_FAILED if stop is None else EXIT_SIGNAL + stop
     return 0
-
-
-def _say(text: str) -> None:
-    """Print to stderr; if stderr is closed, the exit code alone has to tell."""
-    with contextlib.suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
 
 
 def add_closing_words(words: str) -> None:
@@ -314,8 +309,7 @@ def rehearsal_folder(config: RunConfig, now: datetime) -> Path:
 
 def _local_paths(config: RunConfig) -> frozenset[str]:
     """Return the data sets of the config that are on this machine."""
-    named = (*named_sources(config.data), *named_sets(config.evaluation))
-    sources = [one.source for one in named if isinstance(one.source, HuggingFaceSource)]
+    sources = [one.source for one in all_sources(config) if isinstance(one.source, HuggingFaceSource)]
     if not sources:
         return frozenset()
     # Imported here: it takes a second, and few runs read data sets.

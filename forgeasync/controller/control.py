@@ -15,7 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from forgeasync.config import RunConfig
-from forgeasync.rollouts import is_running
+from forgeasync.files import replacing
+from forgeasync.processes import is_running
 from forgeasync.runtime import GeneratorPool, Host, HostRole, ProcessManager
 
 LOOK_S = 0.5
@@ -99,7 +100,7 @@ class ControlDesk:
                 answer = self._answer(file)
                 # Before the answer: a request whose answer cannot be written is not answered twice.
                 file.unlink(missing_ok=True)
-                _write_whole(self._folder / f"answer-{match[1]}.json", asdict(answer))
+                _write(self._folder / f"answer-{match[1]}.json", asdict(answer))
             except OSError as error:
                 # Whoever asks gives up after its own limit; the run goes on.
                 logger.warning("cannot answer %s: %s", file, error)
@@ -158,7 +159,7 @@ def ask(run: Path, num_generators: int, *, limit_s: float = ANSWER_S) -> Answer:
     folder.mkdir(exist_ok=True)
     name = secrets.token_hex(8)
     request, answer = folder / f"request-{name}.json", folder / f"answer-{name}.json"
-    _write_whole(request, {"generators": num_generators})
+    _write(request, {"generators": num_generators})
     end_s = time.monotonic() + limit_s
     while not answer.exists():
         if time.monotonic() > end_s or not is_running(controller):
@@ -170,7 +171,6 @@ def ask(run: Path, num_generators: int, *, limit_s: float = ANSWER_S) -> Answer:
     return Answer(is_accepted=said["is_accepted"], words=said["words"])
 
 
-def _write_whole(file: Path, content: dict[str, object]) -> None:
-    partial = file.with_name(f".{file.name}.partial")
-    partial.write_text(json.dumps(content) + "\n", encoding="utf-8")
-    partial.replace(file)
+def _write(file: Path, content: dict[str, object]) -> None:
+    with replacing(file) as out:
+        out.write(json.dumps(content).encode() + b"\n")

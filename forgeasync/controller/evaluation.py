@@ -30,28 +30,27 @@ from forgeasync.config import (
     ModelFacts,
     RoutingReplay,
     RunConfig,
-    SamplingSection,
+    all_sources,
     check_without_model,
     is_served,
-    named_sets,
-    named_sources,
     resolve,
 )
 from forgeasync.controller.hosts import check_generator_gpus
-from forgeasync.controller.preparation import Prepared, load_prompts, load_tasks
+from forgeasync.controller.preparation import HELD_OUT, Prepared, ProblemSet, load_prompts, load_tasks
 from forgeasync.environments import EndpointModel, check_environment
+from forgeasync.files import JsonLines
 from forgeasync.models import check_checkpoint_shapes, check_generator, model_folder, read_model_facts
 from forgeasync.observability import (
     Estimate,
     HeldOutScores,
-    JsonLines,
     ProblemScores,
     SetSummary,
     StepConsole,
     check_folder,
     part_means,
 )
-from forgeasync.planning import available_host_bytes, check_generator_memory
+from forgeasync.planning import check_memory
+from forgeasync.process_memory import available_host_bytes
 from forgeasync.rollouts import PromptEncoder, Score, Task, spanned
 from forgeasync.runtime import GroupSampler, HeldOutRollout, Unscored
 from forgeasync.schema import ConfigError, Problem, raise_if_any
@@ -64,66 +63,43 @@ OnEnded = Callable[[int, int, HeldOutRollout], None]
 """Called with the place of the problem in the list, the number of the sample, and the rollout."""
 
 
-def num_responses(prepared: Prepared) -> int:
+def num_responses(sets: Mapping[str, ProblemSet]) -> int:
     """Return how many responses one evaluation samples."""
-    return len(prepared.held_out) + sum(
-        len(prepared.sets[one.name]) * one.num_samples for one in prepared.config.evaluation.sets
-    )
+    return sum(len(one.tasks) * one.num_samples for one in sets.values())
 
 
 async def evaluate_all(
-    prepared: Prepared,
+    sets: Mapping[str, ProblemSet],
     groups: GroupSampler,
     *,
     on_answered: Callable[[], None] = lambda: None,
     max_concurrent: int | None = None,
 ) -> HeldOutScores:
-    """Score the held-out problems and every evaluation set.
-
-    ``on_answered`` is called after every rollout. Without ``max_concurrent`` all rollouts of a set are
-    sampled at once.
-    """
+    """Score the held-out problems and every other set, one set after the other; see ``evaluate``."""
     start_s = time.perf_counter()
-    config, sets = prepared.config, prepared.sets
-    scores = await evaluate(
-        prepared.held_out,
-        groups,
-        sampling=config.sampling,
-        on_answered=on_answered,
-        max_concurrent=max_concurrent,
-    )
-    sets_scores = {
-        one.name: await evaluate(
-            sets[one.name],
-            groups,
-            sampling=one.sampling or config.sampling,
-            num_samples=one.num_samples,
-            on_answered=on_answered,
-            max_concurrent=max_concurrent,
-        )
-        for one in config.evaluation.sets
+    scores = {
+        name: await evaluate(one, groups, on_answered=on_answered, max_concurrent=max_concurrent)
+        for name, one in sets.items()
     }
-    return dataclasses.replace(scores, sets=sets_scores, wall_s=time.perf_counter() - start_s)
+    held_out = scores.pop(HELD_OUT)
+    return dataclasses.replace(held_out, sets=scores, wall_s=time.perf_counter() - start_s)
 
 
 async def evaluate(
-    tasks: Sequence[Task],
+    problems: ProblemSet,
     groups: GroupSampler,
     *,
-    sampling: SamplingSection,
     on_answered: Callable[[], None] = lambda: None,
-    num_samples: int = 1,
     max_concurrent: int | None = None,
 ) -> HeldOutScores:
-    """Score ``num_samples`` rollouts of each problem; see ``sample_problems``.
+    """Score the rollouts of every problem; see ``sample_problems``.
 
-    Rollouts that could not be scored are left out of the accuracy, and counted.
+    ``on_answered`` is called after every rollout. Without ``max_concurrent`` all rollouts are sampled at
+    once. Rollouts that could not be scored are left out of the accuracy, and counted.
     """
     rollouts = await sample_problems(
-        tasks,
+        problems,
         groups,
-        sampling=sampling,
-        num_samples=num_samples,
         on_ended=lambda problem, sample, rollout: on_answered(),
         max_concurrent=max_concurrent,
     )
@@ -139,28 +115,27 @@ async def evaluate(
 
 
 async def sample_problems(
-    tasks: Sequence[Task],
+    problems: ProblemSet,
     groups: GroupSampler,
     *,
-    sampling: SamplingSection,
-    num_samples: int,
     on_ended: OnEnded,
     max_concurrent: int | None = None,
     keeps_record: bool = False,
 ) -> list[HeldOutRollout]:
-    """Sample and score ``num_samples`` rollouts of each problem, each with a sampling seed of its own.
+    """Sample and score the rollouts of each problem, each with a sampling seed of its own.
 
     The first rollout's seed is the problem's place in the list, so that more samples only add to fewer.
     ``on_ended`` is called after every rollout. Returns all rollouts of the first sample by problem, then
     those of the second, and so on.
     """
+    tasks, num_samples = problems.tasks, problems.num_samples
     places = contextlib.nullcontext() if max_concurrent is None else asyncio.Semaphore(max_concurrent)
 
     async def sample_one(problem: int, sample: int) -> HeldOutRollout:
         async with places:
             rollout = await groups.score(
                 tasks[problem],
-                sampling=sampling,
+                sampling=problems.sampling,
                 seed=sample * len(tasks) + problem,
                 keeps_record=keeps_record,
             )
@@ -219,7 +194,8 @@ class EvaluationSchedule:
         until_served: Callable[[int], Awaitable[None]],
     ) -> None:
         """``until_served`` waits until every generator samples under a version."""
-        self._prepared = prepared
+        self._sets = prepared.sets
+        self._max_beside = max_beside(prepared.config)
         self._groups = groups
         self._console = console
         self._until_served = until_served
@@ -272,12 +248,12 @@ class EvaluationSchedule:
         """Carry out evaluations beside training, one at a time, until cancelled."""
         while True:
             version = await self._wanted.get()
-            num_rollouts = num_responses(self._prepared)
+            num_rollouts = num_responses(self._sets)
             self._console.message(f"evaluating with {num_rollouts} responses beside training")
             scores = await evaluate_all(
-                self._prepared,
+                self._sets,
                 self._groups,
-                max_concurrent=max_beside(self._prepared.config),
+                max_concurrent=self._max_beside,
             )
             self._console.message(f"evaluation begun after step {version}: {scores}")
             self._ended = scores
@@ -300,20 +276,17 @@ class EvaluationSchedule:
     async def _pinned(self, version: int) -> HeldOutScores:
         """Evaluate while training waits, once every generator samples under ``version``."""
         await self._until_served(version)
-        prepared, console = self._prepared, self._console
-        num_problems = len(prepared.held_out) + sum(map(len, prepared.sets.values()))
-        num_rollouts = num_responses(prepared)
+        sets, console = self._sets, self._console
+        num_problems = sum(len(one.tasks) for one in sets.values())
+        num_rollouts = num_responses(sets)
         what = f"{num_problems} problems"
         if num_rollouts > num_problems:
             what += f", with {num_rollouts} responses"
         console.phase(f"evaluating version {version} on {what}", num_parts=num_rollouts)
-        scores = await evaluate_all(prepared, self._groups, on_answered=console.part_done)
+        scores = await evaluate_all(sets, self._groups, on_answered=console.part_done)
         console.end_phase()
         return scores
 
-
-HELD_OUT = "held_out"
-"""Name of the held-out problems among the sets."""
 
 LIST_S = 20.0
 """Seconds for an endpoint to list its models."""
@@ -329,15 +302,6 @@ class LocalModel:
     facts: ModelFacts
     path: Path
     prompts: PromptEncoder
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProblemSet:
-    """Problems that are evaluated, and how."""
-
-    tasks: list[Task]
-    sampling: SamplingSection
-    num_samples: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -389,8 +353,8 @@ def prepare_evaluation(
     if num_samples is not None and not 1 <= num_samples <= MAX_SAMPLES:
         remedy = f"must be 1 to {MAX_SAMPLES}: responses to each problem"
         problems.append(Problem(field="--samples", value=num_samples, remedy=remedy))
+    sources = all_sources(config)
     if config.environment is None or endpoint is None:
-        sources = (*named_sources(config.data), *named_sets(config.evaluation))
         problems += check_verifiers(sources, config.scorer)
     if config.environment is not None:
         problems += check_environment(config.environment, config.sandbox, is_served=is_served(config))
@@ -412,7 +376,7 @@ def prepare_evaluation(
         problems += [*check_generator(config, facts), *gpu_problems]
         warnings += gpu_words
         if not torch.cuda.device_count():
-            problems += check_generator_memory(config, facts, host_bytes=available_host_bytes())
+            problems += check_memory(config, facts, host_bytes=available_host_bytes(), trains=False)
     raise_if_any(problems)
     served: LocalModel | EndpointModel
     if endpoint is None:
@@ -422,33 +386,19 @@ def prepare_evaluation(
     else:
         served = endpoint
         warnings += _not_sent(config)
+    # What an endpoint has room for, it says itself.
+    prompts = served.prompts if isinstance(served, LocalModel) else None
+    _, sets = load_tasks(config, prompts, trains=False, num_samples=num_samples)
+    if config.environment is None:
+        first_tasks = {task.source: task for one in sets.values() for task in reversed(one.tasks)}
+        raise_if_any(try_rewards(sources, first_tasks))
     return PreparedEvaluation(
         config=config,
         model=served,
-        sets=_load_sets(config, served, num_samples),
+        sets=sets,
         out=out,
         warnings=tuple(warnings),
     )
-
-
-def _load_sets(
-    config: RunConfig, model: LocalModel | EndpointModel, num_samples: int | None
-) -> dict[str, ProblemSet]:
-    # What an endpoint has room for, it says itself.
-    prompts = model.prompts if isinstance(model, LocalModel) else None
-    _, held_out, tasks = load_tasks(config, prompts, trains=False)
-    sets = {HELD_OUT: ProblemSet(tasks=held_out, sampling=config.sampling, num_samples=num_samples or 1)}
-    for one in config.evaluation.sets:
-        sets[one.name] = ProblemSet(
-            tasks=tasks[one.name],
-            sampling=one.sampling or config.sampling,
-            num_samples=num_samples or one.num_samples,
-        )
-    if config.environment is None:
-        first_tasks = {task.source: task for one in sets.values() for task in reversed(one.tasks)}
-        named = (*named_sources(config.data), *named_sets(config.evaluation))
-        raise_if_any(try_rewards(named, first_tasks))
-    return sets
 
 
 def find_endpoint(base_url: str, *, model: str | None, api_key_variable: str | None) -> EndpointModel:

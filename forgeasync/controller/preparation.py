@@ -19,16 +19,15 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from forgeasync.checkpoints import check_problems, check_room
 from forgeasync.config import (
-    LocalLauncher,
     ModelFacts,
-    ProcessLauncher,
     RunConfig,
+    SamplingSection,
     TeacherEndpoint,
+    all_sources,
     check_gpus,
     check_without_model,
     is_served,
     named_sets,
-    named_sources,
     resolve,
 )
 from forgeasync.controller.hosts import check_local_gpus, places_of_rewards
@@ -43,25 +42,24 @@ from forgeasync.controller.resume import (
     words_if_done,
 )
 from forgeasync.environments import build_source, check_environment, digest_of, look_at_data
+from forgeasync.files import SHARED_MEMORY
 from forgeasync.models import (
     check_checkpoint_shapes,
     check_config,
     model_folder,
-    published_weight_bytes,
     read_model_facts,
-    weight_copies_in_shared_memory,
 )
 from forgeasync.observability import check_run_dir, check_wandb
 from forgeasync.planning import (
-    available_host_bytes,
+    Machine,
     check_memory,
+    check_shared_memory,
     request_warnings,
-    snapshot_memory_bytes,
     teacher_facts,
     with_host_requests,
 )
+from forgeasync.process_memory import available_host_bytes
 from forgeasync.rollouts import (
-    SHARED_MEMORY,
     PromptEncoder,
     Task,
     check_teacher_record,
@@ -77,6 +75,20 @@ MADE_MODEL = "models/tiny_moe"
 """The model that ``make model`` builds."""
 
 
+HELD_OUT = "held_out"
+"""Name of the held-out problems among the sets."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProblemSet:
+    """Problems that are evaluated, and how."""
+
+    tasks: list[Task]
+    sampling: SamplingSection
+    num_samples: int
+    """Responses to each problem."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
     """A checked run: its config, its model's shape and folder, its tokenizer and its tasks."""
@@ -87,9 +99,8 @@ class Prepared:
     model_path: Path
     prompts: PromptEncoder
     train: Sequence[Task]
-    held_out: list[Task]
-    sets: Mapping[str, list[Task]]
-    """Tasks of each evaluation set, by its name."""
+    sets: Mapping[str, ProblemSet]
+    """What is evaluated, by name: the held-out problems (``HELD_OUT``), then each evaluation set."""
     resumed: Resumed | None
     """The checkpoint to resume from; None: a new run."""
     warnings: tuple[str, ...] = ()
@@ -131,44 +142,51 @@ def prepare(config: RunConfig, resume: str | None = None) -> Prepared:
     gpu_problems, warnings = check_local_gpus(config, facts)
     # Before the memory of their engines is counted.
     raise_if_any(check_teacher_models(config, facts))
+    machine = Machine.GPU if num_gpus else Machine.CPU
+    # What dead runs hold in shared memory is as good as free.
+    sweep_stale_folders()
+    free_bytes = shutil.disk_usage(SHARED_MEMORY).free
     raise_if_any(
         [
             *check_prerequisites(config.launcher),
             *check_gpus(config, num_gpus, num_of_rewards=len(places_of_rewards(config, num_gpus))),
             *gpu_problems,
             *([] if num_gpus else check_memory(config, facts, host_bytes=available_host_bytes())),
-            *_check_shared_memory(config, facts),
+            *check_shared_memory(config, facts, machine, free_bytes=free_bytes),
             *check_room(config, facts, checkpoints=planned_folder(config), export=planned_export(config)),
         ]
     )
     folder = model_folder(config.model.path)
     raise_if_any(check_checkpoint_shapes(folder, facts))
     prompts = load_prompts(config, folder, facts)
-    train, held_out, of_sets = load_tasks(config, prompts)
+    train, evaluated = load_tasks(config, prompts)
     raise_if_any(check_teacher_prompts(config, prompts, train))
     raise_if_any(probe_teachers(config, facts, prompts, train))
     if resumed is not None:
         raise_if_any(check_problems(resumed.state, resumed.folder, digest_of(train)))
-    first_tasks = {task.source: task for tasks in (train, *of_sets.values()) for task in reversed(tasks)}
-    sources = (*named_sources(config.data), *named_sets(config.evaluation))
-    raise_if_any(try_rewards(sources, first_tasks))
+    all_tasks = (*(one.tasks for one in evaluated.values()), train)
+    first_tasks = {task.source: task for tasks in all_tasks for task in reversed(tasks)}
+    raise_if_any(try_rewards(all_sources(config), first_tasks))
     return Prepared(
         config=config,
         facts=facts,
         model_path=folder.resolve(),
         prompts=prompts,
         train=train,
-        held_out=held_out,
-        sets=of_sets,
+        sets=evaluated,
         resumed=resumed,
         warnings=(*request_warnings(config, facts), *warnings),
     )
 
 
 def load_tasks(
-    config: RunConfig, prompts: PromptEncoder | None, *, trains: bool = True
-) -> tuple[Sequence[Task], list[Task], dict[str, list[Task]]]:
-    """Load the tasks to train on, the held-out ones, and those of each evaluation set by its name.
+    config: RunConfig,
+    prompts: PromptEncoder | None,
+    *,
+    trains: bool = True,
+    num_samples: int | None = None,
+) -> tuple[Sequence[Task], dict[str, ProblemSet]]:
+    """Load the tasks to train on, and those to evaluate; see ``problem_sets``.
 
     With ``prompts`` every task must leave room for a full response. Without ``trains`` those to train on are
     not looked at.
@@ -179,15 +197,14 @@ def load_tasks(
     named = named_sets(config.evaluation)
     try:
         source = build_source(config.data, seed=config.seed, sets=named)
-        held_out = source.held_out[: config.evaluation.num_problems]
-        sets = {
-            one.name: source.sets[of_set.name]
-            for one, of_set in zip(config.evaluation.sets, named, strict=True)
-        }
+        of_sets = [source.sets[one.name] for one in named]
+        num_held_out = config.evaluation.num_problems
+        sets = problem_sets(config, source.held_out[:num_held_out], of_sets, num_samples=num_samples)
         # An environment makes prompts of its own, and every turn is bounded by the room that is left.
         if config.environment is None and prompts is not None:
-            checked = [(config.sampling, chain(source.train, source.held_out) if trains else held_out)]
-            checked += [(one.sampling or config.sampling, sets[one.name]) for one in config.evaluation.sets]
+            checked = [(one.sampling, iter(one.tasks)) for one in sets.values()]
+            if trains:
+                checked.append((config.sampling, chain(source.train, source.held_out[num_held_out:])))
             for sampling, tasks in checked:
                 for task in tasks:
                     prompts.check_length(
@@ -199,7 +216,27 @@ def load_tasks(
         raise
     except ValueError as error:
         raise ConfigError([Problem(field="data", remedy=str(error))]) from error
-    return source.train, held_out, sets
+    return source.train, sets
+
+
+def problem_sets(
+    config: RunConfig,
+    held_out: list[Task],
+    of_sets: Sequence[list[Task]],
+    *,
+    num_samples: int | None = None,
+) -> dict[str, ProblemSet]:
+    """Return what is evaluated: the held-out problems, and of each of ``evaluation.sets`` its tasks.
+
+    ``num_samples`` replaces that of the config.
+    """
+    sets = {HELD_OUT: ProblemSet(tasks=held_out, sampling=config.sampling, num_samples=num_samples or 1)}
+    for one, tasks in zip(config.evaluation.sets, of_sets, strict=True):
+        sampling = one.sampling or config.sampling
+        sets[one.name] = ProblemSet(
+            tasks=tasks, sampling=sampling, num_samples=num_samples or one.num_samples
+        )
+    return sets
 
 
 def load_prompts(config: RunConfig, folder: Path, facts: ModelFacts) -> PromptEncoder:
@@ -258,8 +295,7 @@ def check(config: RunConfig, *, is_resumed: bool = False) -> ModelFacts:
     others += check_checkpoint_folder(config, is_resumed=is_resumed)
     others += check_transport(config)
     others += check_wandb(config.logging)
-    sources = (*named_sources(config.data), *named_sets(config.evaluation))
-    others += check_verifiers(sources, config.scorer)
+    others += check_verifiers(all_sources(config), config.scorer)
     if config.environment is not None:
         others += check_environment(config.environment, config.sandbox, is_served=is_served(config))
     if is_served(config):
@@ -306,38 +342,15 @@ def check_plan(config: RunConfig) -> tuple[ModelFacts, str]:
     except ConfigError as error:
         problems += error.problems
     try:
-        sets = named_sets(config.evaluation)
-        look = look_at_data(config.data, seed=config.seed, sets=sets)
+        look = look_at_data(config.data, seed=config.seed, sets=named_sets(config.evaluation))
         looked_at = look.words
         if not any(".reward" in problem.field for problem in problems):
-            problems += try_rewards((*named_sources(config.data), *sets), look.first_tasks)
+            problems += try_rewards(all_sources(config), look.first_tasks)
     except ConfigError as error:
         problems += error.problems
     raise_if_any(problems)
     assert facts is not None, "a check without facts has raised"
     return facts, looked_at
-
-
-def _check_shared_memory(config: RunConfig, facts: ModelFacts) -> list[Problem]:
-    if not isinstance(config.launcher, LocalLauncher | ProcessLauncher):
-        # The payloads are not on this machine: every host checks its memory when its folders are made.
-        return []
-    # What dead runs hold is as good as free.
-    sweep_stale_folders()
-    free_gib = shutil.disk_usage(SHARED_MEMORY).free / 2**30
-    num_versions = weight_copies_in_shared_memory(config)
-    weights_gib = num_versions * published_weight_bytes(config, facts) / 2**30
-    snapshots_gib = snapshot_memory_bytes(config, facts) / 2**30
-    # Hosts that are processes here each have room for all payloads, which together are never more.
-    if config.payload.capacity_gib + weights_gib + snapshots_gib <= free_gib:
-        return []
-    remedy = (
-        f"with {weights_gib:.3g} for {num_versions} copies of the weights (staged ones, and one of each "
-        f"generator) and {snapshots_gib:.3g} for snapshots of the trainer "
-        f"(trainer.recovery.snapshot_every_steps) must be at most {free_gib:.3g}, what this machine has free "
-        f"in {SHARED_MEMORY}; docker run --shm-size=... gives a container more"
-    )
-    return [Problem(field="payload.capacity_gib", value=config.payload.capacity_gib, remedy=remedy)]
 
 
 def gpu_memory_bytes() -> int | None:

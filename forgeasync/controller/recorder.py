@@ -1,28 +1,28 @@
 """Measures an optimizer step while it is made, and records it once it is done.
 
-``StepClock`` measures what the training loop spends a step on. ``RunRecorder`` collects what all loops report
+``StepTimes`` measures what the training loop spends a step on. ``RunRecorder`` collects what all loops report
 between two steps, and writes one line of metrics.jsonl, a few rollouts and a line on the console for each
 step.
 """
 
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Self
 
 from forgeasync.buffer import Batch
 from forgeasync.checkpoints import RunState
 from forgeasync.config import RunConfig, is_served
+from forgeasync.files import JsonLines
 from forgeasync.generator import EngineStats, SwapReport
 from forgeasync.observability import (
     BadBatches,
     EndedEpisodes,
     EpisodeRecords,
     HeldOutScores,
-    JsonLines,
     MeasuredWindow,
     MetricsWriter,
     RolloutWriter,
@@ -44,42 +44,6 @@ from forgeasync.rollouts import EpisodeOutcome, Group, PromptEncoder, RolloutKey
 from forgeasync.runtime import BufferReport
 from forgeasync.trainer import StepResult
 from forgeasync.weights import FetchReport
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepTimes:
-    """Wall time of a step of the training loop by what it was spent on, in seconds."""
-
-    step_s: float
-    wait_for_batch_s: float
-    train_s: float
-    publish_weights_s: float
-    eval_s: float
-    controller_s: float = 0.0
-    """What the controller itself does: packing rows, committing."""
-
-    def longest(self) -> str:
-        """What the loop spent the longest time on, for the console."""
-        parts = {
-            "batch": self.wait_for_batch_s,
-            "train": self.train_s,
-            "publish": self.publish_weights_s,
-            "eval": self.eval_s,
-        }
-        name = max(parts, key=parts.__getitem__)
-        return f"{name} {parts[name]:.1f}/{self.step_s:.1f}s"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TimesBetween:
-    """Wall time from the end of a step to the next one by what it was spent on, in seconds."""
-
-    controller_s: float = 0.0
-    """Reports of other processes, and the lines that are written."""
-    wait_for_disk_s: float = 0.0
-    """Until the ledger and the step's lines were on the disk."""
-    checkpoint_s: float | None = None
-    """Until a checkpoint was begun; None: none was."""
 
 
 class Part(StrEnum):
@@ -104,54 +68,80 @@ _STATES = {
 }
 """In all other parts the controller counts as computing."""
 
+_FIELDS = {
+    Part.WAIT: "wait_for_batch_s",
+    Part.ASSIGN: "controller_s",
+    Part.TRAIN: "train_s",
+    Part.COMMIT: "controller_s",
+    Part.PUBLISH: "publish_weights_s",
+    Part.EVALUATE: "eval_s",
+    Part.RECORD: "record_s",
+    Part.DISK: "wait_for_disk_s",
+    Part.CHECKPOINT: "checkpoint_s",
+}
+"""Where ``StepTimes`` counts each part."""
 
-class StepClock:
-    """Measures one step, whose time runs from the construction of the clock."""
 
-    def __init__(self, step: int) -> None:
-        self._facts = {"step": step}
-        self._start_s = time.perf_counter()
-        self._took_s: defaultdict[Part, float] = defaultdict(float)
+@dataclass(slots=True, kw_only=True)
+class StepTimes:
+    """Measures the wall time of a step of the training loop by what it was spent on, in seconds."""
+
+    step: int = 0
+    step_s: float = 0.0
+    """From the construction of the object to ``end``."""
+    wait_for_batch_s: float = 0.0
+    train_s: float = 0.0
+    publish_weights_s: float = 0.0
+    eval_s: float = 0.0
+    """0 if training did not wait for an evaluation."""
+    controller_s: float = 0.0
+    """What the controller itself does: packing rows, committing."""
+    record_s: float = 0.0
+    """After the step: reports of other processes, and the lines that are written."""
+    wait_for_disk_s: float = 0.0
+    """After the step: until the ledger and the step's lines were on the disk."""
+    checkpoint_s: float = 0.0
+    """After the step: until a checkpoint was begun; 0 if none was."""
+    _start_s: float = field(default_factory=lambda: time.perf_counter(), repr=False, compare=False)
 
     @contextmanager
     def part(self, part: Part) -> Iterator[None]:
         """Count the time of the block as one part of the step."""
         state = _STATES.get(part)
         start_s = time.perf_counter()
-        with nullcontext() if state is None else doing(state), span(part, self._facts):
+        with nullcontext() if state is None else doing(state), span(part, {"step": self.step}):
             yield
-        self._took_s[part] += time.perf_counter() - start_s
+        self._add(part, time.perf_counter() - start_s)
 
     def move(self, seconds: float, source: Part, target: Part) -> None:
         """Count some of a part's time as another one's."""
-        self._took_s[source] -= seconds
-        self._took_s[target] += seconds
+        self._add(source, -seconds)
+        self._add(target, seconds)
+
+    def _add(self, part: Part, seconds: float) -> None:
+        setattr(self, _FIELDS[part], getattr(self, _FIELDS[part]) + seconds)
+
+    def end(self, *, has_evaluated: bool) -> None:
+        """End the step, but not what comes after it; ``has_evaluated``: training waited for an evaluation."""
+        self.step_s = time.perf_counter() - self._start_s
+        if not has_evaluated:
+            self.eval_s = 0.0
 
     @property
     def wait_share(self) -> float:
         """Time spent waiting for a batch, as a share of waiting and training."""
-        waited_s, train_s = self._took_s[Part.WAIT], self._took_s[Part.TRAIN]
-        return waited_s / (waited_s + train_s)
+        return self.wait_for_batch_s / (self.wait_for_batch_s + self.train_s)
 
-    def times(self, *, has_evaluated: bool) -> StepTimes:
-        """Return the step's times up to here; ``has_evaluated``: training waited for an evaluation."""
-        took_s = self._took_s
-        return StepTimes(
-            step_s=time.perf_counter() - self._start_s,
-            wait_for_batch_s=took_s[Part.WAIT],
-            train_s=took_s[Part.TRAIN],
-            publish_weights_s=took_s[Part.PUBLISH],
-            eval_s=took_s[Part.EVALUATE] if has_evaluated else 0.0,
-            controller_s=took_s[Part.ASSIGN] + took_s[Part.COMMIT],
-        )
-
-    def times_between(self) -> TimesBetween:
-        """Return the times from the end of the step up to here."""
-        return TimesBetween(
-            controller_s=self._took_s[Part.RECORD],
-            wait_for_disk_s=self._took_s[Part.DISK],
-            checkpoint_s=self._took_s.get(Part.CHECKPOINT),
-        )
+    def longest(self) -> str:
+        """What the loop spent the longest time on, for the console."""
+        parts = {
+            "batch": self.wait_for_batch_s,
+            "train": self.train_s,
+            "publish": self.publish_weights_s,
+            "eval": self.eval_s,
+        }
+        name = max(parts, key=parts.__getitem__)
+        return f"{name} {parts[name]:.1f}/{self.step_s:.1f}s"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,6 +152,7 @@ class StepRecord:
     batch: Batch
     result: StepResult
     times: StepTimes
+    """What comes after the step is measured while and after it is recorded; it goes into the next line."""
     engines: tuple[EngineStats, ...]
     """Statistics of each generator since it started, by generator."""
     buffer: BufferReport
@@ -212,7 +203,7 @@ class RunRecorder:
             ),
         )
         self._start_s = time.perf_counter() - (0.0 if resumed is None else resumed.elapsed_s)
-        self._between = TimesBetween()
+        self._times_before = StepTimes()
         self._bad_batches = BadBatches(run_dir.bad_steps, num_kept=config.trainer.bad_steps.num_kept)
         self._num_generated_before = 0
         self._num_dropped_before: Counter[str] = Counter()
@@ -253,10 +244,6 @@ class RunRecorder:
     def elapsed_s(self) -> float:
         """Seconds on the run's clock."""
         return time.perf_counter() - self._start_s
-
-    def record_between(self, times: TimesBetween) -> None:
-        """Record the times from the end of a step to the next one; they go into the next step's line."""
-        self._between = times
 
     def warn(self, problem: str) -> None:
         """Name something that was refused on the console; the metrics of its step count it."""
@@ -355,11 +342,11 @@ class RunRecorder:
             metrics |= self._records.metrics()
         metrics |= self._memory_metrics(record)
         metrics["accounting/weight_max"] = max(batch.weights)
-        metrics["time/controller_s"] = times.controller_s + self._between.controller_s
-        metrics["time/wait_for_disk_s"] = self._between.wait_for_disk_s
-        if self._between.checkpoint_s is not None:
-            metrics["time/checkpoint_s"] = self._between.checkpoint_s
-        self._between = TimesBetween()
+        before, self._times_before = self._times_before, times
+        metrics["time/controller_s"] = times.controller_s + before.record_s
+        metrics["time/wait_for_disk_s"] = before.wait_for_disk_s
+        if before.checkpoint_s:
+            metrics["time/checkpoint_s"] = before.checkpoint_s
         if self._tokens is not None:
             metrics |= self._tokens.prepare(record.step, result.tokens)
         self._window.add(metrics)

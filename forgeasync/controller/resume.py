@@ -13,11 +13,9 @@ The supervisor imports this module, so it imports no torch.
 """
 
 import json
-import mmap
 import os
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
@@ -54,8 +52,7 @@ from forgeasync.checkpoints import (
     sweep_partial,
 )
 from forgeasync.config import ModelFacts, RunConfig, dump_config
-from forgeasync.environments import kill, marked_processes
-from forgeasync.files import RUN_MARK, remove_files_of
+from forgeasync.files import PARTIAL_SUFFIX, RUN_MARK, SHARED_MEMORY, last_line, remove_files_of, whole_lines
 from forgeasync.observability import (
     RUNS_FOLDER,
     FaultLog,
@@ -68,10 +65,9 @@ from forgeasync.observability import (
     left_processes,
     put_aside,
 )
+from forgeasync.processes import end_all, marked_processes
 from forgeasync.rollouts import (
-    SHARED_MEMORY,
     SUFFIX,
-    UNFINISHED_SUFFIX,
     SpilledGroup,
     SpilledGroupTorn,
     file_name,
@@ -80,18 +76,8 @@ from forgeasync.rollouts import (
 )
 from forgeasync.schema import ConfigError, Problem, raise_if_any
 
-END_S = 10.0
-"""Time for killed processes to be gone."""
-
 LINGER_S = 5.0
 """Time for what a run that ends has started to end by itself, before it is killed."""
-
-LOOK_AGAIN_S = 0.02
-"""Seconds between two looks for processes."""
-
-
-class NotEnded(RuntimeError):
-    """A process of a run that is over does not end, although it was killed."""
 
 
 def take_over(config: RunConfig) -> list[str]:
@@ -156,32 +142,6 @@ def _started(mark: str) -> list[psutil.Process]:
     # Not public.
     tracker: int | None = resource_tracker._resource_tracker._pid  # type: ignore[attr-defined]
     return [one for one in marked_processes(mark, RUN_MARK) if one.pid not in (os.getpid(), tracker)]
-
-
-def end_all(find: Callable[[], Iterable[psutil.Process]], *, linger_s: float = 0.0) -> int:
-    """Kill what ``find`` still finds after ``linger_s``, until it finds nothing twice in a row.
-
-    A process that is just becoming another program has no mark for a moment, and one that is killed may have
-    started another. Returns the number of processes that were killed.
-
-    Raises:
-        NotEnded: a process does not end.
-    """
-    linger_end_s = time.monotonic() + linger_s
-    while time.monotonic() < linger_end_s and any(True for _ in find()):
-        time.sleep(LOOK_AGAIN_S)
-    killed: set[int] = set()
-    num_empty_looks = 0
-    end_s = time.monotonic() + END_S
-    while num_empty_looks < 2:
-        running = [one for one in find() if one.pid != os.getpid() and kill([one])]
-        killed |= {one.pid for one in running}
-        num_empty_looks = 0 if running else num_empty_looks + 1
-        if time.monotonic() > end_s:
-            pids = ", ".join(str(one.pid) for one in running)
-            raise NotEnded(f"processes {pids} of a run that is over do not end within {END_S:g} s of SIGKILL")
-        time.sleep(LOOK_AGAIN_S)
-    return len(killed)
 
 
 LATEST = "latest"
@@ -332,18 +292,16 @@ def newest_step(metrics: Path) -> int:
     """Return the step of the last whole line of metrics.jsonl; 0 if there is none."""
     if not metrics.exists():
         return 0
-    lines = metrics.read_bytes().splitlines(keepends=True)
-    whole = [line for line in lines[-2:] if line.endswith(b"\n")]
-    return int(json.loads(whole[-1])["step"]) if whole else 0
+    lines = whole_lines(metrics)
+    return int(json.loads(lines[-1])["step"]) if lines else 0
 
 
 def has_ended(run_dir: RunDir) -> bool:
     """Whether a run has exported its model and its ledger has its end."""
-    is_begun = run_dir.ledger.exists() and run_dir.ledger.stat().st_size
-    if not (run_dir.checkpoints / FINAL).is_dir() or not is_begun:
+    if not (run_dir.checkpoints / FINAL).is_dir() or not run_dir.ledger.exists():
         return False
-    with run_dir.ledger.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as text:
-        last = text[text.rfind(b"\n", 0, len(text) - 1) + 1 :]
+    with run_dir.ledger.open("rb") as file:
+        last = last_line(file.fileno())
     return last.endswith(b"\n") and json.loads(last)["event"] == "ended"
 
 
@@ -520,7 +478,7 @@ def find_groups(folder: Path, state: RunState, config: RunConfig, lost: LostStep
 def remove_others(folder: Path, groups: Sequence[SpilledGroup]) -> None:
     """Remove all files of groups but those of ``groups``."""
     wanted = {file_name(one.group.draw_id) for one in groups}
-    for file in (*folder.glob(f"*{SUFFIX}"), *folder.glob(f"*{UNFINISHED_SUFFIX}")):
+    for file in (*folder.glob(f"*{SUFFIX}"), *folder.glob(f".*{PARTIAL_SUFFIX}")):
         if file.name not in wanted:
             file.unlink()
 

@@ -22,7 +22,7 @@ from forgeasync.algorithms import Loss
 from forgeasync.config import AgeOf, OnBadStep, RunConfig, average_alpha, is_served, named_sources
 from forgeasync.controller.evaluation import LocalModel, PreparedEvaluation, evaluate
 from forgeasync.controller.hosts import open_hosts
-from forgeasync.controller.preparation import Prepared, prepare
+from forgeasync.controller.preparation import HELD_OUT, Prepared, prepare
 from forgeasync.environments import response_of, sampling_seed, weighted_order
 from forgeasync.observability import FaultLog, HeldOutScores, ProcsFile, RunDir, StepConsole, default_run_dir
 from forgeasync.rollouts import Group, PromptEncoder, Score, StoredRollout, Task, steps_of
@@ -53,7 +53,6 @@ from forgeasync.runtime import (
     start_buffer,
     start_environment,
     start_generators,
-    start_recovery,
     start_scorer,
     start_teachers,
     start_trainer,
@@ -162,7 +161,7 @@ async def start_roles(
         console.message(words)
     groups = await connect_groups(config, prepared.prompts, environment_task.result(), generators, scorer)
     console.end_phase()
-    recovery = await start_recovery(
+    recovery = TrainerRecovery(
         manager,
         setup,
         config.timeouts,
@@ -172,6 +171,7 @@ async def start_roles(
         first_version=0 if resumed is None else resumed.state.step,
         tell=console.message,
     )
+    await recovery.start()
     manager.faults.recover_earlier(f"came back as process {os.getpid()}")
     return Roles(
         trainer=recovery,
@@ -495,11 +495,7 @@ class Fleet:
 
     async def evaluate(self) -> HeldOutScores:
         """Score one response to each held-out problem, under the weights that were published last."""
-        return await evaluate(
-            self._prepared.held_out,
-            self._groups,
-            sampling=self.config.sampling,
-        )
+        return await evaluate(self._prepared.sets[HELD_OUT], self._groups)
 
     async def free(self, groups: Iterable[Group]) -> None:
         """Free the arrays of groups."""

@@ -33,16 +33,15 @@ from forgeasync.checkpoints import list_checkpoints
 from forgeasync.config import load_config
 from forgeasync.controller.resume import (
     LATEST,
-    NotEnded,
     begin_anew,
-    end_all,
     end_leftovers,
     has_ended,
     newest_step,
     planned_folder,
 )
-from forgeasync.files import is_refusal
+from forgeasync.files import is_refusal, read_json_lines
 from forgeasync.observability import RETRY_S, FaultLog, Role, RunDir, RunInUse, RunLock, default_run_dir
+from forgeasync.processes import NotEnded, end_all
 from forgeasync.runtime import STOP_SIGNALS, End, Ending, RestartPolicy, StartAgain, is_death, read_stacks
 from forgeasync.schema import EXIT_FAILED, EXIT_REFUSED, EXIT_SIGNAL, ConfigError
 
@@ -355,8 +354,7 @@ def num_detected(faults: Path) -> int:
     """Return how many faults a faults.jsonl has, which may end in half of a line or not be there."""
     if not faults.exists():
         return 0
-    lines = faults.read_bytes().splitlines(keepends=True)
-    return sum(json.loads(line)["event"] == "detected" for line in lines if line.endswith(b"\n"))
+    return sum(event["event"] == "detected" for event in read_json_lines(faults))
 
 
 def _size(file: Path) -> int:

@@ -22,7 +22,6 @@ from .environment import SingleTurn as SingleTurn
 from .environment import TooManyTurns as TooManyTurns
 from .environment import Turn as Turn
 from .environment import response_of as response_of
-from .episode_thread import kill as kill
 from .episodes import EndpointTurns as EndpointTurns
 from .episodes import EpisodeCancelled as EpisodeCancelled
 from .episodes import Episodes as Episodes
@@ -80,9 +79,6 @@ from .worked_examples import mixed_examples as mixed_examples
 from .worked_examples import tool_example as tool_example
 from .worked_examples import worked_example as worked_example
 from .workers import WorkerTable as WorkerTable
-from .workers import mark_this_process as mark_this_process
-from .workers import marked_processes as marked_processes
-from .workers import own_mark as own_mark
 
 # Only tests import these.
 from .agent import EpisodeArtifacts as EpisodeArtifacts
@@ -152,4 +148,3 @@ from .tools import PlainForm as PlainForm
 from .tools import num_stuck_calls as num_stuck_calls
 from .worked_examples import Piece as Piece
 from .worked_examples import guess as guess
-from .workers import WORKER_MARK as WORKER_MARK

@@ -10,41 +10,14 @@ import concurrent.futures
 import contextlib
 import ctypes
 import threading
-from collections.abc import Awaitable, Callable, Iterable
-from pathlib import Path
+from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
 import psutil
 
+from forgeasync.processes import started_by
+
 R = TypeVar("R")
-
-
-def kill(processes: Iterable[psutil.Process]) -> int:
-    """Kill processes; return the number of those that still ran."""
-    num_killed = 0
-    for process in processes:
-        with contextlib.suppress(psutil.Error):
-            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-                process.kill()
-                num_killed += 1
-    return num_killed
-
-
-def started_by(native_id: int) -> list[psutil.Process]:
-    """Return the processes that a thread of this process has started and that still run, with all of theirs.
-
-    Empty where the thread has ended: the kernel then no longer says what it has started.
-    """
-    try:
-        started = Path(f"/proc/self/task/{native_id}/children").read_text().split()
-    except OSError:
-        return []
-    found = []
-    for pid in started:
-        with contextlib.suppress(psutil.Error):
-            process = psutil.Process(int(pid))
-            found += [*process.children(recursive=True), process]
-    return found
 
 
 class ThreadCancelled(RuntimeError):

@@ -43,12 +43,13 @@ from forgeasync.environments.environment import (
     ToolError,
     TooManyTurns,
 )
-from forgeasync.environments.episode_thread import EpisodeThread, kill
+from forgeasync.environments.episode_thread import EpisodeThread
 from forgeasync.environments.messages import ASSISTANT
 from forgeasync.environments.rendering import MessageRenderer
 from forgeasync.environments.sessions.session import Session
 from forgeasync.environments.tools import num_stuck_calls
 from forgeasync.observability import last_words
+from forgeasync.processes import kill
 from forgeasync.rollouts import EpisodeId, EpisodeOutcome, SampledTurn, Score, Task, VersionRange
 
 

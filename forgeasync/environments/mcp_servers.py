@@ -26,11 +26,10 @@ from pydantic import ValidationError
 
 from forgeasync.config import HttpServer, McpServerSection, StdioServer
 from forgeasync.environments.environment import EpisodeInterrupted
-from forgeasync.environments.episode_thread import kill
 from forgeasync.environments.messages import ToolSpec
 from forgeasync.environments.tools import Tool, ToolFailed, ToolServerLost, forget
-from forgeasync.environments.workers import marked_processes, own_mark
 from forgeasync.observability import last_words
+from forgeasync.processes import kill, marked_processes, own_mark
 
 ResponseT = TypeVar("ResponseT")
 

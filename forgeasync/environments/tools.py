@@ -18,9 +18,10 @@ from pydantic_core import to_json
 
 from forgeasync.config import PlainCalls
 from forgeasync.environments.environment import Agent, EpisodeInterrupted, ToolError, Turn
-from forgeasync.environments.episode_thread import EpisodeThread, kill, started_by
+from forgeasync.environments.episode_thread import EpisodeThread
 from forgeasync.environments.messages import TOOL, BrokenToolCall, Message, ToolCall, ToolSpec, show
 from forgeasync.environments.tool_signature import BadArguments, Signature
+from forgeasync.processes import kill, started_by
 from forgeasync.rollouts import FinishReason, ToolStatus
 
 

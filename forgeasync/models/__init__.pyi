@@ -29,7 +29,6 @@ from .rules import published_weight_bytes as published_weight_bytes
 from .rules import routing_bytes_per_token as routing_bytes_per_token
 from .rules import sampled_mark_bytes_per_token as sampled_mark_bytes_per_token
 from .rules import teacher_bytes_per_token as teacher_bytes_per_token
-from .rules import weight_copies_in_shared_memory as weight_copies_in_shared_memory
 from .titan_family import LINEAR_INIT as LINEAR_INIT
 from .titan_family import norm_config as norm_config
 from .tokenizer import NUM_CHARACTER_TOKENS as NUM_CHARACTER_TOKENS
@@ -44,4 +43,3 @@ from .workarounds.titan_cpu import unpin_offloaded as unpin_offloaded
 from .facts import MAX_PROBLEMS as MAX_PROBLEMS
 from .tokenizer import TURN_END as TURN_END
 from .tokenizer import UNKNOWN as UNKNOWN
-from .workarounds.flash_attention import PACKAGES as PACKAGES

@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from forgeasync.files import flush
+from forgeasync.files import publish_folder
 
 MAX_FILE_BYTES = 4 * 2**30
 """Maximum size of a weight file in bytes, unless one tensor is larger."""
@@ -46,7 +46,7 @@ def writing(folder: Path) -> Iterator[Path]:
     partial = begin_folder(folder)
     with removing(partial, folder):
         yield partial
-        show(partial, folder)
+        publish_folder(partial, folder)
 
 
 def begin_folder(folder: Path) -> Path:
@@ -75,14 +75,6 @@ def removing(partial: Path, folder: Path) -> Iterator[None]:
     except (OSError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise FolderNotWritten(f"{folder} could not be written: {error}") from error
-
-
-def show(partial: Path, folder: Path) -> None:
-    """Flush all files of a partial folder, and rename it to ``folder``."""
-    for path in (*partial.iterdir(), partial):
-        flush(path)
-    partial.rename(folder)
-    flush(folder.parent)
 
 
 class HfFolderWriter:
@@ -135,7 +127,7 @@ class HfFolderWriter:
         index_json = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
         with removing(self._partial, self._folder):
             (self._partial / "model.safetensors.index.json").write_text(json.dumps(index_json, indent=1))
-            show(self._partial, self._folder)
+            publish_folder(self._partial, self._folder)
 
 
 class CheckpointTensors:

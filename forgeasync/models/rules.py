@@ -13,7 +13,6 @@ from forgeasync.config import (
     RunConfig,
     check_without_model,
     longest_response,
-    num_averages,
     num_groups_held,
 )
 from forgeasync.models.deepseek_v3.facts import DEEPSEEK_V3
@@ -89,18 +88,6 @@ def num_adapter_parameters(facts: ModelFacts, lora: LoraSection) -> int:
         for name, shape in expected_shapes(facts).items()
         if name.removesuffix(".weight").rpartition(".")[2] in lora.targets
     )
-
-
-def weight_copies_in_shared_memory(config: RunConfig) -> int:
-    """Return the number of copies of all weights in shared memory: two staged, and one for each generator.
-
-    Each average of weights is staged with each of the two versions, and each teacher with changing weights
-    fetches a copy too. With adapters, only the merged weights of each generator's and teacher's engine count.
-    """
-    moving = [one for one in config.teachers.values() if one.moves]
-    if config.lora is not None:
-        return config.generator.num_replicas + sum(one.num_engines for one in moving)
-    return 2 * (1 + num_averages(config.teachers)) + config.generator.num_replicas + len(moving)
 
 
 def largest_group_payload_bytes(config: RunConfig, facts: ModelFacts) -> int:

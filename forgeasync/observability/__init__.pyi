@@ -12,8 +12,6 @@ from .fault_log import FaultLog as FaultLog
 from .fault_log import RETRY_S as RETRY_S
 from .fault_log import Role as Role
 from .fault_log import StorageFaults as StorageFaults
-from .json_lines import JsonLines as JsonLines
-from .json_lines import read_json_lines as read_json_lines
 from .metric_definitions import TOPICS as TOPICS
 from .metric_definitions import definition_of as definition_of
 from .metrics import MetricsWriter as MetricsWriter
@@ -67,6 +65,7 @@ from .run_log import last_words as last_words
 from .run_log import real_errors as real_errors
 from .run_log import redirect_process_output as redirect_process_output
 from .run_log import root_cause as root_cause
+from .run_log import say_on_stderr as say_on_stderr
 from .run_log import separate_native_output as separate_native_output
 from .verdict import KEYS as KEYS
 from .verdict import MeasuredSteps as MeasuredSteps

@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.cells import chop_cells
 
-from forgeasync.observability.json_lines import read_json_lines
+from forgeasync.files import read_json_lines
 
 FILES = ("rollouts.jsonl", "episodes.jsonl")
 """File names of the episodes of a run, and of an evaluation outside of a run."""

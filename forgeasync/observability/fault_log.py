@@ -19,7 +19,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from forgeasync.files import AppendedFile, Refusal
+from forgeasync.files import AppendedFile, Refusal, whole_lines
 
 T = TypeVar("T")
 
@@ -82,10 +82,9 @@ class FaultLog:
 
     def _take_in(self, file: Path) -> None:
         """Count the events of earlier starts. A last line that a crash has cut is removed."""
-        lines = file.read_bytes().splitlines(keepends=True)
-        if lines and not lines[-1].endswith(b"\n"):
-            os.truncate(file, sum(map(len, lines[:-1])))
-            del lines[-1]
+        lines = whole_lines(file)
+        if (end := sum(map(len, lines))) < file.stat().st_size:
+            os.truncate(file, end)
         for number, line in enumerate(lines, start=1):
             try:
                 self._count(json.loads(line))

@@ -16,8 +16,7 @@ from typing import Self
 import numpy as np
 from torch.utils.tensorboard import SummaryWriter
 
-from forgeasync.files import is_refusal
-from forgeasync.observability.json_lines import JsonLines
+from forgeasync.files import JsonLines, is_refusal
 from forgeasync.observability.metric_definitions import REQUIRED_KEYS
 from forgeasync.observability.outcome_metrics import HeldOutScores, part_means
 from forgeasync.observability.rollout_files import rewards_of

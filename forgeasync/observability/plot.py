@@ -13,7 +13,7 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from forgeasync.observability.json_lines import read_json_lines
+from forgeasync.files import read_json_lines
 
 ACCURACY = "eval/accuracy"
 REWARD = "reward/mean"

@@ -23,7 +23,7 @@ from typing import Any, Self
 import numpy as np
 
 from forgeasync.buffer import Batch
-from forgeasync.observability.json_lines import JsonLines
+from forgeasync.files import JsonLines
 from forgeasync.rollouts import (
     BranchValues,
     Decision,

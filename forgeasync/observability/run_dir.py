@@ -28,16 +28,17 @@ import re
 import socket
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 
+import msgspec
 import psutil
 
 from forgeasync.config import RunConfig
-from forgeasync.files import FileLocked, is_refusal, lock, mark_this_run
+from forgeasync.files import FileLocked, is_refusal, lock, mark_this_run, replacing
 from forgeasync.observability.run_log import say_on_stderr
-from forgeasync.rollouts import start_ticks
+from forgeasync.processes import start_ticks
 from forgeasync.schema import ConfigError, Problem, raise_if_any
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -52,8 +53,7 @@ LOCK_WAIT_S = 1.0
 """How long a start waits for a lock, so that a process that is just ending can be gone."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Holder:
+class Holder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The process that a run is, or was."""
 
     pid: int
@@ -111,6 +111,19 @@ class RunLock:
             raise
         return cls(descriptor, own, before)
 
+    @staticmethod
+    def holder(file: Path) -> Holder | None:
+        """Return the process that a lock file names; None if it names none that this version can read.
+
+        The lock itself is not tried: whoever tries it holds it for a moment, and a run that starts just then
+        would have to wait.
+
+        Raises:
+            OSError: the file is not there, or cannot be read.
+        """
+        with file.open("rb") as opened:
+            return _read_holder(opened.fileno())
+
     @property
     def mark(self) -> str:
         """What everything that this process starts for the run carries."""
@@ -119,13 +132,13 @@ class RunLock:
     def release(self) -> None:
         """Say that this process ends in order, and let others have the folder."""
         try:
-            _write_holder(self._descriptor, replace(self._own, has_ended=True))
+            _write_holder(self._descriptor, msgspec.structs.replace(self._own, has_ended=True))
         finally:
             os.close(self._descriptor)
 
 
 def _write_holder(descriptor: int, holder: Holder) -> None:
-    line = json.dumps(asdict(holder)).encode() + b"\n"
+    line = msgspec.json.encode(holder) + b"\n"
     os.pwrite(descriptor, line, 0)
     os.ftruncate(descriptor, len(line))
 
@@ -133,8 +146,8 @@ def _write_holder(descriptor: int, holder: Holder) -> None:
 def _read_holder(descriptor: int) -> Holder | None:
     """Return the process in the file; None if it is empty or was cut."""
     try:
-        return Holder(**json.loads(os.pread(descriptor, 4096, 0)))
-    except (ValueError, TypeError):
+        return msgspec.json.decode(os.pread(descriptor, 4096, 0), type=Holder)
+    except (ValueError, RecursionError):
         return None
 
 
@@ -396,9 +409,8 @@ def cut_after(path: Path, step: int) -> Cut | None:
         return None
     aside = _free_name(path)
     aside.write_bytes(b"".join(cut))
-    shortened = path.with_name(path.name + ".new")
-    shortened.write_bytes(b"".join(kept))
-    shortened.replace(path)
+    with replacing(path) as shortened:
+        shortened.writelines(kept)
     return Cut(num_lines=len(cut), file=aside)
 
 
@@ -467,11 +479,9 @@ class ProcsFile:
             return
         procs = [asdict(one) for one in self.entries]
         text = json.dumps({"controller": os.getpid(), "boot": _boot(), "procs": procs}, indent=1)
-        partial = self._file.with_name(f".{self._file.name}.partial")
         # A full disk must not end a role that has just been started; the next change writes all of it.
-        with contextlib.suppress(OSError):
-            partial.write_text(text + "\n", encoding="utf-8")
-            partial.replace(self._file)
+        with contextlib.suppress(OSError), replacing(self._file) as file:
+            file.write(text.encode() + b"\n")
 
 
 def left_processes(file: Path) -> Iterator[psutil.Process]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from forgeasync.observability.json_lines import read_json_lines
+from forgeasync.files import read_json_lines
 from forgeasync.observability.run_dir import RunDir
 
 Metrics = Mapping[str, float]

@@ -5,12 +5,10 @@ from .host_requests import with_host_requests as with_host_requests
 from .layouts import GPU_GIB as GPU_GIB
 from .layouts import fit_trainer as fit_trainer
 from .layouts import generator_fits as generator_fits
-from .memory import available_host_bytes as available_host_bytes
-from .memory import check_generator_memory as check_generator_memory
 from .memory import check_memory as check_memory
+from .memory import check_shared_memory as check_shared_memory
 from .memory import generator_memory as generator_memory
 from .memory import planned_machine as planned_machine
-from .memory import snapshot_memory_bytes as snapshot_memory_bytes
 from .memory import teacher_facts as teacher_facts
 from .memory import teacher_memory as teacher_memory
 from .parameters import Machine as Machine
@@ -43,7 +41,6 @@ from .layouts import Layout as Layout
 from .layouts import USABLE_SHARE as USABLE_SHARE
 from .layouts import fit_rows as fit_rows
 from .made_up_score import score as score
-from .memory import all_teacher_bytes as all_teacher_bytes
 from .memory import group_payload_bytes as group_payload_bytes
 from .memory import groups_outstanding as groups_outstanding
 from .memory import host_memory as host_memory

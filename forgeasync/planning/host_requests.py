@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from forgeasync.checkpoints import bytes_per_parameter
 from forgeasync.config import (
     KubernetesLauncher,
     LocalLauncher,
@@ -18,14 +19,14 @@ from forgeasync.config import (
     SlurmLauncher,
     num_hosts,
 )
-from forgeasync.models import BYTES_PER_ELEMENT, num_adapter_parameters, published_weight_bytes
-from forgeasync.planning.memory import host_shadow_bytes, snapshot_memory_bytes
+from forgeasync.models import num_adapter_parameters
+from forgeasync.planning.memory import host_shadow_bytes, snapshot_memory_bytes, staging_bytes
 from forgeasync.planning.parameters import (
     FLOAT32_BYTES,
     Machine,
-    count_merged,
     count_parameters,
-    merges_adapters,
+    merged_bytes,
+    version_bytes,
 )
 
 PROCESS_BYTES = 8 * 2**30
@@ -88,15 +89,16 @@ def role_needs(config: RunConfig, facts: ModelFacts, launcher: RemoteLauncher) -
 def _trainer_host(config: RunConfig, facts: ModelFacts, launcher: RemoteLauncher) -> HostNeeds:
     hosts, trainer = num_hosts(launcher).trainer, config.trainer
     num_procs = trainer.parallel.num_procs // hosts
-    staged = math.ceil(2 * _version_bytes(config, facts) / hosts)
+    staged = math.ceil(staging_bytes(config, facts) / hosts)
     shared = staged + math.ceil(snapshot_memory_bytes(config, facts) / hosts)
-    # What is trained and its two moments, copied to the host for a checkpoint and kept for the next one.
+    # What a checkpoint has is copied to the host, in memory that is kept for the next one.
     trained = (
         count_parameters(facts).total if config.lora is None else num_adapter_parameters(facts, config.lora)
     )
-    copies = 0 if config.checkpoint.every_steps is None else 3 * trained * FLOAT32_BYTES
-    # Parameters, gradients and moments.
-    offloaded = 4 * trained * FLOAT32_BYTES if trainer.cpu_offload else 0
+    state = bytes_per_parameter(config) * trained
+    copies = 0 if config.checkpoint.every_steps is None else state
+    # With gradients.
+    offloaded = state + trained * FLOAT32_BYTES if trainer.cpu_offload else 0
     replicas = trainer.parallel.data_replicate
     memory = shared + math.ceil((copies + offloaded * replicas) / hosts)
     return HostNeeds(
@@ -114,10 +116,8 @@ def _generator_host(config: RunConfig, facts: ModelFacts, launcher: RemoteLaunch
     num_replicas = generator.num_engines // num_hosts(launcher).generators
     machine = Machine.GPU if launcher.kind != "process" and launcher.gpus_per_host else Machine.CPU
     # The replicas of a host receive a version once; what adapters are merged into is each one's own.
-    received = _version_bytes(config, facts) + host_shadow_bytes(config, facts, machine)
-    weights = received
-    if config.lora is not None and merges_adapters(config, machine):
-        weights += num_replicas * count_merged(facts, config.lora) * BYTES_PER_ELEMENT[generator.dtype]
+    received = version_bytes(config, facts) + host_shadow_bytes(config, facts, machine)
+    weights = received + num_replicas * merged_bytes(config, facts, machine)
     shared = weights + round(config.payload.capacity_gib * 2**30)
     return HostNeeds(
         num_cpus=CPUS_OF_HOST + num_replicas * (CPUS_OF_REPLICA + generator.tensor_parallel - 1),
@@ -127,12 +127,6 @@ def _generator_host(config: RunConfig, facts: ModelFacts, launcher: RemoteLaunch
         # A replica's process maps what its host receives, and offers the payloads that it has sampled.
         locked_bytes=received + round(config.payload.capacity_gib * 2**30),
     )
-
-
-def _version_bytes(config: RunConfig, facts: ModelFacts) -> int:
-    if config.lora is None:
-        return published_weight_bytes(config, facts)
-    return num_adapter_parameters(facts, config.lora) * BYTES_PER_ELEMENT[config.generator.dtype]
 
 
 def with_host_requests(config: RunConfig, facts: ModelFacts) -> RunConfig:

@@ -6,15 +6,14 @@ compares them with what runs allocate. The unit is bytes everywhere.
 """
 
 import argparse
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from forgeasync.checkpoints import bytes_per_parameter
 from forgeasync.config import (
     Dtype,
     LocalLauncher,
@@ -25,14 +24,13 @@ from forgeasync.config import (
     load_config,
     longest_response,
     num_averages,
+    num_hosts,
     resolve,
 )
 from forgeasync.models import (
     BYTES_PER_ELEMENT,
     check_config,
     kept_bytes_per_token,
-    num_adapter_parameters,
-    published_weight_bytes,
     read_model_facts,
     routing_bytes_per_token,
     sampled_mark_bytes_per_token,
@@ -43,13 +41,12 @@ from forgeasync.planning.parameters import (
     Machine,
     MemoryItem,
     ParameterCounts,
-    count_merged,
     count_parameters,
     generator_parameters_per_rank,
-    merges_adapters,
+    merged_bytes,
     total_bytes,
     trained_parameters_per_rank,
-    trainer_parameters_per_rank,
+    version_bytes,
 )
 from forgeasync.planning.trainer_memory import trainer_memory
 from forgeasync.schema import EXIT_REFUSED, ConfigError, Problem, raise_if_any
@@ -168,14 +165,12 @@ def _update_memory(
 ) -> list[MemoryItem]:
     """What the next version takes beside the one in use."""
     generator = config.generator
-    element = BYTES_PER_ELEMENT[generator.dtype]
-    if config.lora is not None and not merges_adapters(config, machine):
-        adapters = num_adapter_parameters(facts, config.lora) // generator.tensor_parallel * element
+    merged = merged_bytes(config, facts, machine)
+    if config.lora is not None and not merged:
+        adapters = version_bytes(config, facts) // generator.tensor_parallel
         return [MemoryItem(name="adapters", num_bytes=adapters, how="served beside the base model")]
     if machine is Machine.CPU:
-        changed = _weights(config, facts, counts)
-        if config.lora is not None:
-            changed = count_merged(facts, config.lora) // generator.tensor_parallel * element
+        changed = merged // generator.tensor_parallel or _weights(config, facts, counts)
         shadows = changed + _largest_packed_parameter(config, facts)
         how = "the next version, and its largest experts before packing"
         return [MemoryItem(name="shadow weights", num_bytes=shadows, how=how)]
@@ -212,23 +207,18 @@ def teacher_memory(config: RunConfig, machine: Machine) -> Iterator[tuple[str, l
     Raises:
         ConfigError: a teacher's folder has no config.json that can be read.
     """
-    for name, facts, own in _engines(config):
-        counts, section = count_parameters(facts), f"teachers.{name}.engine"
-        if config.teachers[name].moves:
+    for name, teacher in config.teachers.items():
+        if not teacher.num_engines:
+            continue
+        facts, section = teacher_facts(config, name), f"teachers.{name}.engine"
+        counts = count_parameters(facts)
+        # The config as if the teacher were the generator.
+        lora = config.lora if teacher.moves else None
+        own = config.model_copy(update={"generator": teacher.engine, "lora": lora})
+        if teacher.moves:
             yield name, generator_memory(own, facts, counts, machine, section=section)
         else:
             yield name, engine_memory(own, facts, counts, section=section)
-
-
-def all_teacher_bytes(config: RunConfig) -> int:
-    """Bytes of weights and KV caches of all engines of all teachers; raises as ``teacher_memory``."""
-    total = 0
-    for name, facts, own in _engines(config):
-        engine = own.generator
-        weights = generator_parameters_per_rank(own, facts, count_parameters(facts))
-        each = weights * BYTES_PER_ELEMENT[engine.dtype] + round(engine.kv_cache_gib * 2**30)
-        total += config.teachers[name].num_engines * engine.tensor_parallel * each
-    return total
 
 
 def teacher_facts(config: RunConfig, name: str) -> ModelFacts:
@@ -247,35 +237,13 @@ def teacher_facts(config: RunConfig, name: str) -> ModelFacts:
         ) from error
 
 
-def _engines(config: RunConfig) -> Iterator[tuple[str, ModelFacts, RunConfig]]:
-    """Each teacher with engines: its name, its shape, and the config as if it were the generator."""
-    for name, teacher in config.teachers.items():
-        if not teacher.num_engines:
-            continue
-        lora = config.lora if teacher.moves else None
-        yield (
-            name,
-            teacher_facts(config, name),
-            config.model_copy(update={"generator": teacher.engine, "lora": lora}),
-        )
+def check_memory(
+    config: RunConfig, facts: ModelFacts, *, host_bytes: int, trains: bool = True
+) -> Iterator[Problem]:
+    """Check that what a run on CPUs is certain to allocate fits this machine's memory.
 
-
-_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-
-
-def available_host_bytes() -> int:
-    """Memory that this machine can still give, also within a container's limit."""
-    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    (available,) = (line for line in lines if line.startswith("MemAvailable:"))
-    found = [int(re.findall(r"\d+", available)[0]) * 1024]
-    for file in map(Path, _CGROUP_LIMITS):
-        if file.is_file() and (text := file.read_text(encoding="ascii").strip()).isdecimal():
-            found.append(int(text))
-    return min(found)
-
-
-def check_memory(config: RunConfig, facts: ModelFacts, *, host_bytes: int) -> Iterator[Problem]:
-    """Check that a run on CPUs fits this machine's memory.
+    These are the weights and KV caches of engines, and what trainer ranks always hold. Without ``trains``
+    the generators run alone.
 
     Raises:
         ConfigError: a teacher's folder has no config.json that can be read.
@@ -284,57 +252,73 @@ def check_memory(config: RunConfig, facts: ModelFacts, *, host_bytes: int) -> It
         # The run is not on this machine: its memory says nothing.
         return
     counts, generator = count_parameters(facts), config.generator
-    weights = generator_parameters_per_rank(config, facts, counts) * BYTES_PER_ELEMENT[generator.dtype]
-    kv_cache = round(generator.kv_cache_gib * 2**30)
+    weights, kv_cache, *_ = engine_memory(config, facts, counts, section="generator")
     num_engines = generator.num_engines * generator.tensor_parallel
-    num_procs = config.trainer.parallel.num_procs
-    states = _trainer_state_bytes(config, trainer_parameters_per_rank(config, counts))
-    teachers = all_teacher_bytes(config)
-    others = num_engines * weights + num_procs * states + teachers
-    if num_engines * kv_cache + others <= host_bytes:
+    others = num_engines * weights.num_bytes
+    parts = [f"{_gib(others)} GiB for the weights of {num_engines} engine processes"]
+    if trains:
+        num_procs = config.trainer.parallel.num_procs
+        states = num_procs * total_bytes(trainer_memory(config, facts, counts, Machine.CPU).always)
+        others += states
+        parts.append(f"{_gib(states)} GiB for parameters and optimizer of {num_procs} trainer procs")
+    if trains and (teachers := _all_teacher_bytes(config)):
+        others += teachers
+        parts.append(f"{_gib(teachers)} GiB for weights and KV caches of teachers")
+    if num_engines * kv_cache.num_bytes + others <= host_bytes:
         return
-    parts = (
-        f"{_gib(num_engines * weights)} GiB for the weights of {num_engines} engine processes and "
-        f"{_gib(num_procs * states)} GiB for parameters and optimizer of {num_procs} trainer procs"
-    )
-    if teachers:
-        parts += f" and {_gib(teachers)} GiB for weights and KV caches of teachers"
+    what = " and ".join(parts)
     if others >= host_bytes:
         yield Problem(
             field="model.path",
             value=config.model.path,
-            remedy=f"needs {parts}; this machine has {_gib(host_bytes)} GiB of memory available",
+            remedy=f"needs {what}; this machine has {_gib(host_bytes)} GiB of memory available",
         )
         return
     yield Problem(
         field="generator.kv_cache_gib",
         value=generator.kv_cache_gib,
-        remedy=f"must be at most {_gib((host_bytes - others) // num_engines)}: with {parts}, this machine "
+        remedy=f"must be at most {_gib((host_bytes - others) // num_engines)}: with {what}, this machine "
         f"has {_gib(host_bytes)} GiB of memory available",
     )
 
 
-def check_generator_memory(config: RunConfig, facts: ModelFacts, *, host_bytes: int) -> Iterator[Problem]:
-    """Check that the generators alone, without a trainer, fit this machine's memory."""
-    generator = config.generator
-    num_engines = generator.num_engines * generator.tensor_parallel
-    parameters = generator_parameters_per_rank(config, facts, count_parameters(facts))
-    weights = num_engines * parameters * BYTES_PER_ELEMENT[generator.dtype]
-    kv_cache = num_engines * round(generator.kv_cache_gib * 2**30)
-    if weights + kv_cache > host_bytes:
+def _all_teacher_bytes(config: RunConfig) -> int:
+    """Bytes of weights and KV caches of all engines of all teachers."""
+    total = 0
+    for name, (weights, kv_cache, *_) in teacher_memory(config, Machine.CPU):
+        engine = config.teachers[name].engine
+        total += engine.num_engines * engine.tensor_parallel * (weights.num_bytes + kv_cache.num_bytes)
+    return total
+
+
+def check_shared_memory(
+    config: RunConfig, facts: ModelFacts, machine: Machine, *, free_bytes: int
+) -> Iterator[Problem]:
+    """Check that what a run holds in shared memory fits this machine, which has ``free_bytes`` of it."""
+    launcher = config.launcher
+    if not isinstance(launcher, LocalLauncher | ProcessLauncher):
+        # Every host of the run checks its own.
+        return
+    hosts = 1 if isinstance(launcher, LocalLauncher) else num_hosts(launcher).generators
+    moving = [one for one in config.teachers.values() if one.moves]
+    engines = config.generator.num_engines + sum(one.num_engines for one in moving)
+    weights = (
+        staging_bytes(config, facts)
+        + (hosts + len(moving)) * version_bytes(config, facts)
+        + hosts * host_shadow_bytes(config, facts, machine)
+        + engines * merged_bytes(config, facts, machine)
+    )
+    snapshots = snapshot_memory_bytes(config, facts)
+    # Hosts that are processes here each have room for all payloads, which together are never more.
+    if round(config.payload.capacity_gib * 2**30) + weights + snapshots > free_bytes:
         yield Problem(
-            field="generator.kv_cache_gib",
-            value=generator.kv_cache_gib,
-            remedy=f"{num_engines} engine processes need {_gib(weights)} GiB for weights and "
-            f"{_gib(kv_cache)} GiB for KV caches; this machine has {_gib(host_bytes)} GiB available",
+            field="payload.capacity_gib",
+            value=config.payload.capacity_gib,
+            remedy=f"with {_gib(weights)} for weights (staged ones, and what generators receive) and "
+            f"{_gib(snapshots)} for snapshots of the trainer (trainer.recovery.snapshot_every_steps) must be "
+            f"at most {_gib(free_bytes)}, what this machine has free in /dev/shm; docker run --shm-size=... "
+            "gives a container more",
         )
-
-
-def _trainer_state_bytes(config: RunConfig, num_parameters: int) -> int:
-    """Bytes on one rank: float32 parameters, gradients, two moments and an average, or a frozen model."""
-    if config.lora is not None:
-        return num_parameters * BYTES_PER_ELEMENT[config.trainer.dtype]
-    return num_parameters * (4 + num_averages(config.teachers)) * FLOAT32_BYTES
 
 
 def _gib(num_bytes: int) -> str:
@@ -350,21 +334,17 @@ PAYLOAD_HEADER_BYTES = 256
 
 def host_memory(config: RunConfig, facts: ModelFacts, machine: Machine) -> list[MemoryItem]:
     """Staging buffers of all trainer ranks together, what a host of generators receives, and payloads."""
-    element, dtype = BYTES_PER_ELEMENT[config.generator.dtype], config.generator.dtype.value
-    version, what = published_weight_bytes(config, facts), "version"
+    dtype, version = config.generator.dtype.value, version_bytes(config, facts)
+    what = "version" if config.lora is None else "version of the adapters"
     merged = []
-    if config.lora is not None:
-        version, what = num_adapter_parameters(facts, config.lora) * element, "version of the adapters"
-        if merges_adapters(config, machine):
-            size = count_merged(facts, config.lora) * element
-            how = "what adapters are merged into"
-            merged = [MemoryItem(name="merged weights, each replica", num_bytes=size, how=how)]
-    num_sets = 1 + num_averages(config.teachers)
-    beside = " and its average" * (num_sets - 1)
+    if size := merged_bytes(config, facts, machine):
+        how = "what adapters are merged into"
+        merged = [MemoryItem(name="merged weights, each replica", num_bytes=size, how=how)]
+    beside = " and its average" * num_averages(config.teachers)
     return [
         MemoryItem(
             name="staging buffers, all ranks",
-            num_bytes=2 * num_sets * version,
+            num_bytes=staging_bytes(config, facts),
             how=f"2 x one {what}{beside} in {dtype}: one read, one written",
         ),
         MemoryItem(
@@ -384,13 +364,17 @@ def host_memory(config: RunConfig, facts: ModelFacts, machine: Machine) -> list[
     ]
 
 
+def staging_bytes(config: RunConfig, facts: ModelFacts) -> int:
+    """Bytes of the staging buffers of all trainer ranks: two versions, each with its average."""
+    return 2 * (1 + num_averages(config.teachers)) * version_bytes(config, facts)
+
+
 def snapshot_memory_bytes(config: RunConfig, facts: ModelFacts) -> int:
     """Bytes of shared memory that snapshots of all trainer ranks take: what a checkpoint has, twice."""
     if config.trainer.recovery.snapshot_every_steps is None:
         return 0
     trained = trained_parameters_per_rank(config, facts, count_parameters(facts))
-    num_states = 3 + num_averages(config.teachers)
-    return config.trainer.parallel.num_procs * NUM_SNAPSHOTS * num_states * FLOAT32_BYTES * trained
+    return config.trainer.parallel.num_procs * NUM_SNAPSHOTS * bytes_per_parameter(config) * trained
 
 
 def _snapshots(config: RunConfig, facts: ModelFacts) -> list[MemoryItem]:

@@ -8,8 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from forgeasync.config import EXPERT_TARGETS, LoraSection, ModelFacts, RunConfig
-from forgeasync.models import expected_shapes, num_adapter_parameters
+from forgeasync.config import EXPERT_TARGETS, ModelFacts, RunConfig
+from forgeasync.models import (
+    BYTES_PER_ELEMENT,
+    expected_shapes,
+    num_adapter_parameters,
+    published_weight_bytes,
+)
 
 FLOAT32_BYTES = 4
 
@@ -102,23 +107,31 @@ def count_parameters(facts: ModelFacts) -> ParameterCounts:
     )
 
 
-def count_merged(facts: ModelFacts, lora: LoraSection) -> int:
-    """Parameters that merging adapters makes anew: the adapted ones and what is fused with them."""
-    targets = set(lora.targets)
+def version_bytes(config: RunConfig, facts: ModelFacts) -> int:
+    """Bytes of one version as generators fetch it: all weights, or the adapters."""
+    if config.lora is None:
+        return published_weight_bytes(config, facts)
+    return num_adapter_parameters(facts, config.lora) * BYTES_PER_ELEMENT[config.generator.dtype]
+
+
+def merged_bytes(config: RunConfig, facts: ModelFacts, machine: Machine) -> int:
+    """Bytes of the weights that a replica merges adapters into; 0 where it merges none.
+
+    vLLM's CPU build cannot serve adapters of experts, so replicas on CPUs merge them. Weights that vLLM fuses
+    with adapted ones count too.
+    """
+    targets = set[str]() if config.lora is None else set[str](config.lora.targets)
+    if machine is not Machine.CPU or not targets & set(EXPERT_TARGETS):
+        return 0
     for fused in _FUSED:
         if targets & fused:
             targets |= fused
-    return sum(
+    num_elements = sum(
         math.prod(shape)
         for name, shape in expected_shapes(facts).items()
         if name.removesuffix(".weight").rsplit(".", 1)[-1] in targets
     )
-
-
-def merges_adapters(config: RunConfig, machine: Machine) -> bool:
-    """Whether generators merge adapters into whole weights: vLLM's CPU build serves none of experts."""
-    targets = () if config.lora is None else config.lora.targets
-    return machine is Machine.CPU and bool(set(targets) & set(EXPERT_TARGETS))
+    return num_elements * BYTES_PER_ELEMENT[config.generator.dtype]
 
 
 def trainer_parameters_per_rank(config: RunConfig, counts: ParameterCounts) -> int:

@@ -9,7 +9,8 @@ from rich.table import Table
 
 from forgeasync.checkpoints import FINAL, list_checkpoints
 from forgeasync.config import LocalLauncher, ModelFacts, RoutingReplay, RunConfig, named_sources, num_hosts
-from forgeasync.observability import RunDir, read_json_lines
+from forgeasync.files import read_json_lines
+from forgeasync.observability import RunDir
 from forgeasync.planning.rehearsal_rule import Change
 
 Line = Mapping[str, float]

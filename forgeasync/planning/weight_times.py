@@ -8,13 +8,8 @@ ones. All of a term's bytes are taken to move at full speed, so that times are l
 from dataclasses import dataclass
 
 from forgeasync.config import LocalLauncher, ModelFacts, RunConfig, ShadowMemory, num_hosts
-from forgeasync.models import (
-    BYTES_PER_ELEMENT,
-    expected_shapes,
-    num_adapter_parameters,
-    published_weight_bytes,
-)
-from forgeasync.planning.parameters import count_parameters, generator_parameters_per_rank
+from forgeasync.models import BYTES_PER_ELEMENT, expected_shapes
+from forgeasync.planning.parameters import count_parameters, generator_parameters_per_rank, version_bytes
 
 PCIE_BYTES_PER_S = 50e9
 """One way between page-locked memory and a GPU: PCIe 5.0 x16 has 64 GB/s, of which 50 usually arrive."""
@@ -109,9 +104,7 @@ def _fleet(config: RunConfig, facts: ModelFacts) -> _Fleet:
     num_generator_hosts = 1 if counts is None else counts.generators
     replicas = generator.num_replicas // num_generator_hosts
     return _Fleet(
-        version=published_weight_bytes(config, facts)
-        if config.lora is None
-        else num_adapter_parameters(facts, config.lora) * element,
+        version=version_bytes(config, facts),
         per_gpu=per_gpu,
         num_trainer_ranks=config.trainer.parallel.num_procs,
         num_trainer_hosts=1 if counts is None else counts.trainer,

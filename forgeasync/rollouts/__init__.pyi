@@ -51,12 +51,9 @@ from .rollout import record_of as record_of
 from .rollout import spanned as spanned
 from .row_plan import padded_length as padded_length
 from .row_plan import plan_rows as plan_rows
-from .run_folder import SHARED_MEMORY as SHARED_MEMORY
 from .run_folder import create_run_folder as create_run_folder
-from .run_folder import is_running as is_running
 from .run_folder import remove_own_folders as remove_own_folders
 from .run_folder import remove_run_folder as remove_run_folder
-from .run_folder import start_ticks as start_ticks
 from .run_folder import sweep_stale_folders as sweep_stale_folders
 from .score import MAX_SCORER_CHARS as MAX_SCORER_CHARS
 from .score import NO_ANSWER as NO_ANSWER
@@ -71,7 +68,6 @@ from .score import steps_of as steps_of
 from .spilled_groups import SUFFIX as SUFFIX
 from .spilled_groups import SpilledGroup as SpilledGroup
 from .spilled_groups import SpilledGroupTorn as SpilledGroupTorn
-from .spilled_groups import UNFINISHED_SUFFIX as UNFINISHED_SUFFIX
 from .spilled_groups import encode_facts as encode_facts
 from .spilled_groups import file_name as file_name
 from .spilled_groups import read_kept as read_kept

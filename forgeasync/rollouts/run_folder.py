@@ -13,10 +13,8 @@ import secrets
 import shutil
 from pathlib import Path
 
-from forgeasync.files import RUN_MARK, remove_files_of
-
-SHARED_MEMORY = Path("/dev/shm")
-
+from forgeasync.files import RUN_MARK, SHARED_MEMORY, remove_files_of
+from forgeasync.process_memory import available_host_bytes
 
 _PREFIX = "forgeasync_payloads"
 
@@ -25,25 +23,6 @@ _NAME = re.compile(rf"{_PREFIX}-\d+-[0-9a-f]{{16}}(?:-([0-9a-f]{{32}}))?")
 
 _held: dict[Path, int] = {}
 """Folders that this process created, each with the descriptor that holds its lock."""
-
-
-def start_ticks(pid: int) -> int | None:
-    """Return the clock ticks from the host's boot to a process's start.
-
-    Returns None if the process has ended, including as a zombie.
-    """
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    # The second field is the command's name, which can contain parentheses and spaces.
-    state, *fields = stat.rpartition(")")[2].split()
-    return None if state in "ZX" else int(fields[18])
-
-
-def is_running(pid: int) -> bool:
-    """Whether a process with this id exists on the host and has not ended."""
-    return start_ticks(pid) is not None
 
 
 def _is_same(folder: Path, descriptor: int) -> bool:
@@ -87,13 +66,6 @@ def _make_locked(root: Path) -> Path:
             return folder
 
 
-def _available_memory_bytes() -> int:
-    """Return the bytes of memory that are available without swapping."""
-    lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-    (kib,) = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
-    return int(kib) * 1024
-
-
 def create_run_folder(capacity_bytes: int, *, root: Path = SHARED_MEMORY) -> Path:
     """Create and lock this host's folder of a run. The calling process must live as long as the run.
 
@@ -110,7 +82,7 @@ def create_run_folder(capacity_bytes: int, *, root: Path = SHARED_MEMORY) -> Pat
             "lower the payload capacity, or give the machine more shared memory (docker run --shm-size=...)"
         )
     # A tmpfs can be larger than the host's memory. Filling it would make the kernel kill processes.
-    available_bytes = _available_memory_bytes()
+    available_bytes = available_host_bytes()
     if available_bytes < capacity_bytes:
         raise ValueError(
             f"payloads may take {capacity_bytes:,} bytes, but only {available_bytes:,} of memory are "

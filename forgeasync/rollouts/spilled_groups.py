@@ -8,7 +8,6 @@ A file is written under a temporary name, flushed, and renamed. The trainer maps
 because the groups of many steps may not fit into the payload store.
 """
 
-import contextlib
 import dataclasses
 import mmap
 import os
@@ -20,12 +19,12 @@ from pathlib import Path
 import msgspec
 import xxhash
 
+from forgeasync.files import replacing
 from forgeasync.rollouts.payloads import align
 from forgeasync.rollouts.rollout import EVERY_HOST, Group, PayloadRef
 from forgeasync.rollouts.score import Score
 
 SUFFIX = ".group"
-UNFINISHED_SUFFIX = ".unfinished"
 
 MAGIC = b"FAKEPT1\n"
 
@@ -89,23 +88,12 @@ def write_kept(target: Path, facts: bytes, source: str) -> None:
     Raises:
         OSError: The disk is full or fails, or ``source`` was freed. ``target`` is then not created.
     """
-    unfinished = target.with_suffix(UNFINISHED_SUFFIX)
     with open(source, "rb") as arrays, mmap.mmap(arrays.fileno(), 0, prot=mmap.PROT_READ) as body:
         checksums = xxhash.xxh3_64_intdigest(facts), xxhash.xxh3_64_intdigest(body)
         header = _HEADER.pack(MAGIC, len(facts), len(body), *checksums)
-        try:
-            with unfinished.open("wb") as file:
-                file.write(header + facts)
-                file.write(body)
-                file.flush()
-                os.fsync(file.fileno())
-            unfinished.rename(target)
-        except OSError:
-            # A failing disk may not allow this either. The run's next start removes the file.
-            with contextlib.suppress(OSError):
-                unfinished.unlink(missing_ok=True)
-            raise
-    _flush_folder(target.parent)
+        with replacing(target, is_flushed=True) as file:
+            file.write(header + facts)
+            file.write(body)
 
 
 def try_write_kept(target: Path, facts: bytes, source: str) -> str | None:
@@ -163,11 +151,3 @@ def _checked(whole: memoryview, file: Path) -> tuple[int, bytes]:
             if xxhash.xxh3_64_intdigest(part) != checksum:
                 raise SpilledGroupTorn(f"{file} has other {what} than were written: its checksum differs")
     return start, bytes(whole[_HEADER.size : start])
-
-
-def _flush_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -64,7 +64,6 @@ from .trainer_mesh import connect_weights as connect_weights
 from .trainer_mesh import start_trainer as start_trainer
 from .trainer_recovery import Minibatches as Minibatches
 from .trainer_recovery import TrainerRecovery as TrainerRecovery
-from .trainer_recovery import start_recovery as start_recovery
 
 # Only tests import these.
 from .bootstrap_main import visible_devices as visible_devices
@@ -82,7 +81,6 @@ from .generator import SampledResponse as SampledResponse
 from .generator import SampledRollout as SampledRollout
 from .generator import sampled_response as sampled_response
 from .generator import store_group as store_group
-from .host_checks import FLASH_ATTENTION_PACKAGES as FLASH_ATTENTION_PACKAGES
 from .host_checks import Gpu as Gpu
 from .host_checks import GpuFacts as GpuFacts
 from .host_checks import HostLimits as HostLimits

@@ -37,9 +37,9 @@ from forgeasync.environments import (
     TurnRequest,
     UntrainedSample,
     UntrainedTurns,
-    mark_this_process,
 )
 from forgeasync.observability import State, doing, open_trace, redirect_process_output, span, started
+from forgeasync.processes import mark_this_process
 from forgeasync.rollouts import EpisodeId, EpisodeOutcome, SampledTurn, Task
 from forgeasync.runtime.generator import CancelledGroup, GeneratorActor
 from forgeasync.runtime.supervised import SEEN_S, ProcessLost, unless_lost
@@ -232,7 +232,7 @@ class WorkerReady:
 
     pid: int
     mark: str
-    """Mark of everything that it starts (``forgeasync.environments.workers``)."""
+    """Mark of everything that it starts (``forgeasync.processes``)."""
     renderer: str
     """Which renderer turns messages into tokens, in words."""
     url: str

@@ -21,15 +21,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from forgeasync.config import FlashAttention
-from forgeasync.planning import HostNeeds, available_host_bytes, least_bytes
-from forgeasync.rollouts import SHARED_MEMORY
+from forgeasync.config import FLASH_ATTENTION_PACKAGES, FlashAttention
+from forgeasync.files import SHARED_MEMORY
+from forgeasync.planning import HostNeeds, least_bytes
+from forgeasync.process_memory import available_host_bytes
 from forgeasync.schema import Problem
 
 Version = tuple[int, ...]
-
-FLASH_ATTENTION_PACKAGES = {3: "flash_attn_interface", 4: "flash_attn.cute.interface"}
-"""Packages that torch 2.13 imports for FlashAttention 3 and 4; torch has version 2 built in."""
 
 NVIDIA_SMI_S = 60.0
 """Time limit of nvidia-smi, in seconds. Without persistence mode the driver wakes every GPU first."""

@@ -4,23 +4,20 @@
 """
 
 import asyncio
-import contextlib
 import os
-import signal
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-import psutil
 import torch
 from monarch.actor import ProcMesh, this_host
 from monarch.config import configure
 
+from forgeasync.processes import is_running, kill, with_descendants
 from forgeasync.rollouts import (
     InFlightRead,
     create_run_folder,
-    is_running,
     read_in_flight,
     remove_in_flight,
     remove_run_folder,
@@ -158,18 +155,6 @@ class Hosts(Protocol):
         ...
 
 
-def kill_with_children(process: psutil.Process) -> None:
-    """Kill a process and its descendants. No error if it has ended."""
-    with contextlib.suppress(psutil.Error):
-        started = process.children(recursive=True)
-        # The process comes first, so that it cannot start more.
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process.pid, signal.SIGKILL)
-        for one in started:
-            with contextlib.suppress(psutil.Error):
-                one.kill()
-
-
 async def stop(mesh: ProcMesh) -> None:
     """Stop the processes of a mesh."""
     await mesh.stop()
@@ -203,8 +188,7 @@ class LocalHost:
         return is_running(pid)
 
     async def kill(self, pid: int) -> None:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            kill_with_children(psutil.Process(pid))
+        kill(with_descendants(pid))
 
     async def read_stacks(self, pid: int) -> str:
         return await asyncio.to_thread(read_stacks, pid)

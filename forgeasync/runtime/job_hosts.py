@@ -33,7 +33,8 @@ from forgeasync.config import (
     reward_gpus,
 )
 from forgeasync.observability import redirect_process_output
-from forgeasync.rollouts import InFlightRead, is_running, sweep_stale_folders
+from forgeasync.processes import is_running
+from forgeasync.rollouts import InFlightRead, sweep_stale_folders
 from forgeasync.runtime.bootstrap_main import HOST_DEVICES_VARIABLE
 from forgeasync.runtime.host_checks import GpuFacts, HostLimits, gather_gpu_facts, gather_host_limits
 from forgeasync.runtime.hosts import Host, HostLost, Hosts, LocalHost, LocalHosts, stop

@@ -45,7 +45,7 @@ from forgeasync.config import (
     SshLauncher,
     num_hosts,
 )
-from forgeasync.rollouts import is_running
+from forgeasync.processes import is_running
 from forgeasync.schema import Problem
 from forgeasync.waiting import DeadlineExceeded, deadline
 

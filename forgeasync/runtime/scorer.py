@@ -23,9 +23,10 @@ from forgeasync.config import (
     ScorerSection,
     name_of,
 )
-from forgeasync.environments import Response, mark_this_process
+from forgeasync.environments import Response
 from forgeasync.observability import State, doing, open_trace, redirect_process_output, span, started
 from forgeasync.process_memory import MemoryPeak, MemoryWatch
+from forgeasync.processes import mark_this_process
 from forgeasync.rollouts import MAX_SCORER_CHARS, Score, Task, VerifierCounts
 from forgeasync.scoring import (
     CHOICE_CODEC,
@@ -281,7 +282,7 @@ class ScorerReady:
     """The rewards and what isolates verifiers, in words."""
     pid: int
     mark: str
-    """Mark of everything that it starts (``forgeasync.environments.workers``)."""
+    """Mark of everything that it starts (``forgeasync.processes``)."""
 
 
 class ScorerActor(Actor):

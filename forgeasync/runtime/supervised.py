@@ -12,8 +12,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -22,8 +23,8 @@ from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionErr
 from monarch.actor import Actor, ActorError, this_host
 
 from forgeasync.config import TimeoutSection
-from forgeasync.environments import kill, marked_processes
 from forgeasync.observability import Fault, FaultLog, ProcsFile, Role, last_words
+from forgeasync.processes import NotEnded, end_all, marked_processes
 from forgeasync.runtime.hosts import LOCAL_HOST_ID, Host, LocalHost, stop
 from forgeasync.runtime.placement import spawn_role
 from forgeasync.runtime.stalls import LIMIT_S, awaited_calls
@@ -325,16 +326,9 @@ def is_engine_dead(error: BaseException | None) -> bool:
 
 
 def kill_marked(mark: str) -> None:
-    """Kill what a process with this mark has started; it may have outlived the process.
-
-    Looks again until it finds nothing twice in a row, for at most ``END_S``: a process that is just becoming
-    another program has no mark for a moment, and one that was found can have started another.
-    """
-    num_empty_looks = 0
-    end_s = time.perf_counter() + END_S
-    while num_empty_looks < 2 and time.perf_counter() < end_s:
-        num_empty_looks = 0 if kill(marked_processes(mark)) else num_empty_looks + 1
-        time.sleep(0.02)
+    """Kill what a process with this mark has started; it may have outlived the process."""
+    with suppress(NotEnded):
+        end_all(partial(marked_processes, mark), limit_s=END_S)
 
 
 # --- Why a process does not answer ---

@@ -450,32 +450,6 @@ class TrainerRecovery:
         return checkpoint.version == version
 
 
-async def start_recovery(
-    procs: ProcessManager,
-    setup: TrainerSetup,
-    timeouts: TimeoutSection,
-    *,
-    trainer: TrainerMesh,
-    generators: GeneratorRouter,
-    first_version: int,
-    tell: Callable[[str], None],
-    teachers: Sequence[GeneratorRouter] = (),
-) -> TrainerRecovery:
-    """Look after a trainer that was started and connected; see ``TrainerRecovery``."""
-    recovery = TrainerRecovery(
-        procs,
-        setup,
-        timeouts,
-        trainer=trainer,
-        generators=generators,
-        first_version=first_version,
-        tell=tell,
-        teachers=teachers,
-    )
-    await recovery.start()
-    return recovery
-
-
 async def _begin(mesh: TrainerMesh, checkpoint: _Checkpoint) -> None:
     if not is_whole(checkpoint.folder):
         # A trainer that is gone may have begun it. Others stay: one of them may be being written.

@@ -15,7 +15,6 @@ from importlib import metadata
 from typing import Any
 
 from forgeasync.config import MathReward, NamedSource, ReasoningGymReward, ReasoningGymSource, ScorerSection
-from forgeasync.environments import own_mark
 from forgeasync.isolation import (
     HOW_TO_GET,
     ContainedProcess,
@@ -26,6 +25,7 @@ from forgeasync.isolation import (
     python_command,
     python_environment,
 )
+from forgeasync.processes import own_mark
 from forgeasync.rollouts import NO_SCORE, Score, ScoreStatus, Task, VerifierCounts, as_feedback
 from forgeasync.schema import Problem as ConfigProblem
 from forgeasync.schema import raise_if_any

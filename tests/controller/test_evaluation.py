@@ -17,6 +17,7 @@ from forgeasync.config import Ending, RunConfig, SamplingSection, ScorerSection
 from forgeasync.controller import (
     EvaluationFolder,
     EvaluationSchedule,
+    ProblemSet,
     StepRecord,
     find_endpoint,
     max_beside,
@@ -375,10 +376,8 @@ def test_every_sample_of_an_endpoint_is_kept_and_counted(tmp_path: Path) -> None
         groups.score = counted  # type: ignore[method-assign]
         try:
             return await sample_problems(
-                tasks,
+                ProblemSet(tasks=tasks, sampling=SAMPLING, num_samples=4),
                 groups,
-                sampling=SAMPLING,
-                num_samples=4,
                 on_ended=lambda problem, sample, rollout: folder.write(
                     "held_out", problem, sample, tasks[problem], rollout
                 ),

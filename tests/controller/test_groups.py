@@ -230,7 +230,7 @@ def test_found_groups_are_those_that_are_whole_and_fit(tmp_path: Path) -> None:
     world = written(tmp_path, 4)
     torn = world.folder / file_name(3)
     torn.write_bytes(torn.read_bytes()[:-1])
-    (world.folder / "half.unfinished").touch()
+    (world.folder / ".half.group.partial").touch()
     found = find_groups(world.folder, state(world.config), world.config, LOST)
     assert [one.group.draw_id for one in found.groups] == [0, 1, 2] and found.batches == ((0, 1),)
     assert found.num_left_out == found.left_out[LeftOut.TORN] == 1 and found.num_prompts == 3

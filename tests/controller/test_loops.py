@@ -25,7 +25,7 @@ from forgeasync.buffer import (
 )
 from forgeasync.checkpoints import RunState
 from forgeasync.config import AgeOf, Interruption, RunConfig
-from forgeasync.controller import FoundGroups, Resumed, StepRecord, StepTimes, TimesBetween, start_roles
+from forgeasync.controller import FoundGroups, Resumed, start_roles
 from forgeasync.environments import Response, TaskOrder, sampling_seed
 from forgeasync.files import Refusal
 from forgeasync.generator import EngineStats
@@ -416,8 +416,7 @@ def test_the_times_of_a_step_are_those_of_its_parts(monkeypatch: pytest.MonkeyPa
         def perf_counter(self) -> float:
             return self.now_s
 
-    clock, shares = Clock(), []
-    times: list[StepTimes] = []
+    clock, shares, recorder = Clock(), [], Recorder()
 
     class TimedTrainer(Trainer):
         async def train_items(self, *arguments: object, **keywords: object) -> StepResult:
@@ -429,15 +428,11 @@ def test_the_times_of_a_step_are_those_of_its_parts(monkeypatch: pytest.MonkeyPa
             clock.now_s += 5.0
             return await super().respond(*arguments, **keywords)
 
-    class TimesRecorder(Recorder):
-        def record(self, record: StepRecord) -> None:
-            times.append(record.times)
-
     run = make_run(
         make_config("max_steps=2"),
         trainer=TimedTrainer(),
         generators=TimedGenerators(),
-        recorder=TimesRecorder(),
+        recorder=recorder,
         held_out=[make_problem(10)],
     )
     take, committed = run.buffer.take.call_one, run.buffer.committed.call_one
@@ -455,10 +450,10 @@ def test_the_times_of_a_step_are_those_of_its_parts(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("forgeasync.controller.recorder.time", clock)
     run_loops(run)
     assert shares == [0.25, 0.25]
-    parts = [(one.wait_for_batch_s, one.train_s, one.publish_weights_s, one.eval_s) for one in times]
+    parts = [(one.wait_for_batch_s, one.train_s, one.publish_weights_s, one.eval_s) for one in recorder.times]
     assert parts == [(1.0, 3.0, 0.0, 0.0), (1.0, 3.0, 0.0, 5.0)]
-    assert [one.step_s for one in times] == [4.0, 9.0]
-    assert [one.controller_s for one in times] == [0.0, 0.0]
+    assert [one.step_s for one in recorder.times] == [4.0, 9.0]
+    assert [one.controller_s for one in recorder.times] == [0.0, 0.0]
 
 
 def test_what_training_waits_for_between_two_steps_is_measured_by_its_cause(
@@ -502,9 +497,8 @@ def test_what_training_waits_for_between_two_steps_is_measured_by_its_cause(
     clock = SimpleNamespace(perf_counter=time.now_s)
     monkeypatch.setattr("forgeasync.controller.recorder.time", clock)
     time.run(run.run(Fleet()))
-    none = TimesBetween(controller_s=2.0)
-    with_checkpoint = TimesBetween(controller_s=2.0, wait_for_disk_s=20.0, checkpoint_s=3.0)
-    assert recorder.between == [none, with_checkpoint, with_checkpoint]
+    after = [(one.record_s, one.wait_for_disk_s, one.checkpoint_s) for one in recorder.times]
+    assert after == [(2.0, 0.0, 0.0), (2.0, 20.0, 3.0), (2.0, 20.0, 3.0)]
 
 
 def test_a_resumed_run_goes_on_in_the_data_under_the_weights_of_its_checkpoint(tmp_path: Path) -> None:

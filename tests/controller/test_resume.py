@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from forgeasync import processes
 from forgeasync.controller import (
     end_own_run,
     resume,
@@ -22,7 +23,8 @@ from forgeasync.controller import (
 )
 from forgeasync.files import RUN_MARK, files_of
 from forgeasync.observability import ProcsFile, RunDir, left_processes, release_claims, run_dir
-from forgeasync.rollouts import is_running, sweep_stale_folders
+from forgeasync.processes import is_running
+from forgeasync.rollouts import sweep_stale_folders
 from forgeasync.schema import ConfigError
 from forgeasync.testing import tiny_config
 
@@ -231,13 +233,12 @@ def test_a_process_that_only_has_the_same_id_is_none_of_the_run(
 
 
 def test_what_does_not_end_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resume, "END_S", 0.1)
-    monkeypatch.setattr(resume, "kill", lambda processes: len(processes))
+    monkeypatch.setattr(processes, "kill", lambda processes: len(processes))
     process = psutil.Process(os.getppid())
     with pytest.raises(
-        resume.NotEnded, match=rf"processes {process.pid} of a run that is over do not end within"
+        processes.NotEnded, match=rf"processes {process.pid} of a run that is over do not end within"
     ):
-        resume.end_all(lambda: [process])
+        processes.end_all(lambda: [process], limit_s=0.1)
 
 
 def test_latest_of_a_run_without_a_checkpoint_begins_anew_and_keeps_what_there_was(tmp_path: Path) -> None:

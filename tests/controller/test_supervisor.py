@@ -16,7 +16,7 @@ import pytest
 
 from forgeasync.controller import Supervisor, has_ended, newest_step, supervisor
 from forgeasync.observability import RunDir, RunInUse, RunLock
-from forgeasync.rollouts import is_running
+from forgeasync.processes import is_running
 from forgeasync.runtime import MAX_STARTS_WITHOUT_STEP
 from tests.support.disks import Disk, install
 from tests.support.processes import wait_until

@@ -9,8 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from forgeasync.environments import marked_processes
 from forgeasync.files import RUN_MARK
+from forgeasync.processes import marked_processes
 from tests.support.app_runs import check_ledger, finish, read_lines, start, wait_for_step
 from tests.support.models import write_process_reward_model
 from tests.support.runs import write_tiny_run

@@ -11,8 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from forgeasync.files import RUN_MARK, files_of
-from forgeasync.rollouts import SHARED_MEMORY
+from forgeasync.files import RUN_MARK, SHARED_MEMORY, files_of
 from tests.support.app_runs import check_ledger, controller_of, finish, read_lines, run_here, start
 from tests.support.processes import send_signal
 from tests.support.runs import write_tiny_run

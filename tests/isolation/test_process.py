@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from forgeasync.isolation import ContainedProcess, KillWatch, ProcessGone
-from forgeasync.rollouts import is_running
+from forgeasync.processes import is_running
 
 
 def started(code: str, scratch: Path | None = None) -> ContainedProcess:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forgeasync.config import Ending
+from forgeasync.files import read_json_lines
 from forgeasync.models import character_tokenizer
 from forgeasync.observability import (
     NUM_NONFINITE,
@@ -17,7 +18,6 @@ from forgeasync.observability import (
     EpisodeRecords,
     RolloutWriter,
     TokenLines,
-    read_json_lines,
 )
 from forgeasync.rollouts import (
     AgentOutcome,

@@ -11,7 +11,7 @@ import pytest
 
 from forgeasync.config import LoggingSection, WandbMode, WandbSection
 from forgeasync.observability import MetricsWriter, WandbLog, check_wandb, wandb_log
-from forgeasync.rollouts import is_running
+from forgeasync.processes import is_running
 from tests.support.step_records import make_step
 
 OFFLINE = WandbSection(project="tests", mode=WandbMode.OFFLINE)

@@ -11,12 +11,12 @@ from forgeasync.config import RunConfig
 from forgeasync.models import read_model_facts
 from forgeasync.planning import (
     Machine,
-    all_teacher_bytes,
-    available_host_bytes,
     check_memory,
+    check_shared_memory,
     count_parameters,
     teacher_memory,
 )
+from forgeasync.process_memory import available_host_bytes
 from forgeasync.schema import ConfigError
 from forgeasync.testing import write_tiny_model
 from tests.support.config_samples import FACTS, minimal_config, only
@@ -56,7 +56,50 @@ def test_weights_and_optimizer_count() -> None:
     assert list(check_memory(adapted, LARGE, host_bytes=21 * GIB)) == []
 
 
-def with_teacher(**teacher: object) -> RunConfig:
+def test_generators_alone_need_no_memory_of_a_trainer() -> None:
+    run = minimal_config("generator.kv_cache_gib=4")
+    assert list(check_memory(run, LARGE, host_bytes=13 * GIB, trains=False)) == []
+    message = only(list(check_memory(run, LARGE, host_bytes=11 * GIB, trains=False)))
+    assert "must be at most 3:" in message and "8 GiB for the weights" in message
+    assert "trainer" not in message
+
+
+def test_a_reference_model_counts() -> None:
+    run = minimal_config("generator.kv_cache_gib=4", "algorithm.kl={estimator: k3, coefficient: 0.1}")
+    assert "40 GiB for parameters" in only(list(check_memory(run, LARGE, host_bytes=51 * GIB)))
+    assert list(check_memory(run, LARGE, host_bytes=53 * GIB)) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "machine", "needed_gib"),
+    [
+        # Two staged versions of 8 GiB, and one that the host receives, however many replicas it has.
+        ((), Machine.CPU, 25),
+        (("generator.num_replicas=2",), Machine.CPU, 25),
+        # On GPUs the host also has the next version as its kernels keep it.
+        ((), Machine.GPU, 33),
+        (
+            ("generator.num_replicas=2", "launcher={kind: process, hosts: {generators: 2}}"),
+            Machine.CPU,
+            33,
+        ),
+        (("lora={rank: 2, alpha: 4, targets: [q_proj]}",), Machine.CPU, 1),
+        # Parameters and two moments, twice.
+        (("trainer.recovery.snapshot_every_steps=1",), Machine.CPU, 25 + 48),
+    ],
+)
+def test_shared_memory_holds_weights_snapshots_and_payloads(
+    overrides: tuple[str, ...], machine: Machine, needed_gib: int
+) -> None:
+    payloads = "payload.capacity_gib=1"
+    snapshots = "trainer.recovery.snapshot_every_steps=null"
+    run = minimal_config(payloads, snapshots, *overrides)
+    assert list(check_shared_memory(run, LARGE, machine, free_bytes=round((needed_gib + 0.1) * GIB))) == []
+    message = only(list(check_shared_memory(run, LARGE, machine, free_bytes=round((needed_gib - 0.1) * GIB))))
+    assert message.startswith("payload.capacity_gib = 1.0: ") and "free in /dev/shm" in message
+
+
+def with_teacher(tmp_path: Path, **teacher: object) -> RunConfig:
     section = {"engine": {"kv_cache_gib": 3, "num_replicas": 2}} | teacher
     return minimal_config(
         "generator.kv_cache_gib=4",
@@ -95,7 +138,7 @@ def test_only_a_teacher_that_moves_has_a_place_for_the_next_version(tmp_path: Pa
 def test_a_server_takes_no_memory_here() -> None:
     server = {"endpoint": {"base_url": "http://localhost:1/v1", "model": "m"}}
     run = with_teacher(**server)
-    assert list(teacher_memory(run, Machine.CPU)) == [] and all_teacher_bytes(run) == 0
+    assert list(teacher_memory(run, Machine.CPU)) == []
 
 
 def test_other_machines_are_not_this_one() -> None:

@@ -152,7 +152,7 @@ def test_a_run_that_cannot_fit_is_refused_at_its_start(tmp_path: Path) -> None:
 def test_shared_memory_without_memory_behind_it_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_folder, "_available_memory_bytes", lambda: MIB)
+    monkeypatch.setattr(run_folder, "available_host_bytes", lambda: MIB)
     with pytest.raises(ValueError, match="but only 1,048,576 of memory are available"):
         create_run_folder(MIB + 1, root=tmp_path)
     assert create_run_folder(MIB, root=tmp_path).is_dir()

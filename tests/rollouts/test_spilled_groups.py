@@ -135,7 +135,7 @@ def test_facts_of_another_version_of_this_package_are_torn(file: Path, tmp_path:
         read_kept(other)
 
 
-@pytest.mark.parametrize("failing", ["fsync", "rename"])
+@pytest.mark.parametrize("failing", ["fsync", "replace"])
 def test_what_a_disk_refuses_leaves_nothing(
     sampled: tuple[tuple[Rollout, ...], SpilledGroup],
     tmp_path: Path,

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from forgeasync.config import SamplingSection, ScorerSection
-from forgeasync.controller import evaluate
+from forgeasync.controller import ProblemSet, evaluate
 from forgeasync.environments import Response
 from forgeasync.observability import HeldOutScores
 from forgeasync.process_memory import MemoryPeak
@@ -427,10 +427,11 @@ class Prompts:
 
 def run_evaluation(call: Call, num_tasks: int, *, num_samples: int = 1) -> HeldOutScores:
     sampling = tiny_config(Path("unused")).sampling
+    tasks = [make_task(i) for i in range(num_tasks)]
 
     async def run() -> HeldOutScores:
         return await evaluate(
-            [make_task(i) for i in range(num_tasks)],
+            ProblemSet(tasks=tasks, sampling=sampling, num_samples=num_samples),
             ResponseGroups(
                 Generators(),
                 make_scoring(call, max_attempts=2),
@@ -438,9 +439,6 @@ def run_evaluation(call: Call, num_tasks: int, *, num_samples: int = 1) -> HeldO
                 group_size=1,
                 sampling=sampling,
             ),
-            sampling=sampling,
-            num_samples=num_samples,
-            on_answered=lambda: None,
         )
 
     return asyncio.run(run())

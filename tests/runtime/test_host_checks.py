@@ -17,10 +17,9 @@ from monarch.actor import this_host
 
 from forgeasync.config import FlashAttention, SlurmLauncher, load_config
 from forgeasync.controller import check_gpus_of_hosts, check_hosts, check_local_gpus
-from forgeasync.models import PACKAGES, SHIPPED_MODELS, read_model_facts
+from forgeasync.models import SHIPPED_MODELS, read_model_facts
 from forgeasync.planning import HostNeeds, role_needs
 from forgeasync.runtime import (
-    FLASH_ATTENTION_PACKAGES,
     Gpu,
     GpuFacts,
     HostAgent,
@@ -357,10 +356,6 @@ def test_a_stuck_driver_is_told(smi: Path, monkeypatch: pytest.MonkeyPatch) -> N
     (smi / "nvidia-smi").chmod(0o755)
     monkeypatch.setattr(host_checks, "NVIDIA_SMI_S", 0.2)
     assert "did not answer" in str(gather_gpu_facts(None).trouble)
-
-
-def test_packages_are_those_that_the_model_is_built_with() -> None:
-    assert {f"FA{version}": package for version, package in FLASH_ATTENTION_PACKAGES.items()} == PACKAGES
 
 
 def test_an_installed_flash_attention_is_found(smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:

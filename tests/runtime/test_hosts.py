@@ -27,7 +27,7 @@ from forgeasync.config import (
     places_of,
 )
 from forgeasync.controller import places_of_rewards
-from forgeasync.rollouts import is_running
+from forgeasync.processes import is_running
 from forgeasync.runtime import (
     GpuAllocator,
     HostAgent,

@@ -17,9 +17,9 @@ import pytest
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 
 from forgeasync.config import EpisodesSection, GeneratorSection, ScorerSection
-from forgeasync.environments import WORKER_MARK, marked_processes
 from forgeasync.generator import EngineStats
 from forgeasync.observability import FaultLog, ProcsFile, Role
+from forgeasync.processes import WORKER_MARK, marked_processes
 from forgeasync.runtime import (
     LOCAL_HOST_ID,
     MAX_FAILED_STARTS,

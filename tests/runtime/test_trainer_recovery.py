@@ -35,7 +35,6 @@ from forgeasync.runtime import (
     SampledRollout,
     TrainerRecovery,
     make_folders,
-    start_recovery,
     start_trainer,
     store_group,
 )
@@ -129,7 +128,7 @@ async def start_looking_after(
     sizes = [2 * rank.num_bytes for rank in layout.ranks]
     folders = await make_folders([one.host for one in trainer.members], sizes)
     await trainer.open_staging(folders, "shared_memory", generator_hosts=frozenset())
-    return await start_recovery(
+    recovery = TrainerRecovery(
         procs,
         setup,
         timeouts,
@@ -138,6 +137,8 @@ async def start_looking_after(
         first_version=0,
         tell=told.append,
     )
+    await recovery.start()
+    return recovery
 
 
 async def make_steps(

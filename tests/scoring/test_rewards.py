@@ -22,6 +22,7 @@ from forgeasync.config import (
     named_sources,
 )
 from forgeasync.environments import Response, look_at_data
+from forgeasync.processes import is_running
 from forgeasync.rollouts import (
     MAX_FEEDBACK_CHARS,
     FinishReason,
@@ -31,7 +32,6 @@ from forgeasync.rollouts import (
     Task,
     VerifierCounts,
     as_feedback,
-    is_running,
 )
 from forgeasync.runtime import GroupScoring, RunRewards, ScoredResponses, ScorerPool, Unscored
 from forgeasync.schema import ConfigError, code_of

@@ -29,7 +29,8 @@ from forgeasync.isolation import (
     python_command,
     python_environment,
 )
-from forgeasync.rollouts import Score, VerifierCounts, is_running
+from forgeasync.processes import is_running
+from forgeasync.rollouts import Score, VerifierCounts
 from forgeasync.scoring import (
     MAX_ANSWER_BYTES,
     MAX_ANSWERS,

@@ -30,10 +30,11 @@ from forgeasync.buffer import (
     Update,
 )
 from forgeasync.config import RunConfig, SamplingSection, TimeoutSection
-from forgeasync.controller import Prepared, Roles, RunFiles, StepRecord, TimesBetween, starting
+from forgeasync.controller import Prepared, Roles, RunFiles, StepRecord, StepTimes, problem_sets, starting
 from forgeasync.environments import Response
+from forgeasync.files import JsonLines
 from forgeasync.generator import EngineStats, SwapReport
-from forgeasync.observability import FaultLog, HeldOutScores, JsonLines, ProcsFile, RunDir
+from forgeasync.observability import FaultLog, HeldOutScores, ProcsFile, RunDir
 from forgeasync.rollouts import (
     EpisodeOutcome,
     FinishReason,
@@ -383,6 +384,9 @@ class Trainer:
         self.checkpoints: list[tuple[str, bytes]] = []
         """Name and controller's part of each."""
 
+    async def start(self) -> None:
+        """It is never lost, so nobody looks after it."""
+
     async def train_items(
         self, minibatches: Sequence[Sequence[Sequence[Sequence[TrainingItem]]]], *, step: int
     ) -> StepResult:
@@ -444,7 +448,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.batches: list[Batch] = []
-        self.between: list[TimesBetween] = []
+        self.times: list[StepTimes] = []
         self.accuracies: list[float | None] = []
         self.counters: list[Mapping[str, float]] = []
         self.rewards: list[float] = []
@@ -492,11 +496,9 @@ class Recorder:
     def warn(self, problem: str) -> None:
         self.problems.append(problem)
 
-    def record_between(self, times: TimesBetween) -> None:
-        self.between.append(times)
-
     def record(self, record: StepRecord) -> None:
         self.batches.append(record.batch)
+        self.times.append(record.times)
         self.forget_records(group.group_id for group in record.batch.groups)
         self.counters.append(record.counters)
         if record.held_out is not None:
@@ -552,16 +554,13 @@ class StartingFleet:
         async def connect(*roles: object) -> list[str]:
             return []
 
-        async def recovery(*setup: object, trainer: Trainer, **more: object) -> Trainer:
-            return trainer
-
         starts = {
             "start_generators": generators,
             "start_scorer": scorer,
             "start_buffer": buffer,
             "start_environment": environment,
             "start_trainer": trainer,
-            "start_recovery": recovery,
+            "TrainerRecovery": lambda *setup, trainer, **more: trainer,
             "connect_weights": connect,
         }
         for name, start in starts.items():
@@ -588,8 +587,7 @@ def make_prepared(
         model_path=Path(),
         prompts=Prompts(),
         train=[make_problem(index) for index in range(64)],
-        held_out=list(held_out),
-        sets=sets or {},
+        sets=problem_sets(config, list(held_out), list((sets or {}).values())),
         resumed=None,
     )
 

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forgeasync.rollouts import SHARED_MEMORY
+from forgeasync.files import SHARED_MEMORY
 from forgeasync.weights import (
     ALONE,
     BLOCK_BYTES,

@@ -12,12 +12,9 @@ from functools import cache
 
 import torchtitan.tools.utils as titan_utils
 
-from forgeasync.config import FlashAttention
+from forgeasync.config import FLASH_ATTENTION_PACKAGES, FlashAttention
 
 logger = logging.getLogger(__name__)
-
-PACKAGES = {"FA3": "flash_attn_interface", "FA4": "flash_attn.cute.interface"}
-"""Package that torch 2.13 imports, by implementation."""
 
 _wanted = titan_utils.get_cuda_flash_attention_impl
 
@@ -40,7 +37,7 @@ def flash_attention_impl() -> str | None:
 
 @cache
 def _is_installed(wanted: str) -> bool:
-    package = PACKAGES[wanted]
+    package = FLASH_ATTENTION_PACKAGES[int(wanted.removeprefix("FA"))]
     try:
         found = importlib.util.find_spec(package) is not None
     except ModuleNotFoundError:

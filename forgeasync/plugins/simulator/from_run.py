@@ -32,6 +32,7 @@ from forgeasync.buffer import (
     Trained,
 )
 from forgeasync.config import RunConfig, is_served, load_config, resolve
+from forgeasync.files import read_json_lines, whole_lines
 from forgeasync.models import read_model_facts
 from forgeasync.observability import (
     KEYS,
@@ -41,7 +42,6 @@ from forgeasync.observability import (
     RunDir,
     Span,
     num_steps_ahead,
-    read_json_lines,
 )
 from forgeasync.plugins.simulator.clock import Clock
 from forgeasync.plugins.simulator.engine import Engine, EngineCost
@@ -270,9 +270,8 @@ def _lanes(logs: Path) -> list[Lane]:
     lanes = []
     for file in sorted(logs.glob(f"*{SUFFIX}")):
         lane = Lane()
-        for line in file.read_bytes().splitlines(keepends=True):
-            if line.endswith(b"\n"):
-                lane.add(line.removesuffix(b"\n"))
+        for line in whole_lines(file):
+            lane.add(line.removesuffix(b"\n"))
         if lane.opened is not None:
             lanes.append(lane)
     return sorted(lanes, key=lambda one: one.begin_s)
@@ -353,9 +352,7 @@ def _prompts(file: Path) -> _Prompts:
     counts: Counter[str] = Counter()
     try:
         ledger = LedgerLines(file.name)
-        for line in file.read_bytes().splitlines(keepends=True):
-            if not line.endswith(b"\n"):
-                break
+        for line in whole_lines(file):
             match event := ledger.read(line.removesuffix(b"\n")):
                 case Submitted():
                     by_prompt[event.prompt] = event.source

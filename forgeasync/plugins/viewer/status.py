@@ -1,6 +1,5 @@
 """How a run is doing: whether it lives, how far it is, what bounds it (docs/viewer.md)."""
 
-import json
 import socket
 import sys
 import time
@@ -11,21 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 
 from forgeasync.observability import (
     KEYS,
     OTHER_KEYS,
     WINDOW_STEPS,
-    Holder,
     MeasuredSteps,
     MeasuredWindow,
+    RunLock,
     num_steps_ahead,
     verdict_lines,
     visible_line,
 )
 from forgeasync.plugins.viewer.metrics import ELAPSED_S
 from forgeasync.plugins.viewer.run_reader import RunReader
+from forgeasync.processes import is_running
 
 NUM_RECENT_STEPS = 20
 """The newest steps, whose mean time estimates the time left."""
@@ -72,21 +71,14 @@ class RunLife:
 
 
 def run_life(lock: Path) -> RunLife:
-    """Look up the process that a run.lock names.
-
-    The lock itself is never tried: whoever tries it holds it for a moment, and a run that starts just then
-    would have to wait.
-    """
+    """Look up the process that a run.lock names."""
     try:
-        holder = Holder(**json.loads(lock.read_bytes()[:4096]))
-        is_well_formed = isinstance(holder.pid, int) and isinstance(holder.since_s, float | int)
+        holder = RunLock.holder(lock)
     except FileNotFoundError:
         return RunLife(life=Life.UNKNOWN, words="has no run.lock")
     except OSError as error:
         return RunLife(life=Life.UNKNOWN, words=f"run.lock cannot be read: {error.strerror}")
-    except (ValueError, TypeError, RecursionError):
-        is_well_formed = False
-    if not is_well_formed:
+    if holder is None:
         return RunLife(
             life=Life.UNKNOWN, words="run.lock says nothing that this version of forgeasync can read"
         )
@@ -94,24 +86,10 @@ def run_life(lock: Path) -> RunLife:
         return RunLife(life=Life.ENDED, words=f"in order; was {holder}")
     if holder.host != socket.gethostname():
         return RunLife(life=Life.ELSEWHERE, words=f"is {holder}; that machine cannot be asked from here")
-    if _is_there(holder):
+    # A process that began later than the run only has its number.
+    if is_running(holder.pid, by_s=holder.since_s + CLOCK_SLACK_S):
         return RunLife(life=Life.RUNNING, words=f"is {holder}")
     return RunLife(life=Life.DIED, words=f"was {holder}")
-
-
-def _is_there(holder: Holder) -> bool:
-    """Whether the process lives. One that began later than the run only has its number."""
-    try:
-        process = psutil.Process(holder.pid)
-        return (
-            process.create_time() <= holder.since_s + CLOCK_SLACK_S
-            and process.status() != psutil.STATUS_ZOMBIE
-        )
-    except psutil.NoSuchProcess:
-        return False
-    except psutil.Error:
-        # It is another user's: there, but it cannot be asked.
-        return True
 
 
 def status_of(run: RunReader, *, now_s: float | None = None) -> dict[str, object]:

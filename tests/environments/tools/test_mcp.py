@@ -16,7 +16,8 @@ import pytest
 from forgeasync.config import HttpServer, McpServerSection, StdioServer
 from forgeasync.environments import EpisodeInterrupted, McpTools, Toolbox, ToolCall, ToolResult, mcp_servers
 from forgeasync.files import RUN_MARK
-from forgeasync.rollouts import ToolStatus, is_running
+from forgeasync.processes import is_running
+from forgeasync.rollouts import ToolStatus
 from forgeasync.testing import HandTime
 from tests.support.processes import free_port
 

@@ -25,7 +25,8 @@ from forgeasync.environments import (
     run_tools,
 )
 from forgeasync.observability import EndedEpisodes
-from forgeasync.rollouts import AgentOutcome, EpisodeOutcome, ToolStatus, is_running
+from forgeasync.processes import is_running
+from forgeasync.rollouts import AgentOutcome, EpisodeOutcome, ToolStatus
 from forgeasync.testing import HandTime, ScriptedAgent, scripted_turn
 
 SLEEPS = [sys.executable, "-c", "import time; time.sleep(600)"]

@@ -1,0 +1,149 @@
+"""Processes of this machine: whether they run, which ones a run or a worker has started, and ending them.
+
+Once a process is dead, the kernel no longer says what it had started. A mark still does: a variable of the
+environment, which programs inherit. A run has one (``forgeasync.files.RUN_MARK``), and so does each
+environment worker and scorer.
+"""
+
+import contextlib
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import psutil
+
+from forgeasync.files import RUN_MARK
+
+WORKER_MARK = "FORGEASYNC_ENVIRONMENT_WORKER"
+"""Environment variable that holds the mark of a worker."""
+
+END_S = 10.0
+"""Time limit for processes to end after SIGKILL."""
+
+LOOK_AGAIN_S = 0.02
+"""Seconds between two looks for processes."""
+
+
+class NotEnded(RuntimeError):
+    """A process of a run that is over does not end, although it was killed."""
+
+
+def start_ticks(pid: int) -> int | None:
+    """Return the clock ticks from the host's boot to a process's start. An id and its ticks name one process.
+
+    None if the process has ended, even if nobody has waited for it yet.
+    """
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    # The second field is the command's name, in which anything may occur.
+    state, *fields = stat.rpartition(")")[2].split()
+    return None if state in "ZX" else int(fields[18])
+
+
+def is_running(pid: int, *, by_s: float | None = None) -> bool:
+    """Whether this host has a process of that id which has not ended.
+
+    With ``by_s``, in seconds since 1970, it must have started by then: another one may get its id later.
+    """
+    try:
+        if start_ticks(pid) is None:
+            return False
+        return by_s is None or psutil.Process(pid).create_time() <= by_s
+    except psutil.NoSuchProcess:
+        return False
+    except (PermissionError, psutil.AccessDenied):
+        # Another user's: it is there, but cannot be looked at.
+        return True
+
+
+def mark_this_process() -> str:
+    """Put a new mark into the environment of this process, and return it."""
+    mark = secrets.token_hex(16)
+    os.environ[WORKER_MARK] = mark
+    return mark
+
+
+def own_mark() -> dict[str, str]:
+    """Return the variables with the marks of this process and of its run, for programs that get an
+    environment of their own."""
+    return {name: os.environ[name] for name in (WORKER_MARK, RUN_MARK) if name in os.environ}
+
+
+def with_descendants(pid: int) -> list[psutil.Process]:
+    """Return a process and all that it has started, directly or not; empty if it has ended."""
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
+    return []
+
+
+def marked_processes(mark: str, variable: str = WORKER_MARK) -> list[psutil.Process]:
+    """Return the processes that carry a mark in a variable of their environment, with all that they have
+    started; takes some milliseconds.
+    """
+    wanted = f"{variable}={mark}".encode()
+    found: dict[int, psutil.Process] = {}
+    for pid in psutil.pids():
+        # Those of other users cannot be read, and others end meanwhile.
+        with contextlib.suppress(OSError):
+            if wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                # Children that have another environment are found by their parents.
+                found |= {one.pid: one for one in with_descendants(pid)}
+    return list(found.values())
+
+
+def started_by(native_id: int) -> list[psutil.Process]:
+    """Return the processes that a thread of this process has started and that still run, with all of theirs.
+
+    Empty where the thread has ended: the kernel then no longer says what it has started.
+    """
+    try:
+        started = Path(f"/proc/self/task/{native_id}/children").read_text().split()
+    except OSError:
+        return []
+    return [process for pid in started for process in with_descendants(int(pid))]
+
+
+def kill(processes: Iterable[psutil.Process]) -> int:
+    """Kill processes; return the number of those that still ran."""
+    num_killed = 0
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                process.kill()
+                num_killed += 1
+    return num_killed
+
+
+def end_all(
+    find: Callable[[], Iterable[psutil.Process]], *, linger_s: float = 0.0, limit_s: float = END_S
+) -> int:
+    """Kill what ``find`` still finds after ``linger_s``, until it finds nothing twice in a row.
+
+    A process that is just becoming another program has no mark for a moment, and one that is killed may have
+    started another. Returns the number of processes that were killed.
+
+    Raises:
+        NotEnded: a process does not end within ``limit_s``.
+    """
+    linger_end_s = time.monotonic() + linger_s
+    while time.monotonic() < linger_end_s and any(True for _ in find()):
+        time.sleep(LOOK_AGAIN_S)
+    killed: set[int] = set()
+    num_empty_looks = 0
+    end_s = time.monotonic() + limit_s
+    while num_empty_looks < 2:
+        running = [one for one in find() if one.pid != os.getpid() and kill([one])]
+        killed |= {one.pid for one in running}
+        num_empty_looks = 0 if running else num_empty_looks + 1
+        if time.monotonic() > end_s:
+            pids = ", ".join(str(one.pid) for one in running)
+            raise NotEnded(
+                f"processes {pids} of a run that is over do not end within {limit_s:g} s of SIGKILL"
+            )
+        time.sleep(LOOK_AGAIN_S)
+    return len(killed)
