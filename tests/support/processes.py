@@ -19,7 +19,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from forgeasync.rollouts import is_running
+from forgeasync.processes import is_running
 from tests.support.tiers import Starts, starts
 from tests.support.warm_python import warm_python
 from tests.support.warm_python.executable import CALL
