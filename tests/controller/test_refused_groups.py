@@ -247,7 +247,7 @@ def test_a_run_that_filters_everything_says_so(tmp_path: Path) -> None:
             run = GrpoRun(
                 config,
                 prepared,
-                make_roles(prepared, Generators(), make_scoring(), buffer),
+                make_roles(prepared, None, Generators(), buffer, scorer=make_scoring()),
                 recorder=Recorder(),
                 files=make_files(tmp_path),
             )
