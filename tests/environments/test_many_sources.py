@@ -5,7 +5,6 @@ import dataclasses
 import json
 import math
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from forgeasync.config import (
     DataSection,
     EvaluationSection,
     check_without_model,
-    load_config,
     named_sets,
     named_sources,
 )
@@ -27,7 +25,7 @@ from forgeasync.environments import TaskOrder, WeightedOrder, build_source, json
 from forgeasync.rollouts import PromptEncoder
 from forgeasync.schema import ConfigError
 from tests.support.buffer_world import make_task
-from tests.support.config_samples import MINIMAL
+from tests.support.config_samples import minimal_config
 from tests.support.loops import Generators, make_config, make_problem, make_run
 
 OWN = "tests.support.own_rewards"
@@ -283,13 +281,11 @@ def test_a_checkpoint_from_before_these_keys_has_the_same_data() -> None:
     assert dataclasses.replace(make_problem(1), record={"a": 1}) != make_problem(1)
 
 
-def test_rewards_beside_an_environment_are_refused(tmp_path: Path) -> None:
+def test_rewards_beside_an_environment_are_refused() -> None:
     """The environment scores its episodes: they would never be asked."""
-    file = tmp_path / "run.yaml"
-    file.write_text(MINIMAL)
     own = "{kind: python, factory: tests.support.own_rewards.length}"
     environment = "environment={kind: python, factory: tests.support.environments.TryAgain}"
-    assert check_without_model(load_config(file, [environment])) == []
-    found = check_without_model(load_config(file, [environment, f"data.reward={own}"]))
+    assert check_without_model(minimal_config(environment)) == []
+    found = check_without_model(minimal_config(environment, f"data.reward={own}"))
     assert [problem.field for problem in found] == ["data.reward"]
     assert "environment" in str(found[0])

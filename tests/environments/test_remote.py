@@ -26,7 +26,7 @@ from forgeasync.rollouts import Score, Task
 from forgeasync.schema import ConfigError
 from forgeasync.testing import ScriptedAgent
 from tests.support.app_runs import REPOSITORY, finish, read_lines, start
-from tests.support.config_samples import CONFIGS, MINIMAL
+from tests.support.config_samples import CONFIGS, minimal_config
 from tests.support.runs import write_episodes_run
 
 TASK = Task(task_id="7", prompt="1 + 3 =", answer="4", source_index=7, source="sums", record={"level": 3})
@@ -263,15 +263,13 @@ def test_a_url_that_cannot_work_is_refused(url: str) -> None:
         load_config(CONFIGS / "tiny_moe_cpu.yaml", [f"environment={{kind: remote, url: '{url}'}}"])
 
 
-def test_what_else_of_a_config_cannot_work_is_refused(tmp_path: Path) -> None:
+def test_what_else_of_a_config_cannot_work_is_refused() -> None:
     url = "url: 'http://127.0.0.1:9000'"
     with pytest.raises(ConfigError, match=r"environment\.task_fields\.a = 'text'.*record"):
         load_config(
             CONFIGS / "tiny_moe_cpu.yaml", [f"environment={{kind: remote, {url}, task_fields: {{a: text}}}}"]
         )
-    path = tmp_path / "config.yaml"
-    path.write_text(MINIMAL)
-    config = load_config(path, [f"environment={{kind: remote, {url}}}", "agents={a: {}, b: {}}"])
+    config = minimal_config(f"environment={{kind: remote, {url}}}", "agents={a: {}, b: {}}")
     (problem,) = check_without_model(config)
     assert problem.field == "agents" and "'remote' talks to one agent" in problem.remedy
 

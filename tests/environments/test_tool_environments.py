@@ -20,7 +20,6 @@ from forgeasync.config import (
     UnsafeSubprocess,
     check_without_model,
     environment_name,
-    load_config,
 )
 from forgeasync.environments import (
     AgentRole,
@@ -40,7 +39,7 @@ from forgeasync.schema import ConfigError
 from forgeasync.testing import HandTime, ScriptedAgent, ScriptedGenerator, scripted_turn
 from tests.support.buffer_world import make_task
 from tests.support.chat import make_tokenizer
-from tests.support.config_samples import MINIMAL
+from tests.support.config_samples import minimal_config
 
 
 def value(text: str, answer: str, **section: Any) -> float | None:
@@ -307,11 +306,9 @@ def test_a_server_that_cannot_be_used_is_found_before_the_run() -> None:
         ),
     ],
 )
-def test_wrong_sections_are_named(environment: str, field: str, tmp_path: Path) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_text(MINIMAL)
+def test_wrong_sections_are_named(environment: str, field: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        load_config(path, [f"environment={environment}"])
+        minimal_config(f"environment={environment}")
     assert [problem.field for problem in caught.value.problems] == [field]
 
 
@@ -332,11 +329,9 @@ def test_wrong_sections_are_named(environment: str, field: str, tmp_path: Path) 
         ),
     ],
 )
-def test_what_would_be_right_is_told_of_sections_by_name(override: str, remedy: str, tmp_path: Path) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_text(MINIMAL)
+def test_what_would_be_right_is_told_of_sections_by_name(override: str, remedy: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        load_config(path, [override])
+        minimal_config(override)
     assert remedy in str(caught.value)
 
 
@@ -370,24 +365,18 @@ def test_what_would_be_right_is_told_of_sections_by_name(override: str, remedy: 
         (["environment={kind: python_tool}", "data.chat_template=true", "agents={a: {}, b: {}}"], ["agents"]),
     ],
 )
-def test_what_an_environment_needs_of_the_config(
-    overrides: list[str], fields: list[str], tmp_path: Path
-) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_text(MINIMAL)
-    config = load_config(path, overrides)
+def test_what_an_environment_needs_of_the_config(overrides: list[str], fields: list[str]) -> None:
+    config = minimal_config(*overrides)
     assert [problem.field for problem in check_without_model(config)] == fields
 
 
-def test_sections_survive_being_written(tmp_path: Path) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_text(MINIMAL)
+def test_sections_survive_being_written() -> None:
     for environment in (
         "{kind: python_tool, plain_calls: {call_prefix: '[', call_suffix: ']'}}",
         "{kind: mcp, servers: {a: {kind: stdio, command: [x, y]}, b: {kind: http, url: 'http://h/mcp'}}}",
         "{kind: coding}",
     ):
-        config = load_config(path, [f"environment={environment}", "sandbox=unsafe"])
+        config = minimal_config(f"environment={environment}", "sandbox=unsafe")
         assert config.sandbox == UnsafeSubprocess()
         again = type(config).model_validate(config.model_dump(mode="json"))
         assert again == config

@@ -84,28 +84,40 @@ async def ask(engine: "GeneratorEngine", question: "Callable[[EngineCore], bool]
     return await engine._client.between_steps(question)
 
 
-async def until(engine: "GeneratorEngine", question: "Callable[[EngineCore], bool]") -> None:
-    """Let the engine decode until the answer is yes."""
-    while not await ask(engine, question):
-        await asyncio.sleep(0)
-
-
 def num_output_tokens(core: "EngineCore") -> int:
     """Tokens of all requests that have not finished."""
     return sum(request.num_output_tokens for request in core.scheduler.requests.values())
 
 
 async def let_decode(engine: "GeneratorEngine", num_tokens: int) -> None:
-    """Until a request, running now or started since, has that many more tokens."""
+    """Decode until a request, running now or started since, has that many more tokens.
+
+    The engine takes only the steps that this function asks for, one at a time. An engine that decodes freely
+    can end short requests before a busy event loop looks at them, and then nobody would ever see the tokens.
+    """
+    client = engine._client
+    before: dict[str, int] = {}
 
     def tokens(core: "EngineCore") -> dict[str, int]:
         return {one: request.num_output_tokens for one, request in core.scheduler.requests.items()}
 
-    before = await engine._client.between_steps(tokens)
-    await until(
-        engine,
-        lambda core: any(now >= before.get(one, 0) + num_tokens for one, now in tokens(core).items()),
-    )
+    def pause(core: "EngineCore") -> None:
+        client._stands_still = True
+        before.update(tokens(core))
+
+    def step(core: "EngineCore") -> bool:
+        if core.scheduler.has_requests():
+            client._step()
+        return any(now >= before.get(one, 0) + num_tokens for one, now in tokens(core).items())
+
+    def resume(_: "EngineCore") -> None:
+        client._stands_still = False
+
+    await client.between_steps(pause)
+    while not await client.between_steps(step):
+        # Requests are added by tasks that need some turns of the event loop.
+        await asyncio.sleep(0)
+    await client.between_steps(resume)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,12 +1,11 @@
 """Which renderer a run gets, and why."""
 
 from datetime import datetime
-from pathlib import Path
 
 import pytest
 from renderers.base import RENDERER_REGISTRY, _populate_registry
 
-from forgeasync.config import RendererName, check_without_model, load_config
+from forgeasync.config import RendererName, check_without_model
 from forgeasync.environments import (
     Conversation,
     FamilyRenderer,
@@ -18,7 +17,7 @@ from forgeasync.environments import (
 from forgeasync.rollouts import PromptEncoder
 from tests.support.chat import CHATML, make_tokenizer
 from tests.support.chat_families import TEMPLATES, family_tokenizer
-from tests.support.config_samples import MINIMAL
+from tests.support.config_samples import minimal_config
 
 
 def test_the_names_are_those_of_the_library() -> None:
@@ -158,15 +157,13 @@ ENVIRONMENT = "environment={kind: python, factory: a.b}"
         ),
     ],
 )
-def test_what_contradicts_is_refused(tmp_path: Path, overrides: list[str], said: str) -> None:
-    (tmp_path / "run.yaml").write_text(MINIMAL)
-    problems = check_without_model(load_config(tmp_path / "run.yaml", overrides))
+def test_what_contradicts_is_refused(overrides: list[str], said: str) -> None:
+    problems = check_without_model(minimal_config(*overrides))
     assert [str(problem)[: len(said)] for problem in problems] == [said]
 
 
-def test_what_fits_is_not_refused(tmp_path: Path) -> None:
-    (tmp_path / "run.yaml").write_text(MINIMAL)
+def test_what_fits_is_not_refused() -> None:
     overrides = [ENVIRONMENT, "data.chat_template=true", "data.renderer=glm-4.5"]
-    config = load_config(tmp_path / "run.yaml", overrides)
+    config = minimal_config(*overrides)
     assert config.data.renderer is RendererName.GLM_4_5
     assert list(check_without_model(config)) == []

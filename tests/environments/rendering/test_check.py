@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from forgeasync.config import load_config
 from forgeasync.controller import check_plan
 from forgeasync.environments import (
     CheckRow,
@@ -34,7 +33,7 @@ from forgeasync.rollouts import FinishReason, SampledTurn
 from forgeasync.schema import ConfigError
 from tests.support.chat import CHATML, LAST_ONLY, NUMBERED, make_tokenizer
 from tests.support.chat_families import TEMPLATES, family_tokenizer
-from tests.support.config_samples import HF_CONFIG, MINIMAL
+from tests.support.config_samples import HF_CONFIG, minimal_config
 
 
 def contradictions(rows: Sequence[CheckRow]) -> dict[str, str]:
@@ -240,18 +239,17 @@ def test_a_run_with_an_environment_refuses_a_template_that_rewrites(tmp_path: Pa
     """The same folder serves a run without one, whose prompts have one turn."""
     make_tokenizer(LAST_ONLY).save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "config.json").write_text(json.dumps(HF_CONFIG | {"vocab_size": 128}))
-    (tmp_path / "run.yaml").write_text(MINIMAL.replace(", ratio: 0.5, flag: true, text: a", ""))
     overrides = [
         f"model.path={tmp_path / 'model'}",
         f"run_dir={tmp_path / 'run'}",
         "data.chat_template=true",
     ]
-    check_plan(load_config(tmp_path / "run.yaml", overrides))
+    check_plan(minimal_config(*overrides))
     options = "options: {hint: again, failing_digit: 7}"
     own = f"environment={{kind: python, factory: tests.support.environments.TryAgain, {options}}}"
     with pytest.raises(ConfigError) as refused:
-        check_plan(load_config(tmp_path / "run.yaml", [*overrides, own]))
+        check_plan(minimal_config(*overrides, own))
     assert "data.renderer = 'auto': the renderer 'template'" in str(refused.value)
     assert "does not only append" in str(refused.value)
     make_tokenizer(CHATML).save_pretrained(tmp_path / "model")
-    check_plan(load_config(tmp_path / "run.yaml", [*overrides, own]))
+    check_plan(minimal_config(*overrides, own))

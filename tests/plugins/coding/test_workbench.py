@@ -8,33 +8,31 @@ from typing import Any
 import pytest
 
 import forgeasync as fa
-from forgeasync.config import check_without_model, load_config
+from forgeasync.config import check_without_model
 from forgeasync.environments import BrokenToolCall, Turn, build_environment
 from forgeasync.rollouts import ToolStatus
 from forgeasync.testing import ScriptedAgent, scripted_turn
-from tests.support.config_samples import MINIMAL
+from tests.support.config_samples import minimal_config
 from tests.support.repositories import calls, task_of
 
 CaptureSpec = Callable[[str], dict[str, Any]]
 
 
-def config_of(folder: Path, *overrides: str) -> Any:
-    path = folder / "config.yaml"
-    path.write_text(MINIMAL)
+def config_of(*overrides: str) -> Any:
     coding = [
         "data.source={kind: coding, path: tasks.jsonl}",
         "data.chat_template=true",
         "environment={kind: coding}",
     ]
-    return load_config(path, [*coding, *overrides])
+    return minimal_config(*coding, *overrides)
 
 
 @pytest.fixture
-def told(folder: Path, record: CaptureSpec, tmp_path: Path) -> Callable[..., list[tuple[str, str]]]:
+def told(folder: Path, record: CaptureSpec) -> Callable[..., list[tuple[str, str]]]:
     """Run calls in one episode; returns what the model was told, each with the status that was counted."""
 
     def run(*turns: Turn, tool_limit_s: float = 300.0) -> list[tuple[str, str]]:
-        config = config_of(tmp_path, "environment.max_result_characters=300")
+        config = config_of("environment.max_result_characters=300")
         environment = build_environment(config.environment, fa.Bubblewrap())
         agent = ScriptedAgent(*turns, scripted_turn("done"), tool_limit_s=tool_limit_s)
         asyncio.run(environment.rollout(task_of(record("unittest"), folder), agent))
@@ -123,6 +121,6 @@ def test_commands_share_a_shell_until_it_ends(told) -> None:
         ("data.chat_template=false", "data.chat_template = False: must be true"),
     ],
 )
-def test_a_config_that_cannot_work_is_refused(tmp_path: Path, override: str, message: str) -> None:
-    assert not check_without_model(config_of(tmp_path))
-    assert message in "\n".join(map(str, check_without_model(config_of(tmp_path, override))))
+def test_a_config_that_cannot_work_is_refused(override: str, message: str) -> None:
+    assert not check_without_model(config_of())
+    assert message in "\n".join(map(str, check_without_model(config_of(override))))

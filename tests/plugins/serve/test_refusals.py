@@ -9,7 +9,7 @@ from forgeasync.config import RunConfig, load_config
 from forgeasync.controller import prepare_evaluation, rehearse
 from forgeasync.environments import EndpointModel, build_source, look_at_data
 from forgeasync.schema import ConfigError
-from tests.support.config_samples import CONFIGS, MINIMAL
+from tests.support.config_samples import CONFIGS, minimal_config
 
 
 @pytest.fixture
@@ -17,11 +17,10 @@ def served() -> RunConfig:
     return load_config(CONFIGS / "serve_cpu.yaml")
 
 
-def test_serve_needs_people(served: RunConfig, tmp_path: Path) -> None:
+def test_serve_needs_people(served: RunConfig) -> None:
     require_people(served)
-    (tmp_path / "run.yaml").write_text(MINIMAL)
     with pytest.raises(ConfigError, match=r"data\.source\.kind = 'reasoning_gym': must be 'served'"):
-        require_people(load_config(tmp_path / "run.yaml"))
+        require_people(minimal_config())
 
 
 def test_nobody_comes_to_a_rehearsal_or_an_evaluation(served: RunConfig, tmp_path: Path) -> None:

@@ -1,13 +1,12 @@
 """What a run that serves people must be, and what other runs must not."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 
 from forgeasync.config import check_without_model, dump_config, load_config
 from forgeasync.schema import ConfigError
-from tests.support.config_samples import CONFIGS, MINIMAL
+from tests.support.config_samples import CONFIGS, minimal_config
 
 SERVED = (
     "data={source: {kind: served}, num_train: 1, num_held_out: 0}",
@@ -21,11 +20,8 @@ SOURCE = "{kind: reasoning_gym, task: chain_sum}"
 JUDGED = "serving.score_from=[feedback, judge]"
 
 
-def problems(tmp_path: Path, *overrides: str) -> dict[str, str]:
-    file = tmp_path / "run.yaml"
-    file.write_text(MINIMAL.replace(", options: {min_terms: 2, ratio: 0.5, flag: true, text: a}", ""))
-    config = load_config([file], overrides)
-    return {problem.field: str(problem) for problem in check_without_model(config)}
+def problems(*overrides: str) -> dict[str, str]:
+    return {problem.field: str(problem) for problem in check_without_model(minimal_config(*overrides))}
 
 
 def test_the_config_that_comes_with_the_package() -> None:
@@ -34,14 +30,12 @@ def test_the_config_that_comes_with_the_package() -> None:
     assert "token:" not in dump_config(config)
 
 
-def test_a_served_run(tmp_path: Path) -> None:
-    assert not problems(tmp_path, *SERVED)
+def test_a_served_run() -> None:
+    assert not problems(*SERVED)
     own = "environment={kind: python, factory: tests.plugins.serve.test_sessions_of_people.Counting}"
-    assert not problems(tmp_path, *SERVED, own, "serving.score_from=[environment, feedback]")
-    assert not problems(tmp_path, *SERVED, JUDGED, "agents={policy: {}, judge: {trainable: false}}")
-    assert not problems(
-        tmp_path, *SERVED, "serving.host=0.0.0.0", "serving.token_env=T", "serving.public_host=h"
-    )
+    assert not problems(*SERVED, own, "serving.score_from=[environment, feedback]")
+    assert not problems(*SERVED, JUDGED, "agents={policy: {}, judge: {trainable: false}}")
+    assert not problems(*SERVED, "serving.host=0.0.0.0", "serving.token_env=T", "serving.public_host=h")
 
 
 @pytest.mark.parametrize(
@@ -87,22 +81,22 @@ def test_a_served_run(tmp_path: Path) -> None:
         (["episodes.endings.no_score=zero"], "episodes.endings.no_score", "must be one of run_again, mask"),
     ],
 )
-def test_what_is_refused(tmp_path: Path, overrides: Sequence[str], field: str, words: str) -> None:
-    found = problems(tmp_path, *SERVED, *overrides)
+def test_what_is_refused(overrides: Sequence[str], field: str, words: str) -> None:
+    found = problems(*SERVED, *overrides)
     assert words in found[field], found
     assert "must be at least 2" not in str(found)
 
 
-def test_other_runs_have_held_out_problems(tmp_path: Path) -> None:
-    found = problems(tmp_path, "evaluation.num_problems=0")
+def test_other_runs_have_held_out_problems() -> None:
+    found = problems("evaluation.num_problems=0")
     assert list(found) == ["evaluation.num_problems"] and "at least 1" in found["evaluation.num_problems"]
     sources = f"[{{source: {SOURCE}}}, {{source: {{kind: served}}}}]"
     several = f"data={{source: null, sources: {sources}, num_train: 9, num_held_out: 9}}"
-    found = problems(tmp_path, several, "evaluation.num_problems=9")
+    found = problems(several, "evaluation.num_problems=9")
     assert "only source" in found["data.sources.1.source.kind"]
 
 
 @pytest.mark.parametrize("sources", ["[]", "[feedback, feedback]", "[likes]"])
-def test_where_scores_come_from(tmp_path: Path, sources: str) -> None:
+def test_where_scores_come_from(sources: str) -> None:
     with pytest.raises(ConfigError, match=r"serving\.score_from"):
-        problems(tmp_path, *SERVED, f"serving.score_from={sources}")
+        problems(*SERVED, f"serving.score_from={sources}")

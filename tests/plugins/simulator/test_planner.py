@@ -20,18 +20,16 @@ from forgeasync.plugins.simulator import (
     write_profile,
 )
 from forgeasync.schema import ConfigError
-from tests.support.config_samples import CONFIGS, FACTS, MINIMAL
+from tests.support.config_samples import CONFIGS, FACTS, minimal_config
 from tests.support.profiles import simple_profile
 
 GPU_BYTES = round(GPU_GIB * 2**30)
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> RunConfig:
-    file = tmp_path / "run.yaml"
-    file.write_text(MINIMAL)
+def config() -> RunConfig:
     overrides = ["max_off_policy_steps=4", "generator.max_num_seqs=4", "algorithm.groups_per_step=4"]
-    return load_config(file, [*overrides, "max_steps=100"])
+    return minimal_config(*overrides, "max_steps=100")
 
 
 def _plan(config: RunConfig, profile: Profile, *, num_gpus: int = 4) -> SplitPlan:
