@@ -317,8 +317,7 @@ def _check_teachers(config: RunConfig) -> Iterator[Refusal]:
 
 
 def _check_teacher(config: RunConfig, teacher: TeacherSection, field: str) -> Iterator[Refusal]:
-    """Check a teacher's prompt and, if its weights change, that its engines can load the policy's
-    versions."""
+    """Check a teacher's prompt, and that its engines can load the policy's versions if its weights change."""
     if teacher.prompt is not None and config.environment is not None:
         remedy = "must be null with an environment, whose conversations have no single prompt"
         yield f"{field}.prompt", remedy
@@ -623,8 +622,7 @@ def reward_gpus(config: RunConfig) -> frozenset[int]:
 
 
 def places_of(gpus: Iterable[int], visible: str | None) -> frozenset[int]:
-    """Return the indices of ``gpus`` among the GPUs visible to a run; ``visible`` is its
-    CUDA_VISIBLE_DEVICES.
+    """Return the indices of ``gpus`` among those in ``visible``, the run's CUDA_VISIBLE_DEVICES.
 
     GPUs that are not visible have no index and are left out.
 

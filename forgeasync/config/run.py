@@ -1,4 +1,4 @@
-"""The config of one run, with the sections that belong to no single role."""
+"""The config of one run, and the sections that are not specific to one role."""
 
 from collections.abc import Iterator
 from enum import StrEnum
@@ -25,75 +25,76 @@ from forgeasync.schema import Count, CountOrZero, Refusal, Seconds, Section, See
 
 
 class TimeoutSection(Section):
-    """Deadlines of calls to actors, in seconds. If a call takes longer, the run ends with an error, unless a
-    field says otherwise."""
+    """Deadlines of calls to actors, in seconds.
+
+    If a call takes longer, the run ends with an error, unless a field describes something else.
+    """
 
     setup_s: Seconds = 300.0
     generate_s: Seconds = 300.0
     train_step_s: Seconds = 600.0
     weights_s: Seconds = 120.0
     score_s: Seconds = 60.0
-    """Time for scoring one response, or a whole group where a reward compares its responses, from when a
-    scorer starts on it. After that the attempt has failed and is repeated, see ``scorer.max_attempts``."""
+    """Time limit for scoring one response, or a whole group if a reward compares its responses, from when a
+    scorer starts on it. After that the attempt fails and is repeated, see ``scorer.max_attempts``."""
     episode_s: Seconds = 600.0
-    """Time for one episode of an environment, from start to score. ``episodes.endings.timeout`` says what
-    becomes of one that takes longer."""
+    """Time limit for one episode of an environment, from start to score. ``episodes.endings.timeout`` is the
+    policy for an episode that takes longer."""
     host_s: Seconds = 60.0
-    """With several hosts: a host that does not answer for this long ends the run. A host that is not polled
+    """Time without an answer from a host after which a run on several hosts ends. A host that is not polled
     for twice this long shuts itself down."""
     controller_s: Seconds = 20.0
-    """With ``--supervise``: a controller that gives no sign of life for this long, such as one that was
-    stopped (SIGSTOP), is killed, and the run goes on from its newest checkpoint."""
+    """Time without a heartbeat after which ``--supervise`` kills a controller, such as one stopped by
+    SIGSTOP, and resumes the run from its newest checkpoint."""
     sigterm_s: Seconds = 30.0
-    """Time for a checkpoint, which gets half of it, and the export of the weights when the run is told to
-    stop by SIGTERM. The grace period before SIGKILL (Slurm's KillWait, Kubernetes'
-    terminationGracePeriodSeconds, both 30 s by default) should be 20 s longer, so that processes can end.
-    """
+    """Time limit after SIGTERM for a checkpoint, which gets half of it, and the export of the weights. The
+    grace period before SIGKILL (Slurm's KillWait, Kubernetes' terminationGracePeriodSeconds, both 30 s by
+    default) should be 20 s longer, so that processes can end."""
 
 
 class ScorerSection(Section):
-    """Scoring of groups, and the processes that verify answers."""
+    """Settings of the scorers, and of the processes that verify answers."""
 
     num_replicas: int = Field(default=1, gt=0, le=256)
-    """Number of scorers, each with ``num_workers`` processes of every reward. A response goes to the one with
-    the least to do."""
+    """Number of scorers, each with ``num_workers`` processes per reward. A response goes to the least busy
+    scorer."""
     max_concurrent: int = Field(default=8, gt=0, le=1024)
-    """Most finished groups that are scored at once. Others wait, and waiting does not count against
-    ``score_s``. Responses of groups that are still being sampled are scored beside them."""
+    """Maximum number of finished groups that are scored at once. Others wait, which does not count against
+    ``score_s``. Responses of groups that are still being sampled are scored in addition."""
     max_in_flight: int = Field(default=16, gt=0, le=4096)
-    """Most responses that are with one scorer at once; others wait in the queue. Rewards that wait for
-    servers want more."""
+    """Maximum number of responses that one scorer handles at once; others wait in the queue. Rewards that
+    wait for servers need a larger number."""
     max_queued: int = Field(default=4096, gt=0, le=1048576)
-    """Most responses that wait for a scorer. Those of unfinished groups are then scored with their group, and
-    finished groups wait."""
+    """Maximum number of responses that wait for a scorer. When the queue is full, responses of unfinished
+    groups are scored later with their group, and finished groups wait."""
     num_workers: int = Field(default=2, gt=0, le=256)
-    """Number of processes of each scorer that verify answers, each one answer at a time."""
+    """Number of processes of each scorer that verify answers, one answer at a time each."""
     answer_limit_s: float = Field(default=3.0, ge=0.01, le=3600.0)
-    """Wall time for verifying one answer, in seconds. After that the answer scores 0 and is counted
+    """Wall time limit for verifying one answer, in seconds. After that the answer scores 0 and is counted
     (``scoring/num_timeouts``)."""
     answer_memory_mib: int = Field(default=1024, ge=16, le=1048576)
     """Memory that verifying one answer may allocate, in MiB."""
     allow_weaker_isolation: bool = False
-    """Whether answers may be verified behind weaker layers on a machine where bubblewrap does not work. By
-    default such a machine is refused before the run starts. Namespaces, Landlock, limits and an audit hook
-    remain, as far as the kernel has them."""
+    """Verify answers with weaker isolation on a machine where bubblewrap does not work: namespaces, Landlock,
+    limits and an audit hook, as far as the kernel has them. By default, a run does not start on such a
+    machine."""
     max_attempts: int = Field(default=3, gt=0, le=100)
-    """Attempts at scoring a response; after this many failures its group is given up (``dropped/unscored``).
-    What was lost with a scorer's process does not count."""
+    """Maximum number of attempts at scoring a response; then its group is given up (``dropped/unscored``).
+    Attempts that were lost with a scorer's process do not count."""
     max_lost: int = Field(default=6, gt=0, le=100)
-    """A response during whose scoring a scorer's process was lost so often is given up: it may be what ends
-    scorers. Less than ``max_restarts``."""
+    """Number of scorer processes lost while scoring a response after which the response is given up, since it
+    may be the cause. Less than ``max_restarts``."""
     max_unavailable_s: Seconds = 1800.0
-    """Longest time that a response waits for what scores it, such as a judge's server that is down. After
-    that its group is given up."""
+    """Maximum time that a response waits for an unavailable reward, such as a judge's server that is down.
+    After that its group is given up."""
     heartbeat_s: Seconds = 8.0
-    """A scorer that does not answer for this long is killed and replaced."""
+    """Time without an answer after which a scorer is killed and replaced."""
     max_restarts: int = Field(default=10, gt=0, le=1000)
-    """Restarts of a scorer in a row, without a response that it has scored between them; after that the run
-    ends."""
+    """Maximum number of restarts of a scorer in a row without a scored response between them; after that the
+    run ends."""
 
     def find_problems(self) -> Iterator[Refusal]:
-        """Find a response that could end the run."""
+        """Yield a ``max_lost`` with which one response could end the run."""
         if self.max_lost >= self.max_restarts:
             remedy = (
                 f"must be less than scorer.max_restarts = {self.max_restarts}: a response that ends scorers "
@@ -102,48 +103,49 @@ class ScorerSection(Section):
 
 
 class CheckpointSection(Section):
-    """Checkpoints that a run can be resumed from: ``--resume latest``."""
+    """Checkpoints, from which ``--resume latest`` resumes a run."""
 
     every_steps: Count | None = 20
-    """Steps between two checkpoints, which are written while training goes on; null: no checkpoints."""
+    """Steps between two checkpoints, which are written while training continues; null: no checkpoints."""
     keep: Count = 2
     """Number of checkpoints to keep; older ones are deleted."""
     folder: str | None = None
-    """Folder for checkpoints, which all trainer procs must see; null: ``checkpoints`` in the run's folder."""
+    """Folder of checkpoints, which all trainer processes must see; null: ``checkpoints`` in the run's
+    folder."""
 
 
 class WandbMode(StrEnum):
-    """Whether Weights & Biases is reached over the network."""
+    """Whether metrics are sent to Weights & Biases during the run."""
 
     ONLINE = "online"
     OFFLINE = "offline"
-    """Files only; ``wandb sync`` sends them later."""
+    """Metrics are written to files; ``wandb sync`` uploads them later."""
 
 
 class WandbSection(Section):
-    """Metrics for Weights & Biases, besides all other files. Logging in there is left to wandb."""
+    """Logging to Weights & Biases, in addition to the run's files; wandb handles the login."""
 
     project: str = Field(min_length=1, max_length=128)
     entity: str | None = None
-    """User or team that the project belongs to; null: the user's default."""
+    """User or team that owns the project; null: the user's default."""
     mode: WandbMode = WandbMode.ONLINE
 
 
 class LoggingSection(Section):
-    """Files that a run writes besides metrics.jsonl."""
+    """Logs that a run writes in addition to metrics.jsonl."""
 
     rollouts_per_step: CountOrZero = 4
     """Number of rollouts per step whose text is written to rollouts.jsonl."""
     tensorboard: bool = True
     wandb: WandbSection | None = None
-    """null: Weights & Biases gets nothing. Needs the package wandb."""
+    """Logging to Weights & Biases, which needs the package wandb; null: none."""
 
 
 Width = Annotated[int, Field(gt=0, le=65536)]
 
 
 class ShapeSection(Section):
-    """Sizes of a Qwen3-MoE built from a seed."""
+    """Shape of a Qwen3-MoE model that is initialized from a seed."""
 
     num_layers: int = Field(gt=0, le=1024)
     hidden_size: Width
@@ -157,7 +159,7 @@ class ShapeSection(Section):
     expert_hidden_size: Width
 
     def find_problems(self) -> Iterator[Refusal]:
-        """Find numbers that do not go together."""
+        """Yield inconsistent numbers of experts and heads."""
         if self.top_k > self.num_experts:
             yield "top_k", f"must be at most warmup.shape.num_experts = {self.num_experts}"
         if self.num_heads % self.num_kv_heads:
@@ -165,8 +167,10 @@ class ShapeSection(Section):
 
 
 class WarmupSection(Section):
-    """How ``python -m apps.warmup`` builds the model at ``model.path``: random initialization, then a short
-    supervised run on generated worked examples."""
+    """Settings of ``python -m apps.warmup``, which builds the model at ``model.path``.
+
+    The model is initialized randomly, then briefly trained with supervision on generated worked examples.
+    """
 
     seed: Seed = 0
     shape: ShapeSection
@@ -174,20 +178,21 @@ class WarmupSection(Section):
     examples_per_step: Count
     optimizer: OptimizerSection
     direct_share: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """How often the model is taught to guess the answer instead of working it out. Guesses stand for
-    pre-training text, which mostly gives answers directly; RL then has to discover that working pays."""
+    """Weight share of examples that guess the answer instead of working it out. Guesses imitate pre-training
+    text, which mostly gives answers directly; RL then has to discover that working out the answer pays."""
     guesses_per_step: Count | None = None
-    """Number of examples of a step that guess. Each is weighted so that together they count as direct_share
-    of the step: a few teach as much as many and take less time. null: direct_share of the examples."""
+    """Number of examples per step that guess. They are weighted so that together they have direct_share of
+    the step's weight: a few teach as much as many and take less time. null: direct_share of the examples."""
     guess_error: CountOrZero = 0
-    """Largest error of a guess, and of a wrong step; errors are uniform."""
+    """Maximum error of a guess, and of a wrong step; errors are uniformly distributed."""
     wrong_step_share: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """Share of the steps of worked examples whose result is off; what follows goes on from it. RL then has to
-    find the right result at every step. Not with a tool, which makes no errors."""
+    """Share of the steps in worked examples whose result is wrong; the following steps continue from the
+    wrong result. RL then has to learn the right result of every step. Must be 0 with an environment, whose
+    tool makes no errors."""
     shown_per_step: CountOrZero = 0
-    """Number of examples of a step that are worked out behind the prompt of the run's teacher with
-    ``$sibling``, which shows a right response: without such a past a small model makes nothing of what it is
-    shown. They do not count for direct_share."""
+    """Number of examples per step whose prompt is that of the run's teacher with ``$sibling``, which shows a
+    correct response. A small model cannot use a shown response without such training. These examples do not
+    count for direct_share."""
 
     @property
     def num_guesses_per_step(self) -> int:
@@ -196,7 +201,7 @@ class WarmupSection(Section):
         return round(self.direct_share * (self.examples_per_step - self.shown_per_step))
 
     def find_problems(self) -> Iterator[Refusal]:
-        """Find examples that do not fit in memory, and shares that cannot be kept."""
+        """Yield examples that do not fit in memory, and inconsistent shares."""
         if (num_examples := self.num_steps * self.examples_per_step) > MAX_TASKS:
             yield (
                 "num_steps",
@@ -228,14 +233,14 @@ class RunConfig(Section):
     name: str
     """Name of the run; part of the names of its folder and its jobs."""
     seed: Seed = 0
-    """Seed of all random draws; 32 bits, because vLLM passes its seed on to NumPy."""
+    """Seed of all random draws; 32 bits, because vLLM passes its seed to NumPy."""
     max_steps: Count
     """Number of training steps; each trains on one batch and publishes one policy version."""
     run_dir: str | None = None
     """Folder of this run; null: runs/<name>-<time>."""
     max_off_policy_steps: int = Field(default=0, ge=0, le=32)
-    """Most off-policy steps: policy versions between the weights that sampled a token and the weights that
-    train on it. 0: strictly synchronous."""
+    """Maximum age of training data: policy versions between the weights that sampled a token and the weights
+    that train on it. 0: strictly synchronous."""
     model: ModelSection
     data: DataSection
     sampling: SamplingSection
@@ -252,17 +257,17 @@ class RunConfig(Section):
     teachers: dict[AgentName, TeacherSection] = Field(default_factory=dict)
     """Teachers by name, for terms of the loss that need one."""
     environment: EnvironmentSection | None = None
-    """Multi-turn environment, which scores its own episodes: one that comes with the package, or a class of
-    your own that is derived from ``Environment``, or an async function (task, agent). null: one prompt and
-    one response, scored by ``data.reward``."""
+    """Multi-turn environment, which scores its own episodes: a built-in or installed one, your own class
+    derived from ``Environment``, or your own async function (task, agent). null: one prompt and one response,
+    scored by ``data.reward``."""
     episodes: EpisodesSection = EpisodesSection()
     agents: dict[AgentName, AgentSection] | None = None
-    """The environment's agents by name, at least one of them trained, if it has several: ``rollout`` then
-    gets all of them. null: one agent."""
+    """Agents of an environment with several agents, by name; at least one is trained. ``rollout`` receives
+    all of them. null: one agent."""
     sandbox: SandboxSection = Bubblewrap()
-    """Where environments run code that the model wrote."""
+    """Sandbox in which environments run code of the model."""
     serving: ServingSection = ServingSection()
-    """How people are served, in runs with ``data.source: {kind: served}``."""
+    """Settings for serving people, in runs with ``data.source: {kind: served}``."""
     evaluation: EvaluationSection
     logging: LoggingSection = LoggingSection()
     timeouts: TimeoutSection = TimeoutSection()
@@ -271,7 +276,7 @@ class RunConfig(Section):
 
 
 def is_served(config: RunConfig) -> bool:
-    """Return whether people bring the run's tasks, over HTTP."""
+    """Return whether people submit the run's tasks over HTTP."""
     source = config.data.source
     return isinstance(source, InstalledSource) and source.serves_people
 
@@ -282,19 +287,20 @@ def all_sources(config: RunConfig) -> tuple[NamedSource, ...]:
 
 
 def longest_response(config: RunConfig) -> int:
-    """Return the most tokens that can follow the first prompt; turns of an episode can fill the context."""
+    """Return the maximum number of tokens after the first prompt; an episode can fill the whole context."""
     if config.environment is not None:
         return config.model.max_context_length
     return config.sampling.max_response_tokens
 
 
 def num_groups_held(config: RunConfig) -> int:
-    """Return the most groups whose rollouts stay for the trainer: those of batches between two snapshots."""
+    """Return the maximum number of groups kept for the trainer: those of the batches between two
+    snapshots."""
     return config.algorithm.groups_per_step * (config.trainer.recovery.snapshot_every_steps or 1)
 
 
 def resolve(config: RunConfig, facts: ModelFacts) -> RunConfig:
-    """Return the config as the run uses it: without routing replay if the model has no experts."""
+    """Return the config that the run uses: without routing replay if the model has no experts."""
     if facts.num_experts:
         return config
     changes = {"routing_replay": RoutingReplay.OFF, "replay_probe_share": 0.0}

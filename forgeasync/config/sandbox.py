@@ -1,4 +1,4 @@
-"""The section on sandboxes: where code that a model wrote runs, and what it may use there."""
+"""Section ``sandbox``: isolation and limits of the code that a model writes."""
 
 import re
 from pathlib import PurePosixPath
@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 from forgeasync.schema import SHORT_FORM, PythonCode, Section
 
 RESERVED_FOLDERS = ("/dev", "/proc", "/tmp", "/work", "/run", "/etc")
-"""Folders that a box has of its own; nothing can be mounted over them, but below /work and /tmp neither."""
+"""Folders that every box has of its own; nothing can be mounted at or below them."""
 
 _VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 _IMAGE_NAME = re.compile(r"[A-Za-z0-9][\w.\-/:@]*", re.ASCII)
@@ -57,33 +57,34 @@ def _check_image(image: str) -> str:
 
 
 class SandboxLimits(Section):
-    """What one box may use."""
+    """Resource limits of one sandbox ("box")."""
 
     memory_mib: int = Field(default=1024, ge=16, le=1048576)
-    """Memory of all processes of a box together, in MiB; files in the box count for ``disk_mib``. No single
-    process can have more at any time. The sum is looked at every 50 ms, and all processes of a box above it
-    are killed. Docker and Podman leave both to the kernel."""
+    """Memory limit of all processes of a box together, in MiB; files in the box count for ``disk_mib``. The
+    kernel applies the limit to each process at all times. The sum is checked every 50 ms, and all processes
+    of a box above the limit are killed. With Docker and Podman the kernel enforces both."""
     disk_mib: int = Field(default=512, ge=1, le=1048576)
-    """Size of all files that a box may write, in MiB. They are held in the host's memory."""
+    """Total size of the files that a box may write, in MiB. They are held in the host's memory."""
     max_files: int = Field(default=65536, ge=16, le=10_000_000)
-    """Most files and folders that a box may have in its writable folders."""
+    """Maximum number of files and folders in the writable folders of a box."""
     max_processes: int = Field(default=128, ge=4, le=65536)
-    """Most processes and threads of a box."""
+    """Maximum number of processes and threads of a box."""
     max_open_files: int = Field(default=256, ge=16, le=65536)
-    """Most open files of each process."""
+    """Maximum number of open files of each process."""
     cpu_s: int = Field(default=3600, ge=1, le=366 * 86400)
-    """Processor time of each process, in seconds; deadlines in wall time are given with every call."""
+    """CPU time limit of each process, in seconds; each call has its own wall time limit."""
     output_kib: int = Field(default=256, ge=1, le=65536)
-    """Most that is kept of a call's standard output, and as much of its standard error, in KiB. The rest is
-    thrown away and counted."""
+    """Maximum size of a call's standard output that is kept, in KiB; standard error has the same limit. The
+    rest is discarded and counted."""
     mounts: Annotated[dict[str, str], AfterValidator(_check_mounts)] = Field(default_factory=dict)
-    """Folders and files of the host that a box sees, read-only: path on the host, path in the box."""
+    """Folders and files of the host that are mounted read-only: path in the box by path on the host."""
     env: Annotated[dict[str, str], AfterValidator(_check_env)] = Field(default_factory=dict)
-    """Environment variables of commands, beside PATH, HOME, USER and LANG. The host's are not passed on."""
+    """Environment variables of commands, in addition to PATH, HOME, USER and LANG. Those of the host are not
+    inherited."""
 
 
 class Bubblewrap(SandboxLimits):
-    """Linux namespaces set up by bubblewrap, with a filter of system calls; needs no daemon and no root."""
+    """Linux namespaces set up by bubblewrap, with a system call filter; needs neither a daemon nor root."""
 
     kind: Literal["bubblewrap"] = "bubblewrap"
     program: str | None = None
@@ -92,33 +93,35 @@ class Bubblewrap(SandboxLimits):
 
 class _Container(SandboxLimits):
     image: Annotated[str, AfterValidator(_check_image)]
-    """Image of the box, which is there already or can be pulled. It needs ``sh``, ``cat``, ``chmod``,
-    ``mkdir``, ``sleep`` and ``tar``, and ``python3`` for Python sessions."""
+    """Image of the box, which is present or can be pulled. It needs ``sh``, ``cat``, ``chmod``, ``mkdir``,
+    ``sleep`` and ``tar``, and ``python3`` for Python sessions."""
     program: str | None = None
     """Path of the command-line client; null: the one in PATH."""
     start_s: float = Field(default=120.0, ge=0.1, le=86400.0)
-    """Time for starting a container, which may include a pull of its image."""
+    """Time limit for starting a container, in seconds, which may include a pull of its image."""
 
 
 class Docker(_Container):
-    """A container of a Docker engine, driven by its command line."""
+    """Docker container, controlled through the command line client."""
 
     kind: Literal["docker"] = "docker"
 
 
 class Podman(_Container):
-    """A container of Podman, driven by its command line."""
+    """Podman container, controlled through the command line client."""
 
     kind: Literal["podman"] = "podman"
 
 
 class PythonSandbox(PythonCode):
-    """A backend of your own: a class derived from ``fa.SandboxBackend``, called with the options."""
+    """Your own backend: a class derived from ``fa.SandboxBackend``, called with the options."""
 
 
 class UnsafeSubprocess(SandboxLimits):
-    """Plain processes of the host, in a temporary folder. Nothing is isolated: what a model writes can read,
-    change and send whatever the run's user can."""
+    """Plain processes of the host in a temporary folder, without isolation.
+
+    Code of the model can read, change and send everything that the run's user can.
+    """
 
     kind: Literal["unsafe"] = "unsafe"
 

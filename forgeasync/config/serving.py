@@ -1,4 +1,4 @@
-"""The section on how people are served: where, with which bounds, and where scores come from.
+"""Section ``serving``: address, limits and score sources of a run that serves people.
 
 The plug-in ``serve`` has the data source and the environment of such runs.
 """
@@ -14,43 +14,45 @@ from forgeasync.schema import Count, Seconds, Section
 
 
 class ScoreSource(StrEnum):
-    """What gives a session its score."""
+    """Source of a session's score."""
 
     FEEDBACK = "feedback"
     """The last feedback that was posted."""
     ENVIRONMENT = "environment"
-    """``verdict`` of your own environment, which is derived from ``ServedSessions``."""
+    """The method ``verdict`` of your own environment, which is derived from ``ServedSessions``."""
     JUDGE = "judge"
-    """``agents.judge``, which reads every reply together with what the person wrote next."""
+    """The agent ``agents.judge``, which reads each reply together with the person's next message."""
 
 
 class ServingSection(Section):
-    """How people are served; used with ``data.source: {kind: served}``."""
+    """Settings for serving people; used with ``data.source: {kind: served}``."""
 
     host: str = "127.0.0.1"
-    """Address to listen on. Everything but this machine's own (127.0.0.1, ::1, localhost) needs
+    """Address to listen on. All addresses except loopback (127.0.0.1, ::1, localhost) require
     ``token_env``."""
     port: int = Field(default=0, ge=0, le=65535)
-    """0: any that is free. The console and serving.json in the run's folder say which; a worker that is
-    replaced comes back on the same one."""
+    """Port to listen on; 0: any free port. The console and serving.json in the run's folder show it. A worker
+    that is replaced uses the same port again."""
     public_host: str | None = None
     """Name or address by which clients reach the machine; null: ``host``."""
     token_env: str | None = None
     """Name of an environment variable with the token for ``POST /sessions``, at least 16 characters. null: a
-    random token, which is written to serving.json (readable for its owner only)."""
+    random token, which is written to serving.json (readable by its owner only)."""
     idle_session_s: Seconds = 900.0
-    """A session without a turn for this long is ended."""
+    """Time without a turn after which a session is ended."""
     session_s: Seconds = 7200.0
-    """A session that is older than this is ended."""
+    """Age at which a session is ended."""
     max_open_sessions: Count = 256
-    """Most sessions that are open; one more gets 429."""
+    """Maximum number of open sessions; requests for more get HTTP status 429."""
     max_turns_at_once: int = Field(default=4, gt=0, le=1024)
-    """Most turns of one session that are sampled at the same time; one more gets 429."""
+    """Maximum number of turns of one session that are sampled at once; requests for more get HTTP status
+    429."""
     score_from: tuple[ScoreSource, ...] = (ScoreSource.FEEDBACK,)
-    """Where a session's score comes from: the first of these that gives one. A session without any is not
-    trained on."""
+    """Sources of a session's score, in order of priority: the first one that gives a score counts. A session
+    without a score is not trained on."""
     keep_texts: bool = False
-    """Write what people and the model said to rollouts.jsonl. false: rollouts.jsonl has numbers only."""
+    """Write the messages of people and the model to rollouts.jsonl. false: rollouts.jsonl has numbers
+    only."""
 
     @model_validator(mode="after")
     def _has_different_sources(self) -> Self:
@@ -68,11 +70,11 @@ class ServingSection(Section):
 
 
 WILDCARDS = ("", "0.0.0.0", "::")
-"""Hosts that stand for all addresses of a machine."""
+"""Values of ``host`` that mean all addresses of a machine."""
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether nobody but this machine can reach a host."""
+    """Return whether only this machine can reach an address."""
     if host == "localhost":
         return True
     try:
