@@ -1,6 +1,6 @@
-"""Plug-in: a model changes a repository in a box, and hidden tests judge what it did (docs/coding.md).
+"""Plug-in: a model changes a repository in a sandbox, and hidden tests judge its changes (docs/coding.md).
 
-The entry points in pyproject.toml add the kind ``coding`` to ``environment`` and to sources of problems.
+The entry points in pyproject.toml add the kind ``coding`` to ``environment`` and to task sources.
 """
 
 import lazy_loader

@@ -35,14 +35,17 @@ MAX_FILE_BYTES = 2**20
 DEFAULT_LINES = 200
 PACKAGES_FOLDER = "/packages"
 GRACE_S = 15.0
-"""What a call of a tool may take longer than its command, before it is cut off with its shell."""
+"""Extra seconds that a tool call has beyond the time limit of its command, before the call is cut off."""
 
 
 class Workbench:
-    """The tools of one episode. Calls must follow each other: they share a shell and its files."""
+    """The tools of one episode. Calls must not overlap: they share one shell and its files.
+
+    The docstrings of ``run``, ``view``, ``edit``, ``write`` and ``submit`` are part of the model's prompt.
+    """
 
     def __init__(self, box: Sandbox, *, command_s: float) -> None:
-        """``command_s`` is the time for one command."""
+        """``command_s`` is the time limit of one command, in seconds."""
         self._box = box
         self._command_s = command_s
         self._shell: Shell | None = None
@@ -51,7 +54,7 @@ class Workbench:
         self.tools = tuple(Tool.from_function(function) for function in functions)
 
     async def close(self) -> None:
-        """End the shell and all that it has started."""
+        """End the shell and all processes that it started."""
         if self._shell is not None:
             await self._shell.close()
             self._shell = None
@@ -154,26 +157,27 @@ def _told(result: ShellResult, limit_s: float) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """What came of one episode."""
+    """The outcome of one episode."""
 
     score: Score
     changes: Changes
     patch: str
-    """The changes that were judged, as a unified diff; before it, those that were not, and why."""
+    """A ``#`` line with the reason for each change that was not judged, then the judged changes as a diff."""
     test_log: str
 
     @property
     def artifacts(self) -> dict[str, str]:
-        """What is worth keeping of it, by the name of a file."""
+        """Texts to store with the rollout, by file name."""
         return {"changes.patch": self.patch, "tests.log": self.test_log}
 
 
 class CodingEnvironment(Environment):
-    """The score is 1 if all tests of the record pass, else 0.
+    """Lets a model change a repository; the score is 1 if all tests of the record pass, else 0.
 
-    Its parts are the shares of ``FAIL_TO_PASS`` and ``PASS_TO_PASS`` that passed, whether there were changes
-    to judge, and the numbers of changes that did not count and of those among them that could have decided
-    how the solution is tested.
+    Parts of the score: ``has_changes`` (1 if there were changes to judge), ``fail_to_pass`` and
+    ``pass_to_pass`` (shares of these tests that passed; absent without changes), ``num_refused_changes``
+    (changes that were not judged), and ``num_tampered`` (refused changes that could have decided how the
+    solution is tested).
     """
 
     def __init__(self, section: CodingAgent, sandbox: SandboxSection) -> None:
@@ -187,11 +191,11 @@ class CodingEnvironment(Environment):
         return attempt.score
 
     async def attempt(self, task: Task, agent: Agent) -> Attempt:
-        """Let the model work on a task, and judge what it has changed.
+        """Let the model work on a task, and judge its changes.
 
         Raises:
             ValueError: the task's record is wrong.
-            EpisodeInterrupted: no box could be started.
+            EpisodeInterrupted: no sandbox could be started.
         """
         record = read_record(task.record, Path("/"))
         hidden = hidden_tests(record)
@@ -220,7 +224,7 @@ class CodingEnvironment(Environment):
             try:
                 turn = await agent.respond(messages, tools=toolbox.specs)
             except (ContextFull, TooManyTurns):
-                # What it has done until then is judged.
+                # The changes so far are judged.
                 return
             messages.append(turn.message)
             # One after the other: a command may need what an earlier call of the turn has written.
@@ -238,7 +242,7 @@ class CodingEnvironment(Environment):
 
 
 def _sandbox_for(record: CodingRecord, sandbox: SandboxSection) -> SandboxSection:
-    """The section of a record's boxes, with its image and packages."""
+    """Return the sandbox section for a record, with the record's image and packages."""
     if record.image is not None:
         if not isinstance(sandbox, Docker | Podman):
             raise ValueError(

@@ -1,8 +1,8 @@
-"""Takes a model's changes out of its box, and judges them by the repository's hidden tests.
+"""Reads a model's changes from its sandbox, and judges them by the repository's hidden tests.
 
-The box compares its files with the checkout's, whose digests are computed on the host. Nothing that the model
-has made is asked about it, such as a git repository. The code that compares runs in the box too: whoever
-deceived it would only lie about his own changes. These are judged in fresh boxes, which no model has been in.
+A program in the sandbox compares the files there with digests of the checkout, which the host computes. It
+relies on nothing that the model could have made, such as a git repository. A model that tampers with the
+program can only misreport its own changes. The changes are judged in fresh sandboxes, in which no model ran.
 """
 
 import base64
@@ -36,22 +36,22 @@ class Refusal(StrEnum):
     """Why a change does not count."""
 
     PROTECTED = "protected"
-    """It could decide how the solution is tested."""
+    """The change could decide how the solution is tested."""
     HIDES_MODULE = "hides_module"
-    """The file would be imported in place of a module of Python or of the test runner."""
+    """The file would be imported in place of a standard library module or a module of the test runner."""
     LINK = "link"
-    """It is a symbolic link, a pipe, a socket or a device."""
+    """The file is a symbolic link, a pipe, a socket or a device."""
     BINARY = "binary"
-    """It is no UTF-8 text."""
+    """The content is not UTF-8 text."""
     NAME = "name"
     """The path has characters that cannot be printed, or parts such as ``.git``."""
     NO_PLACE = "no_place"
-    """There is a folder, file or link in its way that was not taken away."""
+    """A folder, file or link at the path or at a parent of it blocks the file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChangedFile:
-    """A file as the model has left it."""
+    """A file that the model changed or added, in its final state."""
 
     content: bytes
     is_executable: bool
@@ -59,12 +59,12 @@ class ChangedFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changes:
-    """What a model has changed."""
+    """The changes of a model to its repository."""
 
     files: Mapping[str, ChangedFile]
     deleted: tuple[str, ...]
     refused: Mapping[str, Refusal]
-    """Changes that do not count, by path."""
+    """Changes that do not count: path to reason."""
     problem: str | None = None
     """Why there are no changes to judge, although the model has made some; None if nothing is wrong."""
 
@@ -75,18 +75,18 @@ class Changes:
 
     @property
     def num_tampered(self) -> int:
-        """Changes that could have decided how the solution is tested."""
+        """Number of refused changes that could have decided how the solution is tested."""
         tampering = (Refusal.PROTECTED, Refusal.HIDES_MODULE)
         return sum(one in tampering for one in self.refused.values())
 
 
 def program(name: str) -> str:
-    """Return the text of a program that runs in a box."""
+    """Return the source of a program that runs in a sandbox."""
     return resources.files("forgeasync.plugins.coding.inside").joinpath(f"{name}.py").read_text()
 
 
 def run_command(name: str, *arguments: str | int) -> list[str]:
-    """Return the command that runs such a program; the repository's modules are out of its reach."""
+    """Return the command that runs such a program; ``-I`` hides the repository's modules from it."""
     return ["python3", "-I", "-c", program(name), *map(str, arguments)]
 
 
@@ -114,9 +114,10 @@ def manifest_of(checkout: Path) -> bytes:
 async def take_changes(
     box: Sandbox, record: CodingRecord, hidden: HiddenTests, section: CodingAgent
 ) -> Changes:
-    """Read back what differs from the checkout. Nothing of the model's may still run in the box.
+    """Return the differences between a sandbox and the checkout.
 
-    Whatever the model has done to its box, this returns: ``problem`` says what cannot be judged.
+    No process of the model may still run in the sandbox. A damaged sandbox raises no error: ``problem`` of
+    the result then says what cannot be judged.
     """
     folder = f".coding-{secrets.token_hex(8)}"
     listed, result = f"{folder}/list", f"{folder}/result"
@@ -201,27 +202,27 @@ NAMES = (
     "usercustomize.py",
     "*.pth",
 )
-"""Names of files that are tests, or that pytest and Python read before them, in any folder."""
+"""Name patterns of test files and of files that pytest or Python reads before tests, in any folder."""
 
 FOLDERS = ("tests", "*.egg-info", "*.dist-info")
-"""Folders of tests and of entry points, which pytest loads plugins from, at any depth."""
+"""Name patterns of folders, at any depth, with tests or with entry points (plug-ins of pytest)."""
 
 FIRST_FOLDERS = ("test",)
-"""Folders of tests directly in the repository; below, packages such as ``django.test`` are called so too."""
+"""Test folders in the root of the repository only; deeper, packages such as ``django.test`` have the name."""
 
 _RUNNERS = frozenset({"pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments", "py"})
 
 
 def is_protected(path: str, *, hidden: Set[str], patterns: Sequence[str]) -> bool:
-    """Whether a change of this file is undone.
+    """Return whether changes of a file do not count, because it could decide how the solution is tested.
 
-    ``hidden`` are the files of the test patch and those of listed tests; ``patterns`` are the record's
-    own, in which ``*`` stands for any text, slashes included.
+    ``hidden`` has the files of the test patch and of listed tests. ``patterns`` are the record's own; in
+    them ``*`` matches any text, including slashes.
     """
     parts = PurePosixPath(path).parts
     return (
         path in hidden
-        # A file or link where the tests' folder was.
+        # A file or link in place of a folder of tests.
         or any(one.startswith(f"{path}/") for one in hidden)
         or any(fnmatchcase(parts[-1], name) for name in NAMES)
         or any(fnmatchcase(part, name) for part in parts for name in FOLDERS)
@@ -231,8 +232,10 @@ def is_protected(path: str, *, hidden: Set[str], patterns: Sequence[str]) -> boo
 
 
 def hides_module(path: str, *, python_path: Sequence[str], checkout: Path) -> bool:
-    """Whether a file would be imported in place of a module of Python or of the test runner, and the
-    repository has no module of that name itself."""
+    """Return whether a file would be imported in place of a module of Python or of the test runner.
+
+    False if the checkout itself has a module of that name.
+    """
     for root in python_path:
         if root != "." and not path.startswith(f"{root}/"):
             continue
@@ -247,30 +250,30 @@ def hides_module(path: str, *, python_path: Sequence[str], checkout: Path) -> bo
 
 PLACE_LIMIT_S = 60.0
 DIFFERENCE_LIMIT_S = 10.0
-"""A model can write texts whose comparison takes very long."""
+"""Time limit of the diff, in seconds; some texts take very long to compare."""
 MAX_DIFFERENCE_BYTES = 4 * 2**20
 REPORT_KIB = 4096
 MAX_LOG_CHARACTERS = 2**20
-"""Most that is kept of what tests have printed: artifacts of an episode are bounded too."""
+"""Maximum length of the kept test output; the artifacts of an episode are bounded too."""
 _PYTEST_HAS_RUN = (0, 1)
-"""``pytest.ExitCode``: all tests passed; some did not. Others say that pytest itself did not get through."""
+"""Values of ``pytest.ExitCode`` of complete runs: all tests passed, or some failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What the tests say."""
+    """The results of the tests."""
 
     passed: frozenset[str]
     """Listed tests that passed."""
     log: str
-    """What the tests have printed, and how their processes ended."""
+    """Output of the tests, and how their processes ended."""
     patch: str
     """The changes as a unified diff."""
     without_place: tuple[str, ...]
-    """Changed files that could not be put anywhere."""
+    """Changed files that could not be written, because something else is at their path."""
 
     def share(self, tests: Sequence[str]) -> float:
-        """Share of these tests that passed; 1 of none."""
+        """Return the share of these tests that passed; 1 if ``tests`` is empty."""
         return sum(test in self.passed for test in tests) / len(tests) if tests else 1.0
 
 
@@ -282,16 +285,16 @@ async def grade(
     sandbox: SandboxSection,
     section: CodingAgent,
 ) -> Verdict:
-    """Run the record's tests on the checkout with the model's changes and, placed last, the hidden tests.
+    """Run the record's tests on the checkout with the model's changes; hidden tests are placed last.
 
-    Every file of tests has a box of its own, so that what runs with one cannot change another. All together
-    have ``section.tests_s``.
+    Each test file runs in its own sandbox, so that one cannot affect another. All of them share the time
+    limit ``section.tests_s``.
 
     Raises:
-        SandboxError: a box could not be made; nothing of the model's ran in it.
+        SandboxError: a sandbox could not be prepared; no code of the model ran in it.
     """
     if isinstance(sandbox, SandboxLimits):
-        # With room for reports.
+        # Reports of the tests come through the output, which therefore needs room for them.
         sandbox = sandbox.model_copy(update={"output_kib": max(sandbox.output_kib, REPORT_KIB)})
     placed = {
         "files": {
@@ -327,10 +330,10 @@ async def grade(
 
 
 async def _place(box: Sandbox, placed: bytes, patch: str | None) -> tuple[str, tuple[str, ...]]:
-    """Bring a new box to the state that is tested; nothing that the model wrote runs meanwhile.
+    """Bring a new sandbox to the state that is tested, without running any code of the model.
 
-    Returns the changes as a diff, which is computed if ``patch`` is None, and the changed files without a
-    place.
+    Returns the diff of the changes, which is computed only if ``patch`` is None, and the changed files that
+    could not be written.
     """
     folder = f".coding-{secrets.token_hex(8)}"
     changes, result = f"{folder}/changes", f"{folder}/difference"
@@ -394,9 +397,9 @@ def _reports(output: str, nonce: str) -> Iterator[Mapping[str, object]]:
 def _passed(
     reports: Sequence[Mapping[str, object]], tests: Sequence[str], done: ExecResult, runner: TestRunner
 ) -> tuple[set[str], str | None]:
-    """Return the tests that passed, and what is wrong with the process as a whole.
+    """Return the tests that passed, and the problem of the process as a whole (None if there is none).
 
-    A process counts only if it came to its own end: solutions can leave it as if nothing had happened.
+    Tests count only if the process reported its own end, because a solution can exit early with status 0.
     """
     if done.timed_out:
         return set(), "killed: environment.tests_s had passed"

@@ -1,4 +1,4 @@
-"""Coding tasks: a file's records, each with a repository as it was, its issue and the tests of a solution."""
+"""Coding tasks from a file of records, each with a repository, an issue and the tests of a solution."""
 
 import json
 import os
@@ -25,37 +25,37 @@ CHECKOUT = "checkout"
 
 
 class TestRunner(StrEnum):
-    """What runs the tests of a record, and how it names them."""
+    """The test runner of a record, which decides how its tests are named."""
 
-    __test__ = False  # pytest takes every class whose name begins with Test for tests.
+    __test__ = False  # pytest collects every class whose name begins with Test.
 
     PYTEST = "pytest"
-    """Tests are called ``tests/test_sum.py::TestSum::test_two[1-2]``."""
+    """Tests are named like ``tests/test_sum.py::TestSum::test_two[1-2]``."""
     UNITTEST = "unittest"
-    """Tests are called ``tests.test_sum.TestSum.test_two``."""
+    """Tests are named like ``tests.test_sum.TestSum.test_two``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodingRecord:
-    """What the environment needs of a record."""
+    """The fields of a record that the environment uses."""
 
     instance_id: str
     problem_statement: str
     test_patch: str
-    """Unified diff that brings the hidden tests."""
+    """Unified diff that adds the hidden tests."""
     fail_to_pass: tuple[str, ...]
     pass_to_pass: tuple[str, ...]
     checkout: Path
-    """Folder with the repository as the model gets it."""
+    """Folder with the repository in the state in which the model gets it."""
     packages: Path | None
-    """Folder with Python packages that the tests need, which boxes see read-only."""
+    """Folder with Python packages that the tests need, mounted read-only in sandboxes."""
     image: str | None
-    """Image of the boxes, with ``sandbox.kind`` docker or podman; None: the one of the section."""
+    """Sandbox image, for ``sandbox.kind`` docker or podman; None selects the image of the section."""
     runner: TestRunner
     python_path: tuple[str, ...]
     """Folders of the repository that tests import from."""
     protected: tuple[str, ...]
-    """Patterns of further paths whose changes are undone."""
+    """Patterns of further paths whose changes do not count."""
 
     @property
     def tests(self) -> tuple[str, ...]:
@@ -70,7 +70,7 @@ class CodingRecord:
 
 
 def is_plain_path(path: str) -> bool:
-    """Whether a path stays below the folder that it is relative to, and is written in its only form."""
+    """Return whether a relative path is normalized, printable, and stays below its folder."""
     if not path or "\0" in path or path.startswith("/") or not path.isprintable():
         return False
     parts = path.split("/")
@@ -78,10 +78,10 @@ def is_plain_path(path: str) -> bool:
 
 
 def read_record(record: Mapping[str, Any], folder: Path) -> CodingRecord:
-    """Read a record; relative paths in it begin at ``folder``.
+    """Read and check a record; its relative paths are relative to ``folder``.
 
     Raises:
-        ValueError: a field is missing or wrong; names it, its value and what would be right.
+        ValueError: a field is missing or wrong; the text names it, its value and what would be right.
     """
     runner = _runner(record)
     found = CodingRecord(
@@ -116,7 +116,7 @@ def _text(record: Mapping[str, Any], field: str) -> str:
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"{field} is {value!r:.80}; must be a text that is not empty")
     if not value.isascii() and any("\ud800" <= one <= "\udfff" for one in value):
-        # JSON can hold what no tokenizer and no file can.
+        # JSON can hold lone surrogates, which no tokenizer and no file can.
         raise ValueError(f"{field} is {value!r:.80}; has half a character, must be valid Unicode")
     return value
 
@@ -131,7 +131,7 @@ def _runner(record: Mapping[str, Any]) -> TestRunner:
 def _texts(record: Mapping[str, Any], field: str) -> tuple[str, ...]:
     value = record.get(field)
     if isinstance(value, str):
-        # The hub's tables hold these lists as JSON in a text.
+        # Data sets of the Hugging Face hub store these lists as JSON text.
         try:
             value = json.loads(value)
         except (ValueError, RecursionError):
@@ -172,22 +172,23 @@ _RENAMED = re.compile(r"^(?:rename|copy) from (.+)$", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HiddenTests:
-    """What is put into a grader's box after the model's changes."""
+    """Files that are put into a grading sandbox after the model's changes."""
 
     files: Mapping[str, bytes]
     deleted: tuple[str, ...]
     listed: frozenset[str]
-    """Files with tests that the record lists, whether the patch changes them or not."""
+    """Files that may contain the record's tests, whether or not the patch changes them."""
 
     @property
     def paths(self) -> frozenset[str]:
-        """Files that only the record decides about."""
+        """Files that only the record determines; a model's changes of them do not count."""
         return self.listed.union(self.files, self.deleted)
 
 
 def hidden_tests(record: CodingRecord) -> HiddenTests:
-    """Apply the test patch to copies of the files that it names. ``git apply`` does it, outside of any
-    repository; the patch is the data set's own.
+    """Apply a record's test patch to copies of the files that it names, and return the result.
+
+    ``git apply`` runs outside of any repository. The patch comes from the data set, never from a model.
 
     Raises:
         ValueError: git is missing, the patch does not apply, or a listed test is in no file.
@@ -210,7 +211,7 @@ def hidden_tests(record: CodingRecord) -> HiddenTests:
         found = {name: tree / name for name in sorted(names)}
         for name, path in found.items():
             if path.is_symlink():
-                # What it leads to would be read here, on the host.
+                # Reading the link would read its target on the host.
                 raise ValueError(f"test_patch makes a symbolic link of {name!r:.120}; must make files only")
         files = {name: path.read_bytes() for name, path in found.items() if path.is_file()}
         deleted = tuple(name for name, path in found.items() if not path.exists())
@@ -224,7 +225,7 @@ def hidden_tests(record: CodingRecord) -> HiddenTests:
         ]
         if not there:
             raise ValueError(f"test {test!r:.120} is in no file of the checkout or of test_patch")
-        # The others too: a package would be imported in place of the module of the same name.
+        # All possible files: a package would be imported in place of a module of the same name.
         listed.update(possible)
     return HiddenTests(files=files, deleted=deleted, listed=frozenset(listed))
 
@@ -239,7 +240,7 @@ def _copy(checkout: Path, tree: Path, name: str) -> None:
 
 
 def _git(arguments: list[str], folder: Path) -> str:
-    # Neither the settings of a user nor a repository around the folder may change what a patch means.
+    # Neither the user's git settings nor a surrounding repository may affect how the patch applies.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     environment |= {
         "GIT_CONFIG_NOSYSTEM": "1",
@@ -275,20 +276,20 @@ def _possible_files(record: CodingRecord, test: str) -> list[str]:
 
 
 class CodingProblems:
-    """The tasks of a file; held-out ones are drawn by a fixed seed, the others are for training."""
+    """The tasks of a file. A fixed seed selects those that are held out; the others are for training."""
 
     def __init__(self, source: CodingSource, *, num_train: int, num_held_out: int, seed: int) -> None:
-        """Read and check all records: checkouts are there, and test patches apply to them.
+        """Read all records, and check that their checkouts exist and that the test patches apply to them.
 
         Raises:
-            ConfigError: names the line of a record that is wrong.
+            ConfigError: a record is wrong; the text names its line.
         """
         self._source = source
         self._num_train = num_train
         self._num_held_out = num_held_out
         self._seed = seed
         tasks = _read(source)
-        # One issue may have several records; those that share a text must be held out together.
+        # Several records may have the same issue; those with equal text must be held out together.
         texts = sorted({task.prompt for task in tasks})
         Random(HELD_OUT_SEED).shuffle(texts)
         held_out = set(texts[:num_held_out])
@@ -353,7 +354,7 @@ def _read(source: CodingSource) -> list[Task]:
 
 
 def _check_checkout(checkout: Path, records: Path) -> None:
-    """Raises ValueError if a box cannot begin with a copy of the folder, or would show the hidden tests."""
+    """Raise ValueError if the folder cannot be copied into a sandbox, or contains the hidden tests."""
     if records.resolve().is_relative_to(checkout.resolve()):
         raise ValueError(
             f"checkout = {str(checkout)!r}: has the file of records in it, with the hidden tests; must be "

@@ -1,6 +1,6 @@
-"""Plug-in: people talk to the newest policy while it trains on what they say of it (docs/serving.md).
+"""Plug-in: serves the newest policy to people, and trains it on their feedback (docs/serving.md).
 
-The entry points in pyproject.toml add the kind ``served`` to ``environment`` and to sources of problems.
+The entry points in pyproject.toml add the kind ``served`` to ``environment`` and to task sources.
 """
 
 import lazy_loader

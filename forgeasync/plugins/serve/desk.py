@@ -1,7 +1,7 @@
-"""The front desk: people who come get an episode that is on offer, or else a session that is not trained on.
+"""Matches clients with waiting episodes; a client without an episode gets a session that is not trained on.
 
-Who waits for whom: an episode waits here for a client, a client for nobody. Offers are taken in the order in
-which they were made, so that the oldest groups of the buffer are taken first.
+Episodes wait for clients; clients never wait. Episodes are assigned in the order in which they were offered,
+so that the oldest groups of the buffer come first.
 """
 
 import asyncio
@@ -35,23 +35,23 @@ from forgeasync.environments import (
 )
 
 NUM_LATENCIES = 1024
-"""So many of the last turns tell how long turns take."""
+"""Number of most recent turns from which the latency percentiles are computed."""
 
 
 class Untrained(StrEnum):
     """Why a session is not trained on."""
 
     NO_TICKET = "no_ticket"
-    """When it was opened no group had been started for it: the bounds of the buffer, the room for payloads or
-    the KV cache allowed none."""
+    """No episode was waiting when the session was opened: limits of the buffer, of payload memory or of the
+    KV cache allowed no further group."""
     NO_TURN = "no_turn"
-    """It ended before its first turn."""
+    """The session ended before its first turn."""
     NO_SCORE = "no_score"
     """Nothing in ``serving.score_from`` gave a score."""
 
 
 class ServingCounts:
-    """Counts of one worker. May be used from any thread."""
+    """Session counts and turn latencies of one worker. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -76,12 +76,12 @@ class ServingCounts:
             self._counts[name] += number
 
     def took(self, turn_s: float) -> None:
-        """A turn has ended after so many seconds."""
+        """Record the duration of a finished turn, in seconds."""
         with self._lock:
             self._turns_s.append(turn_s)
 
     def report(self, *, num_open: int, num_on_offer: int) -> ServingReport:
-        """Return the counts as they are."""
+        """Return the current counts and latency percentiles."""
         with self._lock:
             turns_s = list(self._turns_s)
             counts = dict(self._counts)
@@ -95,26 +95,26 @@ class ServingCounts:
 
 
 class WatchedAgent:
-    """Passes requests for turns on to an agent and knows which are under way; for the server's loop.
+    """Forwards turns to an agent and tracks those in flight. Use it on the server's event loop only.
 
-    A turn goes on when nobody waits for it any more: what a generator has begun to sample belongs to the
-    trajectory, so a session is over only when none is under way.
+    A turn continues when its client disconnects, because its tokens belong to the trajectory. A session is
+    therefore over only when no turn is in flight.
     """
 
     def __init__(
         self, agent: TokenAgent, took: Callable[[float], None], *, now_s: Callable[[], float]
     ) -> None:
-        """``took`` is called with the seconds of every turn that was sampled, by the clock ``now_s``."""
+        """``took`` is called with the duration of every completed turn, in seconds by the clock ``now_s``."""
         self._now_s = now_s
         self._agent = agent
         self._took = took
         self._turns: set[asyncio.Task[Turn]] = set()
         self.quiet_since_s: float | None = None
-        """When the last turn ended, by ``now_s``; None before the first one has begun."""
+        """Time of the end of the last turn, by ``now_s``; None until the first turn has ended."""
 
     @property
     def num_under_way(self) -> int:
-        """Turns that are being sampled."""
+        """Number of turns in flight."""
         return len(self._turns)
 
     async def respond(
@@ -136,7 +136,7 @@ class WatchedAgent:
         def ended(turn: "asyncio.Task[Turn]") -> None:
             self._turns.discard(turn)
             self.quiet_since_s = self._now_s()
-            # Also retrieves the error of a turn that nobody waits for.
+            # Retrieving the exception prevents asyncio's warning if nobody awaits the turn.
             if not turn.cancelled() and turn.exception() is None:
                 self._took(self._now_s() - begun_s)
 
@@ -154,13 +154,13 @@ class WatchedAgent:
         return self._agent.num_prompt_tokens(messages, tools, must_call=must_call)
 
     async def until_quiet(self) -> None:
-        """Wait until no turn is under way."""
+        """Wait until no turn is in flight."""
         while self._turns:
             await asyncio.wait(self._turns)
 
 
 class ServedSession:
-    """A session with its end. Made on the server's loop; ``ended`` may be awaited on any loop."""
+    """A session with its deadlines. Create it on the server's event loop; await ``ended`` on any loop."""
 
     def __init__(
         self,
@@ -171,23 +171,23 @@ class ServedSession:
         on_end: Callable[["ServedSession"], None],
         now_s: Callable[[], float],
     ) -> None:
-        """``on_end`` is called on the server's loop; ``now_s`` is the clock of both deadlines."""
+        """``on_end`` is called on the server's event loop; ``now_s`` is the clock of both deadlines."""
         self._now_s = now_s
         self.session = session
         self._agent = agent
         self._section = section
         self._on_end = on_end
         self._ended: concurrent.futures.Future[SessionEnd] = concurrent.futures.Future()
-        # The loop itself keeps only weak references to tasks.
+        # A reference is needed: event loops keep only weak references to tasks.
         self._watching = asyncio.get_running_loop().create_task(self._watch())
 
     @property
     def feedback(self) -> tuple[Feedback, ...]:
-        """What was said of it so far."""
+        """Feedback of the client so far."""
         return tuple(self.session.feedback)
 
     async def ended(self) -> SessionEnd:
-        """Wait until the session is closed and none of its turns is under way; return how it ended."""
+        """Wait until the session is closed and none of its turns is in flight; return how it ended."""
         return await asyncio.shield(asyncio.wrap_future(self._ended))
 
     async def _watch(self) -> None:
@@ -204,7 +204,7 @@ class ServedSession:
             left_s = due_s - self._now_s()
             if left_s <= 0:
                 self.session.close(end)
-            # A turn that ends meanwhile moves the deadline, by less than this.
+            # A turn that ends during the wait moves the idle deadline, by at most ``idle_session_s``.
             await asyncio.wait([finished], timeout=min(max(left_s, 0.0), section.idle_session_s))
         await self._agent.until_quiet()
         assert self.session.end is not None
@@ -214,7 +214,7 @@ class ServedSession:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Offer:
-    """An episode that waits for a client."""
+    """A waiting episode, to be claimed by a client."""
 
     agent: EpisodeAgent
     claimed: "concurrent.futures.Future[ServedSession]" = field(default_factory=concurrent.futures.Future)
@@ -224,7 +224,7 @@ class ServingDesk:
     """Opens the sessions of one worker (``Desk``, and ``FrontDesk`` of its server)."""
 
     def __init__(self, setup: ServingSetup, *, now_s: Callable[[], float] = time.monotonic) -> None:
-        """``now_s`` is the clock of the sessions' deadlines. The server does not listen yet."""
+        """Create the server, which does not listen yet. ``now_s`` is the clock of the sessions' deadlines."""
         section = self.section = setup.section
         self.server = SessionServer(
             host=section.host,
@@ -244,13 +244,13 @@ class ServingDesk:
         self.counts = ServingCounts()
 
     def connect(self, untrained_agent: Callable[[], EpisodeAgent]) -> None:
-        """Serve sessions that no episode takes by agents that this makes."""
+        """Set the factory of agents for sessions that are not trained on. ``open`` fails until then."""
         self._untrained_agent = untrained_agent
 
     async def offered(self, agent: EpisodeAgent) -> ServedSession:
-        """Put an agent's episode on offer; return its session once a client has opened it.
+        """Offer an agent's episode to clients; return its session once a client has opened it.
 
-        May be awaited on any loop.
+        May be awaited on any event loop.
         """
         offer = _Offer(agent=agent)
         with self._lock:
@@ -287,13 +287,13 @@ class ServingDesk:
         self.counts.add("num_opened")
         while (offer := self._take()) is not None:
             try:
-                # Opens it, through open_for.
+                # Reading ``base_url`` opens the session through ``open_for``.
                 _ = offer.agent.base_url
             except EpisodeOver:
-                # The episode was given up while it was on offer.
+                # The episode was abandoned while it waited.
                 continue
             served = self._of_agent.pop(id(offer.agent))
-            # A rollout that was cancelled meanwhile has closed its agent, and with it the session.
+            # False if the rollout was cancelled meanwhile, which closes its agent and the session.
             if offer.claimed.set_running_or_notify_cancel():
                 offer.claimed.set_result(served)
                 return OpenedSession(session=served.session, trains=True)
@@ -302,18 +302,18 @@ class ServingDesk:
         return OpenedSession(session=self._opened(self._untrained_agent()).session, trains=False)
 
     def open_for(self, agent: EpisodeAgent) -> Session:
-        """Return a new session of an agent whose episode was on offer; on the server's loop."""
+        """Open and return a session for an agent with an offered episode. Runs on the server's event loop."""
         served = self._opened(agent)
         self._of_agent[id(agent)] = served
         return served.session
 
     def end(self) -> None:
-        """The run has ended: close all sessions and open none from now on."""
+        """Close all sessions and refuse new ones. Called at the end of the run."""
         self._is_over = True
         self.server.close_sessions(SessionEnd.RUN_OVER)
 
     def report(self) -> ServingReport:
-        """Return counts and current values."""
+        """Return the counts, and the numbers of open sessions and of waiting episodes."""
         with self._lock:
             num_on_offer = len(self._offers)
         return self.counts.report(num_open=len(self._open), num_on_offer=num_on_offer)

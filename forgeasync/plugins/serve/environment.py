@@ -26,10 +26,10 @@ from forgeasync.plugins.serve.desk import ServingDesk, Untrained
 from forgeasync.rollouts import Score, Task
 
 MAX_CHARACTERS = 4000
-"""Most characters of a reply and of a message that the judge reads; the middle of longer ones is left out."""
+"""Maximum characters of a reply or a message for the judge; the middle of longer ones is left out."""
 
 MAX_ANSWER_CHARACTERS = 40
-"""A longer answer of the judge is none."""
+"""Maximum length of a judge's answer; longer ones count as unreadable."""
 
 _VALUES = {"good": 1.0, "bad": 0.0}
 
@@ -47,9 +47,9 @@ class EndedSession:
 
     end: SessionEnd
     feedback: tuple[Feedback, ...]
-    """What the client has said of it, in that order."""
+    """Feedback of the client, oldest first."""
     branches: tuple[RecordedBranch, ...]
-    """All its conversations as messages; a path to a turn that no other follows is a branch."""
+    """All conversations of the session as messages. Each path to a turn without a successor is a branch."""
 
     @property
     def messages(self) -> list[Mapping[str, Any]]:
@@ -58,9 +58,9 @@ class EndedSession:
 
 
 class ServedSessions(Environment):
-    """People talk to the policy; what they say of it, or a judge, or your own ``verdict``, is the score.
+    """Serves the policy to people; the score is their feedback, a judge's rating or your own ``verdict``.
 
-    Derive from it to score sessions yourself, with ``environment`` in ``serving.score_from``:
+    To score sessions yourself, derive a class and add ``environment`` to ``serving.score_from``:
 
         import forgeasync as fa
 
@@ -78,7 +78,7 @@ class ServedSessions(Environment):
     _desk: ServingDesk | None = None
 
     def open_desk(self, setup: ServingSetup, *, now_s: Callable[[], float] = time.monotonic) -> ServingDesk:
-        """Serve at a desk of this worker; called once, before the first episode.
+        """Create this worker's session server. Called once, before the first episode.
 
         ``now_s`` is the clock of the sessions' deadlines.
         """
@@ -86,9 +86,9 @@ class ServedSessions(Environment):
         return self._desk
 
     async def verdict(self, session: EndedSession) -> Score | None:
-        """Return the score of a session that has ended; None if you do not know it.
+        """Return the score of a session that has ended; None if it is unknown.
 
-        ``episodes.step_s`` bounds it.
+        ``episodes.step_s`` limits the time that this may take.
         """
         return None
 
@@ -96,11 +96,11 @@ class ServedSessions(Environment):
         """Wait for a client, serve it until its session has ended, and return the session's score.
 
         Raises:
-            NoScore: there was no turn, or nothing in ``serving.score_from`` gives a score.
+            NoScore: the session had no turn, or nothing in ``serving.score_from`` gave a score.
         """
         assert self._desk is not None, "opened"
         policy, judge = _agents(agent)
-        # Two waits: the first one takes no time of the episode, in which nothing has grown old.
+        # Two separate waits: before a client comes nothing was sampled, so that wait adds no age.
         with policy.waiting_for_person():
             served = await self._desk.offered(policy)
         with policy.waiting_for_person():
@@ -158,17 +158,17 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """What a judge said of a session."""
+    """A judge's rating of a session."""
 
     value: float | None
-    """Mean over the replies that it rated, from 0 (all bad) to 1; None if it rated none."""
+    """Mean over the rated replies, from 0 (all bad) to 1 (all good); None if no reply was rated."""
     num_judged: int
     num_unreadable: int
-    """Answers that were neither word, and replies that did not fit the judge's context."""
+    """Number of answers other than "good" and "bad", and of replies that did not fit the judge's context."""
 
 
 async def judge_session(judge: Agent, branches: Sequence[RecordedBranch]) -> Judgement:
-    """Have a judge rate every reply of a session that a person has answered."""
+    """Let a judge rate every reply of a session that is followed by a message of the person."""
     answers = await asyncio.gather(*(_rated(judge, one) for one in exchanges(branches)))
     values = [value for value in answers if value is not None]
     return Judgement(
@@ -179,11 +179,11 @@ async def judge_session(judge: Agent, branches: Sequence[RecordedBranch]) -> Jud
 
 
 def exchanges(branches: Sequence[RecordedBranch]) -> Iterator[Exchange]:
-    """Yield each reply of the model that a message of the person follows, those that branches share once."""
+    """Yield each reply that a message of the person follows; those that branches share only once."""
     seen: set[tuple[int, Exchange]] = set()
     for branch in branches:
         for place, (reply, after) in enumerate(itertools.pairwise(branch)):
-            # Only what the model has sampled has facts of a turn.
+            # Only sampled messages have ``num_tokens``.
             if reply["role"] != ASSISTANT or "num_tokens" not in reply or after["role"] != "user":
                 continue
             one = Exchange(reply=reply["content"], next_message=after["content"])

@@ -1,4 +1,4 @@
-"""The sections on runs that serve people, and what these runs need of the rest of their config."""
+"""The config sections of runs that serve people, and the checks of the other sections of such runs."""
 
 from collections.abc import Iterator, Sequence, Set
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from forgeasync.plugins.serve.environment import ServedSessions
 
 POLICY = "policy"
-"""Name of the agent that people talk to where there is a judge."""
+"""Name of the agent that people talk to, in runs with a judge."""
 
 JUDGE = "judge"
 """Name of the judge."""
@@ -36,7 +36,7 @@ class ServedEnvironment(InstalledEnvironment):
     kind: Literal["served"]
 
     def check(self, config: RunConfig) -> Iterator[Problem]:
-        """Check that people bring the tasks."""
+        """Check that the task source is ``served``."""
         if not is_served(config):
             given = named_sources(config.data)[0].source.kind if config.data.sources is None else "sources"
             yield Problem(
@@ -47,7 +47,7 @@ class ServedEnvironment(InstalledEnvironment):
             )
 
     def build(self, sandbox: SandboxSection) -> "ServedSessions":
-        """Build the environment, which needs no box."""
+        """Build the environment, which needs no sandbox."""
         from forgeasync.plugins.serve.environment import ServedSessions
 
         return ServedSessions()
@@ -62,7 +62,7 @@ class ServedSource(InstalledSource):
     serves_people: ClassVar[bool] = True
 
     def check(self, config: RunConfig, field: str) -> Iterator[Problem]:
-        """Check that the whole run serves people."""
+        """Check the other sections of a run that serves people."""
         if field != "data.source":
             yield Problem(
                 field=f"{field}.kind",
@@ -91,7 +91,7 @@ class ServedSource(InstalledSource):
             )
 
     def problems(self, *, num_train: int, num_held_out: int, seed: int) -> "ServedProblems":
-        """Return tasks without content, each for whoever comes next."""
+        """Return tasks without content, one for each session."""
         assert not num_held_out, "checked by the rules on served runs"
         return ServedProblems(num_train)
 
@@ -107,7 +107,7 @@ class ServedProblems:
         return []
 
     def train(self, never: Set[str]) -> Sequence[Task]:
-        """Return as many tasks as ``data.num_train`` says."""
+        """Return ``data.num_train`` tasks without content."""
         return [
             Task(task_id=f"served/{index}", prompt="", answer="", source_index=index, source="served")
             for index in range(self._num_train)

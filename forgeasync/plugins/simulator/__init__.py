@@ -1,8 +1,8 @@
-"""Predicts how fast a run is: service times of its parts, a run in simulated time, and a planner.
+"""Predicts the speed of a run with a discrete-event simulation that is based on measured service times.
 
-``profile`` has the service times and their file. ``measure`` times the parts of a run on this machine.
-``run.simulate`` plays a run in simulated time around the real rules of buffer, routing, scoring, payloads and
-weights. ``what_if`` and ``planner`` simulate changes. docs/simulation.md and docs/profiling.md describe them.
+``profile`` defines the service times and their file. ``measure`` times the parts of a run on this machine.
+``run.simulate`` simulates a run with the real rules of buffer, routing, scoring, payloads and weights.
+``what_if`` and ``planner`` simulate changes. docs/simulation.md and docs/profiling.md describe them.
 """
 
 import lazy_loader

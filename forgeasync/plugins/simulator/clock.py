@@ -1,9 +1,9 @@
-"""Simulated time, with cores that processes share.
+"""Simulated time, with CPU cores that processes share.
 
-There are two timelines. On that of the wall, things take as long as they say: GPUs, networks, waiting. On
-that of the cores they take longer when processes want more cores than there are. All of them then slow down
-alike, to the share num_cores / wanted (processor sharing). So the second timeline is one number for all of
-them, and its speed changes when one begins or ends to compute.
+There are two timelines. On the wall timeline (GPUs, networks, waiting), delays are never stretched. On the
+core timeline, delays grow when processes demand more cores than exist: all of them slow down equally, to the
+speed num_cores / demand (processor sharing). The core timeline is therefore a single counter, whose speed
+changes when a process begins or ends to compute.
 """
 
 import heapq
@@ -13,11 +13,11 @@ from collections import deque
 from collections.abc import Callable
 
 _EPSILON = 1e-6
-"""Cores that are wanted are a sum of floats."""
+"""Tolerance for rounding of the total demand, which is a sum of floats."""
 
 
 class Event:
-    """Something that will happen, unless it is canceled."""
+    """A scheduled callback, which can be canceled."""
 
     __slots__ = ("act", "at")
 
@@ -26,20 +26,20 @@ class Event:
         self.act: Callable[[], None] | None = act
 
     def cancel(self) -> None:
-        """Keep it from happening. An event that has happened stays as it is."""
+        """Cancel the event; no effect if its callback already ran."""
         self.act = None
 
 
 class Timeline:
-    """One of the timelines; ``now`` is in its own seconds."""
+    """One timeline; ``now`` is in seconds of this timeline."""
 
     def __init__(self, numbers: "itertools.count[int]") -> None:
         self.now = 0.0
         self.speed = 1.0
-        """Its seconds in one second of the wall."""
+        """Seconds of this timeline per wall second."""
         self._numbers = numbers
         self._events: list[tuple[float, int, Event]] = []
-        """Events of the same time are in the order in which they were asked for."""
+        """Heap of (time, number, event); events of the same time run in the order of their scheduling."""
 
     def after(self, delay_s: float, act: Callable[[], None]) -> Event:
         """Call ``act`` once ``delay_s`` seconds of this timeline have passed."""
@@ -49,14 +49,14 @@ class Timeline:
         return event
 
     def first(self) -> Event | None:
-        """The next event that was not canceled."""
+        """Return the next event that is not canceled; None if there is none."""
         while self._events and self._events[0][2].act is None:
             heapq.heappop(self._events)
         return self._events[0][2] if self._events else None
 
 
 class Clock:
-    """Both timelines, and the cores that are wanted."""
+    """Both timelines, and the number of cores in demand."""
 
     def __init__(self, num_cores: int) -> None:
         self._num_cores = num_cores
@@ -70,21 +70,21 @@ class Clock:
         return self.wall.now
 
     def timeline(self, cores: float) -> Timeline:
-        """The timeline of a process that keeps ``cores`` busy while it computes."""
+        """Return the timeline of a process that keeps ``cores`` busy; the wall timeline if ``cores`` is 0."""
         return self._cores if cores else self.wall
 
     def begin(self, cores: float) -> None:
-        """A process begins to keep ``cores`` busy."""
+        """Add ``cores`` to the demand: a process begins to compute."""
         self._wanted += cores
         self._set_speed()
 
     def end(self, cores: float) -> None:
-        """A process stops keeping ``cores`` busy."""
+        """Remove ``cores`` from the demand: a process stops computing."""
         self._wanted -= cores
         self._set_speed()
 
     def compute(self, work_s: float, cores: float, then: Callable[[], None]) -> None:
-        """Have a process compute for ``work_s``, as if alone on its host, and then call ``then``."""
+        """Simulate a computation of ``work_s`` seconds (measured on an idle host), then call ``then``."""
 
         def done() -> None:
             self.end(cores)
@@ -94,7 +94,7 @@ class Clock:
         self.timeline(cores).after(work_s, done)
 
     def step(self) -> bool:
-        """Go on to the next event; return whether there was one."""
+        """Advance to the next event and run its callback; return whether there was one."""
         found, on, in_s = None, self.wall, math.inf
         for timeline in (self.wall, self._cores):
             event = timeline.first()
@@ -104,7 +104,7 @@ class Clock:
             return False
         for timeline in (self.wall, self._cores):
             timeline.now += in_s * timeline.speed
-        # Without an error of rounding.
+        # Avoids a rounding error.
         on.now = found.at
         act = found.act
         assert act is not None
@@ -120,16 +120,15 @@ class Clock:
 
 
 class Thread:
-    """One thread of a simulated process. It does one thing after the other, in the order in which they came,
-    and keeps one core busy with it."""
+    """One thread of a simulated process, which runs its work items in order and keeps one core busy."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._waiting: deque[tuple[float, Callable[[], None]]] = deque()
-        """What is not done yet; the first of it is being done."""
+        """Unfinished work items (seconds, callback); the first one is in progress."""
 
     def do(self, work_s: float, then: Callable[[], None]) -> None:
-        """Call ``then`` once this thread has computed for ``work_s`` after all that came before."""
+        """Compute for ``work_s`` seconds after all earlier work items, then call ``then``."""
         if not work_s and not self._waiting:
             then()
             return
@@ -142,7 +141,7 @@ class Thread:
 
     def _done(self) -> None:
         self._waiting[0][1]()
-        # Only now: what comes during the call waits for this one.
+        # After the callback, so that work added during it waits for this item.
         self._waiting.popleft()
         if self._waiting:
             self._work()

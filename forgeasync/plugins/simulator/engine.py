@@ -1,17 +1,16 @@
-"""One generator with continuous batching, by events and not by tokens.
+"""Simulates one generator with continuous batching, with one event per sequence instead of one per token.
 
-While n sequences run, each gets one token in every step, and a step takes as long as the profile says for n
-and their mean context. So one counter of steps serves all of them, at a speed that changes only when a
-sequence begins or ends: one that began when the counter was at s and lacks t tokens ends when it is at s + t.
-Between two such changes, contexts grow by one token a step, and each step takes longer than the one before by
-the same time. This is exact as long as the profile is linear there.
+While n sequences run, each gets one token per step. The profile gives the duration of a step for n and the
+mean context. One step counter therefore serves all sequences: a sequence that began at counter s and needs t
+more tokens ends at s + t. The speed of the counter changes only when a sequence begins or ends. In between,
+contexts grow by one token per step, and the step time grows linearly. This is exact as long as the profile
+is linear there.
 
-Computing a prompt stops the counter, and so does a swap of the weights. A sequence has its first token when
-its prompt is computed.
+Prompt computation and weight swaps stop the counter. A sequence has its first token when its prompt is
+computed.
 
-One thread of an engine decodes; another one prepares and hands over responses, one after the other. Python
-runs one of them at a time, except while a thread waits for a kernel, so decoding stands still for a part of
-the time that handing over takes.
+An engine decodes in one thread; another thread delivers responses one by one. Because of Python's global
+interpreter lock, decoding stalls for a part of the time of each delivery.
 """
 
 import functools
@@ -27,12 +26,15 @@ from forgeasync.plugins.simulator.groups import Counts, Sequence
 from forgeasync.plugins.simulator.profile import DecodeTable, Profile
 
 _EPSILON = 1e-6
-"""The counter of steps is a sum of floats; its error is far less than one step."""
+"""Tolerance for rounding of the step counter, which is a sum of floats; far less than one step."""
 
 STALL_SHARE = 0.45
-"""Share of the time for handing over responses in which an engine decodes nothing. It is the time in which
-the decoding thread was in a step but neither computed nor waited for a core, divided by what the other
-threads of the process computed: 0.42, 0.45 and 0.49 in three runs of ``configs/tiny_moe_cpu.yaml``."""
+"""Share of the time for delivering responses in which decoding stalls.
+
+Measured as the time in which the decoding thread was in a step but neither computed nor waited for a core,
+divided by the computing time of the other threads: 0.42, 0.45 and 0.49 in three runs of
+``configs/tiny_moe_cpu.yaml``.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,9 +46,9 @@ class EngineCost:
     kv_block_tokens: int
     """Tokens in a block of the KV cache."""
     response_s: float
-    """Seconds that the thread that hands over needs for each turn that ends."""
+    """Seconds of work of the delivering thread for each finished turn."""
     response_stall_s: float
-    """Part of ``response_s`` in which the other sequences stand still."""
+    """Part of ``response_s`` in which decoding of the other sequences stalls."""
     max_num_seqs: int
     max_kv_tokens: int
     cores: float
@@ -57,7 +59,7 @@ class EngineCost:
 def engine_cost(
     profile: Profile, *, max_num_seqs: int, max_kv_tokens: int, shares_prefixes: bool
 ) -> EngineCost:
-    """Return the cost of an engine with these limits, by a profile."""
+    """Return the costs of an engine with the given limits, from a profile."""
     return EngineCost(
         decode=DecodeTable(profile.decode),
         prefill_s_per_token=1.0 / profile.prefill_tokens_per_s.mean,
@@ -72,7 +74,7 @@ def engine_cost(
 
 
 class Engine:
-    """The sequences of one generator. ``on_turn`` gets each one whose turn has ended and was handed over."""
+    """The sequences of one generator. ``on_turn`` is called with each sequence whose turn was delivered."""
 
     def __init__(
         self, number: int, cost: EngineCost, clock: Clock, on_turn: Callable[[Sequence], None], version: int
@@ -80,18 +82,18 @@ class Engine:
         self.number = number
         self.version = version
         self._is_draining = False
-        """No new sequence may run."""
+        """Whether no new sequence may begin to run."""
         self._busy_s = 0.0
-        """Wall seconds with a sequence, until it last had none."""
+        """Wall seconds with at least one sequence, up to the end of the last busy period."""
         self.num_preempted = 0
-        """Sequences that lost their place because the KV cache was full."""
+        """Number of preemptions because the KV cache was full."""
         self._cost = cost
         self._clock = clock
         self._line = clock.timeline(cost.cores)
         self._on_turn = on_turn
         self._handing_over = Thread(clock)
         self._ended: dict[Sequence, None] = {}
-        """Sequences that wait to be handed over, in their order."""
+        """Ended sequences that wait for delivery, in order."""
         self._running: list[tuple[float, int, Sequence]] = []
         self._waiting: deque[Sequence] = deque()
         self._numbers = itertools.count()
@@ -99,14 +101,14 @@ class Engine:
         self._num_sequence_steps = 0.0
         self._num_prompt_tokens = 0
         self._at = self._line.now
-        """Time on its line for which ``_steps`` is known."""
+        """Time, on the engine's timeline, up to which ``_steps`` is computed."""
         self._stalled_until = 0.0
         self._step_s = 1.0
-        """Seconds of a step at the present counter."""
+        """Seconds of a step at the current counter."""
         self._growth_s = 0.0
         """Seconds by which each step takes longer than the one before, as contexts grow."""
         self._sum_base = 0.0
-        """Sum over running sequences of their context when they began, minus the counter then."""
+        """Sum over running sequences of the context at their begin minus the counter at their begin."""
         self._num_pauses = 0
         self._event: Event | None = None
         self._is_computing = False
@@ -114,7 +116,7 @@ class Engine:
         self._when_empty: Callable[[], None] | None = None
 
     def counts(self) -> Counts:
-        """Return what it has computed so far, if it stands still for prompts alone and these take time."""
+        """Return the work so far. Exact if only prompts stall the engine and prompts take time."""
         self._advance()
         left_s = max(0.0, self._stalled_until - self._line.now)
         num_left = left_s / self._cost.prefill_s_per_token if left_s else 0.0
@@ -126,18 +128,18 @@ class Engine:
 
     @property
     def total_busy_s(self) -> float:
-        """Wall seconds with a sequence so far."""
+        """Wall seconds so far with at least one sequence."""
         since_s = self._busy_since_s
         return self._busy_s + (0.0 if since_s is None else self._clock.now_s - since_s)
 
     def add(self, sequences: Iterable[Sequence]) -> None:
-        """Add sequences, which run as soon as there is room."""
+        """Queue sequences; each runs as soon as there is room."""
         self._advance()
         self._waiting.extend(sequences)
         self._go_on()
 
     def pause(self) -> None:
-        """Stop decoding until ``resume``."""
+        """Stop decoding until the matching ``resume``."""
         self._advance()
         self._num_pauses += 1
         self._go_on()
@@ -156,9 +158,9 @@ class Engine:
         self._go_on()
 
     def swap(self, version: int, stall_s: float, *, recompute: bool) -> Counter[int]:
-        """Sample under a new version, after a pause of ``stall_s``.
+        """Switch to a new policy version after a stall of ``stall_s`` seconds.
 
-        Returns the tokens that the running sequences of each group have so far.
+        Returns, by group id, the tokens that running sequences sampled since they last began to run.
         """
         self._advance()
         tokens: Counter[int] = Counter()
@@ -175,7 +177,7 @@ class Engine:
         return tokens
 
     def remove(self, sequences: Iterable[Sequence]) -> None:
-        """Give up sequences, with what they have sampled."""
+        """Remove sequences and discard their tokens."""
         self._advance()
         going = set(sequences)
         for entry in self._running:
@@ -198,7 +200,7 @@ class Engine:
         return sequence.rollout.num_prompt_tokens + sequence.num_sampled + self._steps - sequence.start
 
     def _advance(self) -> None:
-        """Bring the counter of steps to the present."""
+        """Advance the step counter to the current time."""
         begin = max(self._at, self._stalled_until)
         now = self._line.now
         if now > begin and self._running and not self._num_pauses:
@@ -218,7 +220,7 @@ class Engine:
         self._stalled_until = max(self._line.now, self._stalled_until) + stall_s
 
     def _go_on(self) -> None:
-        """End what has ended, let others run, and plan the next event."""
+        """Remove ended sequences, start waiting ones, and schedule the next event."""
         ended = []
         while self._running and self._running[0][0] <= self._steps + _EPSILON:
             _, number, sequence = heapq.heappop(self._running)
@@ -229,7 +231,7 @@ class Engine:
         stall_s = self._cost.response_stall_s if self._running else 0.0
         self._stall(len(ended) * stall_s)
         self._plan()
-        # Those that end with the same step in the order in which they began.
+        # Sequences that end with the same step are delivered in the order in which they began.
         for _, sequence in sorted(ended, key=lambda one: one[0]):
             self._ended[sequence] = None
             work_s = self._cost.response_s - stall_s
@@ -239,20 +241,20 @@ class Engine:
             then()
 
     def _hand_over(self, sequence: Sequence) -> None:
-        # Otherwise it was given up.
+        # False if the sequence was removed meanwhile.
         if sequence in self._ended:
             del self._ended[sequence]
             self._on_turn(sequence)
 
     def _settle(self, sequence: Sequence) -> int:
-        """Count its tokens under the present version; return all that it has got since it began to run."""
+        """Assign new tokens to the current version; return the tokens since the sequence began to run."""
         num_tokens = min(sequence.num_left, int(self._steps - sequence.start + _EPSILON))
         sequence.add(self.version, num_tokens - sequence.num_settled)
         sequence.num_settled = num_tokens
         return num_tokens
 
     def _leave(self, sequence: Sequence) -> None:
-        """Take note of the tokens of a sequence that stops running."""
+        """Update the token counts for a sequence that stops running."""
         self._sum_base -= sequence.rollout.num_prompt_tokens + sequence.num_sampled - sequence.start
         sequence.num_sampled += self._settle(sequence)
 
@@ -262,7 +264,7 @@ class Engine:
         while self._waiting and len(self._running) < self._cost.max_num_seqs:
             sequence = self._waiting[0]
             context = sequence.rollout.num_prompt_tokens + sequence.num_sampled
-            # With room for one step of all of them, or a sequence that has just lost its place gets it back.
+            # Requires room for one more step of all, so that a preempted sequence is not readmitted at once.
             needed = self._num_kv_tokens + context + len(self._running) + 1
             if self._running and needed > self._cost.max_kv_tokens:
                 return
@@ -276,12 +278,12 @@ class Engine:
         group = sequence.group
         is_cached = (sequence.at if sequence.num_sampled else group.prompt_at) == self._key
         group.prompt_at = sequence.at = self._key
-        # An engine shares whole blocks, and computes at least the last token, from which it samples.
+        # An engine shares whole blocks, and always computes the last token, from which it samples.
         num_cached = (context - 1) // self._cost.kv_block_tokens * self._cost.kv_block_tokens
         num_to_compute = context - num_cached if is_cached else context
         self._num_prompt_tokens += num_to_compute
         self._stall(num_to_compute * self._cost.prefill_s_per_token)
-        # Computing what comes before it has sampled its first token.
+        # The first token is sampled by the prompt computation.
         sequence.start = self._steps - 1.0
         sequence.num_settled = 0
         self._sum_base += context - sequence.start
@@ -311,12 +313,12 @@ class Engine:
 
     def _tick(self) -> None:
         self._advance()
-        # The sum of many steps may lack a last bit of what ends now.
+        # Rounding may leave the counter slightly below the end of the sequence.
         self._steps = max(self._steps, self._running[0][0])
         self._go_on()
 
     def _preempt(self) -> None:
-        """The KV cache is full: the newest sequence waits, and is computed again later."""
+        """Preempt the newest sequence because the KV cache is full; its keys are recomputed later."""
         self._advance()
         if self._running[0][0] > self._steps + _EPSILON:
             last = max(self._running, key=lambda entry: entry[1])

@@ -1,8 +1,8 @@
-"""Groups of a simulated run: what is drawn at random for each, and its sequences while they are decoded.
+"""Groups of a simulated run: their random draws, and the state of their sequences during decoding.
 
-A draw depends on the seed and on what it is for, and on nothing else. Two runs that differ in one number of
-their config have the same prompts, the same lengths and the same latencies, so a difference between their
-predictions comes from that number and not from chance.
+The draws of a group depend only on the seed and on the task or draw. Two runs that differ in one number of
+their config therefore have the same prompts, lengths and latencies, so that a difference between their
+predictions comes from that number and not from chance (common random numbers).
 """
 
 import math
@@ -30,7 +30,7 @@ _PROMPTS_KEY = 1_000_003
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawnRollout:
-    """One rollout, as it was drawn."""
+    """The random draws of one rollout."""
 
     num_prompt_tokens: int
     turns: tuple[int, ...]
@@ -78,7 +78,7 @@ class Draws:
         return tuple(rollouts)
 
     def is_filtered(self, draw_id: int) -> bool:
-        """Return whether the filters leave nothing of a group."""
+        """Return whether the filters remove a whole group."""
         share = self._profile.filtered_share
         return share > 0.0 and random.Random(sampling_seed(self._run.seed, draw_id) + 1).random() < share
 
@@ -107,11 +107,11 @@ _normal_share = NormalDist().cdf
 
 
 NOWHERE = PayloadRef(host_id="", file="", payload_id="", offset=0, num_bytes=0, checksum=0)
-"""A simulated rollout has no arrays."""
+"""Placeholder for the arrays of a rollout; simulated rollouts have none."""
 
 
 Counts = tuple[float, float, float]
-"""What an engine has computed: prompt tokens, the sequences of all its decode steps, and decode steps."""
+"""Work of an engine: prompt tokens, sum over decode steps of their running sequences, and decode steps."""
 
 
 @dataclass(slots=True, eq=False)
@@ -123,21 +123,21 @@ class Sequence:
     rollout: DrawnRollout
     turn: int = 0
     spans: list[tuple[int, int]] = field(default_factory=list)
-    """The number of tokens of each version, oldest first."""
+    """Pairs of version and number of tokens, oldest first."""
     num_sampled: int = 0
-    """Tokens that it had when it last began to run, or when it stopped."""
+    """Number of tokens when the sequence last began or stopped running."""
     num_settled: int = 0
-    """Tokens since then that ``spans`` has."""
+    """Number of tokens after ``num_sampled`` that are already in ``spans``."""
     start: float = 0.0
-    """The engine's counter of steps when it began to run."""
+    """Step counter of the engine when the sequence began to run."""
     at: tuple[int, int] | None = None
-    """Engine and version that hold its keys and values."""
+    """Engine and version that hold the sequence's keys and values."""
     counts: Counts = (0, 0.0, 0.0)
-    """What its engine had computed when its last turn ended."""
+    """Work of the engine up to the end of the sequence's last turn."""
 
     @property
     def num_left(self) -> int:
-        """Tokens that its turn still lacks, by ``num_sampled``."""
+        """Number of tokens left in the current turn, counted from ``num_sampled``."""
         turns = self.rollout.turns
         if len(turns) == 1:
             return turns[0] - self.num_sampled
@@ -182,13 +182,13 @@ class SimulatedGroup:
     rollouts: InitVar[SequenceOf[DrawnRollout]]
     sequences: list[Sequence] = field(init=False)
     engine: int | None = None
-    """Number of the generator that samples it."""
+    """Number of the generator that samples the group."""
     prompt_at: tuple[int, int] | None = None
-    """Engine and version that hold its prompt's keys and values."""
+    """Engine and version that hold the keys and values of the prompt."""
     num_finished: int = 0
     num_scored: int = 0
     items: list[int] = field(default_factory=list)
-    """Its responses that the dispatcher of scorers knows, by their items."""
+    """Items of the group's responses in the dispatcher of scorers."""
     unsubmitted: list[int] = field(default_factory=list)
     """Responses for which the scorers' queue had no room."""
     is_ended: bool = False
@@ -206,7 +206,7 @@ class SimulatedGroup:
         return sum(one.rollout.num_prompt_tokens + sum(one.rollout.turns) for one in self.sequences)
 
     def stored(self) -> Group:
-        """Return the group that the buffer gets."""
+        """Return the group in the form that the buffer stores."""
         return Group(
             group_id=self.start.group_id,
             draw_id=self.start.draw_id,

@@ -45,16 +45,16 @@ class Split:
 
     @property
     def order(self) -> tuple[float, float, int]:
-        """What is less in a better split: throughput with a minus, age of the data, GPUs."""
+        """Sort key, smaller is better: negative throughput, mean age of the data, number of GPUs."""
         return -self.tokens_per_s, self.prediction.mean_age, self.num_gpus
 
     def is_beaten_by(self, other: "Split") -> bool:
-        """Whether another split is no worse in throughput, age and GPUs, and better in one of them."""
+        """Return whether another split dominates this one in throughput, age and GPUs (Pareto)."""
         pairs = zip(other.order, self.order, strict=True)
         return other.order != self.order and all(one <= own for one, own in pairs)
 
     def overrides(self) -> str:
-        """Return its settings as on the command line."""
+        """Return the settings of the split as command-line overrides."""
         return (
             f"trainer.parallel.num_procs={self.num_trainer} "
             f"generator.num_replicas={self.config.generator.num_replicas} "
@@ -64,7 +64,7 @@ class Split:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitPlan:
-    """All splits that were simulated, in the order of their throughput, and the recommended one."""
+    """All simulated splits, the fastest first, and the recommended one."""
 
     splits: tuple[Split, ...]
     num_refused: int
@@ -74,7 +74,7 @@ class SplitPlan:
 
     @property
     def front(self) -> tuple[Split, ...]:
-        """The splits that no other one beats in throughput, age and GPUs at once."""
+        """The splits on the Pareto front of throughput, age and GPUs."""
         return tuple(one for one in self.splits if not any(one.is_beaten_by(other) for other in self.splits))
 
 
@@ -87,11 +87,10 @@ def plan_splits(
     num_steps: int,
     gpu_bytes: int,
 ) -> SplitPlan:
-    """Simulate the splits of ``num_gpus`` GPUs (or CPU processes) for ``num_steps`` steps each, and recommend
-    one.
+    """Simulate the splits of ``num_gpus`` GPUs (or CPU processes) for ``num_steps`` steps each.
 
-    Tensor-parallel and context-parallel degrees stay as the config has them. So does the launcher, whose
-    hosts allow only some splits.
+    Returns all splits and the recommended one. Tensor-parallel and context-parallel degrees and the launcher
+    are those of the config; the hosts of the launcher allow only some splits.
 
     Raises:
         ConfigError: no split is legal and fits, or the profile does not fit the config.
@@ -119,7 +118,7 @@ def plan_splits(
 
 
 def choose(splits: Sequence[Split]) -> Split:
-    """Return, of the fastest splits, the one with the youngest data, and then with the fewest GPUs."""
+    """Return the split with the youngest data among the fastest ones; ties go to fewer GPUs."""
     fastest = max(one.tokens_per_s for one in splits)
     fast = [one for one in splits if one.tokens_per_s >= AS_FAST * fastest]
     return min(fast, key=lambda one: (round(one.prediction.mean_age, 1), one.num_gpus, -one.tokens_per_s))

@@ -1,9 +1,8 @@
-"""One run in simulated time: the loops of ``apps/grpo.py`` as events around the real state machines.
+"""Simulates one run: the loops of ``apps/grpo.py`` as events around the real state machines.
 
-Real are the buffer with its accounting and its control of load, the table that chooses generators, the
-dispatcher of scorers, the budget of payloads, the ledger of weights, the order of the data, and the plan of
-rows. Simulated are the times between their events, by a profile. docs/simulation.md says what is not
-modelled.
+The buffer with its accounting and load control, the table that chooses generators, the dispatcher of scorers,
+the payload budget, the weight ledger, the data order and the packing of rows are the real ones. Only the
+times between their events are simulated, from a profile. docs/simulation.md lists what is not modeled.
 """
 
 import functools
@@ -24,10 +23,10 @@ from forgeasync.scoring import Assignment, Dispatcher
 
 
 def simulate(run: SimulatedRun, profile: Profile) -> Prediction:
-    """Play a run from its first step to its last one. The same run and profile give the same prediction."""
+    """Simulate a whole run. The result is deterministic for a given run and profile."""
     simulation = RunSimulation(run, profile)
     was_enabled = gc.isenabled()
-    # The collector would go through all groups again and again. Those that have ended are in no cycle.
+    # Garbage collection would repeatedly traverse all groups. Ended groups are in no reference cycle.
     gc.disable()
     try:
         return simulation.simulate()
@@ -37,16 +36,16 @@ def simulate(run: SimulatedRun, profile: Profile) -> Prediction:
 
 
 def simulate_seeds(run: SimulatedRun, profile: Profile, *, num_seeds: int) -> list[Prediction]:
-    """Play a run with several seeds, since the mean length that one seed draws differs from the next one's.
+    """Simulate a run with several seeds, because the mean response length varies by seed.
 
-    Runs that differ in ``seed`` have no seeds in common here.
+    Runs with different ``seed`` use disjoint sets of seeds.
     """
     seeds = range(num_seeds * run.seed, num_seeds * (run.seed + 1))
     return [simulate(replace(run, seed=seed), profile) for seed in seeds]
 
 
 class RunSimulation:
-    """The loops of one run and what they share."""
+    """The loops of one run and their shared state."""
 
     def __init__(self, run: SimulatedRun, profile: Profile) -> None:
         self._run = run
@@ -64,7 +63,7 @@ class RunSimulation:
         self._payloads = _payload_budget(run)
         self.generators = Generators(run, profile, self.clock, self._draws, on_response=self._response_ended)
         self._controller, self._loops = Thread(self.clock), Thread(self.clock)
-        """The controller, and what controller and buffer do that no response waits for."""
+        """The controller, and the work of controller and buffer for which no response waits."""
         self._scorers = Scorers(
             run.scorer,
             profile.cores.scorer,
@@ -84,7 +83,7 @@ class RunSimulation:
         self._groups: dict[int, SimulatedGroup] = {}
         """Groups in flight."""
         self._refused: Start | None = None
-        """A group that waits for memory."""
+        """A started group that waits for payload memory."""
         self._held: list[Group] = []
         """Trained groups whose arrays the trainer may have to read again."""
         self._is_going_on = False
@@ -95,7 +94,7 @@ class RunSimulation:
         self._steps: list[SimulatedStep] = []
 
     def simulate(self) -> Prediction:
-        """Play the run."""
+        """Run the simulation to its last step."""
         for _ in range(self._run.groups_per_step):
             self.buffer.submit(self._draws.order.next())
         self._go_on()
@@ -112,9 +111,9 @@ class RunSimulation:
         )
 
     def _go_on(self) -> None:
-        """Let the trainer take its batch, and start the groups that the buffer lets start."""
+        """Let the trainer take a batch if possible, and start all groups that the buffer allows."""
         if self._is_going_on:
-            # The call that is going on sees what has changed.
+            # The outer call sees the changes.
             return
         self._is_going_on = True
         self._train()
@@ -130,7 +129,7 @@ class RunSimulation:
                 return False
             for _ in range(self.buffer.num_wanted):
                 self.buffer.submit(self._draws.order.next())
-        # Those that come later must not overtake one that is refused.
+        # Later groups must not overtake one that waits for memory.
         is_refused = not self._payloads.reserve(start.group_id, self._run.largest_group_bytes)
         self._refused = start if is_refused else None
         if is_refused:
@@ -150,7 +149,7 @@ class RunSimulation:
 
     def _handled(self, group: SimulatedGroup, index: int, *, is_whole: bool) -> None:
         if group.is_ended:
-            # The group was given up before the controller came to it.
+            # The group was dropped before the controller handled the response.
             return
         self._loops.do(self._profile.loops_s.mean, lambda: None)
         if not self._run.has_environment:
@@ -171,7 +170,7 @@ class RunSimulation:
             self._scorers.group_ended(group)
 
     def _num_bytes(self, group: SimulatedGroup) -> int:
-        """What its arrays take: as much of a reservation as its tokens are of the most that it can have."""
+        """Return the bytes of a group's arrays: the reservation times its share of the maximum tokens."""
         longest = max(1, self._run.longest_group_tokens)
         return round(self._run.largest_group_bytes * min(1.0, group.num_tokens / longest))
 
@@ -197,7 +196,7 @@ class RunSimulation:
         group.sequences.clear()
 
     def _cancel(self, group_id: int) -> None:
-        """Give up a group that is sampled; one that waits for its scores goes on."""
+        """Cancel a group that is being sampled; a group that waits for its scores continues."""
         group = self._groups.get(group_id)
         if group is None or group.num_finished == self._run.group_size:
             return
@@ -208,7 +207,7 @@ class RunSimulation:
     # ---- steps
 
     def _train(self) -> None:
-        """Train on the next batch if training waits for one and there is one."""
+        """Train on the next batch if the trainer is idle and a batch is ready."""
         if self._is_training or self._version == self._run.num_steps:
             return
         batch = self.buffer.take()
@@ -245,13 +244,13 @@ class RunSimulation:
                 )
             )
             self._is_training = False
-            # The next batch makes room for groups.
+            # Taking the next batch makes room for new groups.
             self._go_on()
 
         self.clock.compute(self._work_s(batch), self._trainer_cores, trained)
 
     def _work_s(self, batch: Batch) -> float:
-        """Return how long the batch's optimizer steps take."""
+        """Return the seconds of work of a batch's optimizer steps."""
         steps = step_sizes(
             [[branch.num_tokens for branch in _branches([group])] for group in batch.groups],
             steps_per_batch=self._run.steps_per_batch,
@@ -262,7 +261,7 @@ class RunSimulation:
 
     def _commit(self, batch: Batch, trainer_wait_share: float) -> None:
         committed = self.buffer.committed(trainer_wait_share=trainer_wait_share)
-        # Nobody keeps a ledger of this run.
+        # A simulated run has no ledger file; discard the events.
         self.buffer.events.take()
         self._held += batch.groups
         for group in committed.lost:
@@ -282,7 +281,7 @@ class RunSimulation:
 
 
 def packed_size(lengths: Sequence[int], *, tokens_per_row: int, num_ranks: int) -> tuple[int, int]:
-    """Return the rows of each data rank, and the tokens of the longest row of each microbatch, added up."""
+    """Return the rows of each data rank, and the sum over microbatches of the tokens of the longest row."""
     plan = plan_rows(lengths, tokens_per_row=tokens_per_row, num_ranks=num_ranks)
     longest = (max(padded_length(sum(lengths[one] for one in row)) for row in rows) for rows in plan)
     return len(plan), sum(longest)
@@ -291,8 +290,10 @@ def packed_size(lengths: Sequence[int], *, tokens_per_row: int, num_ranks: int) 
 def step_sizes(
     groups: Sequence[Sequence[int]], *, steps_per_batch: int, tokens_per_row: int, num_ranks: int
 ) -> list[tuple[int, int]]:
-    """Return the ``packed_size`` of each optimizer step of a batch whose groups have sequences of these
-    lengths."""
+    """Return the ``packed_size`` of each optimizer step of a batch.
+
+    ``groups`` has the sequence lengths of each group.
+    """
     size = len(groups) // steps_per_batch
     return [
         packed_size(
@@ -317,12 +318,12 @@ def _ages(batch: Batch) -> Counter[int]:
 
 
 def _trainer_cost(profile: Profile, *, num_data_ranks: int) -> tuple[float, float]:
-    """Return what a step takes, as a multiple of the measured trainer's, and the cores of all ranks together.
+    """Return a step's duration as a multiple of the measured one, and the busy cores of all ranks together.
 
-    A run may have more data ranks than the trainer that was measured, or fewer. Each is as many processes as
-    in the profile. Several processes wait for each other in every step, and keep no core busy meanwhile. One
-    that is alone waits for nobody: it takes the time for which one of them computes. What it saves by
-    exchanging nothing is not known. On GPUs, neither is known.
+    The run may have another number of data ranks than the measured trainer; each rank has as many processes
+    as in the profile. Several processes wait for each other in every step without using a core. A single
+    process does not wait, so its step takes only the computing time of one process. The time that it saves
+    without communication is unknown and ignored. On GPUs the duration is not changed.
     """
     setup, cores = profile.setup, profile.cores
     of_each = cores.trainer / setup.num_data_ranks
@@ -333,10 +334,10 @@ def _trainer_cost(profile: Profile, *, num_data_ranks: int) -> tuple[float, floa
 
 
 def _payload_budget(run: SimulatedRun) -> PayloadBudget:
-    """Return the memory for the arrays of the run's groups.
+    """Return the memory budget for the arrays of the run's groups.
 
     Raises:
-        ValueError: it has no room for those that are held at once.
+        ValueError: the capacity is too small for the groups that are held at once.
     """
     excess = largest_excess(run.payload_capacity_bytes, run.num_groups_held, run.largest_group_bytes)
     if excess < 0:
@@ -348,9 +349,9 @@ def _payload_budget(run: SimulatedRun) -> PayloadBudget:
 
 
 class Scorers:
-    """Scores responses as they end; a group is done when all of its responses are.
+    """Scores each response when it ends; a group is scored when all of its responses are.
 
-    Each scorer scores ``num_places`` responses at once, or ``num_workers`` if these are more.
+    Each scorer scores up to ``max(num_places, section.num_workers)`` responses at once.
     """
 
     def __init__(
@@ -369,9 +370,9 @@ class Scorers:
         self._free = [max(num_places, section.num_workers)] * section.num_replicas
         self._queues: list[deque[Assignment]] = [deque() for _ in range(section.num_replicas)]
         self._responses: dict[int, tuple[SimulatedGroup, float]] = {}
-        """The group of each item, and how long scoring it takes."""
+        """Group and scoring time in seconds of each item."""
         self._max_groups = section.max_concurrent
-        """Most finished groups that are waited for at once."""
+        """Maximum number of finished groups whose scores are awaited at once."""
         self._finished: deque[SimulatedGroup] = deque()
         self._waited_for: set[int] = set()
         self._unsubmitted: deque[SimulatedGroup] = deque()
@@ -389,7 +390,7 @@ class Scorers:
         self._go_on()
 
     def forget(self, group: SimulatedGroup) -> None:
-        """Score nothing more of a group."""
+        """Withdraw all responses of a group from scoring."""
         for item in group.items:
             self._dispatcher.withdraw(item)
 
@@ -437,7 +438,7 @@ class Scorers:
             self._score(score_s, functools.partial(self._scored, assignment))
 
     def _score(self, score_s: float, then: Callable[[], None]) -> None:
-        """Wait first, as for a server, and then compute, which takes longer when cores are short."""
+        """Simulate waiting, as for a server, and then computing, which slows when cores are short."""
         computing = min(1.0, self._cores)
         self._clock.wall.after(
             (1.0 - computing) * score_s,

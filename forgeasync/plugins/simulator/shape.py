@@ -1,6 +1,6 @@
-"""What is simulated of a run, and what its simulation says.
+"""Input and output of a simulation.
 
-``SimulatedRun`` has the numbers of a config that times depend on. ``Prediction`` has the steps of a simulated
+``SimulatedRun`` has the settings of a config that affect times. ``Prediction`` has the steps of a simulated
 run and means over them.
 """
 
@@ -30,7 +30,7 @@ from forgeasync.schema import Problem, raise_if_any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedRun:
-    """The numbers of a run that times depend on. ``of_config`` makes one of a config."""
+    """The settings of a run that affect times. Use ``of_config`` to get them from a config."""
 
     num_steps: int
     groups_per_step: int
@@ -44,7 +44,7 @@ class SimulatedRun:
     num_generator_hosts: int
     max_num_seqs: int
     max_kv_tokens: int
-    """Tokens whose keys and values one engine holds."""
+    """Capacity of one engine's KV cache, in tokens."""
     num_data_ranks: int
     tokens_per_row: int
     steps_per_batch: int
@@ -53,17 +53,17 @@ class SimulatedRun:
     longest_group_tokens: int
     """Prompt and response tokens of a group that takes ``largest_group_bytes``."""
     num_groups_held: int
-    """Groups whose arrays stay after their step, until the trainer has a snapshot."""
+    """Number of groups whose arrays are kept after their step, until the trainer has a snapshot."""
     max_response_tokens: int
     source_weights: dict[str, float]
     num_prompts: int
-    """Training problems of all sources together; after them they come again."""
+    """Number of training tasks of all sources; after the last one they repeat."""
     has_environment: bool = False
     seed: int = 0
 
     @property
     def num_steps_ahead(self) -> int:
-        """Steps for which groups may be in flight besides the one that is trained."""
+        """Number of further steps for which groups may be in flight during a step."""
         return num_steps_ahead(
             max_off_policy_steps=self.max_off_policy_steps,
             max_groups=self.buffer.max_groups,
@@ -72,7 +72,7 @@ class SimulatedRun:
 
     @property
     def steady_steps(self) -> range:
-        """The steps that means are over, counted from 0: neither the first third nor the last ones."""
+        """Steps over which means are computed, from 0; excludes the first third and the last steps."""
         return steady_steps(self.num_steps, num_first=self.num_steps // 3, num_ahead=self.num_steps_ahead)
 
     def __post_init__(self) -> None:
@@ -143,21 +143,20 @@ def _unknown(config: RunConfig, profile: Profile, sources: dict[str, float]) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedStep:
-    """One step of the training loop, from when the trainer asks for its batch to when it asks for the
-    next."""
+    """One step of the training loop, from the trainer's request for its batch to its next request."""
 
     begin_s: float
     end_s: float
     wait_s: float
     train_s: float
     publish_s: float
-    """Seconds that training waited to publish."""
+    """Seconds that training waited for publishing."""
     num_trained_tokens: int
-    """Response tokens."""
+    """Number of response tokens."""
     ages: tuple[tuple[int, int], ...]
-    """Number of tokens by age in versions."""
+    """Pairs of age in versions and number of tokens, youngest first."""
     generators_busy_s: float
-    """Seconds in which a generator had a sequence, added up over generators, up to the end of the step."""
+    """Seconds with at least one sequence, summed over generators, from the run's start to the step's end."""
 
     @property
     def step_s(self) -> float:
@@ -166,27 +165,29 @@ class SimulatedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """A simulated run. Means leave out the first steps, in which the buffer fills, and the last ones, for
-    which there is less and less to sample."""
+    """The steps of a simulated run and means over them.
+
+    Means exclude the first steps, in which the buffer fills, and the last ones, in which sampling runs out.
+    """
 
     steps: tuple[SimulatedStep, ...]
     steady_steps: range
-    """Indexes of the steps that means are over."""
+    """Indices of the steps over which means are computed."""
     num_replicas: int
     num_preempted: int
     num_beyond_decode: int
-    """Times of decode steps that were asked for with more sequences than the profile has."""
+    """Number of decode times that were extrapolated to more sequences than the profile has."""
     largest_train_error: float
-    """Largest relative difference between the fitted and the measured steps of the trainer."""
+    """Largest relative difference between the fitted and the measured step times of the trainer."""
 
     @property
     def steady(self) -> Sequence[SimulatedStep]:
-        """The steps that means are over."""
+        """The steps over which means are computed."""
         return self.steps[self.steady_steps.start : self.steady_steps.stop]
 
     @property
     def step_s(self) -> float:
-        """Mean seconds from one step's beginning to the next."""
+        """Mean seconds per step."""
         return statistics.fmean(step.step_s for step in self.steady)
 
     @property
@@ -197,7 +198,7 @@ class Prediction:
 
     @property
     def trainer_idle_share(self) -> float:
-        """Share of the time in which the trainer waits for a batch."""
+        """Share of the time that the trainer waits for a batch."""
         seconds = sum(step.step_s for step in self.steady)
         return sum(step.wait_s for step in self.steady) / seconds
 
@@ -224,7 +225,7 @@ class Prediction:
         return sum(age * num for age, num in ages.items()) / sum(ages.values())
 
     def notes(self) -> list[str]:
-        """What makes the prediction less certain, in words."""
+        """Return notes about what makes the prediction less certain."""
         notes = []
         if self.num_beyond_decode:
             notes.append(

@@ -1,4 +1,4 @@
-"""Profiles, gains of changes and splits of GPUs as tables for people."""
+"""Prints profiles, gains of changes and splits of GPUs as tables."""
 
 from collections.abc import Iterator
 
@@ -13,10 +13,10 @@ from forgeasync.plugins.simulator.what_if import what_if
 
 
 def print_profile(profile: Profile, run: SimulatedRun, console: Console, *, steps: str | None = None) -> None:
-    """Print the times of a profile, in milliseconds with the half width of their 95 % intervals, and what
-    single changes would bring to a run.
+    """Print the times of a profile, and the predicted gains of single changes of a run.
 
-    ``steps`` is a line about the steps that were measured.
+    Times are in milliseconds, with the half width of their 95 % intervals. ``steps`` is a line about the
+    measured steps.
     """
     hardware = profile.hardware
     decode = _table("sequences", "tokens of context", "ms", "tokens/s")
@@ -53,7 +53,7 @@ def print_profile(profile: Profile, run: SimulatedRun, console: Console, *, step
 
 
 def print_profiled_run(found: ProfiledRun) -> None:
-    """Print the times of a run, its steps in a simulation, and what single changes would bring."""
+    """Print the times of a run, its simulated step time, and the predicted gains of single changes."""
     steps = (
         f"steps of the run took {found.measured_s:.3g} s each; simulated with this profile "
         f"{found.simulated_s:.3g} s"
@@ -112,7 +112,7 @@ def _number(seconds: float) -> str:
 
 
 def print_plan(plan: SplitPlan, *, is_stated: bool) -> None:
-    """Print the splits that no other one beats, the recommended one, and the reason."""
+    """Print the splits on the Pareto front, the recommended split, and the reason."""
     console = Console()
     origin = "stated hardware, nothing of it measured" if is_stated else "measured profile"
     counted = f"{len(plan.splits)} simulated, {plan.num_refused} refused"

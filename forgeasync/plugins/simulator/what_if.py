@@ -1,5 +1,4 @@
-"""Simulates a run with single changes, each with the same prompts and lengths, to say what they would
-bring."""
+"""Simulates single changes of a run, with the same prompts and lengths, to estimate the gain of each."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -22,14 +21,14 @@ class Change:
     name: str
     """A few words, such as "one more replica"."""
     bound: str
-    """What bounds the run if this change helps most."""
+    """Words for the bottleneck of the run if this change helps most."""
     run: SimulatedRun
     profile: Profile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gain:
-    """What a change would bring."""
+    """The predicted effect of a change on the step time."""
 
     change: Change
     before_s: float
@@ -48,26 +47,26 @@ class Gain:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WhatIf:
-    """All changes that were tried, the largest gain first."""
+    """The gains of all simulated changes, the largest first."""
 
     base: Prediction
     gains: tuple[Gain, ...]
 
     @property
     def best(self) -> Gain | None:
-        """The change with the largest gain; None if none brings ``LEAST_GAIN``."""
+        """The change with the largest gain; None if no gain reaches ``LEAST_GAIN``."""
         return self.gains[0] if self.gains and self.gains[0].share >= LEAST_GAIN else None
 
     @property
     def verdict(self) -> str:
-        """One line that says what bounds the run and what would help most."""
+        """One line with the bottleneck of the run and the most helpful change."""
         if self.best is None:
             return f"nothing that was tried brings {LEAST_GAIN:.0%} of {self.base.step_s:.3g} s a step"
         return self.best.words
 
 
 def what_if(run: SimulatedRun, profile: Profile) -> WhatIf:
-    """Simulate a run as it is, and with each single change that makes sense for it."""
+    """Simulate a run unchanged and with each single change that applies to it."""
     base = simulate(run, profile)
     gains = [
         Gain(change=change, before_s=base.step_s, after_s=simulate(change.run, change.profile).step_s)
