@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from forgeasync.buffer import DropReason, Start, Update
 from forgeasync.config import RunConfig
 from forgeasync.controller import (
-    ControlDesk,
+    ControlServer,
     Part,
     RunLoops,
     StepRecord,
@@ -44,7 +44,7 @@ from forgeasync.trainer import steps_problem
 class GrpoRun(RunLoops):
     """The loops of one run: each is a coroutine of its own, on one event loop."""
 
-    async def run(self, manager: ProcessManager, control: ControlDesk | None = None) -> None:
+    async def run(self, manager: ProcessManager, control: ControlServer | None = None) -> None:
         """Train for ``max_steps`` steps; the first failure of any loop or process ends the run and is raised.
 
         ``helper_loops`` has the loops that serve weights, and those beside the four.

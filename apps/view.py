@@ -26,7 +26,7 @@ import msgspec
 from forgeasync.plugins.viewer import (
     DEMO_RUN,
     NoRun,
-    PortTaken,
+    PortInUse,
     RunReader,
     serve_until_stopped,
     status_lines,
@@ -67,7 +67,7 @@ def main(given: Sequence[str] | None = None) -> int:
         if is_page:
             serve_until_stopped(runs, arguments.port, lambda address: print(address, flush=True))
             return 0
-    except (NoRun, PortTaken) as error:
+    except (NoRun, PortInUse) as error:
         print(f"refused: {error}", file=sys.stderr)
         return EXIT_REFUSED
     for run in runs:

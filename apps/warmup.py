@@ -69,7 +69,7 @@ async def warm_up(config: RunConfig, warmup: WarmupSection) -> None:
     tasks = build_source(data, seed=warmup.seed).train
     calls, shown = calls_of(config), shown_prompt(config)
     tokenizer = build_tokenizer(text for task in tasks for text in texts_of(task, calls, shown))
-    prompts = PromptEncoder.of_section(tokenizer, config.data)
+    prompts = PromptEncoder.from_section(tokenizer, config.data)
     num_procs = config.trainer.parallel.num_procs
     parallel = ParallelSection(num_procs=num_procs, data_replicate=num_procs)
     # Nobody takes snapshots here, or watches for spikes.

@@ -43,7 +43,7 @@ class Finished:
     """One-minute load average when it was started."""
 
 
-class MemoryWatch:
+class MemoryMonitor:
     """Samples the memory of a process and all its descendants in a thread."""
 
     def __init__(self, pid: int) -> None:
@@ -93,7 +93,7 @@ def run_watched(command: Sequence[str], *, environment: Mapping[str, str]) -> Fi
             stdout=output,
             stderr=subprocess.STDOUT,
         )
-        watch = MemoryWatch(process.pid)
+        watch = MemoryMonitor(process.pid)
         try:
             exit_code = process.wait()
         except KeyboardInterrupt:

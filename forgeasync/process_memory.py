@@ -53,7 +53,7 @@ def largest(peaks: Iterable[MemoryPeak | None]) -> MemoryPeak | None:
     )
 
 
-class MemoryWatch:
+class MemoryMonitor:
     """Tracks the peak memory of this process. A measurement takes about a millisecond."""
 
     def __init__(self, *, with_descendants: bool, every_s: float = 0.0) -> None:

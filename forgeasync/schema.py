@@ -501,7 +501,7 @@ _INSTALLED = "(installed)"
 
 
 @dataclass(frozen=True, slots=True)
-class OrInstalled:
+class WithPlugins:
     """Annotation of a union of sections to which packages can add.
 
     The union consists of the built-in sections, distinguished by ``kind``, and ``PluginSection``, the base

@@ -64,7 +64,7 @@ def _finish(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
-async def comes_within(limit_s: float, event: Awaitable[object]) -> bool:
+async def happens_within(limit_s: float, event: Awaitable[object]) -> bool:
     """Wait for ``event`` for at most ``limit_s`` seconds; return whether it came."""
     try:
         async with asyncio.timeout(limit_s) as timeout:

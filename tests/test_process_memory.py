@@ -6,13 +6,13 @@ import sys
 import pytest
 
 from forgeasync import process_memory
-from forgeasync.process_memory import MemoryPeak, MemoryWatch, largest
+from forgeasync.process_memory import MemoryMonitor, MemoryPeak, largest
 
 MIB = 2**20
 
 STARTS_OTHERS = """
 import subprocess, sys
-from forgeasync.process_memory import MemoryWatch
+from forgeasync.process_memory import MemoryMonitor
 
 HOLD = "import subprocess, sys; block = b'x' * ({} << 20); {}; print('ready', flush=True); sys.stdin.read()"
 START = "other = subprocess.Popen([sys.executable, '-c', {!r}], stdin=subprocess.PIPE, stdout=-1); "
@@ -22,7 +22,7 @@ def child(num_mib, code="pass"):
     code = HOLD.format(num_mib, code)
     return subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
-own, all_of_them = MemoryWatch(with_descendants=False), MemoryWatch(with_descendants=True)
+own, all_of_them = MemoryMonitor(with_descendants=False), MemoryMonitor(with_descendants=True)
 
 def show():
     print(own.peak().resident_bytes, all_of_them.peak().resident_bytes)
@@ -54,7 +54,7 @@ def test_who_asks_again_soon_gets_what_was_seen_last(monkeypatch: pytest.MonkeyP
     looks, now_s = iter([10, 30, 20]), [100.0]
     monkeypatch.setattr(process_memory, "_peak_resident_bytes", lambda pid: next(looks))
     monkeypatch.setattr(process_memory.time, "monotonic", lambda: now_s[0])
-    watch = MemoryWatch(with_descendants=False, every_s=1.0)
+    watch = MemoryMonitor(with_descendants=False, every_s=1.0)
     found = []
     for passed_s in (0.0, 0.5, 0.4, 0.2, 1.0, 0.1):
         now_s[0] += passed_s
@@ -79,4 +79,4 @@ def test_gpus_are_there_only_where_something_is_reserved() -> None:
 def test_a_process_that_has_used_no_gpu_says_so() -> None:
     import torch  # noqa: F401  it is asked where it is there
 
-    assert MemoryWatch(with_descendants=True).peak().gpu_bytes == 0
+    assert MemoryMonitor(with_descendants=True).peak().gpu_bytes == 0

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgeasync.observability import last_words
+from forgeasync.observability import describe_error
 from forgeasync.testing import VirtualTime
 from forgeasync.waiting import DeadlineExceeded, Monitor, deadline
 
@@ -166,7 +166,7 @@ def test_a_late_body_is_told_by_call_limit_and_key() -> None:
     with pytest.raises(DeadlineExceeded) as caught:
         asyncio.run(late_body(0.01, lambda: asyncio.sleep(60)))
     message = "scoring group 17 took longer than 0.01 s; timeouts.score_s sets this limit"
-    assert str(caught.value) == message == last_words(caught.value)
+    assert str(caught.value) == message == describe_error(caught.value)
 
 
 @pytest.mark.parametrize("is_inner_late", [True, False])
@@ -230,17 +230,22 @@ REMOTE = """Actor call t.fail failed.
 
 @pytest.mark.parametrize("last", ["AssertionError", "TimeoutError: ", "asyncio.exceptions.CancelledError"])
 def test_a_remote_error_without_a_message_is_named_by_its_place(last: str) -> None:
-    assert last_words(raised(RuntimeError(REMOTE.format(last)))) == f"{last.strip()} in score at scorer.py:6"
+    assert (
+        describe_error(raised(RuntimeError(REMOTE.format(last)))) == f"{last.strip()} in score at scorer.py:6"
+    )
 
 
 def test_a_remote_error_with_a_message_is_left_as_it_is() -> None:
-    assert last_words(raised(RuntimeError(REMOTE.format("ValueError: 3 rewards")))) == "ValueError: 3 rewards"
+    assert (
+        describe_error(raised(RuntimeError(REMOTE.format("ValueError: 3 rewards"))))
+        == "ValueError: 3 rewards"
+    )
 
 
 def test_an_error_without_a_message_is_named_by_its_place() -> None:
-    assert re.search(r"in raised at .*test_waiting\.py:\d+$", last_words(raised(TimeoutError())))
+    assert re.search(r"in raised at .*test_waiting\.py:\d+$", describe_error(raised(TimeoutError())))
 
 
 @given(st.text())
 def test_no_last_words_are_empty(message: str) -> None:
-    assert last_words(RuntimeError(message)).strip()
+    assert describe_error(RuntimeError(message)).strip()

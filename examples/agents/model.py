@@ -27,7 +27,7 @@ from forgeasync.config import Bubblewrap, StdioServer
 from forgeasync.environments import McpTools, Message, ToolSpec, tool_forms
 from forgeasync.isolation import Sandbox
 from forgeasync.models import save_tokenizer
-from forgeasync.plugins.coding import HOW_TO_WORK, Workbench
+from forgeasync.plugins.coding import HOW_TO_WORK, CodingTools
 
 START, END, PADDING = "<|im_start|>", "<|im_end|>", "<pad>"
 VOCABULARY_SIZE = 1024
@@ -154,7 +154,7 @@ def stock_tools() -> tuple[dict[str, Any], ...]:
 
 def coding_tools() -> tuple[dict[str, Any], ...]:
     """Return the tools of the environment ``coding``."""
-    bench = Workbench(Sandbox(Bubblewrap()), command_s=1.0)
+    bench = CodingTools(Sandbox(Bubblewrap()), command_s=1.0)
     return tuple(tool_forms([tool.spec for tool in bench.tools]))
 
 

@@ -84,9 +84,9 @@ class Loss(Section):
         return max((term.num_ids for term in self.terms), default=0)
 
     @property
-    def asks_student_ids(self) -> bool:
+    def needs_student_ids(self) -> bool:
         """Whether the teacher scores ids that the policy could have drawn, rather than its own likeliest."""
-        return any(term.asks_student_ids for term in self.terms)
+        return any(term.needs_student_ids for term in self.terms)
 
     def count(
         self, mask_T: torch.Tensor, sequence_ids_T: torch.Tensor, sample_weights_T: torch.Tensor
@@ -97,15 +97,15 @@ class Loss(Section):
     def term_counts(
         self,
         mask_T: torch.Tensor,
-        is_asked_T: torch.Tensor,
+        has_target_T: torch.Tensor,
         sequence_ids_T: torch.Tensor,
         sample_weights_T: torch.Tensor,
     ) -> list[torch.Tensor]:
         """Return a row's contribution to the count of each term.
 
-        Tokens that the teacher did not score (``is_asked_T`` is False) do not count in terms that need it.
+        Tokens that the teacher did not score (``has_target_T`` is False) do not count in terms that need it.
         """
-        taught_T = mask_T & is_asked_T
+        taught_T = mask_T & has_target_T
         return [
             term.aggregation.count(
                 taught_T if term.needs_teacher else mask_T, sequence_ids_T, sample_weights_T

@@ -56,15 +56,15 @@ class TeacherTokens:
     """The student's log-probabilities of the same ids, with gradients; -inf for missing ids."""
     versions_T: torch.Tensor = field(default=_LEFT_OUT)
     """Version of the teacher's weights that scored each token, float32. Default: all 0."""
-    is_asked_T: torch.Tensor = field(default=_LEFT_OUT)
+    has_target_T: torch.Tensor = field(default=_LEFT_OUT)
     """Whether the teacher scored each token, bool. Default: all True."""
 
     def __post_init__(self) -> None:
         ones_T = _ones_like(self.logprobs_T)
         if self.versions_T is None:
             object.__setattr__(self, "versions_T", 0.0 * ones_T)
-        if self.is_asked_T is None:
-            object.__setattr__(self, "is_asked_T", ones_T.bool())
+        if self.has_target_T is None:
+            object.__setattr__(self, "has_target_T", ones_T.bool())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +116,7 @@ class RowTokens:
     def taught(self) -> RowTokens:
         """Return the row with ``mask_T`` limited to tokens that the teacher scored."""
         assert self.teacher is not None
-        return replace(self, mask_T=self.mask_T & self.teacher.is_asked_T)
+        return replace(self, mask_T=self.mask_T & self.teacher.has_target_T)
 
     def masked(self, values_T: torch.Tensor) -> torch.Tensor:
         """Return the values, and 0 without a gradient where ``mask_T`` is False."""

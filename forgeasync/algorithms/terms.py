@@ -61,7 +61,7 @@ class Term(Section):
         return 0
 
     @property
-    def asks_student_ids(self) -> bool:
+    def needs_student_ids(self) -> bool:
         """Whether the teacher scores ids that the policy could have drawn, rather than its own likeliest."""
         return False
 
@@ -133,7 +133,7 @@ class TopkKl(Term):
         return self.top_k
 
     @property
-    def asks_student_ids(self) -> bool:
+    def needs_student_ids(self) -> bool:
         return self.ids is IdsOf.STUDENT
 
     def __call__(

@@ -13,7 +13,7 @@ from .ledger_reading import LedgerLines as LedgerLines
 from .ledger_reading import LedgerUnreadable as LedgerUnreadable
 from .ledger_reading import check_ledger as check_ledger
 from .ledger_reading import verify as verify
-from .limits import StarvationWatch as StarvationWatch
+from .limits import StarvationDetector as StarvationDetector
 from .prompts import Batch as Batch
 from .prompts import BufferSnapshot as BufferSnapshot
 from .prompts import Committed as Committed
@@ -32,16 +32,13 @@ from .prompts import attempt_and_prompt as attempt_and_prompt
 from .ready_groups import reference_version as reference_version
 from .replay_buffer import ReplayBuffer as ReplayBuffer
 from .restoring import Candidate as Candidate
-from .restoring import LeftOut as LeftOut
 from .restoring import LostSteps as LostSteps
+from .restoring import SkipReason as SkipReason
 from .restoring import plan_restore as plan_restore
 
 # Only tests import these.
 from .accounting import AccountingLedger as AccountingLedger
 from .accounting import length_bucket as length_bucket
-from .ledger_book import Book as Book
-from .ledger_book import Contradiction as Contradiction
-from .ledger_book import Place as Place
 from .ledger_journal import Journal as Journal
 from .ledger_journal import JournalFile as JournalFile
 from .ledger_journal import JournalInUse as JournalInUse
@@ -54,6 +51,9 @@ from .ledger_lines import encode_line as encode_line
 from .ledger_lines import encode_lines as encode_lines
 from .ledger_reading import LedgerReading as LedgerReading
 from .ledger_reading import read_ledger as read_ledger
+from .ledger_state import Contradiction as Contradiction
+from .ledger_state import LedgerState as LedgerState
+from .ledger_state import Place as Place
 from .limits import LoadController as LoadController
 from .limits import NothingTrains as NothingTrains
 from .limits import StepLoad as StepLoad

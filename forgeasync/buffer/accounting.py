@@ -40,7 +40,7 @@ def stratum_of(task: Task, lengths: Sequence[int]) -> Stratum:
     return task.source, length_bucket(max(lengths))
 
 
-def comes_again(reason: DropReason, section: AccountingSection) -> bool:
+def is_resubmitted(reason: DropReason, section: AccountingSection) -> bool:
     """Whether the prompt of a group lost for ``reason`` is submitted again, if it has attempts left."""
     if reason in AGE_REASONS:
         return section.policy is AccountingPolicy.EXACT and section.replacement is Replacement.REISSUE

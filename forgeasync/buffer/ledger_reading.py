@@ -5,7 +5,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from forgeasync.buffer.ledger_book import ENDS, Book, Contradiction, Place, Resumption, TrainedStep
 from forgeasync.buffer.ledger_lines import (
     FORMAT,
     START,
@@ -18,6 +17,7 @@ from forgeasync.buffer.ledger_lines import (
     decode_line,
     position_after,
 )
+from forgeasync.buffer.ledger_state import ENDS, Contradiction, LedgerState, Place, Resumption, TrainedStep
 from forgeasync.buffer.prompts import DropReason, Update
 from forgeasync.buffer.restoring import LostSteps
 from forgeasync.files import read_json_lines
@@ -69,7 +69,7 @@ class LedgerLines:
 class LedgerReading:
     """Content of a ledger up to its first contradiction."""
 
-    book: Book
+    book: LedgerState
     position: LedgerPosition
     """Position after the last line that was read."""
     contradiction: Contradiction | None
@@ -88,7 +88,7 @@ def read_ledger(file: Path, *, line: int = 0) -> LedgerReading:
     Raises:
         LedgerUnreadable: The file cannot be read, has no complete line, or has another format.
     """
-    book, decoder = Book(), LedgerLines(str(file))
+    book, decoder = LedgerState(), LedgerLines(str(file))
     contradiction, num_torn_bytes, checksum_at = None, 0, None
     try:
         with file.open("rb") as lines:
@@ -223,7 +223,7 @@ def _read_metrics(file: Path) -> list[_MetricsLine]:
     return [_MetricsLine(number=number, values=values) for number, values in enumerate(records, start=1)]
 
 
-def _compare_with_metrics(book: Book, lines: Sequence[_MetricsLine]) -> int:
+def _compare_with_metrics(book: LedgerState, lines: Sequence[_MetricsLine]) -> int:
     """Compare every step of a ledger with the metrics, which are counted and written independently.
 
     The ledger is written first, so it may have steps that the metrics lack: those after the last metrics of a
@@ -277,7 +277,7 @@ def _compare_with_metrics(book: Book, lines: Sequence[_MetricsLine]) -> int:
     return num_compared
 
 
-def _by_step(book: Book, lines: Sequence[_MetricsLine]) -> dict[int, _MetricsLine]:
+def _by_step(book: LedgerState, lines: Sequence[_MetricsLine]) -> dict[int, _MetricsLine]:
     """Return the metrics of steps after the ledger's beginning, by step. The ledger must have each step."""
     assert book.opened is not None
     trained = {one.step for one in book.steps}
@@ -298,7 +298,9 @@ def _by_step(book: Book, lines: Sequence[_MetricsLine]) -> dict[int, _MetricsLin
     return known
 
 
-def _check_may_lack(book: Book, step: TrainedStep, following: TrainedStep | None, *, last: int) -> None:
+def _check_may_lack(
+    book: LedgerState, step: TrainedStep, following: TrainedStep | None, *, last: int
+) -> None:
     """Raise ``_MetricsContradiction`` unless the metrics may lack the step.
 
     ``following`` is the next step of the ledger, ``last`` the last step of the metrics.

@@ -80,7 +80,7 @@ class NothingTrains(RuntimeError):
     """Too many consecutive groups were given up, so the run might generate forever without making a step."""
 
 
-class StarvationWatch:
+class StarvationDetector:
     """Counts consecutive groups that were given up, and ends the run at a limit.
 
     Losses to age do not count, because groups grow old only while the trainer makes steps. Groups that

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from forgeasync.buffer.accounting import AccountingLedger, comes_again
+from forgeasync.buffer.accounting import AccountingLedger, is_resubmitted
 from forgeasync.buffer.limits import LoadController, StepLoad
 from forgeasync.buffer.prompts import (
     Batch,
@@ -452,7 +452,9 @@ class ReplayBuffer:
         self._num_admitted -= 1
         self.num_dropped[reason] += 1
         submission = entry.submission
-        again = comes_again(reason, self._accounting) and submission.attempt + 1 < self._section.max_attempts
+        again = (
+            is_resubmitted(reason, self._accounting) and submission.attempt + 1 < self._section.max_attempts
+        )
         self.events.add(Dropped(prompt=submission.submission_id, group=group_id, reason=reason, again=again))
         if again:
             self._submissions.reissue(submission, entry.lengths)

@@ -15,7 +15,7 @@ from enum import StrEnum
 from forgeasync.buffer.prompts import BufferSnapshot, Submission
 
 
-class LeftOut(StrEnum):
+class SkipReason(StrEnum):
     """Reason why a resumed run does not train on a group that is on disk."""
 
     ENDED = "ended"
@@ -63,7 +63,7 @@ class RestorePlan:
     """Prompts of the steps to repeat, in step order. Steps after them use whichever groups are ready."""
     restored: tuple[Candidate, ...] = ()
     """All groups to restore, in the data's order."""
-    left_out: Mapping[LeftOut, int]
+    left_out: Mapping[SkipReason, int]
     """Number of groups on disk that are not restored, by reason."""
 
 
@@ -84,18 +84,18 @@ def plan_restore(
         groups_per_step: Groups of each optimizer step.
         max_off_policy_steps: Largest allowed age of a group when it trains.
     """
-    left_out: Counter[LeftOut] = Counter()
+    left_out: Counter[SkipReason] = Counter()
     waiting = {
         one.submission_id: one.attempt for one in (*snapshot.started, *snapshot.complete, *snapshot.pending)
     }
     usable: dict[int, Candidate] = {}
     for one in sorted(candidates, key=lambda one: (one.prompt, one.attempt)):
         if _has_ended(one, waiting, snapshot, lost):
-            left_out[LeftOut.ENDED] += 1
+            left_out[SkipReason.ENDED] += 1
             continue
         if one.prompt in usable:
             # Of two attempts at one prompt, the later one counts.
-            left_out[LeftOut.ENDED] += 1
+            left_out[SkipReason.ENDED] += 1
         usable[one.prompt] = one
     version = snapshot.trainer_version
     batches = []
@@ -108,9 +108,9 @@ def plan_restore(
     restored = []
     for prompt, one in usable.items():
         if prompt not in again and one.last_version > version:
-            left_out[LeftOut.LOST_WEIGHTS] += 1
+            left_out[SkipReason.LOST_WEIGHTS] += 1
         elif prompt not in again and one.reference + max_off_policy_steps < version:
-            left_out[LeftOut.OLD] += 1
+            left_out[SkipReason.OLD] += 1
         else:
             restored.append(one)
     return RestorePlan(batches=tuple(batches), restored=tuple(restored), left_out=left_out)

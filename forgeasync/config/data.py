@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 
 from forgeasync.config.plugin_sections import InstalledSource
 from forgeasync.config.rewards import MathReward, ReasoningGymReward, Rewards, RewardSection
-from forgeasync.schema import OrInstalled, PluginGroup, PythonCode, Refusal, Section
+from forgeasync.schema import PluginGroup, PythonCode, Refusal, Section, WithPlugins
 
 MAX_TASKS = 10_000_000
 """Maximum number of problems of a run; the controller holds all of them in memory, with all columns."""
@@ -67,7 +67,7 @@ class PythonSource(PythonCode):
 
 SourceSection = Annotated[
     ReasoningGymSource | HuggingFaceSource | PythonSource | InstalledSource,
-    OrInstalled(PluginGroup.SOURCES),
+    WithPlugins(PluginGroup.SOURCES),
 ]
 
 

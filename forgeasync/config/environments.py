@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from forgeasync.config.data import AnswerPart
 from forgeasync.config.plugin_sections import InstalledEnvironment
-from forgeasync.schema import OrInstalled, PluginGroup, PythonCode, Seconds, Section
+from forgeasync.schema import PluginGroup, PythonCode, Seconds, Section, WithPlugins
 
 Rounds = Annotated[int, Field(gt=0, le=10_000)]
 
@@ -238,7 +238,7 @@ class RemoteEnvironment(Section):
 
 EnvironmentSection = Annotated[
     PythonTool | McpEnvironment | RemoteEnvironment | PythonCode | InstalledEnvironment,
-    OrInstalled(PluginGroup.ENVIRONMENTS),
+    WithPlugins(PluginGroup.ENVIRONMENTS),
 ]
 
 

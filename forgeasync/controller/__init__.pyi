@@ -4,7 +4,7 @@ from .cli import exit_code as exit_code
 from .cli import run_app as run_app
 from .cli import run_main as run_main
 from .cli import run_training_app as run_training_app
-from .control import ControlDesk as ControlDesk
+from .control import ControlServer as ControlServer
 from .control import Refused as Refused
 from .control import ask as ask
 from .control import parse_change as parse_change
@@ -30,7 +30,7 @@ from .run import RunLoops as RunLoops
 from .run import start_run as start_run
 from .starting import Fleet as Fleet
 from .starting import Roles as Roles
-from .starting import open_procs as open_procs
+from .starting import open_process_manager as open_process_manager
 from .starting import start_roles as start_roles
 from .starting import start_sampling as start_sampling
 

@@ -39,7 +39,7 @@ from forgeasync.controller.serving import WeightServing
 from forgeasync.environments import digest_of
 from forgeasync.files import Refusal
 from forgeasync.models import FolderNotWritten, HfFolderWriter
-from forgeasync.observability import FaultLog, RunDir, StorageFaults, last_words, root_cause
+from forgeasync.observability import FaultLog, RunDir, StorageFaults, describe_error, root_cause
 from forgeasync.runtime import ActorDied, BufferActor, HostLost, TrainerRecovery
 from forgeasync.waiting import DeadlineExceeded, deadline
 from forgeasync.weights import StagedVersion, StagedWeights
@@ -350,7 +350,7 @@ class Rescue:
             except Exception as error:
                 # There may be another way, and the reason that ended the run counts more than this one.
                 logger.warning("the newest weights were not saved this way", exc_info=True)
-                problems.append(last_words(error))
+                problems.append(describe_error(error))
                 # The next attempt may need the room of unfinished files.
                 for name in (LAST, LAST_PUBLISHED):
                     shutil.rmtree(self.folder.with_name(f"{name}.partial"), ignore_errors=True)
@@ -366,7 +366,7 @@ class Rescue:
             return "there was no time for a checkpoint"
         except Exception as error:
             logger.warning("no checkpoint was written on the way out", exc_info=True)
-            return f"no checkpoint could be written ({last_words(error)})"
+            return f"no checkpoint could be written ({describe_error(error)})"
 
     async def _from_trainer(self) -> str:
         version = await self._run.trainer.save_hf(self.folder, source=self._run.prepared.model_path)

@@ -205,22 +205,22 @@ def exit_code(run: Callable[[], None]) -> int:
         return EXIT_REFUSED
     except (KeyboardInterrupt, asyncio.CancelledError):
         received = received_signal() or signal.SIGINT
-        say_on_stderr(_with_closing_words(f"interrupted by {received.name}"))
+        say_on_stderr(_with_closing_message(f"interrupted by {received.name}"))
         return EXIT_SIGNAL + received
     except BaseException as error:
         say_on_stderr("".join(traceback.format_exception(root_cause(error))).rstrip())
-        say_on_stderr(_with_closing_words(failure_line(error)))
+        say_on_stderr(_with_closing_message(failure_line(error)))
         stop = received_signal()
         return EXIT_FAILED if stop is None else EXIT_SIGNAL + stop
     return 0
 
 
-def add_closing_words(words: str) -> None:
+def add_closing_message(words: str) -> None:
     """Add ``words``, such as where results are, to the last line if the app fails or is interrupted."""
     _closing_words.append(words)
 
 
-def _with_closing_words(reason: str) -> str:
+def _with_closing_message(reason: str) -> str:
     return "; ".join([reason, *_closing_words])
 
 
@@ -326,7 +326,7 @@ def _longest_prompt(config: RunConfig, local_paths: frozenset[str]) -> int:
     tokenizer = character_tokenizer(
         chat_template=data.chat_template, template_arguments=data.template_arguments or ()
     )
-    prompts = PromptEncoder.of_section(tokenizer, data)
+    prompts = PromptEncoder.from_section(tokenizer, data)
     problems = build_source(data, seed=config.seed, sets=sets)
     tasks = [*problems.train, *problems.held_out, *(task for one in problems.sets.values() for task in one)]
     return max(len(prompts.encode(task.prompt)) for task in tasks)

@@ -1,7 +1,7 @@
 """Changes to a run in progress: requests and answers are files in its folder ``control``.
 
 ``apps.control`` writes a request under a new name (``ask``). The run looks for requests twice a second, and
-writes an answer beside each (``ControlDesk``). Files get their final names when they are whole.
+writes an answer beside each (``ControlServer``). Files get their final names when they are whole.
 """
 
 import asyncio
@@ -71,7 +71,7 @@ def check_generators(num: object) -> int:
     return num
 
 
-class ControlDesk:
+class ControlServer:
     """Answers the requests of one run."""
 
     def __init__(
@@ -117,9 +117,11 @@ class ControlDesk:
         return Answer(is_accepted=True, words=f"generators={num}: {words}")
 
 
-def control_desk(folder: Path, procs: ProcessManager, pool: GeneratorPool, config: RunConfig) -> ControlDesk:
+def build_control_server(
+    folder: Path, procs: ProcessManager, pool: GeneratorPool, config: RunConfig
+) -> ControlServer:
     """Return what answers the requests in a run's folder ``control``."""
-    return ControlDesk(
+    return ControlServer(
         folder,
         pool,
         add_place=lambda: procs.hosts.allot_more(

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from forgeasync.algorithms import Filtered
-from forgeasync.buffer import Batch, DropReason, StarvationWatch, Update
+from forgeasync.buffer import Batch, DropReason, StarvationDetector, Update
 from forgeasync.checkpoints import checkpoint_bytes, export_bytes, list_checkpoints, step_of
 from forgeasync.config import Interruption, ModelFacts, RunConfig, num_groups_held
 from forgeasync.controller.preparation import Prepared
@@ -59,7 +59,7 @@ class GroupLifecycle:
         files: RunFiles,
     ) -> None:
         """``files`` has the folders for finished groups and for checkpoints."""
-        self.starvation = StarvationWatch(prepared.config.buffer.max_given_up_in_a_row)
+        self.starvation = StarvationDetector(prepared.config.buffer.max_given_up_in_a_row)
         self._config = prepared.config
         self._resumed = prepared.resumed
         self._generators = generators

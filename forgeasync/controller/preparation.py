@@ -35,11 +35,11 @@ from forgeasync.controller.resume import (
     Resumed,
     check_checkpoint_folder,
     find_checkpoint,
+    message_if_done,
     planned_export,
     planned_folder,
     resume_or_begin_anew,
     take_over,
-    words_if_done,
 )
 from forgeasync.environments import build_source, check_environment, digest_of, look_at_data
 from forgeasync.files import SHARED_MEMORY
@@ -118,7 +118,7 @@ def take_up(config: RunConfig, resume: str | None) -> Prepared | None:
     """
     for line in take_over(config):
         print(line)
-    if (done := words_if_done(config, resume)) is not None:
+    if (done := message_if_done(config, resume)) is not None:
         print(done)
         return None
     choice, words = resume_or_begin_anew(config, resume)
@@ -259,7 +259,7 @@ def load_prompts(config: RunConfig, folder: Path, facts: ModelFacts) -> PromptEn
         raise ConfigError([Problem(field="model.path", value=config.model.path, remedy=remedy)])
     raise_if_any(_check_vocabulary(config, max(tokenizer.get_vocab().values()) + 1, facts))
     try:
-        prompts = PromptEncoder.of_section(tokenizer, config.data)
+        prompts = PromptEncoder.from_section(tokenizer, config.data)
     except ValueError as error:
         raise ConfigError([Problem(field="data", remedy=str(error))]) from error
     if config.environment is not None:

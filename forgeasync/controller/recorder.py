@@ -39,7 +39,7 @@ from forgeasync.observability import (
     span,
     verdict_lines,
 )
-from forgeasync.process_memory import MemoryWatch, largest
+from forgeasync.process_memory import MemoryMonitor, largest
 from forgeasync.rollouts import EpisodeOutcome, Group, PromptEncoder, RolloutKey, Score, TokenPieces
 from forgeasync.runtime import BufferReport
 from forgeasync.trainer import StepResult
@@ -213,7 +213,7 @@ class RunRecorder:
         self._fetches: list[FetchReport] = []
         self._swaps: list[SwapReport] = []
         # Processes of the other roles are descendants of this one on this host.
-        self._memory = MemoryWatch(with_descendants=False)
+        self._memory = MemoryMonitor(with_descendants=False)
 
     def record_initial(self, held_out: HeldOutScores, eval_s: float, engines: Sequence[EngineStats]) -> None:
         """Record the evaluation before the first step; the run's clock starts here."""

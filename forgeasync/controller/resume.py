@@ -29,9 +29,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from forgeasync.buffer import (
     Candidate,
-    LeftOut,
     LostSteps,
     ResumedBuffer,
+    SkipReason,
     attempt_and_prompt,
     check_ledger,
     cut_torn_line,
@@ -62,7 +62,7 @@ from forgeasync.observability import (
     check_folder,
     claimed_marks,
     cut_after,
-    left_processes,
+    leftover_processes,
     put_aside,
 )
 from forgeasync.processes import end_all, marked_processes
@@ -71,7 +71,7 @@ from forgeasync.rollouts import (
     SpilledGroup,
     SpilledGroupTorn,
     file_name,
-    read_kept,
+    read_spilled,
     sweep_stale_folders,
 )
 from forgeasync.schema import ConfigError, Problem, raise_if_any
@@ -115,7 +115,7 @@ def end_leftovers(run_dir: RunDir, before: Holder) -> list[str]:
 
     def find() -> Iterable[psutil.Process]:
         yield from marked_processes(before.mark, RUN_MARK)
-        yield from left_processes(run_dir.procs)
+        yield from leftover_processes(run_dir.procs)
 
     words = []
     if num_killed := end_all(find):
@@ -159,14 +159,14 @@ class FoundGroups:
     """In the data's order."""
     batches: tuple[tuple[int, ...], ...] = ()
     """Prompts of the next steps, which are made again with these groups."""
-    left_out: Mapping[LeftOut, int] = field(default_factory=dict)
+    left_out: Mapping[SkipReason, int] = field(default_factory=dict)
     why: str = ""
     """More about a reason that holds for all groups that were left out."""
 
     @property
     def num_left_out(self) -> int:
         """Groups that are sampled again although they were finished."""
-        return sum(num for reason, num in self.left_out.items() if reason is not LeftOut.ENDED)
+        return sum(num for reason, num in self.left_out.items() if reason is not SkipReason.ENDED)
 
     @property
     def num_prompts(self) -> int:
@@ -182,7 +182,7 @@ class FoundGroups:
             reasons = ", ".join(
                 f"{reason} {num}"
                 for reason, num in sorted(self.left_out.items())
-                if reason is not LeftOut.ENDED
+                if reason is not SkipReason.ENDED
             )
             yield f"{self.num_left_out} finished groups are sampled again ({reasons}){self.why}"
 
@@ -269,7 +269,7 @@ def resume_or_begin_anew(config: RunConfig, choice: str | None) -> tuple[str | N
     return None, begin_anew(run_dir)
 
 
-def words_if_done(config: RunConfig, choice: str | None) -> str | None:
+def message_if_done(config: RunConfig, choice: str | None) -> str | None:
     """Return what to say where ``--resume`` names a run that has made all of its steps; None: it goes on.
 
     A run that was killed between its last step and its end has not ended. The folder of a checkpoint before
@@ -448,16 +448,18 @@ def find_groups(folder: Path, state: RunState, config: RunConfig, lost: LostStep
     if not files:
         return FoundGroups()
     if lost is None:
-        return FoundGroups(left_out={LeftOut.NO_LEDGER: len(files)})
+        return FoundGroups(left_out={SkipReason.NO_LEDGER: len(files)})
     if changed := _changed_settings(state.config, config):
-        return FoundGroups(left_out={LeftOut.OTHER_CONFIG: len(files)}, why=f": {', '.join(changed)} changed")
-    torn: Counter[LeftOut] = Counter()
+        return FoundGroups(
+            left_out={SkipReason.OTHER_CONFIG: len(files)}, why=f": {', '.join(changed)} changed"
+        )
+    torn: Counter[SkipReason] = Counter()
     groups: dict[tuple[int, int], SpilledGroup] = {}
     for file in files:
         try:
-            one = read_kept(file)
+            one = read_spilled(file)
         except SpilledGroupTorn:
-            torn[LeftOut.TORN] += 1
+            torn[SkipReason.TORN] += 1
             continue
         attempt, prompt = attempt_and_prompt(one.group.draw_id)
         groups[prompt, attempt] = one

@@ -13,8 +13,8 @@ from forgeasync.buffer import Batch
 from forgeasync.checkpoints import FINAL
 from forgeasync.config import LocalLauncher, RunConfig, named_sources
 from forgeasync.controller.checkpoints import RunCheckpoints, export, save_newest_weights
-from forgeasync.controller.cli import add_closing_words, run_main, telling
-from forgeasync.controller.control import ControlDesk, control_desk
+from forgeasync.controller.cli import add_closing_message, run_main, telling
+from forgeasync.controller.control import ControlServer, build_control_server
 from forgeasync.controller.evaluation import EvaluationSchedule, waited_every_steps
 from forgeasync.controller.groups import GroupLifecycle, payload_budget
 from forgeasync.controller.hosts import open_hosts
@@ -22,8 +22,8 @@ from forgeasync.controller.preparation import Prepared, take_up
 from forgeasync.controller.recorder import RunRecorder
 from forgeasync.controller.resume import RunFiles, open_files
 from forgeasync.controller.serving import WeightServing
-from forgeasync.controller.stall_watch import StallWatch
-from forgeasync.controller.starting import Roles, open_procs, start_roles
+from forgeasync.controller.stall_monitor import StallMonitor
+from forgeasync.controller.starting import Roles, open_process_manager, start_roles
 from forgeasync.environments import weighted_order
 from forgeasync.isolation import sandbox_warning
 from forgeasync.observability import (
@@ -42,7 +42,7 @@ from forgeasync.observability import (
 from forgeasync.rollouts import Group
 from forgeasync.runtime import GroupEpisodes, Minibatches, ProcessManager
 from forgeasync.scoring import GroupFiltering
-from forgeasync.trainer import BadStepWatch, assign_rows, split_by_groups, training_items
+from forgeasync.trainer import BadStepMonitor, assign_rows, split_by_groups, training_items
 
 T = TypeVar("T")
 
@@ -95,7 +95,7 @@ class RunLoops(ABC):
         resumed = prepared.resumed
         self.version = self.first_version = 0 if resumed is None else resumed.state.step
         """Optimizer steps that the policy has seen; ``first_version`` is what the run begins with."""
-        self.bad_steps = BadStepWatch(config.trainer.bad_steps.max_in_a_row)
+        self.bad_steps = BadStepMonitor(config.trainer.bad_steps.max_in_a_row)
         position = 0 if resumed is None else resumed.state.buffer.num_submitted
         weights = {source.name: source.weight for source in named_sources(config.data)}
         self._order = weighted_order(prepared.train, weights, seed=config.seed, position=position)
@@ -111,7 +111,7 @@ class RunLoops(ABC):
             recorder=recorder,
             files=files,
         )
-        self.stalls = StallWatch(config, roles, lambda: self.version, recorder.console)
+        self.stalls = StallMonitor(config, roles, lambda: self.version, recorder.console)
         self.serving = WeightServing(
             config.weights,
             trainer=self.trainer,
@@ -129,11 +129,11 @@ class RunLoops(ABC):
         """Steps whose arrays the trainer may still have to read again."""
 
     @abstractmethod
-    async def run(self, manager: ProcessManager, control: ControlDesk | None = None) -> None:
+    async def run(self, manager: ProcessManager, control: ControlServer | None = None) -> None:
         """Train for ``max_steps`` steps; the first failure of any loop or process ends the run."""
 
     def helper_loops(
-        self, manager: ProcessManager, control: ControlDesk | None
+        self, manager: ProcessManager, control: ControlServer | None
     ) -> list[Coroutine[None, None, None]]:
         """Return the loops beside collecting, scoring and training; all run until the run ends.
 
@@ -246,7 +246,7 @@ async def _train(config: RunConfig, prepared: Prepared, loops: type[RunLoops]) -
             console.message(message)
         if config.environment is not None and (alarm := sandbox_warning(config.sandbox)) is not None:
             console.alarm(alarm)
-        manager = open_procs(config, run_dir, console)
+        manager = open_process_manager(config, run_dir, console)
         run: RunLoops | None = None
         try:
             async with manager.naming_deaths():
@@ -256,9 +256,11 @@ async def _train(config: RunConfig, prepared: Prepared, loops: type[RunLoops]) -
                 roles = await start_roles(config, prepared, manager, console, run_dir)
                 console.message(roles.scorer.isolation)
                 run = loops(config, prepared, roles, recorder=recorder, files=files)
-                desk = control_desk(run_dir.control.resolve(), manager, roles.generators.pool, config)
+                control = build_control_server(
+                    run_dir.control.resolve(), manager, roles.generators.pool, config
+                )
                 started()
-                await run.run(manager, desk)
+                await run.run(manager, control)
                 final = run_dir.checkpoints.resolve() / FINAL
                 console.phase(f"writing {final}")
                 await export(run.trainer, final, prepared, run.storage)
@@ -270,7 +272,7 @@ async def _train(config: RunConfig, prepared: Prepared, loops: type[RunLoops]) -
                 console.phase("saving the newest weights")
                 words = await save_newest_weights(run, run_dir, error)
                 log.line(words)
-                add_closing_words(words)
+                add_closing_message(words)
             raise
         finally:
             console.phase("ending all procs")

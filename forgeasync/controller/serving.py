@@ -16,7 +16,7 @@ from collections.abc import Coroutine, Sequence
 
 from forgeasync.config import WeightsSection
 from forgeasync.controller.recorder import RunRecorder
-from forgeasync.runtime import ITS_HOST, BufferActor, GeneratorRouter, MovingTeacher, TrainerRecovery
+from forgeasync.runtime import TEACHER_HOST, BufferActor, GeneratorRouter, MovingTeacher, TrainerRecovery
 from forgeasync.weights import WeightExchange, WeightLedger
 
 
@@ -109,12 +109,12 @@ class WeightServing:
         """
         engines = teacher.router
         while True:
-            await engines.until_behind(ITS_HOST)
-            older = engines.lowest_version(ITS_HOST)
+            await engines.until_behind(TEACHER_HOST)
+            older = engines.lowest_version(TEACHER_HOST)
             async with self._exchange.lease(reader, newer_than=older, preferred=teacher.wanted) as manifest:
-                fetched = await engines.begin_update(ITS_HOST, manifest)
+                fetched = await engines.begin_update(TEACHER_HOST, manifest)
             if fetched is not None and fetched.is_complete:
-                for swapped in await engines.finish_update(ITS_HOST, manifest.version):
+                for swapped in await engines.finish_update(TEACHER_HOST, manifest.version):
                     teacher.taken(swapped)
 
     async def _tell_served(self) -> None:

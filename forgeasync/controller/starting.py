@@ -24,10 +24,17 @@ from forgeasync.controller.evaluation import LocalModel, PreparedEvaluation, eva
 from forgeasync.controller.hosts import open_hosts
 from forgeasync.controller.preparation import HELD_OUT, Prepared, prepare
 from forgeasync.environments import response_of, sampling_seed, weighted_order
-from forgeasync.observability import FaultLog, HeldOutScores, ProcsFile, RunDir, StepConsole, default_run_dir
+from forgeasync.observability import (
+    FaultLog,
+    HeldOutScores,
+    ProcessListFile,
+    RunDir,
+    StepConsole,
+    default_run_dir,
+)
 from forgeasync.rollouts import Group, PromptEncoder, Score, StoredRollout, Task, steps_of
 from forgeasync.runtime import (
-    ITS_HOST,
+    TEACHER_HOST,
     BufferActor,
     CancelledGroup,
     EndpointResponses,
@@ -89,14 +96,14 @@ class Roles:
     """What has failed so far, and what came back."""
 
 
-def open_procs(config: RunConfig, run_dir: RunDir, console: StepConsole) -> ProcessManager:
+def open_process_manager(config: RunConfig, run_dir: RunDir, console: StepConsole) -> ProcessManager:
     """Return what will hold all processes of a run; none is started yet."""
     logs = run_dir.logs.resolve()
     return ProcessManager(
         logs,
         build_hosts(config, logs),
         faults=FaultLog(run_dir.faults.resolve(), console.message),
-        listing=ProcsFile(run_dir.procs.resolve()),
+        listing=ProcessListFile(run_dir.procs.resolve()),
     )
 
 
@@ -371,7 +378,7 @@ class Fleet:
                         fleet._take_versions(generators, host, lambda one: generators.taken(one.number))
                         for host in hosts
                     ),
-                    *(fleet._take_versions(one.router, ITS_HOST, one.taken) for one in teaching.moving),
+                    *(fleet._take_versions(one.router, TEACHER_HOST, one.taken) for one in teaching.moving),
                 ]
                 tasks = [watching.create_task(loop) for loop in loops]
                 yield fleet
@@ -525,7 +532,7 @@ def _unused(config: RunConfig) -> Iterator[Problem]:
 def _check_loss(loss: Loss, config: RunConfig) -> None:
     """Raise ValueError if a loss does not ask teachers for what they were started for."""
     found, asked = (
-        (one.needs_teacher, one.num_teacher_ids if one.needs_teacher else 0, one.asks_student_ids)
+        (one.needs_teacher, one.num_teacher_ids if one.needs_teacher else 0, one.needs_student_ids)
         for one in (loss, config.algorithm)
     )
     if found != asked:

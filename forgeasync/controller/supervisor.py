@@ -42,7 +42,7 @@ from forgeasync.controller.resume import (
 from forgeasync.files import is_refusal, read_json_lines
 from forgeasync.observability import RETRY_S, FaultLog, Role, RunDir, RunInUse, RunLock, default_run_dir
 from forgeasync.processes import NotEnded, end_all
-from forgeasync.runtime import STOP_SIGNALS, End, Ending, RestartPolicy, StartAgain, is_death, read_stacks
+from forgeasync.runtime import STOP_SIGNALS, End, Ending, Restart, RestartPolicy, is_death, read_stacks
 from forgeasync.schema import EXIT_FAILED, EXIT_REFUSED, EXIT_SIGNAL, ConfigError
 
 LINGER_S = 5.0
@@ -144,7 +144,7 @@ class Supervisor:
                     if decision.words is not None:
                         _say(decision.words)
                     return decision.exit_code
-                case StartAgain():
+                case Restart():
                     if self._received is not None:
                         return EXIT_SIGNAL + self._received
                     _say(f"starting it again{'' if resume is None else f', with --resume {resume}'}")
@@ -152,7 +152,7 @@ class Supervisor:
     def _start_and_wait(self, resume: str | None) -> int:
         """Start the run, and return its exit code; collects orphans of the run that end meanwhile."""
         self._num_faults_before = num_detected(self._run_dir.faults)
-        pulse = Pulse(limit_s=self._controller_s)
+        pulse = HeartbeatPipe(limit_s=self._controller_s)
         process = subprocess.Popen(
             [*self._command, *([] if resume is None else ["--resume", resume])],
             pass_fds=[pulse.writer],
@@ -192,7 +192,7 @@ class Supervisor:
         """End all processes of the run that are left: they have become this process's children."""
         end_all(_descendants, linger_s=0.0 if at_once else LINGER_S)
 
-    def _clean_up(self, ending: Ending, decision: End | StartAgain) -> str | None:
+    def _clean_up(self, ending: Ending, decision: End | Restart) -> str | None:
         """End what the run has left, note its death, and make its folder ready for the next start.
 
         Returns what that is to be resumed from; None: it begins anew.
@@ -218,7 +218,7 @@ class Supervisor:
                 if ending.has_ended:
                     faults.recovered(fault, "had done everything before")
             resume = self._next_resume()
-            if isinstance(decision, StartAgain) and resume is None:
+            if isinstance(decision, Restart) and resume is None:
                 words += begin_anew(folder)
             for line in words:
                 _say(line)
@@ -259,7 +259,7 @@ class Supervisor:
         return LATEST if checkpoints else None
 
 
-class Pulse:
+class HeartbeatPipe:
     """The signs of life of a run: a pipe with a byte every second.
 
     A thread of the run writes it, which a busy event loop does not hold up, only what stops the whole

@@ -41,11 +41,11 @@ from .records import read_json_records as read_json_records
 from .rendering import build_renderer as build_renderer
 from .rendering import choose_renderer as choose_renderer
 from .rendering import tool_forms as tool_forms
-from .serving import Desk as Desk
 from .serving import ServesPeople as ServesPeople
 from .serving import ServingAddress as ServingAddress
 from .serving import ServingReport as ServingReport
 from .serving import ServingSetup as ServingSetup
+from .serving import SessionService as SessionService
 from .serving import UntrainedSample as UntrainedSample
 from .serving import UntrainedTurns as UntrainedTurns
 from .serving import check_address as check_address
@@ -92,7 +92,7 @@ from .chat_formats import MAX_VALUES as MAX_VALUES
 from .chat_formats import TemplateRenderer as TemplateRenderer
 from .check_template import CheckRow as CheckRow
 from .check_template import Difference as Difference
-from .check_template import Likeness as Likeness
+from .check_template import TurnMatch as TurnMatch
 from .check_template import check_renderer as check_renderer
 from .check_template import compare as compare
 from .conversation import AnsweredMessages as AnsweredMessages

@@ -30,8 +30,8 @@ from forgeasync.environments.probes import (
     TEXTS,
     TOOLS,
     Abilities,
+    ConversationPath,
     Dialogue,
-    Walk,
     assistant,
     call,
     fixed_dialogues,
@@ -66,7 +66,7 @@ _MARKS = r"(?:\s|</?think>)*"
 """Marks of reasoning and white space."""
 
 
-class Likeness(StrEnum):
+class TurnMatch(StrEnum):
     """How a turn of a path differs from its form in the whole conversation rendered at once."""
 
     SAME = "same tokens"
@@ -85,8 +85,11 @@ class Difference:
 
 
 def compare(
-    tokenizer: "PreTrainedTokenizerBase", walked: Walk, messages: Sequence[Message], anew_ids: Sequence[int]
-) -> frozenset[Likeness] | Difference:
+    tokenizer: "PreTrainedTokenizerBase",
+    walked: ConversationPath,
+    messages: Sequence[Message],
+    anew_ids: Sequence[int],
+) -> frozenset[TurnMatch] | Difference:
     """Compare a path with ``anew_ids``, the tokens of the whole conversation rendered at once.
 
     They may differ in two ways only:
@@ -98,7 +101,7 @@ def compare(
 
     Returns all ways in which turns differ, or the first difference that is not allowed.
     """
-    likenesses: set[Likeness] = set()
+    likenesses: set[TurnMatch] = set()
     position = 0
     for step in walked.steps:
         given, turn = step.given_ids.tolist(), step.turn.ids_T.tolist()
@@ -117,18 +120,18 @@ def compare(
 
 def _find_turn(
     tokenizer: "PreTrainedTokenizerBase", given: list[int], turn: list[int], message: Message, anew: list[int]
-) -> tuple[Likeness, int] | None:
+) -> tuple[TurnMatch, int] | None:
     """Return how given tokens and a turn match the start of ``anew``, and the number of matching tokens."""
     both = [*given, *turn]
     if anew[: len(both)] == both:
-        return Likeness.SAME, len(both)
+        return TurnMatch.SAME, len(both)
     num_given = num_alike(given, anew)
     if num_given < len(given) - _MAX_OPENING:
         return None
     path = text_of_ids(tokenizer, both[num_given:])
     rest = anew[num_given:]
     text = text_of_ids(tokenizer, rest)
-    likeness = Likeness.RETOKENIZED
+    likeness = TurnMatch.RETOKENIZED
     num_characters = len(path)
     if not text.startswith(path):
         reasoning = re.escape(message.get("reasoning_content", "").strip())
@@ -137,7 +140,7 @@ def _find_turn(
         found = re.match(_MARKS + re.escape(path[marks.end() :]), text)
         if found is None or "think>" not in marks[0] + found[0]:
             return None
-        likeness, num_characters = Likeness.WITHOUT_REASONING, found.end()
+        likeness, num_characters = TurnMatch.WITHOUT_REASONING, found.end()
     ends = range(len(rest) + 1)
     num_tokens = bisect.bisect_left(ends, num_characters, key=lambda n: len(text_of_ids(tokenizer, rest[:n])))
     is_whole = text_of_ids(tokenizer, rest[:num_tokens]) == text[:num_characters]
@@ -317,8 +320,8 @@ class _Checker:
                 found.anew_ids,
             )
         words = {
-            Likeness.WITHOUT_REASONING: "conversations whose path keeps reasoning that rendering anew drops",
-            Likeness.RETOKENIZED: "conversations where rendering anew joins tokens of a turn otherwise",
+            TurnMatch.WITHOUT_REASONING: "conversations whose path keeps reasoning that rendering anew drops",
+            TurnMatch.RETOKENIZED: "conversations where rendering anew joins tokens of a turn otherwise",
         }
         return [words[likeness] for likeness in found if likeness in words]
 

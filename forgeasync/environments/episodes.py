@@ -48,7 +48,7 @@ from forgeasync.environments.messages import ASSISTANT
 from forgeasync.environments.rendering import MessageRenderer
 from forgeasync.environments.sessions.session import Session
 from forgeasync.environments.tools import num_stuck_calls
-from forgeasync.observability import last_words
+from forgeasync.observability import describe_error
 from forgeasync.processes import kill
 from forgeasync.rollouts import EpisodeId, EpisodeOutcome, SampledTurn, Score, Task, VersionRange
 
@@ -173,7 +173,7 @@ def judge_ending(
     if overdue is not None:
         return Ending.TIMEOUT, {}, f"{where}: took longer than {overdue}"
     if isinstance(result, BaseException):
-        return _ending_of(result, agents), {}, f"{where}: {type(result).__name__}: {last_words(result)}"
+        return _ending_of(result, agents), {}, f"{where}: {type(result).__name__}: {describe_error(result)}"
     num_turns = sum(agent.num_turns for agent in agents)
     if not num_turns and not any(agent.has_given_url for agent in agents):
         problem = "ended without a turn of the model; must await agent.respond(...) at least once"

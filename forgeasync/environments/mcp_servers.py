@@ -28,7 +28,7 @@ from forgeasync.config import HttpServer, McpServerSection, StdioServer
 from forgeasync.environments.environment import EpisodeInterrupted
 from forgeasync.environments.messages import ToolSpec
 from forgeasync.environments.tools import Tool, ToolFailed, ToolServerLost, forget
-from forgeasync.observability import last_words
+from forgeasync.observability import describe_error
 from forgeasync.processes import kill, marked_processes, own_mark
 
 ResponseT = TypeVar("ResponseT")
@@ -400,7 +400,7 @@ def _reason(owner: "asyncio.Task[None]") -> str:
 def _told(error: BaseException) -> str:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    return f"{type(error).__name__}: {last_words(error)}"[:500]
+    return f"{type(error).__name__}: {describe_error(error)}"[:500]
 
 
 START_S = 30.0

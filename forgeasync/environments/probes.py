@@ -197,7 +197,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Walk:
+class ConversationPath:
     """A path of tokens through a conversation, up to where the model answers its last message."""
 
     steps: tuple[Step, ...]
@@ -215,7 +215,7 @@ def walk(
     tokenizer: "PreTrainedTokenizerBase",
     dialogue: Dialogue,
     retokenized: Retokenized = lambda ids: ids,
-) -> Walk:
+) -> ConversationPath:
     """Build the path of ``dialogue``: each assistant's message is a sampled turn in the renderer's format.
 
     Raises:
@@ -237,7 +237,7 @@ def walk(
             token_ids=[*conversation.token_ids, *given.tolist(), *ids.tolist()],
         )
     last = renderer.added_ids(conversation, messages, dialogue.tools)
-    return Walk(steps=tuple(steps), last_given_ids=last, conversation=conversation)
+    return ConversationPath(steps=tuple(steps), last_given_ids=last, conversation=conversation)
 
 
 def sampled(

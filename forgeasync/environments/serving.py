@@ -1,6 +1,6 @@
-"""Serving people: the address and the token of a run, and the protocol of the desk that opens their sessions.
+"""Serving people: the address and the token of a run, and the protocol that opens their sessions.
 
-The plug-in ``serve`` has an environment with such a desk. The address and the token stay the same if a worker
+The plug-in ``serve`` implements it. The address and the token stay the same if a worker
 is replaced.
 """
 
@@ -121,7 +121,7 @@ def _check_listening(section: ServingSection) -> Iterator[Problem]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingReport:
-    """The state of a front desk."""
+    """Counts and current values of one worker's sessions with people."""
 
     counts: Mapping[str, float]
     """Counts and sums since the worker began, by name."""
@@ -153,7 +153,7 @@ def serving_metrics(lost: Mapping[str, float], last: ServingReport | None) -> di
     return metrics
 
 
-class Desk(Protocol):
+class SessionService(Protocol):
     """Where one worker serves people; used on the worker's own loop."""
 
     @property
@@ -182,8 +182,8 @@ class Desk(Protocol):
 class ServesPeople(Protocol):
     """An environment whose tasks are people (``Environment.serves_people``)."""
 
-    def open_desk(self, setup: ServingSetup) -> Desk:
-        """Make the desk of this worker; called once, before the first episode."""
+    def open_service(self, setup: ServingSetup) -> SessionService:
+        """Return this worker's service; called once, before the first episode."""
         ...
 
 

@@ -248,7 +248,7 @@ class Toolbox:
             call_id=call.id,
             name=call.name,
             status=status,
-            content=content + _told_cut(num_cut),
+            content=content + _note_on_cut(num_cut),
             num_cut_characters=num_cut,
             took_s=took_s,
         )
@@ -276,7 +276,7 @@ def _cut(text: str, max_characters: int) -> tuple[str, int]:
     return text[:max_characters], max(len(text) - max_characters, 0)
 
 
-def _told_cut(num_cut: int) -> str:
+def _note_on_cut(num_cut: int) -> str:
     return f"\n[{num_cut} more characters were cut]" if num_cut else ""
 
 

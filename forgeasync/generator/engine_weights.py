@@ -31,7 +31,7 @@ from forgeasync.weights import (
     ReceiveBuffer,
     StridedCopy,
     WeightLayout,
-    merged,
+    merge_adapter,
     needed_blocks,
     received_images,
     whole_tensors,
@@ -323,4 +323,4 @@ class AdapterMerger:
         for name in self._adapted:
             stem = PREFIX + name.removesuffix(".weight")
             lora_a, lora_b = (sides[stem + side] for side in SIDES)
-            self._targets[name].copy_(merged(self._base[name].float(), lora_a, lora_b, self._scaling))
+            self._targets[name].copy_(merge_adapter(self._base[name].float(), lora_a, lora_b, self._scaling))

@@ -20,7 +20,7 @@ from vllm.sampling_params import RequestOutputKind
 from forgeasync.generator.engine import GeneratorEngine
 from forgeasync.generator.updates import request_arguments
 from forgeasync.observability import State, doing
-from forgeasync.rollouts import NO_ID, TeacherRecord, WrongTeacherRecord, not_asked
+from forgeasync.rollouts import NO_ID, TeacherRecord, WrongTeacherRecord, no_teacher_record
 
 
 async def score_tokens(
@@ -51,7 +51,7 @@ async def score_given_ids(
     """
     asked_TK = np.concatenate([ids_S[num_prompt:, None], given_TK], axis=1, dtype=np.int32)
     if not len(asked_TK):
-        return not_asked(0, given_TK.shape[1])
+        return no_teacher_record(0, given_TK.shape[1])
     # Row i scores its ids as predictions of token num_prompt + i.
     params = SamplingParams(
         **_once(engine), prompt_logprob_token_ids=asked_TK, prompt_logprob_start=num_prompt - 1

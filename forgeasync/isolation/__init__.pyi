@@ -21,7 +21,7 @@ from .layers import enter_isolation as enter_isolation
 from .layers import lock_down as lock_down
 from .layers import read_only_roots as read_only_roots
 from .process import ContainedProcess as ContainedProcess
-from .process import ProcessGone as ProcessGone
+from .process import ProcessExited as ProcessExited
 from .process import open_channel as open_channel
 from .process import write_line as write_line
 from .sandbox import Sandbox as Sandbox
@@ -37,4 +37,4 @@ from .containers import open_command as open_command
 from .containers import remove_command as remove_command
 from .containers import run_command as run_command
 from .layers import landlock_version as landlock_version
-from .process import KillWatch as KillWatch
+from .process import KillMonitor as KillMonitor

@@ -30,7 +30,7 @@ _END_LIMIT_S = 10.0
 """Time limit for a process to exit after it has closed its output."""
 
 
-class ProcessGone(RuntimeError):
+class ProcessExited(RuntimeError):
     """Raised when a process gave no valid reply: it was killed at its limit, exited, or sent no complete
     line."""
 
@@ -103,7 +103,7 @@ class ContainedProcess:
         """Send a request and return the reply to it. Not thread-safe.
 
         Raises:
-            ProcessGone: no valid reply arrived within ``limit_s`` seconds. The process has been stopped.
+            ProcessExited: no valid reply arrived within ``limit_s`` seconds. The process has been stopped.
         """
         is_late = threading.Event()
 
@@ -121,7 +121,7 @@ class ContainedProcess:
                 with KILL_WATCH.limit(_END_LIMIT_S, self.kill):
                     self.wait()
             self.stop()
-            raise ProcessGone(self.wait(), is_late=is_late.is_set())
+            raise ProcessExited(self.wait(), is_late=is_late.is_set())
         return json.loads(line)
 
 
@@ -142,7 +142,7 @@ def write_line(stream: IO[bytes], message: Mapping[str, Any]) -> None:
     stream.flush()
 
 
-class KillWatch:
+class KillMonitor:
     """Watches blocks of code and calls the ``kill`` of each one that exceeds its time limit.
 
     The watching thread starts with the first block.
@@ -198,7 +198,7 @@ class KillWatch:
                 self._changed.wait(None if first is None else max(0.0, first - now))
 
 
-KILL_WATCH = KillWatch()
+KILL_WATCH = KillMonitor()
 """The process-wide watch."""
 
 

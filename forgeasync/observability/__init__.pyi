@@ -44,8 +44,8 @@ from .rollout_files import RolloutWriter as RolloutWriter
 from .rollout_files import TokenLines as TokenLines
 from .rollout_files import bad_batch_folder as bad_batch_folder
 from .run_dir import Holder as Holder
-from .run_dir import ProcEntry as ProcEntry
-from .run_dir import ProcsFile as ProcsFile
+from .run_dir import ProcessEntry as ProcessEntry
+from .run_dir import ProcessListFile as ProcessListFile
 from .run_dir import RUNS_FOLDER as RUNS_FOLDER
 from .run_dir import RunDir as RunDir
 from .run_dir import RunInUse as RunInUse
@@ -55,13 +55,13 @@ from .run_dir import check_run_dir as check_run_dir
 from .run_dir import claimed_marks as claimed_marks
 from .run_dir import cut_after as cut_after
 from .run_dir import default_run_dir as default_run_dir
-from .run_dir import left_processes as left_processes
+from .run_dir import leftover_processes as leftover_processes
 from .run_dir import put_aside as put_aside
 from .run_dir import release_claims as release_claims
 from .run_log import RunLog as RunLog
 from .run_log import configure_controller_logging as configure_controller_logging
+from .run_log import describe_error as describe_error
 from .run_log import failure_line as failure_line
-from .run_log import last_words as last_words
 from .run_log import real_errors as real_errors
 from .run_log import redirect_process_output as redirect_process_output
 from .run_log import root_cause as root_cause
@@ -80,12 +80,12 @@ from .wandb_log import WandbLog as WandbLog
 from .wandb_log import check_wandb as check_wandb
 
 # Only tests import these.
-from .console import Board as Board
 from .console import MAX_COLUMNS as MAX_COLUMNS
 from .console import MIN_COLUMNS as MIN_COLUMNS
 from .console import MIN_LINES as MIN_LINES
+from .console import ProgressDisplay as ProgressDisplay
 from .console import RemainingTime as RemainingTime
-from .console import board_lines as board_lines
+from .console import progress_lines as progress_lines
 from .metric_definitions import METRICS as METRICS
 from .metric_definitions import REQUIRED_KEYS as REQUIRED_KEYS
 from .metric_definitions import markdown as markdown
@@ -94,10 +94,10 @@ from .outcome_metrics import SESSION_COUNTS as SESSION_COUNTS
 from .outcome_metrics import mean_score as mean_score
 from .outcome_metrics import pass_at_k as pass_at_k
 from .outcome_metrics import proportion as proportion
+from .process_trace import Alive as Alive
 from .process_trace import Changed as Changed
 from .process_trace import Facts as Facts
 from .process_trace import Line as Line
-from .process_trace import Lived as Lived
 from .process_trace import Opened as Opened
 from .process_trace import Pending as Pending
 from .process_trace import SHORTEST_S as SHORTEST_S

@@ -117,7 +117,7 @@ def _with_unit(value: float) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BoardLine:
+class ProgressLine:
     """One line of the board. Lines with ``is_alarm`` are red."""
 
     label: str
@@ -125,7 +125,9 @@ class BoardLine:
     is_alarm: bool = False
 
 
-def board_lines(metrics: Numbers, *, max_steps: int, left_s: float | None, age_s: float) -> list[BoardLine]:
+def progress_lines(
+    metrics: Numbers, *, max_steps: int, left_s: float | None, age_s: float
+) -> list[ProgressLine]:
     """Return the lines of the board, except those without any metric yet.
 
     ``left_s`` is the estimated time left, ``age_s`` the time since the last step, both in seconds.
@@ -185,7 +187,7 @@ def board_lines(metrics: Numbers, *, max_steps: int, left_s: float | None, age_s
     }
     words = {label: "   ".join(filter(None, some)) for label, some in parts.items()}
     return [
-        BoardLine(label=label, words=said, is_alarm=alarms.get(label, False))
+        ProgressLine(label=label, words=said, is_alarm=alarms.get(label, False))
         for label, said in words.items()
         if said
     ]
@@ -195,7 +197,7 @@ def _time(seconds: float) -> str:
     return str(timedelta(seconds=round(seconds))) if seconds >= 60 else f"{seconds:.0f} s"
 
 
-class Board:
+class ProgressDisplay:
     """Current content of the board.
 
     A thread of rich draws it once a second, so attributes are replaced as a whole and never modified.
@@ -216,13 +218,13 @@ class Board:
         """Record that a step was made, with the estimated time left in seconds."""
         self._stepped = left_s, self._clock()
 
-    def lines(self) -> list[BoardLine]:
+    def lines(self) -> list[ProgressLine]:
         """Return the current lines; none before the first step."""
         if self._stepped is None:
             return []
         left_s, stepped_s = self._stepped
         age_s = self._clock() - stepped_s
-        return board_lines(
+        return progress_lines(
             self._metrics, max_steps=self._max_steps, left_s=max(0.0, left_s - age_s), age_s=age_s
         )
 
@@ -231,7 +233,11 @@ class _BoardProgress(Progress):
     """Progress bars, with the board above them if the terminal is large enough."""
 
     def __init__(
-        self, board: Board, size: Callable[[], tuple[int, int]], *columns: ProgressColumn, console: Console
+        self,
+        board: ProgressDisplay,
+        size: Callable[[], tuple[int, int]],
+        *columns: ProgressColumn,
+        console: Console,
     ) -> None:
         """``size`` returns the number of columns and lines of the terminal."""
         self._board = board
@@ -283,7 +289,7 @@ class StepConsole:
         self._log = log
         self._remaining = RemainingTime(max_steps, eval_every_steps)
         console = Console(file=self._stream)
-        self._board = Board(max_steps)
+        self._board = ProgressDisplay(max_steps)
         self._bars: Progress | None = None
         self._is_gone = False
         self._phase: TaskID | None = None

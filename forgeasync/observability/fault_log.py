@@ -176,7 +176,7 @@ class FaultLog:
             self._opened.write(lines.encode())
 
 
-class Keeping(Protocol):
+class BufferedWriter(Protocol):
     """A writer that keeps what the disk refuses."""
 
     def flush(self) -> Refusal | None:
@@ -211,7 +211,7 @@ class StorageFaults:
             self._faults.recovered(self._fault, "was written")
             self._fault = None
 
-    async def until_written(self, writers: Sequence[Keeping]) -> None:
+    async def until_written(self, writers: Sequence[BufferedWriter]) -> None:
         """Wait until no writer keeps anything."""
         paths: set[str] = set()
         start_s = _now_s()

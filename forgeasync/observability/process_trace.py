@@ -162,7 +162,7 @@ class Span(
     facts: Facts = msgspec.field(default_factory=dict)
 
 
-class Lived(
+class Alive(
     msgspec.Struct,
     frozen=True,
     kw_only=True,
@@ -175,7 +175,7 @@ class Lived(
     num_lost: int = 0
 
 
-Line = Opened | Changed | Span | Lived
+Line = Opened | Changed | Span | Alive
 
 _ENCODER = msgspec.json.Encoder()
 _DECODER = msgspec.json.Decoder(dict[str, object])
@@ -200,7 +200,7 @@ def decode(data: bytes) -> Line:
             return msgspec.convert(found, Opened)
         if "state" in found:
             return msgspec.convert(found, Changed)
-        return msgspec.convert(found, Span) if "span" in found else msgspec.convert(found, Lived)
+        return msgspec.convert(found, Span) if "span" in found else msgspec.convert(found, Alive)
     except (msgspec.DecodeError, RecursionError) as error:
         raise UnknownTrace(f"no line of a trace: {error}") from None
 
@@ -249,7 +249,7 @@ class Pending:
             self._written, self._unsaid = self._unsaid, None
         self._changes, self._spans = [], []
         if self._num_lost or (says_lived and not lines):
-            lines.append(Lived(at_s=at_s, num_lost=self._num_lost))
+            lines.append(Alive(at_s=at_s, num_lost=self._num_lost))
             self._num_lost = 0
         return lines
 
@@ -454,7 +454,7 @@ class Lane:
             case Span():
                 self.spans.append(read)
                 self.end_s = max(self.end_s, read.begin_s + read.took_s)
-            case Lived():
+            case Alive():
                 self.num_lost += read.num_lost
                 self.end_s = max(self.end_s, read.at_s)
 

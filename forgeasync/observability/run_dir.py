@@ -425,7 +425,7 @@ def _free_name(path: Path) -> Path:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProcEntry:
+class ProcessEntry:
     """One process of a run."""
 
     role: str
@@ -441,7 +441,7 @@ class ProcEntry:
     the same id and start. None: it is on another machine, whose agent ends it."""
 
 
-class ProcsFile:
+class ProcessListFile:
     """``procs.json`` of a run's folder: which process fills which role at this moment.
 
     It is for people (which process is generator 2?), for programs that look at a run from outside, and for a
@@ -451,11 +451,11 @@ class ProcsFile:
     def __init__(self, file: Path | None = None) -> None:
         """Without a file the processes are kept in memory only."""
         self._file = file
-        self._entries: dict[tuple[str, int], ProcEntry] = {}
+        self._entries: dict[tuple[str, int], ProcessEntry] = {}
 
     def put(self, role: str, rank: int, *, pid: int, host: str) -> None:
         """List a process, in place of the one that had its role and rank."""
-        self._entries[role, rank] = ProcEntry(
+        self._entries[role, rank] = ProcessEntry(
             role=role,
             rank=rank,
             pid=pid,
@@ -471,7 +471,7 @@ class ProcsFile:
             self._write()
 
     @property
-    def entries(self) -> tuple[ProcEntry, ...]:
+    def entries(self) -> tuple[ProcessEntry, ...]:
         return tuple(self._entries.values())
 
     def _write(self) -> None:
@@ -484,7 +484,7 @@ class ProcsFile:
             file.write(text.encode() + b"\n")
 
 
-def left_processes(file: Path) -> Iterator[psutil.Process]:
+def leftover_processes(file: Path) -> Iterator[psutil.Process]:
     """Find the processes that the procs.json of a dead controller lists and that still run on this machine.
 
     A process that only has the id of a listed one is not found, since ids are used again.

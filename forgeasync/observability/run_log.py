@@ -74,10 +74,10 @@ def failure_line(error: BaseException) -> str:
     cause = root_cause(error)
     # The standard name is better known than those of its subclasses, which add nothing to the message.
     kind = TimeoutError if isinstance(cause, TimeoutError) else type(cause)
-    return f"failed: {kind.__name__}: {last_words(cause)}"
+    return f"failed: {kind.__name__}: {describe_error(cause)}"
 
 
-def last_words(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return the message of an error in one line.
 
     Of a message with more than three lines, such as an actor's remote traceback, this is the last line. For

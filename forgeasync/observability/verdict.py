@@ -209,10 +209,10 @@ HOW_TO_SIMULATE = (
 
 def verdict_lines(measured: MeasuredSteps | None) -> list[str]:
     """Return a line with the bottleneck and its remedy, and one with how to find further improvements."""
-    return [bound_words(measured), HOW_TO_SIMULATE]
+    return [describe_bottleneck(measured), HOW_TO_SIMULATE]
 
 
-def bound_words(measured: MeasuredSteps | None) -> str:
+def describe_bottleneck(measured: MeasuredSteps | None) -> str:
     """Return a sentence that names the bottleneck of a run and its remedy.
 
     The bottleneck is the measured activity that took longest. Unmeasured time is never named, because nobody

@@ -16,7 +16,7 @@ from .payload_budget import AsyncPayloadBudget as AsyncPayloadBudget
 from .payload_budget import PayloadBudget as PayloadBudget
 from .payload_budget import largest_excess as largest_excess
 from .payloads import Arrays as Arrays
-from .payloads import PayloadGone as PayloadGone
+from .payloads import PayloadNotFound as PayloadNotFound
 from .payloads import PayloadReader as PayloadReader
 from .payloads import PayloadServer as PayloadServer
 from .payloads import PayloadStoreFull as PayloadStoreFull
@@ -26,11 +26,11 @@ from .payloads import RemotePayloadReader as RemotePayloadReader
 from .payloads import TokenTrace as TokenTrace
 from .payloads import decode_rollout as decode_rollout
 from .payloads import encode_group as encode_group
-from .prompts import Instead as Instead
 from .prompts import PromptEncoder as PromptEncoder
 from .prompts import Response as Response
 from .prompts import TeacherPrompts as TeacherPrompts
 from .prompts import TeacherReads as TeacherReads
+from .prompts import WithoutPrompt as WithoutPrompt
 from .prompts import teacher_prompt as teacher_prompt
 from .prompts import text_of_ids as text_of_ids
 from .rollout import AgentOutcome as AgentOutcome
@@ -46,7 +46,7 @@ from .rollout import StoredRollout as StoredRollout
 from .rollout import ToolStatus as ToolStatus
 from .rollout import VersionRange as VersionRange
 from .rollout import VersionSpan as VersionSpan
-from .rollout import lost_outcome as lost_outcome
+from .rollout import failed_outcome as failed_outcome
 from .rollout import record_of as record_of
 from .rollout import spanned as spanned
 from .row_plan import padded_length as padded_length
@@ -70,14 +70,14 @@ from .spilled_groups import SpilledGroup as SpilledGroup
 from .spilled_groups import SpilledGroupTorn as SpilledGroupTorn
 from .spilled_groups import encode_facts as encode_facts
 from .spilled_groups import file_name as file_name
-from .spilled_groups import read_kept as read_kept
+from .spilled_groups import read_spilled as read_spilled
 from .spilled_groups import try_write_kept as try_write_kept
 from .teacher_record import NO_ID as NO_ID
 from .teacher_record import TeacherRecord as TeacherRecord
 from .teacher_record import WrongTeacherRecord as WrongTeacherRecord
 from .teacher_record import check_teacher_record as check_teacher_record
 from .teacher_record import concatenate_teacher_records as concatenate_teacher_records
-from .teacher_record import not_asked as not_asked
+from .teacher_record import no_teacher_record as no_teacher_record
 from .teacher_record import student_ids as student_ids
 from .token_records import CaptureSpec as CaptureSpec
 from .token_records import KeptTokens as KeptTokens
@@ -117,7 +117,7 @@ from .payloads import read_from as read_from
 from .payloads import write_into as write_into
 from .rollout import group_num_bytes as group_num_bytes
 from .score import MAX_FEEDBACK_CHARS as MAX_FEEDBACK_CHARS
-from .spilled_groups import write_kept as write_kept
+from .spilled_groups import write_spilled as write_spilled
 from .teacher_record import NOT_ASKED as NOT_ASKED
 from .teacher_record import teacher_record as teacher_record
 from .token_records import RoutedExperts as RoutedExperts

@@ -63,7 +63,7 @@ _MAX_PAYLOAD_ID_BYTES = 32
 assert _HEADER.size == ALIGNMENT
 
 
-class PayloadGone(LookupError):
+class PayloadNotFound(LookupError):
     """The file of the payload was freed, or never existed."""
 
 
@@ -75,8 +75,8 @@ class PayloadStoreFull(MemoryError):
     """A group does not fit into its writer's capacity or into the host's shared memory."""
 
 
-def _gone(ref: PayloadRef) -> PayloadGone:
-    return PayloadGone(
+def _gone(ref: PayloadRef) -> PayloadNotFound:
+    return PayloadNotFound(
         f"payload {ref.payload_id}: file is gone on host {ref.host_id}: expected {ref.file}, found nothing "
         "(freed, or never written)"
     )
@@ -351,7 +351,7 @@ def map_payload(ref: PayloadRef, *, is_writable: bool = False) -> memoryview:
     """Map a payload of this host and return its bytes. The view keeps the pages alive.
 
     Raises:
-        PayloadGone: The file does not exist.
+        PayloadNotFound: The file does not exist.
         PayloadTorn: The file is too short.
     """
     try:
@@ -395,7 +395,7 @@ class PayloadReader:
         view is gone. If the writer frees the file earlier, this memory no longer counts as held.
 
         Raises:
-            PayloadGone: The file was freed, or never existed.
+            PayloadNotFound: The file was freed, or never existed.
             PayloadTorn: The bytes are not those that were written.
             ValueError: The payload lies on another host.
         """
@@ -429,7 +429,7 @@ class PayloadServer:
         """Return a handle for reading a payload's bytes, including its header.
 
         Raises:
-            PayloadGone: The file was freed, or is not in this writer's folder.
+            PayloadNotFound: The file was freed, or is not in this writer's folder.
             PayloadTorn: The file is too short.
         """
         from monarch.rdma import RDMABuffer
@@ -462,7 +462,7 @@ class RemotePayloadReader:
         """Return the arrays of a payload, each with its own memory.
 
         Raises:
-            PayloadGone: The file was freed, or never existed.
+            PayloadNotFound: The file was freed, or never existed.
             PayloadTorn: The bytes that arrived are not those that were written.
             Exception: The transfer failed or timed out although the payload exists; an error of Monarch.
         """
@@ -482,7 +482,7 @@ class RemotePayloadReader:
                 self._bytes = None
                 if isinstance(error, Exception):
                     # If the file was freed meanwhile, Monarch raises a plain Exception, but the owner raises
-                    # PayloadGone.
+                    # PayloadNotFound.
                     await _expose(ref, expose)
                 raise
             return read_from(destination.numpy().data, ref, copy=True)
@@ -494,7 +494,7 @@ async def _expose(ref: PayloadRef, expose: Expose) -> "RDMABuffer":
     try:
         return await expose(ref)
     except ActorError as error:
-        if isinstance(error.exception, PayloadGone | PayloadTorn):
+        if isinstance(error.exception, PayloadNotFound | PayloadTorn):
             raise error.exception from error
         raise
 

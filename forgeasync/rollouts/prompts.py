@@ -74,7 +74,7 @@ class PromptEncoder:
         return self._tokenizer.backend_tokenizer
 
     @classmethod
-    def of_section(cls, tokenizer: PreTrainedTokenizerFast, data: DataSection) -> "PromptEncoder":
+    def from_section(cls, tokenizer: PreTrainedTokenizerFast, data: DataSection) -> "PromptEncoder":
         """Build the encoder that a run's ``data`` section describes."""
         return cls(
             tokenizer,
@@ -165,7 +165,7 @@ class _Generation(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-class Instead(StrEnum):
+class WithoutPrompt(StrEnum):
     """Alternatives to a prompt of the teacher's own."""
 
     POLICYS = "policys"
@@ -174,7 +174,7 @@ class Instead(StrEnum):
     """The teacher does not score the response, and loss terms that need its record skip the response."""
 
 
-TeacherReads = np.ndarray | Instead
+TeacherReads = np.ndarray | WithoutPrompt
 """Token ids of a teacher's own prompt, int32 [P], or an alternative to it."""
 
 
@@ -227,7 +227,9 @@ class TeacherPrompts:
 
     def of_task(self, template: str | None, task: Task) -> TeacherReads:
         """Return the teacher's prompt for all responses to a task, from a template that uses no scores."""
-        return Instead.POLICYS if template is None else self.encoder.encode(teacher_prompt(template, task))
+        return (
+            WithoutPrompt.POLICYS if template is None else self.encoder.encode(teacher_prompt(template, task))
+        )
 
     def of_group(
         self, section: TeacherSection, task: Task, responses: Sequence[Response]
@@ -237,7 +239,7 @@ class TeacherPrompts:
         The sibling is the next correct response in circular order for which the prompt and the response fit
         into ``max_tokens``. The feedback is that on the response itself. Texts that contain a special token
         are not shown, because their author could use it to end the quotation. If a text that the template
-        needs cannot be shown, the result is ``Instead.NOTHING``.
+        needs cannot be shown, the result is ``WithoutPrompt.NOTHING``.
         """
         return tuple(self._before(section, task, index, responses) for index in range(len(responses)))
 
@@ -252,13 +254,13 @@ class TeacherPrompts:
         own = responses[index]
         feedback = own.feedback if section.shows_feedback else None
         if feedback is not None and not self.can_show(feedback):
-            return Instead.NOTHING
+            return WithoutPrompt.NOTHING
         for sibling in self._siblings(index, responses) if section.shows_sibling else (None,):
             text = teacher_prompt(section.prompt, task, sibling=sibling, feedback=feedback)
             prompt_ids_P = self.encoder.encode(text)
             if len(prompt_ids_P) + own.num_tokens <= self.max_tokens:
                 return prompt_ids_P
-        return Instead.NOTHING
+        return WithoutPrompt.NOTHING
 
     def _siblings(self, index: int, responses: Sequence[Response]) -> Iterator[str]:
         for step in range(1, len(responses)):

@@ -355,7 +355,7 @@ def record_of(outcomes: Sequence[EpisodeOutcome]) -> dict[str, Any] | None:
     return {**outcomes[-1].record, "attempts": attempts}
 
 
-def lost_outcome(problem: str, *, num_agents: int, attempt: int, episode: int) -> EpisodeOutcome:
+def failed_outcome(problem: str, *, num_agents: int, attempt: int, episode: int) -> EpisodeOutcome:
     """Return the outcome of an episode whose worker died."""
     agent = AgentOutcome(score=None, num_turns=0, num_rewritten=0, num_faulty_calls=0)
     return EpisodeOutcome(

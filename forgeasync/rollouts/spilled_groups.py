@@ -77,7 +77,7 @@ def encode_facts(kept: SpilledGroup) -> bytes:
     return facts.ljust(align(_HEADER.size + len(facts)) - _HEADER.size)
 
 
-def write_kept(target: Path, facts: bytes, source: str) -> None:
+def write_spilled(target: Path, facts: bytes, source: str) -> None:
     """Write the file of a group and flush it.
 
     Args:
@@ -97,9 +97,9 @@ def write_kept(target: Path, facts: bytes, source: str) -> None:
 
 
 def try_write_kept(target: Path, facts: bytes, source: str) -> str | None:
-    """Write a group's file as ``write_kept`` does; return a description of the error, or None."""
+    """Write a group's file as ``write_spilled`` does; return a description of the error, or None."""
     try:
-        write_kept(target, facts, source)
+        write_spilled(target, facts, source)
     except FileNotFoundError as error:
         if error.filename == source:
             return "a group was trained on, and its arrays freed, before it was its turn to be written"
@@ -109,7 +109,7 @@ def try_write_kept(target: Path, facts: bytes, source: str) -> str | None:
     return None
 
 
-def read_kept(file: Path) -> SpilledGroup:
+def read_spilled(file: Path) -> SpilledGroup:
     """Read a group's file and verify all of it.
 
     The references of the result point into the file, with ``EVERY_HOST`` as their host.

@@ -45,7 +45,7 @@ class TeacherRecord:
     """Version of the teacher's weights, int32, the same for all tokens of a response; or ``NOT_ASKED``."""
 
     @property
-    def is_asked_T(self) -> np.ndarray:
+    def has_target_T(self) -> np.ndarray:
         """Whether the teacher scored each token, bool."""
         return self.versions_T != NOT_ASKED
 
@@ -89,7 +89,7 @@ def teacher_record(arrays: Mapping[str, np.ndarray]) -> TeacherRecord | None:
     return record
 
 
-def not_asked(num_tokens: int, num_ids: int) -> TeacherRecord:
+def no_teacher_record(num_tokens: int, num_ids: int) -> TeacherRecord:
     """Return the record of a response that the teacher did not score. ``num_tokens`` may be 0."""
     return TeacherRecord(
         logprobs_T=np.full(num_tokens, np.nan, np.float32),

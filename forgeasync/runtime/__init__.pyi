@@ -37,8 +37,8 @@ from .process_manager import ProcessManager as ProcessManager
 from .replica_states import ReplicaTable as ReplicaTable
 from .restart_policy import End as End
 from .restart_policy import Ending as Ending
+from .restart_policy import Restart as Restart
 from .restart_policy import RestartPolicy as RestartPolicy
-from .restart_policy import StartAgain as StartAgain
 from .restart_policy import is_death as is_death
 from .router import GeneratorRouter as GeneratorRouter
 from .router import SwappedReplica as SwappedReplica
@@ -55,8 +55,8 @@ from .stalls import read_stacks as read_stacks
 from .supervised import ActorDied as ActorDied
 from .supervised import stacks_of as stacks_of
 from .teacher import TeacherFailure as TeacherFailure
-from .teachers import ITS_HOST as ITS_HOST
 from .teachers import MovingTeacher as MovingTeacher
+from .teachers import TEACHER_HOST as TEACHER_HOST
 from .teachers import Teaching as Teaching
 from .teachers import start_teachers as start_teachers
 from .trainer_mesh import TrainerMesh as TrainerMesh
@@ -67,7 +67,7 @@ from .trainer_recovery import TrainerRecovery as TrainerRecovery
 
 # Only tests import these.
 from .bootstrap_main import visible_devices as visible_devices
-from .buffer import BufferWatch as BufferWatch
+from .buffer import BufferProcess as BufferProcess
 from .environment import EpisodeRequest as EpisodeRequest
 from .environment import EpisodeTurns as EpisodeTurns
 from .environment import GroupMove as GroupMove
@@ -89,7 +89,7 @@ from .hosts import LocalHosts as LocalHosts
 from .job_hosts import HostAgent as HostAgent
 from .job_hosts import JobHost as JobHost
 from .job_hosts import JobHosts as JobHosts
-from .job_hosts import lost_words as lost_words
+from .job_hosts import describe_lost_hosts as describe_lost_hosts
 from .jobs import LaunchFailed as LaunchFailed
 from .jobs import Submission as Submission
 from .jobs import build_job as build_job

@@ -30,7 +30,7 @@ from forgeasync.files import Refusal
 from forgeasync.observability import (
     Fault,
     FaultLog,
-    ProcsFile,
+    ProcessListFile,
     Role,
     State,
     doing,
@@ -175,7 +175,7 @@ class BufferActor(Actor):
         await self._buffer.end()
 
 
-class BufferWatch(SupervisedPool[Supervised[BufferActor]]):
+class BufferProcess(SupervisedPool[Supervised[BufferActor]]):
     """Supervises the buffer's process. Its loss ends the run, because the groups that it holds are lost.
 
     The next start (``--supervise``, ``--resume latest``) has all of it again, from the newest checkpoint, the
@@ -188,7 +188,7 @@ class BufferWatch(SupervisedPool[Supervised[BufferActor]]):
         *,
         heartbeat_s: float,
         faults: FaultLog,
-        listing: ProcsFile,
+        listing: ProcessListFile,
     ) -> None:
         """The buffer answers within ``heartbeat_s`` if it is well."""
         super().__init__(
@@ -237,7 +237,7 @@ async def start_buffer(
         # The process manager stops the mesh.
         return Spawned(actor=actor, pid=pid, stop=lambda: asyncio.sleep(0))
 
-    watch = BufferWatch(
+    watch = BufferProcess(
         spawn, heartbeat_s=config.buffer.heartbeat_s, faults=procs.faults, listing=procs.listing
     )
     await watch.start(1)

@@ -23,7 +23,6 @@ from monarch.actor import Actor, ActorError, concurrent_endpoint
 from forgeasync.config import AgentSection, RunConfig, SamplingSection, environment_name
 from forgeasync.environments import (
     AgentRole,
-    Desk,
     EndpointModel,
     EndpointTurns,
     EpisodeAgent,
@@ -33,6 +32,7 @@ from forgeasync.environments import (
     SampleEpisodeTurn,
     ServingReport,
     ServingSetup,
+    SessionService,
     TurnLimits,
     TurnRequest,
     UntrainedSample,
@@ -295,12 +295,12 @@ class EnvironmentActor(Actor):
             endpoint.api_key()
         self._renderer = renderer
         environment = build_environment(config.environment, config.sandbox)
-        self._desk: Desk | None = None
+        self._service: SessionService | None = None
         if serving is not None:
             assert isinstance(environment, ServesPeople), "checked before the start"
-            self._desk = environment.open_desk(serving)
-            open_session = self._desk.open_for
-            self._sessions = await self._desk.server.__aenter__()
+            self._service = environment.open_service(serving)
+            open_session = self._service.open_for
+            self._sessions = await self._service.server.__aenter__()
         else:
             # For agents with a loop of their own. It listens on this machine only, until the worker ends.
             self._sessions = await SessionServer().__aenter__()
@@ -333,8 +333,8 @@ class EnvironmentActor(Actor):
         """
         self._generators = tuple(generators)
         self._losses.change(lambda losses: losses.lose(lost))
-        if self._desk is not None:
-            self._desk.connect(self._untrained_agent)
+        if self._service is not None:
+            self._service.connect(self._untrained_agent)
 
     @concurrent_endpoint
     async def move_groups(self, moves: Sequence[GroupMove]) -> None:
@@ -344,8 +344,8 @@ class EnvironmentActor(Actor):
     @concurrent_endpoint
     async def end_serving(self) -> None:
         """Close all sessions at the end of the run, and tell their clients so for ``LINGER_S``."""
-        if self._desk is not None:
-            self._desk.end()
+        if self._service is not None:
+            self._service.end()
             await asyncio.sleep(LINGER_S)
 
     @concurrent_endpoint
@@ -374,7 +374,7 @@ class EnvironmentActor(Actor):
         return WorkerReport(
             num_stuck=self._episodes.num_stuck,
             num_killed_processes=self._episodes.num_killed_processes,
-            serving=None if self._desk is None else self._desk.report(),
+            serving=None if self._service is None else self._service.report(),
         )
 
     def _untrained_agent(self) -> EpisodeAgent:

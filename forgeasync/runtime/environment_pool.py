@@ -13,8 +13,8 @@ from pathlib import Path
 
 from forgeasync.config import EpisodesSection, RunConfig, is_served
 from forgeasync.environments import EndpointModel, ServingAddress, WorkerTable, serving_metrics
-from forgeasync.observability import Fault, FaultLog, ProcsFile, Role
-from forgeasync.rollouts import EpisodeOutcome, lost_outcome
+from forgeasync.observability import Fault, FaultLog, ProcessListFile, Role
+from forgeasync.rollouts import EpisodeOutcome, failed_outcome
 from forgeasync.runtime.environment import (
     EnvironmentActor,
     EpisodeRequest,
@@ -64,7 +64,7 @@ class EnvironmentPool(SupervisedPool[Worker]):
         num_agents: int,
         tell: Callable[[str], None],
         faults: FaultLog,
-        listing: ProcsFile,
+        listing: ProcessListFile,
         serves: bool = False,
     ) -> None:
         """``tell`` is called with a message about each worker that cannot be started.
@@ -136,7 +136,7 @@ class EnvironmentPool(SupervisedPool[Worker]):
             return await worker.call(lambda: worker.actor.run_episode.call_one(request))
         except ProcessLost as lost:
             episode = request.episode
-            return lost_outcome(
+            return failed_outcome(
                 str(lost), num_agents=self._num_agents, attempt=episode.attempt, episode=episode.index
             )
         finally:

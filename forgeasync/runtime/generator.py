@@ -26,7 +26,7 @@ from forgeasync.environments import Response, response_of
 from forgeasync.generator import DecodeTiming, EngineStats, GroupCancelled, PrefillTiming, SwapReport
 from forgeasync.models import expected_shapes
 from forgeasync.observability import State, open_trace, redirect_process_output, span, started
-from forgeasync.process_memory import MemoryWatch
+from forgeasync.process_memory import MemoryMonitor
 from forgeasync.rollouts import (
     CaptureSpec,
     EpisodeId,
@@ -184,7 +184,7 @@ class GeneratorActor(Actor):
         redirect_process_output(log_dir / f"{self._name}.log")
         open_trace(log_dir, self._name, idle=idle)
         self._loaded: GeneratorEngine | None = None
-        self._memory = MemoryWatch(with_descendants=True)
+        self._memory = MemoryMonitor(with_descendants=True)
 
     @property
     def _engine(self) -> "GeneratorEngine":

@@ -17,7 +17,7 @@ from monarch.actor import ProcMesh
 
 from forgeasync.config import GeneratorSection, RunConfig
 from forgeasync.generator import EngineStats
-from forgeasync.observability import Fault, FaultLog, ProcsFile, Role
+from forgeasync.observability import Fault, FaultLog, ProcessListFile, Role
 from forgeasync.rollouts import InFlightRead
 from forgeasync.runtime.generator import GeneratorActor
 from forgeasync.runtime.hosts import Host
@@ -38,7 +38,7 @@ from forgeasync.runtime.supervised import (
     is_engine_dead,
     unless_lost,
 )
-from forgeasync.waiting import Monitor, comes_within
+from forgeasync.waiting import Monitor, happens_within
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ class GeneratorPool(SupervisedPool[LiveReplica]):
         hosts: Sequence[Host],
         *,
         faults: FaultLog,
-        listing: ProcsFile,
+        listing: ProcessListFile,
         role: Role = Role.GENERATOR,
         title: str = "generator",
     ) -> None:
@@ -192,7 +192,7 @@ class GeneratorPool(SupervisedPool[LiveReplica]):
 
     async def _retire(self, replica: LiveReplica, *, drain_s: float) -> None:
         number = replica.number
-        await comes_within(drain_s, self.table.until(lambda table: table.of(number).num_live == 0))
+        await happens_within(drain_s, self.table.until(lambda table: table.of(number).num_live == 0))
         if self._replicas.pop(number, None) is None:
             return
         self.table.change(lambda table: table.remove(number))

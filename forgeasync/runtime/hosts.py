@@ -122,7 +122,7 @@ class Hosts(Protocol):
         """Stop a mesh that ``spawn_one`` returned. Waits for the process to answer, unless it was killed."""
         ...
 
-    def of_procs(self, role: HostRole, num_procs: int) -> Sequence[Host]:
+    def hosts_for(self, role: HostRole, num_procs: int) -> Sequence[Host]:
         """Return the host of each process of a role, by rank."""
         ...
 
@@ -240,7 +240,7 @@ class LocalHosts:
     def allot_more(self, role: HostRole, *, gpus_per_proc: int) -> Host:
         """See ``Hosts``."""
         self._gpus_of[role].append(self._gpus.take(gpus_per_proc, role=role))
-        (host,) = self.of_procs(role, 1)
+        (host,) = self.hosts_for(role, 1)
         return host
 
     def spawn_one(self, role: HostRole, name: str, rank: int) -> ProcMesh:
@@ -258,7 +258,7 @@ class LocalHosts:
         self._meshes.append(mesh)
         return mesh
 
-    def of_procs(self, role: HostRole, num_procs: int) -> Sequence[Host]:
+    def hosts_for(self, role: HostRole, num_procs: int) -> Sequence[Host]:
         """See ``Hosts``."""
         return [LocalHost(self._ids[role], self._host.folders)] * num_procs
 

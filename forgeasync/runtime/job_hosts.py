@@ -221,7 +221,7 @@ class JobHost:
         return answer
 
 
-def lost_words(hosts: Sequence[JobHost], why: str | None) -> str:
+def describe_lost_hosts(hosts: Sequence[JobHost], why: str | None) -> str:
     """Describe which of ``hosts`` are lost. The first to be lost comes first: it may have caused the others.
 
     ``why`` is what ended the whole job, if anything did.
@@ -361,7 +361,7 @@ class JobHosts:
         assert num_procs % num_hosts == 0, f"{num_procs} procs on {num_hosts} hosts: checks let it pass"
         return num_procs // num_hosts
 
-    def of_procs(self, role: HostRole, num_procs: int) -> Sequence[Host]:
+    def hosts_for(self, role: HostRole, num_procs: int) -> Sequence[Host]:
         """See ``Hosts``."""
         per_host = self._per_host(role, num_procs)
         return [self._hosts[role][proc // per_host] for proc in range(num_procs)]
@@ -401,7 +401,7 @@ class JobHosts:
             beat.cancel()
         if problem is not None:
             host.problem = problem
-            raise HostLost(lost_words(self._all, await self._submission.why_gone()))
+            raise HostLost(describe_lost_hosts(self._all, await self._submission.describe_end()))
 
     async def _beat(self, host: JobHost) -> str | None:
         """Call the agent of a host; returns what is wrong with it, if anything."""
@@ -426,7 +426,7 @@ class JobHosts:
         # Ask before this run ends the job.
         lost = None
         if any(host.is_lost for host in self._all):
-            lost = HostLost(lost_words(self._all, await self._submission.why_gone()))
+            lost = HostLost(describe_lost_hosts(self._all, await self._submission.describe_end()))
         await self._clean_up()
         if lost is not None:
             raise lost

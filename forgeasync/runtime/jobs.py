@@ -384,10 +384,10 @@ class Submission:
         Raises:
             LaunchFailed: the job has ended.
         """
-        if (words := await self.why_gone()) is not None:
+        if (words := await self.describe_end()) is not None:
             raise LaunchFailed(f"{words} before all hosts had started; see {self._log_dir}")
 
-    async def why_gone(self) -> str | None:
+    async def describe_end(self) -> str | None:
         """Return what ended the job; None if it exists, as far as this machine can tell."""
         if isinstance(self._job, SlurmJob) and self._slurm_id is not None:
             state = (await self._state_and_reason()).split(" ")[0]

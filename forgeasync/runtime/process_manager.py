@@ -16,7 +16,7 @@ import monarch.actor
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import ActorError, MeshFailure, ProcMesh, this_host
 
-from forgeasync.observability import Fault, FaultLog, ProcsFile, Role, real_errors
+from forgeasync.observability import Fault, FaultLog, ProcessListFile, Role, real_errors
 from forgeasync.runtime.hosts import Host, HostLost, Hosts, LocalHosts, stop
 from forgeasync.runtime.placement import spawn_role
 from forgeasync.runtime.supervised import (
@@ -102,7 +102,7 @@ class ProcessManager:
     hosts: Hosts = field(default_factory=LocalHosts)
     faults: FaultLog = field(default_factory=FaultLog)
     """Faults and recoveries."""
-    listing: ProcsFile = field(default_factory=ProcsFile)
+    listing: ProcessListFile = field(default_factory=ProcessListFile)
     """Which process fills which role."""
     owned: set[str] = field(default_factory=lambda: {ENVIRONMENT_WORKER, SCORER, GENERATOR, TEACHER})
     """Beginnings of the names of actors that a pool supervises; their deaths are handled there."""

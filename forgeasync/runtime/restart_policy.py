@@ -37,11 +37,11 @@ class End:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StartAgain:
+class Restart:
     """The run has died, and is started again."""
 
 
-Decision = End | StartAgain
+Decision = End | Restart
 
 
 def is_death(ending: Ending) -> bool:
@@ -74,7 +74,7 @@ class RestartPolicy:
         else:
             self._num_without_step += 1
         if self._num_without_step < MAX_STARTS_WITHOUT_STEP:
-            return StartAgain()
+            return Restart()
         return End(
             exit_code=EXIT_FAILED,
             words=f"failed: {MAX_STARTS_WITHOUT_STEP} starts in a row made no new step (the newest one is "

@@ -49,7 +49,7 @@ from forgeasync.weights import (
     Manifest,
     StagingSource,
     WeightLayout,
-    of_host,
+    merge_host_reports,
 )
 
 OnFinished = Callable[[int, Response], None]
@@ -57,7 +57,7 @@ OnFinished = Callable[[int, Response], None]
 
 
 @contextmanager
-def told_of_finished(on_finished: OnFinished | None) -> Iterator[Port[tuple[int, Response]] | None]:
+def finished_port(on_finished: OnFinished | None) -> Iterator[Port[tuple[int, Response]] | None]:
     """Call ``on_finished`` with everything that is sent to the port, until the end of the body."""
     if on_finished is None:
         yield None
@@ -147,7 +147,7 @@ class GeneratorRouter:
             )
 
         what = f"sampling group {group_id}"
-        with self.cancellable(group_id) as is_cancelled, told_of_finished(on_finished) as finished:
+        with self.cancellable(group_id) as is_cancelled, finished_port(on_finished) as finished:
             try:
                 return await self._retried(what, num_samples, call, group_id=group_id)
             except GroupGivenUp as given_up:
@@ -448,7 +448,7 @@ class GeneratorRouter:
             return None
         for replica, report in zip(replicas, reports, strict=True):
             self._count(replica, report)
-        return of_host(reports)
+        return merge_host_reports(reports)
 
     async def finish_update(self, host: int, version: int) -> list[SwappedReplica]:
         """Wait until the generators of a host sample under ``version``, which they have fetched.
@@ -600,7 +600,7 @@ async def start_generators(
     section = config.generator
     capacity_bytes = int(config.payload.capacity_gib * 2**30)
     procs.hosts.allot(HostRole.GENERATORS, section.num_engines, gpus_per_proc=section.tensor_parallel)
-    hosts = procs.hosts.of_procs(HostRole.GENERATORS, section.num_engines)
+    hosts = procs.hosts.hosts_for(HostRole.GENERATORS, section.num_engines)
     # All generators share this capacity, so it is requested once on every host.
     ids = [host.id for host in hosts]
     sizes = [capacity_bytes if ids.index(name) == index else 0 for index, name in enumerate(ids)]

@@ -25,7 +25,7 @@ from forgeasync.config import (
 )
 from forgeasync.environments import Response
 from forgeasync.observability import State, doing, open_trace, redirect_process_output, span, started
-from forgeasync.process_memory import MemoryPeak, MemoryWatch
+from forgeasync.process_memory import MemoryMonitor, MemoryPeak
 from forgeasync.processes import mark_this_process
 from forgeasync.rollouts import MAX_SCORER_CHARS, Score, Task, VerifierCounts
 from forgeasync.scoring import (
@@ -294,7 +294,7 @@ class ScorerActor(Actor):
         open_trace(log_dir, f"scorer-{rank}", idle=State.WAITING_FOR_BATCH)
         self._rewards: RunRewards | None = None
         # Asked with every response.
-        self._memory = MemoryWatch(with_descendants=True, every_s=1.0)
+        self._memory = MemoryMonitor(with_descendants=True, every_s=1.0)
 
     @concurrent_endpoint
     async def setup(

@@ -26,7 +26,7 @@ from forgeasync.config import (
     named_sources,
 )
 from forgeasync.environments import Response
-from forgeasync.observability import Fault, FaultLog, ProcsFile, Role, last_words
+from forgeasync.observability import Fault, FaultLog, ProcessListFile, Role, describe_error
 from forgeasync.process_memory import MemoryPeak, largest
 from forgeasync.rollouts import Score, Task, VerifierCounts
 from forgeasync.runtime.process_manager import SCORER, ProcessManager
@@ -67,7 +67,7 @@ class Scorers(SupervisedPool[Scorer]):
         *,
         limit_s: float,
         faults: FaultLog,
-        listing: ProcsFile,
+        listing: ProcessListFile,
         on_change: Callable[[int, bool], None] = lambda rank, is_up: None,
     ) -> None:
         """``limit_s`` is the longest time that a call takes once the scorer begins with it; it keeps that.
@@ -144,7 +144,7 @@ class Scorers(SupervisedPool[Scorer]):
         return failure is None
 
     def _failed(self, rank: int, number: int, error: Exception) -> Exception | None:
-        return self._exhausted(rank, f"it could not be started: {last_words(error)}")
+        return self._exhausted(rank, f"it could not be started: {describe_error(error)}")
 
     def _exhausted(self, rank: int, reason: str) -> RestartsFail | None:
         """Count a failure at a place; returns an error if its budget is used up."""
@@ -317,7 +317,7 @@ class ScorerPool:
             job.problem = f"lost its scorer {self._section.max_lost} times, at last: {error}"
             fate = dispatch.lost(assignment, self._clock())
         except Exception as error:  # any type: a scorer can fail in every way, and none may end the run
-            reason, num = f"{type(error).__name__}: {last_words(error)}", self._section.max_attempts
+            reason, num = f"{type(error).__name__}: {describe_error(error)}", self._section.max_attempts
             tries = "1 attempt" if num == 1 else f"{num} attempts, the last"
             job.problem = f"was not scored in {tries}: {reason}"
             fate = dispatch.failed(assignment, self._clock())

@@ -306,7 +306,7 @@ def describe(threads: Sequence[Thread]) -> str:
     """Describe threads in one line. Those that compute or are in a run's own code come first."""
     if not threads:
         return "it has no Python thread"
-    counts = Counter(_thread_words(one) for one in sorted(threads, key=_rank))
+    counts = Counter(_describe_thread(one) for one in sorted(threads, key=_rank))
     shown = [words if num == 1 else f"{words} ({num} of these)" for words, num in counts.items()]
     words = "; ".join(shown[:MAX_THREADS])
     if num_left := sum([*counts.values()][MAX_THREADS:]):
@@ -327,7 +327,7 @@ def _rank(thread: Thread) -> tuple[bool, bool, bool, int]:
     return not thread.owns_gil, _waits(thread), not _is_own(thread), thread.os_thread_id or 0
 
 
-def _thread_words(thread: Thread) -> str:
+def _describe_thread(thread: Thread) -> str:
     name = thread.thread_name or f"thread {thread.os_thread_id}"
     if _waits(thread) and not _is_own(thread) and not thread.owns_gil:
         return f"{name} waits for something to do"

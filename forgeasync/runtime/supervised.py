@@ -23,7 +23,7 @@ from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionErr
 from monarch.actor import Actor, ActorError, this_host
 
 from forgeasync.config import TimeoutSection
-from forgeasync.observability import Fault, FaultLog, ProcsFile, Role, last_words
+from forgeasync.observability import Fault, FaultLog, ProcessListFile, Role, describe_error
 from forgeasync.processes import NotEnded, end_all, marked_processes
 from forgeasync.runtime.hosts import LOCAL_HOST_ID, Host, LocalHost, stop
 from forgeasync.runtime.placement import spawn_role
@@ -391,7 +391,7 @@ class BackgroundTasks:
     def _has_ended(self, task: asyncio.Future[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            logger.warning("in the background of %s: %s", self._owner, last_words(error), exc_info=error)
+            logger.warning("in the background of %s: %s", self._owner, describe_error(error), exc_info=error)
 
     def cancel(self) -> None:
         """Cancel all tasks, and wait for none of them."""
@@ -423,7 +423,7 @@ class SupervisedPool(Generic[ReplicaT]):
         heartbeat_s: float,
         heartbeat_key: str,
         faults: FaultLog,
-        listing: ProcsFile,
+        listing: ProcessListFile,
         title: str | None = None,
     ) -> None:
         """``spawn`` starts and sets up a process, given its place and a number that no other one has had.

@@ -18,16 +18,16 @@ from monarch.actor import concurrent_endpoint
 from forgeasync.observability import State
 from forgeasync.rollouts import (
     Arrays,
-    Instead,
     PayloadReader,
     PayloadStoreFull,
     PayloadWriter,
     StoredRollout,
     TeacherReads,
     TeacherRecord,
+    WithoutPrompt,
     check_teacher_record,
     decode_rollout,
-    not_asked,
+    no_teacher_record,
     student_ids,
 )
 from forgeasync.runtime.generator import GeneratorActor
@@ -57,7 +57,7 @@ class TaughtGroups:
     capacity_bytes: int
     num_ids: int
     """Ids that the teacher is asked for at each token."""
-    asks_student_ids: bool
+    needs_student_ids: bool
     """Whether these are ids that the policy could have drawn, and not the teacher's likeliest."""
     vocab_size: int
     """Size of the policy's vocabulary."""
@@ -125,10 +125,10 @@ class TaughtGroups:
         score: ScoreTokens,
     ) -> TeacherRecord:
         response_ids_T = response["ids"]
-        if read is Instead.NOTHING:
-            return not_asked(len(response_ids_T), self.num_ids)
-        prompt_ids_P = prompt["ids"] if isinstance(read, Instead) else read
-        given_TK = self._given(prompt, response) if self.asks_student_ids else None
+        if read is WithoutPrompt.NOTHING:
+            return no_teacher_record(len(response_ids_T), self.num_ids)
+        prompt_ids_P = prompt["ids"] if isinstance(read, WithoutPrompt) else read
+        given_TK = self._given(prompt, response) if self.needs_student_ids else None
         record = await score(np.concatenate([prompt_ids_P, response_ids_T]), len(prompt_ids_P), given_TK)
         check_teacher_record(
             record,
@@ -161,7 +161,7 @@ class TeacherActor(GeneratorActor):
         """Know where groups are and what is asked of them, and find out if the engine can. Follows
         ``setup``."""
         self._groups = groups
-        if groups.asks_student_ids:
+        if groups.needs_student_ids:
             await self._score(np.zeros(2, np.int32), 1, np.zeros((1, groups.num_ids), np.int32))
 
     @concurrent_endpoint

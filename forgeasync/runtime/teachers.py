@@ -30,7 +30,6 @@ from forgeasync.observability import Role
 from forgeasync.planning import Machine, least_bytes, teacher_memory, total_bytes
 from forgeasync.rollouts import (
     CaptureSpec,
-    Instead,
     PromptEncoder,
     Response,
     Score,
@@ -39,6 +38,7 @@ from forgeasync.rollouts import (
     TeacherPrompts,
     TeacherReads,
     TeacherRecord,
+    WithoutPrompt,
 )
 from forgeasync.runtime.generator import GeneratorActor, GeneratorSetup
 from forgeasync.runtime.generator_pool import GeneratorPool, spawn_engine
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from forgeasync.scoring import TeacherClient
 
 
-ITS_HOST = 0
+TEACHER_HOST = 0
 """All engines of a teacher are on the controller's machine."""
 
 
@@ -264,7 +264,7 @@ class Teaching:
         ]
         reads = prompts.of_group(section, task, responses)
         for response, read in zip(responses, reads, strict=True):
-            if read is Instead.NOTHING:
+            if read is WithoutPrompt.NOTHING:
                 has_feedback = not section.shows_feedback or prompts.can_show(response.feedback)
                 is_siblings = section.shows_sibling and has_feedback
                 self._num_without_sibling += is_siblings
@@ -296,7 +296,7 @@ class Teaching:
                 self._num_tokens += sum(
                     rollout.num_response_tokens
                     for rollout, read in zip(rollouts, reads, strict=True)
-                    if read is not Instead.NOTHING
+                    if read is not WithoutPrompt.NOTHING
                 )
                 return found
             num_left -= 1
@@ -375,14 +375,14 @@ async def _start_teacher(
     first_place: int,
 ) -> Teacher:
     section = config.teachers[name]
-    host = procs.hosts.of_procs(HostRole.TEACHERS, 1)[0]
+    host = procs.hosts.hosts_for(HostRole.TEACHERS, 1)[0]
     groups = TaughtGroups(
         teacher=name,
         folder=procs.payload_folders[0],
         host_id=host.id,
         capacity_bytes=int(config.payload.capacity_gib * 2**30),
         num_ids=config.algorithm.num_teacher_ids,
-        asks_student_ids=config.algorithm.asks_student_ids,
+        needs_student_ids=config.algorithm.needs_student_ids,
         vocab_size=facts.vocab_size,
     )
     if section.endpoint is not None:
@@ -424,7 +424,7 @@ async def _start_pool(
         payload_capacity_bytes=groups.capacity_bytes,
         gpu_bytes=least_bytes(total_bytes(dict(teacher_memory(config, Machine.GPU))[name])),
         # Given ids have the sampled one among them.
-        num_scored_ids=groups.num_ids + groups.asks_student_ids,
+        num_scored_ids=groups.num_ids + groups.needs_student_ids,
     )
 
     async def spawn(rank: int, number: int) -> Spawned[GeneratorActor]:

@@ -34,11 +34,11 @@ from forgeasync.observability import (
     span,
     started,
 )
-from forgeasync.process_memory import MemoryWatch
+from forgeasync.process_memory import MemoryMonitor
 from forgeasync.rollouts import (
     EVERY_HOST,
     Arrays,
-    PayloadGone,
+    PayloadNotFound,
     PayloadReader,
     PayloadRef,
     PayloadTorn,
@@ -58,7 +58,7 @@ from forgeasync.trainer import (
     training_sequence,
     write_rows,
 )
-from forgeasync.waiting import comes_within, deadline
+from forgeasync.waiting import deadline, happens_within
 from forgeasync.weights import (
     TORCH_DTYPES,
     Publication,
@@ -153,7 +153,7 @@ class PayloadOwners:
         """Read a payload by way of any generator of its host, as soon as one shows it.
 
         Raises:
-            PayloadGone: the file was freed, or never existed.
+            PayloadNotFound: the file was freed, or never existed.
             PayloadTorn: the bytes that arrived are not those that were written.
             DeadlineExceeded: no generator has shown it within ``limit_s``.
         """
@@ -165,14 +165,14 @@ class PayloadOwners:
                     try:
                         reading = reader.read(ref, owner.expose_payload.call_one)
                         return await unless_lost(reading, changed.wait(), _Changed)
-                    except (PayloadGone, PayloadTorn):
+                    except (PayloadNotFound, PayloadTorn):
                         raise
                     except _Changed:
                         break
                     except Exception:
                         # Whatever Monarch raises for an owner that is gone; its replacement shows the same.
                         logger.warning("cannot read payload %s; trying again", ref.payload_id, exc_info=True)
-                await comes_within(AGAIN_S, changed.wait())
+                await happens_within(AGAIN_S, changed.wait())
 
 
 class _Changed(Exception):
@@ -195,7 +195,7 @@ class TrainerActor(Actor):
         self._checkpoints: CheckpointWriter | None = None
         self._publications: dict[int, Publication] = {}
         """Versions on their way, by slot."""
-        self._memory = MemoryWatch(with_descendants=True)
+        self._memory = MemoryMonitor(with_descendants=True)
         self._owners = PayloadOwners()
 
     @concurrent_endpoint

@@ -359,7 +359,7 @@ async def spawn_trainer(
     await setup_torch_elastic_env_async(mesh, use_ipaddr=AddrType.IPv4 if by_ip else None)
     actors = mesh.spawn(name, TrainerActor, procs.log_dir).flatten("procs")
     trainer = TrainerMesh(actors, num_procs, timeouts)
-    hosts = procs.hosts.of_procs(HostRole.TRAINER, num_procs)
+    hosts = procs.hosts.hosts_for(HostRole.TRAINER, num_procs)
     trainer.members = tuple(
         Proc(role="trainer", rank=rank, pid=pid, host=host)
         for rank, (pid, host) in enumerate(zip(await trainer.pids(), hosts, strict=True))
@@ -395,8 +395,8 @@ async def connect_weights(
         ValueError: trainer and engines do not have the same tensors, the transport asked for cannot work,
             or a host has not enough shared memory.
     """
-    trainer_hosts = procs.hosts.of_procs(HostRole.TRAINER, trainer.num_procs)
-    generator_hosts = procs.hosts.of_procs(HostRole.GENERATORS, config.generator.num_engines)
+    trainer_hosts = procs.hosts.hosts_for(HostRole.TRAINER, trainer.num_procs)
+    generator_hosts = procs.hosts.hosts_for(HostRole.GENERATORS, config.generator.num_engines)
     choice = config.weights.transport
     transport = build_transport(choice)
     teacher_hosts = [host for one in teachers for host in one.router.pool.hosts]

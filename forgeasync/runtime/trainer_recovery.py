@@ -46,7 +46,7 @@ from forgeasync.runtime.trainer_mesh import (
     spawn_trainer,
 )
 from forgeasync.trainer import StepMemory, StepResult, TrainerSetup, TrainingItem
-from forgeasync.waiting import DeadlineExceeded, Monitor, comes_within
+from forgeasync.waiting import DeadlineExceeded, Monitor, happens_within
 from forgeasync.weights import Manifest, StagedWeights
 
 T = TypeVar("T")
@@ -83,7 +83,7 @@ class TrainerIncarnation:
                         evidence = await diagnose_hang(Role.TRAINER, one)
                         if not self.lost.is_set():
                             self._lose(_name(one), what, ActorDied(f"{_name(one)} {what}"), evidence)
-                await comes_within(LOOK_S, self.lost.wait())
+                await happens_within(LOOK_S, self.lost.wait())
         finally:
             for heartbeat in heartbeats:
                 heartbeat.stop()

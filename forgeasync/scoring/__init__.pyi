@@ -20,10 +20,10 @@ from .verifier_pool import math_reward as math_reward
 from .verifier_pool import verifier_choice as verifier_choice
 
 # Only tests import these.
-from .endpoints import Breaker as Breaker
+from .endpoints import CircuitBreaker as CircuitBreaker
 from .endpoints import retry_after_s as retry_after_s
 from .filtering import AllFiltered as AllFiltered
-from .filtering import FilterWatch as FilterWatch
+from .filtering import FilterMonitor as FilterMonitor
 from .final_answer import last_boxed as last_boxed
 from .gym_answers import GymVerifier as GymVerifier
 from .gym_answers import last_number as last_number

@@ -1,6 +1,6 @@
 """Requests to OpenAI-compatible endpoints: bounded replies, kinds of failures, and a circuit breaker.
 
-``Breaker`` is pure. It decides whether a request may be made:
+``CircuitBreaker`` is pure. It decides whether a request may be made:
 
     closed ──`num_failures` in a row──► open ──after a wait──► half open ──success──► closed
                                           ▲                        │
@@ -40,7 +40,7 @@ FIRST_WAIT_S = 1.0
 LONGEST_WAIT_S = 15.0
 
 
-class Breaker:
+class CircuitBreaker:
     """Circuit breaker of an endpoint. Times are in seconds of one clock, which the caller reads."""
 
     def __init__(
@@ -57,7 +57,7 @@ class Breaker:
         """
         if num_failures < 1 or not 0.0 < first_wait_s <= longest_wait_s:
             raise ValueError(
-                f"Breaker: num_failures = {num_failures} must be at least 1, and 0 < first_wait_s = "
+                f"CircuitBreaker: num_failures = {num_failures} must be at least 1, and 0 < first_wait_s = "
                 f"{first_wait_s} <= longest_wait_s = {longest_wait_s}"
             )
         self._num_failures = num_failures

@@ -20,7 +20,7 @@ class GroupFiltering:
 
     def __init__(self, algorithm: AlgorithmSection, *, seed: int) -> None:
         self._filters = algorithm.filters
-        self._watch = FilterWatch(algorithm.max_filtered_in_a_row)
+        self._watch = FilterMonitor(algorithm.max_filtered_in_a_row)
         self._seed = seed
         self._num_groups: Counter[FilterReason] = Counter({reason: 0 for reason in FilterReason})
         self._num_rollouts = 0
@@ -76,7 +76,7 @@ class GroupFiltering:
         return counts | {"filtered/num_rollouts": self._num_rollouts}
 
 
-class FilterWatch:
+class FilterMonitor:
     """Counts consecutive dropped groups."""
 
     def __init__(self, limit: int) -> None:
@@ -86,7 +86,7 @@ class FilterWatch:
             ValueError: The limit is not above 0.
         """
         if limit <= 0:
-            raise ValueError(f"FilterWatch: limit = {limit}; must be above 0")
+            raise ValueError(f"FilterMonitor: limit = {limit}; must be above 0")
         self._limit = limit
         self._by_reason: Counter[FilterReason] = Counter()
         self._summed_reward = 0.0

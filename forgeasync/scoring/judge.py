@@ -39,7 +39,7 @@ from forgeasync.rollouts import (
     as_feedback,
 )
 from forgeasync.scoring.endpoints import (
-    Breaker,
+    CircuitBreaker,
     EndpointClient,
     EndpointDown,
     EndpointRefuses,
@@ -252,7 +252,7 @@ class Judge:
         *,
         num_replicas: int = 1,
         retry_wait_s: float = RETRY_WAIT_S,
-        breaker: Breaker | None = None,
+        breaker: CircuitBreaker | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Store the settings. The scorers share the limits of the section evenly."""
@@ -266,7 +266,7 @@ class Judge:
             default_concurrent=DEFAULT_CONCURRENT,
             clock=clock,
         )
-        self._breaker = Breaker() if breaker is None else breaker
+        self._breaker = CircuitBreaker() if breaker is None else breaker
         self._retry_wait_s = retry_wait_s
         self._clock = clock
         self._endpoint: JudgeEndpoint | None = None

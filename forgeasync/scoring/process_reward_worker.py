@@ -41,7 +41,7 @@ END_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
+class _PendingCall:
     """Response whose steps are in the engine."""
 
     response: Response
@@ -61,7 +61,7 @@ class StepScoring:
         self._section = section
         self._tokenizer = StepTokenizer(section)
         self._engine = StepEngine(section, tag_id=self._tokenizer.tag_id)
-        self._asked: dict[str, _Asked] = {}
+        self._asked: dict[str, _PendingCall] = {}
         trial = Response("1", 1, FinishReason.STOP)
         if self.begin("trial", "1", trial) is None:
             while self._engine.has_work:
@@ -82,7 +82,7 @@ class StepScoring:
         tagged = self._tokenizer.tagged(prompt, [step.text for step in steps.whole])
         if len(tagged.ids) > self._section.max_context_length:
             return score_without_steps(response, status=ScoreStatus.OVERSIZED)
-        self._asked[call] = _Asked(response=response, steps=steps, counted_tags=tagged.counted_tags)
+        self._asked[call] = _PendingCall(response=response, steps=steps, counted_tags=tagged.counted_tags)
         self._engine.add(call, tagged.ids)
         return None
 

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 from forgeasync.config import ProcessRewardModel, PythonReward, name_of
 from forgeasync.environments import Response
-from forgeasync.isolation import ContainedProcess, ProcessGone, python_path
+from forgeasync.isolation import ContainedProcess, ProcessExited, python_path
 from forgeasync.rollouts import Score, Task, VerifierCounts
 from forgeasync.scoring.reward_worker import decode_score, encode_responses
 
@@ -77,7 +77,7 @@ class _Running:
         limit_s = section.start_limit_s if isinstance(section, ProcessRewardModel) else STARTUP_LIMIT_S
         try:
             reply = self._process.ask({"reward": section.model_dump(mode="json")}, limit_s=limit_s)
-        except ProcessGone as gone:
+        except ProcessExited as gone:
             if gone.is_late:
                 raise RewardTimeout(f"was not imported and built within {limit_s:g} s") from None
             raise ValueError(

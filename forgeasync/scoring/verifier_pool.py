@@ -20,7 +20,7 @@ from forgeasync.isolation import (
     ContainedProcess,
     FoundBubblewrap,
     Layer,
-    ProcessGone,
+    ProcessExited,
     find_bubblewrap,
     python_command,
     python_environment,
@@ -158,7 +158,7 @@ class VerifierProcess:
         assert self._process is not None
         try:
             return self._process.ask(request, limit_s=limit_s)
-        except ProcessGone:
+        except ProcessExited:
             self.stop()
             return None
 

@@ -23,7 +23,7 @@ from .replay_router import replay_routers as replay_routers
 from .run_checkpoint import CheckpointWriter as CheckpointWriter
 from .run_checkpoint import training_state as training_state
 from .setup import TrainerSetup as TrainerSetup
-from .step import BadStepWatch as BadStepWatch
+from .step import BadStepMonitor as BadStepMonitor
 from .step import StepMemory as StepMemory
 from .step import StepResult as StepResult
 
@@ -75,10 +75,10 @@ from .step import MismatchTooLarge as MismatchTooLarge
 from .step import NonFiniteWeights as NonFiniteWeights
 from .step import SpikeRule as SpikeRule
 from .step import StepJudge as StepJudge
-from .step import agree as agree
+from .step import agree_on_problem as agree_on_problem
 from .step import describe_non_finite as describe_non_finite
 from .step import describe_row as describe_row
-from .step import merged as merged
+from .step import merge_step_results as merge_step_results
 from .step import require_finite as require_finite
 from .step import value_ranges as value_ranges
 from .step_sums import StepSums as StepSums

@@ -14,7 +14,7 @@ from torchtitan.distributed import utils as dist_utils
 
 from forgeasync.algorithms import Loss, RowTokens, TeacherTokens
 from forgeasync.models import DEVICE_TYPE
-from forgeasync.rollouts import NO_ID, TeacherRecord, not_asked
+from forgeasync.rollouts import NO_ID, TeacherRecord, no_teacher_record
 from forgeasync.trainer.logprobs import Predictions
 from forgeasync.trainer.packing import PackedRow
 
@@ -55,10 +55,10 @@ def count_targets(
         counts[0] += loss.count(mask_T, sequence_ids_T, sample_weights_T)
         counts[1] += mask_T.sum()
         counts[2] += row.num_targets
-        is_asked_T = mask_T
+        has_target_T = mask_T
         if loss.needs_teacher:
-            is_asked_T = torch.from_numpy(_teacher_record(row, loss).is_asked_T).to(DEVICE_TYPE)
-        of_terms = loss.term_counts(mask_T, is_asked_T, sequence_ids_T, sample_weights_T)
+            has_target_T = torch.from_numpy(_teacher_record(row, loss).has_target_T).to(DEVICE_TYPE)
+        of_terms = loss.term_counts(mask_T, has_target_T, sequence_ids_T, sample_weights_T)
         for index, count in enumerate(of_terms):
             counts[3 + index] += count
     if mesh is not None:
@@ -72,7 +72,7 @@ def count_targets(
     )
 
 
-def asked_ids(row: PackedRow, loss: Loss) -> np.ndarray | None:
+def student_ids_of(row: PackedRow, loss: Loss) -> np.ndarray | None:
     """Return the ids whose log-probabilities a loss with terms needs from the model: int64 [T, 1 + K].
 
     The first id of a target is the target itself; the others are those that its teacher scored. None if the
@@ -97,7 +97,7 @@ def row_tokens(
     ref_logprobs_T: torch.Tensor | None,
     proximal_logprobs_T: torch.Tensor | None,
 ) -> RowTokens:
-    """Return the loss's inputs for a row's targets; ``predictions`` must have the ids of ``asked_ids``."""
+    """Return the loss's inputs for a row's targets; ``predictions`` has the ids of ``student_ids_of``."""
     # The student's log-probabilities of the targets, over the full vocabulary at temperature 1.
     full_logprobs_T = None if predictions.asked_TK is None else predictions.asked_TK[:, 0]
     return RowTokens(
@@ -121,18 +121,18 @@ def _teacher_tokens(row: PackedRow, predictions: Predictions, loss: Loss) -> Tea
         return None
     record = _teacher_record(row, loss)
     assert predictions.asked_TK is not None
-    is_asked_T = torch.from_numpy(record.is_asked_T).to(DEVICE_TYPE)
+    has_target_T = torch.from_numpy(record.has_target_T).to(DEVICE_TYPE)
     # The record is nan where the teacher did not score, and 0 times nan in a gradient is nan. The student's
     # own values replace it: they are finite, and they are masked out.
     own_TK = predictions.asked_TK.detach()
     is_id_TK = torch.from_numpy(record.ids_TK != NO_ID).to(DEVICE_TYPE)
-    topk_TK = torch.from_numpy(record.topk_TK).to(DEVICE_TYPE).where(is_asked_T[:, None], own_TK[:, 1:])
+    topk_TK = torch.from_numpy(record.topk_TK).to(DEVICE_TYPE).where(has_target_T[:, None], own_TK[:, 1:])
     return TeacherTokens(
-        logprobs_T=torch.from_numpy(record.logprobs_T).to(DEVICE_TYPE).where(is_asked_T, own_TK[:, 0]),
+        logprobs_T=torch.from_numpy(record.logprobs_T).to(DEVICE_TYPE).where(has_target_T, own_TK[:, 0]),
         topk_TK=topk_TK.where(is_id_TK, -math.inf),
         student_topk_TK=predictions.asked_TK[:, 1:].where(is_id_TK, -math.inf),
         versions_T=torch.from_numpy(record.versions_T).to(DEVICE_TYPE, torch.float32),
-        is_asked_T=is_asked_T,
+        has_target_T=has_target_T,
     )
 
 
@@ -140,6 +140,6 @@ def _teacher_record(row: PackedRow, loss: Loss) -> TeacherRecord:
     """Return the teacher's record of the row's targets, for a loss that needs a teacher."""
     if row.teacher is None:
         assert row.num_targets == 0, "groups of a run with a teacher are seen by it before they train"
-        return not_asked(0, loss.num_teacher_ids)
+        return no_teacher_record(0, loss.num_teacher_ids)
     assert row.teacher.ids_TK.shape[1] == loss.num_teacher_ids, "the teacher is asked for what terms need"
     return row.teacher

@@ -22,7 +22,13 @@ from forgeasync.models import DEVICE_TYPE
 from forgeasync.trainer import hf_checkpoint
 from forgeasync.trainer.forward import ReferenceLogprobs, RowForward, base_model, frozen_copy
 from forgeasync.trainer.hf_checkpoint import named_weights
-from forgeasync.trainer.loss_inputs import TargetCounts, asked_ids, count_targets, row_tokens, trained_mask
+from forgeasync.trainer.loss_inputs import (
+    TargetCounts,
+    count_targets,
+    row_tokens,
+    student_ids_of,
+    trained_mask,
+)
 from forgeasync.trainer.model import build_parallel_dims, build_parallel_model
 from forgeasync.trainer.optimizer import WeightAverage, build_optimizer, set_learning_rate
 from forgeasync.trainer.packing import PackedRow
@@ -38,7 +44,7 @@ from forgeasync.trainer.step import (
     StepResult,
     describe_fresh_mismatch,
     describe_row,
-    merged,
+    merge_step_results,
     require_finite,
     value_ranges,
 )
@@ -148,7 +154,7 @@ class PolicyTrainer:
                 break
         is_rolled_back = self._roll_back_if_needed(results)
         self.state.policy_version += 1
-        of_batch = merged(
+        of_batch = merge_step_results(
             results,
             num_steps=len(minibatches),
             is_rolled_back=is_rolled_back,
@@ -275,7 +281,7 @@ class PolicyTrainer:
         # The backward pass recomputes checkpointed layers, which have to use the same experts.
         noted_ML = self._decisions.note(row)
         with self._forward.replay(row, noted_ML):
-            predictions = self._forward.predictions(row, asked_ids_TK=asked_ids(row, self._loss))
+            predictions = self._forward.predictions(row, asked_ids_TK=student_ids_of(row, self._loss))
             tokens = row_tokens(
                 row,
                 predictions,

@@ -1,7 +1,7 @@
 """Outcome of an optimizer step: its result, the checks that can refuse it, and how a run reacts.
 
 Trainer ranks check a step with ``StepJudge`` before the optimizer changes anything, and all ranks reach the
-same decision. The controller counts bad steps (``BadStepWatch``) and keeps the batches of steps that a
+same decision. The controller counts bad steps (``BadStepMonitor``) and keeps the batches of steps that a
 restarted trainer may have to repeat (``StepMemory``).
 
 Shape suffix: T targets of a row.
@@ -36,9 +36,9 @@ class BadStep:
 class StepResult:
     """Measurements of the optimizer steps of one batch, over the whole mesh.
 
-    ``metrics`` are means over the trained tokens of a step, then over the steps (``merged``), by their names
-    in metrics.jsonl. ``skip_reason`` is the reason why a step was not made; if no step was made, the version
-    has the weights of the previous version.
+    ``metrics`` are means over the trained tokens of a step, then over the steps (``merge_step_results``), by
+    their names in metrics.jsonl. ``skip_reason`` is the reason why a step was not made; if no step was made,
+    the version has the weights of the previous version.
     """
 
     policy_version: int
@@ -70,7 +70,7 @@ class MinibatchResult:
     tokens: TokenReport = field(default_factory=TokenReport)
 
 
-def merged(
+def merge_step_results(
     results: Sequence[MinibatchResult],
     *,
     num_steps: int,
@@ -125,7 +125,7 @@ class MismatchTooLarge(ArithmeticError):
     """The trainer does not compute the distribution that the generators sampled from."""
 
 
-def agree(*problems: str | None) -> str | None:
+def agree_on_problem(*problems: str | None) -> str | None:
     """Return a problem of any rank, the same one on every rank; None if no rank has one. Collective.
 
     Every rank passes the same number of ``problems``, the likeliest cause first. Problems at earlier
@@ -173,7 +173,7 @@ def require_finite(named: Iterable[tuple[str, torch.Tensor]], *, what: str) -> N
         NonFiniteWeights: A tensor is not finite. The message says that ``what`` is refused, and names the
             tensor.
     """
-    problem = agree(describe_non_finite(value_ranges(named)))
+    problem = agree_on_problem(describe_non_finite(value_ranges(named)))
     if problem is not None:
         raise NonFiniteWeights(f"{what} is refused: {problem}")
 
@@ -281,22 +281,22 @@ class StepJudge:
         """
         of_row = next((text for text in problems if text is not None), None)
         if math.isfinite(grad_norm):
-            reason = agree(of_row, None, None)
+            reason = agree_on_problem(of_row, None, None)
         else:
             norm = f"the norm of all gradients is {grad_norm}"
-            reason = agree(of_row, describe_non_finite(gradients), norm)
+            reason = agree_on_problem(of_row, describe_non_finite(gradients), norm)
         if reason is not None:
             return BadStep(reason=reason, remedy=self._section.on_nan)
         if self.spikes is None:
             return None
         assert self._section.on_spike is not None
         # The last bits of the norm may differ between ranks, so the ranks have to agree on the result.
-        reason = agree(self.spikes.describe(grad_norm))
+        reason = agree_on_problem(self.spikes.describe(grad_norm))
         return None if reason is None else BadStep(reason=reason, remedy=self._section.on_spike)
 
     def judge_weights(self, weights: Ranges) -> BadStep | None:
         """Return what is wrong with the weights after steps, the same on all ranks. Collective."""
-        problem = agree(describe_non_finite(weights))
+        problem = agree_on_problem(describe_non_finite(weights))
         if problem is None:
             return None
         return BadStep(reason=f"of the weights after it: {problem}", remedy=self._section.on_nan)
@@ -316,7 +316,7 @@ class BadStepsEndRun(RuntimeError):
     """A bad step ends the run, because of too many in a row or because the config says so."""
 
 
-class BadStepWatch:
+class BadStepMonitor:
     """Lets a run continue after bad steps, up to a limit."""
 
     def __init__(self, max_in_a_row: int) -> None:

@@ -3,7 +3,7 @@ from .fetcher import FetchReport as FetchReport
 from .fetcher import HostShare as HostShare
 from .fetcher import ReceiveBuffer as ReceiveBuffer
 from .fetcher import WeightFetcher as WeightFetcher
-from .fetcher import of_host as of_host
+from .fetcher import merge_host_reports as merge_host_reports
 from .fetcher import received_images as received_images
 from .layout import ALIGNMENT as ALIGNMENT
 from .layout import Box as Box
@@ -16,7 +16,7 @@ from .layout import WeightLayout as WeightLayout
 from .layout import WeightSet as WeightSet
 from .layout import lay_out as lay_out
 from .layout import local_shard as local_shard
-from .layout import merged as merged
+from .layout import merge_adapter as merge_adapter
 from .layout import name_in as name_in
 from .layout import needed_blocks as needed_blocks
 from .layout import plan_copies as plan_copies

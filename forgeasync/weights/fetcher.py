@@ -74,7 +74,7 @@ class FetchReport:
     fetch_s: float
 
 
-def of_host(shares: Sequence[FetchReport]) -> FetchReport:
+def merge_host_reports(shares: Sequence[FetchReport]) -> FetchReport:
     """Combine the reports of a host's generators, which all need the same bytes of a version."""
     return FetchReport(
         version=shares[0].version,

@@ -48,7 +48,9 @@ class NamedWeight:
     tensor: torch.Tensor
 
 
-def merged(base: torch.Tensor, lora_a: torch.Tensor, lora_b: torch.Tensor, scaling: float) -> torch.Tensor:
+def merge_adapter(
+    base: torch.Tensor, lora_a: torch.Tensor, lora_b: torch.Tensor, scaling: float
+) -> torch.Tensor:
     """Return ``base + scaling * lora_b @ lora_a``, computed in float32, in the dtype of ``base``.
 
     Shapes: base [..., out, in], lora_a [..., rank, in], lora_b [..., out, rank]; leading dimensions (experts)

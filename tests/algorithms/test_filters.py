@@ -25,7 +25,7 @@ from forgeasync.algorithms import (
     apply_filters,
 )
 from forgeasync.config import check_filters
-from forgeasync.scoring import FilterWatch
+from forgeasync.scoring import FilterMonitor
 
 SECTIONS = TypeAdapter(tuple[AnyFilter, ...])
 
@@ -197,7 +197,7 @@ def test_little_smoothing_takes_positives_without_penalty_first() -> None:
         (lambda: OverlongPenalty(max_length=10, buffer_share=1.1), "buffer_share\n.*less than or equal to 1"),
         (lambda: ResampleOnCorrect(num_kept=1), "num_kept\n.*greater than or equal to 2"),
         (lambda: ResampleOnCorrect(num_kept=2, smoothing=0.0), "smoothing\n.*greater than or equal"),
-        (lambda: FilterWatch(0), "limit = 0; must be above 0"),
+        (lambda: FilterMonitor(0), "limit = 0; must be above 0"),
     ],
 )
 def test_senseless_filters_are_refused(build: Callable[[], object], words: str) -> None:
@@ -258,7 +258,7 @@ def test_filters_are_checked_against_the_run() -> None:
 
 
 def test_the_watch_speaks_up_with_its_arithmetic() -> None:
-    watch = FilterWatch(3)
+    watch = FilterMonitor(3)
     watch.dropped(FilterReason.ALL_EQUAL, 0.0)
     watch.dropped(FilterReason.ALL_EQUAL, 0.0)
     watch.kept()
@@ -298,6 +298,6 @@ def test_a_filter_that_keeps_nothing_drops_the_group() -> None:
 
 @pytest.mark.parametrize("reason", FilterReason)
 def test_every_reason_to_drop_groups_comes_with_advice(reason: FilterReason) -> None:
-    watch = FilterWatch(1)
+    watch = FilterMonitor(1)
     watch.dropped(reason, 0.5)
     assert f"{reason.value}:" in str(watch.check())

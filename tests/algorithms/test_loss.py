@@ -386,6 +386,6 @@ def test_what_a_teacher_says_of_a_token_is_asked_for_unless_it_is_said_otherwise
     logprobs_T = torch.tensor([-1.0, -2.0, -3.0])
     none_TK = torch.zeros(3, 0)
     teacher = TeacherTokens(logprobs_T=logprobs_T, topk_TK=none_TK, student_topk_TK=none_TK)
-    assert teacher.is_asked_T.tolist() == [True] * 3
-    assert teacher.is_asked_T.dtype == torch.bool
+    assert teacher.has_target_T.tolist() == [True] * 3
+    assert teacher.has_target_T.dtype == torch.bool
     assert (teacher.versions_T.tolist(), teacher.versions_T.dtype) == ([0.0] * 3, torch.float32)

@@ -33,17 +33,17 @@ def make_row(*, seed: int = 0, dtype: torch.dtype = torch.float64) -> tuple[torc
             topk_TK=top.values,
             student_topk_TK=full_TV.gather(1, top.indices),
             versions_T=torch.arange(T) + 4.0,
-            is_asked_T=torch.ones(T, dtype=torch.bool),
+            has_target_T=torch.ones(T, dtype=torch.bool),
         ),
     )
 
 
 def totals(loss: Loss, row: RowTokens) -> dict[str, object]:
     counted = (row.sequence_ids_T, row.sample_weights_T)
-    is_asked_T = row.mask_T if row.teacher is None else row.teacher.is_asked_T
+    has_target_T = row.mask_T if row.teacher is None else row.teacher.has_target_T
     return {
         "total": loss.count(row.mask_T, *counted),
-        "term_totals": loss.term_counts(row.mask_T, is_asked_T, *counted),
+        "term_totals": loss.term_counts(row.mask_T, has_target_T, *counted),
     }
 
 
@@ -125,7 +125,7 @@ def test_the_student_teaches_itself_nothing() -> None:
         topk_TK=row.teacher.student_topk_TK.detach(),
         student_topk_TK=row.teacher.student_topk_TK,
         versions_T=row.teacher.versions_T,
-        is_asked_T=row.teacher.is_asked_T,
+        has_target_T=row.teacher.has_target_T,
     )
     row = dataclasses.replace(row, teacher=same)
     for divergence in ("forward", "reverse", "jsd"):
@@ -147,7 +147,7 @@ def test_a_row_without_tokens_adds_nothing() -> None:
             topk_TK=torch.empty(0, 4),
             student_topk_TK=torch.empty(0, 4).requires_grad_(),
             versions_T=empty,
-            is_asked_T=empty.bool(),
+            has_target_T=empty.bool(),
         ),
     )
     terms = [SAMPLED, {"kind": "topk_kl", "top_k": 4}, {"kind": "cross_entropy"}]
@@ -171,7 +171,7 @@ def test_tokens_that_the_teacher_was_not_asked_about_count_in_no_term_that_needs
         if as_mask:
             row = dataclasses.replace(row, mask_T=row.mask_T & asked_T)
         else:
-            row = dataclasses.replace(row, teacher=dataclasses.replace(row.teacher, is_asked_T=asked_T))
+            row = dataclasses.replace(row, teacher=dataclasses.replace(row.teacher, has_target_T=asked_T))
         loss = section(objective={"kind": "none"}, terms=terms)
         result = loss.with_terms(row, **totals(loss, row))
         gradient_TV = torch.autograd.grad(result.loss, logits_TV)[0]

@@ -8,8 +8,8 @@ from forgeasync.buffer import (
     BufferSnapshot,
     Candidate,
     DropReason,
-    LeftOut,
     LostSteps,
+    SkipReason,
     Submission,
     plan_restore,
 )
@@ -44,7 +44,7 @@ def lost(*batches: tuple[int, ...], **first_attempts: int) -> LostSteps:
 
 def plan(
     candidates: list[Candidate], steps: LostSteps, at: BufferSnapshot, *, k: int = 1
-) -> tuple[list[tuple[int, int]], list[tuple[int, ...]], dict[LeftOut, int]]:
+) -> tuple[list[tuple[int, int]], list[tuple[int, ...]], dict[SkipReason, int]]:
     """What is restored (prompt, attempt), the batches, and what is not."""
     found = plan_restore(candidates, steps, at, groups_per_step=2, max_off_policy_steps=k)
     restored = [(one.prompt, one.attempt) for one in found.restored]
@@ -65,7 +65,7 @@ def test_from_the_first_step_that_lacks_a_group_on_weights_are_lost() -> None:
     """Step 4 lacks the group of prompt 7: version 4 will be another one."""
     groups = [candidate(4, 2), candidate(5, 2), candidate(6, 3), candidate(8, 3), candidate(9, 4)]
     restored, batches, left_out = plan(groups, lost((4, 5), (6, 7)), snapshot(2, 6, p4=0, p5=0))
-    assert batches == [(4, 5)] and left_out == {LeftOut.LOST_WEIGHTS: 1}
+    assert batches == [(4, 5)] and left_out == {SkipReason.LOST_WEIGHTS: 1}
     assert restored == [(4, 0), (5, 0), (6, 0), (8, 0)]
 
 
@@ -82,19 +82,19 @@ def test_what_is_too_old_or_was_dropped_is_left_out() -> None:
     restored, batches, left_out = plan(groups, lost(p7=1, p8=1), at)
     assert restored == [(4, 0), (8, 1)] and batches == []
     # Prompt 1 had ended, attempts at 6 and 7 were lost.
-    assert left_out == {LeftOut.OLD: 1, LeftOut.ENDED: 3}
+    assert left_out == {SkipReason.OLD: 1, SkipReason.ENDED: 3}
 
 
 def test_steps_of_another_size_or_of_an_age_that_is_no_longer_allowed_are_not_made_again() -> None:
     groups = [candidate(prompt, 1) for prompt in (4, 5, 6)]
     at = snapshot(2, 7, p4=0, p5=0, p6=0)
     assert plan(groups, lost((4, 5, 6)), at)[:2] == ([(4, 0), (5, 0), (6, 0)], [])
-    assert plan(groups, lost((4, 5)), at, k=0) == ([], [], {LeftOut.OLD: 3})
+    assert plan(groups, lost((4, 5)), at, k=0) == ([], [], {SkipReason.OLD: 3})
 
 
 def test_of_two_attempts_the_later_one_stands() -> None:
     groups = [candidate(4, 2), candidate(4, 2, attempt=1)]
-    assert plan(groups, lost(), snapshot(2, 6, p4=0)) == ([(4, 1)], [], {LeftOut.ENDED: 1})
+    assert plan(groups, lost(), snapshot(2, 6, p4=0)) == ([(4, 1)], [], {SkipReason.ENDED: 1})
 
 
 def kept(prompt: int, version: int) -> SpilledGroup:

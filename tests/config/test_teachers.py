@@ -81,6 +81,6 @@ def test_the_teacher_is_asked_for_what_the_widest_term_needs() -> None:
     assert Loss.model_validate({"terms": [{"kind": "sampled_reverse_kl"}]}).num_teacher_ids == 0
     assert not Loss.model_validate({"terms": [{"kind": "cross_entropy"}]}).needs_teacher
     assert (
-        not loss.asks_student_ids
-        and Loss.model_validate({"terms": [TOPK | {"ids": "student"}]}).asks_student_ids
+        not loss.needs_student_ids
+        and Loss.model_validate({"terms": [TOPK | {"ids": "student"}]}).needs_student_ids
     )

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from forgeasync.buffer import START, LeftOut, LostSteps, Submission
+from forgeasync.buffer import START, LostSteps, SkipReason, Submission
 from forgeasync.checkpoints import RUN_FILE, RunState, checkpoint_name
 from forgeasync.config import RunConfig
 from forgeasync.controller import FoundGroups, GroupSpiller, find_groups, groups, remove_others
-from forgeasync.rollouts import SUFFIX, Group, PayloadWriter, Score, StoredRollout, file_name, read_kept
+from forgeasync.rollouts import SUFFIX, Group, PayloadWriter, Score, StoredRollout, file_name, read_spilled
 from forgeasync.runtime import LOCAL_HOST_ID, LocalHost
 from tests.support.buffer_world import make_snapshot, make_task
 from tests.support.loops import make_config, make_prepared
@@ -94,7 +94,7 @@ def test_groups_stay_until_a_checkpoint_has_their_step(tmp_path: Path) -> None:
             for group in groups:
                 world.keep(group)
             await world.until(lambda: world.on_disk() == [0, 1, 2, 3, 4])
-            assert [one.text for one in read_kept(world.folder / file_name(3)).group.rollouts] == [
+            assert [one.text for one in read_spilled(world.folder / file_name(3)).group.rollouts] == [
                 "3 0",
                 "3 1",
             ]
@@ -233,7 +233,7 @@ def test_found_groups_are_those_that_are_whole_and_fit(tmp_path: Path) -> None:
     (world.folder / ".half.group.partial").touch()
     found = find_groups(world.folder, state(world.config), world.config, LOST)
     assert [one.group.draw_id for one in found.groups] == [0, 1, 2] and found.batches == ((0, 1),)
-    assert found.num_left_out == found.left_out[LeftOut.TORN] == 1 and found.num_prompts == 3
+    assert found.num_left_out == found.left_out[SkipReason.TORN] == 1 and found.num_prompts == 3
     assert list(found.messages(2)) == [
         "3 finished groups come back from the disk; steps 3 to 3 are made again",
         "1 finished groups are sampled again (torn 1)",
@@ -252,7 +252,7 @@ def test_nothing_is_found_where_nothing_was_kept(tmp_path: Path) -> None:
 def test_groups_of_another_config_or_without_a_ledger_are_sampled_again(tmp_path: Path) -> None:
     world = written(tmp_path, 2)
     before = state(world.config)
-    assert find_groups(world.folder, before, world.config, None).left_out == {LeftOut.NO_LEDGER: 2}
+    assert find_groups(world.folder, before, world.config, None).left_out == {SkipReason.NO_LEDGER: 2}
     changed = make_config(KEEP, K, "sampling.temperature=0.5", "algorithm.group_size=8")
     found = find_groups(world.folder, before, changed, LOST)
     assert found.groups == () and list(found.messages(2)) == [

@@ -19,7 +19,7 @@ from forgeasync.buffer import (
     Committed,
     DropReason,
     NothingTrains,
-    StarvationWatch,
+    StarvationDetector,
     Submission,
     Update,
 )
@@ -173,7 +173,7 @@ def test_the_trainer_rejects_old_tokens_where_ages_are_of_tokens(
 
 
 def test_what_came_through_ends_a_row_and_age_and_filters_do_not_count() -> None:
-    watch = StarvationWatch(3)
+    watch = StarvationDetector(3)
     for reason in (DropReason.BAD_RECORD, DropReason.BAD_RECORD):
         watch.given_up(reason, "before")
     watch.came_through()
@@ -188,9 +188,9 @@ def test_what_came_through_ends_a_row_and_age_and_filters_do_not_count() -> None
         "buffer.max_given_up_in_a_row = 3); the first: the first"
     )
     with pytest.raises(NothingTrains, match="1 groups in a row"):
-        StarvationWatch(1).given_up(DropReason.BAD_RECORD, "at once")
+        StarvationDetector(1).given_up(DropReason.BAD_RECORD, "at once")
     with pytest.raises(AssertionError):
-        StarvationWatch(0)
+        StarvationDetector(0)
 
 
 def test_a_skipped_step_is_followed_by_others_but_not_by_many_skipped_ones() -> None:

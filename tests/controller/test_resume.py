@@ -22,7 +22,7 @@ from forgeasync.controller import (
     take_over,
 )
 from forgeasync.files import RUN_MARK, files_of
-from forgeasync.observability import ProcsFile, RunDir, left_processes, release_claims, run_dir
+from forgeasync.observability import ProcessListFile, RunDir, leftover_processes, release_claims, run_dir
 from forgeasync.processes import is_running
 from forgeasync.rollouts import sweep_stale_folders
 from forgeasync.schema import ConfigError
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.procs
 CONTROLLER = """
 import multiprocessing, multiprocessing.shared_memory, subprocess, sys, time
 from pathlib import Path
-from forgeasync.observability.run_dir import ProcsFile, RunDir
+from forgeasync.observability.run_dir import ProcessListFile, RunDir
 from forgeasync.rollouts.run_folder import create_run_folder
 
 if __name__ == "__main__":
@@ -43,7 +43,7 @@ if __name__ == "__main__":
     sleep = ["sleep", "600"]
     marked = subprocess.Popen(sleep, start_new_session=True)
     listed = subprocess.Popen(sleep, start_new_session=True, env={})
-    ProcsFile(run_dir.procs).put("generator", 0, pid=listed.pid, host="host-0")
+    ProcessListFile(run_dir.procs).put("generator", 0, pid=listed.pid, host="host-0")
     lock = multiprocessing.get_context("spawn").Lock()
     memory = multiprocessing.shared_memory.SharedMemory(create=True, size=8)
     folder = create_run_folder(0)
@@ -211,25 +211,25 @@ def test_a_process_that_only_has_the_same_id_is_none_of_the_run(
     file = tmp_path / "procs.json"
     process = subprocess.Popen(["sleep", "600"])
     try:
-        listing = ProcsFile(file)
+        listing = ProcessListFile(file)
         listing.put("generator", 0, pid=process.pid, host="host-0")
         # Of another machine, whose ids mean nothing here: this process was started by another one.
         listing.put("generator", 1, pid=os.getppid(), host="host-1")
-        assert [one.pid for one in left_processes(file)] == [process.pid]
+        assert [one.pid for one in leftover_processes(file)] == [process.pid]
         (entry, other) = listing.entries
         assert entry.start_ticks is not None and other.start_ticks is None
         listing._entries["generator", 0] = dataclasses.replace(entry, start_ticks=entry.start_ticks - 1)
         listing._write()
-        assert not list(left_processes(file)), "the id is another process's now"
+        assert not list(leftover_processes(file)), "the id is another process's now"
         listing.put("generator", 0, pid=process.pid, host="host-0")
         boot = tmp_path / "boot"
         boot.write_text("another\n")
         monkeypatch.setattr(run_dir, "BOOT_ID", boot)
-        assert not list(left_processes(file)), "the machine was started anew"
+        assert not list(leftover_processes(file)), "the machine was started anew"
     finally:
         process.kill()
         process.wait()
-    assert not list(left_processes(tmp_path / "none.json"))
+    assert not list(leftover_processes(tmp_path / "none.json"))
 
 
 def test_what_does_not_end_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

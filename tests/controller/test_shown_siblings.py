@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from forgeasync.config import TeacherSection
-from forgeasync.rollouts import Instead, StoredRollout, TeacherPrompts, TeacherReads
+from forgeasync.rollouts import StoredRollout, TeacherPrompts, TeacherReads, WithoutPrompt
 from forgeasync.runtime import Teacher, Teaching
 from tests.support.loops import (
     MAX_STEPS,
@@ -46,7 +46,7 @@ class SeenGroups:
     async def teach(
         self, rollouts: Sequence[StoredRollout], reads: Sequence[TeacherReads]
     ) -> tuple[StoredRollout, ...]:
-        shown = tuple(None if isinstance(one, Instead) else "".join(map(chr, one)) for one in reads)
+        shown = tuple(None if isinstance(one, WithoutPrompt) else "".join(map(chr, one)) for one in reads)
         self.seen.append((tuple(one.text for one in rollouts), shown))
         return tuple(
             dataclasses.replace(

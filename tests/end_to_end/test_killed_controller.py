@@ -10,7 +10,7 @@ import pytest
 
 from forgeasync.buffer import AnyEvent, LedgerLines, Restored, Resumed, Sampled, Trained, attempt_and_prompt
 from forgeasync.checkpoints import list_checkpoints, step_of
-from forgeasync.rollouts import SUFFIX, SpilledGroupTorn, read_kept
+from forgeasync.rollouts import SUFFIX, SpilledGroupTorn, read_spilled
 from tests.support.app_runs import (
     DEADLINE_S,
     NEVER_ENDING,
@@ -46,7 +46,7 @@ def texts_on_disk(run_dir: Path) -> dict[int, set[str]]:
     found = {}
     for file in (run_dir / "payloads").glob(f"*{SUFFIX}"):
         try:
-            group = read_kept(file).group
+            group = read_spilled(file).group
         except (SpilledGroupTorn, FileNotFoundError):
             continue
         found[attempt_and_prompt(group.draw_id)[1]] = {rollout.text for rollout in group.rollouts}

@@ -174,7 +174,7 @@ def test_without_a_share_nothing_is_guessed(tasks: list[Task]) -> None:
 def test_an_examples_weight_reaches_the_trainer(tasks: list[Task]) -> None:
     tokenizer = build_tokenizer(text for task in tasks for text in (task.prompt, worked_example(task)))
     example = Example(task=tasks[0], pieces=(Piece(text=guess(tasks[0], error=1)),), weight=8.5)
-    sequence = supervised_sequence(example, PromptEncoder.of_section(tokenizer, DATA), tokenizer)
+    sequence = supervised_sequence(example, PromptEncoder.from_section(tokenizer, DATA), tokenizer)
     assert tokenizer.decode(sequence.response_ids_T) == example.response + tokenizer.eos_token
     assert sequence.weight == 8.5
     assert sequence.is_sampled_T.all()
@@ -201,7 +201,7 @@ def test_tool_examples_are_what_the_environment_reads_and_writes(tasks: list[Tas
 def test_what_the_tool_writes_is_given_and_not_learned(tasks: list[Task]) -> None:
     tokenizer = build_tokenizer(text for task in tasks for text in texts_of(task, CALLS))
     warmup = make_warmup(examples_per_step=4, direct_share=0.5, guesses_per_step=1)
-    prompts = PromptEncoder.of_section(tokenizer, DATA)
+    prompts = PromptEncoder.from_section(tokenizer, DATA)
     guessed, *worked = [
         supervised_sequence(example, prompts, tokenizer)
         for example in mixed_examples(tasks[:4], warmup, Random(0), calls=CALLS)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from forgeasync.isolation import ContainedProcess, KillWatch, ProcessGone
+from forgeasync.isolation import ContainedProcess, KillMonitor, ProcessExited
 from forgeasync.processes import is_running
 
 
@@ -49,7 +49,7 @@ def test_a_process_answers_and_what_it_prints_is_no_reply() -> None:
 )
 def test_a_process_without_a_reply_is_gone_with_its_exit_code(code: str, exit_code: int) -> None:
     process = started(code)
-    with pytest.raises(ProcessGone) as gone:
+    with pytest.raises(ProcessExited) as gone:
         process.ask({}, limit_s=300.0)
     assert gone.value.exit_code == exit_code and not gone.value.is_late
     assert not is_running(process.pid)
@@ -59,7 +59,7 @@ def test_a_process_over_its_limit_is_killed_with_all_that_it_has_started() -> No
     code = "write_line(replies, {'pid': subprocess.Popen(['sleep', '600']).pid})\nrequests.read()"
     process = started(code)
     child = process.ask({}, limit_s=300.0)["pid"]
-    with pytest.raises(ProcessGone) as gone:
+    with pytest.raises(ProcessExited) as gone:
         process.ask({}, limit_s=0.01)
     assert gone.value.is_late and gone.value.exit_code == -9
     while is_running(child):
@@ -77,7 +77,7 @@ def test_a_process_that_nobody_holds_is_stopped_and_its_folder_removed(tmp_path:
 
 
 def test_only_what_is_over_its_limit_is_killed_and_in_order() -> None:
-    watch, killed = KillWatch(), list[str]()
+    watch, killed = KillMonitor(), list[str]()
     is_over = threading.Event()
 
     def last() -> None:
@@ -96,7 +96,7 @@ def test_only_what_is_over_its_limit_is_killed_and_in_order() -> None:
 
 def test_nothing_is_killed_after_its_block() -> None:
     """Blocks end all around their deadlines; whoever was killed was killed within the block."""
-    watch = KillWatch()
+    watch = KillMonitor()
 
     def one(number: int) -> bool:
         kills, is_open = list[bool](), True
@@ -114,7 +114,7 @@ def test_nothing_is_killed_after_its_block() -> None:
 
 def test_one_thread_serves_all_and_sleeps_through_short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     # Threads of earlier tests may end meanwhile.
-    watch, before = KillWatch(), set(threading.enumerate())
+    watch, before = KillMonitor(), set(threading.enumerate())
     num_notified = 0
     notify = watch._changed.notify
 
@@ -133,7 +133,7 @@ def test_one_thread_serves_all_and_sleeps_through_short_blocks(monkeypatch: pyte
 
 
 def test_an_error_of_the_block_comes_out_and_nothing_is_killed() -> None:
-    watch, kills, is_open = KillWatch(), list[bool](), True
+    watch, kills, is_open = KillMonitor(), list[bool](), True
     later = threading.Event()
     with pytest.raises(KeyError, match="of the block"), watch.limit(0.05, lambda: kills.append(is_open)):
         raise KeyError("of the block")
@@ -145,7 +145,7 @@ def test_an_error_of_the_block_comes_out_and_nothing_is_killed() -> None:
 
 
 def test_a_kill_that_fails_is_told_and_the_others_are_watched(caplog: pytest.LogCaptureFixture) -> None:
-    watch, is_killed = KillWatch(), threading.Event()
+    watch, is_killed = KillMonitor(), threading.Event()
 
     def fails() -> None:
         raise PermissionError("not ours")

@@ -17,11 +17,11 @@ from forgeasync.observability import (
     MAX_COLUMNS,
     MIN_COLUMNS,
     MIN_LINES,
-    Board,
+    ProgressDisplay,
     RemainingTime,
     StepConsole,
     StepLine,
-    board_lines,
+    progress_lines,
 )
 from tests.support.step_records import make_step
 
@@ -285,7 +285,7 @@ def test_the_estimate_is_exact_where_times_are_constant(
 
 
 def words(metrics: dict[str, float | int], **changed: float) -> dict[str, str]:
-    lines = board_lines({**metrics, **changed}, max_steps=60, left_s=750.0, age_s=3.2)
+    lines = progress_lines({**metrics, **changed}, max_steps=60, left_s=750.0, age_s=3.2)
     return {line.label: line.words for line in lines}
 
 
@@ -306,7 +306,7 @@ def test_the_board_says_how_the_run_is_doing() -> None:
 
 def test_what_is_wrong_is_an_alarm() -> None:
     def alarms(**changed: float) -> list[str]:
-        lines = board_lines({**METRICS, **changed}, max_steps=60, left_s=1.0, age_s=1.0)
+        lines = progress_lines({**METRICS, **changed}, max_steps=60, left_s=1.0, age_s=1.0)
         return [f"{line.label} {line.words}" for line in lines if line.is_alarm]
 
     assert alarms() == []
@@ -328,13 +328,13 @@ COUNTS = sorted(key for key in METRICS if key.startswith(("faults/", "stall/")))
 def test_any_metrics_make_a_board(
     metrics: dict[str, float], counts: dict[str, int], left_s: float | None, age_s: float
 ) -> None:
-    for line in board_lines({**metrics, **counts}, max_steps=10, left_s=left_s, age_s=age_s):
+    for line in progress_lines({**metrics, **counts}, max_steps=10, left_s=left_s, age_s=age_s):
         assert line.words and "\n" not in line.words and not re.search(r"\b(nan|inf)", line.words)
 
 
 def test_between_steps_the_time_left_runs_down_and_new_values_are_shown() -> None:
     now_s = 100.0
-    board = Board(60, clock=lambda: now_s)
+    board = ProgressDisplay(60, clock=lambda: now_s)
     board.now(METRICS)
     assert board.lines() == [], "before the first step nothing is known"
     board.stepped(90.0)

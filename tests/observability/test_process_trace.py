@@ -19,10 +19,10 @@ from forgeasync.observability import (
     NOT_THERE,
     ORDER,
     SHORTEST_S,
+    Alive,
     Changed,
     Lane,
     Line,
-    Lived,
     Opened,
     Pending,
     Span,
@@ -65,7 +65,7 @@ LINES = st.one_of(
         name=WORDS,
         facts=st.dictionaries(WORDS, st.one_of(WORDS, st.integers(-(1 << 60), 1 << 60)), max_size=3),
     ),
-    st.builds(Lived, at_s=MOMENTS, num_lost=st.integers(0, 1 << 40)),
+    st.builds(Alive, at_s=MOMENTS, num_lost=st.integers(0, 1 << 40)),
 )
 
 
@@ -156,8 +156,8 @@ def test_what_is_too_much_is_counted_and_the_newest_state_is_said() -> None:
     *kept, newest, lost = pending.take(20.0, says_lived=False)
     assert [type(line) for line in kept] == [Changed] * 3 + [Span] * 3
     assert newest == Changed(at_s=20.0, state=ORDER[2])
-    assert lost == Lived(at_s=20.0, num_lost=7 + 7)
-    assert pending.take(21.0, says_lived=True) == [Lived(at_s=21.0, num_lost=0)]
+    assert lost == Alive(at_s=20.0, num_lost=7 + 7)
+    assert pending.take(21.0, says_lived=True) == [Alive(at_s=21.0, num_lost=0)]
 
 
 # --- lanes ---
@@ -176,7 +176,7 @@ def lane_of(*lines: Line, proc: str = "trainer-0", begin_s: float = 10.0) -> Lan
 
 def test_seconds_by_state_between_edges() -> None:
     lane = lane_of(
-        Changed(at_s=12.0, state=BUSY), Changed(at_s=13.0, state=IDLE), Lived(at_s=20.0, num_lost=0)
+        Changed(at_s=12.0, state=BUSY), Changed(at_s=13.0, state=IDLE), Alive(at_s=20.0, num_lost=0)
     )
     seconds = lane.seconds_N(np.array([0.0, 11.0, 12.5, 30.0]))
     rows = {state: seconds[ORDER.index(state)].tolist() for state in (State.STARTING, BUSY, IDLE)}
@@ -204,9 +204,9 @@ def test_each_second_lies_in_exactly_one_state(
 
 
 def test_processes_that_follow_each_other_are_one_lane_with_a_gap() -> None:
-    first = lane_of(Changed(at_s=11.0, state=BUSY), Lived(at_s=14.0, num_lost=2), proc="generator-0")
+    first = lane_of(Changed(at_s=11.0, state=BUSY), Alive(at_s=14.0, num_lost=2), proc="generator-0")
     second = lane_of(
-        Changed(at_s=21.0, state=IDLE), Lived(at_s=24.0, num_lost=0), proc="generator-0", begin_s=20.0
+        Changed(at_s=21.0, state=IDLE), Alive(at_s=24.0, num_lost=0), proc="generator-0", begin_s=20.0
     )
     other = lane_of(proc="generator-10")
     loop = lane_of(proc="controller")

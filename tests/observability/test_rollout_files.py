@@ -31,7 +31,7 @@ from forgeasync.rollouts import (
     TokenReport,
     TokenValues,
     WorstToken,
-    lost_outcome,
+    failed_outcome,
     record_of,
 )
 from tests.support.buffer_world import make_task
@@ -125,7 +125,7 @@ def keep_file(artifacts: Path, *names: str) -> None:
 
 
 def test_a_record_has_all_attempts() -> None:
-    lost = lost_outcome("worker 3 is gone", num_agents=1, attempt=0, episode=4)
+    lost = failed_outcome("worker 3 is gone", num_agents=1, attempt=0, episode=4)
     crashed = outcome(4, attempt=1, ending=Ending.ENVIRONMENT_CRASH)
     record = record_of([lost, crashed, outcome(4, attempt=2)])
     assert record is not None and record["said"] == "episode 4"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from forgeasync.observability import ProcsFile, RunDir, check_folder, check_run_dir
+from forgeasync.observability import ProcessListFile, RunDir, check_folder, check_run_dir
 from forgeasync.schema import ConfigError
 from tests.support.step_records import NOW, make_config
 
@@ -161,7 +161,7 @@ def test_the_folder_of_a_live_run_is_left_alone(tmp_path: Path) -> None:
 
 def test_the_file_has_the_processes_of_this_moment(tmp_path: Path) -> None:
     file = tmp_path / "procs.json"
-    listing = ProcsFile(file)
+    listing = ProcessListFile(file)
     listing.put("generator", 0, pid=10, host="host-0")
     listing.put("generator", 1, pid=11, host="host-0")
     listing.put("generator", 0, pid=12, host="host-0")

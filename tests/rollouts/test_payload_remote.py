@@ -17,7 +17,7 @@ from monarch.actor import Actor, concurrent_endpoint, this_host
 from monarch.rdma import RDMABuffer
 
 from forgeasync.rollouts import (
-    PayloadGone,
+    PayloadNotFound,
     PayloadReader,
     PayloadRef,
     PayloadServer,
@@ -223,8 +223,8 @@ def test_registrations_are_reused_and_go_with_the_file(measured: Measured) -> No
 @pytest.mark.parametrize(
     ("case", "kind", "says"),
     [
-        ("freed", PayloadGone, "found nothing"),
-        ("freed in between", PayloadGone, "found nothing"),
+        ("freed", PayloadNotFound, "found nothing"),
+        ("freed in between", PayloadNotFound, "found nothing"),
         ("header", PayloadTorn, "magic should be"),
         ("body", PayloadTorn, "checksum of the body should be"),
         ("truncated", PayloadTorn, "but is 100"),
@@ -240,7 +240,7 @@ def test_a_server_shows_no_files_of_other_folders(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     here, elsewhere = (PayloadWriter(folder, HOST, MIB) for folder in (tmp_path, tmp_path / "other"))
     (ref,) = elsewhere.write_group([make_payload(0)])
-    with pytest.raises(PayloadGone, match=ref.payload_id):
+    with pytest.raises(PayloadNotFound, match=ref.payload_id):
         PayloadServer(here).expose(ref)
 
 

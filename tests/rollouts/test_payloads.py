@@ -23,7 +23,7 @@ from forgeasync.buffer import DropReason
 from forgeasync.rollouts import (
     ALIGNMENT,
     FinishReason,
-    PayloadGone,
+    PayloadNotFound,
     PayloadReader,
     PayloadRef,
     PayloadStoreFull,
@@ -239,7 +239,9 @@ def test_freed_and_never_written_are_gone(folder: Path) -> None:
     writer.free(ref.file)
     assert writer.num_bytes_held == 0 and not list(folder.iterdir())
     for lost in (ref, replace(ref, file=str(folder / "never"))):
-        with pytest.raises(PayloadGone, match=f"payload {ref.payload_id}: file .*{lost.file}.*found nothing"):
+        with pytest.raises(
+            PayloadNotFound, match=f"payload {ref.payload_id}: file .*{lost.file}.*found nothing"
+        ):
             PayloadReader(HOST).read(lost)
 
 

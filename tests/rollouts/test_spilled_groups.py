@@ -25,11 +25,11 @@ from forgeasync.rollouts import (
     decode_rollout,
     encode_facts,
     file_name,
-    read_kept,
+    read_spilled,
     remove_run_folder,
     spilled_groups,
     try_write_kept,
-    write_kept,
+    write_spilled,
 )
 from forgeasync.runtime import RefusedGroup, SampledRollout, store_group
 from tests.support.payloads import HOST, MIB
@@ -73,7 +73,7 @@ def sampled(shared: Path) -> tuple[tuple[Rollout, ...], SpilledGroup]:
 def file(sampled: tuple[tuple[Rollout, ...], SpilledGroup], tmp_path_factory: pytest.TempPathFactory) -> Path:
     _, kept = sampled
     target = tmp_path_factory.mktemp("kept") / file_name(kept.group.draw_id)
-    write_kept(target, encode_facts(kept), kept.group.rollouts[0].branches[0].response.file)
+    write_spilled(target, encode_facts(kept), kept.group.rollouts[0].branches[0].response.file)
     return target
 
 
@@ -81,7 +81,7 @@ def test_all_of_a_group_comes_back_on_any_host(
     sampled: tuple[tuple[Rollout, ...], SpilledGroup], file: Path
 ) -> None:
     rollouts, kept = sampled
-    found = read_kept(file)
+    found = read_spilled(file)
     assert found.group.is_restored and not kept.group.is_restored
     before = {
         ref.payload_id: ref
@@ -107,10 +107,10 @@ def test_a_file_that_is_cut_anywhere_is_torn(file: Path, tmp_path: Path) -> None
     for num_bytes in range(len(whole)):
         cut.write_bytes(whole[:num_bytes])
         with pytest.raises(SpilledGroupTorn):
-            read_kept(cut)
+            read_spilled(cut)
     cut.write_bytes(whole + b"\0")
     with pytest.raises(SpilledGroupTorn, match="were written"):
-        read_kept(cut)
+        read_spilled(cut)
 
 
 @settings(max_examples=200, deadline=None)
@@ -125,14 +125,14 @@ def test_a_file_with_another_bit_is_torn(
     changed = tmp_path_factory.mktemp("changed") / "changed.group"
     changed.write_bytes(whole)
     with pytest.raises(SpilledGroupTorn):
-        read_kept(changed)
+        read_spilled(changed)
 
 
 def test_facts_of_another_version_of_this_package_are_torn(file: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.group"
-    write_kept(other, b'{"group":null}'.ljust(24), str(file))
+    write_spilled(other, b'{"group":null}'.ljust(24), str(file))
     with pytest.raises(SpilledGroupTorn, match="another version of this package"):
-        read_kept(other)
+        read_spilled(other)
 
 
 @pytest.mark.parametrize("failing", ["fsync", "replace"])

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from forgeasync.config import TeacherSection
 from forgeasync.models import TURN_END, character_tokenizer
-from forgeasync.rollouts import Instead, PromptEncoder, Response, Task, TeacherPrompts, teacher_prompt
+from forgeasync.rollouts import PromptEncoder, Response, Task, TeacherPrompts, WithoutPrompt, teacher_prompt
 
 TASK = Task(
     task_id="t7",
@@ -70,7 +70,7 @@ def read(
     """What the teacher reads before each response, as text; None: it is not asked."""
     prompts = TeacherPrompts(encoder=encoder, max_tokens=max_tokens)
     return [
-        None if one is Instead.NOTHING else TOKENIZER.decode(one)
+        None if one is WithoutPrompt.NOTHING else TOKENIZER.decode(one)
         for one in prompts.of_group(section, TASK, group)
     ]
 
@@ -162,5 +162,5 @@ def test_a_feedback_and_a_sibling_are_both_needed() -> None:
 
 def test_a_prompt_without_a_sibling_is_the_same_for_all() -> None:
     prompts = TeacherPrompts(encoder=ENCODER, max_tokens=10)
-    assert prompts.of_task(None, TASK) is Instead.POLICYS
+    assert prompts.of_task(None, TASK) is WithoutPrompt.POLICYS
     np.testing.assert_array_equal(prompts.of_task("$answer", TASK), ENCODER.encode("2"))

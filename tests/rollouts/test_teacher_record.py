@@ -13,7 +13,7 @@ from forgeasync.rollouts import (
     WrongTeacherRecord,
     check_teacher_record,
     concatenate_teacher_records,
-    not_asked,
+    no_teacher_record,
     student_ids,
     teacher_record,
 )
@@ -43,14 +43,14 @@ def test_a_record_comes_back_and_falls_into_parts() -> None:
     assert same(concatenate_teacher_records([whole.slice(0, 2), whole.slice(2, 6)]), whole)
     taken = whole.take(np.array([True, False, False, True, False, True]))
     assert taken.ids_TK.tolist() == whole.ids_TK[[0, 3, 5]].tolist()
-    assert same(concatenate_teacher_records([not_asked(0, 2), whole]), whole)
+    assert same(concatenate_teacher_records([no_teacher_record(0, 2), whole]), whole)
 
 
 def test_a_record_says_where_the_teacher_was_not_asked() -> None:
-    found = teacher_record(not_asked(3, 2).arrays())
+    found = teacher_record(no_teacher_record(3, 2).arrays())
     assert found is not None and np.isnan(found.logprobs_T).all() and np.isnan(found.topk_TK).all()
     both = concatenate_teacher_records([found, record(2)])
-    assert both.is_asked_T.tolist() == [False, False, False, True, True]
+    assert both.has_target_T.tolist() == [False, False, False, True, True]
 
 
 def check(one: TeacherRecord, *, num_tokens: int = 4, num_ids: int = 2) -> None:
@@ -86,7 +86,7 @@ def spoiled(array: np.ndarray, value: float) -> np.ndarray:
 )
 def test_what_is_missing_or_no_log_probability_is_refused(wrong: TeacherRecord, said: str) -> None:
     check(record())
-    check(not_asked(0, 2), num_tokens=0)
+    check(no_teacher_record(0, 2), num_tokens=0)
     with pytest.raises(WrongTeacherRecord, match=f"teacher t gave .*{said}"):
         check(wrong)
 

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from forgeasync.config import Ending, EpisodesSection, SamplingSection
-from forgeasync.observability import FaultLog, ProcsFile
+from forgeasync.observability import FaultLog, ProcessListFile
 from forgeasync.rollouts import EpisodeId, EpisodeOutcome
 from forgeasync.runtime import (
     MAX_STUCK,
@@ -114,7 +114,9 @@ async def started(*, num_workers: int = 2, max_live: int = 4) -> AsyncIterator[W
     section = EpisodesSection(num_workers=num_workers, max_live_per_worker=max_live)
     told: list[str] = []
     faults = FaultLog(tell=told.append)
-    pool = EnvironmentPool(spawn, section, num_agents=1, tell=told.append, faults=faults, listing=ProcsFile())
+    pool = EnvironmentPool(
+        spawn, section, num_agents=1, tell=told.append, faults=faults, listing=ProcessListFile()
+    )
     world = World(pool=pool, told=told)
     try:
         await world.pool.start(num_workers)

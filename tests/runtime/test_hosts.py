@@ -36,9 +36,9 @@ from forgeasync.runtime import (
     JobHost,
     JobHosts,
     build_hosts,
+    describe_lost_hosts,
     gather_host_limits,
     job_hosts,
-    lost_words,
     spawn_role,
     visible_devices,
 )
@@ -272,7 +272,7 @@ HOSTS = [
     ids=["first", "job", "name"],
 )
 def test_lost_hosts_are_described(hosts: list[JobHost], why: str | None, words: str) -> None:
-    assert lost_words(hosts, why) == words
+    assert describe_lost_hosts(hosts, why) == words
 
 
 class Agent:

@@ -606,9 +606,9 @@ def _why_gone(commands: Path) -> list[str | None]:
     write_squeue(commands, "PENDING", "PENDING (BeginTime)")
     job = Submission(build_job(SLURM, "test", commands), SLURM, commands)
     job._slurm_id = "7"
-    before = asyncio.run(job.why_gone())
+    before = asyncio.run(job.describe_end())
     job._has_hosts = True
-    return [before, asyncio.run(job.why_gone())]
+    return [before, asyncio.run(job.describe_end())]
 
 
 def test_a_job_that_slurm_refuses_has_slurms_words(commands: Path) -> None:

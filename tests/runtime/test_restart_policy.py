@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from forgeasync.runtime import End, Ending, RestartPolicy, StartAgain, is_death
+from forgeasync.runtime import End, Ending, Restart, RestartPolicy, is_death
 
 MAX_STARTS_WITHOUT_STEP = 5
 """As docs/failures.md says."""
@@ -30,7 +30,7 @@ def ending(
 @pytest.mark.parametrize("exit_code", [1, 3, -signal.SIGKILL, -signal.SIGSEGV, -signal.SIGABRT])
 def test_a_death_is_followed_by_a_start(exit_code: int) -> None:
     assert is_death(ending(exit_code))
-    assert RestartPolicy(0).after(ending(exit_code)) == StartAgain()
+    assert RestartPolicy(0).after(ending(exit_code)) == Restart()
 
 
 @pytest.mark.parametrize(
@@ -58,10 +58,10 @@ def test_only_steps_that_no_start_has_made_count_as_progress() -> None:
     """Steps that are made again after a checkpoint do not: the same batch would end the run for ever."""
     policy = RestartPolicy(3)
     for _ in range(MAX_STARTS_WITHOUT_STEP - 1):
-        assert policy.after(ending(newest_step=3)) == StartAgain()
-    assert policy.after(ending(newest_step=4)) == StartAgain()
+        assert policy.after(ending(newest_step=3)) == Restart()
+    assert policy.after(ending(newest_step=4)) == Restart()
     for newest_step in range(MAX_STARTS_WITHOUT_STEP - 1):
-        assert policy.after(ending(newest_step=newest_step)) == StartAgain()
+        assert policy.after(ending(newest_step=newest_step)) == Restart()
     decision = policy.after(ending(1, newest_step=4, words="has ended with exit code 1: failed: OSError: x"))
     assert decision == End(
         exit_code=1,

@@ -12,7 +12,7 @@ import pytest
 
 from forgeasync.config import ScorerSection
 from forgeasync.environments import Response
-from forgeasync.observability import FaultLog, ProcsFile
+from forgeasync.observability import FaultLog, ProcessListFile
 from forgeasync.rollouts import FinishReason, Score, VerifierCounts
 from forgeasync.runtime import ProcessLost, RestartsFail, ScoredResponses, Scorers, Spawned, supervised
 from tests.support.buffer_world import make_task
@@ -30,7 +30,9 @@ class World:
         section = ScorerSection(max_restarts=max_restarts, max_in_flight=2)
         self.told: list[str] = []
         self.faults = FaultLog(tell=self.told.append)
-        self.scorers = Scorers(self._spawn, section, limit_s=limit_s, faults=self.faults, listing=ProcsFile())
+        self.scorers = Scorers(
+            self._spawn, section, limit_s=limit_s, faults=self.faults, listing=ProcessListFile()
+        )
         self.processes: list[Any] = []
         self.num_spawned = 0
         self.fails_to_start: Callable[[int], bool] = lambda number: False

@@ -25,7 +25,7 @@ from forgeasync.runtime import (
     describe,
     read_stacks,
 )
-from forgeasync.waiting import Monitor, comes_within
+from forgeasync.waiting import Monitor, happens_within
 from tests.support.other_user import run_as_nobody, why_not
 from tests.support.standing_still import CALL, standing_still
 
@@ -130,7 +130,7 @@ def test_a_call_is_named_with_its_line_and_with_how_many_wait_for_it() -> None:
         room: Monitor[list[int]] = Monitor([])
         never = asyncio.Event()
         tasks = [asyncio.ensure_future(room.until(lambda state: None)) for _ in range(3)]
-        tasks.append(asyncio.ensure_future(comes_within(60, never.wait())))
+        tasks.append(asyncio.ensure_future(happens_within(60, never.wait())))
         await asyncio.sleep(0)
         words = awaited_calls(tasks)
         assert awaited_calls(tasks, ["monitor"]) == words.split("; ")[0]
@@ -144,13 +144,13 @@ def test_a_call_is_named_with_its_line_and_with_how_many_wait_for_it() -> None:
     monitor, within = asyncio.run(go()).split("; ")
     assert monitor.startswith("Monitor.until (forgeasync/waiting.py:")
     assert monitor.endswith(": await changed) (3 of these)")
-    assert within.startswith("comes_within (forgeasync/waiting.py:") and within.endswith(": await event)")
+    assert within.startswith("happens_within (forgeasync/waiting.py:") and within.endswith(": await event)")
 
 
 def test_tasks_that_sleep_and_code_of_others_are_left_out() -> None:
     async def go() -> str:
         tasks = [
-            asyncio.ensure_future(comes_within(60, asyncio.sleep(60))),
+            asyncio.ensure_future(happens_within(60, asyncio.sleep(60))),
             asyncio.ensure_future(asyncio.Event().wait()),
         ]
         await asyncio.sleep(0)

@@ -18,13 +18,13 @@ from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionErr
 
 from forgeasync.config import EpisodesSection, GeneratorSection, ScorerSection
 from forgeasync.generator import EngineStats
-from forgeasync.observability import FaultLog, ProcsFile, Role
+from forgeasync.observability import FaultLog, ProcessListFile, Role
 from forgeasync.processes import WORKER_MARK, marked_processes
 from forgeasync.runtime import (
     LOCAL_HOST_ID,
     MAX_FAILED_STARTS,
     ActorDied,
-    BufferWatch,
+    BufferProcess,
     EnvironmentPool,
     GeneratorPool,
     Heartbeat,
@@ -44,7 +44,7 @@ SILENCE_S = 1.0
 NUM_PLACES, MAX_RESTARTS = 2, 3
 
 Pool = SupervisedPool[Any]
-Build = Callable[[Callable[..., Awaitable[Any]], float, FaultLog, ProcsFile], Pool]
+Build = Callable[[Callable[..., Awaitable[Any]], float, FaultLog, ProcessListFile], Pool]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,9 @@ class User:
 
 
 def generators(role: Role, title: str) -> Build:
-    def build(spawn: Callable[..., Any], heartbeat_s: float, faults: FaultLog, listing: ProcsFile) -> Pool:
+    def build(
+        spawn: Callable[..., Any], heartbeat_s: float, faults: FaultLog, listing: ProcessListFile
+    ) -> Pool:
         section = GeneratorSection(
             num_replicas=NUM_PLACES, heartbeat_s=heartbeat_s, max_restarts=MAX_RESTARTS
         )
@@ -76,12 +78,16 @@ def generators(role: Role, title: str) -> Build:
     return build
 
 
-def scorers(spawn: Callable[..., Any], heartbeat_s: float, faults: FaultLog, listing: ProcsFile) -> Pool:
+def scorers(
+    spawn: Callable[..., Any], heartbeat_s: float, faults: FaultLog, listing: ProcessListFile
+) -> Pool:
     section = ScorerSection(num_replicas=NUM_PLACES, heartbeat_s=heartbeat_s, max_restarts=MAX_RESTARTS)
     return Scorers(spawn, section, limit_s=3600.0, faults=faults, listing=listing)
 
 
-def workers(spawn: Callable[..., Any], heartbeat_s: float, faults: FaultLog, listing: ProcsFile) -> Pool:
+def workers(
+    spawn: Callable[..., Any], heartbeat_s: float, faults: FaultLog, listing: ProcessListFile
+) -> Pool:
     section = EpisodesSection(num_workers=NUM_PLACES, heartbeat_s=heartbeat_s)
     return EnvironmentPool(
         spawn,
@@ -139,7 +145,7 @@ class World:
     def __init__(self, user: User, *, heartbeat_s: float) -> None:
         self.user = user
         self.told: list[str] = []
-        self.faults, self.listing = FaultLog(tell=self.told.append), ProcsFile()
+        self.faults, self.listing = FaultLog(tell=self.told.append), ProcessListFile()
         self.pool = user.build(self._spawn, heartbeat_s, self.faults, self.listing)
         self.processes: list[Any] = []
         self.num_spawned = self.num_stopped = 0
@@ -464,7 +470,7 @@ def test_a_buffer_that_has_just_ended_the_run_in_another_way_is_noted_at_the_end
 
 
 @contextlib.asynccontextmanager
-async def watched_buffer(heartbeat_s: float) -> AsyncIterator[tuple[BufferWatch, FaultLog, int]]:
+async def watched_buffer(heartbeat_s: float) -> AsyncIterator[tuple[BufferProcess, FaultLog, int]]:
     process, faults = standing_still(), FaultLog()
 
     async def spawn(rank: int, number: int) -> "Spawned[Any]":
@@ -477,7 +483,7 @@ async def watched_buffer(heartbeat_s: float) -> AsyncIterator[tuple[BufferWatch,
 
         return Spawned(actor=SimpleNamespace(beat=Endpoint(answer)), pid=process.pid, stop=stop)
 
-    watch = BufferWatch(spawn, heartbeat_s=heartbeat_s, faults=faults, listing=ProcsFile())
+    watch = BufferProcess(spawn, heartbeat_s=heartbeat_s, faults=faults, listing=ProcessListFile())
     try:
         await watch.start(1)
         yield watch, faults, process.pid

@@ -10,13 +10,13 @@ import pytest
 from forgeasync.rollouts import (
     NO_ID,
     FinishReason,
-    Instead,
     PayloadReader,
     PayloadWriter,
     Rollout,
     StoredRollout,
     TeacherRecord,
     TokenTrace,
+    WithoutPrompt,
     create_run_folder,
     decode_rollout,
     remove_run_folder,
@@ -71,11 +71,11 @@ def test_each_response_follows_what_the_teacher_reads_token_by_token(folder: Pat
         host_id=HOST,
         capacity_bytes=MIB,
         num_ids=NUM_IDS,
-        asks_student_ids=False,
+        needs_student_ids=False,
         vocab_size=FACTS.vocab_size,
     )
     shown = np.array([1, 0, 1, 1, 0, 2], np.int32)
-    reads = (shown, Instead.NOTHING, Instead.POLICYS)
+    reads = (shown, WithoutPrompt.NOTHING, WithoutPrompt.POLICYS)
     taught = asyncio.run(groups.teach(stored(folder, rollouts), reads, score))
     assert not isinstance(taught, TeacherFailure)
     first, _, last = rollouts
@@ -89,7 +89,7 @@ def test_each_response_follows_what_the_teacher_reads_token_by_token(folder: Pat
         np.testing.assert_array_equal(trace.response_ids_T, rollout.response_ids_T)
         np.testing.assert_array_equal(trace.logprobs_T, rollout.logprobs_T)
         assert trace.teacher is not None
-        assert trace.teacher.is_asked_T.tolist() == [is_asked] * rollout.num_response_tokens
+        assert trace.teacher.has_target_T.tolist() == [is_asked] * rollout.num_response_tokens
         assert np.isfinite(trace.teacher.topk_TK).all() == is_asked
 
 
@@ -113,10 +113,10 @@ def test_the_teacher_is_asked_about_what_the_policy_could_have_drawn(folder: Pat
         host_id=HOST,
         capacity_bytes=MIB,
         num_ids=FACTS.vocab_size - 1,
-        asks_student_ids=True,
+        needs_student_ids=True,
         vocab_size=FACTS.vocab_size,
     )
-    taught = asyncio.run(groups.teach(stored(folder, [rollout]), (Instead.POLICYS,), score))
+    taught = asyncio.run(groups.teach(stored(folder, [rollout]), (WithoutPrompt.POLICYS,), score))
     kept = rollout.kept_tokens
     assert kept is not None and not isinstance(taught, TeacherFailure)
     (given_TK,) = asked

@@ -10,7 +10,7 @@ import pytest
 
 from forgeasync.config import TeacherEndpoint, TeacherSection
 from forgeasync.models import character_tokenizer
-from forgeasync.rollouts import Instead, PromptEncoder, Score, Task, TeacherPrompts, TeacherReads
+from forgeasync.rollouts import PromptEncoder, Score, Task, TeacherPrompts, TeacherReads, WithoutPrompt
 from forgeasync.runtime import OutageBackoff, PoolTeacher, ProcessLost, Teacher, TeacherFailure, Teaching
 from forgeasync.scoring import RewardUnavailable
 
@@ -191,7 +191,7 @@ def test_a_teacher_that_shows_a_sibling_is_asked_where_there_is_one() -> None:
     server = Server(num_away=0, retry_after_s=0.0)
     one = served(server)
     assert not one.needs_scores(TASK) and teach(one) == NEW
-    assert server.reads == (Instead.POLICYS,) * 2 and one.metrics()["teacher/num_tokens"] == 7
+    assert server.reads == (WithoutPrompt.POLICYS,) * 2 and one.metrics()["teacher/num_tokens"] == 7
 
     teacher = one.by_source["sums"]
     teacher.section = teacher.section.model_copy(update={"prompt": "$sibling;$prompt"})
@@ -199,7 +199,7 @@ def test_a_teacher_that_shows_a_sibling_is_asked_where_there_is_one() -> None:
     scores = (Score(0.0, False), Score(1.0, True))
     assert asyncio.run(one.teach(4, TASK, ROLLOUTS, scores)) == NEW  # type: ignore[arg-type]
     shown, nothing = server.reads
-    assert PROMPTS.encoder.encode("=2;1+1").tolist() == shown.tolist() and nothing is Instead.NOTHING
+    assert PROMPTS.encoder.encode("=2;1+1").tolist() == shown.tolist() and nothing is WithoutPrompt.NOTHING
     found = one.metrics()
     assert found["teacher/num_without_sibling"] == 1 and found["teacher/num_tokens"] == 7 + 3
     assert found["teacher/num_without_feedback"] == 0
@@ -216,13 +216,13 @@ def test_a_teacher_that_shows_feedback_is_asked_where_something_was_said() -> No
     assert asyncio.run(one.teach(4, TASK, ROLLOUTS, scores)) == NEW  # type: ignore[arg-type]
     shown, nothing = server.reads
     assert PROMPTS.encoder.encode("=2 $answer;1+1").tolist() == shown.tolist()
-    assert nothing is Instead.NOTHING
+    assert nothing is WithoutPrompt.NOTHING
     found = one.metrics()
     assert found["teacher/num_without_feedback"] == 1 and found["teacher/num_without_sibling"] == 0
 
     teacher.section = teacher.section.model_copy(update={"prompt": "$feedback;$sibling;$prompt"})
     scores = (Score(0.0, False), Score(1.0, True, feedback="=2"))
     asyncio.run(one.teach(5, TASK, ROLLOUTS, scores))  # type: ignore[arg-type]
-    assert list(server.reads) == [Instead.NOTHING] * 2
+    assert list(server.reads) == [WithoutPrompt.NOTHING] * 2
     found = one.metrics()
     assert found["teacher/num_without_feedback"] == 2 and found["teacher/num_without_sibling"] == 1

@@ -18,7 +18,7 @@ from forgeasync.environments import Response
 from forgeasync.rollouts import FinishReason, Score, Task
 from forgeasync.runtime import GroupScoring, RunRewards, ScoredResponses, ScorerPool, Unavailable
 from forgeasync.scoring import (
-    Breaker,
+    CircuitBreaker,
     Judge,
     MalformedVerdict,
     RewardFailure,
@@ -421,7 +421,7 @@ class TestBeforeARun:
 
 class TestBreaker:
     def test_it_opens_after_failures_in_a_row_and_one_call_finds_out(self) -> None:
-        breaker = Breaker(num_failures=3, first_wait_s=1.0, longest_wait_s=4.0)
+        breaker = CircuitBreaker(num_failures=3, first_wait_s=1.0, longest_wait_s=4.0)
         for _ in range(2):
             breaker.failed(0.0)
         breaker.succeeded()
@@ -445,5 +445,5 @@ class TestBreaker:
 
     @pytest.mark.parametrize("fields", [{"num_failures": 0}, {"first_wait_s": 0.0}, {"longest_wait_s": 0.5}])
     def test_nonsense_is_refused(self, fields: dict[str, float]) -> None:
-        with pytest.raises(ValueError, match="Breaker"):
-            Breaker(**fields)
+        with pytest.raises(ValueError, match="CircuitBreaker"):
+            CircuitBreaker(**fields)

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from forgeasync.buffer import (
     AnyEvent,
     Batch,
-    Book,
     BufferSnapshot,
     DropReason,
+    LedgerState,
     Place,
     ReplayBuffer,
     Submission,
@@ -124,7 +124,7 @@ class BufferWorld:
         self.num_lost_groups = 0
         self.weights: list[float] = []
         self.cancellable: set[int] = set()
-        self.book = Book()
+        self.book = LedgerState()
         self.events: list[AnyEvent] = []
         self.note(opened(groups_per_step))
         self._num_tasks = 0

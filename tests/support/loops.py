@@ -18,11 +18,11 @@ from forgeasync.buffer import (
     START,
     AsyncReplayBuffer,
     Batch,
-    Book,
     BufferSnapshot,
     Checkpointed,
     CheckpointedBuffer,
     Committed,
+    LedgerState,
     Opened,
     ReplayBuffer,
     Resumed,
@@ -34,7 +34,7 @@ from forgeasync.controller import Prepared, Roles, RunFiles, StepRecord, StepTim
 from forgeasync.environments import Response
 from forgeasync.files import JsonLines
 from forgeasync.generator import EngineStats, SwapReport
-from forgeasync.observability import FaultLog, HeldOutScores, ProcsFile, RunDir
+from forgeasync.observability import FaultLog, HeldOutScores, ProcessListFile, RunDir
 from forgeasync.rollouts import (
     EpisodeOutcome,
     FinishReason,
@@ -91,12 +91,12 @@ class BookedBuffer(AsyncReplayBuffer):
 
     def __init__(self, state: ReplayBuffer) -> None:
         super().__init__(state)
-        self.book: Book | None = None
+        self.book: LedgerState | None = None
 
     def open_book(self, groups_per_step: int, batches: Sequence[tuple[int, ...]] = ()) -> None:
         """Begin with what the buffer holds now, as a run that was resumed here if steps are made again."""
         now = self.state.snapshot()
-        self.book = Book()
+        self.book = LedgerState()
         self.book.apply(
             Opened(
                 format=FORMAT,
@@ -174,7 +174,7 @@ class LocalBuffer:
         self._buffer.open_book(self._groups_per_step, batches)
 
     @property
-    def book(self) -> Book:
+    def book(self) -> LedgerState:
         """What became of the prompts."""
         assert self._buffer.book is not None
         return self._buffer.book
@@ -516,7 +516,7 @@ class Fleet:
     """Procs that never fail."""
 
     def __init__(self) -> None:
-        self.listing = ProcsFile()
+        self.listing = ProcessListFile()
         self.generators = None
 
     async def watch(self) -> None:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from forgeasync.observability import Changed, Facts, Line, Lived, Opened, Span, State, encode
+from forgeasync.observability import Alive, Changed, Facts, Line, Opened, Span, State, encode
 from tests.support.viewer_runs import STEP_S
 
 TRACE_BEGIN_S = 1.8e9
@@ -24,13 +24,13 @@ def write_traces(folder: Path, *, num_steps: int) -> None:
         _changed(4.0, State.COMPUTING),
         _span(4.0, 5.0, "sample group", {"group": 0}),
         _span(6.0, 5.0, "sample group", {"group": 1}),
-        Lived(at_s=TRACE_BEGIN_S + 11.0, num_lost=0),
+        Alive(at_s=TRACE_BEGIN_S + 11.0, num_lost=0),
     ]
     second = [_opened("generator-0", 3, 12.0), _changed(13.0, State.WAITING_FOR_ROOM)]
     logs = folder / "logs"
     logs.mkdir(exist_ok=True)
     for name, lines in (("controller-1", loop), ("generator-0-2", first), ("generator-0-3", second)):
-        last = Lived(at_s=TRACE_BEGIN_S + end_s, num_lost=0)
+        last = Alive(at_s=TRACE_BEGIN_S + end_s, num_lost=0)
         written = lines if name == "generator-0-2" else [*lines, last]
         (logs / f"{name}.trace.jsonl").write_bytes(b"".join(map(encode, written)))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from forgeasync.rollouts import PayloadGone, PayloadReader, PayloadRef, PayloadWriter
+from forgeasync.rollouts import PayloadNotFound, PayloadReader, PayloadRef, PayloadWriter
 from forgeasync.rollouts import payloads as shared_memory
 
 MIB = 2**20
@@ -50,7 +50,7 @@ def read_for_ever(refs: list[tuple[int, PayloadRef]], link: Connection) -> None:
         seed, ref = rng.choice(refs)
         try:
             assert_same(reader.read(ref, copy=rng.random() < 0.5), make_payload(seed))
-        except PayloadGone:
+        except PayloadNotFound:
             continue  # the writer goes on meanwhile
         except BaseException as error:
             link.send(repr(error))

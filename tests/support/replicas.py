@@ -15,7 +15,7 @@ import pytest
 
 from forgeasync.config import GeneratorSection, SamplingSection, TimeoutSection
 from forgeasync.generator import DecodeSteps, EngineStats, SwapReport
-from forgeasync.observability import FaultLog, ProcsFile
+from forgeasync.observability import FaultLog, ProcessListFile
 from forgeasync.rollouts import StoredRollout
 from forgeasync.runtime import (
     CancelledGroup,
@@ -173,7 +173,7 @@ class ReplicaWorld:
     pool: GeneratorPool
     router: GeneratorRouter
     faults: FaultLog
-    listing: ProcsFile
+    listing: ProcessListFile
     generators: dict[int, ScriptedGenerator] = field(default_factory=dict)
     """By number."""
     hosts: list[str] = field(default_factory=list)
@@ -233,7 +233,7 @@ async def generators_of(
 
     config = GeneratorSection(**({"num_replicas": len(hosts)} | section))  # type: ignore[arg-type]
     told: list[str] = []
-    faults, listing = FaultLog(tell=told.append), ProcsFile()
+    faults, listing = FaultLog(tell=told.append), ProcessListFile()
     pool = GeneratorPool(spawn, config, [by_id[name] for name in hosts], faults=faults, listing=listing)
     router = GeneratorRouter(pool, timeouts or TimeoutSection(), max_lost_per_group=config.max_lost_per_group)
     world = ReplicaWorld(

@@ -1,4 +1,4 @@
-"""People and the desk that serves them: real sessions over HTTP, real episodes, a model that says numbers."""
+"""People and the service for them: real sessions over HTTP, real episodes, a model that says numbers."""
 
 import asyncio
 import contextlib
@@ -22,7 +22,7 @@ from forgeasync.environments import (
     UntrainedTurns,
     build_renderer,
 )
-from forgeasync.plugins.serve import ServedSessions, ServingDesk
+from forgeasync.plugins.serve import ServedSessions, WorkerSessions
 from forgeasync.rollouts import EpisodeId, EpisodeOutcome, FinishReason, SampledTurn, VersionRange
 from forgeasync.testing import HandClock, ScriptedGenerator
 from tests.support.buffer_world import make_task
@@ -75,7 +75,7 @@ class ServedWorld:
     """One worker without its process."""
 
     server: SessionServer
-    desk: ServingDesk
+    service: WorkerSessions
     episodes: Episodes
     http: aiohttp.ClientSession
     models: dict[EpisodeId, ScriptedGenerator] = field(default_factory=dict)
@@ -107,7 +107,7 @@ class ServedWorld:
 
     async def until_offered(self, number: int) -> None:
         """Wait until so many episodes are on offer."""
-        await self.until(lambda: self.desk.report().num_on_offer == number)
+        await self.until(lambda: self.service.report().num_on_offer == number)
 
     async def until(self, is_reached: Callable[[], bool]) -> None:
         """Wait for something that other tasks do."""
@@ -164,7 +164,7 @@ async def served_world(
     environment = environment or ServedSessions()
     renderer = build_renderer(TOKENIZER, chat_template=False)
     clock = HandClock()
-    desk = environment.open_desk(ServingSetup(section=section, port=0, token=TOKEN), now_s=clock)
+    service = environment.open_service(ServingSetup(section=section, port=0, token=TOKEN), now_s=clock)
     running = Episodes(
         environment,
         renderer,
@@ -174,12 +174,12 @@ async def served_world(
         max_context_length=2000,
         section=episodes or EpisodesSection(),
         limit_s=limit_s,
-        open_session=desk.open_for,
+        open_session=service.open_for,
         now_s=clock,
     )
-    async with desk.server as server, aiohttp.ClientSession() as http:
-        world = ServedWorld(server, desk, running, http, clock=clock, **more)
+    async with service.server as server, aiohttp.ClientSession() as http:
+        world = ServedWorld(server, service, running, http, clock=clock, **more)
         world.gate.set()
         limits = TurnLimits(max_turn_tokens=10, max_context_length=2000, max_turns=5)
-        desk.connect(lambda: EpisodeAgent(UntrainedTurns(world.sample_untrained), renderer, limits))
+        service.connect(lambda: EpisodeAgent(UntrainedTurns(world.sample_untrained), renderer, limits))
         yield world

@@ -18,7 +18,7 @@ from forgeasync.trainer import (
     lora,
     pack_row,
 )
-from forgeasync.weights import merged
+from forgeasync.weights import merge_adapter
 from tests.support.lora import LORA, PREFIX, adapters, base_weights, free, make_trainer, reference_logprobs
 from tests.support.processes import run_ranks
 
@@ -118,10 +118,10 @@ def of_weight(module: str, gradients: dict[str, torch.Tensor]) -> torch.Tensor:
 def test_merged_is_the_product_in_float32() -> None:
     base, a, b = torch.randn(3, 8, 6).bfloat16(), torch.randn(3, 2, 6), torch.randn(3, 8, 2)
     by_hand = base.double() + 0.5 * torch.einsum("eor,eri->eoi", b.double(), a.double())
-    result = merged(base, a, b, 0.5)
+    result = merge_adapter(base, a, b, 0.5)
     assert result.dtype == torch.bfloat16
     torch.testing.assert_close(result, by_hand.bfloat16(), atol=0, rtol=2**-7)
-    assert torch.equal(merged(base, a, torch.zeros_like(b), 0.5), base)
+    assert torch.equal(merge_adapter(base, a, torch.zeros_like(b), 0.5), base)
 
 
 def _train(folder: Path, sequences: list[TrainingSequence]) -> tuple[list[float], bool, float, int]:

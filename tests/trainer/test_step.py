@@ -8,18 +8,18 @@ import torch
 from forgeasync.config import BadStepsSection, OnBadStep
 from forgeasync.trainer import (
     BadStep,
+    BadStepMonitor,
     BadStepsEndRun,
-    BadStepWatch,
     MinibatchResult,
     NonFiniteWeights,
     SpikeRule,
     StepJudge,
     StepMemory,
     StepResult,
-    agree,
+    agree_on_problem,
     describe_non_finite,
     describe_row,
-    merged,
+    merge_step_results,
     require_finite,
     value_ranges,
 )
@@ -33,9 +33,9 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def test_the_problem_nearest_to_the_cause_is_the_answer() -> None:
-    assert agree() is None and agree(None, None) is None
-    assert agree(None, "second", "third") == "second"
-    assert agree("first", "second") == "first"
+    assert agree_on_problem() is None and agree_on_problem(None, None) is None
+    assert agree_on_problem(None, "second", "third") == "second"
+    assert agree_on_problem("first", "second") == "first"
 
 
 def test_ranges_of_all_that_has_a_floating_point_value() -> None:
@@ -135,16 +135,16 @@ def _result(skip_reason: str | None, *, ends_run: bool = False) -> StepResult:
 
 
 def test_bad_steps_in_a_row_end_the_run_and_one_that_is_to_stop_it_at_once() -> None:
-    watch = BadStepWatch(2)
+    watch = BadStepMonitor(2)
     for step, reason in enumerate(("nan", None, "nan", None), start=1):
         watch.count(step, _result(reason))
     watch.count(5, _result("nan"))
     with pytest.raises(BadStepsEndRun, match=r"2 steps in a row were bad .* the last one, 6, because inf"):
         watch.count(6, _result("inf"))
     with pytest.raises(BadStepsEndRun, match=r"step 1 was not made, which ends the run .*: inf"):
-        BadStepWatch(9).count(1, _result("inf", ends_run=True))
+        BadStepMonitor(9).count(1, _result("inf", ends_run=True))
     with pytest.raises(AssertionError):
-        BadStepWatch(0)
+        BadStepMonitor(0)
 
 
 def test_a_batch_of_one_step_is_that_step() -> None:
@@ -152,7 +152,7 @@ def test_a_batch_of_one_step_is_that_step() -> None:
     step = MinibatchResult(
         num_targets=5, num_padding_tokens=2, metrics=metrics, bad=BadStep(reason="nan", remedy=OnBadStep.SKIP)
     )
-    found = merged([step], num_steps=1, is_rolled_back=False, policy_version=3, train_s=1.0)
+    found = merge_step_results([step], num_steps=1, is_rolled_back=False, policy_version=3, train_s=1.0)
     assert found.metrics == metrics | {"trainer/num_optimizer_steps": 0.0}
     assert (found.num_targets, found.num_padding_tokens, found.skip_reason) == (5, 2, "nan")
 
@@ -165,7 +165,9 @@ def test_what_only_some_steps_have_is_a_mean_over_those() -> None:
             {"objective/gate": 4.0, "routing/num_without_record": 3.0, "mismatch/with_replay_kl": 0.5},
         )
     ]
-    found = merged(steps, num_steps=2, is_rolled_back=False, policy_version=1, train_s=0.0).metrics
+    found = merge_step_results(
+        steps, num_steps=2, is_rolled_back=False, policy_version=1, train_s=0.0
+    ).metrics
     assert found["objective/gate"] == 2.5 and found["mismatch/with_replay_kl"] == 0.5
     assert found["routing/num_without_record"] == 5.0
 

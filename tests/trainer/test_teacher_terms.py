@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from forgeasync.algorithms import Loss
 from forgeasync.config import ParallelSection
 from forgeasync.models import read_model_facts
-from forgeasync.rollouts import NO_ID, TeacherRecord, not_asked
+from forgeasync.rollouts import NO_ID, TeacherRecord, no_teacher_record
 from forgeasync.trainer import TrainingSequence, pack_row, pack_rows
 from tests.support.processes import run_ranks
 from tests.support.tokens import section
@@ -145,7 +145,9 @@ def without_a_teacher(
     """Steps in which the teacher was not asked about two sequences, and steps without the two."""
     left_out = (1, 4)
     unasked = [
-        dataclasses.replace(one, teacher=not_asked(len(one.response_ids_T), K)) if place in left_out else one
+        dataclasses.replace(one, teacher=no_teacher_record(len(one.response_ids_T), K))
+        if place in left_out
+        else one
         for place, one in enumerate(sequences)
     ]
     others = [one for place, one in enumerate(sequences) if place not in left_out]

@@ -34,7 +34,7 @@ from forgeasync.weights import (
     StagingSource,
     WeightFetcher,
     WeightLayout,
-    of_host,
+    merge_host_reports,
     received_images,
     whole_tensors,
 )
@@ -371,7 +371,7 @@ def test_two_generators_fetch_a_version_into_one_buffer(tmp_path: Path) -> None:
             "a share is not all"
         )
     publisher.assert_received(tmp_path, weights)
-    joined = of_host(reports)
+    joined = merge_host_reports(reports)
     assert joined.is_complete and joined.num_bytes_moved == sum(
         rank.num_bytes for rank in publisher.layout.ranks
     )

@@ -83,7 +83,7 @@ class OpenedSession:
     """Whether it is trained on if it gets feedback."""
 
 
-class FrontDesk(Protocol):
+class SessionOpener(Protocol):
     """Opens sessions for clients that have the server's token."""
 
     def open(self) -> OpenedSession:
@@ -109,7 +109,7 @@ class SessionServer:
         token: str | None = None,
         public_host: str | None = None,
         limits: SessionLimits | None = None,
-        desk: FrontDesk | None = None,
+        opener: SessionOpener | None = None,
     ) -> None:
         """Configure the server.
 
@@ -120,13 +120,13 @@ class SessionServer:
                 other machines can reach ``host``.
             public_host: The host name that clients use; ``host`` if None.
             limits: Limits of each session.
-            desk: Opens sessions for clients that have the token. It requires a token.
+            opener: Opens sessions for clients that have the token. It requires a token.
 
         Raises:
             ValueError: Other machines can reach ``host`` and there is no token of 16 characters, or ``host``
                 is a wildcard and there is no ``public_host``.
         """
-        assert desk is None or token is not None, "clients open sessions with the token"
+        assert opener is None or token is not None, "clients open sessions with the token"
         if not is_loopback(host) and token is None:
             raise ValueError(
                 f"host = {host!r} can be reached from other machines and token is missing; must have a "
@@ -143,7 +143,7 @@ class SessionServer:
         self._port = port
         self._public_host = public_host or host
         self._limits = limits or SessionLimits()
-        self._desk = desk
+        self._opener = opener
         self._token = token
         self._secret = (token or secrets.token_hex(32)).encode()
         # Any thread may add a session; everything else runs on the loop.
@@ -249,8 +249,8 @@ class SessionServer:
         path = _path_in_session(request)
         session = None
         try:
-            if self._desk is not None and request.path == OPENING_PATH:
-                return await self._open(request, self._desk)
+            if self._opener is not None and request.path == OPENING_PATH:
+                return await self._open(request, self._opener)
             session = self._checked_session(request)
             if session.num_open_requests >= self._limits.max_open_requests:
                 raise RequestError(
@@ -268,13 +268,13 @@ class SessionServer:
             _count(session, problem)
         return _error_response(path, problem)
 
-    async def _open(self, request: web.Request, desk: FrontDesk) -> web.StreamResponse:
+    async def _open(self, request: web.Request, opener: SessionOpener) -> web.StreamResponse:
         if request.method != "POST":
             raise RequestError(
                 f"{request.method} {OPENING_PATH} is not served; POST opens a session",
                 code="method_not_allowed",
             )
-        assert self._token is not None, "a server with a desk has a token"
+        assert self._token is not None, "a server with an opener has a token"
         if not _is_among(_given_keys(request), self._token):
             raise RequestError(
                 "the token is missing or wrong; give the server's token as a bearer token",
@@ -283,7 +283,7 @@ class SessionServer:
         if raw := await self._read(request):
             # The body has no fields yet, and unknown fields are refused.
             read_own_body(_parsed(raw), Fields)
-        opened = desk.open()
+        opened = opener.open()
         session = opened.session
         return _json_response(
             {
@@ -331,7 +331,7 @@ class SessionServer:
                 feedback, is_last = read_feedback(_parsed(await self._read(request)))
                 session.add_feedback(feedback, is_last=is_last)
                 return _json_response({"num_feedback": len(session.feedback), "finished": session.is_closed})
-            case "DELETE", "/" if self._desk is not None:
+            case "DELETE", "/" if self._opener is not None:
                 session.close(SessionEnd.CLOSED)
                 return _json_response({"id": session.id, "end": SessionEnd.CLOSED.value})
             case "GET", _ if path == "/v1/models" or path.startswith("/v1/models/"):
@@ -341,7 +341,7 @@ class SessionServer:
         raise RequestError(
             f"{request.method} {path[:80]} is not served; there are POST of {', '.join(_DIALECTS)}, "
             "/v1/messages/count_tokens and /feedback, and GET of /v1/models"
-            + ("" if self._desk is None else ", and DELETE of the session itself"),
+            + ("" if self._opener is None else ", and DELETE of the session itself"),
             code="not_found",
         )
 

@@ -1,4 +1,4 @@
-from .environment import Workbench as Workbench
+from .environment import CodingTools as CodingTools
 from .section import HOW_TO_WORK as HOW_TO_WORK
 
 # Only tests import these.

@@ -38,7 +38,7 @@ GRACE_S = 15.0
 """Extra seconds that a tool call has beyond the time limit of its command, before the call is cut off."""
 
 
-class Workbench:
+class CodingTools:
     """The tools of one episode. Calls must not overlap: they share one shell and its files.
 
     The docstrings of ``run``, ``view``, ``edit``, ``write`` and ``submit`` are part of the model's prompt.
@@ -202,7 +202,7 @@ class CodingEnvironment(Environment):
         sandbox = _sandbox_for(record, self._sandbox)
         try:
             async with Sandbox(sandbox, workspace=record.checkout) as box:
-                bench = Workbench(box, command_s=agent.tool_limit_s)
+                bench = CodingTools(box, command_s=agent.tool_limit_s)
                 try:
                     await self._work(task, agent, bench)
                 finally:
@@ -215,7 +215,7 @@ class CodingEnvironment(Environment):
             raise EpisodeInterrupted(f"no box for the task could be started: {error}") from error
         return _attempt(record, changes, verdict)
 
-    async def _work(self, task: Task, agent: Agent, bench: Workbench) -> None:
+    async def _work(self, task: Task, agent: Agent, bench: CodingTools) -> None:
         toolbox = Toolbox(bench.tools, max_characters=self._section.max_result_characters)
         messages: list[Message] = [{"role": "user", "content": task.prompt}]
         if self._section.system_prompt is not None:

@@ -22,7 +22,7 @@ from forgeasync.environments import (
     ServingSetup,
     SessionEnd,
 )
-from forgeasync.plugins.serve.desk import ServingDesk, Untrained
+from forgeasync.plugins.serve.worker_sessions import Untrained, WorkerSessions
 from forgeasync.rollouts import Score, Task
 
 MAX_CHARACTERS = 4000
@@ -75,15 +75,17 @@ class ServedSessions(Environment):
 
     serves_people: ClassVar[bool] = True
 
-    _desk: ServingDesk | None = None
+    _service: WorkerSessions | None = None
 
-    def open_desk(self, setup: ServingSetup, *, now_s: Callable[[], float] = time.monotonic) -> ServingDesk:
+    def open_service(
+        self, setup: ServingSetup, *, now_s: Callable[[], float] = time.monotonic
+    ) -> WorkerSessions:
         """Create this worker's session server. Called once, before the first episode.
 
         ``now_s`` is the clock of the sessions' deadlines.
         """
-        self._desk = ServingDesk(setup, now_s=now_s)
-        return self._desk
+        self._service = WorkerSessions(setup, now_s=now_s)
+        return self._service
 
     async def verdict(self, session: EndedSession) -> Score | None:
         """Return the score of a session that has ended; None if it is unknown.
@@ -98,25 +100,25 @@ class ServedSessions(Environment):
         Raises:
             NoScore: the session had no turn, or nothing in ``serving.score_from`` gave a score.
         """
-        assert self._desk is not None, "opened"
+        assert self._service is not None, "opened"
         policy, judge = _agents(agent)
         # Two separate waits: before a client comes nothing was sampled, so that wait adds no age.
         with policy.waiting_for_person():
-            served = await self._desk.offered(policy)
+            served = await self._service.offered(policy)
         with policy.waiting_for_person():
             end = await served.ended()
         if not policy.num_turns:
-            self._desk.counts.add(f"num_untrained_{Untrained.NO_TURN}")
+            self._service.counts.add(f"num_untrained_{Untrained.NO_TURN}")
             raise NoScore("the session ended before its first turn")
         session = EndedSession(end=end, feedback=served.feedback, branches=tuple(policy.branches()))
         if session.feedback:
             comments = [{"score": one.score, "comment": one.comment} for one in session.feedback]
             policy.keep("feedback.json", json.dumps(comments))
-        for source in self._desk.section.score_from:
+        for source in self._service.section.score_from:
             if (score := await self._score(source, session, judge)) is not None:
-                self._desk.counts.add(f"num_scored_by_{source}")
+                self._service.counts.add(f"num_scored_by_{source}")
                 return score
-        self._desk.counts.add(f"num_untrained_{Untrained.NO_SCORE}")
+        self._service.counts.add(f"num_untrained_{Untrained.NO_SCORE}")
         raise NoScore(f"the session ended ({end}), and nothing in serving.score_from gave a score")
 
     async def _score(self, source: ScoreSource, session: EndedSession, judge: Agent | None) -> Score | None:
@@ -129,10 +131,10 @@ class ServedSessions(Environment):
             case ScoreSource.ENVIRONMENT:
                 return await self.verdict(session)
             case ScoreSource.JUDGE:
-                assert judge is not None and self._desk is not None, "checked by the rules on served runs"
+                assert judge is not None and self._service is not None, "checked by the rules on served runs"
                 judgement = await judge_session(judge, session.branches)
-                self._desk.counts.add("num_judged", judgement.num_judged)
-                self._desk.counts.add("num_unreadable_judgements", judgement.num_unreadable)
+                self._service.counts.add("num_judged", judgement.num_judged)
+                self._service.counts.add("num_unreadable_judgements", judgement.num_unreadable)
                 return None if judgement.value is None else Score(judgement.value, judgement.value > 0.5)
 
 

@@ -58,7 +58,7 @@ from .step_times import DecodeTimer as DecodeTimer
 from .step_times import Mark as Mark
 from .step_times import NUM_STEPS as NUM_STEPS
 from .step_times import OtherLoad as OtherLoad
-from .step_times import ProcessGone as ProcessGone
+from .step_times import ProcessExited as ProcessExited
 from .step_times import ProcessorTime as ProcessorTime
 from .step_times import decode_grid as decode_grid
 from .step_times import loop_times as loop_times

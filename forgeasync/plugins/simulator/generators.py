@@ -13,7 +13,7 @@ from collections.abc import Callable
 from forgeasync.config import Interruption, KvAfterSwap
 from forgeasync.plugins.simulator.clock import Clock
 from forgeasync.plugins.simulator.engine import Engine, engine_cost
-from forgeasync.plugins.simulator.groups import Draws, Sequence, SimulatedGroup
+from forgeasync.plugins.simulator.groups import Sequence, SimulatedDraws, SimulatedGroup
 from forgeasync.plugins.simulator.profile import Profile
 from forgeasync.plugins.simulator.shape import SimulatedRun
 from forgeasync.rollouts import GroupProgress
@@ -29,7 +29,7 @@ class Generators:
         run: SimulatedRun,
         profile: Profile,
         clock: Clock,
-        draws: Draws,
+        draws: SimulatedDraws,
         *,
         on_response: Callable[[SimulatedGroup, int], None],
     ) -> None:
@@ -160,7 +160,7 @@ class Serving:
         profile: Profile,
         generators: Generators,
         clock: Clock,
-        draws: Draws,
+        draws: SimulatedDraws,
         *,
         on_progress: Callable[[GroupProgress], None],
         on_served: Callable[[int], None],

@@ -40,7 +40,7 @@ class DrawnRollout:
     score_s: float
 
 
-class Draws:
+class SimulatedDraws:
     """Draws the tasks in the order of the data, the rollouts of their groups, and service times."""
 
     def __init__(self, run: SimulatedRun, profile: Profile) -> None:

@@ -20,7 +20,7 @@ from forgeasync.controller import (
     Roles,
     open_files,
     open_hosts,
-    open_procs,
+    open_process_manager,
     prepare,
     run_main,
     start_roles,
@@ -29,7 +29,7 @@ from forgeasync.controller import (
 from forgeasync.models import kv_bytes_per_token
 from forgeasync.observability import (
     RUNS_FOLDER,
-    ProcEntry,
+    ProcessEntry,
     StepConsole,
     configure_controller_logging,
     separate_native_output,
@@ -129,7 +129,7 @@ async def _profile(prepared: Prepared, wanted: RunConfig, out: Path, make_loops:
     configure_controller_logging(run_dir.log("controller"))
     with StepConsole(config.max_steps) as console:
         console.message(f"logs are in {run_dir.path}")
-        fleet = open_procs(config, run_dir, console)
+        fleet = open_process_manager(config, run_dir, console)
         try:
             async with fleet.naming_deaths():
                 await open_hosts(config, prepared.facts, fleet, tell=console.message)
@@ -178,7 +178,7 @@ def check_profiled(config: RunConfig) -> None:
 async def measure(
     prepared: Prepared,
     roles: Roles,
-    procs: Sequence[ProcEntry],
+    procs: Sequence[ProcessEntry],
     console: StepConsole,
     *,
     loops: LoopTimes,

@@ -15,7 +15,7 @@ from forgeasync.buffer import Batch, DropReason, ReplayBuffer, Start
 from forgeasync.config import Interruption, ScorerSection
 from forgeasync.plugins.simulator.clock import Clock, Thread
 from forgeasync.plugins.simulator.generators import Generators, Serving
-from forgeasync.plugins.simulator.groups import Draws, SimulatedGroup
+from forgeasync.plugins.simulator.groups import SimulatedDraws, SimulatedGroup
 from forgeasync.plugins.simulator.profile import Profile, TrainTable
 from forgeasync.plugins.simulator.shape import Prediction, SimulatedRun, SimulatedStep
 from forgeasync.rollouts import Group, PayloadBudget, StoredBranch, largest_excess, padded_length, plan_rows
@@ -51,7 +51,7 @@ class RunSimulation:
         self._run = run
         self._profile = profile
         self.clock = Clock(profile.hardware.num_cores * run.num_generator_hosts)
-        self._draws = Draws(run, profile)
+        self._draws = SimulatedDraws(run, profile)
         self.buffer = ReplayBuffer(
             groups_per_step=run.groups_per_step,
             group_size=run.group_size,

@@ -136,7 +136,7 @@ async def time_prompts(
     return Estimate.of(rates)
 
 
-class ProcessGone(RuntimeError):
+class ProcessExited(RuntimeError):
     """A process whose time is measured has ended, and its seconds are lost."""
 
 
@@ -144,7 +144,7 @@ class ProcessorTime:
     """Processor seconds of some processes of this machine, with all that they have started.
 
     Raises:
-        ProcessGone: one of the processes has ended.
+        ProcessExited: one of the processes has ended.
     """
 
     def __init__(self, pids: Iterable[int]) -> None:
@@ -163,7 +163,9 @@ class ProcessorTime:
                 process = psutil.Process(pid)
                 processes = [process, *process.children(recursive=True)]
             except psutil.NoSuchProcess as error:
-                raise ProcessGone(f"process {pid} has ended while its processor time was measured") from error
+                raise ProcessExited(
+                    f"process {pid} has ended while its processor time was measured"
+                ) from error
             for one in processes:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     times = one.cpu_times()

@@ -2,7 +2,7 @@ from .perfetto import write_trace as write_trace
 from .run_reader import DEMO_RUN as DEMO_RUN
 from .run_reader import NoRun as NoRun
 from .run_reader import RunReader as RunReader
-from .server import PortTaken as PortTaken
+from .server import PortInUse as PortInUse
 from .server import serve_until_stopped as serve_until_stopped
 from .status import status_lines as status_lines
 from .status import status_of as status_of

@@ -9,7 +9,7 @@ from forgeasync.observability import visible
 from forgeasync.plugins.viewer.groups import Fate, RunClock, life_answer
 from forgeasync.plugins.viewer.metrics import HEADLINES, glossary, meaning_of
 from forgeasync.plugins.viewer.processes import faults_answer, lanes_answer
-from forgeasync.plugins.viewer.rollouts import RolloutGone, tokens_answer, worst_answer
+from forgeasync.plugins.viewer.rollouts import RolloutNotFound, tokens_answer, worst_answer
 from forgeasync.plugins.viewer.run_reader import RunReader
 from forgeasync.plugins.viewer.status import SHOWN, newest_values, status_of
 
@@ -93,7 +93,7 @@ def answer(runs: Sequence[RunReader], name: str, given: Parameters) -> Answer:
         run = runs[given.number("run", default=0, below=len(runs))]
         try:
             return _OF_ONE_RUN[name](run, given)
-        except RolloutGone as error:
+        except RolloutNotFound as error:
             raise NotThere(str(error)) from None
     known = ", ".join((*_OF_ALL_RUNS, *_OF_ONE_RUN))
     raise NotThere(f"there is no /api/{name[:40]}; there are {known}")

@@ -142,7 +142,7 @@ class Contents(Protocol):
 C = TypeVar("C", bound=Contents)
 
 
-class Followed(Generic[C]):
+class FollowedFile(Generic[C]):
     """A file that is being written, and the contents of its lines so far."""
 
     def __init__(self, path: Path, new: Callable[[], C]) -> None:
@@ -165,7 +165,7 @@ class Followed(Generic[C]):
         return True
 
 
-class LineGone(ValueError):
+class LineUnreadable(ValueError):
     """A line that cannot be read at its offset; the text says why."""
 
 
@@ -173,7 +173,7 @@ def read_record(file: Path, offset: int) -> dict[str, Any]:
     """Read the JSON object of the line that begins at an offset.
 
     Raises:
-        LineGone: the file cannot be read, or no JSON object begins there.
+        LineUnreadable: the file cannot be read, or no JSON object begins there.
     """
     try:
         with file.open("rb") as lines:
@@ -181,9 +181,11 @@ def read_record(file: Path, offset: int) -> dict[str, Any]:
             # As the run writes it: texts can have lone surrogates, which other decoders refuse.
             record = json.loads(lines.readline(MAX_LINE_BYTES))
     except OSError as error:
-        raise LineGone(f"{file.name} cannot be read: {error.strerror}") from None
+        raise LineUnreadable(f"{file.name} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise LineGone(f"{file.name} has changed: a line is no longer at its offset ({error})") from None
+        raise LineUnreadable(
+            f"{file.name} has changed: a line is no longer at its offset ({error})"
+        ) from None
     if not isinstance(record, dict):
-        raise LineGone(f"{file.name} has changed: a line is no longer at its offset")
+        raise LineUnreadable(f"{file.name} has changed: a line is no longer at its offset")
     return record

@@ -32,7 +32,7 @@ from forgeasync.buffer import (
     Trained,
     Update,
 )
-from forgeasync.plugins.viewer.appended_lines import LineGone, Piece, read_record
+from forgeasync.plugins.viewer.appended_lines import LineUnreadable, Piece, read_record
 from forgeasync.plugins.viewer.metrics import ELAPSED_S, MetricTable
 
 
@@ -85,7 +85,7 @@ class GroupLife:
     step: int | None = None
     """Step of the batch that it was in, even if that step was undone."""
     reason: DropReason | None = None
-    comes_again: bool = False
+    is_resubmitted: bool = False
     """Whether its prompt waits for another attempt."""
     previous: "GroupLife | None" = None
     """The group that had its number before the run was resumed."""
@@ -187,7 +187,7 @@ class GroupLives:
                 life = self._known(event.group, event.prompt)
                 is_filtered = event.reason is DropReason.FILTERED
                 life.ended_line, life.fate = line, Fate.FILTERED if is_filtered else Fate.DROPPED
-                life.reason, life.comes_again = event.reason, event.again
+                life.reason, life.is_resubmitted = event.reason, event.again
             case Trained():
                 for prompt, group in zip(event.prompts, event.groups, strict=False):
                     life = self._known(group, prompt)
@@ -269,7 +269,7 @@ class GroupLives:
             return None
         try:
             submitted = read_record(self._file, self._submitted[prompt][1])
-        except LineGone:
+        except LineUnreadable:
             # The file was cut or replaced; the next read finds that out.
             return None
         source, task_id = submitted.get("source"), submitted.get("task_id")
@@ -316,7 +316,7 @@ def life_answer(lives: GroupLives, clock: RunClock, life: GroupLife) -> dict[str
         "attempt": life.attempt,
         "fate": life.fate.word,
         "reason": None if life.reason is None else life.reason.value,
-        "comes_again": life.comes_again,
+        "is_resubmitted": life.is_resubmitted,
         "step": life.step,
         "events": [
             {

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from forgeasync.observability import NOT_THERE, ORDER, SUFFIX, Lane, Span, named_lanes, shares, states_between
-from forgeasync.plugins.viewer.appended_lines import Followed, Piece
+from forgeasync.plugins.viewer.appended_lines import FollowedFile, Piece
 
 MAX_SPANS = 400
 """Most spans of one lane in an answer, the longest ones."""
@@ -41,7 +41,7 @@ _FAULT_DECODER: msgspec.json.Decoder[_Detected | _Recovered] = msgspec.json.Deco
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShownFault:
+class FaultRow:
     """One failure, and its end if it has one."""
 
     number: int
@@ -61,7 +61,7 @@ class FaultLines:
     def __init__(self) -> None:
         self.num_damaged = 0
         """Lines that do not belong into such a file, or end a fault that did not begin."""
-        self._faults: dict[int, ShownFault] = {}
+        self._faults: dict[int, FaultRow] = {}
 
     def add(self, piece: Piece) -> None:
         """Take the next lines. Damaged ones are counted and left out."""
@@ -75,7 +75,7 @@ class FaultLines:
             self.num_damaged += 1
             return
         if isinstance(event, _Detected):
-            self._faults[event.number] = ShownFault(
+            self._faults[event.number] = FaultRow(
                 number=event.number,
                 role=event.role,
                 who=event.who,
@@ -90,7 +90,7 @@ class FaultLines:
             self.num_damaged += 1
 
     @property
-    def faults(self) -> list[ShownFault]:
+    def faults(self) -> list[FaultRow]:
         """All faults in the order in which they were detected."""
         return list(self._faults.values())
 
@@ -130,7 +130,7 @@ class Traces:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._files: dict[Path, Followed[_TraceLines]] = {}
+        self._files: dict[Path, FollowedFile[_TraceLines]] = {}
         self._problem: str | None = None
         """Why the folder cannot be searched for traces; None if it can, or does not exist."""
 
@@ -149,7 +149,7 @@ class Traces:
             self._problem, paths = f"{self._folder} cannot be read: {error.strerror}", []
         for path in paths:
             if path not in self._files:
-                self._files[path] = Followed(path, _TraceLines)
+                self._files[path] = FollowedFile(path, _TraceLines)
         return any(file.read_some() for file in self._files.values())
 
     @property

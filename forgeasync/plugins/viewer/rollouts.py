@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
-from forgeasync.plugins.viewer.appended_lines import LineGone, Piece, read_record
+from forgeasync.plugins.viewer.appended_lines import LineUnreadable, Piece, read_record
 from forgeasync.rollouts import RolloutKey
 
 MAX_ROLLOUTS = 200
@@ -43,11 +43,11 @@ _WORST = (-1, -1, -1)
 _Number = Annotated[int, msgspec.Meta(ge=0, lt=10**17)]
 
 
-class RolloutGone(ValueError):
+class RolloutNotFound(ValueError):
     """A rollout that cannot be read; the text says why."""
 
 
-class TokensGone(ValueError):
+class TokensNotFound(ValueError):
     """Values of tokens that cannot be read; the text says why."""
 
 
@@ -118,18 +118,18 @@ class RolloutIndex(_LineIndex):
         """Read one rollout.
 
         Raises:
-            RolloutGone: there is none of this number, or the file has changed.
+            RolloutNotFound: there is none of this number, or the file has changed.
         """
         if not 0 <= number < len(self):
             what = f"0 to {len(self) - 1}" if len(self) else "none yet"
-            raise RolloutGone(f"there is no rollout {number}; those read so far are {what}")
+            raise RolloutNotFound(f"there is no rollout {number}; those read so far are {what}")
         try:
             record = read_record(self._file, self._offsets[number])
-        except LineGone as error:
-            raise RolloutGone(f"rollout {number} is gone: {error}") from None
+        except LineUnreadable as error:
+            raise RolloutNotFound(f"rollout {number} is gone: {error}") from None
         place = self._place(number)
         if (record.get("step"), record.get("group_id")) != (place["step"], place["group"]):
-            raise RolloutGone(f"rollout {number} is gone: {self._file.name} has changed")
+            raise RolloutNotFound(f"rollout {number} is gone: {self._file.name} has changed")
         return record
 
     def _place(self, number: int) -> dict[str, int]:
@@ -145,7 +145,7 @@ class RolloutIndex(_LineIndex):
         where = {"number": number, **self._place(number)}
         try:
             record = self.read(number)
-        except RolloutGone as error:
+        except RolloutNotFound as error:
             return {**where, "problem": str(error)}
         keys = (
             *("episode", "agent", "reward", "is_correct"),
@@ -157,7 +157,7 @@ class RolloutIndex(_LineIndex):
         """Return a whole rollout: its line of the file, and its response in parts.
 
         Raises:
-            RolloutGone: it cannot be read.
+            RolloutNotFound: it cannot be read.
         """
         record = self.read(number)
         return {**record, "number": number, "response_parts": _response_parts(record)}
@@ -198,7 +198,7 @@ class TokenIndex(_LineIndex):
         """Read the values of a rollout of a step, by branch.
 
         Raises:
-            TokensGone: there are none, or the file has changed.
+            TokensNotFound: there are none, or the file has changed.
         """
         place = (key.group_id, key.episode, key.agent)
         return self._read(step, place, "branches", "this rollout")
@@ -207,30 +207,30 @@ class TokenIndex(_LineIndex):
         """Read the worst tokens of a step.
 
         Raises:
-            TokensGone: there are none, or the file has changed.
+            TokensNotFound: there are none, or the file has changed.
         """
         return self._read(step, _WORST, "worst", f"step {step}")
 
     def _read(self, step: int, place: tuple[int, int, int], part: str, what: str) -> list[dict[str, Any]]:
         name = self._file.name
         if not len(self):
-            raise TokensGone(
+            raise TokensNotFound(
                 f"the run has no {name}: an earlier version made it, or logging.rollouts_per_step is 0, "
                 "or no step is done"
             )
         group, episode, agent = place
         found = self.find(step=step, group=group, episode=episode, agent=agent)
         if not found:
-            raise TokensGone(f"{name} has no values of {what}")
+            raise TokensNotFound(f"{name} has no values of {what}")
         try:
             record = read_record(self._file, self._offsets[found[-1]])
-        except LineGone as error:
-            raise TokensGone(str(error)) from None
+        except LineUnreadable as error:
+            raise TokensNotFound(str(error)) from None
         if record.get("step") != step:
-            raise TokensGone(f"{name} has changed: a line is no longer at its offset")
+            raise TokensNotFound(f"{name} has changed: a line is no longer at its offset")
         values = record.get(part)
         if not isinstance(values, list) or not all(isinstance(one, dict) for one in values):
-            raise TokensGone(f"a line of {name} is damaged: {part} is not a list of objects")
+            raise TokensNotFound(f"a line of {name} is damaged: {part} is not a list of objects")
         return values
 
 
@@ -242,17 +242,17 @@ def tokens_answer(
     If the values cannot be read, the answer has only a ``problem``.
 
     Raises:
-        RolloutGone: there is no such rollout.
+        RolloutNotFound: there is no such rollout.
     """
     record = rollouts.read(number)
     step, key = record["step"], _key_of(record)
     try:
         branches = tokens.branches(step, key)
         if not branch < len(branches):
-            raise TokensGone(f"branch = {branch}; must be 0 to {len(branches) - 1}")
+            raise TokensNotFound(f"branch = {branch}; must be 0 to {len(branches) - 1}")
         page = _page(branches[branch], skip)
         worst = _worst_places(tokens, step, key, branches[branch]["branch"])
-    except TokensGone as error:
+    except TokensNotFound as error:
         return {"problem": str(error)}
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         return {"problem": f"the values of this rollout's tokens are damaged ({error!r})"}
@@ -307,7 +307,7 @@ def _worst_places(tokens: TokenIndex, step: int, key: RolloutKey, branch: int) -
     """Return which tokens of a branch are among the worst of the step, each with its rank from 1."""
     try:
         worst = tokens.worst(step)
-    except TokensGone:
+    except TokensNotFound:
         # It is the step's last line, and may not be written yet.
         return []
     return [
@@ -321,11 +321,11 @@ def worst_answer(rollouts: RolloutIndex, tokens: TokenIndex, step: int) -> Answe
     """Return the worst tokens of a step, each with the number of its rollout if that was written.
 
     Raises:
-        RolloutGone: a rollout of the step cannot be read.
+        RolloutNotFound: a rollout of the step cannot be read.
     """
     try:
         worst = tokens.worst(step)
-    except TokensGone as error:
+    except TokensNotFound as error:
         return {"problem": str(error), "worst": []}
     numbers: dict[tuple[object, object, object], int] = {}
     for group in {group for one in worst if isinstance(group := one.get("group_id"), int)}:

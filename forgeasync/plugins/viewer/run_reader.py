@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from forgeasync.observability import RunDir
-from forgeasync.plugins.viewer.appended_lines import Followed
+from forgeasync.plugins.viewer.appended_lines import FollowedFile
 from forgeasync.plugins.viewer.groups import GroupLives
 from forgeasync.plugins.viewer.metrics import MetricTable, meaning_of
 from forgeasync.plugins.viewer.processes import FaultLines, Traces
@@ -51,17 +51,17 @@ class RunReader:
             raise NoRun(f"{path} has none of {names}; must be the folder of a run")
         self.name = path.resolve().name
         self.traces = Traces(run_dir.logs)
-        self._metrics = Followed(run_dir.metrics, MetricTable)
-        self._faults = Followed(run_dir.faults, FaultLines)
-        self._groups = Followed(run_dir.ledger, partial(GroupLives, run_dir.ledger))
-        self._rollouts = Followed(run_dir.rollouts, partial(RolloutIndex, run_dir.rollouts))
-        self._tokens = Followed(run_dir.tokens, partial(TokenIndex, run_dir.tokens))
+        self._metrics = FollowedFile(run_dir.metrics, MetricTable)
+        self._faults = FollowedFile(run_dir.faults, FaultLines)
+        self._groups = FollowedFile(run_dir.ledger, partial(GroupLives, run_dir.ledger))
+        self._rollouts = FollowedFile(run_dir.rollouts, partial(RolloutIndex, run_dir.rollouts))
+        self._tokens = FollowedFile(run_dir.tokens, partial(TokenIndex, run_dir.tokens))
         rollouts, tokens = ([self._rollouts], [self._tokens]) if with_rollouts else ([], [])
-        early: list[Followed[Any]] = [self._metrics, self._faults, self._groups, *rollouts]
-        self._files: list[Followed[Any]] = [*early, *tokens]
+        early: list[FollowedFile[Any]] = [self._metrics, self._faults, self._groups, *rollouts]
+        self._files: list[FollowedFile[Any]] = [*early, *tokens]
         traces = [self.traces] if with_traces else []
         # The page can show each of these before the next one was read.
-        self._in_order: list[Followed[Any] | Traces] = [*early, *traces, *tokens]
+        self._in_order: list[FollowedFile[Any] | Traces] = [*early, *traces, *tokens]
         self._settings: dict[str, str] = {}
         self._settings_problem: str | None = None
         self._settings_time: float | None = None
@@ -130,7 +130,7 @@ class RunReader:
         if self._settings_problem is not None:
             found.append(self._settings_problem)
         found += self.groups.problems
-        damaged: list[Followed[Any]] = [self._metrics, self._faults, self._rollouts, self._tokens]
+        damaged: list[FollowedFile[Any]] = [self._metrics, self._faults, self._rollouts, self._tokens]
         for file in damaged:
             if num := file.contents.num_damaged:
                 found.append(f"{file.lines.path.name}: {num} damaged lines were left out")

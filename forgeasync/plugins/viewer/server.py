@@ -45,7 +45,7 @@ _LOGGER = logging.getLogger(__name__)
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class PortTaken(ValueError):
+class PortInUse(ValueError):
     """Another program listens on the port; the text says what to do."""
 
 
@@ -129,7 +129,7 @@ async def serve(
     """Serve until ``is_over``; ``say`` gets the address. Port 0 takes any free port.
 
     Raises:
-        PortTaken: another program has the port.
+        PortInUse: another program has the port.
     """
     runner = web.AppRunner(application(runs), access_log=None, shutdown_timeout=1.0)
     await runner.setup()
@@ -140,7 +140,7 @@ async def serve(
             if error.errno not in (errno.EADDRINUSE, errno.EACCES):
                 raise
             what = "is taken" if error.errno == errno.EADDRINUSE else "is not for this user"
-            raise PortTaken(f"--port = {port}: {what}; give another one, or 0 for any that is free") from None
+            raise PortInUse(f"--port = {port}: {what}; give another one, or 0 for any that is free") from None
         say(f"http://{HOST}:{runner.addresses[0][1]}/")
         await is_over.wait()
     finally:

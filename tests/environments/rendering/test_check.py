@@ -15,11 +15,11 @@ from forgeasync.environments import (
     Dialogue,
     Difference,
     FamilyRenderer,
-    Likeness,
     Message,
     ParsedTurn,
     PlainRenderer,
     ToolSpec,
+    TurnMatch,
     assistant,
     check_renderer,
     choose_renderer,
@@ -140,7 +140,7 @@ def test_the_first_contradiction_shows_tokens_and_texts() -> None:
     assert "'<|im_start|>user" in found["what is appended is what rendering anew gives"]
 
 
-def compared(anew_text: str) -> frozenset[Likeness] | Difference:
+def compared(anew_text: str) -> frozenset[TurnMatch] | Difference:
     """A path with reasoning, against a text."""
     tokenizer = family_tokenizer("qwen3")
     renderer = FamilyRenderer(tokenizer, "qwen3")
@@ -159,19 +159,19 @@ HEAD, TAIL = (
 @pytest.mark.parametrize(
     ("answer", "likeness"),
     [
-        ("<think>\nhm\n</think>\n\nabc", Likeness.SAME),
-        ("abc", Likeness.WITHOUT_REASONING),
-        ("<think></think>abc", Likeness.WITHOUT_REASONING),
-        ("<think>\n</think>\n\nabc", Likeness.WITHOUT_REASONING),
+        ("<think>\nhm\n</think>\n\nabc", TurnMatch.SAME),
+        ("abc", TurnMatch.WITHOUT_REASONING),
+        ("<think></think>abc", TurnMatch.WITHOUT_REASONING),
+        ("<think>\n</think>\n\nabc", TurnMatch.WITHOUT_REASONING),
         # No reasoning of this message, or more than reasoning.
         ("<think>\nhmm\n</think>\n\nabc", None),
         ("bc", None),
         ("", None),
         ("!abc", None),
-        ("\nabc", Likeness.WITHOUT_REASONING),
+        ("\nabc", TurnMatch.WITHOUT_REASONING),
     ],
 )
-def test_what_rendering_anew_may_leave_out(answer: str, likeness: Likeness | None) -> None:
+def test_what_rendering_anew_may_leave_out(answer: str, likeness: TurnMatch | None) -> None:
     found = compared(HEAD + answer + TAIL)
     if likeness is None:
         assert isinstance(found, Difference) and found.index == 1
@@ -214,7 +214,7 @@ def test_a_turn_may_have_other_tokens_than_its_text() -> None:
     # As the last message an answer has an empty block of reasoning, and so has the turn.
     text = HEAD + "<think>\n\n</think>\n\nparameters" + TAIL
     anew = tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert compare(tokenizer, walked, messages, anew) == {Likeness.RETOKENIZED}
+    assert compare(tokenizer, walked, messages, anew) == {TurnMatch.RETOKENIZED}
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,8 +13,8 @@ from forgeasync.environments import (
     BridgeRefused,
     Difference,
     FamilyRenderer,
-    Likeness,
     TemplateRenderer,
+    TurnMatch,
     assistant,
     call,
     compare,
@@ -102,7 +102,7 @@ def _paths(family: str, seeds: range) -> None:
     """Tokens are those that were received and made; decoded, they are what the template renders."""
     tokenizer, renderer, abilities = family_tokenizer(family), make_renderer(family), ABILITIES[family]
     template = TemplateRenderer(tokenizer, DATE if family == "llama-3" else {})
-    found: set[Likeness] = set()
+    found: set[TurnMatch] = set()
     for seed in seeds:
         rng = random.Random(seed)
         dialogue = random_dialogue(rng, abilities, TEXTS)
@@ -133,7 +133,7 @@ def _paths(family: str, seeds: range) -> None:
         likeness = compare(tokenizer, walked, dialogue.messages, anew)
         assert not isinstance(likeness, Difference), (seed, likeness)
         found |= likeness
-    assert Likeness.SAME in found
+    assert TurnMatch.SAME in found
 
 
 @pytest.mark.parametrize("family", TEMPLATES)

@@ -22,7 +22,7 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
 
 def counts(world: ServedWorld) -> dict[str, float]:
     """All that is not 0."""
-    return {name: number for name, number in world.desk.report().counts.items() if number}
+    return {name: number for name, number in world.service.report().counts.items() if number}
 
 
 def test_a_session_is_an_episode_and_its_feedback_the_score() -> None:
@@ -61,7 +61,7 @@ def test_a_session_is_an_episode_and_its_feedback_the_score() -> None:
                 "feedback_sum": 0.75,
                 "num_scored_by_feedback": 1,
             }
-            report = world.desk.report()
+            report = world.service.report()
             assert (report.num_open, report.num_on_offer) == (0, 0)
             assert report.turn_p50_s == report.turn_p99_s == 0.0
 
@@ -104,7 +104,7 @@ def test_without_an_episode_on_offer_a_session_is_served_all_the_same() -> None:
             assert second[: len(first)] == first and len(second) > len(first) + 3, "the whole path"
             assert (await person.post("/feedback", {"score": -1})).status == 200
             assert (await person.say("three")).status == 410
-            await world.until(lambda: not world.desk.report().num_open)
+            await world.until(lambda: not world.service.report().num_open)
             assert counts(world) == {
                 "num_opened": 1,
                 "num_untrained_no_ticket": 1,
@@ -348,7 +348,7 @@ def test_when_the_run_is_over_everybody_is_told() -> None:
             world.gate.clear()
             asking = asyncio.ensure_future(untrained.say("hello"))
             await world.until(lambda: world.num_asked == 2)
-            world.desk.end()
+            world.service.end()
             told = [await asking, await trained.say("more")]
             for answer in told:
                 assert (

@@ -31,7 +31,7 @@ from forgeasync.plugins.simulator import (
     Distribution,
     Mark,
     OtherLoad,
-    ProcessGone,
+    ProcessExited,
     ProcessorTime,
     Sampled,
     batches_of,
@@ -259,7 +259,7 @@ def test_processor_time_is_that_of_a_process_and_its_children() -> None:
         subprocess.run(["pkill", "-9", "-s", str(child.pid)], check=False)
         child.wait()
     # What it has computed is not known any more: to go on would count that as nothing.
-    with pytest.raises(ProcessGone, match=f"process {child.pid} has ended"):
+    with pytest.raises(ProcessExited, match=f"process {child.pid} has ended"):
         processors.passed_s()
 
 

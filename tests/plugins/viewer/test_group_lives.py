@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgeasync.buffer import Book, DropReason, Opened
+from forgeasync.buffer import DropReason, LedgerState, Opened
 from forgeasync.plugins.viewer import RunReader
 from tests.support.ledgers import ledger_text, opened
 from tests.support.viewer_runs import (
@@ -47,7 +47,7 @@ def counts_of(lives) -> dict[str, int]:
 
 def test_the_stories_of_these_tests_can_be_true() -> None:
     for events in (eventful_ledger(), [one for step in ledger_of_steps(3, 2, is_ended=True) for one in step]):
-        book = Book()
+        book = LedgerState()
         for event in events:
             book.apply(event)
 
@@ -67,7 +67,7 @@ def test_what_was_before_the_checkpoint_stands(folder: Path) -> None:
     (first,) = lives.of_group(0)
     assert (first.fate.word, first.step, first.submitted_line, first.sampled_line) == ("trained", 1, 2, 4)
     (lost,) = lives.of_group(1)
-    assert (lost.fate.word, lost.reason, lost.comes_again) == ("dropped", DropReason.LOST, True)
+    assert (lost.fate.word, lost.reason, lost.is_resubmitted) == ("dropped", DropReason.LOST, True)
 
 
 def test_all_attempts_at_a_prompt_are_found_and_counted(folder: Path) -> None:

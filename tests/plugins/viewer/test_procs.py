@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from forgeasync.observability import ORDER, Changed, Lived, Opened, Span, State, encode
+from forgeasync.observability import ORDER, Alive, Changed, Opened, Span, State, encode
 from forgeasync.plugins.viewer import RunReader
 from tests.support.made_traces import TRACE_BEGIN_S, write_traces
 from tests.support.viewer_runs import STEP_S, asked, read, write_run
@@ -70,7 +70,7 @@ def test_traces_grow_and_damage_is_told(reader: RunReader) -> None:
     file = reader.run_dir.logs / "generator-0-3.trace.jsonl"
     before = ask(reader)["end_s"]
     with file.open("ab") as out:
-        out.write(b"\x00\xff\n" + encode(Lived(at_s=TRACE_BEGIN_S + 40.0, num_lost=5)))
+        out.write(b"\x00\xff\n" + encode(Alive(at_s=TRACE_BEGIN_S + 40.0, num_lost=5)))
         out.write(encode(Changed(at_s=TRACE_BEGIN_S + 41.0, state=State.SWAPPING))[:-8])
     reader.read_all()
     assert before == 16.0 and ask(reader)["end_s"] == 40.0

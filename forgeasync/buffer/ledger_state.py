@@ -157,7 +157,7 @@ class _Mark:
     """State at this line of each prompt that changed before the next such line; None if not yet submitted."""
 
 
-class Book:
+class LedgerState:
     """State machine that applies a ledger's events line by line, and checks each one.
 
     It needs a few hundred bytes of memory for each prompt.

@@ -94,7 +94,7 @@ class ServingCounts:
         )
 
 
-class WatchedAgent:
+class TrackedAgent:
     """Forwards turns to an agent and tracks those in flight. Use it on the server's event loop only.
 
     A turn continues when its client disconnects, because its tokens belong to the trajectory. A session is
@@ -165,7 +165,7 @@ class ServedSession:
     def __init__(
         self,
         session: Session,
-        agent: WatchedAgent,
+        agent: TrackedAgent,
         section: ServingSection,
         *,
         on_end: Callable[["ServedSession"], None],
@@ -220,8 +220,8 @@ class _Offer:
     claimed: "concurrent.futures.Future[ServedSession]" = field(default_factory=concurrent.futures.Future)
 
 
-class ServingDesk:
-    """Opens the sessions of one worker (``Desk``, and ``FrontDesk`` of its server)."""
+class WorkerSessions:
+    """Opens the sessions of one worker (``SessionService``, and ``SessionOpener`` of its server)."""
 
     def __init__(self, setup: ServingSetup, *, now_s: Callable[[], float] = time.monotonic) -> None:
         """Create the server, which does not listen yet. ``now_s`` is the clock of the sessions' deadlines."""
@@ -232,7 +232,7 @@ class ServingDesk:
             token=setup.token,
             public_host=section.public_host,
             limits=SessionLimits(max_turns_at_once=section.max_turns_at_once),
-            desk=self,
+            opener=self,
         )
         self._now_s = now_s
         self._lock = threading.Lock()
@@ -263,7 +263,7 @@ class ServingDesk:
                     self._offers.remove(offer)
 
     def open(self) -> OpenedSession:
-        """See ``FrontDesk``."""
+        """See ``SessionOpener``."""
         if self._is_over:
             raise RequestError(
                 "no session is opened any more, because the run has ended",
@@ -323,7 +323,7 @@ class ServingDesk:
             return self._offers.popleft() if self._offers else None
 
     def _opened(self, agent: EpisodeAgent) -> ServedSession:
-        watched = WatchedAgent(agent, self.counts.took, now_s=self._now_s)
+        watched = TrackedAgent(agent, self.counts.took, now_s=self._now_s)
         session = self.server.open(watched, name="policy")
         served = ServedSession(session, watched, self.section, on_end=self._ended, now_s=self._now_s)
         self._open.add(served)

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from forgeasync.buffer import (
     AnyEvent,
-    Book,
     Checkpointed,
     Contradiction,
     Dropped,
     DropReason,
     Ended,
+    LedgerState,
     LostSteps,
     Place,
     Restored,
@@ -30,8 +30,8 @@ from tests.support.ledger_histories import histories
 from tests.support.ledgers import is_consistent, opened, plain
 
 
-def read(*events: AnyEvent) -> Book:
-    book = Book()
+def read(*events: AnyEvent) -> LedgerState:
+    book = LedgerState()
     for event in events:
         book.apply(event)
     return book

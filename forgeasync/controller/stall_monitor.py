@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 
 from forgeasync.config import RunConfig, is_served
 from forgeasync.controller.starting import Roles
-from forgeasync.observability import ProcEntry, StepConsole
+from forgeasync.observability import ProcessEntry, StepConsole
 from forgeasync.runtime import (
     GroupEpisodes,
     Host,
@@ -39,7 +39,7 @@ MAX_PROCS = 32
 """Most processes whose stacks are reported."""
 
 
-class StallWatch:
+class StallMonitor:
     """Looks at the progress of one run."""
 
     def __init__(
@@ -110,7 +110,7 @@ class StallWatch:
         if len(entries) > MAX_PROCS:
             self._tell(f"stall: {len(entries) - MAX_PROCS} more processes are in procs.json")
 
-    async def _stack(self, entry: ProcEntry, hosts: Mapping[str, Host]) -> str:
+    async def _stack(self, entry: ProcessEntry, hosts: Mapping[str, Host]) -> str:
         if entry.start_ticks is not None:
             return await stacks_of(LocalHost(entry.host, []), entry.pid)
         if entry.host in hosts:
@@ -118,9 +118,9 @@ class StallWatch:
         return f"its stack is not known: {entry.host} was not asked"
 
 
-def _hosts(procs: ProcessManager, entries: Sequence[ProcEntry]) -> dict[str, Host]:
+def _hosts(procs: ProcessManager, entries: Sequence[ProcessEntry]) -> dict[str, Host]:
     """Return the hosts of generators and trainer ranks by name; all else is on the controller's own."""
     num_ranks = sum(one.role == HostRole.TRAINER for one in entries)
-    hosts = [*procs.hosts.of_procs(HostRole.TRAINER, num_ranks)] if num_ranks else []
+    hosts = [*procs.hosts.hosts_for(HostRole.TRAINER, num_ranks)] if num_ranks else []
     hosts += [] if procs.generators is None else procs.generators.hosts
     return {one.id: one for one in hosts}

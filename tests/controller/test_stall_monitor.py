@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import pytest
 
 from apps.grpo import GrpoRun
-from forgeasync.controller import stall_watch
+from forgeasync.controller import stall_monitor
 from forgeasync.observability import Role
 from forgeasync.runtime import LOCAL_HOST_ID, stalls
 from forgeasync.trainer import StepResult
@@ -56,7 +56,7 @@ def start(trainer: Trainer, console: Console, *overrides: str) -> GrpoRun:
 
 @pytest.fixture
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stall_watch, "LOOK_S", 0.01)
+    monkeypatch.setattr(stall_monitor, "LOOK_S", 0.01)
     monkeypatch.setattr(stalls, "FIRST_FLOOR_S", 3600.0)
 
 
@@ -106,7 +106,7 @@ def test_a_run_that_is_held_up_by_a_known_fault_does_not_stand_still() -> None:
         while not trainer.hangs:
             await asyncio.sleep(0.01)
         num_looks = console.num_looks
-        while console.num_looks < num_looks + 2 * FLOOR_S / stall_watch.LOOK_S:
+        while console.num_looks < num_looks + 2 * FLOOR_S / stall_monitor.LOOK_S:
             await asyncio.sleep(0.01)
         assert run.counters()["stall/num_found"] == 0 and not console.told
         run.faults.recovered(fault, "was replaced")
