@@ -99,7 +99,7 @@ def test_shared_memory_holds_weights_snapshots_and_payloads(
     assert message.startswith("payload.capacity_gib = 1.0: ") and "free in /dev/shm" in message
 
 
-def with_teacher(tmp_path: Path, **teacher: object) -> RunConfig:
+def with_teacher(**teacher: object) -> RunConfig:
     section = {"engine": {"kv_cache_gib": 3, "num_replicas": 2}} | teacher
     return minimal_config(
         "generator.kv_cache_gib=4",
