@@ -5,6 +5,7 @@ environment, which programs inherit. A run has one (``forgeasync.files.RUN_MARK`
 environment worker and scorer.
 """
 
+import asyncio
 import contextlib
 import os
 import secrets
@@ -117,6 +118,16 @@ def kill(processes: Iterable[psutil.Process]) -> int:
                 process.kill()
                 num_killed += 1
     return num_killed
+
+
+def close_pipes(process: asyncio.subprocess.Process) -> None:
+    """Close the pipes to a subprocess, and kill it if it still runs.
+
+    asyncio closes them by itself once every process that inherited them has ended, which may be never. Pipes
+    that are open when their event loop closes fail later, in the garbage collector of CPython 3.11
+    (``BaseSubprocessTransport.__del__``). ``asyncio.subprocess.Process`` has no public way to close them.
+    """
+    process._transport.close()  # type: ignore[attr-defined]
 
 
 def end_all(

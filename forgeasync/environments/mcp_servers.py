@@ -29,7 +29,7 @@ from forgeasync.environments.environment import EpisodeInterrupted
 from forgeasync.environments.messages import ToolSpec
 from forgeasync.environments.tools import Tool, ToolFailed, ToolServerLost, forget
 from forgeasync.observability import describe_error
-from forgeasync.processes import kill, marked_processes, own_mark
+from forgeasync.processes import close_pipes, kill, marked_processes, own_mark
 
 ResponseT = TypeVar("ResponseT")
 
@@ -168,11 +168,14 @@ class StdioTransport:
         finally:
             self.kill()
             self._folder.cleanup()
-            # All processes are gone, so the readers end, and asyncio closes the pipes.
-            gone = asyncio.ensure_future(self._process.wait())
-            _, left = await asyncio.wait([gone, *self._tasks], timeout=EXIT_S)
-            for task in left:
-                task.cancel()
+            try:
+                # Readers end once every process that inherited the pipes has ended.
+                gone = asyncio.ensure_future(self._process.wait())
+                _, left = await asyncio.wait([gone, *self._tasks], timeout=EXIT_S)
+                for task in left:
+                    task.cancel()
+            finally:
+                close_pipes(self._process)
 
     def kill(self) -> None:
         """Kill the server and everything that it has started, at once."""

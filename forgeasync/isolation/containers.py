@@ -16,6 +16,7 @@ from forgeasync.config import Docker, Podman
 from forgeasync.isolation.backend import SandboxClosed, SandboxUnavailable
 from forgeasync.isolation.connection import START_LIMIT_S, Connection, Ending
 from forgeasync.isolation.supervised import SupervisedBackend
+from forgeasync.processes import close_pipes
 
 _WORK = "/work"
 _USER, _KEEPER, _OWNER = "65534:65534", "65533:65533", "0:0"
@@ -194,6 +195,7 @@ class ContainerBackend(SupervisedBackend):
             if process.returncode is None:
                 process.kill()
                 await process.wait()
+            close_pipes(process)
         if process.returncode != 0:
             text = " ".join(said.decode(errors="replace").split()) or "no message"
             raise SandboxUnavailable(

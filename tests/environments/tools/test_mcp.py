@@ -2,11 +2,15 @@
 
 import asyncio
 import contextlib
+import gc
+import os
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -123,6 +127,26 @@ def test_all_processes_of_a_server_end_with_it(tmp_path: Path, monkeypatch: pyte
     use({"tests": STDIO}, conversation)
     assert not is_running(pids[0])
     assert not list(tmp_path.glob("forgeasync-mcp-*"))
+
+
+def test_a_process_that_a_server_leaves_behind_holds_no_pipes_of_ours(tmp_path: Path) -> None:
+    """Nothing says whose it is: it has another parent, session and environment."""
+    left, server = tmp_path / "pid", " ".join(COMMAND)
+    leave = f"(setsid env -i sh -c 'echo $$ > {left}; exec sleep 600' &)"
+    stdio = StdioServer(command=("sh", "-c", f"{leave}; exec {server}"), env=STDIO.env)
+
+    async def conversation(call: Call) -> None:
+        assert (await call("remember", word="a")).content == "a"
+
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            use({"tests": stdio}, conversation)
+            gc.collect()
+        assert is_running(int(left.read_text()))
+    finally:
+        os.kill(int(left.read_text()), signal.SIGKILL)
+    assert not [one for one in caught if issubclass(one.category, ResourceWarning)]
 
 
 def test_a_server_that_dies_is_started_again_once() -> None:
