@@ -146,13 +146,16 @@ def test_a_call_after_a_cancelled_one_waits_until_the_ranks_are_free() -> None:
 
 def test_late_ranks_are_told_by_their_step_and_hold_nobody_up() -> None:
     async def scenario() -> None:
-        mesh = make_mesh(Rank(train_rows=60.0, save_hf=60.0), train_step_s=0.1)
+        rank = Rank(train_rows=60.0, save_hf=60.0)
+        mesh = make_mesh(rank, train_step_s=0.1)
         with pytest.raises(
             DeadlineExceeded, match=r"^the trainer making step 3 .* timeouts\.train_step_s sets"
         ):
             await mesh.train_rows([[]], step=3)
         with pytest.raises(DeadlineExceeded, match=r"^the trainer writing final"):
             await mesh.save_hf(Path("final"), source=Path("model"))
+        await asyncio.sleep(200.0)
+        assert rank.log == ["train_rows begins", "train_rows ends", "save_hf begins", "save_hf ends"]
 
     VirtualTime().run(scenario())
 
