@@ -190,7 +190,7 @@ class Participant(NamedAgent):
     @property
     @abstractmethod
     def num_turns(self) -> int:
-        """Number of turns that the model has taken."""
+        """Number of turns of the model so far."""
 
     @property
     def session_counts(self) -> Mapping[str, int]:

@@ -84,7 +84,7 @@ class _Node(Generic[KeptT]):
 
 @dataclass(slots=True)
 class ConversationTree(Generic[KeptT]):
-    """All turns that an agent has taken in an episode."""
+    """All turns of an agent in an episode."""
 
     _turns: list[AnsweredMessages[KeptT]] = field(default_factory=list)
     _root: _Node[KeptT] = field(default_factory=_Node)
@@ -93,7 +93,7 @@ class ConversationTree(Generic[KeptT]):
 
     @property
     def num_turns(self) -> int:
-        """Number of turns that the model has taken."""
+        """Number of turns in the tree."""
         return len(self._turns)
 
     @property

@@ -198,7 +198,7 @@ class StdioTransport:
                 try:
                     line = await self._process.stdout.readuntil(b"\n")
                 except asyncio.IncompleteReadError:
-                    # Wait for the exit code, which says more than the end of the output.
+                    # Wait for the exit code, which is more informative than the end of the output.
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(EXIT_S):
                             await self._process.wait()
