@@ -123,8 +123,7 @@ class ConversationTree(Generic[KeptT]):
             nodes = _after(nodes, message)
             if not nodes:
                 break
-            # This holds with any tools. After an unknown beginning, assistant messages are examples, no
-            # turns.
+            # This holds with any tools. After an unknown beginning, assistant messages are only examples.
             knows_beginning = True
             ended = [node.first_turns[toolset] for node in nodes if toolset in node.first_turns]
             if ended and index + 1 < len(messages):

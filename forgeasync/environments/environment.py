@@ -95,7 +95,7 @@ class Agent(Protocol):
 
     @property
     def api_key(self) -> str:
-        """The session's key."""
+        """API key of the session."""
         ...
 
     @property
@@ -305,7 +305,7 @@ class Reward(ABC):
             - {kind: python, factory: my_rewards.brevity, weight: 0.1}
             - {kind: python, factory: my_rewards.Judge, options: {url: "http://judge:8000"}, limit_s: 50}
 
-    With ``scores: group`` a call gets all responses to a prompt at once and returns as many verdicts:
+    With ``scores: group`` a call gets all responses to a prompt at once and returns one verdict for each:
 
         def shortest_right(task, responses):
             right = [task.answer in response.text for response in responses]

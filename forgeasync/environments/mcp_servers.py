@@ -260,7 +260,7 @@ class CallRefused(Exception):
 
 
 class Connection:
-    """A client of one server. The same task opens and closes it, as the scopes of anyio require."""
+    """A client of one server. Its own task enters and leaves the scopes of anyio, as these require."""
 
     def __init__(self, section: McpServerSection) -> None:
         self._section = section
@@ -463,7 +463,7 @@ class _Server:
         self._one_restart = asyncio.Lock()
         self._num_restarts = 0
         self._lost: str | None = None
-        """Reason why the connection is lost; None while it is not known to be."""
+        """Reason why the connection is lost; None while it is usable."""
 
     async def start(self) -> None:
         try:

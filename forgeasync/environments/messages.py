@@ -187,7 +187,7 @@ def checked_message(where: str, message: object) -> Message:
 
 
 def is_same_message(ours: Message, theirs: Message) -> bool:
-    """Whether ``theirs``, which a client sends back, is our message ``ours``.
+    """Whether ``theirs``, which a client sends back, is the same message as ``ours``.
 
     Many clients drop the reasoning of an assistant's message and the ids of its tool calls, so a message
     without them is still the same. All fields that are present must be equal.

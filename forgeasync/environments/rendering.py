@@ -112,7 +112,7 @@ class MessageRenderer(Protocol):
     def parse(
         self, before_ids: Sequence[int], turn: SampledTurn, tools: Sequence[ToolSpec] = ()
     ) -> ParsedTurn:
-        """Parse a turn that was sampled after ``before_ids``; never raises for what a model wrote."""
+        """Parse a turn that was sampled after ``before_ids``; never raises because of model output."""
         ...
 
 

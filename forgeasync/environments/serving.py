@@ -35,7 +35,7 @@ class ServingSetup:
 
 
 class ServingAddress:
-    """The address at which a run serves people, and the file in which clients find it; in the controller."""
+    """The run's address for people, and the file in which clients find it. Used by the controller."""
 
     def __init__(self, section: ServingSection, file: Path, tell: Callable[[str], None]) -> None:
         """``tell`` is called with a line for people.
@@ -56,7 +56,7 @@ class ServingAddress:
         return ServingSetup(section=self._section, port=self._port, token=self._token)
 
     def opened(self, url: str, port: int) -> None:
-        """Store the port of a listening worker for later workers, and write the file, for its owner only."""
+        """Store a listening worker's port for later workers. Write the file, readable only by its owner."""
         self._port = port
         token = (
             {"token": self._token}

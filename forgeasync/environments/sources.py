@@ -283,7 +283,7 @@ def _in_turns(lists: Sequence[Sequence[Task]]) -> Iterator[Task]:
 
 @contextmanager
 def _located(source: NamedSource) -> Iterator[None]:
-    """Rewrite the fields in a source's errors to the source's place in the config, which it does not know."""
+    """Rewrite the fields in a source's errors to the source's place in the config, unknown to the source."""
     try:
         yield
     except ConfigError as error:

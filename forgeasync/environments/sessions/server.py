@@ -214,7 +214,7 @@ class SessionServer:
             session.close(end)
 
     def open(self, agent: RespondingAgent, *, name: str = "policy") -> Session:
-        """Open a session for the agent; thread-safe. ``name`` is the model's name in answers to clients.
+        """Open a session for the agent; thread-safe. ``name`` is the model's name in all answers to clients.
 
         Raises:
             RuntimeError: The server is not running.

@@ -97,11 +97,11 @@ class SessionLimits:
     """Limits of one session. Times are in seconds. Raises ValueError if one is not positive and finite."""
 
     max_body_bytes: int = 8 * 2**20
-    """Size of a request's body after decompression. A larger one gets 413."""
+    """Maximum size of a request's body after decompression. A larger one gets 413."""
     max_turns_at_once: int = 64
-    """Number of turns that are sampled at the same time. Further requests get 429."""
+    """Maximum number of turns that are sampled at the same time. Further requests get 429."""
     max_open_requests: int = 256
-    """Number of open requests, including those that wait for the turn of another request."""
+    """Maximum number of open requests, including those that wait for the turn of another request."""
     idle_s: float = 120.0
     """Time for the first headers of a connection to arrive, and between two requests of a connection."""
     body_s: float = 30.0
@@ -116,7 +116,7 @@ class SessionLimits:
     """Time for which an answer is kept for retries."""
     max_kept_replies: int = 256
     max_shown_turns: int = 4096
-    """Number of turns, and of stored responses, that are recognized when a client sends them back."""
+    """Maximum number of turns, and of responses, that are recognized when a client sends them back."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

@@ -42,7 +42,7 @@ def _import_reasoning_gym() -> None:
             package, _, own_name = name.rpartition(".")
             if package:
                 setattr(later[package], own_name, module)
-        # cellpylib imports Axes3D only to register it with matplotlib, which is not necessary.
+        # cellpylib imports Axes3D only to register it with matplotlib, which registers it itself.
         vars(later["mpl_toolkits.mplot3d"]).update(Axes3D=None, __path__=[])
         sys.modules.update(later)
     try:
