@@ -1,4 +1,4 @@
-"""Agents of an episode, their files, and the agent whose turns a generator samples."""
+"""Agents of an episode, the files that they keep, and ``EpisodeAgent``, whose turns a generator samples."""
 
 import contextlib
 import dataclasses
@@ -43,10 +43,10 @@ from forgeasync.files import is_refusal
 from forgeasync.rollouts import AgentOutcome, EpisodeId, SampledTurn, Score, ToolStatus, VersionRange, spanned
 
 MAX_FILES = 32
-"""Maximum number of files of one attempt at an episode."""
+"""Maximum number of files that one attempt at an episode keeps."""
 
 MAX_BYTES = 8 * 2**20
-"""Maximum bytes of these files together."""
+"""Maximum total bytes of the files that one attempt at an episode keeps."""
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,99}")
 
@@ -54,7 +54,7 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,99}")
 def artifact_folder_name(episode: EpisodeId) -> str:
     """Return the name of the folder of one attempt: ``<group>-<episode>-<attempt>``.
 
-    Groups of evaluations have negative ids, which are written as ``evaluation_1``.
+    Groups of evaluations have negative ids: group -1 is written as ``evaluation_1``.
     """
     group = str(episode.group_id) if episode.group_id >= 0 else f"evaluation_{-episode.group_id}"
     return f"{group}-{episode.index}-{episode.attempt}"
@@ -65,14 +65,14 @@ class EpisodeArtifacts:
     """The files of one attempt at an episode; all its agents share them."""
 
     folder: Path | None
-    """Where they are written; None if the episode is not recorded."""
+    """Folder of the files; None if the episode is not recorded."""
     num_refused: int = 0
-    """Files that were not written: too many, too large, or refused by the disk."""
+    """Number of files that were not written: too many, too large, or refused by the disk."""
     _sizes: dict[str, int] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def keep(self, name: str, data: bytes | str) -> Path | None:
-        """Write a file, or replace the one of this name; see ``Agent.keep``."""
+        """Write a file, or replace the file with this name; see ``Agent.keep``."""
         if not isinstance(name, str) or _NAME.fullmatch(name) is None:
             raise ValueError(
                 f"name of an artifact = {name!r:.80}; must be 1 to 100 letters, digits, '_', '-' or '.', and "
@@ -111,7 +111,7 @@ class EpisodeArtifacts:
 
     @property
     def paths(self) -> list[str]:
-        """The files, as paths relative to the folder of the run."""
+        """Paths of the files, relative to the folder of the run."""
         if self.folder is None:
             return []
         return [f"{self.folder.parent.name}/{self.folder.name}/{name}" for name in self._sizes]
@@ -126,7 +126,7 @@ class AgentRole:
 
 
 class Participant(NamedAgent):
-    """An agent of an episode, and its counts for the outcome. Subclasses sample its turns."""
+    """Base class of an episode's agents, with their counts for the outcome. Subclasses sample the turns."""
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class Participant(NamedAgent):
         max_turns: int,
         tool_s: float,
     ) -> None:
-        """Without ``artifacts`` no files are kept. ``waiting`` stops the deadlines of the episode."""
+        """Without ``artifacts`` no files are kept. ``waiting`` returns a context that stops all deadlines."""
         self.name = name
         self._artifacts = EpisodeArtifacts(folder=None) if artifacts is None else artifacts
         self._waiting = waiting
@@ -146,27 +146,27 @@ class Participant(NamedAgent):
         self._num_begun = 0
         self._is_closed = False
         self.num_rewritten = 0
-        """How often a history was rewritten, or could not be continued as tokens."""
+        """Number of turns whose history was rewritten, or could not be continued as tokens."""
         self.num_faulty_calls = 0
-        """Tool calls of the model that could not be read."""
+        """Number of tool calls that could not be parsed."""
         self.num_from_text = 0
-        """Assistant's messages of rewritten histories whose tokens had to be made from text."""
+        """Number of assistant messages in rewritten histories that were tokenized from text."""
         self.num_reserved = 0
-        """Reserved texts in messages of users and tools (``without_reserved``)."""
+        """Number of reserved texts in messages of users and tools (``without_reserved``)."""
         self.tool_calls: Counter[ToolStatus] = Counter()
-        """Tool calls by their status."""
+        """Number of tool calls by status."""
         self.tool_calls_s: list[float] = []
-        """Durations of the calls in seconds, without those that called no tool."""
+        """Durations of tool calls in seconds, except calls that ran no tool."""
         self.has_given_url = False
-        """Whether there may be turns that are not counted."""
+        """Whether the environment has the URL of an endpoint, which may sample turns that are not counted."""
         self.has_hit_length = False
-        """Whether there was no room for another turn."""
+        """Whether the context had no room for another turn."""
         self.has_hit_max_turns = False
         self.is_cancelled = False
-        """The group was given up during a turn."""
+        """Whether the group was abandoned during a turn."""
         self.failure: Exception | None = None
-        """Why a turn could not be sampled. ``EpisodeInterrupted`` ends the episode, any other exception ends
-        the run, even if the environment caught it."""
+        """Exception that prevented the sampling of a turn. ``EpisodeInterrupted`` ends the episode, any other
+        exception ends the run, even if the environment caught it."""
 
     @property
     def tool_limit_s(self) -> float:
@@ -190,7 +190,7 @@ class Participant(NamedAgent):
     @property
     @abstractmethod
     def num_turns(self) -> int:
-        """Number of turns that the model has taken."""
+        """Number of turns of the model so far."""
 
     @property
     def session_counts(self) -> Mapping[str, int]:
@@ -199,19 +199,19 @@ class Participant(NamedAgent):
 
     @property
     def versions(self) -> VersionRange | None:
-        """The policy versions that sampled its turns; None if there are none, or the model is not ours."""
+        """Policy versions that sampled the turns; None without turns, or if an endpoint samples them."""
         return None
 
     @abstractmethod
     def branches(self) -> list[RecordedBranch]:
-        """Return all its conversations for the record of the episode."""
+        """Return all conversations of the agent, for the record of the episode."""
 
     def close(self) -> None:
         """Refuse further turns."""
         self._is_closed = True
 
     async def leave(self) -> None:
-        """Release what belongs to the event loop of the episode; called on that loop."""
+        """Release resources of the episode's event loop; called on that loop."""
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -258,12 +258,12 @@ class TurnRequest:
     after: int | None
     """Number of the turn that is continued; None if this turn starts a path."""
     given_ids: np.ndarray
-    """Tokens to append before it, int32."""
+    """Token ids to append before the turn, int32."""
     max_tokens: int
     stop: tuple[str, ...]
     """Texts that end the turn, in addition to those of the run."""
     waiting: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Entered while no generator is available. It stops the deadlines of the episode."""
+    """Returns a context to enter while no generator is available; it stops the episode's deadlines."""
 
 
 SampleTurn = Callable[[TurnRequest], Awaitable[SampledTurn | None]]
@@ -285,13 +285,13 @@ class SampledPath:
     """A turn as its generator stores it, and the conversation up to and including it."""
 
     turn: SampledTurn
-    """The sampled tokens, without those that were given to force a call."""
+    """The turn without the tokens that were given to force a call."""
     conversation: Conversation
-    """Its last turn has all tokens of the message."""
+    """The conversation. Its last turn includes the tokens that were given to force a call."""
 
     @property
     def said(self) -> SampledTurn:
-        """The turn with all tokens of its message."""
+        """The turn with all tokens of its message, including those that were given to force a call."""
         return self.conversation.turns[len(self.conversation.messages) - 1]
 
 
@@ -334,7 +334,7 @@ class EpisodeAgent(Participant):
         artifacts: EpisodeArtifacts | None = None,
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """See ``Participant``."""
+        """``open_session`` opens the session when its URL or key is first used. See ``Participant``."""
         super().__init__(
             name=name,
             artifacts=artifacts,
@@ -412,13 +412,13 @@ class EpisodeAgent(Participant):
     ) -> Turn:
         """See ``Agent``.
 
-        With ``must_call`` the turn begins with a call of one of these tools: the tokens that such calls begin
-        with are part of the prompt, and the model samples what follows them.
+        With ``must_call``, the turn begins with a call of one of these tools: the first tokens of such a call
+        are part of the prompt, and the model samples the rest.
 
         Raises:
-            EpisodeOver: the episode has ended.
-            TooManyTurns: the agent has taken as many turns as it may.
-            NoCallOpening: the model's format does not let a turn begin with such a call.
+            EpisodeOver: The episode has ended.
+            TooManyTurns: The agent has had ``episodes.max_turns`` turns.
+            NoCallOpening: The model's format does not let a turn begin with such a call.
         """
         checked, specs = self._checked(messages, tools, max_tokens)
         prompt = self._prompt(checked, specs, must_call)
@@ -484,11 +484,11 @@ class EpisodeAgent(Participant):
         *,
         must_call: Sequence[ToolSpec] = (),
     ) -> int:
-        """Return how many tokens ``respond`` would have before its turn; nothing is sampled.
+        """Return the number of prompt tokens that ``respond`` would have, without sampling.
 
         Raises:
-            EpisodeOver: the episode has ended.
-            NoCallOpening: see ``respond``.
+            EpisodeOver: The episode has ended.
+            NoCallOpening: See ``respond``.
         """
         return self._prompt(*self._checked(messages, tools, None), must_call).num_tokens
 
@@ -498,7 +498,7 @@ class EpisodeAgent(Participant):
         opening_ids = call_opening(self._renderer, must_call) if must_call else np.zeros(0, np.int32)
         found = self._tree.find(messages, tools)
         reserved = self._renderer.reserved
-        # Texts in earlier messages are counted already.
+        # Reserved texts in earlier messages are counted already.
         earlier, _ = without_reserved(messages[: found.num_known], reserved)
         new, num_reserved = without_reserved(messages[found.num_known :], reserved)
         messages = earlier + new
@@ -517,7 +517,7 @@ class EpisodeAgent(Participant):
         own_turns = {index: kept.said for index, kept in self._tree.own_turns(messages).items()}
         anew = rendered_anew(self._renderer, messages, own_turns, tools)
         path = np.asarray(before.token_ids, np.int32)
-        # The first tokens are exactly those that were sampled, so the turns before the change are shared.
+        # If the new tokens begin with the tokens of the path, the turns before the change are shared.
         is_shared = len(path) > 0 and np.array_equal(anew.ids_S[: len(path)], path)
         return _Prompt(
             after=found.after if is_shared else None,

@@ -46,24 +46,24 @@ _BUILT_IN: Mapping[type[Section], str] = {
     McpEnvironment: "forgeasync.environments.tool_environments.McpToolsEnvironment",
     RemoteEnvironment: "forgeasync.environments.remote.RemoteAgent",
 }
-"""The ``SectionEnvironment`` of each built-in kind. Its imports are loaded when it is used."""
+"""The ``SectionEnvironment`` of each built-in kind, imported on use."""
 
 
 class SectionEnvironment(Environment):
-    """An environment that a section of its own describes."""
+    """An environment that is configured by its own section."""
 
     @abstractmethod
     def __init__(self, section: Any, sandbox: SandboxSection) -> None:
-        """``sandbox`` is where it runs what the model wrote."""
+        """``sandbox`` configures the sandbox in which the model's code runs."""
 
     @classmethod
     @abstractmethod
     def check(cls, section: Any, sandbox: SandboxSection) -> Iterator[Problem]:
-        """Find problems of this machine that would end every episode."""
+        """Yield problems of this machine that would make every episode fail."""
 
 
 def run_apart(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Run a coroutine to its end on a thread of its own, since the caller may be in an event loop."""
+    """Run a coroutine to its end on another thread, because the caller may be in an event loop."""
     with concurrent.futures.ThreadPoolExecutor(max_workers=1) as thread:
         return thread.submit(lambda: asyncio.run(work())).result()
 
@@ -77,10 +77,11 @@ def _class_of(section: EnvironmentSection) -> type[SectionEnvironment]:
 def build_environment(section: EnvironmentSection, sandbox: SandboxSection = _SANDBOX) -> Environment:
     """Build the environment of a section; imports and runs the user's code.
 
-    ``sandbox`` is where it runs what the model wrote.
+    ``sandbox`` configures the sandbox in which the model's code runs.
 
     Raises:
-        ValueError: it does not exist, cannot be built, or its rollout is not asynchronous.
+        ValueError: The environment does not exist, cannot be built, or has a rollout that is not
+        asynchronous.
     """
     if isinstance(section, PythonCode):
         return _build_own(section)
@@ -125,10 +126,10 @@ def _check_parameters(rollout: Callable[..., object]) -> None:
 def check_environment(
     section: EnvironmentSection, sandbox: SandboxSection = _SANDBOX, *, is_served: bool = False
 ) -> Iterator[Problem]:
-    """Find problems that would end every episode of this environment.
+    """Yield problems that would make every episode of this environment fail.
 
-    It builds a user's own environment, starts a sandbox if the environment runs code of the model, and starts
-    or contacts every server once. ``is_served`` says whether people bring the tasks.
+    This builds a user's own environment, starts a sandbox if the environment runs the model's code, and
+    starts or contacts every server once. ``is_served`` says whether people bring the tasks.
     """
     if isinstance(section, PythonCode):
         yield from _check_own(section, is_served)

@@ -1,4 +1,4 @@
-"""Renderers for models with a chat template: by the template itself, or by the package ``renderers``."""
+"""Renderers for models with a chat template, which use the template itself or the package ``renderers``."""
 
 import json
 import re
@@ -42,21 +42,20 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MAX_CALLS = 64
-"""Most tool calls of one turn; further ones are broken."""
+"""Maximum number of tool calls of one turn. All further ones become one broken call."""
 MAX_NAME = 128
-"""Most characters of a tool's name, and of the id that a model gives a call."""
+"""Maximum characters of a tool's name, and of the id that a model gives a call."""
 MAX_DEPTH = 32
-"""Deepest nesting of objects and lists in arguments."""
+"""Maximum nesting of objects and lists in arguments."""
 MAX_VALUES = 10_000
-"""Most values in the arguments of one call, nested ones included."""
+"""Maximum number of values in the arguments of one call, including nested ones."""
 MAX_BROKEN_TEXT = 2_000
-"""Most characters that are kept of a broken tool call."""
+"""Maximum characters that are kept of a broken tool call."""
 MAX_STEPS = 5_000_000
-"""Most steps that the patterns of the parsers may take for one turn, by the estimate of ``_num_steps``:
-about half a second."""
+"""Maximum steps of the parsers' regular expressions for one turn, by ``_num_steps``: about half a second."""
 
-# Where patterns of renderers 0.1.12 (parsing.py, kimi_k25.py) begin that then look for an end, each time up
-# to the end of the text if there is none.
+# Texts from which patterns of renderers 0.1.12 (parsing.py, kimi_k25.py) search for an end. Without an end,
+# each search reaches the end of the text.
 _OPENERS = re.compile(r"<parameter|<function=|<invoke|<arg_key>|<arg_value>|<｜DSML｜|<\|tool_calls?_")
 _BLANKS = re.compile(r"\s{64,}")
 
@@ -67,8 +66,8 @@ _PROBLEMS = {
     ToolCallParseStatus.MALFORMED_STRUCTURE: "it does not have the form of a tool call",
 }
 _READABLE = frozenset(
-    # The last two: the value of a parameter is not of its declared type, and a tool that was not declared.
-    # Whoever has the tools tells the model so.
+    # INVALID_JSON: the value of a parameter does not have its declared type. UNKNOWN_TOOL: no such tool is
+    # declared. The code that runs the tools reports both to the model.
     {ToolCallParseStatus.OK, ToolCallParseStatus.INVALID_JSON, ToolCallParseStatus.UNKNOWN_TOOL}
 )
 
@@ -76,13 +75,13 @@ _READABLE = frozenset(
 class ChatRenderer(ABC):
     """A ``MessageRenderer`` for models with a chat template. Subclasses append messages after a turn.
 
-    Before the first turn, and for answers that were not sampled, the tokens are those of the whole
-    conversation rendered at once.
+    The tokens before the first turn, and those of answers that were not sampled, come from rendering the
+    whole conversation at once.
 
-    Turns are read by a parser of the package ``renderers`` (0.1.12). A model can write anything, and these
-    parsers have no limits: several patterns take time quadratic in the length of a turn, nested JSON exhausts
-    the stack, and long numbers raise. So a turn that would take too long is not parsed, an exception of the
-    parser becomes a broken tool call, and arguments are checked before anyone uses them.
+    Turns are parsed by the package ``renderers`` (0.1.12), whose parsers have no limits: several patterns
+    take time quadratic in the length of a turn, nested JSON exhausts the stack, and long numbers raise.
+    Therefore a turn that would take too long is not parsed, an exception of the parser becomes a broken tool
+    call, and arguments are checked before they are used.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", library: Renderer) -> None:
@@ -96,7 +95,7 @@ class ChatRenderer(ABC):
     def rendered_ids(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, for_answer: bool = True
     ) -> list[int]:
-        """Return the tokens of all messages, up to where the model answers if ``for_answer`` is true.
+        """Return the tokens of all messages; with ``for_answer``, also those that open the model's answer.
 
         ``tools`` are not checked.
 
@@ -106,13 +105,13 @@ class ChatRenderer(ABC):
 
     @abstractmethod
     def _check_tools(self, tools: Sequence[ToolSpec]) -> None:
-        """Refuse tools that the model would not be told of, or whose calls are not read."""
+        """Raise ValueError if the format cannot describe the tools, or their calls cannot be parsed."""
 
     @abstractmethod
     def _ids_after_turn(
         self, conversation: Conversation, messages: tuple[Message, ...], tools: Sequence[ToolSpec]
     ) -> list[int]:
-        """See ``MessageRenderer.added_ids``; the conversation has a turn."""
+        """Return ``MessageRenderer.added_ids`` for a conversation that has a turn."""
 
     @abstractmethod
     def _end_of(
@@ -138,7 +137,7 @@ class ChatRenderer(ABC):
         whole = self.rendered_ids((*messages, answer), tools, for_answer=False)
         ids = whole[len(prompt) :]
         if whole[: len(prompt)] != prompt:
-            # Where the prompt ends within a token, the answer's text is what a model would sample.
+            # The prompt ends within a token of the whole, so the answer's text is tokenized by itself.
             before, text = (text_of_ids(self._tokenizer, some) for some in (prompt, whole))
             if not text.startswith(before):
                 now, then = from_difference(text, before)
@@ -156,7 +155,7 @@ class ChatRenderer(ABC):
         return np.asarray(ids, np.int32)
 
     def _encode(self, text: str) -> list[int]:
-        # A format writes its special tokens itself.
+        # The text has the special tokens of the format already.
         return self._tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def text_of(self, ids: Sequence[int]) -> str:
@@ -193,7 +192,7 @@ class ChatRenderer(ABC):
         )
 
     def _can_read(self, turn: SampledTurn) -> bool:
-        """Whether the parsers finish a turn in bounded time."""
+        """Whether the parsers take at most ``MAX_STEPS`` for a turn."""
         return _num_steps(self._raw(turn)) <= MAX_STEPS
 
     def _raw(self, turn: SampledTurn) -> str:
@@ -295,10 +294,10 @@ def _without_stop_text(text: str, stop_text: str) -> str:
 
 
 def _num_steps(text: str) -> int:
-    """Bound the steps of the parsers' patterns, which look for an end from every opener.
+    """Return an upper bound of the steps of the parsers' patterns, which search for an end from every opener.
 
-    Within blanks they also try every way to share them between two or three parts of a pattern: three where
-    the blanks follow a mark (parsing.py: ``\\s*([\\s\\S]*?)\\s*```$`` after a fence).
+    In a run of blanks they also try every split between two parts of a pattern, or three parts if the blanks
+    follow a mark (parsing.py: ``\\s*([\\s\\S]*?)\\s*```$`` after a fence).
     """
     num_steps = sum(1 for _ in _OPENERS.finditer(text)) * len(text)
     for run in _BLANKS.finditer(text):
@@ -310,22 +309,22 @@ def _num_steps(text: str) -> int:
 
 
 _TOOL_FORMS = (("<function=", "qwen3.5"), ("<arg_key>", "glm"), ("<tool_call>", "qwen3"))
-"""Marks of tool calls, the most specific first, and the parsers of renderers 0.1.12 that read them."""
+"""Marks of tool calls, most specific first, with the parser of renderers 0.1.12 for each."""
 
 
 class TemplateRenderer(ChatRenderer):
-    """A ``MessageRenderer`` by the tokenizer's own chat template, for models that no other renderer knows.
+    """A ``MessageRenderer`` that uses the tokenizer's own chat template, for models of no known family.
 
     The whole conversation is rendered with a mark in place of each turn of the model, and the text after the
     last mark is tokenized. Everything before the mark is already in the trajectory, so the template must
     render it in the same way again. A template that removes or rewrites something is refused. White space at
-    the edges of a turn may differ, because many templates strip it. The trajectory keeps what was sampled.
+    the edges of a turn may differ, because many templates strip it. The trajectory keeps the sampled tokens.
 
-    A turn ends with a token that the model samples, unless the turn was cut. Templates write this token after
-    every turn, so it is left out if the model has sampled it.
+    Templates write an end token after every turn. It is left out if the model has sampled it, which it has
+    unless the turn was cut.
 
-    The parser of the package ``renderers`` is chosen by the marks that the template writes around tool calls
-    and reasoning.
+    The marks that the template writes around tool calls and reasoning select the parser of the package
+    ``renderers``.
     """
 
     def __init__(
@@ -367,7 +366,7 @@ class TemplateRenderer(ChatRenderer):
         marks = {index: f"\ue000{index}\ue001" for index in conversation.turns}
 
         def with_turns(texts: Mapping[int, str]) -> list[Message]:
-            """The messages with a turn's whole text in place of what was read from it."""
+            """Return the messages, with these texts as the contents of the model's turns."""
             return [
                 {"role": ASSISTANT, "content": texts[index]} if index in texts else message
                 for index, message in enumerate(messages)
@@ -450,7 +449,7 @@ class TemplateRenderer(ChatRenderer):
 def _tool_parser(tokenizer: "PreTrainedTokenizerBase", template: str) -> str | None:
     """Return the parser for the tool calls that the template writes.
 
-    None if there is none, or if its marks are not single tokens, which the library's parsers need.
+    Returns None if no parser fits, or if the marks are not single tokens, which the library's parsers need.
     """
     vocabulary = tokenizer.get_vocab()
     if "<tool_call>" not in vocabulary or "</tool_call>" not in vocabulary:
@@ -459,14 +458,14 @@ def _tool_parser(tokenizer: "PreTrainedTokenizerBase", template: str) -> str | N
 
 
 class FamilyRenderer(ChatRenderer):
-    """A ``MessageRenderer`` by the package ``renderers`` (0.1.12), which knows some 25 families of models.
+    """A ``MessageRenderer`` that uses the package ``renderers`` (0.1.12), which has about 25 model families.
 
-    Its renderers are programs in place of chat templates: they render a conversation, parse a turn, and
-    extend the tokens of a conversation by new messages without looking at its text again ("bridge").
+    The package has programs in place of chat templates. They render a conversation, parse a turn, and extend
+    the tokens of a conversation by new messages without rendering its text again ("bridge").
 
     A chat template may drop the reasoning of earlier turns when it renders a conversation again. A path keeps
-    it, because the model's later turns attended to it. So the library is told to keep reasoning
-    (``thinking_retention="all"``), which affects its bridge only.
+    it, because the model's later turns attended to it. Therefore the library is set to keep reasoning
+    (``thinking_retention="all"``), which affects only its bridge.
     """
 
     def __init__(
@@ -478,14 +477,14 @@ class FamilyRenderer(ChatRenderer):
         """``family`` is the library's name of the renderer.
 
         Raises:
-            ValueError: the tokenizer is not one of this family, or the family has no such argument.
+            ValueError: The tokenizer is not of this family, or the family has no such argument.
         """
         self.family = family
         try:
             config = _config(family, template_arguments or {})
             library: Renderer = create_renderer(tokenizer, config)
         except Exception as error:
-            # The library asserts that special tokens are there, and raises pydantic's and its own errors.
+            # The library raises AssertionError for missing special tokens, pydantic's errors and its own.
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ValueError(f"the tokenizer has no renderer {family!r}: {reason}") from error
         super().__init__(tokenizer, library)
@@ -520,8 +519,8 @@ class FamilyRenderer(ChatRenderer):
                 tools=tool_forms(tools) or None,
             )
         except Exception as error:
-            # What the model wrote can raise here, for instance nested JSON, and so can the new messages.
-            # Those are refused again when they are rendered anew.
+            # Both the turn (nested JSON, for instance) and the new messages can raise here. Messages that
+            # cannot be rendered raise again when the conversation is rendered anew.
             raise BridgeRefused(str(self._refusal(error))) from error
         if bridged is None:
             raise BridgeRefused(
@@ -537,7 +536,7 @@ class FamilyRenderer(ChatRenderer):
         return bridged.token_ids[len(path) :]
 
     def _end_of(self, messages: tuple[Message, ...], answer: Message, tools: Sequence[ToolSpec]) -> int:
-        """The token that ends an answer in a format whose turns end with the role of the next message."""
+        """Return the end token of an answer, for formats whose turns end with the next message's role."""
         follows: Message = {"role": "user", "content": "x"}
         if calls := answer.get("tool_calls"):
             follows = {"role": TOOL, "content": "x", "tool_call_id": calls[0].get("id", "call_0")}
@@ -567,7 +566,7 @@ class FamilyRenderer(ChatRenderer):
         )
 
     def _check_tools(self, tools: Sequence[ToolSpec]) -> None:
-        """Refuse tools where the family's format has no place for them: the library leaves them out."""
+        """Raise ValueError if the family's format has no place for tools. The library would drop them."""
         if not tools:
             return
         if self._shows_tools is None:

@@ -1,10 +1,10 @@
-"""Checks for a model's folder that agents can rely on how its conversations become tokens.
+"""Checks that a model's renderer turns conversations into tokens consistently.
 
     python -m forgeasync.environments.check_template --model PATH [--renderer NAME]
 
-It renders fixed and random conversations with the renderer of the model, and prints a table of the checks.
-The exit status is 1 if a check fails; then it prints the first contradiction. A run with an environment
-refuses a model that fails.
+Renders fixed and random conversations with the renderer of the model, and prints a table of the checks. If a
+check fails, it also prints the first contradiction and exits with status 1. A run with an environment refuses
+such a model.
 """
 
 import argparse
@@ -60,10 +60,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _MAX_OPENING = 8
-"""Most tokens at the end of a prompt that open reasoning."""
+"""Maximum number of tokens at the end of a prompt that open reasoning."""
 
 _MARKS = r"(?:\s|</?think>)*"
-"""Marks of reasoning and white space."""
+"""Pattern of reasoning marks and white space."""
 
 
 class TurnMatch(StrEnum):
@@ -79,7 +79,7 @@ class Difference:
     """The first difference of two sequences of tokens."""
 
     index: int
-    """Index of the turn's message at which, or after which, they differ."""
+    """Message index of the turn in which, or after which, the sequences differ."""
     path_ids: Sequence[int]
     anew_ids: Sequence[int]
 
@@ -95,8 +95,8 @@ def compare(
     They may differ in two ways only:
 
     - Inside a turn of the model, whose sampled tokens can differ from the tokenization of its text.
-    - At the beginning of a turn. Formats leave out the reasoning of earlier turns, or write an empty block.
-      Then the path has marks of reasoning, the message's reasoning and white space, and ``anew_ids`` have
+    - At the beginning of a turn, because formats leave out the reasoning of earlier turns or write an empty
+      block. There the path has reasoning marks, the message's reasoning and white space, and ``anew_ids`` has
       only marks and white space.
 
     Returns all ways in which turns differ, or the first difference that is not allowed.
@@ -148,14 +148,14 @@ def _find_turn(
 
 
 NUM_RANDOM = 12
-"""Number of random conversations before a run."""
+"""Number of random conversations in the check before a run."""
 _MAX_CLOSING = 8
 """Maximum number of tokens that close a turn that was cut."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckRow:
-    """One check over all conversations."""
+    """Result of one check over all conversations."""
 
     name: str
     num_cases: int
@@ -250,7 +250,7 @@ class _Checker:
         )
 
     def find_abilities(self) -> Abilities:
-        """Raises ValueError if not even a plain prompt is rendered."""
+        """Return what the format can express. Raises ValueError if it cannot render even a plain prompt."""
         prompt = (user("2 + 2 ="),)
         rendered_at_once(self._renderer, prompt, ())
         if not self._texts:
@@ -259,8 +259,8 @@ class _Checker:
         ping = call("functions.ping:0", "ping")
         both = (ping, call("functions.set_value:1", "set_value", name=thought))
         tools = TOOLS if self._says(prompt, assistant("", ping), "ping", TOOLS) else ()
-        # Some formats have tool calls, but cannot tell the model of tools. If a format tells of tools, calls
-        # must be readable; otherwise they may be.
+        # Some formats have tool calls, but cannot describe tools to the model. If a format describes tools,
+        # its calls must be readable; otherwise they may be.
         calls = bool(tools) or self._reads_call(prompt, assistant("", ping))
         return Abilities(
             system=self._renders(({"role": "system", "content": "ok"}, *prompt)),
@@ -286,7 +286,7 @@ class _Checker:
             yield random_dialogue(self._rng, abilities, self._texts)
 
     def check_appended(self, dialogue: Dialogue) -> Sequence[str]:
-        """Tokens after a turn do not depend on how the turn was tokenized."""
+        """Check that the tokens after a turn do not depend on how the turn was tokenized."""
         usual = walk(self._renderer, self._tokenizer, dialogue)
         other = walk(self._renderer, self._tokenizer, dialogue, self._other_tokens)
         given = [*(step.given_ids for step in usual.steps), usual.last_given_ids]
@@ -305,7 +305,7 @@ class _Checker:
         return ["turns that were tokenized in another way"] * num_other
 
     def check_anew(self, dialogue: Dialogue) -> Sequence[str]:
-        """The path equals the whole conversation rendered at once, except for what ``compare`` allows."""
+        """Check by ``compare`` that the path equals the whole conversation rendered at once."""
         if isinstance(self._renderer, PlainRenderer):
             # Without a template roles are ignored, and a turn rendered from text starts with a newline.
             return ["conversations without a format, which are not compared"]
@@ -326,7 +326,7 @@ class _Checker:
         return [words[likeness] for likeness in found if likeness in words]
 
     def check_read(self, dialogue: Dialogue) -> Sequence[str]:
-        """Text, reasoning and tool calls are read as they were written, with any tokenization."""
+        """Check that text, reasoning and tool calls are parsed as written, with any tokenization."""
         usual = walk(self._renderer, self._tokenizer, dialogue)
         other = walk(self._renderer, self._tokenizer, dialogue, self._other_tokens)
         for walked in (usual, other):
@@ -347,7 +347,7 @@ class _Checker:
         return ["tool calls"] * sum(len(m.get("tool_calls", ())) for m in dialogue.messages)
 
     def check_cut(self, dialogue: Dialogue) -> Sequence[str]:
-        """After a cut turn, its end follows, and then the same tokens as after the whole turn."""
+        """Check that a cut turn is closed, and that the same tokens follow as after the whole turn."""
         first = walk(self._renderer, self._tokenizer, _first_turn(dialogue))
         step = first.steps[0]
         follows = user("go on")
@@ -392,7 +392,7 @@ class _Checker:
         return notes
 
     def check_hostile(self, dialogue: Dialogue) -> Sequence[str]:
-        """Reading any tokens raises nothing, and appending raises at most ``BridgeRefused``."""
+        """Check that parsing any tokens raises nothing, and appending raises at most ``BridgeRefused``."""
         first = walk(self._renderer, self._tokenizer, _first_turn(dialogue))
         step = first.steps[0]
         before = step.given_ids.tolist()
@@ -421,7 +421,7 @@ class _Checker:
         return True
 
     def _reads_call(self, messages: tuple[Message, ...], answer: Message) -> bool:
-        """Whether a tool call can be read if the model was not told of tools."""
+        """Whether a tool call can be parsed if the prompt describes no tools."""
         try:
             ids = self._renderer.answer_ids(messages, answer)
         except ValueError:
@@ -433,7 +433,7 @@ class _Checker:
     def _says(
         self, messages: tuple[Message, ...], answer: Message, word: str, tools: Sequence[ToolSpec] = ()
     ) -> bool:
-        """Whether the rendered answer contains a word that occurs in only one of its parts."""
+        """Whether the rendered answer contains ``word``, which only one part of the answer has."""
         try:
             ids = self._renderer.answer_ids(messages, answer, tools)
         except ValueError:
@@ -453,7 +453,7 @@ class _Checker:
 
 
 def _first_turn(dialogue: Dialogue) -> Dialogue:
-    """Return the conversation up to the first turn of the model, and a message after it."""
+    """Return the conversation up to the model's first turn, and results of its calls or a user message."""
     index = next(i for i, message in enumerate(dialogue.messages) if message["role"] == ASSISTANT)
     messages = list(dialogue.messages[: index + 1])
     calls = messages[index].get("tool_calls", ())
@@ -485,17 +485,17 @@ def _fits(dialogue: Dialogue, abilities: Abilities) -> bool:
 
 
 def _content(message: Message) -> tuple[object, ...]:
-    """Return what every format keeps of a message: not ids of calls, nor white space at the edges."""
+    """Return the parts of a message that every format keeps: no call ids, no white space at the edges."""
     calls = [(one["function"]["name"], one["function"]["arguments"]) for one in message.get("tool_calls", ())]
     return message["content"].strip(), (message.get("reasoning_content") or "").strip(), calls
 
 
 NUM_RANDOM_OF_COMMAND = 200
-"""Random conversations of the command, by default."""
+"""Default number of random conversations of the command."""
 
 
 def check_template(tokenizer: "PreTrainedTokenizerBase", data: DataSection) -> list[Problem]:
-    """Check the renderer that a run with an environment and this section would use."""
+    """Return the problems of the renderer that a run with an environment and this section would use."""
     try:
         chosen = choose_renderer(
             tokenizer,
@@ -515,7 +515,7 @@ def check_template(tokenizer: "PreTrainedTokenizerBase", data: DataSection) -> l
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return the status of the command: 0 if nothing was found."""
+    """Run the command; return its exit status, which is 0 if all checks pass."""
     parser = argparse.ArgumentParser(
         prog="python -m forgeasync.environments.check_template",
         description="Proves how a model's conversations become tokens.",

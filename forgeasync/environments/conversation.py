@@ -1,15 +1,15 @@
 """The tree of conversations with a model. It finds the turn that messages continue, and turns among messages.
 
-An environment, or a client that keeps its own history, passes the whole conversation each time. It continues
-the turn with the longest history that it starts with. If there is no such turn, or later turns follow it, the
-messages start another branch:
+An environment, or a client that keeps its own history, passes the whole conversation each time. The messages
+continue the turn with the longest history with which they begin. If there is no such turn, or later turns
+follow it, the messages start another branch:
 
     the same messages again                     another answer; shares the turns before it
     a history with changed or removed messages  rewritten; shares the turns before the first change
     an unknown conversation                     a new root
 
-The tree stores messages only. What an agent keeps with each turn (tokens, or facts for people) is a type
-parameter.
+The tree itself needs only messages. The data that an agent keeps with each turn (tokens, or facts for people)
+is a type parameter.
 
 Messages are stored in a trie with an edge per message. If a client drops reasoning, its history can match
 several nodes of the trie, so a search follows all of them. A search visits each node at most once.
@@ -23,7 +23,7 @@ from forgeasync.environments.messages import ASSISTANT, Message, ToolSpec, is_sa
 from forgeasync.rollouts import FinishReason, VersionRange
 
 KeptT = TypeVar("KeptT")
-"""What an agent keeps with a turn."""
+"""Data that an agent keeps with a turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -31,13 +31,13 @@ class AnsweredMessages(Generic[KeptT]):
     """A turn of the tree."""
 
     messages: tuple[Message, ...]
-    """The messages up to and including its own."""
+    """The messages up to and including the turn's own message."""
     tools: tuple[ToolSpec, ...]
     after: "AnsweredMessages[KeptT] | None"
-    """The turn that it follows; None at a root."""
+    """The turn that this turn follows; None at a root."""
     kept: KeptT
     number: int
-    """Its index among all turns, in the order in which they ended."""
+    """Index of the turn among all turns, in the order in which they ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,13 +45,13 @@ class Continuation(Generic[KeptT]):
     """Where messages continue the tree."""
 
     after: AnsweredMessages[KeptT] | None
-    """The turn that they continue; None at a root."""
+    """The turn that the messages continue; None at a root."""
     is_rewritten: bool
     """Whether the messages are a conversation of this agent whose history was changed."""
 
     @property
     def num_known(self) -> int:
-        """Number of leading messages that the path has."""
+        """Number of messages at the beginning that the path has already."""
         return 0 if self.after is None else len(self.after.messages)
 
 
@@ -60,20 +60,20 @@ class _Node(Generic[KeptT]):
     """A node of the trie: the message that leads to it, and what comes after it."""
 
     parent: "_Node[KeptT] | None" = None
-    """None at the root."""
+    """The parent node; None at the root."""
     forms: list[Message] = field(default_factory=list)
     """The message, followed by the other forms in which it was shown to clients."""
     children: "dict[Hashable, list[_Node[KeptT]]]" = field(default_factory=dict)
-    """By the ``lookup_key`` of each form. Nodes in one list differ only in what clients may drop."""
+    """Child nodes by ``lookup_key`` of each form. Nodes in one list differ only in what clients may drop."""
     first_turns: dict[Hashable, AnsweredMessages[KeptT]] = field(default_factory=dict)
     """The earliest turn that ends here, for each set of tools."""
     num_turns: int = 0
     """Number of turns that end here."""
     num_continued: int = 0
-    """How often messages have continued a turn that ends here."""
+    """Number of times that messages continued a turn that ends here."""
 
     def show_as(self, form: Message) -> None:
-        """Recognize the message in this form too."""
+        """Also recognize the message in this form."""
         if form not in self.forms:
             self.forms.append(form)
             assert self.parent is not None, "the root has no message"
@@ -84,7 +84,7 @@ class _Node(Generic[KeptT]):
 
 @dataclass(slots=True)
 class ConversationTree(Generic[KeptT]):
-    """All turns that an agent has taken in an episode."""
+    """All turns of an agent in an episode."""
 
     _turns: list[AnsweredMessages[KeptT]] = field(default_factory=list)
     _root: _Node[KeptT] = field(default_factory=_Node)
@@ -93,7 +93,7 @@ class ConversationTree(Generic[KeptT]):
 
     @property
     def num_turns(self) -> int:
-        """Number of turns that the model has taken."""
+        """Number of turns in the tree."""
         return len(self._turns)
 
     @property
@@ -108,12 +108,12 @@ class ConversationTree(Generic[KeptT]):
         return [one for one in self._turns if one.number not in followed]
 
     def find(self, messages: tuple[Message, ...], tools: tuple[ToolSpec, ...]) -> Continuation[KeptT]:
-        """Find the turn that checked ``messages`` continue: the longest path that they begin with.
+        """Find the turn that checked ``messages`` continue: the longest path with which they begin.
 
-        If several turns said the same after the same messages, the earliest one counts. A conversation with
-        other tools is another conversation, because tools are part of its first tokens. The time is
-        proportional to the number of messages, and to the number of messages in the tree that differ from
-        them only in what clients may drop.
+        If several turns have the same message after the same messages, the earliest one is used. A
+        conversation with other tools is another conversation, because tools are part of its first tokens. The
+        time is proportional to the number of messages, and to the number of messages in the tree that differ
+        from them only in fields that clients may drop.
         """
         toolset = _toolset(tools)
         longest: AnsweredMessages[KeptT] | None = None
@@ -123,7 +123,7 @@ class ConversationTree(Generic[KeptT]):
             nodes = _after(nodes, message)
             if not nodes:
                 break
-            # Also with other tools. Examples at the beginning of a conversation are no turns of it.
+            # This holds with any tools. After an unknown beginning, assistant messages are only examples.
             knows_beginning = True
             ended = [node.first_turns[toolset] for node in nodes if toolset in node.first_turns]
             if ended and index + 1 < len(messages):
@@ -138,12 +138,12 @@ class ConversationTree(Generic[KeptT]):
     def turns_handed_back(
         self, messages: Sequence[Message], *, is_continued: bool = True
     ) -> dict[int, AnsweredMessages[KeptT]]:
-        """Return the turns among checked ``messages`` that stand after the messages they answered, by index.
+        """Return the turns among checked ``messages`` that follow the messages they answered, by index.
 
-        If a client drops what distinguishes turns, a message can match several of them. Then the following
-        messages decide, and after that the turn that was continued least often wins: parallel sub-agents
-        that got the same answer each continue their own turn. ``is_continued`` says whether a turn will
-        follow these messages.
+        If a client drops the fields that distinguish turns, a message can match several turns. Then the
+        following messages decide, and after them the turn that was continued least often is used: parallel
+        sub-agents with the same answer each continue their own turn. ``is_continued`` says whether a turn
+        will follow these messages.
         """
         nodes = last = [self._root]
         for message in messages:
@@ -163,9 +163,10 @@ class ConversationTree(Generic[KeptT]):
         }
 
     def own_turns(self, messages: Sequence[Message]) -> dict[int, KeptT]:
-        """Return what is kept with the turns that are unchanged among ``messages``, by index.
+        """Return the data kept with the turns that are unchanged among ``messages``, by message index.
 
-        Each turn matches one message only. If several turns say the same, the earliest is used first.
+        Each turn matches only one message. Of several turns with the same message, the earliest is used
+        first.
         """
         found: dict[int, KeptT] = {}
         left: dict[Hashable, list[AnsweredMessages[KeptT]]] = {}
@@ -193,7 +194,7 @@ class ConversationTree(Generic[KeptT]):
     ) -> None:
         """Add a turn that has ended; ``messages`` are checked and include the turn's own message.
 
-        ``shown`` is that message in the form that a client was given, if it is another one.
+        ``shown`` is that message in the form that the client got, if that is different.
         """
         number = self._turns[-1].number + 1 if self._turns else 0
         turn = AnsweredMessages(messages=messages, tools=tools, after=after, kept=kept, number=number)
@@ -221,7 +222,7 @@ class ConversationTree(Generic[KeptT]):
             node = node.parent
 
     def _node_of(self, messages: Sequence[Message]) -> _Node[KeptT]:
-        """Return the node of exactly these messages; adds it if it is missing."""
+        """Return the node of exactly these messages; add it if it is missing."""
         node = self._root
         for message in messages:
             alike = node.children.get(lookup_key(message), ())
@@ -255,7 +256,7 @@ RecordedBranch = list[dict[str, Any]]
 def turn_facts(
     *, versions: VersionRange | None, num_tokens: int, finish_reason: FinishReason
 ) -> dict[str, Any]:
-    """Return the facts of a turn for its recorded message; ``versions`` is None if the model is not ours."""
+    """Return the facts of a turn for its recorded message; ``versions`` is None if an endpoint sampled it."""
     facts: dict[str, Any] = {}
     if versions is not None:
         facts |= {"first_version": versions.first, "version": versions.last}

@@ -1,4 +1,4 @@
-"""An agent whose turns a model behind an OpenAI-compatible endpoint samples."""
+"""An agent whose turns are sampled by a model behind an OpenAI-compatible endpoint."""
 
 import asyncio
 import json
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion
 
 NO_KEY = "none"
-"""The key for endpoints without keys, because the SDK requires one."""
+"""API key for endpoints that need none, because the SDK requires one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,17 +47,17 @@ class EndpointModel:
     base_url: str
     """URL up to ``/v1``, such as ``http://localhost:8000/v1``."""
     model: str
-    """The model's name there."""
+    """Name of the model at the endpoint."""
     api_key_variable: str | None = None
-    """Name of the environment variable with the key; None: no key is sent. The key itself travels nowhere."""
+    """Environment variable with the key, read by the process that uses it; None if no key is needed."""
     max_retries: int = 5
-    """How often the SDK retries a request after a temporary failure, such as a rate limit."""
+    """Maximum number of retries by the SDK after a temporary failure, such as a rate limit."""
 
     def api_key(self) -> str:
         """Read the key.
 
         Raises:
-            ValueError: the variable is not set.
+            ValueError: The variable is not set.
         """
         if self.api_key_variable is None:
             return NO_KEY
@@ -75,17 +75,17 @@ FINISH_REASONS = {
 }
 
 _CONTEXT_CODES = frozenset({"context_length_exceeded", "exceed_context_size_error"})
-"""Of OpenAI and of llama.cpp."""
+"""Error codes of OpenAI and llama.cpp for a conversation that is too long."""
 
 _CONTEXT_WORDS = re.compile(r"context (length|window|size)|context_length", re.IGNORECASE)
-"""Other servers say it in words; vLLM: "This model's maximum context length is 160 tokens. However, ..."."""
+"""Error texts of other servers for this; vLLM: "This model's maximum context length is 160 tokens. ..."."""
 
 
 def open_client(endpoint: EndpointModel, *, limit_s: float) -> "AsyncOpenAI":
-    """Return a client of the SDK, for one event loop. It takes 20 ms to make.
+    """Return a client of the SDK for one event loop. Creating it takes 20 ms.
 
     Raises:
-        ValueError: the variable with the key is not set.
+        ValueError: The variable with the key is not set.
     """
     from openai import AsyncOpenAI
 
@@ -114,12 +114,10 @@ class EndpointAgent(Participant):
         taking_turn: Callable[[], AbstractContextManager[None]] = nullcontext,
         client: "AsyncOpenAI | None" = None,
     ) -> None:
-        """``limit_s`` is the time for a turn with all its retries, ``timeouts.generate_s``.
+        """``limit_s`` is the time limit for a turn with all its retries (``timeouts.generate_s``).
 
-        ``taking_turn`` is entered while the endpoint samples a turn.
-
-        Several agents of one event loop may share a ``client``. If it is None, the agent opens and closes its
-        own.
+        ``taking_turn`` returns a context that is entered while the endpoint samples a turn. Agents of one
+        event loop may share a ``client``. If it is None, the agent opens and closes its own.
         """
         super().__init__(name=name, artifacts=artifacts, waiting=waiting, max_turns=max_turns, tool_s=tool_s)
         self._endpoint = endpoint
@@ -128,7 +126,7 @@ class EndpointAgent(Participant):
         self._taking_turn = taking_turn
         self._client = client
         self._own_client: AsyncOpenAI | None = None
-        # Keeps the facts of the turns.
+        # Stores the facts of each turn (``turn_facts``).
         self._tree: ConversationTree[dict[str, Any]] = ConversationTree()
 
     @property
@@ -138,13 +136,13 @@ class EndpointAgent(Participant):
 
     @property
     def base_url(self) -> str:
-        """The endpoint itself. Turns that are requested there are not counted or recorded."""
+        """URL of the endpoint. Turns that are requested there are not counted or recorded."""
         self.has_given_url = True
         return self._endpoint.base_url
 
     @property
     def anthropic_base_url(self) -> str:
-        """Not available: endpoints are only known to have Chat Completions."""
+        """Raises ValueError, because endpoints are only known to have Chat Completions."""
         raise ValueError(
             f"{self._endpoint.base_url} is evaluated by Chat Completions; agents that speak Anthropic's API "
             "can be evaluated with --model, which starts generators with sessions"
@@ -152,7 +150,7 @@ class EndpointAgent(Participant):
 
     @property
     def api_key(self) -> str:
-        """The endpoint's key."""
+        """Key of the endpoint."""
         return self._endpoint.api_key()
 
     def branches(self) -> list[RecordedBranch]:
@@ -175,12 +173,12 @@ class EndpointAgent(Participant):
     ) -> Turn:
         """See ``Agent``.
 
-        Reasoning of earlier turns is not sent back: Chat Completions have no field for it.
+        Reasoning of earlier turns is not sent back, because Chat Completions have no field for it.
 
         Raises:
-            EpisodeInterrupted: the endpoint could not be reached, refused, failed or took longer than
-                ``timeouts.generate_s``, after all retries; or it answered with something that is no turn.
-            EpisodeOver: the episode has ended.
+            EpisodeInterrupted: After all retries, the endpoint was unreachable, refused, failed or took
+                longer than ``timeouts.generate_s``; or its answer is not a turn.
+            EpisodeOver: The episode has ended.
         """
         checked, specs = self._checked(messages, tools, max_tokens)
         self._check_turns()
@@ -227,7 +225,7 @@ class EndpointAgent(Participant):
         return completion
 
     def _turn(self, completion: "ChatCompletion", stops: Sequence[str]) -> Turn:
-        """Convert an answer. Nothing guarantees its form."""
+        """Convert an answer, whose format is not guaranteed."""
         if not completion.choices or completion.usage is None:
             what = "choice" if not completion.choices else "usage, which says how many tokens it has"
             raise EpisodeInterrupted(f"{self._endpoint.base_url} answered without a {what}")
@@ -255,7 +253,7 @@ class EndpointAgent(Participant):
             num_prompt_tokens=completion.usage.prompt_tokens,
             num_tokens=completion.usage.completion_tokens,
             finish_reason=finish_reason,
-            # Servers like vLLM report the text. The environment gets it if it is one that it asked for.
+            # Servers like vLLM report the text that ended the turn. Other servers may report something else.
             stop_text=stop_text if stop_text in stops else None,
             reasoning=reasoning if isinstance(reasoning, str) else None,
             tool_calls=tuple(calls),
@@ -271,7 +269,7 @@ class EndpointAgent(Participant):
 
 
 def _sent(message: Message) -> dict[str, Any]:
-    """Convert a checked message for the endpoint: arguments of calls become text."""
+    """Convert a checked message for the endpoint: no reasoning, and arguments of calls as text."""
     sent = {key: value for key, value in message.items() if key != "reasoning_content"}
     if "tool_calls" in sent:
         sent["tool_calls"] = [

@@ -1,4 +1,4 @@
-"""What you derive from: ``Environment`` and ``Reward``, and the agents, turns and responses that they get."""
+"""The base classes ``Environment`` and ``Reward``, and the agents, turns and responses that they get."""
 
 import inspect
 from abc import ABC, abstractmethod
@@ -17,29 +17,30 @@ class ContextFull(RuntimeError):
 
 
 class TooManyTurns(RuntimeError):
-    """The model has taken ``episodes.max_turns`` turns."""
+    """The model has had ``episodes.max_turns`` turns."""
 
 
 class EpisodeOver(RuntimeError):
-    """The episode has ended or was given up: no further turn is sampled."""
+    """The episode has ended or was abandoned, so no further turn is sampled."""
 
 
 class ParseError(ValueError):
-    """Raise it where an episode cannot go on because nobody can read what the model wrote."""
+    """Raise it to end an episode because the model's output cannot be parsed."""
 
 
 class ToolError(RuntimeError):
-    """Raise it where an episode cannot go on because a tool of the model has failed."""
+    """Raise it to end an episode because a tool of the model has failed."""
 
 
 class EpisodeInterrupted(RuntimeError):
-    """Raise it where an episode cannot go on for a reason that neither the model nor the environment has
-    caused, such as a server that is gone: it is run again and never scored.
+    """Raise it to end an episode for an external reason, such as a lost server.
+
+    The episode is never scored, and is run again by default (``episodes.endings.infrastructure``).
     """
 
 
 class NoScore(RuntimeError):
-    """Raise it where an episode has ended and nobody can say how good it was: it never trains."""
+    """Raise it to end an episode that cannot be scored. It is never trained on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,23 +48,22 @@ class Turn:
     """One turn of the model."""
 
     text: str
-    """What the model says, without reasoning, tool calls and special tokens."""
+    """Text of the turn, without reasoning, tool calls and special tokens."""
     num_tokens: int
-    """Number of tokens sampled, those of reasoning and tool calls included."""
+    """Number of sampled tokens, including those of reasoning and tool calls."""
     finish_reason: FinishReason
     """``stop``: the model ended its turn; ``length``: it was cut at ``sampling.max_response_tokens`` or at
     the end of the context."""
     stop_text: str | None = None
-    """The text that ended the turn, from ``stop`` or ``sampling.stop``; ``text`` ends before it. None where
-    the model's own end of a turn or a bound did, and where an endpoint of others does not say."""
+    """Text of ``stop`` or ``sampling.stop`` that ended the turn; ``text`` ends before it. None if something
+    else ended the turn, or if an external endpoint does not report it."""
     reasoning: str | None = None
-    """What the model thought before it spoke; None where its format has no reasoning apart."""
+    """Reasoning before the text; None if the model's format does not separate it, or there is none."""
     tool_calls: tuple[ToolCall, ...] = ()
     broken_tool_calls: tuple[BrokenToolCall, ...] = ()
-    """Attempts at tool calls that cannot be read. They are in no message, so tell the model of them."""
+    """Tool calls that cannot be parsed. ``message`` does not have them, so report them to the model."""
     num_prompt_tokens: int = 0
-    """Number of tokens before the turn: the whole conversation so far. 0 in a turn that was not sampled, such
-    as that of a scripted agent in a test."""
+    """Number of tokens of the conversation before the turn; 0 if a scripted agent made the turn."""
 
     @property
     def message(self) -> dict[str, Any]:
@@ -77,10 +77,10 @@ class Turn:
 
 
 class Agent(Protocol):
-    """The model that is trained, as an environment sees it.
+    """The model that is trained, as an environment uses it.
 
-    An agent that brings its own loop talks to ``base_url`` instead of ``respond``, by Chat Completions,
-    Responses or Anthropic's Messages: docs/sessions.md.
+    An agent program with its own loop sends requests to ``base_url`` instead of calling ``respond``, over
+    Chat Completions, Responses or Anthropic's Messages (docs/sessions.md).
     """
 
     @property
@@ -95,25 +95,26 @@ class Agent(Protocol):
 
     @property
     def api_key(self) -> str:
-        """The session's key."""
+        """API key of the session."""
         ...
 
     @property
     def tool_limit_s(self) -> float:
-        """Time for one call of a tool in seconds: ``episodes.tool_s``."""
+        """Time limit for one tool call in seconds (``episodes.tool_s``)."""
         ...
 
     def count_tool_call(self, status: ToolStatus, *, took_s: float | None = None) -> None:
-        """Count a call of a tool in ``episode/num_tool_calls_<status>``; ``run_tools`` does so itself.
+        """Count a tool call in ``episode/num_tool_calls_<status>``; ``run_tools`` does so itself.
 
-        ``took_s`` is how long it took, for ``episode/tool_call_p95_s`` and its kin; None: nothing ran.
+        ``took_s`` is the call's duration in seconds, for metrics such as ``episode/tool_call_p95_s``; None if
+        no tool ran.
         """
         ...
 
     def waiting_for_person(self) -> AbstractContextManager[None]:
-        """While it is entered, the deadlines of set-up, step and episode stand still.
+        """Return a context that stops all deadlines of the episode while it is entered.
 
-        For environments that wait for people, and bound that time themselves. A judge's deadline goes on.
+        It is for environments that wait for people, and that limit this time themselves.
         """
         ...
 
@@ -127,48 +128,48 @@ class Agent(Protocol):
     ) -> Turn:
         """Sample the model's next turn.
 
-        ``messages`` are the whole conversation so far. Where they continue a conversation that this agent has
-        answered before, only the new messages become tokens, after those that were sampled. Everything else
-        begins a branch of its own: another conversation, the same messages a second time, or a history in
-        which earlier messages were changed, removed or inserted. Calls may overlap. A string stands for one
-        user message that begins a conversation. ``tools`` are what the model may call.
+        ``messages`` are the whole conversation so far; a string is one user message that begins a
+        conversation. If they continue a conversation that this agent has answered, only the new messages are
+        tokenized, after the sampled tokens. Any other messages begin a branch: another conversation, the same
+        messages again, or a history with changed, removed or inserted messages. Calls may overlap. ``tools``
+        are the tools that the model may call.
 
-        ``max_tokens`` bounds the turn further than ``sampling.max_response_tokens`` does; the first of
-        the texts in ``stop`` ends it.
+        ``max_tokens`` limits the turn in addition to ``sampling.max_response_tokens``. The turn also ends at
+        the first text of ``stop``.
 
         Raises:
-            ContextFull: there is no room for another turn.
-            TooManyTurns: the model has taken ``episodes.max_turns`` turns.
-            ValueError: a message is malformed, or cannot be rendered; names the message.
+            ContextFull: There is no room for another turn.
+            TooManyTurns: The model has had ``episodes.max_turns`` turns.
+            ValueError: A message is malformed or cannot be rendered. The error names the message.
         """
         ...
 
     def keep(self, name: str, data: bytes | str) -> Path | None:
         """Keep a file for people who read the episode: a patch, a log, the output of tests.
 
-        It is written to ``artifacts/<group>-<episode>-<attempt>/<name>`` in the run's folder, replacing one
-        of the same name, and is named in the episode's record. Files of episodes that are not written to
+        It is written to ``artifacts/<group>-<episode>-<attempt>/<name>`` in the run's folder, and replaces a
+        file with the same name. The episode's record lists it. Files of episodes that are not written to
         rollouts.jsonl are removed when their group has trained or is lost. An episode keeps at most 32 files
-        of 8 MiB together; what is beyond is not written, and counted (``episode/num_refused_artifacts``).
+        and 8 MiB in total; further files are only counted (``episode/num_refused_artifacts``).
 
-        Returns the file, or None if it was not written: it is beyond the bounds, or nobody keeps a record of
-        this episode, as in the evaluations of a run.
+        Returns the path of the file. Returns None if it was not written: it exceeds a limit, the disk refused
+        it, or the episode has no record, as in the evaluations of a run.
 
         Raises:
-            ValueError: the name is not of 1 to 100 letters, digits, '_', '-' and '.', or begins with '-' or
-                '.'; or the data is neither bytes nor text.
+            ValueError: The name does not have 1 to 100 letters, digits, '_', '-' and '.', or begins with '-'
+                or '.'; or the data is neither bytes nor text.
         """
         ...
 
 
 class Agents:
-    """The agents of an environment that has several, by the names that the config gives them.
+    """The agents of an environment with several agents, as attributes by their names in the config.
 
         agents:
           solver: {}
           judge: {trainable: false}
 
-    With these, ``rollout(task, agents)`` asks ``agents.solver.respond(...)`` and ``agents.judge``.
+    Then ``rollout(task, agents)`` calls ``agents.solver.respond(...)`` and ``agents.judge.respond(...)``.
     """
 
     def __init__(self, agents: "Sequence[NamedAgent]") -> None:
@@ -190,9 +191,9 @@ class NamedAgent(Agent, Protocol):
 
 
 class Environment(ABC):
-    """Lets the model work on a task and scores the episode. Derive from it and write ``rollout``.
+    """Base class for your environments. ``rollout`` lets the model work on a task and scores the episode.
 
-    A complete example with two turns tells a model whose answer is wrong to try again:
+    A complete example with two turns, which lets the model correct a wrong answer:
 
         from forgeasync.environments.environment import Agent, Environment
         from forgeasync.rollouts.score import Score
@@ -211,30 +212,30 @@ class Environment(ABC):
                 is_correct = turn.text.strip() == task.answer
                 return Score(value=self.second_chance * is_correct, is_correct=is_correct)
 
-    Its section in the config follows; ``options`` are the arguments of ``__init__``:
+    The section of this environment in the config, where ``options`` are the arguments of ``__init__``:
 
         environment:
           kind: python
           factory: my_package.my_module.TryAgain
           options: {second_chance: 0.25}
 
-    ``rollout`` is called once for every rollout, many times concurrently on one object of each worker: keep
-    the state of an episode in local variables. Every episode runs on a thread and an event loop of its own,
-    so that a blocking call delays no other one. Whatever belongs to an event loop, such as a client of a
-    server, is made within ``rollout``. Never evaluate here what the model wrote; a ``Sandbox`` is for that.
+    ``rollout`` is called once for each rollout, concurrently on one object per worker, so keep the state of
+    an episode in local variables. Each episode has its own thread and event loop, so a blocking call does not
+    delay the others. Create objects that belong to an event loop, such as HTTP clients, within ``rollout``.
+    Never execute model output here; use a ``Sandbox``.
 
-    How an episode ends says what becomes of it (``episodes.endings``). One that raises, for instance, is run
-    again; one that does not end in time does not train, and its group trains without it. Raise
-    ``ParseError``, ``ToolError``, ``NoScore`` or ``EpisodeInterrupted`` to say what went wrong. A
-    ``ContextFull`` or ``TooManyTurns`` that ``rollout`` does not catch ends the episode with score 0.
+    ``episodes.endings`` is the policy for each ending. By default, an episode that raises is run again, and
+    one that times out is left out of its group. Raise ``ParseError``, ``ToolError``, ``NoScore`` or
+    ``EpisodeInterrupted`` to choose another ending. A ``ContextFull`` or ``TooManyTurns`` that ``rollout``
+    does not catch ends the episode with score 0.
     """
 
     serves_people: ClassVar[bool] = False
-    """Whether its tasks are people who open sessions: those of ``data.source: {kind: served}``."""
+    """Whether the tasks are people who open sessions (``data.source: {kind: served}``)."""
 
     @abstractmethod
     async def rollout(self, task: Task, agent: Agent) -> Score:
-        """Run one episode: have the agent take at least one turn, and return the score of the episode."""
+        """Run one episode, with at least one turn of the agent, and return its score."""
 
     async def __call__(self, task: Task, agent: Agent) -> Score:
         """Call ``rollout``."""
@@ -246,8 +247,7 @@ TurnReward = Callable[[Task, Turn], Score | Awaitable[Score]]
 
 
 class SingleTurn(Environment):
-    """Prompts the model with the task and scores its answer; samples the same tokens as a run without an
-    environment."""
+    """Prompts the model and scores its answer. Samples the same tokens as a run without an environment."""
 
     def __init__(self, reward: TurnReward) -> None:
         self._reward = reward
@@ -259,7 +259,7 @@ class SingleTurn(Environment):
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """A response as a reward gets it. Never evaluate the text: a model wrote it."""
+    """A response, as passed to a reward. Never execute the text, which a model wrote."""
 
     text: str
     num_tokens: int
@@ -277,15 +277,15 @@ Verdict = float | Score
 
 
 class Reward(ABC):
-    """A reward of your own. A function ``(task, response) -> float | Score`` works as well.
+    """Base class for your rewards. A function ``(task, response) -> float | Score`` works as well.
 
     A function, in ``my_rewards.py`` in a folder of PYTHONPATH:
 
         def brevity(task, response):
             return 1.0 if response.num_tokens < 100 else 0.0
 
-    A class, whose keywords are ``options``, and whose coroutine may wait for a server: up to 64 of its calls
-    run concurrently in a process.
+    A class, which gets ``options`` as keyword arguments. Its ``__call__`` may be a coroutine that waits for a
+    server; up to 64 calls run concurrently in a process.
 
         class Judge(Reward):
             def __init__(self, url, best=5.0):
@@ -305,7 +305,7 @@ class Reward(ABC):
             - {kind: python, factory: my_rewards.brevity, weight: 0.1}
             - {kind: python, factory: my_rewards.Judge, options: {url: "http://judge:8000"}, limit_s: 50}
 
-    With ``scores: group`` a call gets all responses to a prompt at once and returns as many verdicts:
+    With ``scores: group`` a call gets all responses to a prompt at once and returns one verdict for each:
 
         def shortest_right(task, responses):
             right = [task.answer in response.text for response in responses]
@@ -313,8 +313,8 @@ class Reward(ABC):
             return [Score(float(r.num_tokens == least), ok) if ok else 0.0 for r, ok in zip(responses, right)]
 
     A reward runs in its own processes, each of which builds it once; it may use files and the network. If it
-    raises, returns no finite number or takes longer than ``limit_s``, it has not scored: its group is tried
-    again and then given up, never scored 0. See docs/rewards.md.
+    raises, returns no finite number or takes longer than ``limit_s``, its group is tried again and then
+    dropped, but never scored 0. See docs/rewards.md.
     """
 
     @abstractmethod

@@ -1,8 +1,8 @@
-"""Runs a coroutine on an event loop and a thread of its own, so that a blocking call delays nothing else.
+"""Runs a coroutine on its own thread and event loop, so that a blocking call delays nothing else.
 
-A thread cannot be killed. One that is to end is asked three times: its coroutine is cancelled, which reaches
-every await; the processes that it has started are killed, which ends every wait for them; and an exception is
-raised in it, which reaches Python code between two bytecodes. What blocks in C after that stays.
+A thread cannot be killed. There are three ways to end it: cancel its coroutine, which reaches every await;
+kill the processes that it has started, which ends every wait for them; and raise an exception in it, which
+reaches Python code between two bytecodes. A thread that blocks in C after that continues.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ R = TypeVar("R")
 
 
 class ThreadCancelled(RuntimeError):
-    """The coroutine was cancelled, by whoever has started it or by itself."""
+    """The coroutine was cancelled, by ``EpisodeThread.cancel`` or by itself."""
 
 
 class ThreadInterrupted(BaseException):
@@ -41,7 +41,7 @@ class EpisodeThread(Generic[R]):
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> "asyncio.Future[R]":
-        """Start the thread; the future, on the caller's loop, ends with the coroutine."""
+        """Start the thread. Return a future on the caller's loop with the coroutine's result."""
         self._thread.start()
         return asyncio.wrap_future(self._ended)
 
@@ -55,16 +55,16 @@ class EpisodeThread(Generic[R]):
         with self._lock:
             self._is_cancelled = True
             if self._loop is not None and self._task is not None:
-                # A loop that has closed meanwhile needs no cancelling.
+                # A loop that has already closed raises RuntimeError.
                 with contextlib.suppress(RuntimeError):
                     self._loop.call_soon_threadsafe(self._task.cancel)
 
     def processes(self) -> list[psutil.Process]:
-        """Return the processes that the thread has started and that still run, with all of theirs."""
+        """Return the running processes that the thread has started, with all their descendants."""
         return [] if self._thread.native_id is None else started_by(self._thread.native_id)
 
     def interrupt(self) -> None:
-        """Raise an exception in the thread's Python code."""
+        """Raise ``ThreadInterrupted`` in the thread's Python code."""
         if self._thread.ident is not None and self._thread.is_alive():
             ctypes.pythonapi.PyThreadState_SetAsyncExc(
                 ctypes.c_ulong(self._thread.ident), ctypes.py_object(ThreadInterrupted)
@@ -72,8 +72,7 @@ class EpisodeThread(Generic[R]):
 
     def _run(self) -> None:
         try:
-            # Cleaning up after the coroutine can take longer, for instance where calls in further threads
-            # still run; its result does not wait for that.
+            # This can return long after the result is set, for instance if calls in other threads still run.
             asyncio.run(self._main())
         except BaseException as error:
             if not self._ended.done():
@@ -90,5 +89,5 @@ class EpisodeThread(Generic[R]):
         except asyncio.CancelledError:
             self._ended.set_exception(ThreadCancelled("the coroutine was cancelled"))
         except BaseException as error:
-            # Whatever the coroutine raises is for whoever waits for it.
+            # The caller gets every exception of the coroutine.
             self._ended.set_exception(error)

@@ -1,7 +1,7 @@
-"""Runs episodes of one environment, each on a thread of its own and under deadlines.
+"""Runs the episodes of one environment, each on its own thread and with deadlines.
 
-It uses asyncio only; the Monarch actor is a thin shell around ``Episodes``. Turns are sampled on the event
-loop that calls ``run``, and the episode's own loop waits for them.
+It uses asyncio only; the Monarch actor is a thin wrapper around ``Episodes``. Turns are sampled on the event
+loop that calls ``Episodes.run``, while the event loop of the episode's thread waits for them.
 """
 
 import asyncio
@@ -55,17 +55,17 @@ from forgeasync.rollouts import EpisodeId, EpisodeOutcome, SampledTurn, Score, T
 
 @dataclass(slots=True)
 class EpisodeActivity:
-    """What an episode is doing, for its deadlines. Times are in seconds of ``now_s``."""
+    """Turns and waits of one episode, for its deadlines. Times are in seconds of the clock ``now_s``."""
 
     now_s: Callable[[], float] = time.perf_counter
     num_sampling: int = 0
     num_begun: int = 0
     last_s: float = 0.0
-    """When the episode started, or the last turn or the last wait ended."""
+    """Start of the sampling in progress. Without sampling: start of the episode, or end of a turn or wait."""
     sampling_s: float = 0.0
     judging_since_s: dict[int, float] = field(default_factory=dict)
     num_waiting: int = 0
-    """Waits for people and generators in progress; they may overlap."""
+    """Number of waits in progress, for people or generators; they may overlap."""
     waited_s: float = 0.0
     """Total time of completed waits."""
     waited_before_turns_s: float = 0.0
@@ -73,7 +73,7 @@ class EpisodeActivity:
     _waiting_since_s: float = 0.0
 
     def begin_turn(self, *, is_judge: bool) -> int:
-        """Start a turn; return its number."""
+        """Record the start of a turn; return the turn's number."""
         number, now_s = self.num_begun, self.now_s()
         if not self.num_sampling:
             self.last_s = now_s
@@ -84,7 +84,7 @@ class EpisodeActivity:
         return number
 
     def end_turn(self, number: int) -> None:
-        """End a turn, with any outcome."""
+        """Record the end of a turn, with any outcome."""
         now_s = self.now_s()
         self.judging_since_s.pop(number, None)
         self.num_sampling -= 1
@@ -95,9 +95,9 @@ class EpisodeActivity:
     def turns_on(
         self, loop: asyncio.AbstractEventLoop, *, is_judge: bool
     ) -> Callable[[], AbstractContextManager[None]]:
-        """Return a context that an agent enters, on any thread, while an endpoint samples its turn.
+        """Return a factory of contexts. An agent enters one, on any thread, while an endpoint samples a turn.
 
-        This object belongs to ``loop``.
+        This object belongs to ``loop``, and is updated there.
         """
 
         @contextmanager
@@ -132,9 +132,9 @@ class EpisodeActivity:
             self.last_s = now_s
 
     def waiting_on(self, loop: asyncio.AbstractEventLoop) -> Callable[[], AbstractContextManager[None]]:
-        """Return a context that an agent enters, on any thread, while it waits for a person or a generator.
+        """Return a factory of contexts. An agent enters one, on any thread, to wait for people or generators.
 
-        This object belongs to ``loop``.
+        This object belongs to ``loop``, and is updated there.
         """
 
         @contextmanager
@@ -152,7 +152,7 @@ logger = logging.getLogger(__name__)
 
 
 def has_failed(agents: Sequence[Participant]) -> bool:
-    """Whether a turn was abandoned or could not be sampled. This ends the episode."""
+    """Whether a turn was abandoned or could not be sampled, which ends the episode."""
     return any(agent.is_cancelled or agent.failure is not None for agent in agents)
 
 
@@ -215,7 +215,7 @@ ENDINGS: Mapping[type[Exception], Ending] = {
     NoScore: Ending.NO_SCORE,
     EpisodeInterrupted: Ending.INFRASTRUCTURE,
 }
-"""How an episode ends if ``rollout`` raises one of these."""
+"""Ending of an episode whose ``rollout`` raises an exception of this type."""
 
 
 def _ending_of(error: BaseException, agents: Sequence[Participant]) -> Ending:
@@ -229,7 +229,7 @@ def _ending_of(error: BaseException, agents: Sequence[Participant]) -> Ending:
 
 
 MAX_BYTES = 500_000
-"""Maximum bytes of the messages of a record, as JSON. The rest is cut and counted."""
+"""Maximum size of the messages of a record, in bytes of JSON. The rest is cut and counted."""
 
 
 def episode_record(
@@ -240,7 +240,7 @@ def episode_record(
     problem: str | None,
     artifacts: EpisodeArtifacts,
 ) -> dict[str, Any]:
-    """Return JSON values: task, ending, files kept, and for every agent its score and its branches."""
+    """Return a record as JSON values: task, ending, files kept, and the score and branches of each agent."""
     told = [(agent.name, scores.get(agent.name), agent.num_turns, agent.branches()) for agent in agents]
     return _record(task, ending, problem, artifacts.paths, told)
 
@@ -292,15 +292,17 @@ def _record(
 
 
 class _Room:
-    """Counts the bytes that are left for messages."""
+    """Byte budget for the messages of a record."""
 
     def __init__(self, num_left: int) -> None:
         self._num_left = num_left
         self.num_cut = 0
 
     def kept(self, branch: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return the messages that fit. The first one that is too large keeps the beginning of its texts, and
-        loses its tool calls."""
+        """Return the messages that fit into the budget.
+
+        The first message that is too large keeps the beginning of its texts and loses its tool calls.
+        """
         kept = []
         for message in branch:
             whole = _as_json(message)
@@ -313,7 +315,7 @@ class _Room:
             if (part := self._part(whole)) is not None:
                 kept.append(part)
                 self.num_cut -= _num_bytes(part)
-            # All following messages are cut, so that a conversation has no gaps.
+            # Cut all following messages, so that a conversation has no gaps.
             self._num_left = 0
         return kept
 
@@ -363,20 +365,20 @@ INTERRUPT_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointTurns:
-    """Turns that an endpoint samples instead of our generators."""
+    """Settings of turns that an endpoint samples instead of the run's generators."""
 
     endpoint: EndpointModel
     sampling: SamplingSection
     limit_s: float
-    """Time for one turn."""
+    """Time limit for one turn, in seconds."""
 
 
 SampleEpisodeTurn = Callable[[EpisodeId, TurnRequest], Awaitable[SampledTurn | None]]
-"""``SampleTurn`` with the id of the episode."""
+"""Samples a turn of the episode with this id; see ``SampleTurn``."""
 
 
 class EpisodeCancelled(Exception):
-    """The group was abandoned during an episode, because it would have been too old at its end."""
+    """The episode's group was abandoned, because it would have been too old when the episode ended."""
 
 
 class Episodes:
@@ -396,11 +398,11 @@ class Episodes:
         open_session: Callable[[EpisodeAgent], Session] | None = None,
         now_s: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """``name`` is the environment's name in messages; ``limit_s`` is ``timeouts.episode_s``.
-        ``renderer`` is None where an endpoint samples all turns.
+        """Configure the episodes.
 
-        With ``has_one_agent`` a rollout gets the agent itself, otherwise all of them by their names.
-        ``open_session`` opens a session for an agent whose environment asks for one.
+        ``renderer`` is None if an endpoint samples all turns. ``name`` is the environment's name in messages.
+        With ``has_one_agent``, ``rollout`` gets an ``Agent``, otherwise an ``Agents``. ``limit_s`` is
+        ``timeouts.episode_s``. ``open_session`` opens an agent's session when its URL or key is first used.
         ``now_s`` is the clock of all deadlines.
         """
         self._now_s = now_s
@@ -415,11 +417,11 @@ class Episodes:
         self._limit_s = limit_s
         self._stuck: list[EpisodeThread[object]] = []
         self.num_killed_processes = 0
-        """Processes of episodes that had to be killed."""
+        """Number of processes of ended episodes that were killed."""
 
     @property
     def num_stuck(self) -> int:
-        """Threads of ended episodes and timed-out tools that could not be stopped."""
+        """Number of threads of ended episodes and timed-out tools that could not be stopped."""
         self._stuck = [thread for thread in self._stuck if thread.is_alive]
         return len(self._stuck) + num_stuck_calls()
 
@@ -435,12 +437,12 @@ class Episodes:
     ) -> EpisodeOutcome:
         """Run one attempt at an episode to its end.
 
-        Files that it keeps are written below ``artifacts_folder`` if its record is kept, too.
+        If ``keeps_record`` is true, files that the episode keeps are written below ``artifacts_folder``.
 
         Raises:
-            EpisodeCancelled: The group was abandoned meanwhile.
-            Exception: An exception of ``sample``, even if the environment caught it. But
-                ``EpisodeInterrupted`` is an ending (``Ending.INFRASTRUCTURE``).
+            EpisodeCancelled: The group was abandoned during the episode.
+            Exception: ``sample`` raised it, even if the environment caught it. ``EpisodeInterrupted`` is not
+                raised: it gives the ending ``Ending.INFRASTRUCTURE``.
         """
         where = f"environment {self._name}, task {task.task_id}, rollout {episode.index}"
         activity = EpisodeActivity(now_s=self._now_s, last_s=self._now_s())
@@ -456,7 +458,7 @@ class Episodes:
             if agent.is_cancelled:
                 raise EpisodeCancelled
             if isinstance(agent.failure, EpisodeInterrupted):
-                # Even if the environment caught it.
+                # This decides the ending even if the environment caught the exception.
                 result, overdue = agent.failure, None
             elif agent.failure is not None:
                 raise agent.failure
@@ -516,7 +518,7 @@ class Episodes:
         activity: EpisodeActivity,
         sample: SampleEpisodeTurn,
     ) -> SampleTurn:
-        """Return a function that samples turns of one agent on the current loop, from any loop."""
+        """Return a function, callable on any loop, that samples one agent's turns on the current loop."""
         loop = asyncio.get_running_loop()
         of_agent = dataclasses.replace(episode, agent=index)
 
@@ -537,7 +539,7 @@ class Episodes:
     def _endpoint_agent(
         self, role: AgentRole, activity: EpisodeActivity, turns: EndpointTurns, artifacts: EpisodeArtifacts
     ) -> EndpointAgent:
-        """Return an agent whose turns an endpoint samples, on the episode's loop; they count on this one."""
+        """Return an agent whose turns are sampled on the episode's loop and counted on the current loop."""
         loop = asyncio.get_running_loop()
         return EndpointAgent(
             endpoint=turns.endpoint,
@@ -553,7 +555,7 @@ class Episodes:
 
     async def _rollout(self, task: Task, agent: Agent | Agents, agents: Sequence[Participant]) -> object:
         try:
-            # An environment of several agents takes Agents in the place of one.
+            # An environment with several agents takes Agents instead of an Agent.
             return await self._environment.rollout(task, agent)  # type: ignore[arg-type]
         finally:
             for one in agents:
@@ -582,7 +584,7 @@ class Episodes:
                 if left_s <= 0:
                     overdue = overdue_key
                     break
-                # Turns move the next deadline, so look again soon.
+                # Turns move the next deadline, so check again within a second.
                 await asyncio.wait([ended], timeout=min(left_s, 1.0))
         finally:
             for one in agents:
@@ -612,7 +614,7 @@ class Episodes:
         return min(deadlines)
 
     async def _end(self, thread: EpisodeThread[object], ended: "asyncio.Future[object]") -> None:
-        """End a thread by all available means. A thread that continues counts as stuck."""
+        """Cancel a thread's coroutine, kill its processes and interrupt it. If it continues, it is stuck."""
         processes = thread.processes()
         thread.cancel()
         await asyncio.wait([ended], timeout=CLEAN_UP_S)

@@ -38,11 +38,11 @@ MAX_RESPONSE_BYTES = 16 * 2**20
 
 CONNECT_S = 30.0
 SILENCE_S = 300.0
-"""Time between two pieces of a response."""
+"""Maximum time between two pieces of a response, in seconds."""
 
 
 class ResponseTooLarge(httpx2.RequestError):
-    """A response is too large, or is compressed."""
+    """A response is larger than ``MAX_RESPONSE_BYTES``, or is compressed."""
 
 
 def http_client(section: HttpServer) -> httpx2.AsyncClient:
@@ -52,7 +52,7 @@ def http_client(section: HttpServer) -> httpx2.AsyncClient:
     (mcp/client/streamable_http.py).
     """
     return httpx2.AsyncClient(
-        # A transport of its own uses no proxies of the environment.
+        # With an explicit transport, proxies in environment variables are ignored.
         transport=httpx2.AsyncHTTPTransport(),
         event_hooks={"response": [_bound]},
         headers=section.headers | {"accept-encoding": "identity"},
@@ -91,10 +91,10 @@ MAX_UNREADABLE_LINES = 1000
 """Maximum lines that are not messages. A server that writes more is killed."""
 
 MAX_STDERR_BYTES = 4096
-"""How much of the end of standard error is kept."""
+"""Maximum bytes that are kept of the end of standard error."""
 
 EXIT_S = 1.0
-"""Time for a server to end by itself once its standard input is closed."""
+"""Seconds for a server to end by itself after its standard input is closed."""
 
 _MARK = "FORGEASYNC_MCP_SERVER"
 """Environment variable that marks the processes of a server."""
@@ -103,10 +103,10 @@ MessageStream = MemoryObjectReceiveStream[SessionMessage | Exception]
 
 
 class StdioTransport:
-    """One server process, and the streams of messages for the client of the package mcp.
+    """One server process, with its message streams for the client of the package mcp.
 
     It replaces ``stdio_client`` of mcp 2.3.0 (mcp/client/stdio.py), which reads lines of any length into
-    memory, passes HOME and USER on, and kills only the server's process group.
+    memory, passes HOME and USER to the server, and kills only the server's process group.
     """
 
     def __init__(self, section: StdioServer) -> None:
@@ -116,12 +116,12 @@ class StdioTransport:
         self._process: asyncio.subprocess.Process | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._stderr = b""
-        """The end of its standard error."""
+        """The end of the server's standard error."""
         self._why_killed: str | None = None
 
     @property
     def problem(self) -> str:
-        """What happened to the server, in words."""
+        """Description of the server's state, for an error message."""
         code = None if self._process is None else self._process.returncode
         if self._why_killed is not None:
             ended = f"was killed, since {self._why_killed}"
@@ -131,7 +131,7 @@ class StdioTransport:
         return f"{ended}: {words}" if words else ended
 
     async def __aenter__(self) -> tuple[MessageStream, MemoryObjectSendStream[SessionMessage]]:
-        """Start the server. Raises OSError or ValueError if its program cannot be started."""
+        """Start the server and return its streams. Raises OSError or ValueError if it cannot be started."""
         folder = self._folder = tempfile.TemporaryDirectory(
             prefix="forgeasync-mcp-", ignore_cleanup_errors=True
         )
@@ -158,7 +158,7 @@ class StdioTransport:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
-        """Let the server end by itself for ``EXIT_S``, then kill what is left of it."""
+        """Give the server ``EXIT_S`` to end by itself, then kill its remaining processes."""
         assert self._folder is not None and self._process is not None and self._process.stdin is not None
         try:
             self._process.stdin.close()
@@ -178,8 +178,8 @@ class StdioTransport:
                 close_pipes(self._process)
 
     def kill(self) -> None:
-        """Kill the server and everything that it has started, at once."""
-        # Repeat until none is found: a process may start another one meanwhile.
+        """Kill the server and all processes that it has started."""
+        # Repeat until none is found, because a process may start another one before it is killed.
         while kill(marked_processes(self._mark, _MARK)):
             pass
 
@@ -201,7 +201,7 @@ class StdioTransport:
                 try:
                     line = await self._process.stdout.readuntil(b"\n")
                 except asyncio.IncompleteReadError:
-                    # The exit code is more informative than the end of the output.
+                    # Wait for the exit code, which is more informative than the end of the output.
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(EXIT_S):
                             await self._process.wait()
@@ -231,7 +231,7 @@ class StdioTransport:
                     self._process.stdin.write(text.encode() + b"\n")
                     await self._process.stdin.drain()
                 except (ConnectionError, RuntimeError):
-                    # The server is gone. The reader tells the client.
+                    # The server is gone. The reader reports that to the client.
                     return
 
     async def _read_stderr(self) -> None:
@@ -245,13 +245,13 @@ class StdioTransport:
 
 
 MAX_TOOLS = 512
-"""Most tools of one server."""
+"""Maximum number of tools of one server."""
 
 PROBE_S = 5.0
-"""Time for a server to list its tools after a call timed out; after that, it is lost."""
+"""Seconds for a server to list its tools after a failed call; after that, it is lost."""
 
 CLOSE_S = 2.0
-"""Time to close a connection."""
+"""Seconds to close a connection."""
 
 
 class ServerLost(Exception):
@@ -263,7 +263,7 @@ class CallRefused(Exception):
 
 
 class Connection:
-    """A client of one server. One task enters and leaves it, as the scopes of anyio require."""
+    """A client of one server. Its own task enters and leaves the scopes of anyio, as these require."""
 
     def __init__(self, section: McpServerSection) -> None:
         self._section = section
@@ -273,13 +273,13 @@ class Connection:
         self._leave = asyncio.Event()
         self.tools: tuple[ToolOfServer, ...] = ()
         self.is_suspect = False
-        """A call timed out, so the server may not answer any more."""
+        """Whether a call was cancelled (at its time limit), so that the server may no longer answer."""
 
     async def open(self, *, limit_s: float) -> None:
-        """Start or reach the server and list its tools.
+        """Start the server or connect to it, and list its tools.
 
         Raises:
-            ServerLost: it does not come up within ``limit_s``; everything of it is gone again.
+            ServerLost: The server does not answer within ``limit_s`` seconds. Its processes are killed.
         """
         opened: asyncio.Future[tuple[Client, tuple[ToolOfServer, ...]]] = (
             asyncio.get_running_loop().create_future()
@@ -303,8 +303,8 @@ class Connection:
         """Call a tool.
 
         Raises:
-            CallRefused: the server answers with an error.
-            ServerLost: it has ended or does not answer any more.
+            CallRefused: The server answers with an error.
+            ServerLost: The server has ended or no longer answers.
         """
         assert self._client is not None and self._owner is not None
         try:
@@ -325,7 +325,7 @@ class Connection:
         raise error
 
     async def is_alive(self) -> bool:
-        """Ask the server for its tools; whether it has answered."""
+        """Return whether the server lists its tools within ``PROBE_S``."""
         assert self._client is not None and self._owner is not None
         if self._owner.done():
             return False
@@ -337,7 +337,7 @@ class Connection:
     async def _asked(
         self, request: Coroutine[Any, Any, ResponseT], *, limit_s: float | None = None
     ) -> asyncio.Future[ResponseT]:
-        """Make a request. It is cancelled if the connection ends first, or after ``limit_s``."""
+        """Return the future of a request, cancelled after ``limit_s`` or if the connection ends first."""
         assert self._owner is not None
         asking = asyncio.ensure_future(request)
         try:
@@ -348,7 +348,7 @@ class Connection:
         return asking
 
     async def close(self) -> None:
-        """Close the connection. A server that was started here is killed with its processes."""
+        """Close the connection. A server that it has started is killed with its processes."""
         self._leave.set()
         if self._owner is None:
             return
@@ -369,7 +369,7 @@ class Connection:
                 case HttpServer():
                     http = await stack.enter_async_context(http_client(self._section))
                     transport = streamable_http_client(self._section.url, http_client=http)
-            # No cache: the list of tools must be the current one.
+            # No cache, because the list of tools must be up to date.
             client = await stack.enter_async_context(Client(transport, cache=None))
             opened.set_result((client, await _list_tools(client)))
             await self._leave.wait()
@@ -407,25 +407,25 @@ def _told(error: BaseException) -> str:
 
 
 START_S = 30.0
-"""Time for a server to come up, in seconds."""
+"""Default time for a server to start, in seconds."""
 
 MAX_RESTARTS = 1
-"""Times that one server is started again in an episode."""
+"""Maximum number of restarts of one server in an episode."""
 
 
 class McpTools:
-    """Starts or reaches MCP servers and has their tools; make it within ``rollout``.
+    """Starts MCP servers, or connects to them, and provides their tools. Create it within ``rollout``.
 
         async with McpTools({"files": StdioServer(command=("python", "-m", "my_package.server"))}) as mcp:
             run = await run_tools(agent, task.prompt, Toolbox(mcp.tools))
 
-    With several servers, tools are called ``<server>__<tool>``. A server that dies or hangs fails the call
-    that was under way; the next call starts it again, once in an episode. What it held in memory is gone
-    then, and the model is told so.
+    With several servers, tools are named ``<server>__<tool>``. If a server dies or hangs, the call in flight
+    fails. Its result tells the model that the next call restarts the server without its memory, which happens
+    at most once in an episode.
     """
 
     def __init__(self, servers: Mapping[str, McpServerSection], *, start_s: float = START_S) -> None:
-        """``servers`` are sections by name; ``start_s`` is the time for each to come up."""
+        """``servers`` are sections by name; ``start_s`` is the time for each to start, in seconds."""
         self._servers = [_Server(name, section, start_s=start_s) for name, section in servers.items()]
         self.tools: tuple[Tool, ...] = ()
 
@@ -433,7 +433,7 @@ class McpTools:
         """Start all servers.
 
         Raises:
-            EpisodeInterrupted: one does not come up.
+            EpisodeInterrupted: A server does not start.
         """
         try:
             await asyncio.gather(*(server.start() for server in self._servers))
@@ -451,12 +451,12 @@ class McpTools:
         await self.close()
 
     async def close(self) -> None:
-        """End all servers that were started, and leave the others; may be called again."""
+        """End the servers that were started here, and disconnect from the others. May be called again."""
         await asyncio.gather(*(server.close() for server in self._servers))
 
 
 class _Server:
-    """One server, through its restarts."""
+    """One server, across its restarts."""
 
     def __init__(self, name: str, section: McpServerSection, *, start_s: float) -> None:
         self._name = name
@@ -466,7 +466,7 @@ class _Server:
         self._one_restart = asyncio.Lock()
         self._num_restarts = 0
         self._lost: str | None = None
-        """Why the connection cannot be used any more."""
+        """Reason why the connection is lost; None while it is usable."""
 
     async def start(self) -> None:
         try:
@@ -510,10 +510,10 @@ class _Server:
         return _text(result)
 
     async def _revive(self) -> None:
-        """Start the server again if it is lost.
+        """Restart the server if it is lost.
 
         Raises:
-            EpisodeInterrupted: it has been started again before, or does not come up.
+            EpisodeInterrupted: The server was restarted before, or does not start.
         """
         async with self._one_restart:
             if self._lost is None and self._connection.is_suspect and not await self._connection.is_alive():
@@ -530,7 +530,7 @@ class _Server:
 
 
 def _text(result: CallToolResult) -> str:
-    """Return the text of a result; other content is named by its type."""
+    """Return the text of a result, with the type in place of content that is no text."""
     parts = [
         one.text if isinstance(one, TextContent) else f"[{one.type}: cannot be shown]"
         for one in result.content

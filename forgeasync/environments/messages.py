@@ -20,7 +20,7 @@ ASSISTANT = "assistant"
 TOOL = "tool"
 
 MAX_SHOWN = 80
-"""Most characters of a message that an error quotes."""
+"""Maximum characters of a value that an error quotes."""
 
 MAX_DEPTH = 128
 """Maximum nesting of objects and lists in a tool's parameters and in the arguments of a call. Sessions accept
@@ -39,19 +39,19 @@ class ToolSpec:
 
     @property
     def message_form(self) -> dict[str, Any]:
-        """The tool as chat endpoints take it."""
+        """The tool in the format of chat endpoints."""
         function = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {"type": "function", "function": function}
 
     @property
     def lookup_key(self) -> Hashable:
-        """Equal for equal tools; ``parameters`` must be JSON within ``MAX_DEPTH``."""
+        """Key that is equal for equal tools; ``parameters`` must be JSON within ``MAX_DEPTH``."""
         return self.name, self.description, _frozen(self.parameters)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """A complete call that the model has written. Whether such a tool exists is not checked yet."""
+    """A complete tool call of the model. It is not checked whether the tool exists."""
 
     id: str
     name: str
@@ -66,12 +66,12 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BrokenToolCall:
-    """The beginning of a tool call that cannot be read: it is cut off, is not JSON, or names no tool."""
+    """A tool call that cannot be parsed: it is cut off, is not JSON, or names no tool."""
 
     text: str
-    """What the model wrote."""
+    """The model's text."""
     problem: str
-    """What is wrong with it, in words for the model."""
+    """Description of the problem, for the model."""
 
 
 def check_size(value: object, *, max_depth: int = MAX_DEPTH, max_values: int | None = None) -> None:
@@ -120,17 +120,17 @@ def read_arguments(written: object) -> dict[str, Any]:
 
 
 def checked_tools(tools: Sequence[ToolSpec] | None) -> tuple[ToolSpec, ...]:
-    """Check the tools that a model is told of, and return them as a tuple.
+    """Check the tools of a model, and return them as a tuple.
 
     Raises:
-        ValueError: The parameters of a tool are nested deeper than ``MAX_DEPTH``; names the tool.
+        ValueError: The parameters of a tool are nested deeper than ``MAX_DEPTH``. The error names the tool.
     """
     specs = tuple(tools or ())
     for index, tool in enumerate(specs):
         try:
             check_size(tool.parameters)
         except ValueError as error:
-            # Not quoted: representing them could recurse too deeply.
+            # The parameters are not quoted, because their repr could recurse too deeply.
             raise ValueError(f"tools[{index}], {show(tool.name)}: its parameters are {error}") from None
     return specs
 
@@ -160,7 +160,7 @@ def checked_message(where: str, message: object) -> Message:
     """Return a copy of one message in the form that ``is_same_message`` compares.
 
     Raises:
-        ValueError: it is malformed; names ``where``.
+        ValueError: The message is malformed. The error names ``where``.
     """
     if not isinstance(message, Mapping):
         raise ValueError(f"{where} is {show(message)}; must read {{'role': 'user', 'content': '...'}}")
@@ -187,7 +187,7 @@ def checked_message(where: str, message: object) -> Message:
 
 
 def is_same_message(ours: Message, theirs: Message) -> bool:
-    """Whether ``theirs``, which a client sends back, is our message ``ours``.
+    """Whether ``theirs``, which a client sends back, is the same message as ``ours``.
 
     Many clients drop the reasoning of an assistant's message and the ids of its tool calls, so a message
     without them is still the same. All fields that are present must be equal.
@@ -207,7 +207,7 @@ def is_same_message(ours: Message, theirs: Message) -> bool:
 def lookup_key(message: Message) -> Hashable:
     """Return a key that is equal for all messages that ``is_same_message`` considers the same.
 
-    It has everything that clients may not drop.
+    It has every field that clients must not drop.
     """
     calls = tuple(
         (call["function"]["name"], _frozen(call["function"]["arguments"]))
@@ -217,7 +217,7 @@ def lookup_key(message: Message) -> Hashable:
 
 
 def show(value: object) -> str:
-    """Return the beginning of a value's representation, for an error."""
+    """Return the beginning of a value's repr, for an error message."""
     try:
         shown = repr(value)
     except RecursionError:
@@ -234,13 +234,13 @@ def _frozen(value: object) -> Hashable:
             return tuple(_frozen(one) for one in value)
         case None | bool() | int() | float() | str():
             return value
-    # An environment may pass values that are not JSON. The comparison that follows tells them apart.
+    # An environment may pass values that are not JSON. ``is_same_message`` compares them exactly.
     # mypy looks at the __hash__ of instances, which is not that of the class.
     return type(value)  # type: ignore[return-value]
 
 
 def _text(where: str, content: object) -> str:
-    """The text of a message's content, which may be a list of text parts."""
+    """Return the text of a message's content, which may be a list of text parts."""
     if isinstance(content, Sequence) and not isinstance(content, str):
         parts = []
         for part in content:

@@ -51,9 +51,9 @@ class Abilities:
     system: bool
     reasoning: bool
     must_reason: bool
-    """The prompt of a turn opens reasoning."""
+    """Whether the prompt of a turn opens reasoning."""
     tools: tuple[ToolSpec, ...]
-    """The tools for the model; empty if the format cannot tell the model of tools."""
+    """The tools for the model; empty if the format cannot describe tools."""
     calls: bool
     parallel_calls: bool
     text_beside_calls: bool
@@ -69,7 +69,7 @@ def assistant(content: str, *calls: Message, reasoning: str | None = None) -> Me
 
 
 def call(identity: str, tool: str, /, **arguments: object) -> Message:
-    """A tool call as messages have it."""
+    """Return a tool call as it stands in a message."""
     return {"id": identity, "type": "function", "function": {"name": tool, "arguments": arguments}}
 
 
@@ -141,7 +141,7 @@ TEXTS = (
 
 
 def random_dialogue(rng: random.Random, abilities: Abilities, texts: Sequence[str]) -> Dialogue:
-    """A conversation within ``abilities``, of one to four turns of the model."""
+    """Return a random conversation within ``abilities``, of one to four turns of the model."""
     has_calls = abilities.calls and rng.random() < 0.7
     messages: list[Message] = []
     if abilities.system and rng.random() < 0.5:
@@ -183,15 +183,15 @@ def _random_call(rng: random.Random, index: int, texts: Sequence[str]) -> Messag
 
 
 Retokenized = Callable[[np.ndarray], np.ndarray]
-"""Other tokens for the same text."""
+"""Returns other token ids for the same text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What was given before one turn of the model, and the turn."""
+    """One turn of the model, and the tokens given before it."""
 
     index: int
-    """Of the turn's message."""
+    """Index of the turn's message."""
     given_ids: np.ndarray
     turn: SampledTurn
 
@@ -203,7 +203,7 @@ class ConversationPath:
     steps: tuple[Step, ...]
     last_given_ids: np.ndarray
     conversation: Conversation
-    """Up to the last turn."""
+    """The conversation up to the last turn."""
 
     @property
     def ids(self) -> list[int]:
@@ -219,7 +219,7 @@ def walk(
     """Build the path of ``dialogue``: each assistant's message is a sampled turn in the renderer's format.
 
     Raises:
-        ValueError: the renderer refuses a message.
+        ValueError: The renderer refuses a message.
     """
     steps: list[Step] = []
     conversation = Conversation(turns={})
@@ -262,7 +262,7 @@ def message_of(parsed: ParsedTurn) -> Message:
 
 
 def other_tokens(tokenizer: "PreTrainedTokenizerBase", rng: random.Random) -> Retokenized:
-    """Return a function that finds other tokens with the same text, as a model can sample them."""
+    """Return a function that returns other tokens for the same text, as a model can sample them."""
     whole = frozenset(tokenizer.get_added_vocab().values()) | frozenset(tokenizer.all_special_ids)
 
     def retokenized(ids: np.ndarray) -> np.ndarray:
@@ -281,7 +281,7 @@ def other_tokens(tokenizer: "PreTrainedTokenizerBase", rng: random.Random) -> Re
 
 
 def _split(tokenizer: "PreTrainedTokenizerBase", ids: list[int], rng: random.Random) -> list[int]:
-    """Tokenize text in random pieces; returns ``ids`` if that changes the text."""
+    """Tokenize the text of ``ids`` in random pieces; return ``ids`` if that changes the text."""
     text = tokenizer.decode(ids, skip_special_tokens=False)
     pieces: list[int] = []
     start = 0

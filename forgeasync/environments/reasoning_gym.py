@@ -1,4 +1,4 @@
-"""Problems from reasoning-gym, which generates each from a seed and an index.
+"""Problems from reasoning-gym, which generates each problem from a seed and an index.
 
 reasoning-gym generates problem ``i`` of a data set from ``seed + i``, so nearby seeds share nearly all
 problems. This module hashes the seeds.
@@ -26,11 +26,11 @@ OWN_OPTIONS = frozenset({"seed", "size"})
 
 
 _NUM_REPRODUCED = 4
-"""Problems generated twice to find data sets that ignore their seed."""
+"""Number of problems that are generated twice to find data sets that ignore their seed."""
 
 
 def _spread_seed(seed: int) -> int:
-    # 31 bits: some data sets pass seed + index to NumPy, which takes 32.
+    # 31 bits, because some data sets pass seed + index to NumPy, which accepts 32 bits.
     return int.from_bytes(hashlib.sha256(f"train {seed}".encode()).digest()[:4]) & 0x7FFF_FFFF
 
 
@@ -40,7 +40,7 @@ def _nearest(name: str, known: list[str]) -> str:
 
 
 def _create(source: ReasoningGymSource, *, seed: int, size: int) -> ProceduralDataset:
-    """Create a reasoning-gym data set; raises ConfigError that names the field at fault."""
+    """Return a data set of reasoning-gym. Raises ConfigError that names the wrong field."""
     if source.task not in DATASETS:
         remedy = f"reasoning-gym has no such data set; {_nearest(source.task, sorted(DATASETS))}"
         raise refusal("source.task", source.task, remedy)
@@ -56,17 +56,17 @@ def _create(source: ReasoningGymSource, *, seed: int, size: int) -> ProceduralDa
     try:
         return create_dataset(source.task, seed=seed, size=size, **source.options)
     except (AssertionError, TypeError, ValueError) as error:
-        # Some of its assertions say nothing.
+        # Some assertions of reasoning-gym have no message.
         reason = str(error) or type(error).__name__
         remedy = f"{source.task!r} refuses this (with {size} problems): {reason}"
         raise refusal("source.options", source.options, remedy) from error
 
 
 class ReasoningGymProblems(DrawnProblems):
-    """Generates training and held-out problems one at a time, so that building it costs almost nothing.
+    """Training and held-out problems of a data set of reasoning-gym, generated on demand.
 
-    A ``source_index`` of 0 or more is a training problem's index; held-out problem ``i`` has
-    ``-1 - i``. Raises ConfigError that names ``data.source.task`` or ``data.source.options``.
+    A training problem's ``source_index`` is its index; that of held-out problem ``i`` is ``-1 - i``. Raises
+    ConfigError that names ``data.source.task`` or ``data.source.options``.
     """
 
     def __init__(self, source: ReasoningGymSource, *, num_train: int, num_held_out: int, seed: int) -> None:
@@ -77,7 +77,7 @@ class ReasoningGymProblems(DrawnProblems):
         self._held_out = _create(source, seed=HELD_OUT_SEED, size=most_candidates(num_held_out))
 
     def entry(self, source_index: int) -> dict[str, Any]:
-        """Generate reasoning-gym's own record of a problem; raises ConfigError if that fails."""
+        """Return reasoning-gym's record of a problem. Raises ConfigError if it cannot be generated."""
         dataset, index = (
             (self._train, source_index) if source_index >= 0 else (self._held_out, -1 - source_index)
         )
@@ -88,7 +88,7 @@ class ReasoningGymProblems(DrawnProblems):
             raise refusal("source.options", self.source.options, remedy) from error
 
     def score_answer(self, answer: str, entry: dict[str, Any]) -> float:
-        """Score ``answer`` by reasoning-gym's verifier, usually 0 to 1; raises what the verifier raises."""
+        """Return the verifier's score of ``answer``, usually 0 to 1; raises what the verifier raises."""
         return float(self._train.score_answer(answer, entry))
 
     def held_out(self) -> list[Task]:
@@ -99,7 +99,7 @@ class ReasoningGymProblems(DrawnProblems):
 
     def candidates(self, *, held_out: bool) -> Iterator[Task]:
         """See ``DrawnProblems``."""
-        # The id has the seed, because another seed gives another problem at the same index.
+        # The id has the seed, because problems at the same index differ between seeds.
         group = "held_out" if held_out else f"seed{self._seed}"
         for index in range(len(self._held_out if held_out else self._train)):
             source_index = -1 - index if held_out else index

@@ -25,11 +25,11 @@ Record = dict[str, object]
 def read_json_records(path: Path) -> Iterator[tuple[str, Record]]:
     """Yield the place ("line 8", "record 7") and the value of each record; blank lines are skipped.
 
-    The file has one object per line, or one list of objects. ``datasets`` is not used for this: it names no
-    lines, takes no numbers above 64 bits, and fails on files whose records do not all have the same keys.
+    The file has one object per line, or one list of objects. ``datasets`` is not used here, because its
+    errors name no lines, and it rejects numbers above 64 bits and files whose records have different keys.
 
     Raises:
-        ValueError: it has something else; says where and what.
+        ValueError: The file has something else. The error names the place and the value.
     """
     data = path.read_bytes().removeprefix(_MARK)
     if data.lstrip().startswith(b"["):
@@ -74,7 +74,7 @@ def _excerpt(text: str, position: int) -> str:
 
 
 _INTEGERS = range(-(2**63), 2**63)
-"""Integers that the files of a checkpoint can hold."""
+"""Integers that checkpoint files can store."""
 
 
 _MAX_DEPTH = 32
@@ -83,10 +83,10 @@ _LEFT_OUT = object()
 
 
 def json_like(record: Mapping[Any, Any]) -> dict[str, Any]:
-    """Copy a record with plain values only.
+    """Return a copy of a record that has only JSON values.
 
-    Lists and mappings are copied recursively, tuples become lists, and whole numbers of more than 64 bits
-    become text. Values that JSON cannot hold (images, bytes, NaN, half characters) are left out with their
+    Lists and mappings are copied recursively, tuples become lists, and integers of more than 64 bits become
+    text. Values that JSON cannot hold (images, bytes, NaN, halves of surrogate pairs) are left out with their
     keys.
     """
     plain = _plain(record, 0)
@@ -127,19 +127,19 @@ def _is_whole_text(text: str) -> bool:
 
 
 FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
-"""The reader of ``datasets`` for each kind of local file. A single JSON file is read by this package."""
+"""Reader of ``datasets`` for each kind of local file. Single JSON files are read by ``read_json_records``."""
 
 
 MAX_RECORDS_READ = 200_000
-"""Records up to which a table is read whole; of a larger one, only the records that a run draws are read."""
+"""Maximum number of records of a table that is read completely; larger tables are read on demand."""
 
 
 def read_field(record: dict[str, Any], path: str, *, field: str, where: str) -> str:
     """Return the text at dotted ``path`` (keys and list indices) in ``record``; numbers become decimals.
 
     Raises:
-        ConfigError: there is nothing, an empty text, or neither text nor number; names the config's ``field``
-            and ``where`` the record is.
+        ConfigError: The value is missing, empty, or neither text nor number. The error names ``field``, the
+            config's key of the path, and ``where``, the place of the record.
     """
     value: Any = record
     walked: list[str] = []
@@ -174,7 +174,7 @@ def read_field(record: dict[str, Any], path: str, *, field: str, where: str) -> 
         raise refusal(field, path, remedy)
     if isinstance(value, float) and not math.isfinite(value):
         raise refusal(field, path, f"is {value} in {where}; must be a finite number")
-    # Written as a person would: without exponent, and with as few digits as identify the number.
+    # Without exponent, and with the fewest digits that identify the number.
     return str(value) if isinstance(value, int) else format(Decimal(repr(value)), "f")
 
 
@@ -185,14 +185,14 @@ def _list_names(wanted: str, known: Iterable[str]) -> str:
 
 
 def is_local(source: HuggingFaceSource) -> bool:
-    """Whether the path is a file or folder of this machine, and no hub id."""
+    """Whether the path is a file or folder of this machine rather than a hub id."""
     path = Path(source.path)
     looks_local = path.is_absolute() or source.path.startswith(".") or path.suffix.lower() in FORMATS
     return looks_local or path.exists()
 
 
 def _read(source: HuggingFaceSource) -> Sequence[Task]:
-    """Read all problems, in the order of the data set; above ``MAX_RECORDS_READ`` records, on demand."""
+    """Return all problems in the order of the data set; more than ``MAX_RECORDS_READ`` are read on demand."""
     path = Path(source.path)
     suffix = path.suffix.lower()
     if is_local(source) and not path.exists():
@@ -314,9 +314,9 @@ class _Table(Sequence[Task]):
 
 
 class HuggingFaceProblems(DrawnProblems):
-    """Problems of one data set; records with the same question are one problem.
+    """Problems of one data set. Records with the same question are one problem.
 
-    Published sets repeat problems (DAPO-Math-17k a hundredfold); repeats must not weigh more.
+    Published data sets repeat problems (DAPO-Math-17k a hundredfold), and repeats must not count more.
     """
 
     may_repeat = False
@@ -325,8 +325,8 @@ class HuggingFaceProblems(DrawnProblems):
         """Read the data set.
 
         Raises:
-            ConfigError: names the config field that asks for something the data set does not have, and the
-                line or record of what is wrong with it.
+            ConfigError: The data set lacks something that the config requests, or a record is wrong. The
+                error names the field, and the line or record.
         """
         super().__init__(repr(source.path), num_train=num_train, num_held_out=num_held_out, seed=seed)
         self._source = source
@@ -353,7 +353,7 @@ QUESTION, ANSWER = "question", "answer"
 
 
 class PythonProblems(DrawnProblems):
-    """Problems of a function ``(split, seed)`` that returns records, finitely many or endlessly."""
+    """Problems of a function ``(split, seed)`` that returns finitely or infinitely many records."""
 
     def __init__(self, source: PythonSource, *, num_train: int, num_held_out: int, seed: int) -> None:
         """Import and build the function. Raises ConfigError naming ``data.source.factory``."""
@@ -396,6 +396,6 @@ class PythonProblems(DrawnProblems):
             # The user's function may have returned anything.
             yield from records  # type: ignore[misc]
         except Exception as error:
-            # Whatever the user's code raises is for the user to see.
+            # Show the user every exception of their code.
             remedy = f"raised {type(error).__name__}: {error}, called with ({split!r}, {seed})"
             raise refusal("source.factory", self._source.factory, remedy) from error

@@ -1,4 +1,4 @@
-"""The environment of ``kind: remote``: an agent program behind a URL, in any language (docs/remote.md)."""
+"""The environment of ``kind: remote``: an agent program at a URL, in any language (docs/remote.md)."""
 
 import asyncio
 import contextlib
@@ -26,7 +26,7 @@ CANCEL_S = 5.0
 
 
 class EpisodeFailed(RuntimeError):
-    """The server reports that an episode has failed, or its reply is not an episode."""
+    """The server reports that an episode has failed, or its reply is malformed."""
 
 
 class ServerLost(Exception):
@@ -37,18 +37,18 @@ class EpisodeReply(msgspec.Struct, frozen=True):
     """The answer to ``POST /episodes``. Unknown fields are ignored."""
 
     score: float | None = None
-    """Required with ``completed``."""
+    """Score; required if ``ending`` is ``completed``."""
     is_correct: bool | None = None
-    """None if the score decides, by ``environment.correct_at``."""
+    """Whether the result is correct; None to compare the score with ``environment.correct_at``."""
     parts: dict[str, float] = {}
     ending: str = Ending.COMPLETED
     feedback: str = ""
     problem: str = ""
-    """What went wrong, for people."""
+    """Description of a failure, for people."""
 
 
 class RemoteAgent(SectionEnvironment):
-    """A server runs each episode. Its agent samples through the session of the episode."""
+    """An environment whose episodes run on a server, which samples through the session of the episode."""
 
     def __init__(self, section: RemoteEnvironment, sandbox: SandboxSection) -> None:
         self._section = section
@@ -89,10 +89,10 @@ class RemoteAgent(SectionEnvironment):
 
 
 def _task_fields(task: Task, section: RemoteEnvironment) -> dict[str, Any]:
-    """Return the fields of a task that the server gets.
+    """Return the fields of a task that are sent to the server.
 
     Raises:
-        ValueError: the task's record lacks a column.
+        ValueError: The task's record lacks a column.
     """
     if section.task_fields is None:
         return dict(task.record)
@@ -114,7 +114,7 @@ def _task_fields(task: Task, section: RemoteEnvironment) -> dict[str, Any]:
 
 
 def _anthropic_base_url(agent: Agent) -> str | None:
-    """Return None for an endpoint that is evaluated, because it may serve Chat Completions only."""
+    """Return the URL, or None for an evaluated endpoint, which may only have Chat Completions."""
     try:
         return agent.anthropic_base_url
     except ValueError:
@@ -122,20 +122,20 @@ def _anthropic_base_url(agent: Agent) -> str | None:
 
 
 def _client(section: RemoteEnvironment) -> aiohttp.ClientSession:
-    # The deadlines of the episode apply; an episode may take hours.
+    # No total timeout, because an episode may take hours. The deadlines of the episode apply.
     return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None, sock_connect=section.health_s))
 
 
 async def _run(
     client: aiohttp.ClientSession, section: RemoteEnvironment, request: dict[str, Any]
 ) -> EpisodeReply:
-    """Run an episode on the server, and check the server's health meanwhile.
+    """Run an episode on the server, and check the server's health during the episode.
 
-    If this is cancelled, by a deadline for example, the server cancels the episode.
+    If this is cancelled, for instance by a deadline, the server is requested to cancel the episode.
 
     Raises:
         ServerLost: The server is gone.
-        EpisodeFailed: The server has refused the episode, or its reply cannot be read.
+        EpisodeFailed: The server has refused the episode, or its reply cannot be parsed.
     """
     url = f"{section.url}/episodes"
     call = asyncio.ensure_future(_post(client, url, request))

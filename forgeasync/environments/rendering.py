@@ -1,4 +1,4 @@
-"""From messages to tokens: the protocol of renderers, and the choice of a run's renderer.
+"""Rendering of messages as tokens: the protocol of renderers, and the choice of a run's renderer.
 
 A renderer appends messages to a path of tokens, and reads the turns that a model writes. Sampled tokens are
 never re-tokenized. This module has the renderer for models without a chat template; chat_formats.py has those
@@ -39,7 +39,7 @@ class BridgeRefused(ValueError):
 
 
 class NoCallOpening(ValueError):
-    """A turn cannot be made to begin with a call of a tool."""
+    """The model's format does not let a turn be forced to begin with a tool call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,44 +51,44 @@ class Conversation:
 
     messages: tuple[Message, ...] = ()
     turns: Mapping[int, SampledTurn]
-    """The model's turns, by the index of their message. An assistant's message that is not among them was
-    written by someone else, and its tokens were given."""
+    """The model's turns by message index. Other assistant messages were not sampled, and their tokens were
+    given."""
     token_ids: Sequence[int] = ()
-    """All tokens of the path, the last turn's included."""
+    """All token ids of the path, including those of the last turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedTurn:
-    """What the model's tokens of one turn say."""
+    """The parts of a turn, as parsed from its tokens."""
 
     text: str
-    """What the model says to whom it talks: without reasoning, tool calls and special tokens."""
+    """Text without reasoning, tool calls and special tokens."""
     reasoning: str | None = None
-    """None where the model's format has none, or the model wrote none."""
+    """Reasoning; None if the model's format has none, or the model wrote none."""
     tool_calls: tuple[ToolCall, ...] = ()
     broken_tool_calls: tuple[BrokenToolCall, ...] = ()
 
 
 class MessageRenderer(Protocol):
-    """Renders messages as the tokens to append, and parses the tokens of a turn; for one tokenizer."""
+    """Renders messages as tokens to append to a path, and parses the tokens of a turn; for one tokenizer."""
 
     @property
     def reserved(self) -> Sequence[str]:
-        """Texts that would become tokens with a meaning for conversations; see ``without_reserved``."""
+        """Texts that would become control tokens of a conversation; see ``without_reserved``."""
         ...
 
     def added_ids(
         self, conversation: Conversation, messages: tuple[Message, ...], tools: Sequence[ToolSpec] = ()
     ) -> np.ndarray:
-        """Return the token ids, int32, to append to the path of ``conversation`` so that it ends where the
-        model answers ``messages``, which continue the conversation's messages.
+        """Return the token ids, int32, to append to the path of ``conversation`` before the model answers.
 
-        The tokens of the path stay as they are. ``tools`` are the same for all turns of a path.
+        ``messages`` continue the conversation's messages. The tokens of the path do not change. ``tools`` are
+        the same for all turns of a path.
 
         Raises:
-            BridgeRefused: the messages can be rendered, but not after this path.
-            ValueError: the messages cannot be rendered, for instance because the chat template fails or
-                changes what came before.
+            BridgeRefused: The messages can be rendered, but not after this path.
+            ValueError: The messages cannot be rendered, for instance because the chat template fails or
+                changes earlier text.
         """
         ...
 
@@ -97,33 +97,33 @@ class MessageRenderer(Protocol):
     ) -> np.ndarray:
         """Return the token ids, int32, that a model would sample to say ``answer`` after ``messages``.
 
-        They end with the token that ends a turn, if the format has one. Use it for answers that were not
+        They end with the token that ends a turn, if the format has one. Use this for answers that were not
         sampled.
 
         Raises:
-            ValueError: the answer cannot be rendered.
+            ValueError: The answer cannot be rendered.
         """
         ...
 
     def text_of(self, ids: Sequence[int]) -> str:
-        """Return the text of tokens without special ones, as ``SampledTurn.text`` has it."""
+        """Return the text of tokens without special tokens, like ``SampledTurn.text``."""
         ...
 
     def parse(
         self, before_ids: Sequence[int], turn: SampledTurn, tools: Sequence[ToolSpec] = ()
     ) -> ParsedTurn:
-        """Parse a turn that was sampled after ``before_ids``; never raises for what a model wrote."""
+        """Parse a turn that was sampled after ``before_ids``; never raises because of model output."""
         ...
 
 
 def call_opening(renderer: MessageRenderer, tools: Sequence[ToolSpec]) -> np.ndarray:
-    """Return the tokens, int32, with which a turn begins that calls one of ``tools`` at once.
+    """Return the first token ids, int32, of a turn that begins with a call of one of ``tools``.
 
     They are the common beginning of such calls in the renderer's format: up to the name of the tool, or up to
     its arguments if there is one tool.
 
     Raises:
-        NoCallOpening: the format has no tool calls, or what they begin with does not make a call of it.
+        NoCallOpening: The format has no tool calls, or other turns can have the same beginning.
     """
 
     def answer(name: str | None, **arguments: int) -> list[int]:
@@ -135,7 +135,7 @@ def call_opening(renderer: MessageRenderer, tools: Sequence[ToolSpec]) -> np.nda
         return renderer.answer_ids(question, checked_message("a call", message), (told,)).tolist()
 
     question = ({"role": "user", "content": "x"},)
-    # With several tools the name is not given: calls with two different names show what comes before it.
+    # With several tools the name stays open: calls with two different names share what precedes the name.
     names = [tools[0].name] if len(tools) == 1 else ["a", "b"]
     try:
         calls = [answer(name, **more) for name in names for more in ({}, {"x": 1})]
@@ -154,12 +154,12 @@ def call_opening(renderer: MessageRenderer, tools: Sequence[ToolSpec]) -> np.nda
 
 
 def message_forms(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return copies of checked messages that may be changed, in plain objects."""
+    """Return mutable copies of checked messages, as plain JSON values."""
     return list(json.loads(json.dumps(messages)))
 
 
 def tool_forms(tools: Sequence[ToolSpec]) -> list[dict[str, Any]]:
-    """Return the tools as chat endpoints take them, in plain objects."""
+    """Return the tools in the format of chat endpoints, as plain JSON values."""
     return list(json.loads(json.dumps([tool.message_form for tool in tools])))
 
 
@@ -168,7 +168,7 @@ _FROM_OUTSIDE = frozenset({"user", TOOL})
 
 
 def reserved_texts(tokenizer: "PreTrainedTokenizerBase") -> tuple[str, ...]:
-    """Return the texts of all added tokens, the longest first; those of one character cannot be divided."""
+    """Return the texts of all added tokens, longest first, except white space and single characters."""
     texts = [text for text in tokenizer.get_added_vocab() if len(text) > 1 and not text.isspace()]
     return tuple(sorted(texts, key=lambda text: (-len(text), text)))
 
@@ -176,8 +176,8 @@ def reserved_texts(tokenizer: "PreTrainedTokenizerBase") -> tuple[str, ...]:
 def without_reserved(messages: Sequence[Message], reserved: Sequence[str]) -> tuple[tuple[Message, ...], int]:
     """Break up reserved texts in messages of users and tools; return the messages and the number of texts.
 
-    Tokenizers turn ``<|im_end|>`` into the token that ends a turn wherever it occurs, also in the output of a
-    tool. Whoever writes it there could end the message and speak for the model. So in messages of users and
+    Tokenizers convert ``<|im_end|>`` to the token that ends a turn wherever it occurs, also in the output of
+    a tool. There it could end the message and fake a turn of the model. Therefore, in messages of users and
     tools, the text of every added token gets an invisible word joiner (U+2060) after its first character.
     """
     changed, num_found = [], 0
@@ -198,13 +198,13 @@ class RenderedAnew:
     ids_S: np.ndarray
     """int32."""
     starts: Mapping[int, int]
-    """Where the tokens of the model's own turns begin, by the indices of their messages."""
+    """Position of the first token of each of the model's own turns, by message index."""
     num_from_text: int
-    """Number of assistant's messages whose tokens had to be made from text."""
+    """Number of assistant messages that were tokenized from text."""
 
 
 class _FromText(Exception):
-    """Messages up to ``last`` must be rendered together, from their text; with ``only``, that one alone."""
+    """Message ``last`` must be tokenized from text and, unless ``only`` is true, so must all before it."""
 
     def __init__(self, *, last: int, only: bool) -> None:
         self.last = last
@@ -219,19 +219,19 @@ def rendered_anew(
 ) -> RenderedAnew:
     """Render a whole conversation that does not continue another one.
 
-    ``known_turns`` are the model's own unchanged turns, by the index of their message. Their sampled tokens
-    are used as they are. Everything else is tokenized from text, and so is a turn after which nothing can be
-    appended (``BridgeRefused``).
+    ``known_turns`` are the model's own unchanged turns by message index, whose sampled tokens are used.
+    Everything else is tokenized from text, including a turn after which nothing can be appended
+    (``BridgeRefused``).
 
     Raises:
-        ValueError: the messages cannot be rendered.
+        ValueError: The messages cannot be rendered.
     """
     known = dict(known_turns)
     while True:
         try:
             return _spliced(renderer, messages, known, tools)
         except _FromText as error:
-            # Each time there is one known turn less, or none before what is rendered together.
+            # Each pass has fewer known turns, so the loop ends.
             known = {
                 index: turn
                 for index, turn in known.items()
@@ -247,7 +247,7 @@ def _spliced(
 ) -> RenderedAnew:
     answers = [index for index, message in enumerate(messages) if message["role"] == ASSISTANT]
     first = min(known, default=len(messages))
-    # What others said before the model's first turn is part of its prompt.
+    # Assistant messages before the model's first turn are part of its prompt.
     ours_or_later = [index for index in answers if index >= first]
     path: list[int] = []
     starts: dict[int, int] = {}
@@ -268,7 +268,7 @@ def _spliced(
                 ids = renderer.answer_ids(messages[:index], messages[index], tools)
             except ValueError as error:
                 raise _FromText(last=index, only=False) from error
-            # The turn is of no tree, and nothing reads its number or version.
+            # The turn belongs to no tree, so nothing reads its number or version.
             turn = SampledTurn(
                 turn=-1,
                 ids_T=ids,
@@ -304,7 +304,7 @@ class PlainRenderer:
 
     @property
     def reserved(self) -> Sequence[str]:
-        """None: without a chat template no text has a meaning for conversations."""
+        """Empty, because without a chat template there are no control tokens."""
         return ()
 
     def added_ids(
@@ -350,7 +350,7 @@ def _has_newline(tokenizer: "PreTrainedTokenizerBase") -> bool:
 TemplateArguments = Mapping[str, int | float | bool | str]
 
 _NOT_BY_ITSELF = frozenset(
-    # deepseek-v4 has no chat template to be compared with; gpt-oss downloads a vocabulary when it is built.
+    # deepseek-v4 has no chat template to compare with; gpt-oss downloads a vocabulary when it is built.
     {RendererName.AUTO, RendererName.TEMPLATE, RendererName.DEEPSEEK_V4, RendererName.GPT_OSS}
 )
 _NO_REASONING = re.compile(r"<think>\s*</think>\s*")
@@ -358,11 +358,11 @@ _NO_REASONING = re.compile(r"<think>\s*</think>\s*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChosenRenderer:
-    """The renderer of a run, and why it is this one."""
+    """The renderer of a run, and why it was chosen."""
 
     renderer: MessageRenderer
     name: str
-    """``plain``, or a name that ``data.renderer`` may have."""
+    """``plain``, or a value of ``data.renderer``."""
     reason: str
 
 
@@ -389,14 +389,14 @@ def choose_renderer(
     """Choose the renderer for a tokenizer; the arguments are the keys of the section ``data``.
 
     Raises:
-        ValueError: there is no template although one is needed, or the tokenizer does not have what the named
-            renderer needs, or the renderer does not know an argument; names the field.
+        ValueError: A template is needed and missing, the tokenizer does not fit the named renderer, or the
+            renderer has no such argument. The error names the field.
     """
     if not chat_template:
         return ChosenRenderer(
             renderer=PlainRenderer(tokenizer), name="plain", reason="data.chat_template is false"
         )
-    # The package of the families takes a while to load.
+    # The package ``renderers`` is slow to load.
     from forgeasync.environments.chat_formats import FamilyRenderer, TemplateRenderer
 
     arguments = template_arguments or {}
@@ -437,7 +437,7 @@ def _by_comparison(tokenizer: "PreTrainedTokenizerBase", arguments: TemplateArgu
 
 
 def _variants(name: RendererName, arguments: TemplateArguments) -> list[TemplateArguments]:
-    """The arguments, and with those that templates of one family set differently where they are not told."""
+    """Return the arguments, and copies with those whose defaults differ between a family's templates."""
     from renderers import config_from_name
 
     fields = type(config_from_name(name.value)).template_field_names()
@@ -451,13 +451,13 @@ def _variants(name: RendererName, arguments: TemplateArguments) -> list[Template
 
 
 def num_alike(some: Sequence[Any], others: Sequence[Any]) -> int:
-    """Return how many elements two sequences begin with alike."""
+    """Return the length of the longest common beginning of two sequences."""
     pairs = zip(some, others, strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def from_difference(text: str, other: str) -> tuple[str, str]:
-    """Return two texts, for an error, from shortly before the first character in which they differ."""
+    """Return the ends of two texts from shortly before their first difference, for an error message."""
     start = max(0, num_alike(text, other) - 10)
     return show(text[start:]), show(other[start:])
 
@@ -467,9 +467,9 @@ def first_difference(
 ) -> tuple[int, str] | None:
     """Compare how a family and a template render the fixed conversations.
 
-    Returns the number of conversations that they render alike before the first difference, and that
-    difference in words; None if there is no difference. An empty block of reasoning in earlier turns does not
-    count, because families keep the block that the prompt of a turn writes.
+    Returns the number of conversations before the first difference, and a description of that difference;
+    None if there is none. An empty block of reasoning in earlier turns does not count, because families keep
+    the block that the prompt of a turn has.
     """
     from forgeasync.environments.probes import fixed_dialogues
 
@@ -477,7 +477,7 @@ def first_difference(
         try:
             expected = template.rendered_ids(dialogue.messages, dialogue.tools)
         except ValueError:
-            # The template has no form for it, so the family cannot differ.
+            # The template cannot express this conversation, so there is nothing to compare.
             continue
         try:
             found = family.rendered_ids(dialogue.messages, dialogue.tools)

@@ -1,7 +1,6 @@
 """Serving people: the address and the token of a run, and the protocol that opens their sessions.
 
-The plug-in ``serve`` implements it. The address and the token stay the same if a worker
-is replaced.
+The plug-in ``serve`` implements the protocol. Address and token stay the same if a worker is replaced.
 """
 
 import errno
@@ -27,22 +26,22 @@ from forgeasync.schema import Problem
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingSetup:
-    """What a worker needs to serve people."""
+    """Settings with which a worker serves people."""
 
     section: ServingSection
     port: int
-    """0: any that is free."""
+    """Port to listen on; 0 for any free port."""
     token: str = field(repr=False)
 
 
 class ServingAddress:
-    """The address of a run, and the file that tells clients the address. Part of the controller."""
+    """The run's address for people, and the file in which clients find it. Used by the controller."""
 
     def __init__(self, section: ServingSection, file: Path, tell: Callable[[str], None]) -> None:
         """``tell`` is called with a line for people.
 
         Raises:
-            ValueError: the token's variable is not set, or too short.
+            ValueError: The environment variable of the token is not set or too short.
         """
         self._section = section
         self._file = file
@@ -57,7 +56,7 @@ class ServingAddress:
         return ServingSetup(section=self._section, port=self._port, token=self._token)
 
     def opened(self, url: str, port: int) -> None:
-        """A worker listens: later workers get its port. Writes the file, readable by its owner only."""
+        """Store a listening worker's port for later workers. Write the file, readable only by its owner."""
         self._port = port
         token = (
             {"token": self._token}
@@ -79,7 +78,7 @@ def read_token(variable: str) -> str:
     """Return the token in an environment variable.
 
     Raises:
-        ValueError: it is not set, or too short.
+        ValueError: It is not set, too short, or not ASCII.
     """
     token = os.environ.get(variable, "")
     if len(token) < MIN_TOKEN_CHARS or not token.isascii():
@@ -92,7 +91,7 @@ def read_token(variable: str) -> str:
 
 
 def check_address(section: ServingSection) -> Iterator[Problem]:
-    """Check the token, and that the address can be listened on."""
+    """Check the token, and that a server can listen on the address."""
     if section.token_env is not None:
         try:
             read_token(section.token_env)
@@ -124,13 +123,13 @@ class ServingReport:
     """Counts and current values of one worker's sessions with people."""
 
     counts: Mapping[str, float]
-    """Counts and sums since the worker began, by name."""
+    """Counts and sums since the worker started, by name."""
     num_open: int
     """Open sessions, including those that are not trained on."""
     num_on_offer: int
     """Episodes that wait for a client."""
     turn_p50_s: float | None
-    """Median time from a request for a turn to its end, over the last turns; None before the first one."""
+    """Median time from a request for a turn to the turn's end, over the last turns; None before any turn."""
     turn_p99_s: float | None
 
 
@@ -154,7 +153,7 @@ def serving_metrics(lost: Mapping[str, float], last: ServingReport | None) -> di
 
 
 class SessionService(Protocol):
-    """Where one worker serves people; used on the worker's own loop."""
+    """Serves people in one worker; used on the worker's event loop."""
 
     @property
     def server(self) -> SessionServer:
@@ -166,11 +165,11 @@ class SessionService(Protocol):
         ...
 
     def open_for(self, agent: EpisodeAgent) -> Session:
-        """Open the session of an agent whose episode a client has taken."""
+        """Open the session of an agent whose episode has a client."""
         ...
 
     def end(self) -> None:
-        """Close all sessions and open none from now on: the run has ended."""
+        """Close all sessions at the end of the run, and open no further ones."""
         ...
 
     def report(self) -> ServingReport:
@@ -189,7 +188,7 @@ class ServesPeople(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UntrainedSample:
-    """A sample that the generator has not stored."""
+    """A sample that no generator has stored."""
 
     ids_T: np.ndarray
     """The sampled tokens, int32."""
@@ -199,15 +198,15 @@ class UntrainedSample:
 
 
 SampleAfter = Callable[[np.ndarray, int, tuple[str, ...]], Awaitable[UntrainedSample]]
-"""Samples after a prompt (token ids, int32), up to a maximum of tokens or to one of the texts."""
+"""Samples after a prompt (token ids, int32), up to a number of tokens or to one of the stop texts."""
 
 
 class UntrainedTurns:
-    """Samples the turns of one agent (``SampleTurn``). For one event loop.
+    """Samples the turns of one agent that is not trained on (a ``SampleTurn``), on one event loop.
 
     Generators store nothing between turns: the prompt of each request is the whole path, which their prefix
-    caches may hold. So these sessions reserve no payload, and a worker that dies leaves nothing behind. This
-    object keeps the token ids of all paths until the session ends.
+    caches may hold. Therefore these sessions reserve no payload, and a worker that dies leaves nothing
+    behind. This object keeps the token ids of all paths until the session ends.
     """
 
     def __init__(self, sample: SampleAfter) -> None:

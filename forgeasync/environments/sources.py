@@ -1,6 +1,6 @@
 """The tasks of a run's ``data`` section: training tasks, held-out tasks, and the order of training.
 
-No prompt is in both the training tasks and the held-out tasks.
+No prompt is both a training prompt and a held-out prompt.
 """
 
 import dataclasses
@@ -35,8 +35,8 @@ from forgeasync.schema import ConfigError, Problem, Section
 class StoredTasks(Sequence[Task]):
     """Tasks stored as bytes. Reading an item creates a task that is equal to the original.
 
-    As objects they would take up to ten times as much memory: a problem of reasoning-gym with its record
-    takes 5 KB, and a run has tens of thousands of them and looks at one at a time.
+    Objects would take up to ten times as much memory: a problem of reasoning-gym with its record takes 5 KB,
+    and a run has tens of thousands of them.
     """
 
     def __init__(self, tasks: Iterable[Task] = ()) -> None:
@@ -46,12 +46,12 @@ class StoredTasks(Sequence[Task]):
             self.append(task)
 
     def append(self, task: Task) -> None:
-        # Written here and read here only.
+        # Unpickling is safe, because the bytes are written only here.
         self._stored += pickle.dumps(_values(task), pickle.HIGHEST_PROTOCOL)
         self._ends.append(len(self._stored))
 
     def __eq__(self, other: object) -> bool:
-        # Not what is stored: equal tasks may be stored in different ways.
+        # Compare tasks, not bytes: equal tasks may be stored as different bytes.
         return isinstance(other, StoredTasks) and len(self) == len(other) and all(map(eq, self, other))
 
     def __len__(self) -> int:
@@ -88,7 +88,7 @@ class SourceProblems(Protocol):
         """Draw training problems by the run's seed, none of them with a text in ``never``.
 
         Raises:
-            ConfigError: there are too few.
+            ConfigError: There are too few.
         """
         ...
 
@@ -99,7 +99,7 @@ def refusal(field: str, value: object, remedy: str) -> ConfigError:
 
 
 def most_candidates(num_problems: int) -> int:
-    """Return the most candidates to generate for this many problems: some are repeats or held out."""
+    """Return the maximum number of candidates to generate, of which some are repeats or held out."""
     return 4 * num_problems + 1000
 
 
@@ -155,7 +155,7 @@ class SplitSource:
     train: Sequence[Task]
     held_out: list[Task]
     sets: Mapping[str, list[Task]] = field(default_factory=dict)
-    """Tasks of every evaluation set, by the source that they name."""
+    """Tasks of every evaluation set, by the name of its source."""
 
     def __post_init__(self) -> None:
         evaluated = {task.prompt for tasks in (self.held_out, *self.sets.values()) for task in tasks}
@@ -163,18 +163,18 @@ class SplitSource:
 
 
 MAX_GENERATED = 20_000
-"""Most problems that ``look_at_data`` generates; they take about half a second."""
+"""Maximum number of training problems, and of held-out ones, that ``look_at_data`` generates per source."""
 
 
 def build_source(data: DataSection, *, seed: int, sets: Sequence[NamedSource] = ()) -> SplitSource:
-    """Build all training and held-out problems of a run with ``seed``, and those of its evaluation sets.
+    """Build the training problems, the held-out problems and the evaluation sets of a run.
 
-    Held-out problems and sets depend on the config alone; held-out problems of several sources alternate. No
-    problem in them is trained on, from whichever source.
+    Training problems depend on ``seed``. Held-out problems and sets depend only on the config; held-out
+    problems of several sources alternate. No prompt in them is trained on, from any source.
 
     Raises:
-        ConfigError: names the config field that asks for what does not exist, and the line or record of what
-            cannot be a problem.
+        ConfigError: The config requests something that does not exist, or a record is not a valid problem.
+            The error names the field, and the line or record.
     """
     sources = named_sources(data)
     problems: list[SourceProblems] = []
@@ -198,22 +198,22 @@ def build_source(data: DataSection, *, seed: int, sets: Sequence[NamedSource] = 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """What ``look_at_data`` found."""
+    """Result of ``look_at_data``."""
 
     words: str
     """Description of what was read or generated."""
     first_tasks: Mapping[str, Task]
-    """One problem of every source that was looked at, by the source's name."""
+    """One problem of every checked source, by the source's name."""
 
 
 def look_at_data(data: DataSection, *, seed: int, sets: Sequence[NamedSource] = ()) -> Look:
     """Check the problems of all sources, at less cost than ``build_source``.
 
-    Local files are read whole, and at most ``MAX_GENERATED`` problems are generated. Data sets of the hub are
-    not loaded.
+    Local files are read completely, and ``MAX_GENERATED`` limits the generated problems. Data sets of the hub
+    are not loaded.
 
     Raises:
-        ConfigError: as ``build_source``.
+        ConfigError: See ``build_source``.
     """
     words: list[str] = []
     first_tasks: dict[str, Task] = {}
@@ -256,7 +256,7 @@ _BUILT_IN: Mapping[type[Section], str] = {
     HuggingFaceSource: "forgeasync.environments.records.HuggingFaceProblems",
     PythonSource: "forgeasync.environments.records.PythonProblems",
 }
-"""The class of each built-in kind. Some import a library that takes seconds to load."""
+"""The class of each built-in kind, imported on use because some import libraries that are slow to load."""
 
 
 def _problems(source: NamedSource, seed: int) -> SourceProblems:
@@ -283,7 +283,7 @@ def _in_turns(lists: Sequence[Sequence[Task]]) -> Iterator[Task]:
 
 @contextmanager
 def _located(source: NamedSource) -> Iterator[None]:
-    """Rewrite the fields in a source's errors to its place in the config. Sources know one section only."""
+    """Rewrite the fields in a source's errors to the source's place in the config, unknown to the source."""
     try:
         yield
     except ConfigError as error:
@@ -301,24 +301,24 @@ def _place(field: str, source: NamedSource) -> str:
 
 
 def digest_of(tasks: Sequence[Task]) -> str:
-    """Return a digest of problems and their order. It changes if a problem with the same name changes."""
+    """Return a digest of the sources, ids, prompts and answers of problems, in their order."""
     digest = hashlib.sha256()
     for task in tasks:
         for text in (task.source, task.task_id, task.prompt, task.answer):
             encoded = text.encode(errors="surrogatepass")
-            # Its length distinguishes "ab", "c" from "a", "bc".
+            # The length distinguishes "ab", "c" from "a", "bc".
             digest.update(b"%d:" % len(encoded) + encoded)
     return f"{len(tasks)} problems, {digest.hexdigest()[:32]}"
 
 
 _BLOCK = 4096
-"""Number of draws of sources that are made at a time."""
+"""Number of sources that are drawn at a time."""
 
 
 class TaskOrder:
-    """Endless passes over ``tasks``, each in an order of its own that ``seed`` determines.
+    """Endless passes over ``tasks``, each in another random order.
 
-    The next task depends only on ``position``, so one integer restores the order.
+    The next task depends only on ``seed`` and ``position``, so one integer restores the order.
     """
 
     def __init__(self, tasks: Sequence[Task], *, seed: int, position: int = 0) -> None:
@@ -353,8 +353,7 @@ class TaskOrder:
 class WeightedOrder:
     """Draws a source at random for every task, in proportion to the sources' weights.
 
-    Each source has its own passes. Only ``seed`` and ``position`` determine the source and the place in its
-    passes.
+    Each source has its own passes. The next task depends only on ``seed`` and ``position``.
     """
 
     def __init__(

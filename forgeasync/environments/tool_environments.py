@@ -38,19 +38,19 @@ from forgeasync.rollouts import NO_ANSWER, Score, Task
 from forgeasync.schema import Problem
 
 MAX_READ_CHARACTERS = 100_000
-"""Only the end of a turn is searched for an answer."""
+"""Maximum characters at the end of a turn that are searched for an answer."""
 
 MAX_NUMBER_CHARACTERS = 100
 
-# A minus after a digit, letter or bracket subtracts; thousands may have commas.
+# A minus after a digit, letter or bracket is a subtraction. Thousands may have commas.
 _NUMBER = re.compile(r"(?:(?<![\w)])[-+])?(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)", re.ASCII)
 
 
 def score_answer(section: AnswerCheck, task: Task, text: str) -> Score:
-    """Score the model's last turn: 1 for the task's answer, else 0.
+    """Return the score of the model's last turn: 1 for the task's answer, otherwise 0.
 
     Raises:
-        ValueError: numbers are to be compared, and the task's answer is none.
+        ValueError: Numbers are compared, and the task's answer is not a number.
     """
     reference = task.answer.strip()
     number = None
@@ -99,7 +99,7 @@ SPEC = ToolSpec(
 )
 
 _SHARE = 0.9
-"""Share of a call's time limit after which the interpreter is ended, to still report its output."""
+"""Share of a call's time limit after which the interpreter is ended, to leave time to report its output."""
 
 
 async def _solve(
@@ -111,7 +111,7 @@ async def _solve(
 ) -> Score:
     """Let the model work on a task with tools, and score its last turn.
 
-    ``failed_calls`` among the penalties counts calls that gave no result.
+    The penalty ``failed_calls`` is the number of calls that failed.
     """
     messages: list[Message] = []
     if section.system_prompt is not None:
@@ -124,7 +124,7 @@ async def _solve(
 
 
 class PythonToolEnvironment(SectionEnvironment):
-    """Every episode has its own sandbox, which starts before the first turn."""
+    """Python in a sandbox as the model's tool. Each episode starts its own sandbox before its first turn."""
 
     def __init__(self, section: PythonTool, sandbox: SandboxSection) -> None:
         self._section = section
@@ -135,7 +135,7 @@ class PythonToolEnvironment(SectionEnvironment):
 
     @classmethod
     def check(cls, section: PythonTool, sandbox: SandboxSection) -> Iterator[Problem]:
-        """Start a sandbox."""
+        """Check that a sandbox can be started."""
         yield from check_sandbox(sandbox)
 
     async def rollout(self, task: Task, agent: Agent) -> Score:
@@ -149,10 +149,10 @@ class PythonToolEnvironment(SectionEnvironment):
 
 
 class BoxedPython:
-    """A tool that runs Python in a sandbox. The interpreter starts at the first call, or after it ended."""
+    """A tool that runs Python in a sandbox. A call starts the interpreter if none is running."""
 
     def __init__(self, box: Sandbox, *, limit_s: float) -> None:
-        """``limit_s`` is the time for one call."""
+        """``limit_s`` is the time limit for one call, in seconds."""
         self._box = box
         self._limit_s = limit_s
         self._session: PythonSession | None = None
@@ -202,7 +202,7 @@ def _text(result: PythonResult) -> str:
 
 
 class McpToolsEnvironment(SectionEnvironment):
-    """Every episode has its own servers, or its own sessions with them."""
+    """MCP servers as the model's tools. Every episode has its own servers, or its own sessions with them."""
 
     def __init__(self, section: McpEnvironment, sandbox: SandboxSection) -> None:
         self._section = section

@@ -1,8 +1,8 @@
-"""What a Python function takes, as a JSON schema for the model, and the model's arguments checked by it.
+"""JSON schema of a Python function's arguments, and validation of the model's arguments.
 
-Types come from the function's annotations and descriptions from its docstring. Whatever pydantic can read
-from JSON can be described: str, int, float, bool, Literal, enums, lists, dicts, Optional, dataclasses,
-TypedDict (that of ``typing_extensions`` before Python 3.12) and pydantic's models.
+Types come from the function's annotations and descriptions from its docstring. All types that pydantic can
+read from JSON are supported: str, int, float, bool, Literal, enums, lists, dicts, Optional, dataclasses,
+TypedDict (of ``typing_extensions`` before Python 3.12) and pydantic's models.
 """
 
 import inspect
@@ -21,24 +21,24 @@ from typing_extensions import TypedDict
 from forgeasync.environments.messages import ToolSpec, show
 
 TOOL_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_\-.]{0,63}", re.ASCII)
-"""Names of tools that chat endpoints and templates take."""
+"""Tool names that chat endpoints and templates accept."""
 
 MAX_NAMED_PROBLEMS = 5
-"""Most wrong arguments of one call that the model is told of."""
+"""Maximum number of wrong arguments in one error message to the model."""
 
 
 class BadArguments(ValueError):
-    """The arguments of a call do not fit the tool; the text tells the model what is wrong."""
+    """The arguments of a call do not fit the tool. The text is for the model."""
 
 
 class Signature:
-    """The arguments of one function."""
+    """Schema and validation of one function's arguments."""
 
     def __init__(self, function: Callable[..., object]) -> None:
         """Read annotations and docstring.
 
         Raises:
-            ValueError: something cannot be described; names the function and the parameter.
+            ValueError: A schema cannot describe the function. The error names the function and the parameter.
         """
         name, signature = _name_and_signature(function)
         description, lines = read_docstring(inspect.getdoc(function) or "")
@@ -61,12 +61,12 @@ class Signature:
         )
 
     def read(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments as the function takes them; those that are left out keep their defaults.
+        """Return the validated arguments as Python values, without those that are left to their defaults.
 
-        Nothing is converted that JSON itself tells apart: the text "1" is no number.
+        Types that JSON distinguishes are not converted: the text "1" is not a number.
 
         Raises:
-            BadArguments: one is missing, unknown, of another type or out of its bounds.
+            BadArguments: An argument is missing, unknown, of another type or out of bounds.
         """
         try:
             text = json.dumps(arguments)
@@ -75,7 +75,7 @@ class Signature:
         try:
             return self._arguments.validate_json(text, strict=True)
         except ValidationError as error:
-            # The input itself can be long, and the model knows it.
+            # The input can be long, and the model knows it.
             problems = error.errors(include_url=False, include_input=False)
         told = "; ".join(map(_told, problems[:MAX_NAMED_PROBLEMS]))
         more = len(problems) - MAX_NAMED_PROBLEMS
@@ -85,9 +85,8 @@ class Signature:
 def read_docstring(text: str) -> tuple[str, dict[str, str]]:
     """Split a docstring into its description and the lines on parameters.
 
-    Parameters are in a section ``Args:`` (``name: text``), in one of NumPy's style, or in fields
-    ``:param name: text``. Other sections, and whatever follows the parameters, are for programmers and are
-    left out.
+    Parameters are in a section ``Args:`` (``name: text``), in a section in NumPy's style, or in fields
+    ``:param name: text``. Other sections, and text after the parameters, are left out.
     """
     parsed = docstring_parser.parse(text)
     lines = {one.arg_name: " ".join((one.description or "").split()) for one in parsed.params}

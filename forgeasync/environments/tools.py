@@ -1,6 +1,6 @@
 """Tools of an agent: their descriptions, their calls, and the results for the model.
 
-Every call gets an answer of bounded length within its time limit. ``run_tools`` is the standard loop of an
+Every call has a result of bounded length within its time limit. ``run_tools`` is the standard loop of an
 agent with tools.
 """
 
@@ -57,20 +57,20 @@ class Tool:
     run: Callable[[Mapping[str, Any]], Awaitable[str]]
     """Calls the tool with the model's unchecked arguments, and returns the result for the model.
 
-    Cancelling it ends everything that the call has started. The model is told of exceptions: of BadArguments
-    and ToolFailed by their text, of others by their class and text.
+    Cancelling it ends everything that the call has started. Exceptions become results for the model:
+    BadArguments and ToolFailed with their text, others with their class and text.
     """
 
     @classmethod
     def from_function(cls, function: Callable[..., object]) -> Self:
-        """Make a tool of a function or a bound method with annotations and a docstring.
+        """Return a tool that calls a function or a bound method with annotations and a docstring.
 
         A function is called on its own thread, so it may block. A coroutine function runs on the episode's
         loop. Returned text is the result; other values are converted to JSON, and None to an empty text. If a
         call times out, the processes that it has started are killed.
 
         Raises:
-            ValueError: something cannot be described; names the function and the parameter.
+            ValueError: A schema cannot describe the function. The error names the function and the parameter.
         """
         signature = Signature(function)
         call = _call_coroutine if inspect.iscoroutinefunction(function) else _call_on_thread
@@ -92,7 +92,7 @@ async def _call_on_thread(function: Callable[..., object], arguments: Mapping[st
         return await asyncio.shield(ended)
     finally:
         if not ended.done():
-            # Nothing waits for the result any more.
+            # Nothing waits for the result after this.
             ended.add_done_callback(forget)
             thread.cancel()
             kill(thread.processes())
@@ -110,8 +110,10 @@ def num_stuck_calls() -> int:
 
 
 class _Calls(threading.local):
-    """The coroutine tools that run on this thread. Their processes have the same parent, so it is not known
-    which of several concurrent calls has started a process."""
+    """The running coroutine tools of a thread.
+
+    All their processes have the same parent, so it is unknown which of several concurrent calls started one.
+    """
 
     def __init__(self) -> None:
         self.num_running = 0
@@ -133,7 +135,7 @@ async def _call_coroutine(function: Callable[..., object], arguments: Mapping[st
     finally:
         _calls.num_running -= 1
         if not _calls.num_running:
-            # While other calls run, the processes may be theirs. So they are killed after the last call.
+            # The processes may belong to other calls, so they are killed after the last call.
             kill(_calls.doomed)
             _calls.doomed.clear()
 
@@ -153,7 +155,7 @@ def forget(ended: "asyncio.Future[Any]") -> None:
 DEFAULT_MAX_CHARACTERS = 20_000
 
 CLEAN_UP_S = 5.0
-"""Seconds for a call that timed out to clean up."""
+"""Seconds for a timed-out call to clean up."""
 
 MAX_NAMED_TOOLS = 50
 """Maximum number of tools that are listed if the model calls one that does not exist."""
@@ -164,16 +166,16 @@ class ToolResult:
     """The result of one call."""
 
     call_id: str
-    """Id of the call that it answers."""
+    """Id of the call."""
     name: str
     """Name of the tool, as the model wrote it."""
     status: ToolStatus
     content: str
-    """What the model is told."""
+    """Text for the model."""
     num_cut_characters: int = 0
-    """Characters of the result that were cut."""
+    """Number of characters that were cut from the result."""
     took_s: float | None = None
-    """Time from the call to its result, in seconds; None where no tool was called."""
+    """Time from the call to its result, in seconds; None if no tool was called."""
 
     @property
     def message(self) -> dict[str, Any]:
@@ -182,20 +184,20 @@ class ToolResult:
 
 
 class Toolbox:
-    """The tools of one episode; make it within ``rollout``.
+    """The tools of one episode. Create it within ``rollout``.
 
         toolbox = Toolbox([Tool.from_function(add)])
         result = await toolbox.call(turn.tool_calls[0], limit_s=10.0)
 
-    No call raises for what a model wrote or for what a tool does, with two exceptions: a tool that raises
+    No call raises because of model output or because a tool fails, with two exceptions: a tool that raises
     ``EpisodeInterrupted`` or ``ToolError`` ends the episode.
     """
 
     def __init__(self, tools: Sequence[Tool], *, max_characters: int = DEFAULT_MAX_CHARACTERS) -> None:
-        """``max_characters`` bounds what the model is told of one call.
+        """``max_characters`` limits the result of one call.
 
         Raises:
-            ValueError: two tools have the same name, or ``max_characters`` is not positive.
+            ValueError: Two tools have the same name, or ``max_characters`` is not positive.
         """
         if max_characters < 1:
             raise ValueError(f"max_characters = {max_characters}; must be at least 1")
@@ -208,15 +210,15 @@ class Toolbox:
 
     @property
     def specs(self) -> tuple[ToolSpec, ...]:
-        """The tools as the model is told of them."""
+        """Descriptions of the tools for the model."""
         return tuple(tool.spec for tool in self._tools.values())
 
     async def call(self, call: ToolCall, *, limit_s: float) -> ToolResult:
-        """Run a call; after ``limit_s`` seconds it is cut off, with the processes that it has started."""
+        """Run a call. After ``limit_s`` seconds it is cancelled, with the processes that it has started."""
         tool = self._tools.get(call.name)
         if tool is None:
             return self._result(call, ToolStatus.UNKNOWN_TOOL, self._unknown(call.name))
-        # Its own task, because a tool may cancel the current task.
+        # The call has its own task, because a tool may cancel the current task.
         running = asyncio.ensure_future(_guarded(tool, call))
         start_s = time.perf_counter()
         try:
@@ -268,7 +270,7 @@ async def _guarded(tool: Tool, call: ToolCall) -> tuple[ToolStatus, str]:
     except (EpisodeInterrupted, ToolError):
         raise
     except (Exception, SystemExit) as error:
-        # The model reads the exception of a tool, without the traceback, which shows file names.
+        # The model gets the exception without the traceback, which would show file names.
         return ToolStatus.FAILED, f"{type(error).__name__}: {error}"
 
 
@@ -284,7 +286,7 @@ MAX_PROBLEM_CHARACTERS = 1000
 
 
 class CallForm:
-    """The format of tool calls: that of the chat template, which the renderer reads."""
+    """A format of tool calls. This class is the chat template's format, which the renderer parses."""
 
     @property
     def stop(self) -> tuple[str, ...]:
@@ -292,19 +294,19 @@ class CallForm:
         return ()
 
     def tools(self, specs: Sequence[ToolSpec]) -> tuple[ToolSpec, ...]:
-        """Return the tools that the chat template is given."""
+        """Return the tools to pass to the chat template."""
         return tuple(specs)
 
     def read(self, turn: Turn) -> Turn:
-        """Return the turn with its calls; never raises for what a model wrote."""
+        """Return the turn with its calls; never raises because of model output."""
         return turn
 
     def answer(self, result: ToolResult) -> dict[str, Any]:
-        """Return the message that tells the model of a result."""
+        """Return the message with a result for the model."""
         return result.message
 
     def answer_broken(self, call: BrokenToolCall) -> dict[str, Any]:
-        """Return the message that tells the model of a call that cannot be read."""
+        """Return the message that tells the model that a call cannot be parsed."""
         problem = call.problem[:MAX_PROBLEM_CHARACTERS]
         return {"role": "user", "content": f"Error: a tool call cannot be read: {problem}"}
 
@@ -326,7 +328,7 @@ class PlainForm(CallForm):
         return ()
 
     def read(self, turn: Turn) -> Turn:
-        """Read the call at the end of the turn, which ended with ``call_suffix``. Its text is without it."""
+        """Return the turn with the call at its end. The turn's text does not include ``call_suffix``."""
         _, prefix, code = turn.text.partition(self._section.call_prefix)
         if not prefix:
             return turn
@@ -359,18 +361,18 @@ class ToolRun:
     """A conversation in which the model has called tools."""
 
     messages: tuple[Message, ...]
-    """All messages, the model's last one included."""
+    """All messages, including the model's last one."""
     turn: Turn
     """The model's last turn."""
     results: tuple[ToolResult, ...]
-    """Results of all calls, in their order."""
+    """Results of all calls, in the order of the calls."""
     num_broken_calls: int
     is_finished: bool
     """Whether the last turn calls no tool. False if the model called a tool in its last allowed turn."""
 
     @property
     def num_failed_calls(self) -> int:
-        """Calls without a result, including broken ones."""
+        """Number of calls that failed, including broken ones."""
         return self.num_broken_calls + sum(not result.status.is_success for result in self.results)
 
 
@@ -382,7 +384,7 @@ async def run_tools(
     max_rounds: int = DEFAULT_MAX_ROUNDS,
     form: CallForm = TEMPLATE_FORM,
 ) -> ToolRun:
-    """Let the model answer, run the tools that it calls, and so on until a turn calls none.
+    """Sample turns of the model and run the tools that it calls, until a turn calls none.
 
     A complete environment:
 
@@ -401,8 +403,8 @@ async def run_tools(
     template.
 
     Raises:
-        ContextFull, TooManyTurns, ValueError: as ``Agent.respond``.
-        EpisodeInterrupted, ToolError: a tool has raised it.
+        ContextFull, TooManyTurns, ValueError: See ``Agent.respond``.
+        EpisodeInterrupted, ToolError: A tool has raised it.
     """
     given: list[Message] = (
         [{"role": "user", "content": messages}] if isinstance(messages, str) else [*messages]

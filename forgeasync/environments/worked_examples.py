@@ -1,8 +1,8 @@
-"""Examples for the supervised warm-up: problems of ``chain_sum`` worked out, or with a guess for an answer.
+"""Examples for the supervised warm-up: ``chain_sum`` problems with a step-by-step solution or with a guess.
 
-Without a tool "7 + 8 - 3 =" is answered with "7+8=15;15-3=12#12": one step per operator, then the answer.
-With the tool of ``kind: python_tool`` each step is a call, whose result the tool writes: "[7+8]", "15;",
-"[15-3]", "12;", "#12". Responses are therefore as long as their problem.
+Without a tool, the solution of "7 + 8 - 3 =" is "7+8=15;15-3=12#12": one step per operator, then the answer.
+With the tool of ``kind: python_tool``, each step is a call, whose result the tool writes: "[7+8]", "15;",
+"[15-3]", "12;", "#12". The length of a solution therefore grows with the problem.
 """
 
 import random
@@ -24,12 +24,12 @@ class Piece:
 
     text: str
     is_given: bool = False
-    """Written by the environment: the model attends to it and does not learn to write it."""
+    """Whether the environment writes the text. The model attends to it, but is not trained to write it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """A response to imitate; ``weight`` says how often it counts."""
+    """A response to imitate, with its relative weight in the step."""
 
     task: Task
     pieces: tuple[Piece, ...]
@@ -49,14 +49,15 @@ def mixed_examples(
     calls: PlainCalls | None = None,
     shown: str | None = None,
 ) -> Iterator[Example]:
-    """The examples of a step: guesses for the first ``num_guesses_per_step`` tasks, the rest worked out.
+    """Yield the examples of a step: guesses for the first ``num_guesses_per_step`` tasks, then solutions.
 
-    All guesses together weigh ``direct_share`` of the step, however few they are. With ``calls`` the rest is
-    worked out by calls of a tool, written in this form. The last ``shown_per_step`` are worked out behind the
-    prompt ``shown``, a teacher's template with ``$sibling``; they are beside the step's shares.
+    All guesses together have the share ``direct_share`` of the step's weight, whatever their number is. With
+    ``calls``, solutions consist of tool calls in this format. The last ``shown_per_step`` tasks get solutions
+    after the prompt ``shown``, a teacher's template with ``$sibling``. They are not part of the step's
+    shares.
 
     Raises:
-        ValueError: a task is not a ``chain_sum`` problem.
+        ValueError: A task is not a ``chain_sum`` problem.
     """
     num_guesses = warmup.num_guesses_per_step
     num_plain = len(tasks) - warmup.shown_per_step
@@ -80,7 +81,7 @@ def mixed_examples(
 
 
 def _shown_example(task: Task, template: str, rng: random.Random) -> Example:
-    """A problem worked out behind a right response, be it worked out or a guess."""
+    """Return the solution of a problem after a prompt with a correct response, which may be a guess."""
     worked = worked_example(task)
     sibling = rng.choice([worked, guess(task, error=0)])
     prompt = teacher_prompt(template, task, sibling=sibling)
@@ -88,17 +89,17 @@ def _shown_example(task: Task, template: str, rng: random.Random) -> Example:
 
 
 def _slip(warmup: WarmupSection, rng: random.Random) -> int:
-    """The error of a step: none in most of them."""
+    """Return the error of a step, with probability ``wrong_step_share`` of not being 0."""
     if not warmup.wrong_step_share or rng.random() >= warmup.wrong_step_share:
         return 0
     return rng.choice((-1, 1)) * rng.randint(1, warmup.guess_error)
 
 
 def worked_example(task: Task, *, slip: Callable[[], int] = lambda: 0) -> str:
-    """Write the response that works out a ``chain_sum`` problem; ``slip`` is the error of each step.
+    """Return the step-by-step solution of a ``chain_sum`` problem; ``slip`` returns the error of each step.
 
     Raises:
-        ValueError: the task is not a ``chain_sum`` problem.
+        ValueError: The task is not a ``chain_sum`` problem.
     """
     steps = _steps(task, slip)
     worked = ";".join(f"{expression}={result}" for expression, result in steps)
@@ -106,10 +107,10 @@ def worked_example(task: Task, *, slip: Callable[[], int] = lambda: 0) -> str:
 
 
 def tool_example(task: Task, calls: PlainCalls) -> tuple[Piece, ...]:
-    """Write the turns that work out a ``chain_sum`` problem with a tool that runs Python, and its results.
+    """Return the turns that solve a ``chain_sum`` problem with a tool that runs Python, and its results.
 
     Raises:
-        ValueError: the task is not a ``chain_sum`` problem.
+        ValueError: The task is not a ``chain_sum`` problem.
     """
     pieces = []
     for expression, result in _steps(task):
@@ -121,12 +122,12 @@ def tool_example(task: Task, calls: PlainCalls) -> tuple[Piece, ...]:
 
 
 def guess(task: Task, *, error: int) -> str:
-    """Write the response that states an answer without working it out; it is off by ``error``."""
+    """Return a response that has only an answer, which is wrong by ``error``."""
     return f"{ANSWER_PREFIX}{int(task.answer) + error}"
 
 
 def _steps(task: Task, slip: Callable[[], int] = lambda: 0) -> list[tuple[str, int]]:
-    """The additions and subtractions of a problem, each with its result."""
+    """Return the additions and subtractions of a problem, each with its result."""
     match = _EXPRESSION.search(task.prompt)
     if match is None:
         raise ValueError(f"task {task.task_id!r} is no chain_sum problem: {task.prompt!r}")

@@ -1,11 +1,11 @@
-"""Environment workers: which there are and which episodes they run, and what is left of one that is gone."""
+"""States of the environment workers, and the number of episodes that each one runs."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 
 class WorkerState(StrEnum):
-    """What a worker can be asked to do."""
+    """State of a worker that is not gone."""
 
     STARTING = "starting"
     READY = "ready"
@@ -20,48 +20,47 @@ class _Worker:
 
 @dataclass(slots=True)
 class WorkerTable:
-    """The workers by their numbers, which are never used twice: a pure state machine.
+    """The workers, by numbers that are never reused. A pure state machine.
 
         starting -> ready -> retiring -> gone
             |         |          |
             +---------+----------+--> gone (it died or stopped answering; another one starts in its place)
 
-    Episodes go to the ready worker with the fewest of them. A retiring worker gets no more and is gone when
-    its last one has ended.
+    An episode goes to the ready worker with the fewest episodes. A retiring worker gets no more episodes, and
+    can be stopped when its last one has ended.
     """
 
     max_live_per_worker: int
     _workers: dict[int, _Worker] = field(default_factory=dict)
     _next_number: int = 0
     num_lost: int = 0
-    """Workers that died or stopped answering, or had to be replaced for the threads that they were stuck
-    with."""
+    """Number of workers that died, stopped answering, or were replaced because of stuck threads."""
 
     def start(self) -> int:
-        """A worker is being started; returns its number."""
+        """Add a worker that is starting; return its number."""
         number = self._next_number
         self._next_number += 1
         self._workers[number] = _Worker()
         return number
 
     def ready(self, number: int) -> None:
-        """A worker answers; no news if it is gone already."""
+        """Mark a worker as ready, unless it is gone."""
         if number in self._workers:
             assert self._workers[number].state is WorkerState.STARTING
             self._workers[number].state = WorkerState.READY
 
     def retire(self, number: int) -> None:
-        """Give a worker no further episodes."""
+        """Assign no further episodes to a worker."""
         if number in self._workers:
             self._workers[number].state = WorkerState.RETIRING
 
     def lose(self, number: int) -> None:
-        """A worker is gone, with the episodes that it was running; no news if it was gone already."""
+        """Remove a worker that is lost with its episodes, unless it is gone already."""
         if self._workers.pop(number, None) is not None:
             self.num_lost += 1
 
     def assign(self) -> int | None:
-        """Give an episode to a worker; None while none has room."""
+        """Assign an episode to a worker and return the worker's number; None if no worker has room."""
         ready = [
             (worker.num_live, number)
             for number, worker in self._workers.items()
@@ -74,14 +73,14 @@ class WorkerTable:
         return number
 
     def ended(self, number: int) -> None:
-        """An episode of a worker has ended; the worker may be gone."""
+        """Record the end of an episode of a worker, which may be gone."""
         if number in self._workers:
             self._workers[number].num_live -= 1
             assert self._workers[number].num_live >= 0, "ended once"
 
     @property
     def retired(self) -> tuple[int, ...]:
-        """Retiring workers without episodes: they can be stopped."""
+        """Retiring workers without episodes, which can be stopped."""
         return tuple(
             number
             for number, worker in self._workers.items()
@@ -95,5 +94,5 @@ class WorkerTable:
 
     @property
     def num_live(self) -> int:
-        """Episodes under way."""
+        """Number of episodes in flight."""
         return sum(worker.num_live for worker in self._workers.values())

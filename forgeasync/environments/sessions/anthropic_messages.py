@@ -1,7 +1,7 @@
-"""Anthropic's Messages: ``POST /v1/messages`` as anthropic 2.11 speaks it.
+"""Anthropic's Messages API: ``POST /v1/messages``, as the client anthropic 2.11 uses it.
 
-A user's message with tool results becomes a tool's message for each of them, and a user's message for the
-text between and after them.
+A user message with tool results becomes one tool message per result, and one user message for each run of
+text before, between or after them.
 """
 
 import itertools
@@ -38,7 +38,7 @@ from forgeasync.environments.sessions.dialect import (
 from forgeasync.rollouts import FinishReason
 
 SIGNATURE = "unsigned"
-"""Stands where the API signs what the model thought. What comes back is compared with what was shown."""
+"""Placeholder for the API's signature of reasoning. Returned reasoning is compared with the original."""
 
 _ERRORS = {
     401: "authentication_error",
@@ -121,7 +121,7 @@ class _OutputConfig(Fields):
 
 
 class _Prompt(Fields, kw_only=True):
-    """What ``count_tokens`` reads."""
+    """The body of a ``count_tokens`` request."""
 
     model: str
     messages: list[_System | _User | _Assistant]
@@ -159,10 +159,10 @@ class AnthropicMessages:
         )
 
     def read_prompt(self, body: Mapping[str, Any]) -> InferenceRequest:
-        """Return a request for the number of tokens before a turn.
+        """Return the request in a ``count_tokens`` body.
 
         Raises:
-            RequestError: see ``read``.
+            RequestError: See ``read``.
         """
         read, named = read_body(body, _Prompt)
         return InferenceRequest(**_prompt(read), **named)
@@ -209,7 +209,7 @@ class AnthropicMessages:
 
 
 def _prompt(read: _Prompt) -> dict[str, Any]:
-    """What a request says that both of its kinds have."""
+    """Return the ``InferenceRequest`` fields that both kinds of requests have."""
     messages: list[Message] = []
     if read.system is not None:
         messages.append({"role": "system", "content": joined_text(read.system)})
@@ -224,7 +224,7 @@ def _prompt(read: _Prompt) -> dict[str, Any]:
 
 
 def _messages(read: _System | _User | _Assistant) -> list[Message]:
-    """The messages that one message becomes."""
+    """Convert one message of the API to messages of Chat Completions."""
     if isinstance(read, _System):
         return [{"role": "system", "content": joined_text(read.content)}]
     blocks: Sequence[_Block] = [_Text(text=read.content)] if isinstance(read.content, str) else read.content
@@ -256,7 +256,7 @@ def _text(blocks: Sequence[_Block]) -> str:
 
 
 def _frame(reply: InferenceResult) -> Json:
-    """What a message has before anything is sampled."""
+    """Return the fields of a message that do not depend on the sampled turn."""
     return {
         "id": f"msg_{reply.id}",
         "type": "message",
@@ -282,7 +282,7 @@ def _blocks(turn: Turn) -> list[Json]:
 
 
 def _parts(block: Json) -> tuple[Json, list[Json]]:
-    """A block before its deltas, and the deltas."""
+    """Return a block without its content, and the deltas with its content."""
     match block["type"]:
         case "thinking":
             deltas = [{"type": "thinking_delta", "thinking": piece} for piece in pieces(block["thinking"])]
@@ -297,13 +297,13 @@ def _parts(block: Json) -> tuple[Json, list[Json]]:
 
 
 def _stop(asked: InferenceRequest, turn: Turn) -> Json:
-    """Why a turn ended, and which of the request's own texts ended it."""
-    # A text of the run's own ``sampling.stop`` is not one that the client has asked for.
+    """Return why a turn ended, and the request's stop text that ended it, if one did."""
+    # A text of the run's ``sampling.stop`` is not reported, because the client has not requested it.
     reason, text = "end_turn", None
     if turn.finish_reason is FinishReason.LENGTH:
         reason = "max_tokens"
     elif shown(turn).tool_calls:
-        # Clients answer calls only where this is the reason, whatever came after the last of them.
+        # Clients run tool calls only for this reason, even if text follows the last call.
         reason = "tool_use"
     elif turn.stop_text in asked.stop:
         reason, text = "stop_sequence", turn.stop_text

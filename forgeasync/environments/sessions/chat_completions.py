@@ -1,6 +1,6 @@
-"""Chat Completions: ``POST /v1/chat/completions`` as openai 3.52 speaks it.
+"""The Chat Completions API: ``POST /v1/chat/completions``, as the client openai 3.52 uses it.
 
-Reasoning stands in ``reasoning_content``, as in other servers of open models: the API has no field for it.
+Reasoning is in ``reasoning_content``, as with other servers of open models. The API has no field for it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -60,7 +60,7 @@ class _Call(Fields):
     id: str | None = None
     type: Literal["function"] | None = None
 
-    # Loops that put a stream together by hand leave ``index`` there.
+    # Clients that assemble a stream themselves leave ``index`` there.
     without_effect = names("index")
 
 
@@ -148,7 +148,7 @@ class _Body(OpenAIBody):
     }
     refused = refusals(
         "audio function_call functions moderation prediction web_search_options "
-        # Of other servers of open models.
+        # Fields of other servers of open models.
         "add_generation_prompt allowed_token_ids bad_words best_of chat_template chat_template_kwargs "
         "continue_final_message documents echo guided_choice guided_grammar guided_json guided_regex "
         "ignore_eos min_tokens prompt_logprobs stop_token_ids structured_outputs use_beam_search"
@@ -201,7 +201,7 @@ class ChatCompletions(OpenAIErrors):
 
 
 def _message(read: _System | _Developer | _User | _Assistant | _Tool) -> Message:
-    # A model's template knows no developer: the API calls the newer name of the same thing so.
+    # ``developer`` is the API's newer name of the system role. Chat templates do not know it.
     role = "system" if isinstance(read, _Developer) else read.__struct_config__.tag
     message: Json = {"role": role, "content": joined_text(read.content), "name": read.name}
     if isinstance(read, _Tool):

@@ -1,11 +1,11 @@
-"""What the three APIs share: reading requests, writing answers, and errors.
+"""Code that the three APIs share: reading requests, writing answers, and errors.
 
 A dialect declares the objects of its API as ``Fields``. Their attributes are the fields that a session reads.
-Class variables name the other fields of the API, and what happens to them:
+Class variables name the other fields of the API, by how they are handled:
 
     not_honoured    ignored, and listed in a header: the run's own sampling is used
     without_effect  ignored, because they do not change an answer
-    only            one value is served, all others are refused
+    only            accepted with one value, refused with any other
     refused         refused, because they would change the prompt or the answer
 
 Every other field is unknown. It is ignored and listed in a header, so that newer client libraries work.
@@ -36,10 +36,10 @@ MAX_DEPTH = 64
 """Maximum nesting of objects and lists in a tool's parameters and in the arguments of a call."""
 
 MAX_NODES = 100_000
-"""Maximum number of values in these."""
+"""Maximum number of values in a tool's parameters and in the arguments of a call."""
 
 MAX_UNKNOWN_NAMES = 16
-"""Maximum number of unknown fields that are listed. ``...`` stands for the rest."""
+"""Maximum number of unknown fields that are listed; ``...`` stands for the rest."""
 
 MAX_UNKNOWN_CHARS = 80
 """Maximum characters of the name of an unknown field, with its path."""
@@ -68,11 +68,11 @@ STATUSES = {
 """HTTP statuses by the code of an error. All other codes have status 400."""
 
 _FINAL = frozenset({"session_closed", "too_many_turns", "deadline_exceeded"})
-"""Codes of errors that clients are told not to retry."""
+"""Codes of errors after which clients must not retry (``x-should-retry: false``)."""
 
 
 class RequestError(Exception):
-    """A request gets an error as its answer."""
+    """A request is answered with an error."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class RequestError(Exception):
         retry_after_s: int | None = None,
         may_retry: bool = True,
     ) -> None:
-        """``param`` is the field that is wrong. ``status`` is that of ``code`` by default.
+        """``param`` is the wrong field. ``status`` is by default the status of ``code``.
 
         The SDKs retry statuses 408, 409, 429 and 5xx, unless ``may_retry`` is false.
         """
@@ -97,7 +97,7 @@ class RequestError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers of the answer, in addition to those of its content."""
+        """Headers of the answer, in addition to the content's headers."""
         headers = {} if self.retry_after_s is None else {"retry-after": str(self.retry_after_s)}
         # openai 3.52 and anthropic 2.11, _base_client.py, _should_retry: the server's header has priority.
         return headers if self.may_retry else {**headers, "x-should-retry": "false"}
@@ -108,14 +108,14 @@ class InferenceRequest:
     """One request for turns of the model."""
 
     messages: tuple[Message, ...]
-    """As the client has them, in the format of Chat Completions."""
+    """The client's messages, in the format of Chat Completions."""
     instructions: str | None = None
     """A system message before all other messages, including those of ``previous_id``."""
     previous_id: str | None = None
     """Id of the response whose conversation ``messages`` continue."""
     tools: tuple[ToolSpec, ...] = ()
     must_call: tuple[ToolSpec, ...] = ()
-    """The turn must begin with a call of one of these."""
+    """Tools of which the turn must begin with a call; empty if no call is required."""
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     num_turns: int = 1
@@ -123,20 +123,20 @@ class InferenceRequest:
     keeps_response: bool = False
     """Whether a later request may name the response as its previous one."""
     ignored: tuple[str, ...] = ()
-    """Given fields that are not honoured."""
+    """Fields of the request that are not honoured."""
     unknown: tuple[str, ...] = ()
-    """Given fields that the API does not have. See ``read_body``."""
+    """Fields of the request that the API does not have. See ``read_body``."""
     body: Mapping[str, Any]
-    """The request itself. A response repeats parts of it."""
+    """Body of the request. A response repeats parts of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InferenceResult:
-    """The turns that answer a request: ``num_turns`` of them."""
+    """The ``num_turns`` turns that answer a request."""
 
     id: str
     created_s: int
-    """Seconds since 1970."""
+    """Time in seconds since 1970."""
     model: str
     turns: tuple[Turn, ...]
 
@@ -145,10 +145,10 @@ class Dialect(Protocol):
     """One API: reads its requests and writes its answers."""
 
     def read(self, body: Mapping[str, Any]) -> InferenceRequest:
-        """Return what a request asks for.
+        """Return the request in a body.
 
         Raises:
-            RequestError: a field is malformed, or asks for something that is not served; names it.
+            RequestError: A field is malformed, or requests something that is not served. The error names it.
         """
         ...
 
@@ -173,7 +173,7 @@ class Dialect(Protocol):
 
 
 class JsonObject(dict[str, Any]):
-    """An object whose keys the API does not know, within ``MAX_DEPTH`` and ``MAX_NODES``."""
+    """An object with any keys, within ``MAX_DEPTH`` and ``MAX_NODES``."""
 
 
 class Arguments(JsonObject):
@@ -186,9 +186,9 @@ class Fields(msgspec.Struct, kw_only=True):
     not_honoured: ClassVar[frozenset[str]] = frozenset()
     without_effect: ClassVar[frozenset[str]] = frozenset()
     only: ClassVar[Mapping[str, tuple[object, str]]] = {}
-    """The value that is served, and the reason why others are not."""
+    """The accepted value of each field, and the reason why others are refused."""
     refused: ClassVar[Mapping[str, str]] = {}
-    """What to do instead."""
+    """What to do instead, for each field."""
 
 
 def names(text: str) -> frozenset[str]:
@@ -210,11 +210,11 @@ ONLY_THE_MODEL_CALLS: Mapping[str, tuple[object, str]] = {
     "allowed_callers": (["direct"], "only the model calls tools"),
     "defer_loading": (False, "there is no search for tools"),
 }
-"""Of a tool: ``Fields.only``."""
+"""``Fields.only`` of a tool."""
 
 
 class StreamOptions(Fields):
-    """How an answer of OpenAI's APIs is streamed."""
+    """Options for streamed answers of OpenAI's APIs."""
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
@@ -242,11 +242,11 @@ FieldsT = TypeVar("FieldsT", bound=Fields)
 def read_body(body: Mapping[str, Any], kind: type[FieldsT]) -> tuple[FieldsT, dict[str, Any]]:
     """Return the fields of a body, and ``ignored``, ``unknown`` and ``body`` of its ``InferenceRequest``.
 
-    At most ``MAX_UNKNOWN_NAMES`` unknown fields are named. Names are safe in a header and in a log: ``?``
-    stands for whatever is no letter, no digit and none of ``_-.[]``. Indices of lists are left out.
+    At most ``MAX_UNKNOWN_NAMES`` unknown fields are named. To be safe in a header and in a log, names have
+    ``?`` in place of characters other than letters, digits and ``_-.[]``. Indices of lists are left out.
 
     Raises:
-        RequestError: a field is malformed, or asks for something that is not served; names it.
+        RequestError: A field is malformed, or requests something that is not served. The error names it.
     """
     try:
         read = msgspec.convert(body, kind, dec_hook=_json_object)
@@ -266,10 +266,10 @@ def read_body(body: Mapping[str, Any], kind: type[FieldsT]) -> tuple[FieldsT, di
 
 
 def read_own_body(body: Mapping[str, Any], kind: type[FieldsT]) -> FieldsT:
-    """Return the fields of a body of our own API. Unknown fields are refused, because they are misspelled.
+    """Return the fields of a body of forgeasync's own API, where unknown fields are refused as misspelled.
 
     Raises:
-        RequestError: A field is malformed or unknown; names it.
+        RequestError: A field is malformed or unknown. The error names it.
     """
     read, named = read_body(body, kind)
     if unknown := named["unknown"]:
@@ -331,7 +331,7 @@ def _given_in_vain(given: Any, read: object, where: str) -> Iterator[tuple[str, 
             continue
         path = f"{where}.{name}" if where else name
         if name in kind.not_honoured:
-            # A field that is switched off asks for nothing.
+            # A field that is switched off requests nothing.
             if value is not False and value != []:
                 yield _without_indices(path), True
         elif name in kind.only:
@@ -356,7 +356,7 @@ def _header_safe(name: str) -> str:
 
 
 def _refusal(body: Any, kind: type[Fields], error: str) -> RequestError:
-    """Convert an error of msgspec: name the field as the API does, its value and what would be right."""
+    """Convert an error of msgspec to one that names the field, its value and what would be right."""
     match = re.fullmatch(r"(.*?)(?: - at `\$(.*)`)?", error, re.DOTALL)
     assert match is not None
     problem, path = match[1], (match[2] or "").removeprefix(".")
@@ -422,11 +422,11 @@ def tool_spec(name: str, description: str | None, parameters: Mapping[str, Any] 
 def chosen_tools(tools: Iterable[ToolSpec], choice: object, name: str | None = None) -> dict[str, Any]:
     """Return the fields of an ``InferenceRequest`` that say which tools the model has.
 
-    ``choice`` is ``none``, ``auto`` (also None), or anything else where a call is asked for: of the tool of
-    this ``name``, or of any.
+    ``choice`` is ``none``, ``auto`` or None. Any other value requires a call of the tool ``name``, or of any
+    tool if ``name`` is None.
 
     Raises:
-        RequestError: there is no such tool.
+        RequestError: There is no such tool.
     """
     tools = tuple(tools)
     if choice == "none":
@@ -446,7 +446,7 @@ def call_message_form(name: str, arguments: Mapping[str, Any] | None, *, call_id
 
 
 def stop_texts(stop: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Return the texts that end a turn, given as one string or as a list of them."""
+    """Return the texts that end a turn, given as one string or as a list of strings."""
     return (stop,) if isinstance(stop, str) else tuple(stop or ())
 
 
@@ -454,9 +454,9 @@ def stop_texts(stop: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 def shown(turn: Turn) -> Turn:
-    """Return the turn in the form that clients see.
+    """Return the turn as clients see it.
 
-    The APIs cannot express tool calls that cannot be read, or that do not fit into JSON or into a request.
+    The APIs cannot express tool calls that cannot be parsed, or that do not fit into JSON or into a request.
     Such calls are appended to the text, each on its own line.
     """
     calls = [call for call in turn.tool_calls if _can_come_back(call)]
@@ -494,14 +494,14 @@ def sse(data: Json, event: str | None = None) -> bytes:
 
 
 def pieces(text: str) -> Iterator[str]:
-    """Cut a text for streaming."""
+    """Yield a text in at most ``MAX_PIECES`` pieces, for streaming."""
     length = max(MIN_PIECE_CHARS, -(-len(text) // MAX_PIECES))
     for start in range(0, len(text), length):
         yield text[start : start + length]
 
 
 class OpenAIErrors:
-    """How OpenAI's APIs write errors (``Dialect``)."""
+    """The error methods of a ``Dialect`` for OpenAI's APIs."""
 
     def error(self, problem: RequestError) -> Json:
         """See ``Dialect``."""

@@ -1,7 +1,7 @@
-"""Responses: ``POST /v1/responses`` as openai 3.52 speaks it.
+"""The Responses API: ``POST /v1/responses``, as the client openai 3.52 uses it.
 
-A turn is up to three kinds of items: reasoning, a message, and a function call for each tool call. Such items
-in a row become one assistant's message again.
+A turn has up to three kinds of items: reasoning, a message, and a function call for each tool call. In a
+request, consecutive items of a turn become one assistant message.
 """
 
 from collections.abc import Iterator, Mapping
@@ -122,7 +122,7 @@ class _Body(OpenAIBody):
     tool_choice: Literal["auto", "none", "required"] | _NamedTool | None = None
     max_output_tokens: Count | None = None
     text: _AnswerText | None = None
-    # Reasoning is in its item as it is, so that nothing encrypted is missed.
+    # Not needed, because reasoning items are not encrypted.
     include: list[Literal["reasoning.encrypted_content"]] | None = None
     metadata: JsonObject | None = None
     store: bool | None = None
@@ -199,7 +199,7 @@ class Responses(OpenAIErrors):
 
 
 def _with_kinds(body: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The body with the type of items that leave it out, which the API takes for messages."""
+    """Return the body with type ``message`` for items without a type, which is the API's default."""
     items = body.get("input")
     if not isinstance(items, list):
         return body
@@ -212,14 +212,14 @@ def _messages(given: str | _Items) -> tuple[Message, ...]:
         return ({"role": "user", "content": given},)
     messages: list[Json] = []
     turn: Json | None = None
-    """The assistant's message that is being put together."""
+    """The assistant message to which following items are added."""
     for item in given:
         part = _part(item)
         if part["role"] != ASSISTANT:
             turn = None
             messages.append(part)
             continue
-        # A turn is shown as reasoning, text, calls: what would go back in this order begins the next turn.
+        # A turn has the order reasoning, text, calls. An item that breaks this order begins the next turn.
         if turn is None or (
             "tool_calls" not in part
             and ("content" in turn or "tool_calls" in turn or "reasoning_content" in part)
@@ -232,7 +232,7 @@ def _messages(given: str | _Items) -> tuple[Message, ...]:
 
 
 def _part(item: _Item) -> Json:
-    """An item as a message, or as the part of an assistant's message that it is."""
+    """Return an item as a message, or as part of an assistant message."""
     match item:
         case _MessageItem():
             role = "system" if item.role == "developer" else item.role
@@ -249,7 +249,7 @@ def _part(item: _Item) -> Json:
 
 
 def _frame(asked: InferenceRequest, reply: InferenceResult) -> Json:
-    """What a response has before anything is sampled."""
+    """Return the fields of a response that do not depend on the sampled turn."""
     tools = [
         {
             "type": "function",
@@ -314,7 +314,7 @@ def _call_item(item_id: str, call: ToolCall) -> Json:
 
 
 def _item_events(index: int, item: Json) -> Iterator[tuple[str, Json]]:
-    """Yield type and data of the events that build the item at this index of the output."""
+    """Yield type and data of the events for the item at this index of the output."""
     place = {"output_index": index}
     kind = item["type"]
     if kind == "function_call":
@@ -339,7 +339,7 @@ def _argument_events(place: Json, arguments: str) -> Iterator[tuple[str, Json]]:
 
 
 def _part_events(place: Json, part: Json) -> Iterator[tuple[str, Json]]:
-    # The last part of the type is what the events are called: response.output_text.delta.
+    # Events are named after the type of the part: response.output_text.delta.
     kind = f"response.{part['type']}"
     extra: Json = {"logprobs": []} if part["type"] == "output_text" else {}
     yield "response.content_part.added", {**place, "part": {**part, "text": ""}}

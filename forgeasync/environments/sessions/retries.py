@@ -1,12 +1,13 @@
-"""Which sampling a request gets: one of its own, or the one that an earlier attempt has begun.
+"""Matching of requests with samplings: each begins a sampling, or joins that of an earlier attempt.
 
-A pure state machine. Both SDKs send ``x-stainless-retry-count`` and, if told to, ``Idempotency-Key``:
-- A request with a key gets what the first request with this key has begun, whatever its count says.
-- A first attempt (count 0) without a key begins a sampling, even if another request reads the same: parallel
-  sub-agents ask the same things.
-- A later attempt looks for a sampling with the same body, in this order: one that nobody waits for and nobody
-  has got; none, if an attempt with this body was refused or has failed (the retry is that attempt's); one
-  that somebody has got (its response may be lost on the way); one that somebody waits for.
+A pure state machine. Both SDKs send ``x-stainless-retry-count`` and, if configured, ``Idempotency-Key``:
+- A request with a key joins the sampling of the first request with this key, whatever its count is.
+- A first attempt (count 0) without a key begins a sampling, even if another request has the same body:
+  parallel sub-agents send the same requests.
+- A later attempt joins a sampling with the same body. It prefers one without waiting requests that was not
+  delivered. Otherwise it begins a sampling if an attempt with this body was refused or has failed, since it
+  is the retry of that attempt. Otherwise it joins one that was delivered (the response may be lost), or one
+  with waiting requests.
 """
 
 from collections import OrderedDict
@@ -16,29 +17,29 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 MAX_FAILED = 1024
-"""Of this many bodies it is remembered that an attempt was refused."""
+"""Maximum number of bodies whose refused or failed attempts are remembered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """A request, as far as it matters here."""
+    """The parts of a request that identify it."""
 
     digest: bytes
-    """Of its path and its body."""
+    """Digest of the path and the body."""
     num_retries: int
     idempotency_key: str | None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Sampling(Generic[T]):
-    """Turns that are being sampled or have been."""
+    """Turns of a request, in flight or finished."""
 
     attempt: Attempt
     work: T
     num_waiting: int = 0
-    """Number of requests that wait for it now."""
+    """Number of requests that wait for the turns."""
     is_delivered: bool = False
-    """Whether a response was written out in full."""
+    """Whether a response was written completely."""
     ended_s: float | None = None
 
 
@@ -57,10 +58,10 @@ class Samplings(Generic[T]):
         self._num_failed: OrderedDict[bytes, int] = OrderedDict()
 
     def find(self, attempt: Attempt) -> Sampling[T] | None:
-        """Return the sampling that the attempt joins, None if it begins one.
+        """Return the sampling that the attempt joins; None if it begins one.
 
         Raises:
-            KeyReused: its key came with another body before.
+            KeyReused: An earlier request had the same key and another body.
         """
         if attempt.idempotency_key is not None:
             for one in self._all:
@@ -92,20 +93,20 @@ class Samplings(Generic[T]):
         return sampling
 
     def refused(self, attempt: Attempt) -> None:
-        """The attempt was told to try again, and nothing was sampled for it."""
+        """Record that the client of an attempt must retry, because nothing was sampled for it."""
         if attempt.idempotency_key is None:
             self._num_failed[attempt.digest] = self._num_failed.pop(attempt.digest, 0) + 1
             while len(self._num_failed) > MAX_FAILED:
                 self._num_failed.popitem(last=False)
 
     def ended(self, sampling: Sampling[T], *, has_failed: bool, now_s: float) -> None:
-        """The sampling is over. One that failed is forgotten: a retry samples anew."""
+        """Record the end of a sampling. A failed one is removed, so that a retry samples again."""
         sampling.ended_s = now_s
         if has_failed and sampling in self._all:
             self._all.remove(sampling)
 
     def expired(self, now_s: float) -> list[Sampling[T]]:
-        """Remove and return what is kept no longer."""
+        """Remove and return the samplings beyond the limits of time and number."""
         idle = [one for one in self._all if one.ended_s is not None and not one.num_waiting]
         num_over = len(idle) - self._max_kept
         gone = [
@@ -117,6 +118,6 @@ class Samplings(Generic[T]):
         return gone
 
     def clear(self) -> list[Sampling[T]]:
-        """Remove and return all."""
+        """Remove and return all samplings."""
         gone, self._all = self._all, []
         return gone

@@ -1,4 +1,4 @@
-"""Serves agents over Chat Completions, Responses and Anthropic's Messages, to clients with their own loop.
+"""HTTP server through which agent programs use Chat Completions, Responses and Anthropic's Messages.
 
     async with SessionServer() as server:
         session = server.open(agent)
@@ -54,16 +54,16 @@ from forgeasync.environments.sessions.session import (
 MIN_TOKEN_CHARS = 16
 
 MAX_CLOSED = 4096
-"""Number of closed sessions whose ids are kept. Their clients get 410, clients of older sessions 404."""
+"""Number of closed sessions that are remembered. Their clients get 410, clients of older sessions 404."""
 
 MAX_KEY_CHARS = 255
-"""Most characters of an idempotency key."""
+"""Maximum characters of an idempotency key."""
 
 OPENING_PATH = "/sessions"
-"""Path where clients open sessions, if the server allows it."""
+"""Path of the requests that open sessions, if the server has an ``opener``."""
 
 IGNORED_HEADER = "x-forgeasync-ignored"
-"""Lists the fields of a request that are not honoured, and unknown fields."""
+"""Header of an answer that lists fields of the request that are not honoured or unknown."""
 
 _ANTHROPIC = AnthropicMessages()
 
@@ -80,7 +80,7 @@ class OpenedSession:
 
     session: Session
     trains: bool
-    """Whether it is trained on if it gets feedback."""
+    """Whether the session is trained on if it gets feedback."""
 
 
 class SessionOpener(Protocol):
@@ -90,7 +90,7 @@ class SessionOpener(Protocol):
         """Return a new session; called on the server's loop.
 
         Raises:
-            RequestError: no further session may be opened.
+            RequestError: No further session may be opened.
         """
         ...
 
@@ -98,7 +98,7 @@ class SessionOpener(Protocol):
 class SessionServer:
     """An HTTP server for sessions. It runs while its context is entered, on the event loop that entered it.
 
-    An agent's ``respond`` is called on that loop.
+    The ``respond`` of every agent is called on that loop.
     """
 
     def __init__(
@@ -149,16 +149,16 @@ class SessionServer:
         # Any thread may add a session; everything else runs on the loop.
         self._open_sessions: dict[str, Session] = {}
         self._ends: OrderedDict[str, SessionEnd] = OrderedDict()
-        """How closed sessions ended, by their ids."""
+        """How each closed session ended, by session id."""
         self._runner: web.AppRunner | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._origin = ""
 
     async def __aenter__(self) -> Self:
-        """Listen.
+        """Start to listen.
 
         Raises:
-            OSError: the address is in use, or is none of this machine's.
+            OSError: The address is in use, or does not belong to this machine.
         """
         app = web.Application(client_max_size=self._limits.max_body_bytes)
         app.router.add_route("*", "/{path:.*}", self._handle)
@@ -192,7 +192,7 @@ class SessionServer:
         """Close all sessions, and stop listening."""
         assert self._runner is not None
         self.close_sessions(SessionEnd.CLOSED)
-        # Lets the cancelled turns end, so that their clients get an answer.
+        # Let the cancelled turns end, so that their clients get an answer.
         await asyncio.sleep(0)
         await self._runner.cleanup()
         self._runner = None
@@ -204,21 +204,20 @@ class SessionServer:
 
     @property
     def port(self) -> int:
-        """The port that it listens on."""
+        """The port that the server listens on."""
         assert self._runner is not None, "it runs"
         return self._runner.addresses[0][1]
 
     def close_sessions(self, end: SessionEnd) -> None:
-        """Close all sessions; the server goes on answering."""
+        """Close all sessions. The server still answers requests."""
         for session in list(self._open_sessions.values()):
             session.close(end)
 
     def open(self, agent: RespondingAgent, *, name: str = "policy") -> Session:
-        """Return a new session for the agent, from any thread; ``name`` is what clients are told that the
-        model is called, whatever they ask for.
+        """Open a session for the agent; thread-safe. ``name`` is the model's name in all answers to clients.
 
         Raises:
-            RuntimeError: the server is not running.
+            RuntimeError: The server is not running.
         """
         if self._runner is None or self._loop is None:
             raise RuntimeError("open was called on a server that is not running; call it within 'async with'")
@@ -238,7 +237,7 @@ class SessionServer:
         return hmac.digest(self._secret, session_id.encode(), "sha256").hex()
 
     def _forget(self, session: Session) -> None:
-        """Drop a closed session, and keep only its id and how it ended."""
+        """Drop a closed session, except its id and how it ended."""
         assert session.end is not None, "it is closed"
         del self._open_sessions[session.id]
         self._ends[session.id] = session.end
@@ -281,7 +280,7 @@ class SessionServer:
                 code="invalid_token",
             )
         if raw := await self._read(request):
-            # The body has no fields yet, and unknown fields are refused.
+            # The API defines no fields of this body, and unknown fields are refused.
             read_own_body(_parsed(raw), Fields)
         opened = opener.open()
         session = opened.session
@@ -300,7 +299,7 @@ class SessionServer:
         """Return the open session that a request may use.
 
         Raises:
-            RequestError: there is no such session, the key is another one's, or the session is closed.
+            RequestError: There is no such session, the key does not belong to it, or the session is closed.
         """
         parts = request.path.split("/")
         session_id = parts[2] if len(parts) > 2 and parts[1] == "sessions" else ""
@@ -354,7 +353,7 @@ class SessionServer:
         is_delivered = False
         try:
             if asked.is_streamed:
-                # Until the first keep-alive comment, an error still gets its own status.
+                # An error before the first keep-alive comment can still have its own status.
                 done, _ = await asyncio.wait([sampling.work.reply], timeout=self._limits.keep_alive_s)
                 if done:
                     await _outcome(sampling, session)
@@ -386,7 +385,7 @@ class SessionServer:
         try:
             reply = await _outcome(sampling, session)
         except RequestError as problem:
-            # The headers were sent, so the error becomes an event.
+            # The headers are already sent, so the error becomes an event.
             _count(session, problem)
             yield dialect.error_event(problem)
             return
@@ -422,7 +421,7 @@ def _is_among(keys: Sequence[str], secret: str) -> bool:
 
 
 async def _outcome(sampling: Sampling[Work], session: Session) -> InferenceResult:
-    """Wait for a sampling. It goes on if the wait is cancelled."""
+    """Wait for the result of a sampling, which continues if the wait is cancelled."""
     task = sampling.work.reply
     await asyncio.wait([task])
     if task.cancelled():
@@ -431,7 +430,7 @@ async def _outcome(sampling: Sampling[Work], session: Session) -> InferenceResul
 
 
 def _given_keys(request: web.Request) -> tuple[str, str]:
-    """Return both keys of a request, because some programs put a placeholder into one of the headers."""
+    """Return the keys in both headers, because some programs put a placeholder into one of them."""
     bearer = request.headers.get("Authorization", "")
     return request.headers.get("x-api-key", ""), bearer.removeprefix("Bearer ")
 
@@ -491,10 +490,10 @@ def _error_response(path: str, problem: RequestError) -> web.Response:
 
 
 def _models(session: Session, path: str, *, of_anthropic: bool) -> Json:
-    """Return what ``GET /v1/models`` or ``GET /v1/models/<name>`` says, in OpenAI's form or in Anthropic's.
+    """Return the answer to ``GET /v1/models`` or ``GET /v1/models/<name>``, as OpenAI or Anthropic writes it.
 
     Raises:
-        RequestError: there is no model of this name.
+        RequestError: There is no model with this name.
     """
     name = path.removeprefix("/v1/models").removeprefix("/")
     if name not in ("", session.name):

@@ -1,4 +1,4 @@
-"""A session: the URLs of one agent, its limits, and the state of its client."""
+"""A session: the URLs through which a client uses one agent, with limits, counts and feedback."""
 
 import asyncio
 import concurrent.futures
@@ -34,7 +34,7 @@ from forgeasync.environments.sessions.retries import Attempt, KeyReused, Samplin
 _LOGGER = logging.getLogger(__name__)
 
 MAX_FEEDBACK = 64
-"""Maximum number of verdicts for a session."""
+"""Maximum number of ``Feedback`` entries of a session."""
 
 MAX_COMMENT_CHARS = 10_000
 
@@ -45,19 +45,19 @@ class SessionEnd(StrEnum):
     """How a session ended."""
 
     FEEDBACK = "feedback"
-    """Feedback ended it."""
+    """Feedback ended the session."""
     CLOSED = "closed"
-    """Its client closed it, or its episode ended."""
+    """The client closed the session, or its episode ended."""
     IDLE = "idle"
-    """It had no turn for ``serving.idle_session_s``."""
+    """The session had no turn for ``serving.idle_session_s``."""
     TIME = "time"
-    """It was open for ``serving.session_s``."""
+    """The session was open for ``serving.session_s``."""
     RUN_OVER = "run_over"
     """The run has ended."""
 
     @property
     def words(self) -> str:
-        """The message for a client that asks for another turn."""
+        """Message for a client that requests another turn."""
         why = {
             SessionEnd.FEEDBACK: "feedback has ended it",
             SessionEnd.CLOSED: "it was closed",
@@ -86,7 +86,7 @@ def read_feedback(body: Mapping[str, Any]) -> tuple[Feedback, bool]:
     """Return a request's feedback, and whether it ends the session (unless ``finished`` is false).
 
     Raises:
-        RequestError: a field is malformed or unknown; names it.
+        RequestError: A field is malformed or unknown. The error names it.
     """
     read = read_own_body(body, _FeedbackBody)
     return Feedback(score=read.score, comment=read.comment), read.finished is not False
@@ -97,26 +97,26 @@ class SessionLimits:
     """Limits of one session. Times are in seconds. Raises ValueError if one is not positive and finite."""
 
     max_body_bytes: int = 8 * 2**20
-    """Of a request, after decompression. A larger one gets 413."""
+    """Maximum size of a request's body after decompression. A larger one gets 413."""
     max_turns_at_once: int = 64
-    """Turns that are sampled at the same time. Further requests get 429."""
+    """Maximum number of turns that are sampled at the same time. Further requests get 429."""
     max_open_requests: int = 256
-    """Requests that are open, including those that wait for the turn of another request."""
+    """Maximum number of open requests, including those that wait for the turn of another request."""
     idle_s: float = 120.0
-    """For the first headers of a connection to arrive, and between two requests of one."""
+    """Time for the first headers of a connection to arrive, and between two requests of a connection."""
     body_s: float = 30.0
-    """For a request's body to arrive."""
+    """Time for a request's body to arrive."""
     turn_s: float = 1800.0
-    """For a request's turns to be sampled. After that, the request gets 504."""
+    """Time for a request's turns to be sampled. After that, the request gets 504."""
     write_s: float = 60.0
-    """For a client to read an answer, or one piece of a stream."""
+    """Time for a client to read an answer, or one piece of a stream."""
     keep_alive_s: float = 10.0
-    """Between two keep-alive comments in a stream. The first one sends the headers."""
+    """Time between two keep-alive comments in a stream. The first one sends the headers."""
     keep_reply_s: float = 300.0
-    """For which an answer is kept for retries."""
+    """Time for which an answer is kept for retries."""
     max_kept_replies: int = 256
     max_shown_turns: int = 4096
-    """Turns and responses that the session recognizes when a client sends them back."""
+    """Maximum number of turns, and of responses, that are recognized when a client sends them back."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -180,31 +180,31 @@ class SessionCounts:
     num_turns: int = 0
     """Turns sampled."""
     num_retries_joined: int = 0
-    """Retries that got the turns that an earlier attempt had started."""
+    """Retries that received the turns that an earlier attempt had started."""
     num_not_honoured: int = 0
     """Requests with fields that a policy in training cannot honour, such as ``temperature``."""
     num_with_unknown_fields: int = 0
     """Requests with fields that the endpoint does not know, which were ignored."""
     num_abandoned: int = 0
-    """Turns that were started and that no client received."""
+    """Turns that were started, but that no client received."""
     num_ours: int = 0
-    """Assistant's messages in requests that are unchanged turns of this session."""
+    """Assistant messages in requests that are unchanged turns of this session."""
     num_rewritten: int = 0
-    """Other assistant's messages in requests: changed, after a changed history, or written elsewhere."""
+    """Other assistant messages in requests: changed, after a changed history, or written elsewhere."""
     num_shown_as_text: int = 0
-    """Tool calls that cannot be read and were shown as text."""
+    """Tool calls that the client's API cannot express, and that were shown as text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """The turns of a request, which may still be sampled."""
+    """A request, and the task that samples its turns."""
 
     asked: InferenceRequest
     reply: asyncio.Task[InferenceResult]
 
 
 class Session:
-    """A session, as ``SessionServer.open`` returns it. Methods are thread-safe unless they say otherwise."""
+    """A client's access to one agent, from ``SessionServer.open``. Methods are thread-safe unless noted."""
 
     def __init__(
         self,
@@ -217,21 +217,21 @@ class Session:
         limits: SessionLimits,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
-        """``origin`` is the server's URL without a path; ``api_key_of`` makes the key that belongs to an
-        id; ``when_closed`` is called on ``loop``, which is the server's, and on which the agent is called."""
+        """``origin`` is the server's URL without a path. ``api_key_of`` returns the key for a session id.
+        ``loop`` is the server's event loop, on which the agent and ``when_closed`` are called."""
         self.id = secrets.token_urlsafe(16)
         self.name = name
-        """The name of the model for clients."""
+        """Name of the model in answers to clients."""
         self.anthropic_base_url = f"{origin}/sessions/{self.id}"
-        """For Anthropic's clients, which append ``/v1/messages``."""
+        """URL for Anthropic's clients, which append ``/v1/messages``."""
         self.base_url = f"{self.anthropic_base_url}/v1"
-        """For OpenAI's clients."""
+        """URL for OpenAI's clients."""
         self.api_key = api_key_of(self.id)
         self.created_s = int(time.time())
         self.counts = SessionCounts()
         self.feedback: list[Feedback] = []
         self.end: SessionEnd | None = None
-        """How it ended; None while it is open."""
+        """How the session ended; None while it is open."""
         self.num_open_requests = 0
         self._agent = agent
         self._limits = limits
@@ -247,17 +247,17 @@ class Session:
         self._lock = threading.Lock()
         self._num_sampling = 0
         self._told: set[str] = set()
-        """Warnings about its clients that were logged."""
+        """Warnings about the session's clients that are already logged."""
         self._finished: concurrent.futures.Future[None] = concurrent.futures.Future()
 
     @property
     def counted(self) -> Mapping[str, int]:
-        """The counts so far, by their names."""
+        """The counts so far, by name."""
         return dataclasses.asdict(self.counts)
 
     @property
     def is_closed(self) -> bool:
-        """Whether it has ended."""
+        """Whether the session has ended."""
         return self.end is not None
 
     def close(self, end: SessionEnd = SessionEnd.CLOSED) -> None:
@@ -273,18 +273,15 @@ class Session:
         self._loop.call_soon_threadsafe(self._cancel)
 
     async def finished(self) -> tuple[Feedback, ...]:
-        """Wait until feedback has ended the session or it was closed, and return all feedback.
-
-        May be awaited on any loop.
-        """
+        """Wait until the session has ended, and return all feedback. May be awaited on any loop."""
         await asyncio.shield(asyncio.wrap_future(self._finished))
         return tuple(self.feedback)
 
     def add_feedback(self, feedback: Feedback, *, is_last: bool) -> None:
-        """Keep a verdict; the last one ends the session, as ``close`` does.
+        """Store feedback; with ``is_last``, also close the session.
 
         Raises:
-            RequestError: the session is closed, or has had too many.
+            RequestError: The session is closed, or has ``MAX_FEEDBACK`` entries.
         """
         if self.end is not None:
             raise closed(self.end)
@@ -295,10 +292,12 @@ class Session:
             self.close(SessionEnd.FEEDBACK)
 
     def begin(self, asked: InferenceRequest, attempt: Attempt) -> Sampling[Work]:
-        """Return the sampling that answers a request; call on the server's loop, and ``leave`` afterwards.
+        """Return the sampling that answers a request: a new one, or that of an earlier attempt.
+
+        Call it on the server's loop, and call ``leave`` afterwards.
 
         Raises:
-            RequestError: the session is closed or busy, or the request contradicts an earlier one.
+            RequestError: The session is closed or busy, or another body had the same idempotency key.
         """
         self._forget()
         if self.end is not None:
@@ -324,11 +323,11 @@ class Session:
         return sampling
 
     def num_prompt_tokens(self, asked: InferenceRequest) -> int:
-        """Return how many tokens a turn would have before it; call on the server's loop.
+        """Return the number of prompt tokens that a turn would have. Call it on the server's loop.
 
         Raises:
-            RequestError: the session is closed, or its agent has no tokens.
-            ValueError: the messages cannot be rendered.
+            RequestError: The session is closed, or its agent has no tokenizer.
+            ValueError: The messages cannot be rendered.
         """
         if self.end is not None:
             raise closed(self.end)
@@ -340,7 +339,7 @@ class Session:
         return self._agent.num_prompt_tokens(messages, asked.tools or None, must_call=asked.must_call)
 
     def leave(self, sampling: Sampling[Work], *, is_delivered: bool) -> None:
-        """A request stops waiting; ``is_delivered`` says whether its answer was written completely."""
+        """End a request's wait; ``is_delivered`` says whether its answer was written completely."""
         sampling.num_waiting -= 1
         sampling.is_delivered |= is_delivered
 
@@ -367,7 +366,7 @@ class Session:
                 _LOGGER.warning(line, self.name, ", ".join(names))
 
     async def _sample(self, asked: InferenceRequest) -> InferenceResult:
-        """Raises RequestError, and nothing else."""
+        """Sample the turns of a request; every exception becomes a RequestError."""
         try:
             history = self._history(asked, is_continued=True)
             reply = await self._reply(asked, history)
@@ -391,7 +390,7 @@ class Session:
         if late:
             self.counts.num_abandoned += asked.num_turns
             raise RequestError(f"no turn within {self._limits.turn_s:g} s", code="deadline_exceeded")
-        # Only the agent can have cancelled a turn here, because its episode ends.
+        # Only the agent can have cancelled a turn here, at the end of its episode.
         end = self.end or SessionEnd.CLOSED
         errors = [closed(end) if response.cancelled() else response.exception() for response in responses]
         failures = [error for error in errors if error is not None]
@@ -416,8 +415,10 @@ class Session:
         return await respond(history, asked.tools or None, max_tokens=asked.max_tokens, stop=asked.stop)
 
     def _history(self, asked: InferenceRequest, *, is_continued: bool) -> tuple[Message, ...]:
-        """Return the messages before a turn, each turn of ours as its ``Turn.message``; ``is_continued`` if a
-        turn follows."""
+        """Return the messages before a turn, with turns of this session as their ``Turn.message``.
+
+        ``is_continued`` says whether a turn will follow the messages.
+        """
         messages = self._conversation(asked)
         ours = self._tree.turns_handed_back(_checked(messages), is_continued=is_continued)
         if is_continued:

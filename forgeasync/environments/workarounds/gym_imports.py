@@ -1,8 +1,8 @@
 """Imports reasoning-gym without matplotlib.
 
-reasoning-gym 0.1.25 imports cellpylib 2.4.0 for its game of life, and that imports matplotlib for plots that
-nobody draws here: 25 MiB and half a second in the controller and in every process that verifies answers. Can
-go when cellpylib imports matplotlib where it plots.
+reasoning-gym 0.1.25 imports cellpylib 2.4.0 for its game of life, and cellpylib imports matplotlib for plots
+that forgeasync does not use. This costs 25 MiB and half a second in the controller and in every process that
+verifies answers. Remove this module when cellpylib imports matplotlib only to plot.
 """
 
 import importlib
@@ -18,11 +18,11 @@ _PLOTS = (
     "mpl_toolkits",
     "mpl_toolkits.mplot3d",
 )
-"""What cellpylib imports."""
+"""Modules that cellpylib imports for plots."""
 
 
 class _Later(ModuleType):
-    """Stands for a module, and imports it when something of it is asked for."""
+    """Placeholder for a module, which is imported at the first access to an attribute."""
 
     def __getattr__(self, name: str) -> Any:
         _take_away()
@@ -42,13 +42,13 @@ def _import_reasoning_gym() -> None:
             package, _, own_name = name.rpartition(".")
             if package:
                 setattr(later[package], own_name, module)
-        # Asked for when cellpylib is imported, to have matplotlib know it, which it does by itself; not used.
+        # cellpylib imports Axes3D only to register it with matplotlib, which registers it itself.
         vars(later["mpl_toolkits.mplot3d"]).update(Axes3D=None, __path__=[])
         sys.modules.update(later)
     try:
         importlib.import_module("reasoning_gym")
     finally:
-        # For everybody else they are what they were.
+        # Later imports get the real modules.
         _take_away()
 
 
