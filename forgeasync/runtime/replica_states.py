@@ -1,8 +1,9 @@
 """States of the generators, and the choice of the one that gets the next group: a pure state machine.
 
-    starting ──► stale ──► healthy ◄──► suspect └──────────────────►  │            │          every state but
-        the last two: ▼            ▼             ──► dead (its process has died, or was killed) draining ──►
-        removed
+    starting ──► stale ──► healthy ◄──► suspect
+        └──────────────────►  │            │          every state but the last two:
+                              ▼            ▼             ──► dead (its process has died, or was killed)
+                           draining ──► removed
 
 A generator starts with version 0, the model folder. It is healthy at once if no version was published yet.
 Otherwise it is stale until an update has ended. The update loads the version that is the newest when it

@@ -4,7 +4,7 @@
 
     the whole run      has stalled if nothing has progressed for ``ALL_FACTOR`` times the longest quiet time
     optimizer steps    have stalled if none was made for ``STEP_FACTOR`` times the longest time of a step,
-        even if everything else progresses
+                       even if everything else progresses
 
 Each rule also has a floor. During the first ``NUM_STEPS`` steps, which compile models and fill caches, only
 the first rule applies, with its own floor; their quiet times are not part of the history.
