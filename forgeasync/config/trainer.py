@@ -14,8 +14,7 @@ ROW_ALIGNMENT = 64
 
 
 class ParallelSection(Section):
-    """Layout of the trainer's mesh. The data-parallel shard degree is num_procs divided by the other
-    degrees."""
+    """Layout of the trainer's mesh; the shard degree is num_procs divided by the other degrees."""
 
     num_procs: Procs = 1
     """Number of trainer processes: one per GPU, or CPU processes."""
@@ -118,8 +117,7 @@ class FlashAttention(StrEnum):
     """Version of FlashAttention that computes attention over packed rows on GPUs."""
 
     AUTO = "auto"
-    """The newest version that is installed and supports the GPU (FA3 on Hopper, FA4 on Blackwell), else
-    FA2."""
+    """The newest installed version that supports the GPU: FA3 on Hopper, FA4 on Blackwell, else FA2."""
     FA2 = "FA2"
     FA3 = "FA3"
     FA4 = "FA4"

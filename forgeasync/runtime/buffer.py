@@ -95,8 +95,7 @@ class BufferActor(Actor):
 
     @concurrent_endpoint
     async def start(self, most: int) -> tuple[tuple[Start, ...], int]:
-        """Wait until a group may start; return up to ``most`` that may start, and the number of prompts to
-        submit."""
+        """Wait until a group may start; return up to ``most`` starts, and the number of prompts to submit."""
         return await self._buffer.start(most)
 
     @concurrent_endpoint

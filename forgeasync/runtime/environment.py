@@ -183,8 +183,7 @@ class EpisodeTurns:
             raise EpisodeInterrupted(str(late)) from late
 
     async def _move_from(self, number: int, turn: TurnRequest) -> None:
-        """Wait until the group continues on another generator; an overlapping turn may have moved the
-        episode."""
+        """Wait until the group continues on another generator, to which another turn may have moved."""
         if not self._request.goes_on:
             raise EpisodeInterrupted("its generator is gone")
         group_id = self._request.episode.group_id

@@ -483,8 +483,7 @@ class GeneratorActor(Actor):
 
     @concurrent_endpoint
     async def abandon_update(self) -> None:
-        """Keep the old weights, because a share of the version has not arrived on this host or was not
-        staged."""
+        """Keep the old weights: a share of the version has not arrived on this host, or was not staged."""
         await self._receiver.abandon()
 
     @concurrent_endpoint

@@ -74,8 +74,7 @@ class LiveReplica(Supervised[GeneratorActor]):
 
 @contextmanager
 def sampling_group(replica: LiveReplica, group_id: int | None) -> Iterator[None]:
-    """Record that a generator samples a group, within the body; the record remains if the generator is
-    lost."""
+    """Record that a generator samples a group, within the body; kept if the generator is lost."""
     if group_id is not None:
         replica.groups.add(group_id)
     try:
@@ -129,8 +128,7 @@ class GeneratorPool(SupervisedPool[LiveReplica]):
         self._lost_stats = EngineStats(num_generated_tokens=0, busy_s=0.0)
         """Sum of the counters of all ended generators."""
         self._num_tokens_kept = self._num_tokens_lost = 0
-        """Tokens that lost generators had in flight: logged ones, from which others continue, and lost
-        ones."""
+        """Tokens that lost generators had in flight; others continue from the kept ones."""
         self._followers: list[OnChange] = []
 
     @property
@@ -324,8 +322,7 @@ class GeneratorPool(SupervisedPool[LiveReplica]):
             self._background.start(on_change())
 
     def _dies_at_the_end(self, replica: LiveReplica) -> bool:
-        """Return whether the generator is silent: Monarch ends those that answer, but would wait for silent
-        ones."""
+        """Return whether the generator is silent; Monarch ends others, but would wait for this one."""
         return replica.heartbeat.is_late
 
     # Health.

@@ -177,8 +177,7 @@ class NoReplica:
 
 
 class NoTrajectories:
-    """Substitute for the router in ``GroupEpisodes`` if an endpoint samples; it stores nothing of an
-    episode."""
+    """Substitute for the router in ``GroupEpisodes`` if an endpoint samples; it stores no turns."""
 
     @asynccontextmanager
     async def pinned(self, num_samples: int) -> AsyncIterator["NoReplica"]:

@@ -77,8 +77,7 @@ class Host(Protocol):
         ...
 
     async def keep_group(self, target: Path, facts: bytes, source: str) -> str | None:
-        """Write a finished group, whose arrays are in ``source``, to disk; return the problem if that
-        fails."""
+        """Write a finished group, whose arrays are in ``source``, to disk; return the problem, if any."""
         ...
 
 

@@ -416,8 +416,7 @@ class JobHosts:
         return None
 
     async def close(self) -> None:
-        """See ``Hosts``; checks each host once more, since connections to a lost host break before its
-        heartbeat."""
+        """See ``Hosts``; checks each host again: connections to a lost one break before its heartbeat."""
         for watching in self._watching:
             watching.cancel()
         if self._is_open:

@@ -174,8 +174,7 @@ CHECK_S = 60.0
 
 
 def check_prerequisites(launcher: LocalLauncher | RemoteLauncher) -> list[Problem]:
-    """Return what prevents this machine from starting hosts with ``launcher``; queries Slurm, but starts
-    nothing."""
+    """Return what prevents this machine from using ``launcher``. Queries Slurm, starts nothing."""
     if isinstance(launcher, LocalLauncher | ProcessLauncher | KubernetesLauncher):
         # The first two run on this machine; for pods see ``KubernetesLauncher.kubeconfig``.
         return []

@@ -55,8 +55,7 @@ class Death:
 
 
 def read_report(report: str, log_dir: Path) -> Death:
-    """Parse rank, role, signal and log file from a death report; a report of another form is returned
-    unchanged."""
+    """Return rank, role, signal and log file of a death report, or a report of another form unchanged."""
     killed = _KILLED.search(report)
     if (actor := _ACTOR.search(report)) is not None:
         # Monarch's own actor, through which trainer ranks find each other.
@@ -293,8 +292,7 @@ async def _stop_all(meshes: Sequence[ProcMesh]) -> None:
 
 
 async def make_folders(hosts: Sequence[Host], sizes: Sequence[int]) -> list[Path]:
-    """Create a folder on each host, large enough for the sum of its sizes; return the folder of each
-    entry."""
+    """Create a folder on each host for the sum of its sizes; return the folder of each entry."""
     totals: dict[str, int] = {}
     by_id = {host.id: host for host in hosts}
     for host, size in zip(hosts, sizes, strict=True):

@@ -176,8 +176,7 @@ class ReplicaTable:
         return spare.number
 
     def assign(self, num_rollouts: int) -> int | None:
-        """Assign rollouts to the healthy generator with the fewest; return its number, or None without
-        one."""
+        """Assign rollouts to the healthy generator with the fewest; return its number, if there is one."""
         # This runs for every group, and there can be hundreds of generators.
         chosen: Replica | None = None
         for one in self._replicas.values():

@@ -395,8 +395,7 @@ class GeneratorRouter:
         await self.pool.table.until(lambda table: table.all_have(version))
 
     async def until_served(self, newer_than: int) -> int:
-        """Wait until all healthy generators have a version above ``newer_than``; return the version that all
-        serve."""
+        """Wait until all healthy generators are newer than ``newer_than``; return the version they serve."""
         return await self.pool.table.until(lambda table: table.served if table.served > newer_than else None)
 
     def published(self, version: int) -> None:

@@ -120,8 +120,7 @@ class RunRewards:
     def __init__(
         self, sources: Sequence[NamedSource], section: ScorerSection, *, limit_s: float, seed: int
     ) -> None:
-        """``limit_s`` is the time limit of one reward for one group; ``seed`` generated the problems. Starts
-        nothing."""
+        """``limit_s`` is the limit of one reward for one group; ``seed`` generated the problems."""
         self._section = section
         self._limit_s = limit_s
         # Sources with the same verifier share its processes.

@@ -228,8 +228,7 @@ class ScorerPool:
     def try_score(
         self, name: str, task: Task, responses: Sequence[Response], *, first: int
     ) -> "asyncio.Future[tuple[Score, ...] | Unscored] | None":
-        """Start scoring if the queue has space, else return None. Cancelling the future withdraws the
-        responses."""
+        """Start scoring if the queue has space, else return None. Cancel the future to withdraw."""
         number = self._dispatch.change(lambda dispatch: dispatch.submit(self._clock()))
         return None if number is None else self._begin(number, name, task, responses, first)
 

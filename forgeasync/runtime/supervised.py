@@ -117,8 +117,7 @@ class Proc:
     host: Host
 
     async def has_ended(self) -> bool:
-        """Return whether the process has ended; False if its host does not answer, which is reported
-        elsewhere."""
+        """Return whether the process has ended; False if its host does not answer (reported elsewhere)."""
         call = f"looking for {self.role} rank {self.rank}"
         try:
             async with deadline(PEER_END_S, call=call, key="PEER_END_S in supervised.py"):
@@ -308,8 +307,7 @@ class Supervised(Generic[ActorT]):
             raise
 
     def lose(self, what: str) -> None:
-        """Give the process up, unless it is already lost. ``what`` completes a sentence about it with the
-        problem."""
+        """Give the process up, unless it is lost. ``what`` is the problem, which completes a sentence."""
         self._pool.lose(self, what)
 
     def end_calls(self) -> None:
@@ -347,8 +345,7 @@ async def stacks_of(host: Host, pid: int) -> str:
 
 
 async def diagnose_hang(role: Role, *procs: Proc) -> str:
-    """Return in one line the stacks of processes of a role, and the controller's calls that wait for the
-    role."""
+    """Return the stacks of a role's processes, and the controller's calls that wait for it, in one line."""
     # Read the calls first, since they may end while the stacks are read.
     calls = awaited_calls(asyncio.all_tasks() - {asyncio.current_task()}, CALLERS[role])
     stacks = await asyncio.gather(*(stacks_of(one.host, one.pid) for one in procs))
@@ -413,8 +410,7 @@ ReplicaT = TypeVar("ReplicaT", bound=Supervised[Any])
 
 
 class SupervisedPool(Generic[ReplicaT]):
-    """The processes of one role; subclasses define what differs between roles, such as the effect of a
-    loss."""
+    """The processes of one role; subclasses define role-specific behavior, such as the effect of a loss."""
 
     after_loss = ""
     """End of the report of a loss, which describes what happens next."""

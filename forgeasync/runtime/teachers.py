@@ -306,8 +306,7 @@ class Teaching:
             self._num_retried += 1
 
     def metrics(self) -> dict[str, float]:
-        """Return counts since the command started, by their names in metrics.jsonl; empty without
-        teachers."""
+        """Return counts since the command started, by name in metrics.jsonl; empty without teachers."""
         if not self.by_source:
             return {}
         return {

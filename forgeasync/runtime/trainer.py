@@ -256,8 +256,7 @@ class TrainerActor(Actor):
 
     @concurrent_endpoint
     async def open_snapshots(self, folder: Path, every_steps: int, at_most: int) -> int:
-        """Continue from the newest snapshot that all ranks have, and start taking snapshots; return its
-        version."""
+        """Continue from the newest snapshot of all ranks, and start taking snapshots; return its version."""
         return await self._thread.call(
             lambda: self._trainer.open_snapshots(folder, every_steps=every_steps, at_most=at_most)
         )
@@ -426,8 +425,7 @@ class TrainerActor(Actor):
 
     @concurrent_endpoint
     async def is_writing_checkpoint(self) -> bool:
-        """Return whether the last checkpoint that was begun is still being written; waits for no other
-        call."""
+        """Return whether the last checkpoint is still being written; waits for no other call."""
         return self._checkpoints is not None and self._checkpoints.is_writing
 
     @concurrent_endpoint

@@ -256,8 +256,7 @@ class TrainerMesh:
     async def open_staging(
         self, folders: Sequence[Path], transport: TransportChoice, *, generator_hosts: frozenset[str]
     ) -> list[StagingSource]:
-        """Let every rank allocate its staging buffers in its host's folder; return how to reach them, by
-        rank."""
+        """Let every rank allocate its staging buffers in its host's folder; return their sources, by rank."""
         self._staging = folders, transport, generator_hosts
         self._sources = await self._on_every_rank(
             lambda actor, rank: actor.open_staging.call_one(folders[rank], transport, generator_hosts),

@@ -69,8 +69,7 @@ class TrainerIncarnation:
         self._heartbeat_s = heartbeat_s
 
     async def until_lost(self, *, asks: bool = True) -> None:
-        """Check the processes until the trainer is lost; with ``asks``, also send heartbeats to every
-        rank."""
+        """Check the processes, and with ``asks`` send heartbeats to every rank, until the trainer is lost."""
         key = "trainer.recovery.heartbeat_s"
         heartbeats = [
             Heartbeat(functools.partial(self.mesh.beat, one.rank), limit_s=self._heartbeat_s, key=key)
