@@ -22,8 +22,7 @@ class ParallelSection(Section):
     """Number of HSDP replicas of the sharded model."""
     tensor: Procs = 1
     sequence: bool = True
-    """Sequence parallelism: with tensor parallelism, split activations between matrix products along the
-    sequence."""
+    """Split activations between tensor-parallel matrix products along the sequence (sequence parallelism)."""
     context: Procs = 1
     expert: Procs = 1
     """Degree of expert parallelism: experts are split over data_shard, tensor and context ranks."""

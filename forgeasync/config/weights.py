@@ -71,8 +71,7 @@ class WeightsSection(Section):
     transport: TransportChoice = "auto"
     """auto (shared memory on one host, RDMA between hosts), shared_memory, rdma (ibverbs if the hardware
     supports it, else TCP), torchstore, or {kind: python, factory: package.module.MyTransport} for your own
-    class (forgeasync/weights/transports/transport.py shows how to write one). Installed packages can add
-    names (docs/plugins.md)."""
+    class (see forgeasync/weights/transports/transport.py), or the name of a package's (docs/plugins.md)."""
     interruption: Interruption = Interruption.IN_FLIGHT
     kv_cache: KvAfterSwap = KvAfterSwap.KEEP
     prefix_cache_across_versions: bool = False

@@ -170,8 +170,7 @@ def _stored_branch(branch: Rollout, prompt: PayloadRef, response: PayloadRef) ->
 
 
 ANSWER_S = 5.0
-"""Time during which a group's tokens stay logged after it is answered, so that the controller gets the
-answer."""
+"""Seconds for which a group's tokens stay logged after its answer, until the controller has that."""
 
 
 class GeneratorActor(Actor):
@@ -244,8 +243,7 @@ class GeneratorActor(Actor):
 
     @concurrent_endpoint
     async def in_flight(self) -> Path | None:
-        """Return the folder where this process logs its tokens in flight, for ``Host.read_in_flight``; None:
-        no log."""
+        """Return the folder of this process's log, for ``Host.read_in_flight``; None: it has none."""
         return self._in_flight if self._setup.section.keep_in_flight else None
 
     @concurrent_endpoint

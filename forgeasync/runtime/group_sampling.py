@@ -1,7 +1,7 @@
 """Samples the rollouts of groups: responses of the generators, responses of an endpoint, or episodes.
 
 ``GroupEpisodes`` runs the episodes of a group, applies the policy for each ending, and stores the result. If
-the generator of a group is lost, another one takes over the turns that had begun, and the episodes go on.
+the generator of a group is lost, another one takes over the turns that had begun, and the episodes continue.
 """
 
 import asyncio

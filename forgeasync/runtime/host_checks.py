@@ -44,8 +44,7 @@ _QUERY = (
 )
 
 _BFLOAT16_CAPABILITY = (8, 0)
-"""Compute capability of Ampere, needed by FlashAttention 2, grouped matrix products and vLLM's MoE
-kernels."""
+"""Ampere, which FlashAttention 2, grouped matrix products and vLLM's MoE kernels in bfloat16 need."""
 
 _VERSIONS = {FlashAttention.FA3: 3, FlashAttention.FA4: 4}
 

@@ -1,5 +1,4 @@
-"""Decides whether a run that has ended is restarted: a pure state machine for
-``controller/supervisor.py``."""
+"""Decides whether an ended run is restarted: a pure state machine for ``controller/supervisor.py``."""
 
 import signal
 from dataclasses import dataclass

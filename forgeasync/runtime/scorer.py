@@ -315,8 +315,7 @@ class ScorerActor(Actor):
     async def score(
         self, task: Task, responses: Sequence[Response], first: int
     ) -> ScoredResponses | Unavailable:
-        """Return the score of each response to a task; ``first`` is the index of the first one in its
-        group."""
+        """Return the score of each response to a task; ``first`` is the first one's index in its group."""
         assert self._rewards is not None
         try:
             with doing(State.COMPUTING), span("score", {"task": task.task_id, "first": first}):

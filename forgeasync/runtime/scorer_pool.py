@@ -159,8 +159,7 @@ class Scorers(SupervisedPool[Scorer]):
 
 
 ScoreCall = Callable[[Task, Sequence[Response], int], Awaitable[ScoredResponses | Unavailable]]
-"""Scores responses to a task with one scorer; the number is the index of the first response in its group. May
-raise ``ProcessLost``."""
+"""Scores responses to a task, given the first one's index in its group; may raise ``ProcessLost``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,8 +29,7 @@ MIN_STEPS_OF_PEER = 5
 """Minimum number of a peer's steps at a load, within the window, for a comparison."""
 
 SUSPECT_S = 15.0
-"""Time of being slow after which a generator gets no new groups, in seconds; one long step counts for a
-window."""
+"""Seconds of being slow after which a generator gets no new groups; a long step counts for a window."""
 
 REPLACE_S = 40.0
 """Time of being slow after which a generator is replaced, in seconds."""

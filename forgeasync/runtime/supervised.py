@@ -359,7 +359,7 @@ async def diagnose_hang(role: Role, *procs: Proc) -> str:
 
 @dataclass(slots=True)
 class RestartBudget:
-    """Counts consecutive failed starts and limits restarts."""
+    """Limits restarts by the number of consecutive failures."""
 
     max_in_a_row: int
     """Maximum number of consecutive failures that are each followed by another start."""

@@ -158,8 +158,7 @@ class TeacherActor(GeneratorActor):
 
     @concurrent_endpoint
     async def open(self, groups: TaughtGroups) -> None:
-        """Set where groups are stored and what to compute, and check that the engine can; call after
-        ``setup``."""
+        """Set the storage of groups and what to compute, and check the engine; follows ``setup``."""
         self._groups = groups
         if groups.needs_student_ids:
             await self._score(np.zeros(2, np.int32), 1, np.zeros((1, groups.num_ids), np.int32))

@@ -335,8 +335,7 @@ class TrainerMesh:
 
 
 OWN_ACTORS = ("trainer", "_SPMDActor")
-"""Prefixes of the names of actors in the trainer's processes. Ranks find each other through the second,
-Monarch's."""
+"""Prefixes of the names of the trainer's actors; ranks find each other through the second, Monarch's."""
 
 
 async def start_trainer(procs: ProcessManager, setup: TrainerSetup, timeouts: TimeoutSection) -> TrainerMesh:

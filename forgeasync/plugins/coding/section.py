@@ -71,11 +71,9 @@ class CodingAgent(InstalledEnvironment):
     max_result_characters: Annotated[int, Field(gt=0, le=10_000_000)] = 10_000
     """Maximum number of characters of a call's result that the model receives."""
     max_patch_kib: Annotated[int, Field(gt=0, le=16_384)] = 1024
-    """Maximum total size of the files that the model has changed or added, in KiB. Larger changes are not
-    judged and score 0."""
+    """Maximum total size of changed and added files, in KiB. Larger changes are not judged and score 0."""
     max_changed_files: Annotated[int, Field(gt=0, le=10_000)] = 200
-    """Maximum number of files that the model may change, add and delete. More changes are not judged and
-    score 0."""
+    """Maximum number of changed, added and deleted files. More are not judged and score 0."""
     tests_s: Seconds = 90.0
     """Time limit of all tests of a record, in seconds; tests that have not passed by then have failed."""
 

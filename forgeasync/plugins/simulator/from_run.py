@@ -81,8 +81,7 @@ MAX_TRAIN_POINTS = 4
 """Maximum number of sizes of optimizer steps in the profile."""
 
 STEPS_PER_POINT = 20
-"""Minimum number of steps whose mean is a point, except in short runs: times of steps of one size can vary
-widely."""
+"""Minimum number of steps in the mean of a point, except in short runs, since their times vary widely."""
 
 NUM_REPLAYS = 5
 """Number of replays of the groups; each uses the decode steps that the previous one has found."""

@@ -285,8 +285,7 @@ async def _time_steps(decoding: DecodeTimer, training: StepTimer, console: StepC
 
 
 async def _sample(prepared: Prepared, roles: Roles) -> list[list[Sampled]]:
-    """Sample and score batches of the run's data until their lengths are known; only the first keeps its
-    arrays."""
+    """Sample and score batches of the run's data until lengths are known; only the first keeps its arrays."""
     config = prepared.config
     batches = batches_of(prepared.train, groups_per_step=config.algorithm.groups_per_step, seed=config.seed)
 

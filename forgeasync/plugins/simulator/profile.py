@@ -580,8 +580,7 @@ class TrainTable:
         """Largest relative error of the fit at a point."""
 
     def step_s(self, num_rows: int, num_tokens: int) -> float:
-        """Return the seconds of a step with ``num_rows`` rows per data rank and ``num_tokens`` tokens in
-        them."""
+        """Return the seconds of a step with ``num_rows`` rows and ``num_tokens`` tokens per data rank."""
         return self.fixed_s + self.row_s * num_rows + self.token_s * num_tokens
 
 

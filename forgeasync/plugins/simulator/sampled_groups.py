@@ -29,8 +29,7 @@ NUM_SCORED_ALONE = 64
 verifiers cache results of a problem."""
 
 LENGTH_ERROR = 0.05
-"""Groups are sampled until the 95 % interval of every source's mean length is within this share of the
-mean."""
+"""Relative half width of the 95 % interval of every source's mean length that ends the sampling."""
 
 SAMPLING_LIMIT_S = 60.0
 """Time limit for sampling groups, in seconds. Predictions of throughput have the error of the lengths."""
@@ -145,7 +144,7 @@ async def time_scoring(scorer: GroupScoring, sampled: Sequence[Sampled]) -> Dist
 
 
 async def count_places(scorer: GroupScoring, sampled: Sequence[Sampled], *, alone_s: float) -> int:
-    """Return how many of many responses are scored at once; each takes ``alone_s`` alone.
+    """Return the number of responses that are scored at once under load; each takes ``alone_s`` alone.
 
     Scores that are computed run at most one per core; those that wait for a server can be more.
     """

@@ -38,12 +38,10 @@ from forgeasync.plugins.simulator.profile import (
 CONTEXTS = (0, 1_024, 4_096, 16_384, 65_536)
 
 OPTIMIZER_BYTES = 40
-"""Bytes moved per parameter: reads float32 parameter, gradient and two moments, writes three of them, casts a
-copy."""
+"""Per parameter: reads float32 parameter, gradient and two moments, writes three of them, casts a copy."""
 
 SCORE_S, CALL_S, BETWEEN_S, START_S = 0.05, 0.005, 0.5, 600.0
-"""Assumptions, because no data sheet has them: seconds of scoring a response, of a call, between two steps,
-and of a start."""
+"""Assumed seconds of scoring a response, of a call, between two steps and of a start; in no data sheet."""
 
 KV_BLOCK_TOKENS = 16
 """vLLM's default on GPUs (``CacheConfig.DEFAULT_BLOCK_SIZE`` of 0.32)."""

@@ -122,8 +122,7 @@ async def time_prompts(
     num_prompt_tokens: int,
     max_kv_tokens: int,
 ) -> Estimate:
-    """Return the prompt tokens that an engine computes per second, with prompts of one length cut from
-    ``text``."""
+    """Return an engine's prompt tokens per second, with prompts of one length cut from ``text``."""
     section = config.generator
     num_tokens = min(PREFILL_BATCHES * section.max_num_batched_tokens, max_kv_tokens // 2)
     num_prompts = max(1, min(num_tokens // num_prompt_tokens, section.max_num_seqs))
@@ -200,8 +199,7 @@ NUM_OWN = 3
 """Number of times in a round that the whole batch is timed in the run's own rows."""
 
 MORE_ROWS = 4
-"""Factor by which rows are shortened for another timing of each part, if its longest sequence fits in
-them."""
+"""Factor by which rows are shortened for another timing of each part, if its longest sequence fits."""
 
 
 @dataclass(frozen=True, slots=True)

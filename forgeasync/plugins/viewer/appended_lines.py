@@ -114,8 +114,7 @@ class AppendedLines:
         return os.pread(descriptor, len(self._remembered), place) == self._remembered
 
     def _whole_lines(self, descriptor: int, start: int) -> tuple[bytes, int]:
-        """Return lines and the offset of their end; for a line that is too long, no lines and the offset read
-        so far."""
+        """Return lines and their end's offset; if a line is too long, none and the offset read so far."""
         data, wanted = b"", self._piece_bytes
         while True:
             data += os.pread(descriptor, wanted - len(data), start + len(data))

@@ -1,5 +1,4 @@
-"""Writes the differences from a list of files to a file: ``take.py <list> <result> <max bytes> <max
-files>``."""
+"""Writes differences from a list of files: ``take.py <list> <result> <max bytes> <max files>``."""
 
 import base64
 import hashlib
