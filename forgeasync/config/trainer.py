@@ -1,4 +1,4 @@
-"""The sections on the trainer mesh: parallel layout, optimizer, and what is replayed."""
+"""Sections for the trainer mesh: parallel layout, optimizer, routing replay and recovery."""
 
 from collections.abc import Iterator
 from enum import StrEnum
@@ -10,23 +10,22 @@ from forgeasync.config.model import MAX_ROW_TOKENS, Dtype
 from forgeasync.schema import Count, CountOrZero, Procs, Refusal, Section
 
 ROW_ALIGNMENT = 64
-"""Packed rows are padded to a multiple of this, so that tensor-parallel ranks get equal parts."""
+"""Multiple that packed rows are padded to, so that tensor-parallel ranks get equal parts."""
 
 
 class ParallelSection(Section):
-    """The trainer's mesh. The data-parallel shard degree follows: num_procs divided by the other degrees."""
+    """Layout of the trainer's mesh; the shard degree is num_procs divided by the other degrees."""
 
     num_procs: Procs = 1
-    """Number of trainer procs, one per GPU or CPU process."""
+    """Number of trainer processes: one per GPU, or CPU processes."""
     data_replicate: Procs = 1
-    """HSDP replicas of the sharded model."""
+    """Number of HSDP replicas of the sharded model."""
     tensor: Procs = 1
     sequence: bool = True
-    """Sequence parallelism: with tensor parallelism, split activations between its matrix products along the
-    sequence."""
+    """Split activations between tensor-parallel matrix products along the sequence (sequence parallelism)."""
     context: Procs = 1
     expert: Procs = 1
-    """Expert-parallel degree: experts are split over data_shard, tensor and context ranks."""
+    """Degree of expert parallelism: experts are split over data_shard, tensor and context ranks."""
 
     @property
     def data_shard(self) -> int:
@@ -34,9 +33,9 @@ class ParallelSection(Section):
         return self.num_procs // (self.data_replicate * self.tensor * self.context)
 
     def find_problems(self) -> Iterator[Refusal]:
-        """Find degrees that do not divide what they split."""
+        """Yield degrees that do not divide what they split."""
         product = self.data_replicate * self.tensor * self.context
-        # TorchTitan splits experts over these ranks; the ranks that are left over shard each expert.
+        # TorchTitan splits experts over these ranks; the remaining ranks shard each expert.
         expert_ranks = self.data_shard * self.tensor * self.context
         if self.num_procs % product:
             yield (
@@ -70,22 +69,22 @@ class OptimizerSection(Section):
     """AdamW with a linear warm-up to the learning rate and, with ``decay_steps``, a linear decay to zero."""
 
     learning_rate: float = Field(ge=1e-12, le=1.0)
-    """Learning rate after the warm-up: about how far one step moves every parameter."""
+    """Learning rate after the warm-up: approximately how far one step moves each parameter."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
-    """Share of the first and the second moment that is kept at every step."""
+    """Decay rates of the first and the second moment."""
     eps: float = Field(default=1e-8, ge=1e-20, le=1.0)
-    """Added to the root of the second moment, which is 0 in float32 for gradients below 1e-22."""
+    """Term added to the root of the second moment, which is 0 in float32 for gradients below 1e-22."""
     weight_decay: float = Field(default=0.0, ge=0.0, le=1e12)
-    """Decoupled weight decay: a step removes learning_rate * weight_decay of every parameter."""
+    """Decoupled weight decay: each step subtracts learning_rate * weight_decay of every parameter's value."""
     warmup_steps: CountOrZero = 0
     decay_steps: tuple[CountOrZero, CountOrZero] | None = None
-    """The learning rate falls linearly to zero from the first of these steps to the second. null: never."""
+    """First and last step of a linear decay of the learning rate to zero; null: no decay."""
     max_grad_norm: float = Field(default=1.0, ge=1e-6, le=1e30)
-    """Largest gradient norm; larger gradients are scaled down to it. With norms far below the default, eps
+    """Largest gradient norm; larger gradients are scaled down to it. If norms are far below the default, eps
     outweighs the root of the second moment."""
 
     def find_problems(self) -> Iterator[Refusal]:
-        """Find a weight decay that leaves nothing, and steps that are in no order."""
+        """Yield a weight decay that removes whole parameters, and decay steps in the wrong order."""
         if self.learning_rate * self.weight_decay >= 1.0:
             yield (
                 "weight_decay",
@@ -97,7 +96,7 @@ class OptimizerSection(Section):
 
 
 class RoutingReplay(StrEnum):
-    """Which tokens' experts the trainer takes from the generator's record (Keep Routing)."""
+    """Tokens for which the trainer replays the generator's routed experts."""
 
     OFF = "off"
     RESPONSE = "response"
@@ -106,70 +105,71 @@ class RoutingReplay(StrEnum):
 
 
 class RouterBias(StrEnum):
-    """What training does with the biases that DeepSeek-V3's router adds to scores to choose experts."""
+    """Whether training changes the biases that DeepSeek-V3's router adds to scores to choose experts."""
 
     FROZEN = "frozen"
     UPDATED = "updated"
-    """Biases are moved after every step so that experts get equally many tokens, and published."""
+    """Biases are moved after every step to balance the experts' load, and are published."""
 
 
 class FlashAttention(StrEnum):
     """Version of FlashAttention that computes attention over packed rows on GPUs."""
 
     AUTO = "auto"
-    """The newest one that is installed and made for the GPU: FA3 on Hopper, FA4 on Blackwell, else FA2."""
+    """The newest installed version that supports the GPU: FA3 on Hopper, FA4 on Blackwell, else FA2."""
     FA2 = "FA2"
     FA3 = "FA3"
     FA4 = "FA4"
 
 
 FLASH_ATTENTION_PACKAGES = {3: "flash_attn_interface", 4: "flash_attn.cute.interface"}
-"""Packages that torch 2.13 imports for FlashAttention 3 and 4; torch has version 2 built in."""
+"""Packages that torch 2.13 imports for FlashAttention 3 and 4; version 2 is built into torch."""
 
 
 class RecoverySection(Section):
-    """What becomes of a run whose trainer loses a rank: the trainer is started again from snapshots in its
-    hosts' shared memory, while generators go on."""
+    """Recovery from the loss of a trainer rank: the trainer restarts from snapshots in its hosts' shared
+    memory, while generators continue."""
 
     snapshot_every_steps: Count | None = 1
-    """Every rank copies its state into shared memory after every so many batches. Rollouts of the batches
-    since then stay in the payload store. null: no snapshots; a lost rank ends the run."""
+    """Number of batches between snapshots, in which every rank copies its state to shared memory. The payload
+    store keeps the rollouts of the batches since the last one. null: no snapshots; a lost rank ends the
+    run."""
     max_restarts: Count = 3
-    """So many restarts without a complete step between them; one more ends the run with the first failure."""
+    """Maximum number of restarts without a complete step between them; after that the run ends."""
     heartbeat_s: float = Field(default=8.0, ge=0.5, le=3600.0)
-    """A rank whose process does not answer for this long, although the controller asks, is taken for
-    stopped."""
+    """Time after which a rank that does not answer the controller's requests counts as dead, in seconds."""
 
 
 class OnBadStep(StrEnum):
-    """What becomes of an optimizer step that would spoil the weights, and of its batch. Weights, moments and
-    routing biases stay as they were."""
+    """Policy for an optimizer step that would spoil the weights, and for its batch. Weights, moments and
+    routing biases stay unchanged."""
 
     SKIP = "skip"
-    """The step is not made; other optimizer steps of its batch are."""
+    """The step is skipped; other optimizer steps of its batch are made."""
     ROLLBACK = "rollback"
-    """No optimizer step of the batch counts: weights, moments and random states are those of its start."""
+    """All optimizer steps of the batch are undone, with weights, moments and random states."""
     STOP = "stop"
     """The step is not made, and the run ends."""
 
 
 class BadStepsSection(Section):
-    """What becomes of optimizer steps whose loss or gradient is not finite, or whose gradient is far too
-    large. They are counted, and their batches are kept in the run's folder ``bad_steps``."""
+    """Policies for optimizer steps whose loss or gradient is not finite, or whose gradient is far too large.
+    Such steps are counted, and their batches are stored in the run's folder ``bad_steps``."""
 
     on_nan: OnBadStep = OnBadStep.SKIP
-    """For a loss, a gradient or a gradient norm with nan or inf on any rank. Weights that are not finite
-    after a step can only be rolled back, which ``skip`` does too."""
+    """Policy for a nan or inf in a loss, a gradient or a gradient norm on any rank. If weights are not finite
+    after a step, it can only be rolled back, which ``skip`` does too."""
     on_spike: OnBadStep | None = None
-    """For a gradient norm, before clipping, of more than ``spike_factor`` times the median of the last
-    ``spike_window`` optimizer steps that were made. null: spikes are not looked for."""
+    """Policy for a gradient norm, before clipping, of more than ``spike_factor`` times the median of the last
+    ``spike_window`` optimizer steps that were made. null: spikes are not detected."""
     spike_factor: float = Field(default=10.0, gt=1.0, le=1e6)
     spike_window: int = Field(default=32, ge=4, le=10_000)
-    """Steps without a gradient do not count; before so many were made, nothing is a spike."""
+    """Number of optimizer steps in the median. Steps without a gradient do not count; until there are that
+    many, nothing is a spike."""
     max_in_a_row: Count = 3
-    """After this many batches in a row with a bad step the run ends with an error."""
+    """Number of consecutive batches with a bad step after which the run ends with an error."""
     num_kept: Count = 20
-    """So many batches with a bad step are kept, the newest ones."""
+    """Maximum number of stored batches with a bad step; the newest are kept."""
 
 
 class TrainerSection(Section):
@@ -184,39 +184,39 @@ class TrainerSection(Section):
     compile: bool = False
     """Use torch.compile for every layer."""
     flash_attention: FlashAttention = FlashAttention.AUTO
-    """FA3 and FA4 need packages of their own on the trainer's hosts, and are refused where those are missing;
-    torch brings FA2. No effect without a GPU."""
+    """FA3 and FA4 need their own packages on the trainer's hosts; the config is refused if those are missing.
+    FA2 is part of torch. No effect without a GPU."""
     cpu_offload: bool = False
     """Keep the shards of parameters, gradients and optimizer state in host memory and step the optimizer
-    there. Saves GPU memory and costs copies in every microbatch; no effect without a GPU."""
+    there. Saves GPU memory but adds copies in every microbatch; no effect without a GPU."""
     routing_replay: RoutingReplay = RoutingReplay.ALL
     router_bias: RouterBias = RouterBias.FROZEN
     router_bias_speed: float = Field(default=1e-3, ge=1e-12, le=1.0)
-    """How far a step moves a bias with ``router_bias: updated``; it is added to scores from 0 to 1."""
+    """How far a step moves a bias with ``router_bias: updated``; biases are added to scores from 0 to 1."""
     keep_sampling_mask: bool = True
     """Compute the softmax over only the tokens that the generator kept (top-k, top-p, min-p)."""
     replay_probe_share: float = Field(default=0.02, ge=0.0, le=1.0)
-    """Share of the rows on which the mismatch without routing replay is measured too; costs one more forward
-    pass over them."""
+    """Share of the rows on which the mismatch without routing replay is measured too, at the cost of one more
+    forward pass over them."""
     steps_per_batch: Count = 1
     """Optimizer steps per batch, each on the same number of whole groups; must divide
-    algorithm.groups_per_step. One batch is one policy version, however many optimizer steps it has."""
+    algorithm.groups_per_step. A batch is one policy version, regardless of its number of optimizer steps."""
     recovery: RecoverySection = RecoverySection()
     bad_steps: BadStepsSection = BadStepsSection()
     max_fresh_mismatch: float = Field(default=0.5, gt=0.0, le=1e6)
     """Largest mean difference, in nats, between the trainer's and the generator's log-probabilities of tokens
-    of age 0, which the very weights that train have sampled. If it is larger, the run ends with an error
-    before the step."""
+    of age 0, which were sampled with the weights that are trained. If it is larger, the run ends with an
+    error before the step."""
     optimizer: OptimizerSection
 
     @field_validator("routing_replay", mode="before")
     @classmethod
     def _read_off(cls, value: object) -> object:
-        """YAML reads a bare ``off`` as false."""
+        """Accept false for ``off``, since YAML reads a bare ``off`` as false."""
         return RoutingReplay.OFF if value is False else value
 
     def find_problems(self) -> Iterator[Refusal]:
-        """Find batches that could not be rolled back."""
+        """Yield bad-step policies that need a snapshot at the start of every batch."""
         every = self.recovery.snapshot_every_steps
         for name in ("on_nan", "on_spike"):
             if getattr(self.bad_steps, name) is OnBadStep.ROLLBACK and every != 1:

@@ -1,4 +1,4 @@
-"""Tries the user's own code on made-up input, so that its errors show before a run starts.
+"""Calls your own code on synthetic input, so that its errors show before a run starts.
 
 Shape suffixes: T tokens, G rollouts of a group.
 """
@@ -30,13 +30,12 @@ T = TypeVar("T")
 
 
 def check_own_code(algorithm: AlgorithmSection) -> Iterator[Refusal]:
-    """Find what would end or silently spoil a run with the user's code: at most one problem for each part.
+    """Yield problems of your own code that would end or silently spoil a run, at most one per part.
 
-    Every part is built with its options and called as a run calls it. Parts of a loss get 8 tokens of 4
-    sequences (ratios around 1, advantages of both signs, one token masked out, where sampled values are nan)
-    and a row without tokens, as ranks get that have less to do than others. Advantages and filters get groups
-    with different and with equal rewards. Imports and runs the user's code. Keys are relative to the
-    section.
+    Imports and runs the code. Every part is built with its options and called as in a run. Parts of a loss
+    get 8 tokens of 4 sequences (ratios around 1, advantages of both signs, one masked token whose sampled
+    values are nan) and an empty row, which some ranks get in a run. Advantages and filters get groups with
+    different and with equal rewards. Keys are relative to the section.
     """
     for key, part in algorithm.own_code().items():
         has_reference = algorithm.kl is not None or key.startswith("terms.")
@@ -77,37 +76,37 @@ def _build(part: PythonCode) -> None:
     except ValueError:
         raise
     except Exception as error:
-        # Whatever the user's code raises is for the user to see.
+        # Any exception of the user's code is reported to the user.
         raise ValueError(
             f"raised {type(error).__name__}: {error} when it was called with {part.options}"
         ) from error
 
 
 def _call(call: Callable[..., T], *arguments: object, where: str) -> T:
-    """Call the user's code; whatever it raises becomes a ValueError that says ``where``."""
+    """Call the user's code and convert any exception to a ValueError that names ``where``."""
     try:
         return call(*arguments)
     except WrongResult as error:
         raise ValueError(f"{error} (on {where})") from error
     except Exception as error:
-        # Whatever the user's code raises is for the user to see.
+        # Any exception of the user's code is reported to the user.
         raise ValueError(f"its function raised {type(error).__name__}: {error} on {where}") from error
 
 
 def _rows(
     *, has_reference: bool, has_proximal: bool = False
 ) -> Iterator[tuple[RowTokens, torch.Tensor, str]]:
-    """Yield rows as a run makes them, with the leaf that receives gradients and a description.
+    """Yield rows like those of a run, each with the leaf that receives gradients and a description.
 
-    Rows have log-probabilities of the reference only where the run has a KL penalty, and proximal ones only
-    for an objective that asks for them, from the second optimizer step of a batch on.
+    Reference log-probabilities exist only if the run has a KL penalty. Proximal ones exist only for an
+    objective that needs them, from the second optimizer step of a batch on.
     """
     behavior_T = torch.tensor([-0.7, -1.2, -0.1, -2.3, -0.9, -0.4, -1.6, torch.nan])
     # The first sequence has the ratio 1.
     drift_T = torch.tensor([0.0, 0.0, 0.02, -0.01, -0.03, 0.01, 0.05, 0.0])
     leaf_T = (behavior_T.nan_to_num(-3.0) + drift_T).requires_grad_()
     row = RowTokens(
-        # In a run log-probabilities are computed values, never leaves of the graph.
+        # In a run, log-probabilities are computed values, never leaves of the graph.
         logprobs_T=leaf_T * 1.0,
         behavior_logprobs_T=behavior_T,
         advantages_T=torch.tensor([1.0, 1.0, -0.5, -0.5, 0.8, 0.8, -1.3, -1.3]),
@@ -174,7 +173,7 @@ def _try_aggregation(aggregation: PythonAggregation) -> None:
 
 
 def _try_advantage(advantage: PythonAdvantage, group_size: int) -> None:
-    # One group with as many different rewards as rollouts, and one of equal rewards, which teaches nothing.
+    # One group with distinct rewards, and one with equal rewards, whose advantages are zero.
     different_G = torch.arange(group_size, dtype=torch.float64) / max(1, group_size - 1)
     equal_G = torch.ones(group_size, dtype=torch.float64)
     where = f"groups of {group_size} rollouts, of different and of equal rewards"

@@ -1,4 +1,4 @@
-"""The section on weights: how new weights get from the trainer to the generators."""
+"""Section ``weights``: how new weights get from the trainer to the generators."""
 
 from collections.abc import Iterator
 from enum import StrEnum
@@ -15,7 +15,7 @@ BUILT_IN_TRANSPORTS = {
     "rdma": "forgeasync.weights.transports.rdma.RdmaTransport",
     "torchstore": "forgeasync.weights.transports.store.TorchstoreTransport",
 }
-"""The class behind each name of ``weights.transport``; it is imported only if a run uses it."""
+"""Class of each built-in ``weights.transport``; it is imported only if a run uses it."""
 
 
 def _built_in(name: str) -> str:
@@ -34,60 +34,59 @@ TransportChoice = Annotated[
 
 
 class Interruption(StrEnum):
-    """What happens to running sequences when new weights arrive."""
+    """Policy for running sequences when new weights arrive."""
 
     IN_FLIGHT = "in_flight"
     """Running sequences continue: the swap happens between two decode steps."""
     DRAIN = "drain"
-    """No new sequence starts, and the swap waits until all running ones have ended."""
+    """No new sequence starts, and the swap waits until all running sequences have ended."""
     ABORT_AND_RESUME = "abort_and_resume"
     """Running requests end; their tokens become the prefix of new requests under the new weights."""
     CANCEL_STALE = "cancel_stale"
-    """As in_flight, but groups that would be too old to train on are cancelled and their prompts reissued."""
+    """Like in_flight, but groups that would become too old are cancelled and their prompts reissued."""
     BLOCKING = "blocking"
-    """Decoding stands still from the start of the fetch to the end of the swap."""
+    """Decoding pauses from the start of the fetch to the end of the swap."""
 
 
 class KvAfterSwap(StrEnum):
-    """What happens to the KV cache of running sequences at a swap."""
+    """Policy for the KV cache of running sequences at a swap."""
 
     KEEP = "keep"
     RECOMPUTE = "recompute"
-    """The KV cache is computed again under the new weights."""
+    """The KV cache is recomputed with the new weights."""
 
 
 class ShadowMemory(StrEnum):
     """Where a generator on GPUs keeps the next version until the swap."""
 
     HOST = "host"
-    """Page-locked memory, shared by the generators of a host; the swap takes its bytes over PCIe."""
+    """Page-locked memory, shared by the generators of a host; the swap copies over PCIe."""
     DEVICE = "device"
-    """Memory of each GPU, as much as the weights take there; the swap takes tens of milliseconds."""
+    """Memory of each GPU, of the size of its weights; the swap takes tens of milliseconds."""
 
 
 class WeightsSection(Section):
-    """How new weights travel from the trainer to the generators."""
+    """Settings for the transfer of new weights from the trainer to the generators."""
 
     transport: TransportChoice = "auto"
-    """auto (shared memory on one host, RDMA between hosts), shared_memory, rdma (by ibverbs if the hardware
-    has it, else by TCP), torchstore, or {kind: python, factory: package.module.MyTransport} for your own
-    class (forgeasync/weights/transports/transport.py shows how to write one). Installed packages can add
-    names (docs/plugins.md)."""
+    """auto (shared memory on one host, RDMA between hosts), shared_memory, rdma (ibverbs if the hardware
+    supports it, else TCP), torchstore, or {kind: python, factory: package.module.MyTransport} for your own
+    class (see forgeasync/weights/transports/transport.py), or the name of a package's (docs/plugins.md)."""
     interruption: Interruption = Interruption.IN_FLIGHT
     kv_cache: KvAfterSwap = KvAfterSwap.KEEP
     prefix_cache_across_versions: bool = False
-    """Let new requests use cached prefixes that were computed under old weights."""
+    """Let new requests use cached prefixes that were computed with older weights."""
     delta: bool = False
-    """Fetch only the blocks that changed since the version that a generator holds."""
+    """Fetch only the blocks that differ from the version that a generator has."""
     shadow: ShadowMemory = ShadowMemory.HOST
-    """Where the next version waits for the swap: host or device. Has no effect without GPUs, on adapters,
-    and where vLLM has to load every version again (the run says so at its start)."""
+    """Where the next version waits for the swap: host or device. No effect without GPUs, on adapters, or if
+    vLLM must load every version again (the run reports this at its start)."""
     lease_timeout_s: float = Field(default=60.0, ge=1.0, le=MAX_SECONDS)
-    """Time that a generator has for a fetch, in seconds (with RDMA, whole seconds). After that the trainer
-    may overwrite the staging buffer that it reads."""
+    """Time limit of a generator's fetch, in seconds (with RDMA, whole seconds). After that the trainer may
+    overwrite the staging buffer."""
 
     def find_problems(self) -> Iterator[Refusal]:
-        """Find prefixes that could not be used."""
+        """Yield a prefix cache that could never be used."""
         if self.prefix_cache_across_versions and self.kv_cache is KvAfterSwap.RECOMPUTE:
             yield (
                 "prefix_cache_across_versions",

@@ -1,8 +1,8 @@
-"""Processes and hosts of a run: Monarch actors, their supervision, and how they are started."""
+"""Processes and hosts of a run: Monarch actors, their start and their supervision."""
 
 import lazy_loader
 
-# Before anything imports Monarch.
+# This must be imported before Monarch.
 from forgeasync.runtime import monarch_limits as monarch_limits
 
 # __init__.pyi lists the names; each one is imported from its module when it is first used.

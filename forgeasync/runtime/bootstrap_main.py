@@ -1,11 +1,11 @@
-"""The first code of every spawned process, run as ``python -m forgeasync.runtime.bootstrap_main``.
+"""Entry point of every spawned process, run as ``python -m forgeasync.runtime.bootstrap_main``.
 
-Slurm, and anything else that stops a job, sends SIGTERM to all of its processes at once. The controller then
-decides what is still done, such as a checkpoint or an export, and needs the other processes for it. So they
-ignore SIGTERM. They end when the controller stops them, or when it has ended: Monarch has the kernel kill a
-process whose parent is gone.
+To stop a job, Slurm and others send SIGTERM to all of its processes at once. The controller then decides what
+to finish, such as a checkpoint or an export, and needs the other processes for it. Therefore they ignore
+SIGTERM. They end when the controller stops them or has ended: Monarch lets the kernel kill a process whose
+parent has ended.
 
-A process sees only its own GPUs. They are chosen here, on the process's host: a job that shares a host gets
+A process sees only its own GPUs. They are selected here, on the process's host: a job that shares a host gets
 some of its GPUs in CUDA_VISIBLE_DEVICES, and the controller may be on another host.
 """
 
@@ -27,7 +27,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def stay(number: int, frame: FrameType | None) -> None:
-    """Do nothing. Unlike SIG_IGN, programs that a process starts do not inherit it."""
+    """Do nothing; unlike SIG_IGN, programs that a process starts do not inherit this handler."""
 
 
 def visible_devices(places: str, inherited: str | None) -> str:

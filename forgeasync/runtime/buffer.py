@@ -1,7 +1,7 @@
-"""The replay buffer in a process of its own, and its supervision.
+"""The replay buffer in a separate process, and its supervision.
 
-Who waits for whom: see ``forgeasync.buffer.replay_buffer``; calls overlap freely, and those that wait do so
-in this process. Only small facts about groups are sent; their arrays stay where they were sampled.
+Who waits for whom: see ``forgeasync.buffer.replay_buffer``. Calls overlap freely, and wait in this process.
+Only metadata of groups is sent here; their arrays stay where they were sampled.
 """
 
 import asyncio
@@ -50,7 +50,7 @@ class BufferReport:
 
     metrics: dict[str, float]
     num_dropped: Counter[DropReason]
-    """Dropped groups so far, by reason."""
+    """Number of groups dropped so far, by reason."""
 
 
 class BufferActor(Actor):
@@ -63,7 +63,7 @@ class BufferActor(Actor):
 
     @concurrent_endpoint
     async def setup(self, config: RunConfig, ledger: Path, resumed: ResumedBuffer | None) -> int:
-        """Make an empty buffer, or one that continues from a checkpoint, with its ledger on the disk.
+        """Create an empty buffer, or restore one from a checkpoint, with its ledger on disk.
 
         Returns the process id.
         """
@@ -95,18 +95,17 @@ class BufferActor(Actor):
 
     @concurrent_endpoint
     async def start(self, most: int) -> tuple[tuple[Start, ...], int]:
-        """Wait until a group may start; return all that may now, at most so many, and how many prompts are
-        wanted."""
+        """Wait until a group may start; return up to ``most`` starts, and the number of prompts to submit."""
         return await self._buffer.start(most)
 
     @concurrent_endpoint
     async def progressed(self, groups: Sequence[GroupProgress]) -> None:
-        """Take in what a generator reports about its running groups at an update."""
+        """Record the progress of running groups that a generator reports at an update."""
         await self._buffer.progressed(groups)
 
     @concurrent_endpoint
     async def finished(self, group: Group) -> None:
-        """Take in a sampled group."""
+        """Add a sampled group."""
         await self._buffer.finished(group)
 
     @concurrent_endpoint
@@ -117,22 +116,22 @@ class BufferActor(Actor):
         kept: Sequence[int],
         scores: Sequence[Score] | None = None,
     ) -> tuple[Group, ...]:
-        """Complete a group; it is returned if it is too old by now."""
+        """Complete a group; return the groups that are too old to train on."""
         return await self._buffer.scored(group_id, rewards, kept, scores)
 
     @concurrent_endpoint
     async def restored(self, kept: SpilledGroup) -> Group:
-        """Take in a finished group from before the run was resumed; returned with its new number."""
+        """Add a finished group from before the run was resumed; return it with its new id."""
         return await self._buffer.restored(kept)
 
     @concurrent_endpoint
     async def failed(self, group_id: int, reason: DropReason) -> None:
-        """Give up a group."""
+        """Drop a group."""
         await self._buffer.failed(group_id, reason)
 
     @concurrent_endpoint
     async def set_served_version(self, version: int) -> None:
-        """Note that all generators sample under ``version`` from now on."""
+        """Record that all generators sample with ``version``."""
         await self._buffer.set_served_version(version)
 
     @concurrent_endpoint
@@ -142,22 +141,22 @@ class BufferActor(Actor):
 
     @concurrent_endpoint
     async def committed(self, trainer_wait_share: float, update: Update = Update.MADE) -> Committed:
-        """Note that the batch was trained on."""
+        """Record that the batch was trained on."""
         return await self._buffer.committed(trainer_wait_share=trainer_wait_share, update=update)
 
     @concurrent_endpoint
     async def snapshot(self) -> BufferSnapshot:
-        """Return the state that a buffer needs to continue from here."""
+        """Return the state from which a buffer can continue."""
         return self._buffer.snapshot()
 
     @concurrent_endpoint
     async def checkpoint(self) -> CheckpointedBuffer:
-        """Return what a checkpoint needs, once the ledger up to here is on the disk."""
+        """Return the data for a checkpoint, once the ledger so far is on disk."""
         return await self._buffer.checkpoint()
 
     @concurrent_endpoint
     async def report(self) -> BufferReport:
-        """Return the buffer's counts, once the ledger up to here is on the disk."""
+        """Return the buffer's counts, once the ledger so far is on disk."""
         state = self._buffer.state
         metrics, num_dropped = state.metrics(), Counter(state.num_dropped)
         with doing(State.COMPUTING), span("ledger to disk"):
@@ -166,20 +165,20 @@ class BufferActor(Actor):
 
     @concurrent_endpoint
     async def refusal(self) -> Refusal | None:
-        """Return why the ledger cannot be written now, which makes other calls wait; None if it can."""
+        """Return why the ledger cannot be written, while other calls wait for it; None if it can."""
         return self._buffer.refusal
 
     @concurrent_endpoint
     async def end(self) -> None:
-        """Write the last line of the ledger: the run has made all its steps."""
+        """Write the last line of the ledger, after the run's last step."""
         await self._buffer.end()
 
 
 class BufferProcess(SupervisedPool[Supervised[BufferActor]]):
-    """Supervises the buffer's process. Its loss ends the run, because the groups that it holds are lost.
+    """Supervises the buffer's process. Its loss ends the run, because the groups in it are lost.
 
-    The next start (``--supervise``, ``--resume latest``) has all of it again, from the newest checkpoint, the
-    ledger and the finished groups that are kept on the disk.
+    The next start (``--supervise``, ``--resume latest``) restores them from the newest checkpoint, the ledger
+    and the finished groups that are kept on disk.
     """
 
     def __init__(
@@ -190,7 +189,7 @@ class BufferProcess(SupervisedPool[Supervised[BufferActor]]):
         faults: FaultLog,
         listing: ProcessListFile,
     ) -> None:
-        """The buffer answers within ``heartbeat_s`` if it is well."""
+        """A healthy buffer answers within ``heartbeat_s``."""
         super().__init__(
             Role.BUFFER,
             Supervised[BufferActor],
@@ -215,7 +214,7 @@ class BufferProcess(SupervisedPool[Supervised[BufferActor]]):
         return False
 
     async def close(self) -> None:
-        """End the supervision; a death that has just ended the run is reported now."""
+        """End the supervision; if the process has just died and ended the run, its loss is reported."""
         for replica in self.replicas:
             if await replica.proc.has_ended():
                 self.lose(replica, "has died")
@@ -227,7 +226,7 @@ async def start_buffer(
 ) -> BufferActor:
     """Start the replay buffer, empty or restored; its endpoints are called with ``call_one``.
 
-    ``ledger`` is the file that says what becomes of prompts.
+    ``ledger`` is the file that records what happens to prompts.
     """
 
     async def spawn(rank: int, number: int) -> Spawned[BufferActor]:

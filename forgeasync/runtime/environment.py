@@ -1,12 +1,12 @@
 """The environment worker: a process that runs episodes of one environment.
 
-It runs episodes for training and for evaluation, and has the generator that a group is pinned to sample the
-model's turns. Token ids go there; ids and texts come back. Calls overlap freely.
+It runs episodes for training and for evaluation. The generator that a group is pinned to samples the model's
+turns: it receives token ids, and returns ids and texts. Calls overlap freely.
 
-A generator can be lost in the middle of a turn (``EpisodeTurns``). The episode goes on once the controller
-has had another generator take over its group, with all turns that had begun: the open turn is asked for again
-there. An episode is interrupted only if a turn that it has seen could not be taken over, or if its group does
-not go on.
+A generator can be lost in the middle of a turn (``EpisodeTurns``). The controller then lets another generator
+take over the group, with all turns that had begun, and the episode requests the open turn there again. An
+episode is interrupted only if a turn that the environment has seen could not be taken over, or if its group
+does not continue.
 """
 
 import asyncio
@@ -46,17 +46,17 @@ from forgeasync.runtime.supervised import SEEN_S, ProcessLost, unless_lost
 from forgeasync.waiting import DeadlineExceeded, Monitor, deadline
 
 MAX_MOVES = 65_536
-"""Number of moves of groups that a worker remembers; older ones are no longer waited for."""
+"""Maximum number of group moves that a worker remembers; nothing waits for older ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeRequest:
-    """One attempt at an episode."""
+    """Arguments of one attempt at an episode."""
 
     task: Task
     episode: EpisodeId
     generator: GeneratorActor | None
-    """The generator that samples all turns; None if an endpoint does."""
+    """Generator that samples all turns; None if an endpoint does."""
     generator_number: int
     """Unique number of the generator in the run."""
     sampling: SamplingSection
@@ -68,31 +68,31 @@ class EpisodeRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupMove:
-    """Where the episodes of a group go on after the loss of their generator."""
+    """The generator on which a group's episodes continue after the loss of theirs."""
 
     group_id: int
     lost: int
     """Number of the lost generator."""
     generator: GeneratorActor | None
-    """The generator that has taken the group over; None if the group is given up."""
+    """Generator that has taken the group over; None if the group is given up."""
     number: int
     ended: Mapping[EpisodeId, frozenset[int]]
-    """Turns that have ended and were taken over, by episode."""
+    """Completed turns that were taken over, by episode."""
 
 
 class KnownLosses:
-    """What a worker knows about lost generators."""
+    """Lost generators that a worker knows of, and the moves of their groups."""
 
     def __init__(self) -> None:
         self._lost: set[int] = set()
         self._moves: OrderedDict[tuple[int, int], GroupMove] = OrderedDict()
 
     def lose(self, numbers: Iterable[int]) -> None:
-        """Note that generators are lost."""
+        """Record that generators are lost."""
         self._lost.update(numbers)
 
     def move(self, moves: Iterable[GroupMove]) -> None:
-        """Note where groups go on; a move may be repeated."""
+        """Record moves of groups; a move may be repeated."""
         for move in moves:
             self._lost.add(move.lost)
             self._moves[move.group_id, move.lost] = move
@@ -100,19 +100,19 @@ class KnownLosses:
             self._moves.popitem(last=False)
 
     def is_lost(self, number: int) -> bool:
-        """Whether a generator is lost."""
+        """Return whether a generator is lost."""
         return number in self._lost
 
     def move_of(self, group_id: int, number: int) -> GroupMove | None:
-        """Return where a group goes on after the loss of a generator; None if that is not known yet."""
+        """Return the move of a group after the loss of a generator; None if it is not known yet."""
         return self._moves.get((group_id, number))
 
 
 class EpisodeTurns:
-    """Samples the turns of one attempt at an episode, of all its agents; calls may overlap."""
+    """Samples the turns of one attempt at an episode, for all its agents; calls may overlap."""
 
     def __init__(self, request: EpisodeRequest, losses: Monitor[KnownLosses], *, limit_s: float) -> None:
-        """``limit_s`` is the time for one turn with one generator, ``timeouts.generate_s``."""
+        """``limit_s`` is the time limit of one turn on one generator, ``timeouts.generate_s``."""
         assert request.generator is not None, "only an endpoint's turns have none"
         self._request = request
         self._losses = losses
@@ -125,8 +125,8 @@ class EpisodeTurns:
         """Sample a turn; None if the group was given up.
 
         Raises:
-            EpisodeInterrupted: the generator is gone, and the episode does not go on with another one; or the
-                turn took longer than ``timeouts.generate_s``. What took so long is dropped with the attempt.
+            EpisodeInterrupted: the generator is lost and the episode does not continue on another one, or the
+                turn exceeded ``timeouts.generate_s``. Its tokens are dropped with the attempt.
         """
         is_repeated = False
         while True:
@@ -150,7 +150,7 @@ class EpisodeTurns:
         *,
         is_repeated: bool,
     ) -> SampledTurn | CancelledGroup | None:
-        """Ask a generator for a turn; None if it is lost."""
+        """Request a turn from a generator; None if it is lost."""
         request, sampling = self._request, self._request.sampling
         if turn.stop:
             sampling = sampling.model_copy(update={"stop": (*sampling.stop, *turn.stop)})
@@ -183,7 +183,7 @@ class EpisodeTurns:
             raise EpisodeInterrupted(str(late)) from late
 
     async def _move_from(self, number: int, turn: TurnRequest) -> None:
-        """Wait until the group goes on elsewhere. Another turn of the episode may have done so."""
+        """Wait until the group continues on another generator, to which another turn may have moved."""
         if not self._request.goes_on:
             raise EpisodeInterrupted("its generator is gone")
         group_id = self._request.episode.group_id
@@ -201,14 +201,14 @@ class EpisodeTurns:
 
 
 LINGER_S = 1.0
-"""Seconds after the end of a run during which clients are told that it has ended."""
+"""Time at the end of a run during which clients are told that it has ended, in seconds."""
 
 DEFAULT_AGENT = "agent"
 """Name of the agent if the config names none."""
 
 
 def agent_roles(agents: Mapping[str, AgentSection] | None) -> tuple[AgentRole, ...]:
-    """Return the agents of a config in order; one that is trained if it names none."""
+    """Return the config's agents in order; if it names none, one agent that is trained."""
     if agents is None:
         return (AgentRole(name=DEFAULT_AGENT, is_trainable=True),)
     return tuple(AgentRole(name=name, is_trainable=one.trainable) for name, one in agents.items())
@@ -219,11 +219,11 @@ class WorkerReport:
     """A worker's answer to a heartbeat."""
 
     num_stuck: int
-    """Threads of ended episodes that still run."""
+    """Number of threads of ended episodes that are still running."""
     num_killed_processes: int
-    """Processes of episodes that were killed since the worker began."""
+    """Number of the episodes' processes that were killed since the worker began."""
     serving: ServingReport | None
-    """None if it serves no people."""
+    """State of its service; None if it serves no people."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,9 +232,9 @@ class WorkerReady:
 
     pid: int
     mark: str
-    """Mark of everything that it starts (``forgeasync.processes``)."""
+    """Mark of all processes that it starts (``forgeasync.processes``)."""
     renderer: str
-    """Which renderer turns messages into tokens, in words."""
+    """Description of the renderer that converts messages to tokens."""
     url: str
     """URL of its session server."""
     port: int
@@ -248,7 +248,7 @@ class EnvironmentActor(Actor):
         self._num_untrained = 0
         self._generators: tuple[GeneratorActor, ...] = ()
         self._losses = Monitor(KnownLosses())
-        """Lost generators; turns wait for changes."""
+        """Known lost generators; turns wait for changes."""
         redirect_process_output(log_dir / f"environment-{number}.log")
         open_trace(log_dir, f"environment-{number}", idle=State.WAITING_FOR_BATCH)
 
@@ -261,13 +261,13 @@ class EnvironmentActor(Actor):
         endpoint: EndpointModel | None,
         serving: ServingSetup | None,
     ) -> WorkerReady:
-        """Build the environment and load the tokenizer of ``model_path``; with ``serving`` serve people.
+        """Build the environment and load the tokenizer of ``model_path``; with ``serving``, serve people.
 
-        ``artifacts`` is the folder for files that episodes keep; None: they keep none. The model of
-        ``endpoint`` takes all turns, if there is one.
+        ``artifacts`` is the folder for files that episodes keep; None: they keep none. With ``endpoint``, its
+        model takes all turns.
 
         Raises:
-            OSError: the address at which people are to be served cannot be listened on.
+            OSError: the address for serving people cannot be listened on.
             ValueError: the environment cannot be built here, though it could where the run was checked; or
                 the endpoint's key is not in the environment.
         """
@@ -302,7 +302,7 @@ class EnvironmentActor(Actor):
             open_session = self._service.open_for
             self._sessions = await self._service.server.__aenter__()
         else:
-            # For agents with a loop of their own. It listens on this machine only, until the worker ends.
+            # Used by agents with their own loop. It listens only on this machine, until the worker ends.
             self._sessions = await SessionServer().__aenter__()
             open_session = self._sessions.open
         self._episodes = Episodes(
@@ -327,9 +327,9 @@ class EnvironmentActor(Actor):
 
     @concurrent_endpoint
     async def connect(self, generators: Sequence[GeneratorActor], lost: Sequence[int]) -> None:
-        """Set the running generators, and the numbers of those that are lost.
+        """Set the live generators, and the numbers of the lost ones.
 
-        Episodes whose generator is gone wait for a ``GroupMove``, or are interrupted.
+        Episodes whose generator is lost wait for a ``GroupMove``, or are interrupted.
         """
         self._generators = tuple(generators)
         self._losses.change(lambda losses: losses.lose(lost))
@@ -338,12 +338,12 @@ class EnvironmentActor(Actor):
 
     @concurrent_endpoint
     async def move_groups(self, moves: Sequence[GroupMove]) -> None:
-        """Let episodes of groups go on with other generators."""
+        """Let episodes of groups continue on other generators."""
         self._losses.change(lambda losses: losses.move(moves))
 
     @concurrent_endpoint
     async def end_serving(self) -> None:
-        """Close all sessions at the end of the run, and tell their clients so for ``LINGER_S``."""
+        """Close all sessions at the end of the run, and tell their clients for ``LINGER_S``."""
         if self._service is not None:
             self._service.end()
             await asyncio.sleep(LINGER_S)
@@ -369,7 +369,7 @@ class EnvironmentActor(Actor):
     @concurrent_endpoint
     async def beat(self) -> WorkerReport:
         """Return the worker's state, to show that it answers."""
-        # So that a busy event loop answers late.
+        # Yield, so that a busy event loop answers late.
         await asyncio.sleep(0)
         return WorkerReport(
             num_stuck=self._episodes.num_stuck,
@@ -378,7 +378,7 @@ class EnvironmentActor(Actor):
         )
 
     def _untrained_agent(self) -> EpisodeAgent:
-        """Return an agent for a session that is not trained on; each turn goes to the next generator."""
+        """Return an agent for a session that is not trained on; its turns rotate over the generators."""
         config = self._config
         assert self._renderer is not None, "people are served by our own generators"
         limits = TurnLimits(
@@ -393,7 +393,7 @@ class EnvironmentActor(Actor):
             sampling, limit_s = config.sampling.model_copy(update=changes), config.timeouts.generate_s
             if not self._generators:
                 raise EpisodeInterrupted("there is no generator at this moment")
-            # One after another, so that no session depends on a single generator.
+            # Rotate, so that no session depends on a single generator.
             generator = self._generators[self._num_untrained % len(self._generators)]
             self._num_untrained += 1
             call = "a generator sampling a turn that is not trained on"

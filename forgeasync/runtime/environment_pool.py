@@ -1,7 +1,7 @@
-"""The workers of a run's environment: episodes are spread over them, and lost workers are replaced.
+"""Supervises the workers of a run's environment and spreads episodes over them.
 
-Who waits for whom: an episode waits for a worker with room. If its worker is lost, its caller decides whether
-it runs again.
+Who waits for whom: an episode waits for a worker with a free slot. If its worker is lost, the caller decides
+whether the episode runs again.
 """
 
 import asyncio
@@ -39,13 +39,13 @@ from forgeasync.waiting import Monitor, forget
 logger = logging.getLogger(__name__)
 
 END_SERVING_S = 5.0
-"""Time for a worker to tell its users that the run has ended."""
+"""Time limit for a worker to tell clients that the run has ended, in seconds."""
 
 MAX_STUCK = 8
 """A worker with more stuck threads than this is replaced once its episodes have ended."""
 
 MAX_FAILED_STARTS = 5
-"""Failed starts in a row that end the run."""
+"""Number of consecutive failed starts that ends the run."""
 
 
 Worker = Supervised[EnvironmentActor]
@@ -69,7 +69,7 @@ class EnvironmentPool(SupervisedPool[Worker]):
     ) -> None:
         """``tell`` is called with a message about each worker that cannot be started.
 
-        ``serves`` says that the workers serve people, who are told when the run ends.
+        ``serves``: the workers serve people, who are told when the run ends.
         """
         super().__init__(
             Role.ENVIRONMENT,
@@ -88,27 +88,27 @@ class EnvironmentPool(SupervisedPool[Worker]):
         self._table = Monitor(WorkerTable(max_live_per_worker=section.max_live_per_worker))
         self._generators: Callable[[], tuple[Sequence[GeneratorActor], Sequence[int]]] | None = None
         self._moves: dict[int, list[GroupMove]] = {}
-        """Where groups in flight were moved to, for workers that start later."""
+        """Moves of groups in flight, for workers that start later."""
         self._num_killed_processes = 0
         self._lost_counts: Counter[str] = Counter()
         """Last known counts of lost workers."""
 
     async def connect(self, generators: Callable[[], tuple[Sequence[GeneratorActor], Sequence[int]]]) -> None:
-        """Let all workers, and those that will replace them, ask these generators for turns.
+        """Let all workers, and their later replacements, request turns from these generators.
 
-        ``generators`` returns the generators that there are, and the numbers of those that are gone.
+        ``generators`` returns the live generators, and the numbers of the lost ones.
         """
         self._generators = generators
         await asyncio.gather(*(one.actor.connect.call_one(*generators()) for one in self.replicas))
 
     async def generators_changed(self) -> None:
-        """Tell all workers which generators there are now, and wait for none of them."""
+        """Send the current generators to all workers, without waiting for answers."""
         if self._generators is not None:
             for worker in self.replicas:
                 self._tell_worker(worker.actor.connect.call_one(*self._generators()))
 
     def move_group(self, move: GroupMove) -> None:
-        """Tell all workers where the episodes of a group go on, and wait for none of them."""
+        """Send the move of a group to all workers, without waiting for answers."""
         self._moves.setdefault(move.group_id, []).append(move)
         for worker in self.replicas:
             self._tell_worker(worker.actor.move_groups.call_one([move]))
@@ -119,16 +119,16 @@ class EnvironmentPool(SupervisedPool[Worker]):
 
     def _tell_worker(self, call: Awaitable[None]) -> None:
         async def tell() -> None:
-            # The loss of a worker shows elsewhere.
+            # The loss of a worker is noticed elsewhere.
             with contextlib.suppress(Exception):
                 await call
 
         self._background.start(tell())
 
     async def run_episode(self, request: EpisodeRequest) -> EpisodeOutcome | CancelledGroup:
-        """Run an episode on the worker with the fewest of them, as soon as one has room.
+        """Run an episode on the worker with the fewest episodes, as soon as one has a free slot.
 
-        An episode whose worker is lost has ended as ``infrastructure``.
+        If the worker is lost, the episode ends as ``infrastructure``.
         """
         number = await self._table.until(WorkerTable.assign)
         worker = self._replicas[number]
@@ -144,11 +144,11 @@ class EnvironmentPool(SupervisedPool[Worker]):
 
     @property
     def num_live(self) -> int:
-        """Episodes in flight."""
+        """Number of episodes in flight."""
         return self._table.state.num_live
 
     def metrics(self) -> dict[str, float]:
-        """Return counts since the run began, and current values, under their names in metrics.jsonl."""
+        """Return counts since the run began, and current values, by their names in metrics.jsonl."""
         reports = [one for one in map(_last_report, self.replicas) if one is not None]
         metrics: dict[str, float] = {
             "environment/num_restarted_workers": self._table.state.num_lost,
@@ -157,7 +157,7 @@ class EnvironmentPool(SupervisedPool[Worker]):
             + sum(report.num_killed_processes for report in reports),
         }
         if self._serves:
-            # One worker serves people; it may just be replaced.
+            # Only one worker serves people; it may be starting at this moment.
             last = next((report.serving for report in reports), None)
             metrics |= serving_metrics(self._lost_counts, last)
         return metrics
@@ -177,7 +177,7 @@ class EnvironmentPool(SupervisedPool[Worker]):
             one.add_done_callback(forget)
             one.cancel()
             if one in late or one.exception() is not None:
-                # Its clients see broken connections instead.
+                # Its clients get broken connections instead.
                 logger.warning("a worker could not tell people that the run has ended")
 
     def name_of(self, rank: int, number: int) -> str:
@@ -193,7 +193,7 @@ class EnvironmentPool(SupervisedPool[Worker]):
     def _has_joined(self, replica: Worker, fault: Fault | None) -> None:
         self._budget.reset()
         if self._generators is not None and self._has_started:
-            # Generators may have come and gone since it was connected.
+            # Generators may have joined or ended since the worker was connected.
             self._tell_worker(replica.actor.connect.call_one(*self._generators()))
         if self._moves:
             moves = [move for of_group in self._moves.values() for move in of_group]
@@ -249,8 +249,8 @@ async def start_environment(
     """Start the workers of the environment; None if the run has none.
 
     ``tell`` is called with messages about workers. ``artifacts`` is the folder for files that episodes keep;
-    None: they keep none. ``serving_file`` gets the address at which people are served, if they are. With
-    ``endpoint`` its model takes all turns instead of our generators, and ``model_path`` is not read.
+    None: they keep none. If the run serves people, ``serving_file`` gets the address. With ``endpoint``, its
+    model takes all turns instead of the run's generators, and ``model_path`` is not read.
     """
     if config.environment is None:
         return None

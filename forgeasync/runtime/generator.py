@@ -1,8 +1,8 @@
-"""The generator actor: a thin shell around one sampling engine and one payload writer.
+"""The generator actor: one sampling engine and one payload writer.
 
-Produces rollouts for the collecting loop: their arrays go into the host's payload store, small facts into the
-answer. Consumes weight versions from the trainer's staging buffers. Calls overlap freely, also with an
-update: what becomes of running sequences is the choice of ``weights.interruption``.
+Produces rollouts for the collecting loop: their arrays go to the host's payload store, and their metadata is
+returned. Consumes weight versions from the trainer's staging buffers. Calls overlap freely, also with an
+update; ``weights.interruption`` is the policy for running sequences.
 """
 
 import asyncio
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratorSetup:
-    """Everything that a generator is started with."""
+    """Arguments of a generator's setup."""
 
     model_path: Path
     facts: ModelFacts
@@ -75,20 +75,20 @@ class GeneratorSetup:
     lora: LoraSection | None
     payload_capacity_bytes: int
     gpu_bytes: int
-    """What each process of the engine takes of its GPU for certain, by the memory plan."""
+    """Minimum GPU memory of each process of the engine, by the memory plan."""
     num_scored_ids: int = 0
-    """Ids that a teacher is asked for at each token."""
+    """Number of ids that a teacher scores at each token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RefusedGroup:
-    """A group that must not be trained on, or does not fit."""
+    """A group that must not be trained on, or does not fit into the payload store."""
 
     problem: str | None
-    """Which rollout and why; None: nothing went wrong, but nobody has scored it."""
+    """The rollout and its problem; None: nothing failed, but nobody has scored it."""
     reason: DropReason = DropReason.BAD_RECORD
     outcomes: tuple[EpisodeOutcome, ...] = ()
-    """All attempts at the episodes of the group, if it has episodes."""
+    """All attempts at the group's episodes, if it has episodes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,17 +98,17 @@ class SampledResponse:
     response: Response
     versions: VersionRange
     ids_T: np.ndarray
-    """Its tokens, int32."""
+    """Token ids of the response, int32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CancelledGroup:
-    """A group that was given up because it would have been too old to train on at its end."""
+    """A group that was cancelled because it would have been too old to train on at its end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndedEpisode:
-    """What an agent has sampled in an episode that trains."""
+    """An agent's part in an episode that is trained on."""
 
     episode: EpisodeId
     is_truncated: bool
@@ -116,7 +116,7 @@ class EndedEpisode:
 
 
 def sampled_response(rollout: Rollout) -> SampledResponse:
-    """Return what is known of a rollout that is not trained on."""
+    """Convert a rollout that is not trained on."""
     spans = rollout.version_spans
     return SampledResponse(
         response=response_of(rollout),
@@ -127,7 +127,7 @@ def sampled_response(rollout: Rollout) -> SampledResponse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledRollout:
-    """A rollout on its way into the payload store."""
+    """A rollout that is about to be written to the payload store."""
 
     branches: tuple[Rollout, ...]
     finish_reason: FinishReason
@@ -138,7 +138,7 @@ class SampledRollout:
 def store_group(
     writer: PayloadWriter, rollouts: Sequence[SampledRollout], *, group_id: int, generator_rank: int
 ) -> tuple[StoredRollout, ...] | RefusedGroup:
-    """Write a group's arrays, or return that there is no room for them."""
+    """Write a group's arrays; return a refusal if there is no space for them."""
     payload = encode_group([branch for rollout in rollouts for branch in rollout.branches])
     try:
         refs = writer.write_group([*payload.prompts, *payload.responses])
@@ -170,16 +170,16 @@ def _stored_branch(branch: Rollout, prompt: PayloadRef, response: PayloadRef) ->
 
 
 ANSWER_S = 5.0
-"""Seconds for the answer about a group to reach the controller: so long the group's tokens stay logged."""
+"""Seconds for which a group's tokens stay logged after its answer, until the controller has that."""
 
 
 class GeneratorActor(Actor):
-    """One engine in one proc."""
+    """One engine in one process."""
 
     def __init__(
         self, log_dir: Path, rank: int, role: str = "generator", idle: State = State.WAITING_FOR_ROOM
     ) -> None:
-        """``rank`` is its place among the processes of ``role``; another one may have had it before."""
+        """``rank`` is its place among the processes of ``role``; it may replace an earlier process."""
         self._rank, self._name = rank, f"{role}-{rank}"
         redirect_process_output(log_dir / f"{self._name}.log")
         open_trace(log_dir, self._name, idle=idle)
@@ -198,7 +198,8 @@ class GeneratorActor(Actor):
 
     @concurrent_endpoint
     async def beat(self) -> EngineStats:
-        """Return the engine's counts, to show that this process answers. The engine's thread is not asked.
+        """Return the engine's counts, to show that this process answers; does not wait for the engine's
+        thread.
 
         Raises:
             EngineDeadError: the engine has died.
@@ -208,7 +209,7 @@ class GeneratorActor(Actor):
 
     @concurrent_endpoint
     async def setup(self, setup: GeneratorSetup, host_id: str, payload_folder: Path) -> int:
-        """Load the model as policy version 0; returns the process id. The folder is on this host."""
+        """Load the model as policy version 0; return the process id. ``payload_folder`` is on this host."""
         # vLLM takes 10 s to import, so only processes that sample import it.
         from forgeasync.generator import AdapterSetup, EngineEpisodes, GeneratorEngine, can_serve
 
@@ -217,12 +218,12 @@ class GeneratorActor(Actor):
         adapters = None
         if setup.lora is not None and can_serve(setup.lora):
             folder = payload_folder / f"adapter-of-{self._name}"
-            # Of the generator that this one replaces.
+            # Left by the generator that this one replaces.
             shutil.rmtree(folder, ignore_errors=True)
             adapters = AdapterSetup(lora=setup.lora, shapes=expected_shapes(setup.facts), folder=folder)
         self._payloads = PayloadWriter(payload_folder, host_id, setup.payload_capacity_bytes)
         self._payload_server = PayloadServer(self._payloads)
-        # Processes that were here before have logs of their own, which somebody may still want to read.
+        # Earlier processes have their own logs, which may still be read.
         self._in_flight = payload_folder / f"in-flight-{self._rank}-{os.getpid()}"
         self._loaded = await GeneratorEngine.start(
             model_path=setup.model_path,
@@ -242,7 +243,7 @@ class GeneratorActor(Actor):
 
     @concurrent_endpoint
     async def in_flight(self) -> Path | None:
-        """Where this process logs its tokens in flight, for ``Host.read_in_flight``; None: it does not."""
+        """Return the folder of this process's log, for ``Host.read_in_flight``; None: it has none."""
         return self._in_flight if self._setup.section.keep_in_flight else None
 
     @concurrent_endpoint
@@ -258,9 +259,9 @@ class GeneratorActor(Actor):
     ) -> tuple[StoredRollout, ...] | RefusedGroup | CancelledGroup:
         """Sample a group of responses to one prompt, check their records and store their arrays.
 
-        ``continued`` is what ``Host.read_in_flight`` has of a generator that sampled the group and is gone.
-        ``finished`` gets each response and its place in the group as soon as it has ended, before its records
-        are checked.
+        ``continued`` is the data that ``Host.read_in_flight`` read of the group from a lost generator.
+        ``finished`` receives each response, with its index in the group, as soon as it has ended, before its
+        records are checked.
         """
 
         def tell(index: int, rollout: Rollout) -> None:
@@ -279,7 +280,7 @@ class GeneratorActor(Actor):
                     continued=() if continued is None else group_turns(continued),
                     on_finished=None if finished is None else tell,
                 )
-                # With the tokens, readers of the trace can tell how long a decode step takes.
+                # Readers of the trace compute the time of a decode step from the token counts.
                 facts["response_tokens"] = " ".join(str(one.num_response_tokens) for one in rollouts)
         except GroupCancelled:
             return CancelledGroup()
@@ -317,10 +318,10 @@ class GeneratorActor(Actor):
         seed: int | None,
         repeated: bool = False,
     ) -> SampledTurn | CancelledGroup:
-        """Sample a turn of the model after another turn of its episode and further tokens; its arrays stay
+        """Sample a turn of an episode, after the turn ``after`` and the tokens ``given_ids``; its arrays stay
         here.
 
-        ``repeated``: a generator that is gone was asked for it, and its episodes were restored here.
+        ``repeated``: the turn was requested from a lost generator, and its episodes were restored here.
         """
         try:
             return await self._episodes.add_turn(
@@ -339,13 +340,13 @@ class GeneratorActor(Actor):
     async def restore_episodes(
         self, group_id: int, data: bytes
     ) -> Mapping[EpisodeId, frozenset[int]] | CancelledGroup:
-        """Take over the episodes of a group from a generator that is gone, with all their turns.
+        """Take over the episodes of a group from a lost generator, with all their turns.
 
-        ``data`` is what ``Host.read_in_flight`` has of the group. Returns the numbers of the turns that had
-        ended, by episode: only these may have reached the environment.
+        ``data`` is the data that ``Host.read_in_flight`` read of the group. Returns the numbers of the
+        completed turns, by episode: only these may have reached the environment.
 
         Raises:
-            ValueError: ``data`` is not whole or of another group, or the group is open here already.
+            ValueError: ``data`` is incomplete or of another group, or the group is already open here.
         """
         turns = group_turns(data)
         try:
@@ -360,7 +361,7 @@ class GeneratorActor(Actor):
     ) -> tuple[StoredRollout, ...] | RefusedGroup:
         """Check the records of a group's finished episodes and store their arrays, as ``sample_group`` does.
 
-        Returns a rollout for each of ``ended``; all others of the group are forgotten.
+        Returns one rollout for each of ``ended``; all others of the group are dropped.
         """
         trees = await self._episodes.take(group_id, [one.episode for one in ended])
         self._forget_later(group_id)
@@ -379,17 +380,17 @@ class GeneratorActor(Actor):
 
     @concurrent_endpoint
     async def drop_episode(self, episode: EpisodeId) -> None:
-        """Forget one attempt at an episode, and end what is sampled for it."""
+        """Drop one attempt at an episode, and stop sampling for it."""
         await self._episodes.drop_episode(episode)
 
     @concurrent_endpoint
     async def drop_episodes(self, group_id: int) -> None:
-        """Forget the episodes of a group, and end what is sampled for them."""
+        """Drop the episodes of a group, and stop sampling for them."""
         await self._episodes.drop(group_id)
 
     @concurrent_endpoint
     async def cancel_groups(self, group_ids: Sequence[int]) -> None:
-        """Give up those of the groups that this engine samples; their calls return ``CancelledGroup``."""
+        """Cancel those of the groups that this engine samples; their calls return ``CancelledGroup``."""
         await self._engine.cancel(group_ids)
 
     @concurrent_endpoint
@@ -404,13 +405,13 @@ class GeneratorActor(Actor):
 
     @concurrent_endpoint
     async def free_payloads(self, files: Sequence[str]) -> None:
-        """Free the files of groups that were trained on or dropped, also of a generator that is gone."""
+        """Free the files of groups that were trained on or dropped, including those of a lost generator."""
         for file in files:
             await self._payload_server.free(file)
 
     @concurrent_endpoint
     async def expose_payload(self, ref: PayloadRef) -> RDMABuffer:
-        """Return a handle by which a trainer on another host reads a payload."""
+        """Return a handle with which a trainer on another host reads a payload."""
         return self._payload_server.expose(ref)
 
     @concurrent_endpoint
@@ -422,16 +423,17 @@ class GeneratorActor(Actor):
         share: HostShare,
         is_joining: bool,
     ) -> str:
-        """Plan how versions get from the trainer's ranks into the engine, by a receive buffer in ``folder``.
+        """Plan how versions get from the trainer's ranks into the engine, through a receive buffer in
+        ``folder``.
 
-        ``share`` is this generator's among those of its host; the first is connected before the others, and
-        makes the files unless the generator is joining others.
-        Returns in words how the engine takes versions.
+        ``share`` is this generator's part among those of its host. The first one is connected before the
+        others, and creates the files unless the generator is joining others. Returns a description of how the
+        engine loads versions.
 
         Raises:
-            ValueError: trainer and engine do not have the same tensors, or a transport cannot work.
+            ValueError: trainer and engine have different tensors, or a transport cannot work.
         """
-        # They import vLLM, which takes 10 s.
+        # These import vLLM, which takes 10 s.
         from forgeasync.generator import AdapterBase, HostMemory, WeightReceiver
 
         setup, base = self._setup, None
@@ -459,7 +461,7 @@ class GeneratorActor(Actor):
 
     @concurrent_endpoint
     async def reconnect_weights(self, layout: WeightLayout, sources: Sequence[StagingSource]) -> None:
-        """Take versions from the buffers of a trainer that was started again, with the layout of before."""
+        """Fetch versions from the buffers of a restarted trainer, which has the same layout."""
         self._receiver.reconnect(
             connect_transports(self._setup.weights, layout, sources, generator_host=self._host_id)
         )
@@ -468,13 +470,13 @@ class GeneratorActor(Actor):
     async def begin_update(self, manifest: Manifest, new_share: HostShare | None) -> FetchReport:
         """Fetch this generator's share of a version that the caller has leased.
 
-        ``new_share`` is given where other generators take part than in the update before.
+        ``new_share`` is given if the generators in this update differ from those in the last one.
         """
         return await self._receiver.begin(manifest, new_share)
 
     @concurrent_endpoint
     async def stage_update(self) -> None:
-        """Make the version ready, all shares of which have arrived on this host."""
+        """Prepare the version for the swap; all its shares have arrived on this host."""
         await self._receiver.stage()
 
     @concurrent_endpoint
@@ -484,7 +486,7 @@ class GeneratorActor(Actor):
 
     @concurrent_endpoint
     async def finish_update(self) -> SwapReport:
-        """Wait until the engine samples under the version that all generators of this host have staged."""
+        """Wait until the engine samples with the version that all generators of this host have staged."""
         return await self._receiver.finish()
 
     @concurrent_endpoint
@@ -503,16 +505,16 @@ class GeneratorActor(Actor):
 
     @concurrent_endpoint
     async def kv_usage(self) -> float:
-        """Share of the engine's KV cache that running requests hold."""
+        """Return the share of the engine's KV cache that running requests hold."""
         return await self._engine.kv_usage()
 
     @concurrent_endpoint
     async def stats(self) -> EngineStats:
-        """What the engine has counted since it started, and the memory and time of its processes."""
+        """Return the engine's counts since its start, and the memory and CPU time of its processes."""
         return dataclasses.replace(
             self._engine.stats(),
             memory=self._memory.peak(),
-            # The event loop's thread, on which this runs, hands over.
+            # CPU time of the event loop's thread, on which this runs and which hands rollouts over.
             handing_over_s=time.thread_time(),
         )
 

@@ -1,8 +1,8 @@
-"""The generators of a run, or the engines of a teacher: which of them get groups, and what replaces them.
+"""Supervises the generators of a run or the engines of a teacher, and assigns groups to them.
 
-Who waits for whom: a group waits for a healthy generator. Calls to a generator that is lost end with
-``ProcessLost``, and the callers turn to another one. Its replacement loads its engine while the run goes on,
-and becomes healthy when the serving loop has updated its weights.
+Who waits for whom: a group waits for a healthy generator. Calls to a lost generator end with ``ProcessLost``,
+and the callers choose another one. Its replacement loads its engine while the run continues, and becomes
+healthy when the serving loop has updated its weights.
 """
 
 import asyncio
@@ -43,22 +43,22 @@ from forgeasync.waiting import Monitor, happens_within
 logger = logging.getLogger(__name__)
 
 SUSPECT_SHARE = 0.5
-"""A generator gets no new groups once an answer takes this share of ``generator.heartbeat_s``."""
+"""A generator gets no new groups once a heartbeat takes this share of ``generator.heartbeat_s``."""
 
 STALL_S = 1.0
-"""A check that comes later than this shows that the controller itself was stopped."""
+"""Delay of a check that shows that the controller itself was stopped, in seconds."""
 
 SpawnReplica = Callable[[int, int], Awaitable[Spawned[GeneratorActor]]]
 """Starts the process of a rank and a number, and loads its engine."""
 
 ConnectReplica = Callable[["LiveReplica"], Awaitable[None]]
-"""Connects a generator that joins later to the trainer's weights."""
+"""Connects a generator that joins during the run to the trainer's weights."""
 
 OnChange = Callable[[], Awaitable[None]]
 
 
 class LiveReplica(Supervised[GeneratorActor]):
-    """A generator that was not lost when it was chosen."""
+    """A generator of the pool, which was not lost when it was assigned."""
 
     def __init__(
         self, pool: "SupervisedPool[LiveReplica]", spawned: Spawned[GeneratorActor], rank: int, number: int
@@ -67,14 +67,14 @@ class LiveReplica(Supervised[GeneratorActor]):
         self.groups: set[int] = set()
         """Groups that it is sampling."""
         self.left: asyncio.Future[InFlightRead] = asyncio.get_running_loop().create_future()
-        """What it had in flight; set some time after its loss."""
+        """Tokens that it had in flight; set some time after its loss."""
         self.stats = EngineStats(num_generated_tokens=0, busy_s=0.0)
-        """Its last known counts."""
+        """Last known counters of its engine."""
 
 
 @contextmanager
 def sampling_group(replica: LiveReplica, group_id: int | None) -> Iterator[None]:
-    """Add a group to those that a generator samples; it stays there if the generator is lost."""
+    """Record that a generator samples a group, within the body; kept if the generator is lost."""
     if group_id is not None:
         replica.groups.add(group_id)
     try:
@@ -98,9 +98,9 @@ class GeneratorPool(SupervisedPool[LiveReplica]):
         role: Role = Role.GENERATOR,
         title: str = "generator",
     ) -> None:
-        """``hosts`` says for every rank where it is; the last ``section.num_spares`` begin as spares.
+        """``hosts`` has the host of every rank; the last ``section.num_spares`` ranks begin as spares.
 
-        ``title`` is what they are called in messages.
+        ``title`` names the processes in messages.
         """
         super().__init__(
             role,
@@ -115,25 +115,25 @@ class GeneratorPool(SupervisedPool[LiveReplica]):
         self._section = section
         self._hosts = list(hosts)
         self.table = Monitor(ReplicaTable())
-        """States of the generators; loops wait for them."""
+        """States of the generators, whose changes loops wait for."""
         self.connect: ConnectReplica | None = None
-        """Connects a generator that joins to the weights; None before weights are connected."""
+        """Connects a joining generator to the weights; None until weights are connected."""
         self._spares = set(range(len(hosts) - section.num_spares, len(hosts)))
-        """Ranks whose next generator begins as a spare."""
+        """Ranks whose next generator starts as a spare."""
         self._budget = RestartBudget(section.max_restarts - 1)
         self._slow = None if section.slow_factor is None else SlowReplicas(section.slow_factor)
         self._looked_s = time.monotonic()
         self._open_faults: dict[int, list[Fault]] = {}
         """Losses without a healthy replacement yet, by rank."""
         self._lost_stats = EngineStats(num_generated_tokens=0, busy_s=0.0)
-        """Counts of all generators that have ended."""
+        """Sum of the counters of all ended generators."""
         self._num_tokens_kept = self._num_tokens_lost = 0
-        """Tokens that lost generators had in flight; other generators continue from those that are kept."""
+        """Tokens that lost generators had in flight; others continue from the kept ones."""
         self._followers: list[OnChange] = []
 
     @property
     def hosts(self) -> tuple[Host, ...]:
-        """Each host of generators once, in the order of ranks."""
+        """The hosts of generators, without duplicates, in the order of ranks."""
         return tuple({host.id: host for host in self._hosts}.values())
 
     def host_of(self, rank: int) -> Host:
@@ -141,7 +141,7 @@ class GeneratorPool(SupervisedPool[LiveReplica]):
         return self._hosts[rank]
 
     def rank_on_host(self, rank: int) -> int:
-        """Return the place of a rank among those of its host."""
+        """Return the index of a rank among the ranks of its host."""
         return sum(host.id == self._hosts[rank].id for host in self._hosts[:rank])
 
     def follow(self, on_change: OnChange) -> None:
@@ -150,9 +150,9 @@ class GeneratorPool(SupervisedPool[LiveReplica]):
 
     @asynccontextmanager
     async def assigned(self, num_rollouts: int) -> AsyncIterator[LiveReplica]:
-        """Give the healthy generator with the fewest rollouts so many more, until the end of the body.
+        """Assign ``num_rollouts`` to the healthy generator with the fewest, until the end of the body.
 
-        Waits while there is none.
+        Waits while no generator is healthy.
         """
         replica = self._replicas[await self.table.until(lambda table: table.assign(num_rollouts))]
         try:
@@ -161,13 +161,14 @@ class GeneratorPool(SupervisedPool[LiveReplica]):
             self.table.change(lambda table: table.ended(replica.number, num_rollouts))
 
     def want(self, num: int, add_place: Callable[[], Host], *, drain_s: float) -> str:
-        """Change the number of working generators; returns a message about what is done.
+        """Change the number of working generators; return a message that describes the change.
 
-        More are started at free places, or at those that ``add_place`` adds. Surplus generators get no more
-        groups and end when theirs have ended; other generators continue what is left after ``drain_s``.
+        New ones start at free places, or at places that ``add_place`` adds. Surplus generators get no new
+        groups and end when their groups have ended; after ``drain_s`` other generators continue the remaining
+        groups.
 
         Raises:
-            ValueError: there is no place for them, or those that are too many are just being started.
+            ValueError: there is no place for them, or surplus generators are still starting.
         """
         working = self.table.state.working
         if num < len(working):
@@ -210,15 +211,15 @@ class GeneratorPool(SupervisedPool[LiveReplica]):
                 self._budget.reset()
 
     def stats(self) -> list[EngineStats]:
-        """Return the last known counts of every generator; the last entry is of all that have ended."""
+        """Return the last known counters of every generator; the last entry is the sum over ended ones."""
         return [*(one.stats for one in self.replicas), self._lost_stats]
 
     def heard(self, replica: LiveReplica, stats: EngineStats) -> None:
-        """Store the counts of a generator; a heartbeat does not measure memory."""
+        """Store the counters of a generator; those of a heartbeat have no memory."""
         replica.stats = replace(stats, memory=stats.memory or replica.stats.memory)
 
     def metrics(self) -> Mapping[str, float]:
-        """Return counts and current values under their names in metrics.jsonl."""
+        """Return counts and current values by their names in metrics.jsonl."""
         table = self.table.state
         num_tokens = self._num_tokens_kept + self._num_tokens_lost
         return {
@@ -241,7 +242,7 @@ class GeneratorPool(SupervisedPool[LiveReplica]):
             await self.connect(replica)
 
     def _has_joined(self, replica: LiveReplica, fault: Fault | None) -> None:
-        """The loss counts as recovered once the replacement is healthy."""
+        """Record that a generator can be called; its loss is recovered once it is healthy."""
         self.table.change(lambda table: table.ready(replica.number))
         self.look_for_healed()
         self._tell_followers()
@@ -251,7 +252,7 @@ class GeneratorPool(SupervisedPool[LiveReplica]):
         return self._exhausted(rank, error)
 
     def _exhausted(self, rank: int, error: Exception) -> RestartsFail | None:
-        """Count an engine that never became healthy; returns an error if the budget is used up."""
+        """Count an engine that never became healthy; return an error if the budget is used up."""
         if self._budget.take():
             return None
         return RestartsFail(
@@ -283,7 +284,7 @@ class GeneratorPool(SupervisedPool[LiveReplica]):
         return is_wanted
 
     def _forget(self, replica: LiveReplica) -> None:
-        """Keep the counts of a generator that has ended."""
+        """Keep the counters of a generator that has ended."""
         before, stats = self._lost_stats, replica.stats
         self._lost_stats = replace(
             before,
@@ -300,11 +301,11 @@ class GeneratorPool(SupervisedPool[LiveReplica]):
             await self._end(replica)
             left = await self._read_left(replica)
         finally:
-            # Groups wait for the result.
+            # Groups wait for this result.
             replica.left.set_result(left)
 
     async def _read_left(self, replica: LiveReplica) -> InFlightRead:
-        """Read what a generator had in flight, after its process has ended."""
+        """Read the tokens that a generator had in flight, after its process has ended."""
         folder = replica.spawned.in_flight
         if folder is None:
             return InFlightRead(groups={}, problem="it has kept no log (generator.keep_in_flight)")
@@ -321,7 +322,7 @@ class GeneratorPool(SupervisedPool[LiveReplica]):
             self._background.start(on_change())
 
     def _dies_at_the_end(self, replica: LiveReplica) -> bool:
-        """Monarch ends generators that answer, and would wait for one that is silent."""
+        """Return whether the generator is silent; Monarch ends others, but would wait for this one."""
         return replica.heartbeat.is_late
 
     # Health.
@@ -351,14 +352,14 @@ class GeneratorPool(SupervisedPool[LiveReplica]):
             counts = {load: (one.num_steps, one.took_s) for load, one in answer.decode_steps.items()}
             self._slow.heard(replica.number, counts, now_s=time.monotonic())
         if self._slow is None or self._slow.pace(replica.number) is Pace.LIKE_PEERS or self._is_idle(replica):
-            # An idle generator gets groups although it was slow: nothing else shows whether it still is.
+            # An idle generator gets groups again, since only work can show whether it is still slow.
             self.table.change(lambda table: table.clear(replica.number))
 
     def _is_idle(self, replica: LiveReplica) -> bool:
         return self.table.state.of(replica.number).num_live == 0
 
     def _slowness(self, replica: LiveReplica) -> str | None:
-        """Suspect a slow generator; returns in words what is wrong once it has been slow for too long."""
+        """Mark a slow generator as suspect; return the problem once it has been slow for too long."""
         if self._slow is None or (ratio := self._slow.ratio(replica.number)) is None:
             return None
         pace = self._slow.pace(replica.number)
@@ -388,9 +389,9 @@ async def spawn_engine(
     """Start one process at a place of a role, and load its engine; ``call`` names this in messages.
 
     Raises:
-        ProcessLost: its process has ended meanwhile.
+        ProcessLost: the process ended during the start.
         DeadlineExceeded: it took longer than ``timeouts.setup_s``.
-        Exception: whatever ``set_up`` raises. The process is killed then.
+        Exception: whatever ``set_up`` raises; the process is then killed.
     """
     mesh = procs.hosts.spawn_one(role, name, place)
     actor = spawn(mesh)

@@ -1,7 +1,7 @@
 """Samples the rollouts of groups: responses of the generators, responses of an endpoint, or episodes.
 
 ``GroupEpisodes`` runs the episodes of a group, applies the policy for each ending, and stores the result. If
-the generator of a group is lost, another one takes over the turns that had begun, and the episodes go on.
+the generator of a group is lost, another one takes over the turns that had begun, and the episodes continue.
 """
 
 import asyncio
@@ -50,13 +50,13 @@ from forgeasync.waiting import forget
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledGroup:
-    """The rollouts of a group. Episodes come with their scores."""
+    """The rollouts of a group; episodes include their scores."""
 
     rollouts: tuple[StoredRollout, ...]
     scores: tuple[Score, ...] | None = None
-    """One for each rollout; None if the scorer still has to score them."""
+    """Score of each rollout; None if the scorer still has to score them."""
     durations_ms: tuple[int, ...] | None = None
-    """How long the episode of each rollout took; None if rollouts are responses."""
+    """Duration of each rollout's episode; None if rollouts are responses."""
     outcomes: tuple[EpisodeOutcome, ...] = ()
     """All attempts at the group's episodes."""
 
@@ -67,12 +67,12 @@ class HeldOutRollout:
 
     result: Score | Unscored
     versions: VersionRange | None = None
-    """The policy versions that sampled it; None without a turn, or if an endpoint sampled it."""
+    """Policy versions that sampled it; None if it has no turn or an endpoint sampled it."""
     ending: Ending | None = None
-    """How the last attempt at the episode ended; None for a response to one prompt."""
+    """Ending of the episode's last attempt; None for a response to one prompt."""
     num_turns: int = 1
     record: Mapping[str, Any] | None = None
-    """The whole episode as JSON values; None unless it was asked for."""
+    """The whole episode as JSON values, if requested."""
 
 
 class GroupSampler(Protocol):
@@ -92,7 +92,7 @@ class GroupSampler(Protocol):
 
 
 class ResponseGroups:
-    """Samples single responses to the task's prompt. The scorer scores them afterwards."""
+    """Samples single responses to the task's prompt, which the scorer scores afterwards."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class ResponseGroups:
     async def sample(
         self, group_id: int, task: Task, *, seed: int | None
     ) -> SampledGroup | RefusedGroup | CancelledGroup:
-        """Sample the group of a task, without scores; responses that end early begin to be scored."""
+        """Sample the group of a task, without scores; scoring of responses that end early begins."""
         is_sampled = False
         try:
             answer = await self._generators.sample_group(
@@ -166,7 +166,7 @@ T = TypeVar("T")
 
 
 class NoReplica:
-    """Stands for a generator if an endpoint samples. It is never lost."""
+    """Substitute for a generator if an endpoint samples; it is never lost."""
 
     number = rank = 0
     actor = None
@@ -177,7 +177,7 @@ class NoReplica:
 
 
 class NoTrajectories:
-    """Stands for the router in ``GroupEpisodes`` if an endpoint samples: it keeps nothing of an episode."""
+    """Substitute for the router in ``GroupEpisodes`` if an endpoint samples; it stores no turns."""
 
     @asynccontextmanager
     async def pinned(self, num_samples: int) -> AsyncIterator["NoReplica"]:
@@ -192,12 +192,12 @@ class NoTrajectories:
 
 
 class EndpointResponses:
-    """Samples single responses of an endpoint's model. The scorer scores them. For one event loop."""
+    """Samples single responses from an endpoint's model, which the scorer scores. For one event loop."""
 
     def __init__(
         self, endpoint: EndpointModel, scorer: GroupScoring, *, system_prompt: str | None, limit_s: float
     ) -> None:
-        """``limit_s`` is the time for a response, ``timeouts.generate_s``.
+        """``limit_s`` is the time limit of a response, ``timeouts.generate_s``.
 
         Raises:
             ValueError: the variable with the key is not set.
@@ -219,7 +219,7 @@ class EndpointResponses:
     async def score(
         self, task: Task, *, sampling: SamplingSection, seed: int | None, keeps_record: bool = False
     ) -> HeldOutRollout:
-        """Sample and score one response. The seed is not sent: few servers know it."""
+        """Sample and score one response. The seed is not sent, because few servers support it."""
         agent = EndpointAgent(
             endpoint=self._endpoint,
             sampling=sampling,
@@ -250,7 +250,7 @@ class EndedRun:
     """An episode after its last attempt."""
 
     outcomes: tuple[EpisodeOutcome, ...]
-    """One for each attempt."""
+    """Outcome of each attempt."""
     trains: bool
     episode: EpisodeId
 
@@ -259,7 +259,7 @@ class EndedRun:
         return self.outcomes[-1]
 
     def is_whole(self, taken: Mapping[EpisodeId, frozenset[int]], roles: Sequence[AgentRole]) -> bool:
-        """Whether a generator has taken over all turns that are trained on."""
+        """Return whether a generator has taken over all turns that are trained on."""
         return not self.trains or all(
             len(taken.get(dataclasses.replace(self.episode, agent=agent), ())) >= outcome.num_turns
             for agent, outcome in enumerate(self.last.agents)
@@ -269,7 +269,7 @@ class EndedRun:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class EpisodeGroup:
-    """A group whose episodes run, and the generator that has their turns."""
+    """A group whose episodes are running, and the generator that holds their turns."""
 
     group_id: int
     replica: LiveReplica
@@ -278,24 +278,24 @@ class EpisodeGroup:
     seed: int | None
     keeps_record: bool
     goes_on: bool
-    """Whether its episodes go on with another generator if this one is lost."""
+    """Whether its episodes continue on another generator if this one is lost."""
     data: bytes | None = None
-    """Turns that the generator had logged, if it is lost."""
+    """Turns that the lost generator had logged."""
     num_moves: int = 0
     running: "list[asyncio.Future[EndedRun]]" = dataclasses.field(default_factory=list)
-    """One for each episode."""
+    """One future for each episode."""
 
     async def all_ended(self) -> list[EndedRun]:
-        """Wait for all episodes, which go on if the caller is cancelled."""
+        """Wait for all episodes, which continue if the caller is cancelled."""
         return await asyncio.gather(*map(asyncio.shield, self.running))
 
 
 MIN_ROLLOUTS = 2
-"""Fewest rollouts of a group that trains, as rollouts are compared; fewer if groups are smaller."""
+"""Minimum number of rollouts of a group that trains, since they are compared; less for smaller groups."""
 
 
 ADMISSION_S = 0.5
-"""Seconds between two checks of a KV cache that is short."""
+"""Seconds between two checks of a KV cache that is nearly full."""
 
 
 def without_texts(rollout: StoredRollout) -> StoredRollout:
@@ -307,8 +307,8 @@ def without_texts(rollout: StoredRollout) -> StoredRollout:
 class GroupEpisodes:
     """Runs groups of episodes. A group is pinned to one generator, which holds its trajectories.
 
-    Each episode goes to a worker by itself, so that the loss of a worker costs the episodes that it ran and
-    no group. What an ending means is ``episodes.endings``.
+    Episodes are assigned to workers separately, so the loss of a worker costs the episodes that it ran but no
+    group. ``episodes.endings`` has the policy for each ending.
     """
 
     def __init__(
@@ -323,8 +323,8 @@ class GroupEpisodes:
         max_lost_per_group: int,
         keeps_texts: bool = True,
     ) -> None:
-        """``sampling`` is the config's section for training. Without ``keeps_texts`` only the tokens that are
-        trained on leave the worker and the generator of an episode."""
+        """``sampling`` is the config's section for training. Without ``keeps_texts``, only the tokens that
+        are trained on leave the worker and the generator of an episode."""
         self._keeps_texts = keeps_texts
         self._max_lost_per_group = max_lost_per_group
         self._min_rollouts = min(MIN_ROLLOUTS, group_size)
@@ -336,7 +336,7 @@ class GroupEpisodes:
         self._section = section
         self._num_groups: Counter[int] = Counter()
         self.num_admission_waits = 0
-        """Groups that had to wait for room in a generator's KV cache."""
+        """Number of groups that had to wait for space in a generator's KV cache."""
         # Groups outside the buffer have negative ids.
         self._evaluation_ids = itertools.count(-1, -1)
 
@@ -345,7 +345,7 @@ class GroupEpisodes:
     ) -> SampledGroup | RefusedGroup | CancelledGroup:
         """Sample and score the group of a task; its arrays stay with the generator until freed.
 
-        If its generator is lost, another one takes over the turns that had begun, and its episodes go on.
+        If its generator is lost, another one takes over its turns, and its episodes continue.
         """
         group: EpisodeGroup | None = None
         with self._generators.cancellable(group_id) as is_cancelled:
@@ -387,10 +387,10 @@ class GroupEpisodes:
     async def _take_over(
         self, group: EpisodeGroup, replica: LiveReplica, is_cancelled: Callable[[], bool]
     ) -> None:
-        """Have a generator take over the episodes of a lost one, which go on there.
+        """Let a generator take over the episodes of a lost one, which continue there.
 
         Raises:
-            ProcessLost: it is gone as well.
+            ProcessLost: this generator is lost as well.
         """
         taken: Mapping[EpisodeId, frozenset[int]] = {}
         if group.data is not None:
@@ -414,7 +414,7 @@ class GroupEpisodes:
             raise EpisodesCancelled
         for index, one in enumerate(group.running):
             if one.done() and one.exception() is None and not one.result().is_whole(taken, self._roles):
-                # Some of its turns are lost: it runs again from the start.
+                # Some of its turns are lost, so it runs again from the start.
                 group.running[index] = self._start(group, index, one.result().episode.attempt + 1)
 
     async def _end(self, group: EpisodeGroup) -> None:
@@ -432,9 +432,9 @@ class GroupEpisodes:
 
     @asynccontextmanager
     async def _admitted(self, replica: LiveReplica, group_id: int) -> AsyncIterator[None]:
-        """Wait while the generator's KV cache is short, unless it has no group at all.
+        """Wait while the generator's KV cache is nearly full, unless it runs no group.
 
-        A group that starts then would only push others out of the cache, to be computed again.
+        A group that starts then would only evict others from the cache, which would be recomputed.
         """
         has_waited = False
         number = replica.number
@@ -457,13 +457,13 @@ class GroupEpisodes:
         return running
 
     def metrics(self) -> dict[str, float]:
-        """Return counts since the run began, and current values, under their names in metrics.jsonl."""
+        """Return counts since the run began, and current values, by their names in metrics.jsonl."""
         return self._pool.metrics() | {"environment/num_admission_waits": self.num_admission_waits}
 
     async def score(
         self, task: Task, *, sampling: SamplingSection, seed: int | None, keeps_record: bool = False
     ) -> HeldOutRollout:
-        """Score one episode that is not trained on, by its first agent that is trained."""
+        """Run one episode that is not trained on, and return the score of its first trainable agent."""
         group_id = next(self._evaluation_ids)
         ended, problem = None, ""
         for num_lost in range(self._max_lost_per_group):
@@ -504,9 +504,9 @@ class GroupEpisodes:
         )
 
     async def _run(self, group: EpisodeGroup, index: int, first_attempt: int) -> EndedRun:
-        """Run an episode until an attempt counts, or there are no attempts left.
+        """Run an episode until an attempt counts, or no attempts are left.
 
-        An attempt that its generator's loss has interrupted is none of them.
+        Attempts that the loss of a generator interrupted do not count.
         """
         outcomes: list[EpisodeOutcome] = []
         num_left, trains = self._section.max_attempts, False
@@ -542,7 +542,7 @@ class GroupEpisodes:
     async def _store(
         self, replica: LiveReplica, group_id: int, ended: Sequence[EndedRun]
     ) -> SampledGroup | RefusedGroup:
-        """Store the rollouts of a group that train, or refuse a group that has too few."""
+        """Store the rollouts of a group that are trained on, or refuse a group with too few of them."""
         taken = [
             (one, agent)
             for one in ended
@@ -555,7 +555,7 @@ class GroupEpisodes:
             await self._generators.drop_episodes(replica, group_id)
             lost = [one for one in ended if not one.trains]
             if lost and all(one.last.ending is Ending.NO_SCORE for one in lost):
-                # Nothing went wrong: nobody has scored it.
+                # This is no failure: nobody has scored the group.
                 return RefusedGroup(problem=None, reason=DropReason.NO_SCORE, outcomes=outcomes)
             problems = [one.last.problem for one in ended if one.last.problem is not None]
             why = problems[0] if problems else "too few episodes of it can train"

@@ -1,10 +1,10 @@
-"""What a host has, and whether a run fits on it: GPUs, driver and CUDA software, memory, lock limits.
+"""Checks of a host's GPUs, driver and CUDA software, memory and lock limits against the run's plan.
 
-Each host gathers its own facts (``gather_gpu_facts``, ``gather_host_limits``). The checks are pure: facts and
-plan in, problems and warnings out.
+Each host gathers its own facts (``gather_gpu_facts``, ``gather_host_limits``). The checks are pure: they take
+facts and a plan, and return problems and warnings.
 
-GPUs are read from nvidia-smi. A process that initializes CUDA holds memory on a GPU, and hangs if the driver
-does not answer; nvidia-smi runs with a time limit.
+GPUs are read from nvidia-smi, with a time limit. A process that initializes CUDA would hold memory on a GPU,
+and would hang if the driver does not answer.
 """
 
 import csv
@@ -44,7 +44,7 @@ _QUERY = (
 )
 
 _BFLOAT16_CAPABILITY = (8, 0)
-"""Ampere. FlashAttention 2, grouped matrix products and vLLM's MoE kernels in bfloat16 need it."""
+"""Ampere, which FlashAttention 2, grouped matrix products and vLLM's MoE kernels in bfloat16 need."""
 
 _VERSIONS = {FlashAttention.FA3: 3, FlashAttention.FA4: 4}
 
@@ -73,7 +73,7 @@ class Gpu:
     name: str
     memory_bytes: int
     free_bytes: int
-    """Memory that no process holds."""
+    """Memory that no process uses."""
     capability: tuple[int, int]
     """CUDA's compute capability, such as (9, 0) for Hopper."""
     is_sliced: bool
@@ -85,7 +85,7 @@ class GpuFacts:
     """GPUs of one host that are visible to the run, and the software that they need."""
 
     gpus: tuple[Gpu, ...]
-    """In the order of CUDA_VISIBLE_DEVICES."""
+    """Visible GPUs, in the order of CUDA_VISIBLE_DEVICES."""
     trouble: str | None
     """Why the GPUs could not be read; None if they could."""
     driver: str | None
@@ -103,7 +103,7 @@ class GpuFacts:
     compiler: str | None
     """C compiler that Triton calls to build the launchers of its kernels; None without one."""
     python_header: str
-    """Path of Python.h, which Triton's launchers include."""
+    """Path of Python.h, which the launchers of Triton's kernels include."""
     has_python_header: bool
 
 
@@ -142,7 +142,7 @@ def gather_gpu_facts(visible: str | None) -> GpuFacts:
 
 
 def _compiler() -> str | None:
-    """Return the compiler that triton 3.7.1 chooses (``triton/runtime/build.py``)."""
+    """Return the compiler that triton 3.7.1 chooses (``triton/runtime/build.py``), if it is installed."""
     names = (os.environ.get("CC"),) if "CC" in os.environ else ("gcc", "clang")
     return next((path for name in names if name and (path := shutil.which(name.split()[0]))), None)
 
@@ -156,7 +156,7 @@ def _python_header() -> Path:
 
 
 def _ask(*arguments: str) -> str:
-    """Return what nvidia-smi prints.
+    """Run nvidia-smi and return its output.
 
     Raises:
         FileNotFoundError: nvidia-smi is not installed.
@@ -186,7 +186,7 @@ def _ask(*arguments: str) -> str:
 def _parse_gpus(table: str) -> tuple[str | None, list[tuple[str, Gpu]]]:
     """Return the driver's version, and UUID and GPU in nvidia-smi's order.
 
-    ``table`` is the answer to ``_QUERY`` as CSV, with memory in MiB.
+    ``table`` is nvidia-smi's answer to ``_QUERY`` as CSV, with memory in MiB.
 
     Raises:
         ValueError: a line cannot be parsed.
@@ -262,25 +262,25 @@ class RolePlan:
 
     role: str
     num_bytes: int
-    """From the memory plan."""
+    """Number of bytes, by the memory plan."""
     field: str
     """Config key with the most direct influence on it."""
     value: object
     remedy: str
-    """How to lower it."""
+    """Advice on how to lower it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostGpus:
-    """The GPUs of one host, and what the run places on them."""
+    """The GPUs of one host, and the run's plans for them."""
 
     host: str
     """Name of the host in the run."""
     facts: GpuFacts
     num_needed: int
-    """Number of GPUs that the run uses, the first ones."""
+    """Number of GPUs that the run uses; these are the first ones."""
     plans: tuple[RolePlan, ...]
-    """One for each role that has processes there."""
+    """Plan of each role that has processes on the host."""
     is_trainer: bool
 
     @property
@@ -472,7 +472,7 @@ def _check_flash_attention(host: HostGpus, choice: FlashAttention) -> Iterator[P
 
 
 def _check_alike(hosts: Sequence[HostGpus]) -> Iterator[Problem]:
-    """Compare each host of a role with the first one."""
+    """Yield differences of each host of a role from the first one."""
     for host in hosts[1:]:
         first = hosts[0]
         kinds = [sorted({gpu.name for gpu in one.used}) for one in (first, host)]
@@ -511,7 +511,7 @@ def _dotted(version: Version) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostLimits:
-    """Memory and limits of one host, as its agent's process sees them."""
+    """Memory and limits of one host, as seen by its agent's process."""
 
     machine: str
     """Host name of the machine."""
@@ -548,10 +548,10 @@ def _lockable_bytes() -> int | None:
 
 
 def check_host_limits(host: str, limits: HostLimits, needs: HostNeeds) -> Iterator[Problem]:
-    """Compare one host, by its name in the run, with what its role needs there.
+    """Yield problems of one host, ``host`` in the run, with the needs of its role.
 
-    The allowance for the memory of processes is left out: a host is refused only for memory that config and
-    model are certain to fill.
+    The allowance for the memory of processes is left out: a host is refused only for memory that the config
+    and the model are certain to use.
     """
     name = _named(host, limits)
     if limits.shared_free_bytes < needs.shared_bytes:
@@ -579,7 +579,7 @@ def check_host_limits(host: str, limits: HostLimits, needs: HostNeeds) -> Iterat
 
 
 def lock_warning(host: str, limits: HostLimits, needs: HostNeeds) -> str | None:
-    """Return a warning about a host with GPUs that has a low limit of locked memory; None if it has not.
+    """Return a warning if a host with GPUs has a low limit of locked memory, else None.
 
     NVIDIA's open driver for Linux pins pages without counting them (``os_lock_user_pages`` in
     ``kernel-open/nvidia/os-mlock.c``), so a host without RDMA devices is not refused for a low limit.
@@ -591,7 +591,7 @@ def lock_warning(host: str, limits: HostLimits, needs: HostNeeds) -> str | None:
 
 
 def _is_lock_too_small(limits: HostLimits, needs: HostNeeds) -> bool:
-    """Whether one process may lock less memory than it has to."""
+    """Return whether one process may lock less memory than it must."""
     return limits.lockable_bytes is not None and limits.lockable_bytes < needs.locked_bytes
 
 

@@ -36,16 +36,16 @@ configure(**MONARCH_LIMITS)
 
 
 class HostLost(RuntimeError):
-    """A host of the run is gone, with all processes on it."""
+    """A host of the run is lost, with all its processes."""
 
 
 class Host(Protocol):
-    """One machine. Processes on hosts with different ids share no memory."""
+    """One machine; processes on hosts with different ids share no memory."""
 
     id: str
 
     async def make_folder(self, num_bytes: int) -> Path:
-        """Create a folder in the host's shared memory, which stays until the run ends.
+        """Create a folder in the host's shared memory, which exists until the run ends.
 
         Raises:
             ValueError: the host has less than ``num_bytes`` left.
@@ -53,11 +53,11 @@ class Host(Protocol):
         ...
 
     async def is_running(self, pid: int) -> bool:
-        """Whether the host has a process with this id that has not ended."""
+        """Return whether the host has a process with this id that has not ended."""
         ...
 
     async def kill(self, pid: int) -> None:
-        """Kill a process of the run and its descendants. No error if it has ended."""
+        """Kill a process of the run and its descendants; no error if it has ended."""
         ...
 
     async def read_stacks(self, pid: int) -> str:
@@ -65,7 +65,7 @@ class Host(Protocol):
         ...
 
     async def remove_files(self, files: Sequence[str]) -> None:
-        """Remove files of a dead writer from the run's folders. No error if they do not exist."""
+        """Remove files of a dead writer from the run's folders; no error if they do not exist."""
         ...
 
     async def read_in_flight(self, folder: Path, group_ids: Sequence[int]) -> InFlightRead:
@@ -73,19 +73,19 @@ class Host(Protocol):
         ...
 
     async def remove_in_flight(self, folder: Path) -> None:
-        """Remove the log of tokens in flight of a dead process. No error if there is none."""
+        """Remove a dead process's log of tokens in flight; no error if there is none."""
         ...
 
     async def keep_group(self, target: Path, facts: bytes, source: str) -> str | None:
-        """Write a finished group, whose arrays are in ``source``, to disk; returns what prevents it."""
+        """Write a finished group, whose arrays are in ``source``, to disk; return the problem, if any."""
         ...
 
 
 class Hosts(Protocol):
-    """All machines of a run. The controller's own processes are not among what they run."""
+    """All machines of a run, for all processes except the controller's own."""
 
     async def open(self, tell: Callable[[str], None]) -> None:
-        """Start the hosts, before anything is spawned. ``tell`` is called with what they wait for."""
+        """Start the hosts, before anything is spawned; ``tell`` is called with what they wait for."""
         ...
 
     def spawn(self, role: HostRole, name: str, num_procs: int, *, gpus_per_proc: int) -> ProcMesh:
@@ -107,7 +107,7 @@ class Hosts(Protocol):
         ...
 
     def allot_more(self, role: HostRole, *, gpus_per_proc: int) -> Host:
-        """Reserve a place and GPUs for one more process of a role, at the next rank; returns its host.
+        """Reserve a place and GPUs for one more process of a role, at the next rank; return its host.
 
         Raises:
             ValueError: there is no such place, or too few GPUs are left.
@@ -119,7 +119,7 @@ class Hosts(Protocol):
         ...
 
     async def stop_one(self, mesh: ProcMesh) -> None:
-        """Stop a mesh that ``spawn_one`` returned. Waits for the process to answer, unless it was killed."""
+        """Stop a mesh that ``spawn_one`` returned, and wait for its process unless it was killed."""
         ...
 
     def hosts_for(self, role: HostRole, num_procs: int) -> Sequence[Host]:
@@ -131,15 +131,15 @@ class Hosts(Protocol):
         ...
 
     def limits(self, role: HostRole) -> Mapping[str, HostLimits]:
-        """Return the limits of each host of a role when it was opened, by the host's name in the run."""
+        """Return the limits of each host of a role at its start, by the host's name in the run."""
         ...
 
     def master_address_is_ip(self) -> bool:
-        """Whether others reach the trainer's first host by its IP address instead of its name."""
+        """Return whether others reach the trainer's first host by its IP address instead of its name."""
         ...
 
     async def watch(self) -> None:
-        """Exchange heartbeats with every host, until one of them is lost.
+        """Send heartbeats to every host until one of them is lost.
 
         Raises:
             HostLost: always, when a host does not answer.
@@ -150,7 +150,7 @@ class Hosts(Protocol):
         """Stop every process and remove everything that the run has left, in any state.
 
         Raises:
-            HostLost: a host is lost, whatever the run has ended with.
+            HostLost: a host is lost, even if the run has ended with another error.
         """
         ...
 
@@ -164,7 +164,7 @@ async def stop(mesh: ProcMesh) -> None:
 class LocalHost:
     """The machine of this process, which is the controller or the agent of a host.
 
-    What may take long runs in a thread, so that heartbeats go on.
+    Slow work runs in a thread, so that heartbeats continue.
     """
 
     id: str
@@ -179,7 +179,7 @@ class LocalHost:
         return folder
 
     def remove_folders(self) -> None:
-        """Remove everything of the run from shared memory."""
+        """Remove all of the run's folders from shared memory."""
         while self.folders:
             remove_run_folder(self.folders[-1])
             self.folders.pop()
@@ -212,7 +212,7 @@ class LocalHosts:
     """The controller's machine, whose GPUs all roles share."""
 
     def __init__(self, *, trainer_id: str = LOCAL_HOST_ID, reserved_gpus: Collection[int] = ()) -> None:
-        """With its own ``trainer_id`` the trainer does not use shared memory, as if on another machine.
+        """With a different ``trainer_id`` the trainer does not use shared memory, as if on another machine.
 
         ``reserved_gpus`` are indices, among the GPUs visible to the run, that no role gets.
         """
@@ -224,7 +224,7 @@ class LocalHosts:
         """GPUs of each process, by role."""
 
     async def open(self, tell: Callable[[str], None]) -> None:
-        """See ``Hosts``. This machine is running."""
+        """See ``Hosts``; this machine is already running."""
 
     def spawn(self, role: HostRole, name: str, num_procs: int, *, gpus_per_proc: int) -> ProcMesh:
         """See ``Hosts``."""
@@ -276,11 +276,11 @@ class LocalHosts:
         return False
 
     async def watch(self) -> None:
-        """See ``Hosts``. The controller's own machine is never lost."""
+        """See ``Hosts``; the controller's own machine is never lost."""
         await asyncio.get_running_loop().create_future()
 
     async def close(self) -> None:
-        """See ``Hosts``. Processes may have ended before."""
+        """See ``Hosts``; processes may have ended before."""
         try:
             await asyncio.gather(*(stop(mesh) for mesh in self._meshes))
         finally:

@@ -1,8 +1,8 @@
 """Hosts that one of Monarch's jobs starts, with an agent on each of them.
 
-Monarch 0.7.0 does not report that a host is gone: there is no supervision event within 90 s, and calls hang.
-Hosts also outlive a controller that was killed. So the controller calls every agent periodically, and an
-agent that is no longer called ends its host.
+Monarch 0.7.0 does not report the loss of a host: there is no supervision event within 90 s, and calls hang.
+Hosts also outlive a killed controller. Therefore the controller calls every agent periodically, and an agent
+that is no longer called ends its host.
 """
 
 import asyncio
@@ -61,9 +61,9 @@ CLOSE_S = 20.0
 SILENCE_FACTOR = 2.0
 """A host waits this many times longer than the controller, so that the controller reports a loss first."""
 WATCH_S = 1.0
-"""Seconds between two checks of an agent that it is still called."""
+"""Seconds between an agent's checks that it is still being called."""
 ANSWER_S = 1.0
-"""Seconds for an answer to leave before its host ends."""
+"""Seconds between an answer and the end of its host, so that the answer arrives."""
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ R = TypeVar("R")
 
 
 def build_hosts(config: RunConfig, log_dir: Path) -> Hosts:
-    """Create the hosts that a run's launcher asks for, before Monarch is used. They are not yet started."""
+    """Create the hosts of a run's launcher, before Monarch is used; they are not yet started."""
     if isinstance(config.launcher, LocalLauncher):
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         return LocalHosts(reserved_gpus=places_of(reward_gpus(config), visible))
@@ -80,10 +80,10 @@ def build_hosts(config: RunConfig, log_dir: Path) -> Hosts:
 
 
 class HostAgent(Actor):
-    """One process on every host of a job, for as long as the run lasts."""
+    """One process on every host of a job, until the run ends."""
 
     def __init__(self, log_file: Path, max_silence_s: float) -> None:
-        """After ``max_silence_s`` without a call the agent ends this host with all its processes."""
+        """After ``max_silence_s`` without a call, the agent ends this host with all its processes."""
         redirect_process_output(log_file)
         self._host = LocalHost("", [])
         self._max_silence_s = max_silence_s
@@ -93,18 +93,18 @@ class HostAgent(Actor):
 
     @concurrent_endpoint
     async def beat(self) -> int:
-        """Note that the controller is alive; returns the id of the process that is this host's worker."""
+        """Record that the controller is alive; return the process id of this host's worker."""
         self._heard_s = time.monotonic()
         return os.getppid()
 
     @concurrent_endpoint
     async def limits(self) -> HostLimits:
-        """Return memory and limits of this host."""
+        """Return the memory and the limits of this host."""
         return gather_host_limits()
 
     @concurrent_endpoint
     async def gpus(self) -> GpuFacts:
-        """Return the GPUs that this host's processes may use. The agent itself sees none of them."""
+        """Return the GPUs that this host's processes may use; the agent itself sees none of them."""
         # In a thread, because the driver may be slow.
         return await asyncio.to_thread(gather_gpu_facts, os.environ.get(HOST_DEVICES_VARIABLE))
 
@@ -115,12 +115,12 @@ class HostAgent(Actor):
 
     @concurrent_endpoint
     async def remove_folders(self) -> None:
-        """Remove everything of this run from the host's shared memory."""
+        """Remove all of this run's folders from the host's shared memory."""
         self._host.remove_folders()
 
     @concurrent_endpoint
     async def end_host(self) -> None:
-        """End this host's worker, and all its processes with it, after this call was answered."""
+        """End this host's worker with all its processes, after this call was answered."""
         try:
             self._host.remove_folders()
         finally:
@@ -140,7 +140,7 @@ def _end_host() -> None:
     # The processes of a host end with the worker, which started them.
     worker = os.getppid()
     # In a pod the worker is process 1, and the kernel ignores SIGKILL from inside the pod. SIGINT ends it:
-    # Python handles it, and Monarch's loop looks for it.
+    # Python handles it, and Monarch's loop checks for it.
     os.kill(worker, signal.SIGINT if worker == 1 else signal.SIGKILL)
 
 
@@ -155,11 +155,11 @@ class JobHost:
     worker_pid: int = 0
     """Process id, on that host, of the worker that started the host's processes."""
     limits: HostLimits | None = None
-    """None until its agent has answered."""
+    """Memory and limits; None until its agent has answered."""
     heard_s: float = field(default_factory=time.monotonic)
-    """When it last answered."""
+    """Time of its last answer."""
     problem: str | None = None
-    """How it was lost; None if it was not."""
+    """Description of its loss; None if it is not lost."""
 
     @property
     def is_lost(self) -> bool:
@@ -167,7 +167,7 @@ class JobHost:
 
     @property
     def name(self) -> str:
-        """Name for messages, with the host name of the machine."""
+        """Name in messages, with the machine's host name."""
         machine = None if self.limits is None else self.limits.machine
         place = self.role if machine in (None, self.id) else f"{self.role}, {machine}"
         return f"{self.id} ({place})"
@@ -186,7 +186,7 @@ class JobHost:
         return await self._call(LocalHost.is_running, pid)
 
     async def kill(self, pid: int) -> None:
-        """See ``Host``. The processes of a lost host end with it."""
+        """See ``Host``; the processes of a lost host end with it."""
         if not self.is_lost:
             await self._call(LocalHost.kill, pid)
 
@@ -222,9 +222,9 @@ class JobHost:
 
 
 def describe_lost_hosts(hosts: Sequence[JobHost], why: str | None) -> str:
-    """Describe which of ``hosts`` are lost. The first to be lost comes first: it may have caused the others.
+    """Describe the lost hosts, starting with the first to be lost, which may have caused the others.
 
-    ``why`` is what ended the whole job, if anything did.
+    ``why`` describes the end of the whole job, if it has ended.
     """
     first, *others = sorted((host for host in hosts if host.is_lost), key=lambda host: host.heard_s)
     problem = first.problem if why is None else f"{why}, and {first.problem}"
@@ -248,7 +248,7 @@ class JobHosts:
         self._hosts: dict[HostRole, list[JobHost]] = {}
         self._gpus = {role: GpuAllocator(gpus_per_host(launcher)) for role in JOB_ROLES}
         self._gpus_of: dict[HostRole, list[list[int]]] = {}
-        """GPUs of each process of one host, by role; all hosts of a role are alike."""
+        """GPUs of each process of one host, by role; all hosts of a role have the same."""
         self._watching: list[asyncio.Task[None]] = []
 
     @property
@@ -256,7 +256,7 @@ class JobHosts:
         return [host for hosts in self._hosts.values() for host in hosts]
 
     async def open(self, tell: Callable[[str], None]) -> None:
-        """See ``Hosts``. Waits for the scheduler, then for the agent of every host.
+        """See ``Hosts``; waits for the scheduler, then for the agent of every host.
 
         Raises:
             LaunchFailed: the job was refused, has ended, or has waited too long.
@@ -300,12 +300,12 @@ class JobHosts:
 
     @property
     def _python(self) -> str | None:
-        """Python of the hosts; None: the same as the controller's."""
+        """Python interpreter of the hosts; None: the same as the controller's."""
         match self._launcher:
             case SshLauncher() | SlurmLauncher():
                 return self._launcher.python
             case KubernetesLauncher():
-                # The command that pods start with.
+                # Pods start with this command.
                 return "python"
             case ProcessLauncher():
                 return None
@@ -336,7 +336,7 @@ class JobHosts:
         self._gpus_of[role] = [self._gpus[role].take(gpus_per_proc, role=role) for _ in range(per_host)]
 
     def allot_more(self, role: HostRole, *, gpus_per_proc: int) -> Host:
-        """See ``Hosts``. The places on a job's hosts are fixed when it is submitted."""
+        """See ``Hosts``; the places on a job's hosts are fixed when it is submitted."""
         num_procs = len(self._gpus_of[role]) * len(self._hosts[role])
         raise ValueError(
             f"the run has places for {num_procs} procs of {role} on hosts of launcher {self._launcher.kind}"
@@ -367,12 +367,12 @@ class JobHosts:
         return [self._hosts[role][proc // per_host] for proc in range(num_procs)]
 
     def master_address_is_ip(self) -> bool:
-        """See ``Hosts``. Other pods cannot resolve a pod's host name."""
+        """See ``Hosts``; other pods cannot resolve a pod's host name."""
         return isinstance(self._launcher, KubernetesLauncher)
 
     async def watch(self) -> None:
         """See ``Hosts``."""
-        # All heartbeats go on until the hosts are closed. A run needs its remaining hosts to end in order,
+        # All heartbeats continue until the hosts are closed. A run needs its remaining hosts to end in order,
         # and a host that is not called ends itself.
         self._watching = [asyncio.create_task(self._watch(host)) for host in self._all]
         for watching in self._watching:
@@ -390,7 +390,7 @@ class JobHosts:
         problem = None
         beat = asyncio.create_task(self._beat(host))
         try:
-            # A call to a process that ends during it would wait until its deadline.
+            # A call to a process that ends during the call would wait until its deadline.
             while not beat.done() and problem is None:
                 if isinstance(self._launcher, ProcessLauncher) and not is_running(host.worker_pid):
                     problem = "its process has ended"
@@ -404,7 +404,7 @@ class JobHosts:
             raise HostLost(describe_lost_hosts(self._all, await self._submission.describe_end()))
 
     async def _beat(self, host: JobHost) -> str | None:
-        """Call the agent of a host; returns what is wrong with it, if anything."""
+        """Call the agent of a host; return the problem if it does not answer, else None."""
         try:
             async with call_limit(self._timeouts, "host_s", "waiting for an answer"):
                 await host.agent.beat.call_one()
@@ -416,7 +416,7 @@ class JobHosts:
         return None
 
     async def close(self) -> None:
-        """See ``Hosts``. Checks each host once more: connections to a lost one break before its heartbeat."""
+        """See ``Hosts``; checks each host again: connections to a lost one break before its heartbeat."""
         for watching in self._watching:
             watching.cancel()
         if self._is_open:
@@ -452,12 +452,12 @@ class JobHosts:
         )
         await self._submission.end()
         if isinstance(self._launcher, ProcessLauncher):
-            # A host that was killed has left its folder in this machine's shared memory.
+            # A killed host has left its folder in this machine's shared memory.
             sweep_stale_folders()
 
 
 async def _bounded(what: str, work: Awaitable[object]) -> None:
-    """Wait for a step of closing, up to ``CLOSE_S``, so that the next steps run in any case."""
+    """Wait at most ``CLOSE_S`` for a step of closing, so that the next steps run in any case."""
     try:
         async with deadline(CLOSE_S, call=what, key="CLOSE_S in job_hosts.py"):
             await work

@@ -1,10 +1,10 @@
 """Monarch's jobs, which start the hosts of a run: prerequisites, construction, life cycle, and a dry run.
 
-Create a job before you use anything else of Monarch: it decides which transport processes use.
+Create a job before you use anything else of Monarch, because the job chooses the transport of processes.
 
-Monarch 0.7.0 reports problems late or never. Slurm before 24.05 makes it say that a job is no longer active
-right after submission. Hosts that cannot reach the controller, and an ssh that failed, leave it waiting
-without an end. So ``check_prerequisites`` asks first, and ``Submission`` says what Slurm or ssh report.
+Monarch 0.7.0 reports problems late or never. With Slurm before 24.05 it reports a job as no longer active
+right after submission. If hosts cannot reach the controller, or ssh fails, it waits forever. Therefore
+``check_prerequisites`` runs first, and ``Submission`` reports the problems of Slurm or ssh.
 """
 
 import asyncio
@@ -61,7 +61,7 @@ class HostRole(StrEnum):
     TRAINER = "trainer"
     GENERATORS = "generators"
     TEACHERS = "teachers"
-    """Only on the controller's machine."""
+    """Teachers run only on the controller's machine."""
 
 
 JOB_ROLES = (HostRole.TRAINER, HostRole.GENERATORS)
@@ -81,7 +81,7 @@ def mesh_name(launcher: RemoteLauncher, run_name: str, role: HostRole) -> str:
 
 
 def build_job(launcher: RemoteLauncher, run_name: str, log_dir: Path) -> JobTrait:
-    """Create the job, which is not yet started. Schedulers write their own logs into ``log_dir``."""
+    """Create the job without starting it; schedulers write their own logs to ``log_dir``."""
     # Monarch's jobs log every step on stderr.
     logging.getLogger("monarch._src.job").setLevel(logging.WARNING)
     for name in ("job", "process", "slurm", "kubernetes"):
@@ -115,8 +115,8 @@ def _slurm_job(launcher: SlurmLauncher, meshes: dict[str, int], run_name: str, l
     return SlurmJob(
         meshes,
         python_exe=launcher.python,
-        # Slurm requeues a batch job that has lost a node. No run would use those hosts: a run that has lost
-        # hosts submits a new job.
+        # Slurm requeues a batch job that has lost a node, but no run would use those hosts: a run that has
+        # lost hosts submits a new job.
         slurm_args=("--no-requeue", *launcher.slurm_args),
         monarch_port=launcher.port,
         job_name=run_name,
@@ -126,7 +126,7 @@ def _slurm_job(launcher: SlurmLauncher, meshes: dict[str, int], run_name: str, l
         gpus_per_node=launcher.gpus_per_host or None,
         cpus_per_task=launcher.cpus_per_task,
         mem=launcher.mem,
-        # ``Submission`` has its own deadline, which gives the reason.
+        # ``Submission`` has its own deadline, which reports the reason.
         job_start_timeout=None,
         account=launcher.account,
         qos=launcher.qos,
@@ -169,12 +169,12 @@ Slurm 23.11 has ``allocated_nodes`` instead. Versions up to v0.0.46 keep ``alloc
 MIN_SLURM = "24.05"
 
 CHECK_S = 60.0
-"""Time limit of the first question to Slurm, in seconds. Slurm's commands give up after 10 s by default
+"""Time limit of the first query to Slurm, in seconds. Slurm's commands give up after 10 s by default
 (MessageTimeout), some of them after a retry."""
 
 
 def check_prerequisites(launcher: LocalLauncher | RemoteLauncher) -> list[Problem]:
-    """Return what prevents this machine from starting hosts with ``launcher``. Asks Slurm, starts nothing."""
+    """Return what prevents this machine from using ``launcher``. Queries Slurm, starts nothing."""
     if isinstance(launcher, LocalLauncher | ProcessLauncher | KubernetesLauncher):
         # The first two run on this machine; for pods see ``KubernetesLauncher.kubeconfig``.
         return []
@@ -199,7 +199,7 @@ def _check_commands(kind: str) -> Iterator[Problem]:
 
 def _check_slurm() -> Iterator[Problem]:
     try:
-        # Only the format matters, so ask only for this user's jobs.
+        # Only the format matters, so request only this user's jobs.
         asked = subprocess.run(
             ["squeue", "--me", "--json"], capture_output=True, text=True, check=False, timeout=CHECK_S
         )
@@ -225,7 +225,7 @@ def _slurm_problem(remedy: str) -> Problem:
 
 
 def _data_parser(text: str) -> int | None:
-    """Return the last number of ``meta.plugin.data_parser`` (41 of data_parser/v0.0.41), if it has one."""
+    """Return the last number of ``meta.plugin.data_parser`` (41 of data_parser/v0.0.41), or None."""
     try:
         parser = json.loads(text)["meta"]["plugin"]["data_parser"]
     except (ValueError, KeyError, TypeError):
@@ -241,9 +241,10 @@ def _release() -> str:
 
 
 def _check_own_name(kind: str) -> Iterator[Problem]:
-    """Hosts connect to an address of the controller's host name (Monarch 0.7.0: TcpWithHostname).
+    """Yield a problem if the controller's host name has only loopback addresses or none.
 
-    If the name has several addresses, Monarch takes one that is not loopback.
+    Hosts connect to an address of that name (Monarch 0.7.0: TcpWithHostname). If the name has several
+    addresses, Monarch uses one that is not loopback.
     """
     name = socket.gethostname()
     try:
@@ -264,12 +265,12 @@ def _check_own_name(kind: str) -> Iterator[Problem]:
 
 def _addresses(name: str) -> list[str]:
     found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    # An IPv6 address may carry its interface.
+    # An IPv6 address may include its interface.
     return sorted({str(address[0]).partition("%")[0] for *_, address in found})
 
 
 def _all_here(launcher: SshLauncher) -> bool:
-    """Whether the name of each host is an address of this machine's loopback interface."""
+    """Return whether the name of each host is an address of this machine's loopback interface."""
     for name in (*launcher.hosts.trainer, *launcher.hosts.generators):
         try:
             addresses = _addresses(name.rpartition("@")[2])
@@ -285,10 +286,10 @@ ASK_S = 30.0
 """Time limit of Slurm's commands while a job exists, in seconds."""
 
 TELL_S = 15.0
-"""Seconds between two questions why a job is still in the queue."""
+"""Seconds between two queries of why a job is still in the queue."""
 
 SUBMIT_S = 60.0
-"""Seconds that the end of a run waits for a submission in progress, to cancel its job."""
+"""Time that the end of a run waits for a submission in progress, to cancel its job, in seconds."""
 
 ENDINGS = {
     "CANCELLED": "was cancelled by someone other than this run (scancel)",
@@ -301,10 +302,10 @@ ENDINGS = {
     "DEADLINE": "has reached its deadline",
     "COMPLETED": "has ended",
 }
-"""What happened to a job in each final state of Slurm (squeue(1), JOB STATE CODES)."""
+"""Description of each final state of a Slurm job (squeue(1), JOB STATE CODES)."""
 
 REQUEUED = "was put back into the queue (scontrol requeue), which ends its hosts"
-"""What happened to a job that is pending again after its hosts had started."""
+"""Description of a job that is pending again after its hosts had started."""
 
 logger = logging.getLogger(__name__)
 
@@ -379,7 +380,7 @@ class Submission:
         return self._job.state(cached_path=None)
 
     async def require_present(self) -> None:
-        """Check that the job exists; to be called while hosts start.
+        """Check that the job exists, while its hosts start.
 
         Raises:
             LaunchFailed: the job has ended.
@@ -388,7 +389,7 @@ class Submission:
             raise LaunchFailed(f"{words} before all hosts had started; see {self._log_dir}")
 
     async def describe_end(self) -> str | None:
-        """Return what ended the job; None if it exists, as far as this machine can tell."""
+        """Return a description of the job's end; None if it exists, as far as this machine can tell."""
         if isinstance(self._job, SlurmJob) and self._slurm_id is not None:
             state = (await self._state_and_reason()).split(" ")[0]
             if state == "PENDING" and self._has_hosts:
@@ -416,11 +417,11 @@ class Submission:
             )
         except subprocess.TimeoutExpired:
             return f"in a state that squeue has not told within {ASK_S:.0f} s"
-        # Slurm forgets a job a few minutes after its end (MinJobAge).
+        # Slurm drops a job a few minutes after its end (MinJobAge).
         return asked.stdout.strip() or f"unknown to squeue ({' '.join(asked.stderr.split())})"
 
     async def end(self) -> None:
-        """Cancel the job, even if it is still being submitted. A second call does nothing."""
+        """Cancel the job, even if it is still being submitted; a second call does nothing."""
         if self._is_started:
             if not await asyncio.to_thread(self._submitted.wait, SUBMIT_S):
                 logger.warning("the job was still being submitted after %.0f s, and may stay", SUBMIT_S)
@@ -449,14 +450,14 @@ def _in_thread(run: Callable[[], JobState]) -> "concurrent.futures.Future[JobSta
 
 
 PLANNED_LOGS = "runs/<name>-<time>/logs"
-"""Log folder that a dry run shows for a run without ``run_dir``."""
+"""Log folder in the output of a dry run, for a config without ``run_dir``."""
 
 
 def render_launch(config: RunConfig) -> str | None:
     """Return the script, commands or manifests that start the hosts of a checked config; None for local ones.
 
-    Nothing is submitted. Monarch's jobs run up to the last call: instead of being made, calls of commands and
-    of Kubernetes' API are recorded.
+    Nothing is submitted. Monarch's jobs run, but calls of commands and of the Kubernetes API are recorded
+    instead of made.
     """
     launcher = config.launcher
     match launcher:
@@ -474,7 +475,7 @@ def render_launch(config: RunConfig) -> str | None:
 
 
 def _commands(config: RunConfig, launcher: SshLauncher | SlurmLauncher) -> list[str]:
-    """Return what the job calls, in order: the input of sbatch, or the command lines of ssh."""
+    """Return the commands that the job runs, in order: the input of sbatch, or the command lines of ssh."""
     sent: list[str] = []
 
     def run(command: list[str], *, input: str, **options: object) -> subprocess.CompletedProcess[str]:

@@ -1,6 +1,6 @@
-"""Spawns the processes of a role: their GPUs, environment and interpreter.
+"""Spawns the processes of a role with their GPUs, environment and interpreter.
 
-Each process imports this module first, so it imports nothing else of forgeasync's.
+Each process imports this module first, so it imports little else of forgeasync.
 """
 
 from collections.abc import Collection
@@ -11,12 +11,12 @@ from monarch.actor import HostMesh, ProcMesh, default_bootstrap_cmd
 from forgeasync.runtime.bootstrap_main import GPUS_VARIABLE
 
 CPU_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-"""Variables of processes without GPUs. Several processes with two threads each on few cores are several times
-slower than with one thread each."""
+"""Environment variables of processes without GPUs. On few cores, several processes with two threads each are
+several times slower than with one thread each."""
 
 
 class GpuAllocator:
-    """Hands out the GPUs of a host in order, except for reserved ones. A host without GPUs hands out none."""
+    """Assigns the GPUs of a host in order, except for reserved ones; on a host without GPUs, assigns none."""
 
     def __init__(self, num_gpus: int, reserved: Collection[int] = ()) -> None:
         self._num_gpus = num_gpus
@@ -40,7 +40,7 @@ class GpuAllocator:
 
 
 def preimport() -> None:
-    """Runs first in every process. Imports torch once, before messages that need it arrive concurrently."""
+    """Import torch once in every new process, before messages that need it arrive concurrently."""
     import torch as torch
 
 
@@ -52,7 +52,7 @@ def spawn_role(
     gpus_per_proc: list[list[int]] | None = None,
     python: str | None = None,
 ) -> ProcMesh:
-    """Spawn ``num_procs`` processes of a role on each host. Process i of a host sees ``gpus_per_proc[i]``.
+    """Spawn ``num_procs`` processes of a role on each host; process i of a host sees ``gpus_per_proc[i]``.
 
     These are indices among the GPUs that the host makes visible. ``python`` is the interpreter on the hosts;
     None: the interpreter of this process.

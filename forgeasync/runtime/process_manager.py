@@ -1,4 +1,4 @@
-"""All processes of a run: spawned, set up, watched, and stopped."""
+"""Starts, supervises and stops all processes of a run."""
 
 import asyncio
 import contextlib
@@ -32,17 +32,17 @@ if TYPE_CHECKING:
     from forgeasync.runtime.generator_pool import GeneratorPool
 
 REPORT_S = 15.0
-"""Seconds within which Monarch reports a death: it checks every few seconds."""
+"""Time within which Monarch reports a death, in seconds: it checks every few seconds."""
 BETTER_REPORT_S = 5.0
-"""Seconds to wait after a report without a signal for one that names the signal."""
+"""Time to wait, after a report without a signal, for one that names the signal, in seconds."""
 WATCH_S = 2.0
 """Seconds between two checks of processes about which no error was reported."""
 
 _ACTOR = re.compile(r"([\w-]+)\{((?:'\w+': \d+/\d+(?:, )?)+)\}")
 _PLACE = re.compile(r"(\d+)/(\d+)")
-"""An actor's place in one dimension of its mesh: its processes, or its hosts and the processes of each."""
+"""Pattern of an actor's place in one dimension of its mesh: its hosts, or the processes of each."""
 _PROC = re.compile(r"The actor ([\w-]+?)(?:-\d+)?-(\d+)<")
-"""A process: the role, the number of the mesh if it has replaced another one, and the rank."""
+"""Pattern of a process: the role, the mesh's number if it replaces another one, and the rank."""
 _KILLED = re.compile(r"Killed\(sig=(\d+)\)")
 
 
@@ -55,10 +55,10 @@ class Death:
 
 
 def read_report(report: str, log_dir: Path) -> Death:
-    """Name rank, role, signal and log file of a death; or return the report as it is."""
+    """Return rank, role, signal and log file of a death report, or a report of another form unchanged."""
     killed = _KILLED.search(report)
     if (actor := _ACTOR.search(report)) is not None:
-        # Monarch's own actor, by which trainer ranks find each other.
+        # Monarch's own actor, through which trainer ranks find each other.
         role = "trainer" if actor.group(1) == "_SPMDActor" else actor.group(1)
         rank, num = 0, 1
         for place in _PLACE.finditer(actor.group(2)):
@@ -80,39 +80,39 @@ def read_report(report: str, log_dir: Path) -> Death:
 logger = logging.getLogger(__name__)
 
 MONARCH_OWN_ACTORS = ("logger", "setup")
-"""Names of the actors that Monarch puts into every process."""
+"""Names of the actors that Monarch adds to every process."""
 
 
 ENVIRONMENT_WORKER = "episodes"
-"""Begins the names of actors of environment workers."""
+"""Prefix of the names of environment workers' actors."""
 
 SCORER = "scorer"
-"""Begins the names of actors of scorers."""
+"""Prefix of the names of scorers' actors."""
 GENERATOR = "generator-"
-"""Begins the names of processes and actors of generators."""
+"""Prefix of the names of generators' processes and actors."""
 TEACHER = "teacher-"
-"""Begins the names of processes and actors of teachers."""
+"""Prefix of the names of teachers' processes and actors."""
 
 
 @dataclass(slots=True)
 class ProcessManager:
-    """The processes that a run has started so far; ``close`` stops them in any state."""
+    """The processes that a run has started; ``close`` stops them in any state."""
 
     log_dir: Path
     hosts: Hosts = field(default_factory=LocalHosts)
     faults: FaultLog = field(default_factory=FaultLog)
-    """Faults and recoveries."""
+    """Log of faults and recoveries."""
     listing: ProcessListFile = field(default_factory=ProcessListFile)
-    """Which process fills which role."""
+    """File that lists the process of each role."""
     owned: set[str] = field(default_factory=lambda: {ENVIRONMENT_WORKER, SCORER, GENERATOR, TEACHER})
-    """Beginnings of the names of actors that a pool supervises; their deaths are handled there."""
+    """Prefixes of the names of actors that a pool supervises and whose deaths it handles."""
     payload_folders: list[Path] = field(default_factory=list)
-    """Payload folder of each generator, on its own host; by generator."""
+    """Payload folder of each generator, on its own host; by rank."""
     peers: list[Proc] = field(default_factory=list)
     """Processes whose death shows as an error of other processes."""
     _own_meshes: list[ProcMesh] = field(default_factory=list)
     closing: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
-    """Called before the processes are stopped."""
+    """Callbacks that run before the processes are stopped."""
     environment: SupervisedPool[Any] | None = None
     scorer: SupervisedPool[Any] | None = None
     generators: "GeneratorPool | None" = None
@@ -129,8 +129,9 @@ class ProcessManager:
         self._failure = loop.create_future()
 
         def on_fault(failure: MeshFailure) -> None:
-            # Monarch's default ends the process here; the loops have to end it in their own order. A dead
-            # process is reported once for each of its actors; Monarch's own actors do not tell the role.
+            # Monarch's default ends the process here, but the loops must end it in their own order. A dead
+            # process is reported once for each of its actors; the names of Monarch's own actors do not
+            # contain the role.
             if not self._closing and not failure.mesh_name.startswith((*MONARCH_OWN_ACTORS, *self.owned)):
                 loop.call_soon_threadsafe(self._on_report, str(failure.report()))
 
@@ -139,10 +140,10 @@ class ProcessManager:
     def _on_report(self, report: str) -> None:
         logger.error("%s", report)
         death = read_report(report, self.log_dir)
-        # Monarch's own actors have other names than the role; the report names the process that they are in.
+        # Monarch's own actors are not named after the role; the report names their process.
         if death.text.startswith(tuple(self.owned)):
             return
-        # Some reports only say that an actor does not answer: a better one may follow.
+        # Some reports only say that an actor does not answer, and a better one may follow.
         delay_s = 0.0 if death.has_signal else BETTER_REPORT_S
         asyncio.get_running_loop().call_later(delay_s, self._fail, ActorDied(death.text))
 
@@ -151,7 +152,7 @@ class ProcessManager:
             self._failure.set_exception(error)
 
     async def open(self, tell: Callable[[str], None]) -> None:
-        """Start the hosts; needed if they are other machines than this one. See ``Hosts.open``."""
+        """Start the hosts; required if they are other machines than this one. See ``Hosts.open``."""
         await self.hosts.open(tell)
         self._watching = asyncio.create_task(self._watch_hosts())
 
@@ -162,7 +163,7 @@ class ProcessManager:
             self._note_lost_host(lost)
             self._fail(lost)
         except Exception as error:
-            # Without this nobody would notice lost hosts.
+            # Otherwise lost hosts would go unnoticed.
             self._fail(error)
 
     async def _close_hosts(self) -> None:
@@ -174,16 +175,16 @@ class ProcessManager:
             raise
 
     def _note_lost_host(self, lost: HostLost) -> None:
-        """Report one fault for a lost host, whatever else is lost with it."""
+        """Report one fault for a lost host, regardless of what is lost with it."""
         if self._host_fault is None:
             self._host_fault = self.faults.detected(Role.HOST, "the run's hosts", f"are not whole: {lost}")
 
     async def watch(self) -> None:
-        """Wait until something dies.
+        """Wait until a process or a host is lost, and always raise the error.
 
         Raises:
-            ActorDied: with Monarch's report, or
-            HostLost: always one of them.
+            ActorDied: a process has died; has Monarch's report.
+            HostLost: a host is lost.
         """
         watching = [
             asyncio.create_task(self._watch_peers()),
@@ -196,7 +197,7 @@ class ProcessManager:
                 task.cancel()
 
     def _supervisors(self) -> list[SupervisedPool[Any]]:
-        """The pools of this run. The last one is closed first."""
+        """Pools of this run; the last one is closed first."""
         all_of_them = (*self.teachers, self.generators, self.environment, self.scorer, self.buffer)
         return [one for one in all_of_them if one is not None]
 
@@ -232,14 +233,14 @@ class ProcessManager:
             for cause in causes:
                 if isinstance(cause, SupervisionError):
                     raise ActorDied(read_report(str(cause), self.log_dir).text) from error
-            # A collective fails, or hangs, if one of its ranks is gone.
+            # A collective fails, or hangs, if one of its ranks has died.
             if any(isinstance(cause, ActorError | TimeoutError) for cause in causes):
                 if (ended := await first_ended(self.peers, within_s=PEER_END_S)) is not None:
                     raise await self._death_of(ended) from error
             raise
 
     async def _death_of(self, ended: Proc) -> Exception:
-        """Return Monarch's report if it comes within a bounded time, else an error without its details."""
+        """Return Monarch's report if it arrives within ``REPORT_S``, else an error without its details."""
         await asyncio.wait([self._failure], timeout=REPORT_S)
         if self._failure.done() and (reported := self._failure.exception()) is not None:
             assert isinstance(reported, Exception)
@@ -248,7 +249,7 @@ class ProcessManager:
         return ActorDied(f"{ended.role} rank {ended.rank} (process {ended.pid}) has ended; see {log}")
 
     def in_background(self, work: Awaitable[None]) -> None:
-        """Run ``work`` without waiting for it, such as releasing the mesh of a process that was killed."""
+        """Run ``work`` without waiting for it, such as releasing the mesh of a killed process."""
         self._background.start(work)
 
     def spawn_here(self, name: str) -> ProcMesh:
@@ -258,7 +259,7 @@ class ProcessManager:
         return mesh
 
     async def close(self) -> None:
-        """Stop every process, also if the caller is cancelled. Processes that have ended are no error."""
+        """Stop every process, even if the caller is cancelled; processes may have ended before."""
         closing = asyncio.create_task(self._close())
         try:
             await asyncio.shield(closing)
@@ -273,7 +274,7 @@ class ProcessManager:
         async with contextlib.AsyncExitStack() as ending:
             ending.push_async_callback(self._close_hosts)
             if self._watching is not None:
-                # Keep polling until now: a host that is not polled shuts itself down.
+                # Keep polling until this point: a host that is not polled shuts itself down.
                 ending.callback(self._watching.cancel)
             ending.push_async_callback(_stop_all, self._own_meshes)
             for one in self._supervisors():
@@ -291,7 +292,7 @@ async def _stop_all(meshes: Sequence[ProcMesh]) -> None:
 
 
 async def make_folders(hosts: Sequence[Host], sizes: Sequence[int]) -> list[Path]:
-    """Make a folder on each host, large enough for all its sizes; return the folder of each entry."""
+    """Create a folder on each host for the sum of its sizes; return the folder of each entry."""
     totals: dict[str, int] = {}
     by_id = {host.id: host for host in hosts}
     for host, size in zip(hosts, sizes, strict=True):

@@ -1,14 +1,15 @@
-"""Which generators there are, and which of them may be given a group: a pure state machine.
+"""States of the generators, and the choice of the one that gets the next group: a pure state machine.
 
     starting ──► stale ──► healthy ◄──► suspect
         └──────────────────►  │            │          every state but the last two:
-                              ▼            ▼             ──► dead (its process is gone, or was killed)
+                              ▼            ▼             ──► dead (its process has died, or was killed)
                            draining ──► removed
 
 A generator starts with version 0, the model folder. It is healthy at once if no version was published yet.
-Otherwise it is stale until an update has ended. The update takes the version that is the newest when it
-begins; that version must not be older than what all healthy generators serve. So the served version, the
-lowest of all healthy generators, never goes back. Only healthy generators that are not spares get groups.
+Otherwise it is stale until an update has ended. The update loads the version that is the newest when it
+begins; that version must not be older than the version that all healthy generators serve. So the served
+version, the lowest of all healthy generators, never decreases. Only healthy generators that are not spares
+get groups.
 """
 
 from dataclasses import dataclass, field
@@ -16,33 +17,33 @@ from enum import StrEnum
 
 
 class ReplicaState(StrEnum):
-    """What a generator can do."""
+    """State of a generator, which determines whether it gets groups and updates."""
 
     STARTING = "starting"
     STALE = "stale"
     """It runs, but its weights are not the newest yet."""
     HEALTHY = "healthy"
     SUSPECT = "suspect"
-    """It does not answer, or is slower than its peers: it keeps its groups and gets no new ones."""
+    """It does not answer, or is slower than its peers; it keeps its groups and gets no new ones."""
     DRAINING = "draining"
-    """It finishes its groups, and is then removed."""
+    """It finishes its groups and is then removed."""
     DEAD = "dead"
     REMOVED = "removed"
 
 
 LIVE = frozenset({ReplicaState.STALE, ReplicaState.HEALTHY, ReplicaState.SUSPECT, ReplicaState.DRAINING})
-"""States in which generators answer calls and take versions."""
+"""States in which generators answer calls and load versions."""
 
 ENDED = frozenset({ReplicaState.DEAD, ReplicaState.REMOVED})
 
 
 @dataclass(slots=True, kw_only=True)
 class Replica:
-    """What the table knows of one generator."""
+    """Entry of one generator in the table."""
 
     number: int
     rank: int
-    """Its place; a generator that replaces another one gets the same."""
+    """Place of the generator; its replacement gets the same."""
     host: str
     is_spare: bool
     state: ReplicaState = ReplicaState.STARTING
@@ -50,25 +51,25 @@ class Replica:
     updating_to: int | None = None
     """Version of the update in flight."""
     num_live: int = 0
-    """Rollouts in flight."""
+    """Number of rollouts in flight."""
     was_healthy: bool = False
 
 
 @dataclass(slots=True)
 class ReplicaTable:
-    """The generators by their numbers, which are never used twice."""
+    """The generators by number; numbers are never reused."""
 
     newest: int = 0
-    """The newest version that was published."""
+    """Newest version that was published."""
     served: int = 0
-    """The highest version that all healthy generators have had at once, or a newer one."""
+    """Lowest version of the healthy generators; while there are none, that of the last ones."""
     _replicas: dict[int, Replica] = field(default_factory=dict)
     _by_host: dict[str, list[Replica]] = field(default_factory=dict)
-    """The generators of each host, including those that have ended."""
+    """Generators of each host, including ended ones."""
     _next_number: int = 0
 
     def start(self, rank: int, host: str, *, is_spare: bool = False) -> int:
-        """Add a generator that is being started at a free place; returns its number."""
+        """Add a generator that starts at a free place; return its number."""
         assert all(one.rank != rank for one in self.present), f"rank {rank} is taken"
         number = self._next_number
         self._next_number += 1
@@ -78,7 +79,7 @@ class ReplicaTable:
         return number
 
     def ready(self, number: int) -> None:
-        """Note that a generator runs with version 0. Does nothing if it has ended."""
+        """Record that a generator runs with version 0; does nothing if it has ended."""
         one = self._replicas[number]
         if one.state in ENDED:
             return
@@ -89,35 +90,35 @@ class ReplicaTable:
             one.state = ReplicaState.STALE
 
     def published(self, version: int) -> None:
-        """Note that a version can be fetched."""
+        """Record that a version can be fetched."""
         self.newest = max(self.newest, version)
 
     def behind(self, host: str, version: int) -> tuple[int, ...]:
-        """Return the live generators of a host that have an older version."""
+        """Return the numbers of the live generators of a host that have an older version."""
         return tuple(
             one.number for one in self._by_host.get(host, ()) if one.state in LIVE and one.version < version
         )
 
     def is_behind(self, host: str) -> bool:
-        """Whether a host has a generator that does not have the newest version."""
+        """Return whether a host has a generator that lacks the newest version."""
         return bool(self.behind(host, self.newest))
 
     def lowest_version(self, host: str) -> int:
-        """Return the oldest version of the live generators of a host, which must have some."""
+        """Return the oldest version of the live generators of a host, which must have at least one."""
         return min(one.version for one in self._by_host[host] if one.state in LIVE)
 
     def begin_update(self, number: int, version: int) -> None:
-        """Note that a generator fetches a version."""
+        """Record that a generator fetches a version."""
         one = self._replicas[number]
         assert one.state in LIVE and one.version < version <= self.newest
         one.updating_to = version
 
     def abandon_update(self, number: int) -> None:
-        """Note that an update has failed: the generator keeps its weights."""
+        """Record that an update has failed; the generator keeps its weights."""
         self._replicas[number].updating_to = None
 
     def updated(self, number: int) -> None:
-        """Note that a generator samples under the version of its update. Does nothing if it has ended."""
+        """Record that a generator samples with the version of its update; does nothing if it has ended."""
         one = self._replicas[number]
         version, one.updating_to = one.updating_to, None
         if one.state in ENDED:
@@ -129,7 +130,7 @@ class ReplicaTable:
         self._settle()
 
     def suspect(self, number: int) -> None:
-        """Give a healthy generator no new groups until ``clear``."""
+        """Assign no new groups to a healthy generator until ``clear``."""
         one = self._replicas[number]
         if one.state is ReplicaState.HEALTHY:
             one.state = ReplicaState.SUSPECT
@@ -146,7 +147,7 @@ class ReplicaTable:
             one.state = ReplicaState.STALE
 
     def drain(self, number: int) -> None:
-        """Give a generator no more groups; it can be removed when it has none."""
+        """Assign no more groups to a generator; it can be removed once it has none."""
         one = self._replicas[number]
         if one.state in LIVE:
             one.state = ReplicaState.DRAINING
@@ -159,14 +160,14 @@ class ReplicaTable:
         one.state = ReplicaState.REMOVED
 
     def lose(self, number: int) -> None:
-        """Note that a generator is gone. Does nothing if it has ended."""
+        """Record that a generator is lost; does nothing if it has ended."""
         one = self._replicas[number]
         if one.state not in ENDED:
             one.state = ReplicaState.DEAD
             self._settle()
 
     def promote(self) -> int | None:
-        """Turn a healthy spare into a working generator; returns its number, or None without a spare."""
+        """Turn a healthy spare into a working generator; return its number, or None without a spare."""
         spares = [one for one in self.present if one.is_spare and one.state is ReplicaState.HEALTHY]
         if not spares:
             return None
@@ -175,8 +176,8 @@ class ReplicaTable:
         return spare.number
 
     def assign(self, num_rollouts: int) -> int | None:
-        """Give rollouts to the generator with the fewest; returns its number. None: none may get any now."""
-        # Every group comes here, and there can be hundreds of generators.
+        """Assign rollouts to the healthy generator with the fewest; return its number, if there is one."""
+        # This runs for every group, and there can be hundreds of generators.
         chosen: Replica | None = None
         for one in self._replicas.values():
             if one.state is not ReplicaState.HEALTHY or one.is_spare:
@@ -189,7 +190,7 @@ class ReplicaTable:
         return chosen.number
 
     def ended(self, number: int, num_rollouts: int) -> None:
-        """Note that rollouts of a generator have ended, or are lost with it."""
+        """Record that rollouts of a generator have ended, or are lost with it."""
         one = self._replicas[number]
         one.num_live -= num_rollouts
         assert one.num_live >= 0, "ended once"
@@ -223,7 +224,7 @@ class ReplicaTable:
         return any(one.state is ReplicaState.HEALTHY for one in self.present)
 
     def all_have(self, version: int) -> bool:
-        """Whether there are healthy generators, and all of them have that version."""
+        """Return whether there are healthy generators and all of them have ``version``."""
         healthy = [one.version for one in self.present if one.state is ReplicaState.HEALTHY]
         return bool(healthy) and min(healthy) == version
 

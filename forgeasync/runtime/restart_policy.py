@@ -1,5 +1,4 @@
-"""Whether a run that has ended is started again: a pure state machine; ``controller/supervisor.py`` is its
-shell."""
+"""Decides whether an ended run is restarted: a pure state machine for ``controller/supervisor.py``."""
 
 import signal
 from dataclasses import dataclass
@@ -8,63 +7,63 @@ from forgeasync.runtime.bootstrap_main import STOP_SIGNALS
 from forgeasync.schema import EXIT_FAILED, EXIT_REFUSED, EXIT_SIGNAL
 
 MAX_STARTS_WITHOUT_STEP = 5
-"""So many starts in a row that make no step which none before them has made end the supervision."""
+"""Maximum number of consecutive starts that make no new step; after that the supervisor gives up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """How a start of a run has ended."""
+    """The end of one start of a run."""
 
     exit_code: int
-    """As ``subprocess`` has it: less than 0 after a signal."""
+    """Exit code as in ``subprocess``: negative after a signal."""
     stopped_by: signal.Signals | None
-    """What has told the supervisor to stop, if anything has."""
+    """Signal that told the supervisor to stop; None if there was none."""
     newest_step: int
-    """The newest step that the run has recorded, over all starts; 0: none."""
+    """Newest step that the run has recorded, over all starts; 0: none."""
     has_ended: bool
-    """Whether the run has made all its steps and exported its model, whatever came after."""
+    """Whether the run has made all its steps and exported its model, regardless of what came after."""
     words: str
-    """Why it has ended, such as "was killed by SIGKILL"."""
+    """Description of the ending, such as "was killed by SIGKILL"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class End:
-    """The supervision ends."""
+    """Decision to end the supervision."""
 
     exit_code: int
     words: str | None = None
-    """What is left to say; None: the run itself has said it."""
+    """Message for the user; None: the run itself has reported its end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restart:
-    """The run has died, and is started again."""
+    """Decision to restart the run, because it has died."""
 
 
 Decision = End | Restart
 
 
 def is_death(ending: Ending) -> bool:
-    """Whether a run has ended in another way than done, refused or stopped by its user."""
+    """Return whether a run has ended for another reason than completion, refusal or its user."""
     return ending.stopped_by is None and ending.exit_code not in (
         0,
         EXIT_REFUSED,
         *(EXIT_SIGNAL + one for one in STOP_SIGNALS),
-        # One that comes before the run handles it.
+        # The signal can arrive before the run handles it.
         *(-one for one in STOP_SIGNALS),
     )
 
 
 class RestartPolicy:
-    """Decides after each start of one run."""
+    """Decides after each start of one run whether to restart it."""
 
     def __init__(self, newest_step: int) -> None:
-        """``newest_step`` is what the run had recorded before the first start."""
+        """``newest_step`` is the newest step that was recorded before the first start."""
         self._newest_step = newest_step
         self._num_without_step = 0
 
     def after(self, ending: Ending) -> Decision:
-        """Take in how a start has ended."""
+        """Record the ending of a start; return what to do."""
         if not is_death(ending):
             return End(exit_code=_exit_code(ending))
         if ending.has_ended:

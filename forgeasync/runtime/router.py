@@ -1,13 +1,13 @@
-"""All generators of a run as one: spreads requests over them, and gets weight versions into them.
+"""Routes requests to the generators of a run, and loads weight versions into them.
 
 Each request goes to the healthy generator with the fewest rollouts in flight. If a generator is lost, another
-one continues what it was sampling from the tokens that it has logged; what is not trained on is sampled
-again. A group that takes longer than its limit is sampled again too, with the same prompt and seed. Both have
-a budget, after which the group is given up.
+one continues its groups from the tokens that it has logged; responses that are not trained on are sampled
+again. A group that exceeds its time limit is also sampled again, with the same prompt and seed. Both have a
+budget, after which the group is given up.
 
-All generators of a host are updated together, because they share one receive buffer. Those that are live when
-an update begins and have an older version take part. If one of them is lost before all have staged their
-shares, the others keep their weights, and the next update is made without it.
+All generators of a host are updated together, because they share one receive buffer. An update includes the
+live generators with an older version. If one of them is lost before all have staged their shares, the others
+keep their weights, and the next update is made without it.
 """
 
 import asyncio
@@ -53,12 +53,12 @@ from forgeasync.weights import (
 )
 
 OnFinished = Callable[[int, Response], None]
-"""Called with a response that has ended, after its place in the group."""
+"""Callback with the index of a finished response within its group, and the response."""
 
 
 @contextmanager
 def finished_port(on_finished: OnFinished | None) -> Iterator[Port[tuple[int, Response]] | None]:
-    """Call ``on_finished`` with everything that is sent to the port, until the end of the body."""
+    """Yield a port that calls ``on_finished`` with every message, until the end of the body."""
     if on_finished is None:
         yield None
         return
@@ -79,26 +79,26 @@ def finished_port(on_finished: OnFinished | None) -> Iterator[Port[tuple[int, Re
 T = TypeVar("T")
 
 MAX_LATE = 2
-"""How often a group that took longer than ``timeouts.generate_s`` is sampled again."""
+"""Maximum number of times that a group is sampled again after exceeding ``timeouts.generate_s``."""
 
 CANCEL_S = 10.0
-"""Time for a group to end on a generator that was told to give it up."""
+"""Time limit for a cancelled group to end on its generator, in seconds."""
 
 
 MAX_FAILED_FETCHES = 5
-"""Failed fetches in a row after which a generator is replaced; each has tried bad blocks several times."""
+"""Number of consecutive failed fetches after which a generator is replaced; each retries bad blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwappedReplica:
-    """One generator that samples under a new version."""
+    """A generator that samples with a new version."""
 
     number: int
     report: SwapReport
 
 
 class GroupGivenUp(RuntimeError):
-    """A request has used up its budget."""
+    """A request has used up its retry budget."""
 
     def __init__(self, problem: str, reason: DropReason) -> None:
         super().__init__(problem)
@@ -106,21 +106,21 @@ class GroupGivenUp(RuntimeError):
 
 
 class GeneratorRouter:
-    """All generators of a run as one."""
+    """Routes requests and weight versions to the generators of a run."""
 
     def __init__(self, pool: GeneratorPool, timeouts: TimeoutSection, *, max_lost_per_group: int) -> None:
         self.pool = pool
         self._timeouts = timeouts
         self._max_lost_per_group = max_lost_per_group
         self._cancelled: dict[int, bool] = {}
-        """Groups that are being sampled, and whether they were cancelled."""
+        """Groups in flight, and whether each was cancelled."""
         self._num_moved = self._num_late = 0
         self._taking_part: dict[int, tuple[int, ...]] = {}
-        """Numbers of the generators in the update in flight, or in the last one; by host."""
+        """Numbers of the generators in the current or last update, by host."""
         self._num_failed: Counter[int] = Counter()
-        """Fetches in a row that did not arrive; by the number of the generator."""
+        """Consecutive incomplete fetches, by the generator's number."""
         self._sources: Sequence[StagingSource] = ()
-        """How to reach the trainer's staging buffers; once weights are connected."""
+        """Addresses of the trainer's staging buffers; empty until weights are connected."""
 
     async def sample_group(
         self,
@@ -134,9 +134,9 @@ class GeneratorRouter:
     ) -> tuple[StoredRollout, ...] | RefusedGroup | CancelledGroup:
         """Sample a group of responses to one prompt; its arrays stay with the generator until freed.
 
-        A seed makes them reproducible. A group whose generators are lost, or take longer than
-        ``timeouts.generate_s``, again and again is refused. ``on_finished`` gets every response that ends
-        while others of the group go on; it comes again if its generator is lost.
+        With a seed the responses are reproducible. A group is refused if its generators are lost, or exceed
+        ``timeouts.generate_s``, too often. ``on_finished`` gets every response that ends before the rest of
+        the group; it gets the response again if the generator is lost.
         """
 
         def call(
@@ -163,11 +163,10 @@ class GeneratorRouter:
         sampling: SamplingSection,
         seed: int | None = None,
     ) -> tuple[SampledResponse, ...]:
-        """Sample responses to one prompt that are not trained on. A seed makes them reproducible.
+        """Sample responses to one prompt that are not trained on; with a seed they are reproducible.
 
         Raises:
-            GroupGivenUp: generators were lost over it, or took longer than ``timeouts.generate_s``, again
-                and again.
+            GroupGivenUp: generators were lost, or exceeded ``timeouts.generate_s``, too often.
         """
 
         def call(replica: LiveReplica, continued: bytes | None) -> Awaitable[tuple[SampledResponse, ...]]:
@@ -183,9 +182,9 @@ class GeneratorRouter:
         *,
         group_id: int | None = None,
     ) -> T:
-        """Make a call to one generator after another, until one answers.
+        """Call one generator after another until one answers.
 
-        ``call`` is given what the one before had of the group.
+        ``call`` gets what the previous generator had logged of the group.
 
         Raises:
             GroupGivenUp: the budget is used up, or the group was cancelled between two generators.
@@ -207,13 +206,13 @@ class GeneratorRouter:
                         problem = f"{what}: {lost}, as {num_lost - 1} before it"
                         raise GroupGivenUp(problem, DropReason.LOST) from lost
                     if group_id is not None:
-                        # A generator that was lost before it began has left nothing.
+                        # A generator that was lost before it began has logged nothing.
                         left = await asyncio.shield(replica.left)
                         continued = left.groups.get(group_id, continued)
                 except DeadlineExceeded as late:
                     num_late += 1
                     self._num_late += 1
-                    # The tokens sampled so far may be the reason why it took so long.
+                    # The tokens sampled so far may be the cause of the delay.
                     continued = None
                     if group_id is not None:
                         await self._end_late(replica, group_id, answer)
@@ -230,7 +229,7 @@ class GeneratorRouter:
                 yield replica
 
     async def _end_late(self, replica: LiveReplica, group_id: int, answer: "asyncio.Future[T]") -> None:
-        """Cancel a group that is late, before it is sampled again."""
+        """Cancel a late group before it is sampled again."""
         await self._cancel(replica, [group_id])
         await asyncio.wait([answer], timeout=CANCEL_S)
 
@@ -244,9 +243,9 @@ class GeneratorRouter:
         await self._tolerantly(replica, lambda: replica.actor.cancel_groups.call_one(group_ids))
 
     async def free_payloads(self, rollouts: Iterable[StoredRollout]) -> None:
-        """Free the arrays of whole groups that nobody will read any more.
+        """Free the arrays of whole groups that nothing will read any more.
 
-        What a generator has left that is gone is freed by the one that has its place, else by its host.
+        Arrays of a lost generator are freed by its replacement, or else by its host.
         """
         by_place: dict[tuple[str, int], dict[str, None]] = {}
         for rollout in rollouts:
@@ -267,7 +266,7 @@ class GeneratorRouter:
             await host.remove_files(files)
 
     async def _tolerantly(self, replica: LiveReplica, call: Callable[[], Awaitable[None]]) -> bool:
-        """Make a small call to a generator; False if it is lost, or given up because it does not answer."""
+        """Make a short call to a generator; return False if it is lost, or is given up for not answering."""
         try:
             async with call_limit(self._timeouts, "weights_s", "a small call"):
                 await replica.call(call)
@@ -281,7 +280,7 @@ class GeneratorRouter:
 
     @contextmanager
     def cancellable(self, group_id: int) -> Iterator[Callable[[], bool]]:
-        """Let a group be cancelled within the body; the function given to it says whether it was."""
+        """Let a group be cancelled within the body; the yielded function returns whether it was."""
         self._cancelled[group_id] = False
         try:
             yield lambda: self._cancelled[group_id]
@@ -291,10 +290,10 @@ class GeneratorRouter:
     async def restore_episodes(
         self, replica: LiveReplica, group_id: int, data: bytes
     ) -> Mapping[EpisodeId, frozenset[int]] | CancelledGroup:
-        """Have one generator take over the episodes of a group; see ``GeneratorActor.restore_episodes``.
+        """Let one generator take over the episodes of a group; see ``GeneratorActor.restore_episodes``.
 
         Raises:
-            ProcessLost: it is gone.
+            ProcessLost: the generator is lost.
         """
         self._num_moved += 1
         what = f"taking over the episodes of group {group_id}"
@@ -303,58 +302,58 @@ class GeneratorRouter:
     async def store_episodes(
         self, replica: LiveReplica, group_id: int, ended: Sequence[EndedEpisode]
     ) -> tuple[StoredRollout, ...] | RefusedGroup:
-        """Have one generator store what was sampled in these episodes of a group, and close the group.
+        """Let one generator store the sampled turns of these episodes, and close the group.
 
         Raises:
-            ProcessLost: it is gone.
+            ProcessLost: the generator is lost.
         """
         what = f"storing the episodes of group {group_id}"
         return await self._ask(replica, what, lambda: replica.actor.store_episodes.call_one(group_id, ended))
 
     async def drop_episode(self, replica: LiveReplica, episode: EpisodeId) -> None:
-        """Have one generator forget one attempt at an episode; no error if it is gone."""
+        """Drop one attempt at an episode on a generator; does nothing if the generator is lost."""
         await self._tolerantly(replica, lambda: replica.actor.drop_episode.call_one(episode))
 
     async def drop_episodes(self, replica: LiveReplica, group_id: int) -> None:
-        """Have one generator forget the episodes of a group; no error if it is gone."""
+        """Drop the episodes of a group on a generator; does nothing if the generator is lost."""
         await self._tolerantly(replica, lambda: replica.actor.drop_episodes.call_one(group_id))
 
     async def kv_usage(self, replica: LiveReplica) -> float:
-        """Return the share of one generator's KV cache that running requests hold.
+        """Return the share of a generator's KV cache that running requests hold.
 
         Raises:
-            ProcessLost: it is gone.
+            ProcessLost: the generator is lost.
         """
         return await self._ask(replica, "telling how full its KV cache is", replica.actor.kv_usage.call_one)
 
     async def _ask(self, replica: LiveReplica, what: str, make: Callable[[], Awaitable[T]]) -> T:
-        """Make a call to one generator, which may take ``timeouts.generate_s``; ``what`` names it."""
+        """Call one generator with the limit ``timeouts.generate_s``; ``what`` names the call in messages."""
         async with call_limit(self._timeouts, "generate_s", f"generator {replica.rank} {what}"):
             return await replica.call(make)
 
     @asynccontextmanager
     async def pinned(self, num_samples: int) -> AsyncIterator[LiveReplica]:
-        """Give the healthy generator with the fewest rollouts so many more, until the end of the body.
+        """Assign ``num_samples`` rollouts to the least busy healthy generator, until the end of the body.
 
-        Waits while there is none.
+        Waits while no generator is healthy.
         """
         async with self.pool.assigned(num_samples) as replica:
             yield replica
 
     @property
     def actors(self) -> Mapping[str, tuple[GeneratorActor, ...]]:
-        """The generators' actors by host. Each of a host can show what is in its shared memory."""
+        """The generators' actors by host; each can expose the payloads in its host's shared memory."""
         actors: dict[str, tuple[GeneratorActor, ...]] = {}
         for one in self.pool.replicas:
             actors[one.host.id] = (*actors.get(one.host.id, ()), one.actor)
         return actors
 
     def known(self) -> tuple[tuple[GeneratorActor, ...], tuple[int, ...]]:
-        """Return the running generators, and the numbers of those that have ended."""
+        """Return the live generators, and the numbers of the ended ones."""
         return tuple(one.actor for one in self.pool.replicas), self.pool.table.state.ended_numbers
 
     async def stats(self) -> list[EngineStats]:
-        """Return the counts of every engine since it started; the last entry is of all that have ended."""
+        """Return the counters of every engine; the last entry is the sum over all ended engines."""
 
         async def ask(one: LiveReplica) -> EngineStats | None:
             try:
@@ -370,51 +369,51 @@ class GeneratorRouter:
         return self.pool.stats()
 
     def metrics(self) -> dict[str, float]:
-        """Return counts since the run began, and current values, under their names in metrics.jsonl."""
+        """Return counts since the run began, and current values, by their names in metrics.jsonl."""
         return dict(self.pool.metrics()) | {
             "generator/num_moved_groups": self._num_moved,
             "generator/num_late_groups": self._num_late,
         }
 
-    # Versions of weights. Hosts are numbered in the order of ``pool.hosts``.
+    # Weight versions. Hosts are numbered in the order of ``pool.hosts``.
 
     @property
     def num_hosts(self) -> int:
         return len(self.pool.hosts)
 
     def lowest_version(self, host: int) -> int:
-        """Return the oldest version of the generators of a host, which must have some."""
+        """Return the oldest version of the generators of a host, which must have at least one."""
         return self.pool.table.state.lowest_version(self.pool.hosts[host].id)
 
     async def until_behind(self, host: int) -> None:
-        """Wait until a host has a generator that does not have the newest version."""
+        """Wait until a generator of a host lacks the newest version."""
         host_id = self.pool.hosts[host].id
         await self.pool.table.until(lambda table: table.is_behind(host_id))
 
     async def until_all_have(self, version: int) -> None:
-        """Wait until there are healthy generators and all of them sample under ``version``."""
+        """Wait until there are healthy generators and all of them sample with ``version``."""
         await self.pool.table.until(lambda table: table.all_have(version))
 
     async def until_served(self, newer_than: int) -> int:
-        """Wait until all healthy generators have a version newer than that; returns what they serve."""
+        """Wait until all healthy generators are newer than ``newer_than``; return the version they serve."""
         return await self.pool.table.until(lambda table: table.served if table.served > newer_than else None)
 
     def published(self, version: int) -> None:
-        """Note that a version can be fetched: generators that join have to take it."""
+        """Record that a version can be fetched; generators that join must load it."""
         self.pool.table.change(lambda table: table.published(version))
 
     def taken(self, number: int) -> None:
-        """Count a generator as one that samples under the version that it has swapped in."""
+        """Record that a generator samples with the version that it has swapped in."""
         self.pool.table.change(lambda table: table.updated(number))
         self.pool.look_for_healed()
 
     # Updates of the generators of one host.
 
     async def begin_update(self, host: int, manifest: Manifest) -> FetchReport | None:
-        """Have the generators of a host fetch a leased version; when this returns the lease may end.
+        """Let the generators of a host fetch a leased version; on return the lease may end.
 
-        If a part of it does not arrive, all of them keep their weights. Returns None if no generator fetches
-        it, or if one of them is lost meanwhile; the others then keep their weights.
+        Returns None if no generator needs the version, or if one of them is lost during the fetch. In that
+        case, and if any part does not arrive, all of them keep their weights.
         """
         version = manifest.version
         numbers = self.pool.table.state.behind(self.pool.hosts[host].id, version)
@@ -451,17 +450,17 @@ class GeneratorRouter:
         return merge_host_reports(reports)
 
     async def finish_update(self, host: int, version: int) -> list[SwappedReplica]:
-        """Wait until the generators of a host sample under ``version``, which they have fetched.
+        """Wait until the generators of a host sample with ``version``, which they have fetched.
 
-        Returns those that do; ``taken`` has to follow for each of them. A generator that drains waits for its
-        longest sequence.
+        Returns the generators that do; call ``taken`` for each of them. A generator with ``drain`` waits for
+        its longest sequence.
         """
         numbers = self._taking_part[host]
         replicas = [one for one in map(self.pool.get, numbers) if one is not None]
         what = f"swapping in version {version}"
         staged: list[bool | None] = [None]
         if len(replicas) == len(numbers):
-            # Each generator stages a part for all: none may swap before the last has staged.
+            # Each generator stages a part for all, so none may swap before the last one has staged.
             staged = await self._of_all(replicas, what, lambda one: _done(one.actor.stage_update.call_one()))
         if None in staged:
             await self._abandon(host, [one for one in replicas if not one.lost.is_set()])
@@ -505,9 +504,9 @@ class GeneratorRouter:
         *,
         keys: Sequence[str] = ("weights_s", "generate_s"),
     ) -> list[T | None]:
-        """Return the answer of each generator; None for those that are lost, or given up as too late.
+        """Return the answer of each generator; None for those that are lost or given up as too late.
 
-        The limit is the sum of the timeouts of ``keys``.
+        The limit is the sum of the timeouts in ``keys``.
         """
         limit_s = sum(getattr(self._timeouts, key) for key in keys)
         named = " + ".join(f"timeouts.{key}" for key in keys)
@@ -524,18 +523,18 @@ class GeneratorRouter:
 
         return list(await asyncio.gather(*map(one_of_them, replicas)))
 
-    # How generators reach the trainer's staging buffers.
+    # Connections to the trainer's staging buffers.
 
     async def connect_weights(
         self, layout: WeightLayout, sources: Sequence[StagingSource], folders: Sequence[Path]
     ) -> list[str]:
-        """Let every generator plan how versions get into its engine, by way of its host's folder.
+        """Let every generator plan how versions get into its engine, through its host's folder.
 
-        ``folders`` are by rank, one for each host. Generators that join later do the same. Returns in words,
-        without repetition, how engines take versions.
+        ``folders`` has one entry per rank, which ranks of one host share. Generators that join later do the
+        same. Returns descriptions of how the engines load versions, without duplicates.
 
         Raises:
-            ValueError: trainer and engine do not have the same tensors, or a transport cannot work.
+            ValueError: trainer and engine have different tensors, or a transport cannot work.
         """
         self._sources = sources
         routes: dict[str, None] = {}
@@ -562,7 +561,7 @@ class GeneratorRouter:
                 known = self._sources
                 await replica.actor.connect_weights.call_one(layout, known, folder, share, True)
                 while known is not self._sources:
-                    # The trainer was started again meanwhile.
+                    # The trainer was restarted meanwhile.
                     known = self._sources
                     await replica.actor.reconnect_weights.call_one(layout, known)
 
@@ -578,9 +577,9 @@ class GeneratorRouter:
         return list(routes)
 
     async def reconnect_weights(self, layout: WeightLayout, sources: Sequence[StagingSource]) -> None:
-        """Have every generator read from the buffers of a trainer that was started again.
+        """Let every generator read from the buffers of a restarted trainer.
 
-        One that is just joining does so before it has joined.
+        A generator that is joining reconnects before it has joined.
         """
         self._sources = sources
 
@@ -627,7 +626,7 @@ async def start_generators(
     folder_of = dict(zip(ids, folders, strict=True))
 
     async def spawn(rank: int, number: int) -> Spawned[GeneratorActor]:
-        # More ranks may be added later.
+        # Ranks can be added during the run.
         name, host = f"{GENERATOR}{rank}-{number}", pool.host_of(rank)
         return await spawn_engine(
             procs,

@@ -1,4 +1,4 @@
-"""The scorer actor, and the rewards of a run: every task finds those of its source."""
+"""The scorer actor, and the rewards of a run by data source."""
 
 import asyncio
 import dataclasses
@@ -46,7 +46,7 @@ from forgeasync.waiting import deadline
 
 
 class _Verified:
-    """A verifier of ours, which sees texts only."""
+    """A built-in verifier, which sees texts only."""
 
     def __init__(self, scorer: VerifiedScorer, *, num_workers: int, limit_s: float) -> None:
         self._scorer = scorer
@@ -70,12 +70,12 @@ class _Verified:
 
 
 class _InProcesses:
-    """A reward with processes of its own: a user's reward, or a process reward model."""
+    """A reward with its own processes: a user's reward, or a process reward model."""
 
     def __init__(
         self, pool: RewardPool | ProcessRewardPool, *, limit_s: float, is_whole: bool = False
     ) -> None:
-        """With ``is_whole`` one call scores all responses."""
+        """With ``is_whole``, one call scores all responses."""
         self._is_whole = is_whole
         self._limit_s = limit_s
         self._pool = pool
@@ -120,7 +120,7 @@ class RunRewards:
     def __init__(
         self, sources: Sequence[NamedSource], section: ScorerSection, *, limit_s: float, seed: int
     ) -> None:
-        """Start nothing. ``limit_s`` is for one group and one reward; problems were made with ``seed``."""
+        """``limit_s`` is the limit of one reward for one group; ``seed`` generated the problems."""
         self._section = section
         self._limit_s = limit_s
         # Sources with the same verifier share its processes.
@@ -149,27 +149,27 @@ class RunRewards:
         return self._by_setup.setdefault(setup, self._limited(member, reward))
 
     def _limited(self, member: OneReward, reward: RewardSection) -> OneReward:
-        # A judge counts its requests itself.
+        # A judge limits its own requests.
         if isinstance(reward, JudgeReward) or not is_limited(reward):
             return member
         return Limited(member, reward, num_replicas=self._section.num_replicas, longest_wait_s=self._limit_s)
 
     def start(self) -> str:
-        """Start the processes of all rewards; returns what they are and what isolates them.
+        """Start the processes of all rewards; return a description of them and of their isolation.
 
         Raises:
-            ValueError: a reward is impossible, with the config field or the reason.
-            VerifierFailure, RewardFailure: its process does not start.
+            ValueError: a reward is impossible; names the config field or the reason.
+            VerifierFailure, RewardFailure: a process does not start.
         """
         return "; ".join(dict.fromkeys(member.start() for member in self._by_setup.values()))
 
     async def score(self, task: Task, responses: Sequence[Response], first: int = 0) -> tuple[Score, ...]:
-        """Return the score of each response to a task; ``first`` is the first one's place in its group.
+        """Return the score of each response to a task; ``first`` is the index of the first one in its group.
 
         Raises:
-            RewardUnavailable: what a reward needs is not there now.
+            RewardUnavailable: a service that a reward needs is unavailable.
             DeadlineExceeded: it took longer than ``timeouts.score_s``.
-            RewardFailure: the user's own reward has not scored; names it, the task and the rollout.
+            RewardFailure: the user's own reward has failed; names it, the task and the rollout.
             ValueError: the rewards of a list cannot be combined; names the task and the rollout.
         """
         rewards, members = self._of_source[task.source]
@@ -188,7 +188,7 @@ class RunRewards:
 
     @property
     def counts(self) -> VerifierCounts:
-        """Sum up the answers that could not be verified so far."""
+        """Total counts of answers that could not be verified so far."""
         counts = (member.counts for member in self._by_setup.values())
         return functools.reduce(operator.add, counts, VerifierCounts())
 
@@ -199,7 +199,7 @@ class RunRewards:
 
 
 def _named(score: Score, reward: RewardSection, member: OneReward) -> Score:
-    """Return the score with the name and version of its reward, unless it has them."""
+    """Return the score with the name and version of its reward, unless it already has them."""
     return dataclasses.replace(
         score,
         scorer=score.scorer or name_of(reward)[:MAX_SCORER_CHARS],
@@ -212,25 +212,25 @@ ResultT = TypeVar("ResultT")
 
 
 class ResponseScoring(Generic[ItemT, ResultT]):
-    """A scorer's own queue: groups in the order in which they arrive, ``num_workers`` responses at once.
+    """Queue of one reward: scores groups in their order of arrival, ``num_workers`` responses at once.
 
-    A group waits here for the responses of groups before it. Its deadline starts with its first response, and
-    by then all responses of those groups have begun: so queueing never counts, but for the last answers of
-    the group before.
+    A group's deadline starts with its first response. By then, all responses of earlier groups have been
+    started. Thus waiting in the queue does not count against the deadline, except for the last answers of the
+    group before.
     """
 
     def __init__(self, score: Callable[[Task, ItemT], ResultT], *, num_workers: int, limit_s: float) -> None:
-        """``score`` is called in threads; an exception of it is never the fault of the response."""
+        """``score`` is called in threads; its exceptions are never the fault of the response."""
         self._score = score
         self._limit_s = limit_s
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="scoring")
 
     async def score(self, task: Task, responses: Sequence[ItemT]) -> tuple[ResultT, ...]:
-        """The score of each response.
+        """Return the score of each response.
 
         Raises:
-            DeadlineExceeded: it took longer than ``timeouts.score_s``; what has not begun is not scored any
-            more. Whatever the scorer raises.
+            DeadlineExceeded: it took longer than ``timeouts.score_s``; calls that have not begun are dropped.
+            Exception: whatever the scorer raises.
         """
         loop = asyncio.get_running_loop()
         begun = asyncio.Event()
@@ -251,7 +251,7 @@ class ResponseScoring(Generic[ItemT, ResultT]):
                 one.cancel()
 
     def close(self) -> None:
-        """Begin no more calls, and wait for those that have begun."""
+        """Start no more calls, and wait for those in progress."""
         self._threads.shutdown(wait=True, cancel_futures=True)
 
 
@@ -261,14 +261,14 @@ class ScoredResponses:
 
     scores: tuple[Score, ...]
     counts: VerifierCounts
-    """Since the scorer began."""
+    """Counts since the scorer began."""
     memory: MemoryPeak | None = None
     """Peak of the scorer's largest process so far; None if it was not measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unavailable:
-    """The scorer's reply where what a reward needs is not there now; see ``RewardUnavailable``."""
+    """The scorer's reply if a service that a reward needs is unavailable; see ``RewardUnavailable``."""
 
     reason: str
     retry_after_s: float
@@ -279,28 +279,28 @@ class ScorerReady:
     """A scorer that has been set up."""
 
     isolation: str
-    """The rewards and what isolates verifiers, in words."""
+    """Description of the rewards and of the isolation of verifiers."""
     pid: int
     mark: str
-    """Mark of everything that it starts (``forgeasync.processes``)."""
+    """Mark of all processes that it starts (``forgeasync.processes``)."""
 
 
 class ScorerActor(Actor):
     """One scorer in one process."""
 
     def __init__(self, log_dir: Path, rank: int) -> None:
-        """``rank`` is its place among the run's scorers; another one may have had it before."""
+        """``rank`` is its place among the run's scorers; it may replace an earlier one."""
         redirect_process_output(log_dir / f"scorer-{rank}.log")
         open_trace(log_dir, f"scorer-{rank}", idle=State.WAITING_FOR_BATCH)
         self._rewards: RunRewards | None = None
-        # Asked with every response.
+        # Read with every response.
         self._memory = MemoryMonitor(with_descendants=True, every_s=1.0)
 
     @concurrent_endpoint
     async def setup(
         self, sources: Sequence[NamedSource], section: ScorerSection, limit_s: float, seed: int
     ) -> ScorerReady:
-        """Start what scores; ``limit_s`` is for one group."""
+        """Start the rewards; ``limit_s`` is the time limit of one group."""
         mark = mark_this_process()
         self._rewards = RunRewards(sources, section, limit_s=limit_s, seed=seed)
         isolation = self._rewards.start()
@@ -315,7 +315,7 @@ class ScorerActor(Actor):
     async def score(
         self, task: Task, responses: Sequence[Response], first: int
     ) -> ScoredResponses | Unavailable:
-        """Return the score of each response to a task; ``first`` is the first one's place in its group."""
+        """Return the score of each response to a task; ``first`` is the first one's index in its group."""
         assert self._rewards is not None
         try:
             with doing(State.COMPUTING), span("score", {"task": task.task_id, "first": first}):

@@ -1,8 +1,8 @@
-"""The scorers of a run: responses of groups are scored as they finish, in processes of their own.
+"""The scorers of a run: responses of groups are scored as they finish, in separate processes.
 
-``Scorers`` supervises the processes. ``ScorerPool`` holds the responses that wait for a scorer, and asks
-again when one is lost; ``forgeasync.scoring.dispatch`` decides. ``GroupScoring`` puts the scores of groups
-together. A failure costs one response's group at most.
+``Scorers`` supervises the processes. ``ScorerPool`` holds the responses that wait for a scorer, and retries
+those of a lost one; ``forgeasync.scoring.dispatch`` has the policy. ``GroupScoring`` collects the scores of
+groups. A failure costs at most one response's group.
 """
 
 import asyncio
@@ -56,7 +56,7 @@ Scorer = Supervised[ScorerActor]
 
 
 class Scorers(SupervisedPool[Scorer]):
-    """The scorers' processes; ``score`` asks one of them, and ``ScorerPool`` decides which."""
+    """The scorers' processes; ``score`` calls one of them, and ``ScorerPool`` chooses which."""
 
     after_loss = ": another one starts, and its responses are scored again"
 
@@ -70,11 +70,13 @@ class Scorers(SupervisedPool[Scorer]):
         listing: ProcessListFile,
         on_change: Callable[[int, bool], None] = lambda rank, is_up: None,
     ) -> None:
-        """``limit_s`` is the longest time that a call takes once the scorer begins with it; it keeps that.
+        """``limit_s`` is the maximum time of a call once the scorer has started on it, which the scorer
+        enforces.
 
-        No more than ``scorer.max_in_flight`` responses are with it, ``num_workers`` of which at least are
-        scored at once, so that no call takes longer than that many rounds: a scorer that takes longer is
-        replaced. ``on_change`` is told whether a place has a process, whenever that changes after the start.
+        A scorer has at most ``scorer.max_in_flight`` responses and scores at least ``num_workers`` of them at
+        once. So no call takes more than that many rounds, and a scorer that takes longer is replaced.
+        ``on_change`` is called with a place and whether it has a process, whenever that changes after the
+        start.
         """
         super().__init__(
             Role.SCORER,
@@ -91,19 +93,19 @@ class Scorers(SupervisedPool[Scorer]):
         self._on_change = on_change
         self._budgets = [RestartBudget(section.max_restarts) for _ in range(section.num_replicas)]
         self._counts = [VerifierCounts()] * section.num_replicas
-        """Last known counts of all processes of a place; by place."""
+        """Last known counts of all processes of each place."""
         self._lost_counts = [VerifierCounts()] * section.num_replicas
-        """Last known counts of lost processes; by place."""
+        """Last known counts of the lost processes of each place."""
 
     async def score(
         self, rank: int, task: Task, responses: Sequence[Response], first: int
     ) -> ScoredResponses | Unavailable:
         """Return the score of each response, from the scorer at a place.
 
-        ``first`` is the place of the first response in its group.
+        ``first`` is the index of the first response in its group.
 
         Raises:
-            ProcessLost: there is none, or it was lost before it answered.
+            ProcessLost: there is no scorer at this place, or it was lost before it answered.
             Exception: whatever the scorer raises.
         """
         scorer = self.at(rank)
@@ -118,7 +120,7 @@ class Scorers(SupervisedPool[Scorer]):
         if isinstance(scored, Unavailable):
             return scored
         self._budgets[rank].reset()
-        # Replies can arrive out of order, and counts only rise.
+        # Replies can arrive out of order, and counts only increase.
         self._counts[rank] = self._counts[rank].merged(self._lost_counts[rank] + scored.counts)
         return dataclasses.replace(scored, counts=self._counts[rank])
 
@@ -147,7 +149,7 @@ class Scorers(SupervisedPool[Scorer]):
         return self._exhausted(rank, f"it could not be started: {describe_error(error)}")
 
     def _exhausted(self, rank: int, reason: str) -> RestartsFail | None:
-        """Count a failure at a place; returns an error if its budget is used up."""
+        """Count a failure at a place; return an error if its budget is used up."""
         if self._budgets[rank].take():
             return None
         return RestartsFail(
@@ -157,8 +159,7 @@ class Scorers(SupervisedPool[Scorer]):
 
 
 ScoreCall = Callable[[Task, Sequence[Response], int], Awaitable[ScoredResponses | Unavailable]]
-"""Has a scorer score responses to a task; the number is the place of the first one in its group. May raise
-``ProcessLost``."""
+"""Scores responses to a task, given the first one's index in its group; may raise ``ProcessLost``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,12 +167,12 @@ class Unscored:
     """A group or a response that has no scores."""
 
     reason: str
-    """Why the last attempt failed; names the group."""
+    """Description of the last failure, which names the group."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Job:
-    """An item of the dispatcher: what is scored, and the future of its result."""
+    """An item of the dispatcher: the responses to score, and the future of their scores."""
 
     name: str
     task: Task
@@ -180,14 +181,15 @@ class _Job:
     result: "asyncio.Future[tuple[Score, ...] | Unscored]"
     calls: "set[asyncio.Task[None]]" = field(default_factory=set)
     problem: str = ""
-    """Why it has no scores if it is given up now, as the rest of a sentence."""
+    """Reason if it is given up now, which completes a sentence."""
 
 
 class ScorerPool:
-    """Has responses scored: an asyncio task for each assignment, and a timer for what becomes ready later.
+    """Scores responses, with an asyncio task for each assignment and a timer for items that become ready
+    later.
 
-    The deadline of a response, ``timeouts.score_s``, is kept by the scorer, which knows when it begins with a
-    response (``forgeasync.runtime.scorer``). Waiting here has no limit.
+    The deadline of a response, ``timeouts.score_s``, is enforced by the scorer, which knows when it starts on
+    a response (``forgeasync.runtime.scorer``). Waiting here has no limit.
     """
 
     def __init__(
@@ -199,7 +201,7 @@ class ScorerPool:
         retry_wait_s: float = RETRY_WAIT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``calls`` has one entry for each replica; ``isolation`` names what isolates verifiers."""
+        """``calls`` has one entry for each replica; ``isolation`` describes the isolation of verifiers."""
         self.isolation = isolation
         self._calls = tuple(calls)
         self._section = section
@@ -208,15 +210,15 @@ class ScorerPool:
         self._jobs: dict[int, _Job] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._counts = [VerifierCounts()] * len(calls)
-        """Of every replica."""
+        """Counts of each replica."""
         self._memory: MemoryPeak | None = None
 
     async def score(
         self, name: str, task: Task, responses: Sequence[Response], *, first: int = 0
     ) -> tuple[Score, ...] | Unscored:
-        """Return one score per response, or why there are none; ``name`` says in messages what is scored.
+        """Return one score per response, or why there are none; ``name`` names the responses in messages.
 
-        Waits while the queue is full. ``first`` is the place of the first response in its group. If the
+        Waits while the queue is full. ``first`` is the index of the first response in its group. If the
         caller is cancelled, the responses are withdrawn.
         """
         number = await self._dispatch.until(lambda dispatch: dispatch.submit(self._clock()))
@@ -225,12 +227,12 @@ class ScorerPool:
     def try_score(
         self, name: str, task: Task, responses: Sequence[Response], *, first: int
     ) -> "asyncio.Future[tuple[Score, ...] | Unscored] | None":
-        """Begin to score if the queue has room; else None. Cancelling the future withdraws the responses."""
+        """Start scoring if the queue has space, else return None. Cancel the future to withdraw."""
         number = self._dispatch.change(lambda dispatch: dispatch.submit(self._clock()))
         return None if number is None else self._begin(number, name, task, responses, first)
 
     def set_up(self, rank: int, is_up: bool) -> None:
-        """Note that a replica runs, or is lost with all its calls."""
+        """Record that a replica runs, or is lost with all its calls."""
         if is_up:
             self._dispatch.change(lambda dispatch: dispatch.replica_up(rank))
         else:
@@ -242,7 +244,7 @@ class ScorerPool:
         self._pump()
 
     def metrics(self) -> dict[str, float]:
-        """Return counts since the run began and the scorers' memory, under their names in metrics.jsonl."""
+        """Return counts since the run began and the scorers' memory, by their names in metrics.jsonl."""
         memory = {} if self._memory is None else self._memory.metrics("scorer")
         dispatch, counts = self._dispatch.state, self._dispatch.state.counts
         return (
@@ -284,7 +286,7 @@ class ScorerPool:
         self._pump()
 
     def _pump(self) -> None:
-        """Begin all calls that can begin now, and call this again when the next item becomes ready."""
+        """Start all calls that can start, and schedule the next call of this method for the next item."""
         now_s = self._clock()
         while (assignment := self._dispatch.change(lambda dispatch: dispatch.next(now_s))) is not None:
             job = self._jobs[assignment.item]
@@ -299,7 +301,7 @@ class ScorerPool:
             self._timer = asyncio.get_running_loop().call_later(due_s - now_s, self._pump)
 
     async def _call(self, job: _Job, assignment: Assignment) -> None:
-        """Make one call and tell the dispatcher how it ended."""
+        """Make one call and report its outcome to the dispatcher."""
         dispatch = self._dispatch.state
         scores: tuple[Score, ...] = ()
         try:
@@ -336,11 +338,14 @@ class ScorerPool:
             job.result.set_result(Unscored(reason=f"{job.name} {job.problem}"))
 
     def _checked(self, job: _Job, replica: int, answer: ScoredResponses) -> tuple[Score, ...]:
-        """Return the scores of an answer. Raises ValueError or TypeError unless each response has one.
+        """Return the scores of an answer, after a check that each response has one.
 
-        Its counts and peaks are taken in whatever becomes of the scores.
+        Its counts and memory peaks are recorded even if the scores are not used.
+
+        Raises:
+            ValueError, TypeError: a response has no score.
         """
-        # Replies can arrive out of order, and counts and peaks only rise.
+        # Replies can arrive out of order, and counts and peaks only increase.
         self._counts[replica] = self._counts[replica].merged(answer.counts)
         self._memory = largest((self._memory, answer.memory))
         scores = tuple(answer.scores)
@@ -361,9 +366,9 @@ Scoring = asyncio.Future[tuple[Score, ...] | Unscored]
 class GroupScoring:
     """Scores groups response by response, at most ``scorer.max_concurrent`` finished groups at once.
 
-    ``finished`` begins to score a response while others of its group are still sampled; ``score_group`` then
-    only waits for it. The score counts only if the group ends with the very same response: one whose
-    generator was lost can be sampled again.
+    ``finished`` starts scoring a response while others of its group are still being sampled; ``score_group``
+    then only waits for it. The score counts only if the finished group contains the same response: if a
+    generator is lost, its response can be sampled again.
     """
 
     def __init__(
@@ -373,24 +378,24 @@ class GroupScoring:
         *,
         compares: Callable[[Task], bool] = lambda task: False,
     ) -> None:
-        """``compares`` says whether a reward of the task compares the responses of a group: they are then
-        scored together, once all are there."""
+        """``compares`` returns whether a reward of the task compares the responses of a group; these are then
+        scored together, once all have ended."""
         self._pool = pool
         self._places = asyncio.Semaphore(section.max_concurrent)
         self._compares = compares
         self._early: dict[int, dict[int, tuple[Response, Scoring]]] = {}
-        """Responses of groups that are still being sampled, by group and place in it."""
+        """Responses of groups that are still being sampled, by group and index in it."""
         self._num_early = 0
 
     @property
     def isolation(self) -> str:
-        """What isolates verifiers, in words."""
+        """Description of the isolation of verifiers."""
         return self._pool.isolation
 
     def finished(self, group_id: int, task: Task, index: int, response: Response) -> None:
-        """Begin to score a response of a group that is still being sampled, if there is room for it.
+        """Start scoring a response of a group that is still being sampled, if the queue has space.
 
-        ``score_group`` or ``forget`` has to follow.
+        ``score_group`` or ``forget`` must follow.
         """
         if self._compares(task):
             return
@@ -430,7 +435,7 @@ class GroupScoring:
     ) -> tuple[Score, ...] | Unscored:
         """Return one score per response, or why there are none; ``name`` is the group's name in messages.
 
-        Responses whose scoring was begun are in ``begun``, by index.
+        ``begun`` has the scorings that were already started, by index.
         """
         begun = {} if begun is None else begun
         try:
@@ -441,7 +446,7 @@ class GroupScoring:
                     one = f"response {index} of {name}" if len(responses) > 1 else name
                     scored = self._pool.score(one, task, [responses[index]], first=index)
                     begun[index] = asyncio.ensure_future(scored)
-                # The first response without a score decides: the group has no scores then.
+                # The group has no scores if any response has none, so the first such response ends the wait.
                 for scoring in asyncio.as_completed(begun.values()):
                     if isinstance(result := await scoring, Unscored):
                         return result
@@ -452,12 +457,12 @@ class GroupScoring:
                 scoring.cancel()
 
     def metrics(self) -> dict[str, float]:
-        """Return counts since the run began and the scorers' memory, under their names in metrics.jsonl."""
+        """Return counts since the run began and the scorers' memory, by their names in metrics.jsonl."""
         return self._pool.metrics() | {"score/num_early": self._num_early}
 
 
 async def start_scorer(procs: ProcessManager, config: RunConfig) -> GroupScoring:
-    """Start the processes of the scorers; returns what scores groups with them."""
+    """Start the scorers' processes; return the scoring of groups with them."""
     section = config.scorer
     sources = (*named_sources(config.data), *named_sets(config.evaluation))
 
@@ -499,7 +504,7 @@ async def start_scorer(procs: ProcessManager, config: RunConfig) -> GroupScoring
 
 
 def _compares(source: NamedSource) -> bool:
-    """Whether a reward of a source gets all responses of a group at once."""
+    """Return whether a reward of a source scores all responses of a group at once."""
     return any(isinstance(one, PythonReward) and one.scores is ScoredUnit.GROUP for one in source.rewards)
 
 

@@ -1,13 +1,13 @@
 """Detects generators that are slower than their peers: a pure policy on the times of their decode steps.
 
-A decode step adds one token to every sequence, and takes longer with more sequences. So steps are compared
-only with those of peers at a similar load, within a factor of two. A generator's ratio is the time of its
-steps in the last ``WINDOW_S`` seconds, divided by what the same steps would have taken at the median of its
-peers. It is slow while the ratio is above a factor.
+A decode step adds one token to every sequence, and takes longer with more sequences. Therefore steps are
+compared only with those of peers at a similar load, within a factor of two. A generator's ratio is the time
+of its steps in the last ``WINDOW_S`` seconds, divided by the time that the same steps would take at the
+median pace of its peers. It is slow while the ratio is above a factor.
 
-If no peer has a similar load, a lower bound of the ratio counts if it is above the factor. Without evidence
-the time for which a generator was slow does not change; a single generator never has any. Prefills and
-updates are not decode steps (``generator/reports.py``).
+If no peer has a similar load, a lower bound of the ratio is used if it is above the factor. Without evidence,
+the time for which a generator counts as slow does not change; a single generator never has evidence. Prefills
+and updates are not decode steps (``generator/reports.py``).
 """
 
 import statistics
@@ -17,32 +17,32 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 WINDOW_S = 10.0
-"""Seconds for which steps are compared."""
+"""Length of the window in which steps are compared, in seconds."""
 
 MIN_STEPS = 20
-"""Comparable steps in a window that are enough evidence."""
+"""Number of comparable steps in a window that is enough evidence."""
 
 MIN_BUSY_S = 5.0
-"""Seconds of comparable steps that are enough evidence, however few the steps."""
+"""Duration of comparable steps that is enough evidence, even if the steps are few, in seconds."""
 
 MIN_STEPS_OF_PEER = 5
-"""Steps in the window that a peer needs at a load to be compared with."""
+"""Minimum number of a peer's steps at a load, within the window, for a comparison."""
 
 SUSPECT_S = 15.0
-"""A generator that has been slow for this long gets no new groups. One long step counts for a window."""
+"""Seconds of being slow after which a generator gets no new groups; a long step counts for a window."""
 
 REPLACE_S = 40.0
-"""A generator that has been slow for this long is replaced."""
+"""Time of being slow after which a generator is replaced, in seconds."""
 
 Counts = Mapping[int, tuple[int, float]]
-"""Number of steps and the seconds that they took since a generator started, by load."""
+"""Number of steps and their total seconds since a generator started, by load."""
 
 
 class Pace(StrEnum):
-    """How a generator compares."""
+    """Pace of a generator compared with its peers."""
 
     LIKE_PEERS = "like its peers"
-    """Or there is no evidence."""
+    """Similar pace, or no evidence."""
     SUSPECT = "suspect"
     SLOW = "slow"
 
@@ -50,13 +50,13 @@ class Pace(StrEnum):
 @dataclass(slots=True)
 class _Seen:
     heard: deque[tuple[float, Counts]] = field(default_factory=deque)
-    """Counts with their times. The first is as old as the window, or older."""
+    """Counts with the times of their arrival; the first is at least as old as the window."""
     slow_s: float = 0.0
-    """For how long it has been slow."""
+    """Time for which the generator has been slow."""
     ratio: float | None = None
 
     def within(self) -> dict[int, tuple[int, float]]:
-        """Steps in the window, by load."""
+        """Return the number and the seconds of the steps in the window, by load."""
         first, last = self.heard[0][1], self.heard[-1][1]
         steps = {}
         for load, (num_steps, took_s) in last.items():
@@ -67,7 +67,7 @@ class _Seen:
 
 
 class SlowReplicas:
-    """Compares the pace of all generators. Times are passed in."""
+    """Compares the pace of all generators. The caller passes in the times."""
 
     def __init__(self, factor: float) -> None:
         """``factor`` is ``generator.slow_factor``."""
@@ -88,7 +88,7 @@ class SlowReplicas:
         self._seen.pop(number, None)
 
     def restart(self) -> None:
-        """Discard all counts, because the process that compares them was stopped for a while."""
+        """Discard all counts, because the comparing process was stopped for a while."""
         self._judged_s = None
         for seen in self._seen.values():
             seen.heard.clear()
@@ -103,7 +103,7 @@ class SlowReplicas:
         for number, seen in self._seen.items():
             seen.ratio = _ratio(number, steps)
             if seen.ratio is None and (least := _least_ratio(number, steps)) is not None:
-                # The true ratio may be higher: a bound below the factor is no evidence.
+                # The true ratio may be higher, so a bound below the factor is no evidence.
                 seen.ratio = least if least > self._factor else None
             if seen.ratio is not None:
                 seen.slow_s = seen.slow_s + passed_s if seen.ratio > self._factor else 0.0
@@ -112,14 +112,14 @@ class SlowReplicas:
         return bool(seen.heard) and seen.heard[-1][0] > now_s - WINDOW_S
 
     def pace(self, number: int) -> Pace:
-        """Return how a generator compares, as of the last ``judge``."""
+        """Return the pace of a generator at the last ``judge``."""
         seen = self._seen.get(number)
         if seen is None or seen.slow_s < SUSPECT_S:
             return Pace.LIKE_PEERS
         return Pace.SLOW if seen.slow_s >= REPLACE_S else Pace.SUSPECT
 
     def ratio(self, number: int) -> float | None:
-        """Return the times of a generator's steps divided by those of its peers; None without evidence."""
+        """Return the time of a generator's steps divided by that of its peers; None without evidence."""
         seen = self._seen.get(number)
         return None if seen is None else seen.ratio
 
@@ -141,10 +141,10 @@ def _ratio(number: int, steps: Mapping[int, Mapping[int, tuple[int, float]]]) ->
 
 
 def _least_ratio(number: int, steps: Mapping[int, Mapping[int, tuple[int, float]]]) -> float | None:
-    """Return a lower bound of the ratio, for loads that no peer has.
+    """Return a lower bound of the ratio, from loads that no peer has.
 
-    More sequences take no less time, and no more than in proportion to their number; loads are numbers of
-    bits, so that a number is within a factor of two of another with as many.
+    The time of a step rises with the number of sequences, but at most in proportion. A load is the bit length
+    of that number, so that numbers of equal load differ by less than a factor of two.
     """
     own = steps.get(number, {})
     num_steps, took_s, most_s = 0, 0.0, 0.0

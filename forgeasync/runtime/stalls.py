@@ -1,4 +1,4 @@
-"""Whether a run has stalled, and what its tasks and threads are waiting for.
+"""Detects stalls of a run, and describes what its tasks and threads wait for.
 
 ``StallPolicy`` is pure; times are passed in. It compares a run that reports no fault with its own history:
 
@@ -9,10 +9,10 @@
 Each rule also has a floor. During the first ``NUM_STEPS`` steps, which compile models and fill caches, only
 the first rule applies, with its own floor; their quiet times are not part of the history.
 
-``awaited_calls`` reads what the tasks of this process wait for from their coroutines: a waiting task is a
-chain of coroutines, each awaiting the next. ``read_stacks`` reads the Python stacks of another process with
-py-spy. That process may be stopped, because its memory is read from outside. The kernel must allow it: the
-same user and, with Yama's ptrace_scope at 1, more rights than that.
+``awaited_calls`` finds what the tasks of this process wait for: a waiting task is a chain of coroutines, each
+awaiting the next. ``read_stacks`` reads the Python stacks of another process with py-spy. That process may be
+stopped, because its memory is read from outside. The kernel must allow this: it requires the same user and,
+with Yama's ptrace_scope at 1, further rights.
 """
 
 import asyncio
@@ -41,10 +41,10 @@ FIRST_FLOOR_S = 300.0
 NUM_STEPS = 3
 
 MAX_CALLS = 8
-"""Most calls that are named."""
+"""Maximum number of calls in a description."""
 
 MAX_SOURCE = 80
-"""Most characters of a line of code."""
+"""Maximum number of characters of a line of code."""
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -55,26 +55,26 @@ ROOMS = ("forgeasync", "apps")
 """Folders with a run's own code."""
 
 LIMIT_S = 10.0
-"""Time limit of reading a process, in seconds. A large one takes seconds if every core is busy."""
+"""Time limit of reading a process, in seconds; a large one takes seconds if every core is busy."""
 
 MAX_THREADS = 4
-"""Most threads that are shown, the most informative first."""
+"""Maximum number of threads in a description, the most informative first."""
 
 MAX_FRAMES = 7
-"""Most frames of a thread that are shown, from the innermost."""
+"""Maximum number of frames of a thread in a description, starting with the innermost."""
 
 MAX_CHARACTERS = 1500
 
 NUM_ATTEMPTS = 3
-"""Attempts to read a process. One that runs changes its stack meanwhile, which can make an attempt fail."""
+"""Attempts to read a process; an attempt can fail if the process changes its stack meanwhile."""
 
 PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
 
 OWN = ("forgeasync/", "apps/", "examples/")
-"""Parts of paths of a run's own code."""
+"""Parts of paths that identify a run's own code."""
 
 IDLE = ("threading.py", "queue.py", "selectors.py", "concurrent/futures/thread.py")
-"""Files in which the innermost frame of a waiting thread is."""
+"""Files that contain the innermost frame of a waiting thread."""
 
 STATES = {
     psutil.STATUS_STOPPED: "it was stopped by a signal; ",
@@ -85,7 +85,7 @@ STATES = {
 
 
 class Progress(StrEnum):
-    """What progresses in a run."""
+    """Kinds of progress in a run."""
 
     STEP = "optimizer step"
     TOKENS = "sampled token"
@@ -95,20 +95,20 @@ class Progress(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stall:
-    """A run has stalled."""
+    """Report of a stalled run."""
 
     is_whole: bool
-    """Whether nothing progresses at all; otherwise only optimizer steps do not."""
+    """Whether nothing progresses at all; otherwise only optimizer steps have stalled."""
     quiet_s: float
     longest_s: float
-    """Longest quiet time before."""
+    """Longest quiet time before the stall."""
     since_s: Mapping[Progress, float]
-    """Seconds since each kind of progress, or since the watch began."""
+    """Seconds since each kind of progress, or since the start of the monitoring."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumed:
-    """A stalled run progresses again."""
+    """Report that a stalled run progresses again."""
 
     quiet_s: float
 
@@ -126,9 +126,10 @@ class StallPolicy:
         self.num_found = 0
 
     def look(self, passed_s: float, marks: Mapping[Progress, Hashable]) -> Stall | Resumed | None:
-        """Take in the marks of each kind of progress; a mark that changed means progress.
+        """Process the marks of each kind of progress, and return a change of state, if any.
 
-        ``passed_s`` is the time since the previous call. A stall is returned once.
+        A changed mark means progress. ``passed_s`` is the time since the previous call. A stall is returned
+        once.
         """
         quiet_s, step_s = min(self._since_s.values()) + passed_s, self._since_s[Progress.STEP] + passed_s
         moved = {kind for kind in marks if kind in self._marks and marks[kind] != self._marks[kind]}
@@ -149,7 +150,7 @@ class StallPolicy:
         return resumed or self._find()
 
     def rest(self) -> None:
-        """Ignore the time so far, because the reason for the delay is known and handled."""
+        """Reset all times, because the reason for the delay is known and handled."""
         self._since_s = dict.fromkeys(Progress, 0.0)
         self._stall = None
 
@@ -174,9 +175,9 @@ class StallPolicy:
 def awaited_calls(tasks: "Iterable[asyncio.Task[Any]]", about: Sequence[str] = ()) -> str:
     """Return in one line what tasks wait for: the loop, its line, and the innermost function of the call.
 
-    A call that several tasks wait for is named once, with their number. If ``about`` is given, only tasks
-    whose code contains one of these words are named, if there are any. Tasks that sleep between polls, that
-    supervise processes, or that are not a run's own code are left out. Tasks of apps come first.
+    A call that several tasks wait for is named once, with their number. With ``about``, only tasks whose code
+    contains one of these words are named, if there are any. Tasks that sleep between polls, that supervise
+    processes, or that run no code of the run are left out. Tasks of apps come first.
     """
     found: Counter[tuple[bool, str]] = Counter()
     relevant: Counter[tuple[bool, str]] = Counter()
@@ -197,7 +198,7 @@ def awaited_calls(tasks: "Iterable[asyncio.Task[Any]]", about: Sequence[str] = (
 
 
 def _own_frames(task: "asyncio.Task[Any]") -> list[FrameType]:
-    """Return a task's frames in a run's code, outermost first; none if the task polls or supervises."""
+    """Return a task's frames in the run's code, outermost first; none if the task polls or supervises."""
     own: list[FrameType] = []
     for frame in _chain(task.get_coro()):
         if frame.f_code.co_name == "sleep" and frame.f_code.co_filename.endswith("asyncio/tasks.py"):
@@ -234,7 +235,7 @@ def _chain(waiting: object) -> Iterator[FrameType]:
 
 
 def _place(frame: FrameType) -> str:
-    """Return the path of a frame's code relative to the repository; empty if it is not a run's own code."""
+    """Return the path of a frame's code relative to the repository; empty for code of others."""
     path = Path(frame.f_code.co_filename)
     if not path.is_relative_to(REPOSITORY):
         return ""
@@ -303,7 +304,7 @@ def _scope() -> str:
 
 
 def describe(threads: Sequence[Thread]) -> str:
-    """Describe threads in one line. Those that compute or are in a run's own code come first."""
+    """Describe threads in one line; those that compute or are in the run's own code come first."""
     if not threads:
         return "it has no Python thread"
     counts = Counter(_describe_thread(one) for one in sorted(threads, key=_rank))
@@ -319,7 +320,7 @@ def _waits(thread: Thread) -> bool:
 
 
 def _is_own(thread: Thread) -> bool:
-    """Whether a run's own code is on the thread's stack."""
+    """Return whether the run's own code is on the thread's stack."""
     return any(part in frame.filename for frame in thread.frames for part in OWN)
 
 

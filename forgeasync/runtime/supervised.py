@@ -39,19 +39,19 @@ BEAT_S = 1.0
 """Seconds between an answer and the next heartbeat."""
 
 SEEN_S = 20.0
-"""Time for the end of a process to be noticed after a call to it has failed."""
+"""Time limit for the end of a process to be noticed after a call to it has failed, in seconds."""
 
 END_S = 10.0
-"""Time for a killed process to be gone."""
+"""Time limit for a killed process to end, in seconds."""
 
 RETRY_S = 1.0
 """Seconds between two attempts to start a process."""
 
 PEER_END_S = 1.0
-"""Time for a process to end that its peers have lost: their error comes within milliseconds of its end."""
+"""Time limit for checking whether a process has ended: its peers fail within milliseconds of its end."""
 
 ANSWER_S = LIMIT_S + 2.0
-"""Time limit of reading the stacks of a process on its host."""
+"""Time limit for reading the stacks of a process on its host, in seconds."""
 
 CALLERS = {
     Role.TRAINER: ("trainer",),
@@ -61,7 +61,7 @@ CALLERS = {
     Role.ENVIRONMENT: ("environment", "episode"),
     Role.BUFFER: ("buffer",),
 }
-"""Words in the names of the code that calls a role."""
+"""Words in the names of functions that call each role."""
 
 T = TypeVar("T")
 ActorT = TypeVar("ActorT")
@@ -69,11 +69,11 @@ LocalActorT = TypeVar("LocalActorT", bound=Actor)
 
 
 class ActorDied(RuntimeError):
-    """A process ended, or one of its actors failed outside of a call, and the run cannot go on without it."""
+    """A process ended, or one of its actors failed outside of a call, and the run cannot continue."""
 
 
 class ProcessLost(RuntimeError):
-    """A process ended before it answered. What it was doing is lost."""
+    """A process ended before it answered; its work is lost."""
 
 
 class RestartsFail(RuntimeError):
@@ -81,15 +81,15 @@ class RestartsFail(RuntimeError):
 
 
 def call_limit(timeouts: TimeoutSection, key: str, call: str) -> AbstractAsyncContextManager[None]:
-    """End the body after the time that ``timeouts`` has under ``key``; see ``deadline``."""
+    """Limit the body to the time that ``timeouts`` has under ``key``; see ``deadline``."""
     return deadline(getattr(timeouts, key), call=call, key=f"timeouts.{key}")
 
 
 async def unless_lost(work: Awaitable[T], loss: Awaitable[object], error: Callable[[], Exception]) -> T:
-    """Return what ``work`` returns, unless ``loss`` comes first.
+    """Return the result of ``work``, unless ``loss`` completes first; the other one is cancelled.
 
     Raises:
-        Exception: ``error()`` if ``loss`` came, or what ``loss`` or ``work`` raised. The other is cancelled.
+        Exception: ``error()`` if ``loss`` completed first, or the exception of ``loss`` or ``work``.
     """
     working, losing = asyncio.ensure_future(work), asyncio.ensure_future(loss)
     try:
@@ -117,7 +117,7 @@ class Proc:
     host: Host
 
     async def has_ended(self) -> bool:
-        """Whether it has ended; False if its host does not answer, which is reported elsewhere."""
+        """Return whether the process has ended; False if its host does not answer (reported elsewhere)."""
         call = f"looking for {self.role} rank {self.rank}"
         try:
             async with deadline(PEER_END_S, call=call, key="PEER_END_S in supervised.py"):
@@ -126,13 +126,13 @@ class Proc:
             return False
 
     async def until_ended(self) -> None:
-        """Wait for its end."""
+        """Wait until the process has ended."""
         while not await self.has_ended():
             await asyncio.sleep(LOOK_S)
 
 
 async def first_ended(procs: Sequence[Proc], *, within_s: float) -> Proc | None:
-    """Return a process that has ended, or ends ``within_s``; None if all run. Checks at least once."""
+    """Return a process that has ended or ends within ``within_s``, else None. Checks at least once."""
     loop = asyncio.get_running_loop()
     end_s = loop.time() + within_s
     while True:
@@ -156,7 +156,8 @@ class Heartbeat(Generic[T]):
         key: str,
         heard: Callable[[T], None] = lambda answer: None,
     ) -> None:
-        """``ask`` is answered from the actor's event loop, within ``limit_s`` (config key ``key``).
+        """``ask`` sends a heartbeat, which the actor's event loop answers within ``limit_s`` (config key
+        ``key``).
 
         ``heard`` is called with each answer.
         """
@@ -166,11 +167,11 @@ class Heartbeat(Generic[T]):
         self._asked_s = self._looked_s = time.monotonic()
         self._rest_s = 0.0
         self.silent_s = 0.0
-        """How long the open heartbeat has had no answer."""
+        """Time that the open heartbeat has been without an answer."""
         self.last: T | None = None
         """The last answer."""
         self.error: BaseException | None = None
-        """What the last heartbeat failed with, if it did."""
+        """Error of the last heartbeat; None if it succeeded."""
 
     def look(self) -> str | None:
         """Process an answer, or send the next heartbeat; returns a message after a silence of ``limit_s``.
@@ -204,7 +205,7 @@ class Heartbeat(Generic[T]):
         return has_asked and time.monotonic() - self._asked_s > BEAT_S
 
     def stop(self) -> None:
-        """Wait for no further answer."""
+        """Cancel the open heartbeat."""
         if self._question is not None:
             self._question.cancel()
 
@@ -216,23 +217,23 @@ class Spawned(Generic[ActorT]):
     actor: ActorT
     pid: int
     stop: Callable[[], Awaitable[None]]
-    """Release its mesh in Monarch; the process may have ended."""
+    """Releases the process's mesh in Monarch, also after its end."""
     host: Host = field(default_factory=lambda: LocalHost(LOCAL_HOST_ID, []))
     mark: str | None = None
-    """Mark in the environment of everything that it starts, which identifies these after its end."""
+    """Mark in the environment of all processes that it starts, which identifies them after its end."""
     in_flight: Path | None = None
-    """Folder on its host where a generator logs its tokens in flight; None: it does not."""
+    """Folder on its host where a generator logs its tokens in flight; None: it does not log them."""
 
 
 class ProcessReady(Protocol):
-    """What an actor answers once it is set up."""
+    """Answer of an actor once it is set up."""
 
     @property
     def pid(self) -> int: ...
 
     @property
     def mark(self) -> str:
-        """Mark in the environment of everything that the process starts."""
+        """Mark in the environment of all processes that this process starts."""
         ...
 
 
@@ -245,13 +246,13 @@ async def spawn_local(
     call: str,
     timeouts: TimeoutSection,
 ) -> Spawned[LocalActorT]:
-    """Start a process on the controller's machine, in a mesh that can be stopped alone, and set it up.
+    """Start a process on the controller's machine and set it up, in a mesh that can be stopped separately.
 
     ``call`` names this in messages.
 
     Raises:
         DeadlineExceeded: ``set_up`` took longer than ``timeouts.setup_s``.
-        Exception: whatever ``set_up`` raises. The process is stopped then.
+        Exception: whatever ``set_up`` raises; the process is then stopped.
     """
     mesh = spawn_role(this_host(), role, num_procs=1)
     actor = mesh.spawn(name, actor_type, *arguments)
@@ -265,10 +266,10 @@ async def spawn_local(
 
 
 class Supervised(Generic[ActorT]):
-    """One process of a pool, as its callers see it."""
+    """One process of a pool, from a caller's point of view."""
 
     def __init__(self, pool: "SupervisedPool[Any]", spawned: Spawned[ActorT], rank: int, number: int) -> None:
-        """``rank`` is its place in the pool. ``number`` is unique: its replacement has another one."""
+        """``rank`` is its place in the pool. ``number`` is unique in the pool, also among replacements."""
         self._pool = pool
         self.spawned, self.actor = spawned, spawned.actor
         self.pid, self.host = spawned.pid, spawned.host
@@ -279,11 +280,11 @@ class Supervised(Generic[ActorT]):
         self.lost = asyncio.Event()
 
     async def call(self, make: Callable[[], Awaitable[T]]) -> T:
-        """Make a call to this process, and wait for its answer.
+        """Call this process and return its answer.
 
         Raises:
-            ProcessLost: it is lost, or became so meanwhile.
-            Exception: whatever the call raises in a process that lives.
+            ProcessLost: the process is lost, or becomes so before it answers.
+            Exception: whatever the call raises in a live process.
         """
         if self.lost.is_set():
             # Monarch returns a message to a dead process as an error of this process.
@@ -300,42 +301,42 @@ class Supervised(Generic[ActorT]):
             if is_engine_dead(error):
                 self.lose("has an engine that has died")
             elif isinstance(error, SupervisionError) or await self.proc.has_ended():
-                # The call of a process that dies can fail before its end is noticed.
+                # The call can fail before the end of the process is noticed.
                 await asyncio.sleep(SEEN_S)
                 self.lose("is gone, as a call has shown")
             raise
 
     def lose(self, what: str) -> None:
-        """Give it up. ``what`` says what is wrong, as the rest of a sentence. Does nothing if it is lost."""
+        """Give the process up, unless it is lost. ``what`` is the problem, which completes a sentence."""
         self._pool.lose(self, what)
 
     def end_calls(self) -> None:
-        """End all calls to it, and its heartbeats."""
+        """End all calls to the process, and its heartbeats."""
         self.lost.set()
         self.heartbeat.stop()
 
     def lost_error(self) -> ProcessLost:
-        """Return the error that calls end with."""
+        """Return the error for calls to a lost process."""
         return ProcessLost(f"{self.name} is gone")
 
 
 def is_engine_dead(error: BaseException | None) -> bool:
-    """Whether a call failed because its engine has died, while its process lives."""
-    # By its name: importing vLLM (0.32, vllm/v1/engine/exceptions.py) takes the controller 10 s.
+    """Return whether a call failed because its engine has died while the process lives."""
+    # Compared by name, because importing vLLM (0.32, vllm/v1/engine/exceptions.py) takes the controller 10 s.
     return isinstance(error, ActorError) and type(error.exception).__name__ == "EngineDeadError"
 
 
 def kill_marked(mark: str) -> None:
-    """Kill what a process with this mark has started; it may have outlived the process."""
+    """Kill all processes that a process with this mark has started; they may have outlived it."""
     with suppress(NotEnded):
         end_all(partial(marked_processes, mark), limit_s=END_S)
 
 
-# --- Why a process does not answer ---
+# --- Diagnosis of a process that does not answer ---
 
 
 async def stacks_of(host: Host, pid: int) -> str:
-    """Return the Python stacks of a process in one line, or why they are not known."""
+    """Return the Python stacks of a process in one line, or why they cannot be read."""
     try:
         async with asyncio.timeout(ANSWER_S):
             return await host.read_stacks(pid)
@@ -344,8 +345,8 @@ async def stacks_of(host: Host, pid: int) -> str:
 
 
 async def diagnose_hang(role: Role, *procs: Proc) -> str:
-    """Return in one line the stacks of processes of a role, and the calls that wait for the role."""
-    # First: the calls may end while the stacks are read.
+    """Return the stacks of a role's processes, and the controller's calls that wait for it, in one line."""
+    # Read the calls first, since they may end while the stacks are read.
     calls = awaited_calls(asyncio.all_tasks() - {asyncio.current_task()}, CALLERS[role])
     stacks = await asyncio.gather(*(stacks_of(one.host, one.pid) for one in procs))
     if len(stacks) > 1:
@@ -358,27 +359,27 @@ async def diagnose_hang(role: Role, *procs: Proc) -> str:
 
 @dataclass(slots=True)
 class RestartBudget:
-    """Limits how often processes are started again."""
+    """Limits restarts by the number of consecutive failures."""
 
     max_in_a_row: int
-    """Failures in a row after which another start follows."""
+    """Maximum number of consecutive failures that are each followed by another start."""
     num_in_a_row: int = 0
 
     def take(self) -> bool:
-        """Count a failure; return whether another start may follow."""
+        """Count a failure; return whether another start is allowed."""
         self.num_in_a_row += 1
         return self.num_in_a_row <= self.max_in_a_row
 
     def reset(self) -> None:
-        """Note that a process works."""
+        """Reset the count, because a process works."""
         self.num_in_a_row = 0
 
 
 class BackgroundTasks:
-    """Tasks that nobody waits for; their errors are logged."""
+    """Tasks that run in the background; their errors are logged."""
 
     def __init__(self, owner: str) -> None:
-        """``owner`` names whose tasks they are in the log."""
+        """``owner`` names the owner of the tasks in the log."""
         self._owner = owner
         self._tasks: set[asyncio.Future[None]] = set()
 
@@ -394,12 +395,12 @@ class BackgroundTasks:
             logger.warning("in the background of %s: %s", self._owner, describe_error(error), exc_info=error)
 
     def cancel(self) -> None:
-        """Cancel all tasks, and wait for none of them."""
+        """Cancel all tasks without waiting for them."""
         for task in tuple(self._tasks):
             task.cancel()
 
     async def close(self) -> None:
-        """Cancel all tasks, and those that they start meanwhile; returns when they have ended."""
+        """Cancel all tasks, and those that they start meanwhile, and wait until they have ended."""
         while self._tasks:
             self.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -409,10 +410,10 @@ ReplicaT = TypeVar("ReplicaT", bound=Supervised[Any])
 
 
 class SupervisedPool(Generic[ReplicaT]):
-    """The processes of one role. Subclasses say what differs between roles, above all what a loss means."""
+    """The processes of one role; subclasses define role-specific behavior, such as the effect of a loss."""
 
     after_loss = ""
-    """End of the report of a loss, which says what happens next."""
+    """End of the report of a loss, which describes what happens next."""
 
     def __init__(
         self,
@@ -426,11 +427,11 @@ class SupervisedPool(Generic[ReplicaT]):
         listing: ProcessListFile,
         title: str | None = None,
     ) -> None:
-        """``spawn`` starts and sets up a process, given its place and a number that no other one has had.
+        """``spawn`` starts and sets up a process, given its place and a unique number.
 
-        Its actor answers ``beat`` within ``heartbeat_s`` (config key ``heartbeat_key``) if it is well. Losses
-        and recoveries are reported to ``faults``; ``listing`` has the processes that there are. ``title`` is
-        what a process is called in the listing; None: by its role.
+        A healthy actor answers ``beat`` within ``heartbeat_s`` (config key ``heartbeat_key``). Losses and
+        recoveries are reported to ``faults``, and ``listing`` lists the live processes. ``title`` names the
+        processes in the listing; None: the role does.
         """
         self.role = role
         self.title = role.value if title is None else title
@@ -445,57 +446,57 @@ class SupervisedPool(Generic[ReplicaT]):
         """Processes that were killed and may not have ended yet."""
         self._has_started = False
         self._failure: Exception | None = None
-        """Why the pool has given up."""
+        """Error with which the pool has given up."""
         self._background = BackgroundTasks(self.title)
 
-    # What differs between roles.
+    # Methods that subclasses override.
 
     def name_of(self, rank: int, number: int) -> str:
         """Return the name of a process in messages."""
         return f"{self.title} {rank}"
 
     def _begin(self, rank: int) -> int:
-        """Return the number of a process that is about to be started."""
+        """Return the number for a process that will be started next."""
         return next(self._numbers)
 
     async def _join(self, replica: ReplicaT) -> None:
-        """Do what a process that is set up needs before its first call."""
+        """Prepare a process that is set up for its first call."""
 
     def _heard(self, replica: ReplicaT, answer: Any) -> None:
         """Process the answer to a heartbeat."""
 
     def _look_at(self, replica: ReplicaT) -> str | None:
-        """Check a process that runs; returns what is wrong with it if it has to be replaced."""
+        """Check a live process; return the problem if it must be replaced, else None."""
         return replica.heartbeat.look()
 
     def _has_joined(self, replica: ReplicaT, fault: Fault | None) -> None:
-        """Note that a process can be called; ``fault`` is the loss after which it was started."""
+        """Record that a process can be called; ``fault`` is the loss that it recovers from, if any."""
         if fault is not None:
             self._faults.recovered(fault, f"was replaced by process {replica.pid}")
 
     def _is_lost(self, replica: ReplicaT, fault: Fault) -> bool:
-        """Note that a process is lost; returns whether another one starts at its place."""
+        """Record the loss of a process; return whether another one starts at its place."""
         return True
 
     async def _clean_up(self, replica: ReplicaT) -> None:
-        """End a process that is lost."""
+        """End a lost process."""
         await self._end(replica)
 
     def _dies_at_the_end(self, replica: ReplicaT) -> bool:
-        """Whether ``close`` has to kill a process, because nobody else ends it."""
+        """Return whether ``close`` must kill a process, because nothing else ends it."""
         return True
 
     def _failed(self, rank: int, number: int, error: Exception) -> Exception | None:
-        """Note that a start has failed; returns an error if the restart budget is used up."""
+        """Record that a start has failed; return an error if the restart budget is used up."""
         raise NotImplementedError
 
-    # What they share.
+    # Methods that all roles share.
 
     async def start(self, num_places: int) -> None:
-        """Start a process at each place.
+        """Start one process at each place.
 
         Raises:
-            Exception: what kept one of them from starting.
+            Exception: the first error of a start.
         """
         starts = [asyncio.create_task(self._start(rank)) for rank in range(num_places)]
         try:
@@ -507,7 +508,7 @@ class SupervisedPool(Generic[ReplicaT]):
         self._has_started = True
 
     def heartbeat_of(self, replica: ReplicaT) -> Heartbeat[Any]:
-        """Return the heartbeat of a process."""
+        """Return a new heartbeat for a process."""
         return Heartbeat(
             replica.actor.beat.call_one,
             limit_s=self._heartbeat_s,
@@ -517,22 +518,22 @@ class SupervisedPool(Generic[ReplicaT]):
 
     @property
     def replicas(self) -> tuple[ReplicaT, ...]:
-        """The processes that are not lost, by rank."""
+        """The live processes, by rank."""
         return tuple(sorted(self._replicas.values(), key=lambda one: one.rank))
 
     def get(self, number: int) -> ReplicaT | None:
-        """Return a process that is not lost, by its number."""
+        """Return the live process with this number, or None."""
         return self._replicas.get(number)
 
     def at(self, rank: int) -> ReplicaT | None:
-        """Return the process that has a place now."""
+        """Return the live process at a place, or None."""
         return next((one for one in self._replicas.values() if one.rank == rank), None)
 
     async def watch(self) -> None:
         """Supervise the processes until cancelled.
 
         Raises:
-            Exception: the pool has given up; see ``_failure``.
+            Exception: the error with which the pool has given up.
         """
         while True:
             await asyncio.sleep(LOOK_S)
@@ -541,7 +542,7 @@ class SupervisedPool(Generic[ReplicaT]):
                 raise self._failure
 
     async def _look(self) -> None:
-        """Check every process, and give up those with which something is wrong."""
+        """Check every process, and give up those with a problem."""
         replicas = self.replicas
         have_ended = await asyncio.gather(*(one.proc.has_ended() for one in replicas))
         for replica, has_ended in zip(replicas, have_ended, strict=True):
@@ -551,10 +552,10 @@ class SupervisedPool(Generic[ReplicaT]):
                 self.lose(replica, what, await diagnose_hang(self.role, replica.proc))
 
     def lose(self, replica: ReplicaT, what: str, evidence: str | None = None) -> None:
-        """Give a process up: all calls to it end, it is killed, and another one is started.
+        """Give up a process: all calls to it end, it is killed, and its replacement is started.
 
-        ``what`` says what is wrong, as the rest of a sentence, and ``evidence`` what the process was doing.
-        Does nothing if it is lost already.
+        ``what`` completes a sentence about it with the problem; ``evidence`` describes what it was doing.
+        Does nothing if the process is already lost.
         """
         if self._replicas.pop(replica.number, None) is None:
             return
@@ -572,7 +573,7 @@ class SupervisedPool(Generic[ReplicaT]):
             await self._start(replica.rank, fault)
 
     async def _start(self, rank: int, fault: Fault | None = None) -> None:
-        """Start a process at a place, as often as the budget allows."""
+        """Start a process at a place, with as many attempts as the budget allows."""
         while True:
             number = self._begin(rank)
             try:
@@ -593,7 +594,7 @@ class SupervisedPool(Generic[ReplicaT]):
                 return
 
     async def _set_up(self, rank: int, number: int) -> ReplicaT:
-        """Start a process, and let it join; it is killed if that fails."""
+        """Start a process and let it join; kill it if that fails."""
         replica = self._replica_type(self, await self._spawn(rank, number), rank, number)
         try:
             await self._join(replica)
@@ -604,7 +605,7 @@ class SupervisedPool(Generic[ReplicaT]):
         return replica
 
     async def _end(self, replica: ReplicaT) -> None:
-        """Kill a process with all that it has started, and wait until it has given back its GPUs."""
+        """Kill a process and everything that it has started, and wait until its GPUs are free."""
         self._ending[replica.number] = replica
         await replica.host.kill(replica.pid)
         if replica.spawned.mark is not None:
@@ -618,12 +619,12 @@ class SupervisedPool(Generic[ReplicaT]):
         self._ending.pop(replica.number, None)
 
     async def close(self) -> None:
-        """Start nothing more, and kill the processes that nobody else ends, within ``END_S``."""
+        """Stop all starts, and kill the processes that nothing else ends, within ``END_S``."""
         await self._background.close()
         for replica in self._replicas.values():
             replica.heartbeat.stop()
         doomed = {one.number: one for one in self._replicas.values() if self._dies_at_the_end(one)}
         for replica in doomed.values():
-            # Calls in flight fail, which is no loss.
+            # Calls in flight fail, which does not count as a loss.
             replica.lost.set()
         await asyncio.gather(*(self._end(one) for one in (self._ending | doomed).values()))

@@ -1,10 +1,10 @@
-"""The teacher actor: a generator that does not sample. It says how likely its model finds what others did.
+"""The teacher actor: a generator that does not sample, but scores tokens that others have sampled.
 
-It takes versions of weights as generators do. For the collecting loop it writes groups once more, with the
-teacher's log-probabilities beside what the generator recorded: one new file in the same host's shared memory.
-Whoever asked frees the file of before. ``TaughtGroups`` does so also for a teacher that is a server.
+It loads versions of weights like a generator. For the collecting loop, it rewrites groups with the teacher's
+log-probabilities beside the generator's records, to a new file in the same host's shared memory. The caller
+frees the previous file. ``TaughtGroups`` also does this for a teacher that is a server.
 
-The process of an engine imports this module, which imports little: vLLM looks at all that is imported there.
+Engine processes import this module, so it imports little: vLLM inspects everything that is imported there.
 """
 
 import asyncio
@@ -33,8 +33,8 @@ from forgeasync.rollouts import (
 from forgeasync.runtime.generator import GeneratorActor
 
 ScoreTokens = Callable[[np.ndarray, int, np.ndarray | None], Awaitable[TeacherRecord]]
-"""What a teacher says of token ids [S] behind the first so many, and of given ids [T, K] at their places, or
-of its likeliest ones (None); raises ValueError where it cannot."""
+"""Teacher's record of token ids [S] after the given number of them, and of given ids [T, K] at their
+positions, or of its likeliest ids (None). Raises ValueError if the teacher cannot compute it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,12 +43,12 @@ class TeacherFailure:
 
     problem: str
     is_full: bool = False
-    """Whether the payload store had no room: another attempt changes nothing."""
+    """Whether the payload store has no space, so that another attempt would fail too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaughtGroups:
-    """Where groups are stored, and what the teacher computes for their tokens."""
+    """Storage of groups, and what the teacher computes for their tokens."""
 
     teacher: str
     folder: Path
@@ -56,16 +56,16 @@ class TaughtGroups:
     host_id: str
     capacity_bytes: int
     num_ids: int
-    """Ids that the teacher is asked for at each token."""
+    """Number of ids that the teacher scores at each token."""
     needs_student_ids: bool
-    """Whether these are ids that the policy could have drawn, and not the teacher's likeliest."""
+    """Whether these are ids that the policy could have drawn, instead of the teacher's likeliest."""
     vocab_size: int
     """Size of the policy's vocabulary."""
 
     async def teach(
         self, rollouts: Sequence[StoredRollout], reads: Sequence[TeacherReads], score: ScoreTokens
     ) -> tuple[StoredRollout, ...] | TeacherFailure:
-        """The rollouts of a group, with new references: to a file that has the teacher's record too.
+        """Return the rollouts of a group with references to a new file, which adds the teacher's records.
 
         ``reads`` is what the teacher reads before each rollout's response.
         """
@@ -86,7 +86,7 @@ class TaughtGroups:
         try:
             records = await asyncio.gather(*asked)
         except ValueError as error:
-            # WrongTeacherRecord, or the teacher refuses the tokens: too many, or not of its vocabulary.
+            # A WrongTeacherRecord, or a refusal of the tokens: too many, or not in the teacher's vocabulary.
             return TeacherFailure(problem=str(error))
         finally:
             for one in asked:
@@ -95,8 +95,8 @@ class TaughtGroups:
             *(arrays for _, arrays in prompts.values()),
             *(response | record.arrays() for response, record in zip(responses, records, strict=True)),
         ]
-        # A writer for this file alone: whoever frees it is another process, and the controller's budget
-        # counts its bytes.
+        # This writer is for one file only: another process frees it, and the controller's budget counts its
+        # bytes.
         writer = PayloadWriter(self.folder, self.host_id, self.capacity_bytes)
         try:
             refs = await asyncio.to_thread(writer.write_group, payloads)
@@ -158,8 +158,7 @@ class TeacherActor(GeneratorActor):
 
     @concurrent_endpoint
     async def open(self, groups: TaughtGroups) -> None:
-        """Know where groups are and what is asked of them, and find out if the engine can. Follows
-        ``setup``."""
+        """Set the storage of groups and what to compute, and check the engine; follows ``setup``."""
         self._groups = groups
         if groups.needs_student_ids:
             await self._score(np.zeros(2, np.int32), 1, np.zeros((1, groups.num_ids), np.int32))

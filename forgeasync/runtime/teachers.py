@@ -1,11 +1,11 @@
-"""Teachers: models that say how likely they find the tokens that the policy sampled.
+"""Teachers: models that compute log-probabilities of the tokens that the policy sampled.
 
-A teacher is engines of the run (a ``GeneratorPool`` of ``TeacherActor``), or a server. Its engines may take
-versions of the policy's weights, as generators do. ``Teaching`` sends each sampled group to the teacher of
-its task's source, and writes the group anew with the teacher's record.
+A teacher is either engines of the run (a ``GeneratorPool`` of ``TeacherActor``) or a server. Its engines may
+load versions of the policy's weights, as generators do. ``Teaching`` sends each sampled group to the teacher
+of its task's source, which rewrites the group with its records.
 
-Who waits for whom: the collecting loop waits for a group's teacher before the buffer takes the group as
-finished. A group whose engine is lost goes to another one.
+Who waits for whom: the collecting loop waits for a group's teacher before the buffer receives the group as
+finished. If an engine is lost, its group goes to another one.
 """
 
 import asyncio
@@ -62,54 +62,54 @@ TEACHER_HOST = 0
 
 @dataclass(slots=True, kw_only=True)
 class MovingTeacher:
-    """The engines of one teacher as a reader of published weights."""
+    """A teacher's engines as a consumer of published weights."""
 
     name: str
     source: TeacherSource
     router: GeneratorRouter
     num_updates: int = 0
-    """Versions that an engine has swapped in, added up over engines."""
+    """Number of swaps to a new version, summed over engines."""
     num_rescored: int = 0
-    """Scores that a swap has cut, and that were computed anew under the new weights."""
+    """Number of scores that a swap interrupted and that were recomputed with the new weights."""
 
     @property
     def weights(self) -> WeightSet:
-        """The weights of a version that it takes."""
+        """Set of weights that it loads of each version."""
         return WeightSet.AVERAGE if isinstance(self.source, AveragedPolicy) else WeightSet.POLICY
 
     @property
     def wanted(self) -> int:
-        """The newest version that its engines should have."""
+        """Newest version that its engines should have."""
         return self.router.pool.table.state.newest
 
     def published(self, version: int) -> None:
-        """Note that a version can be fetched; the engines take it if it is due."""
+        """Record that a version can be fetched; the engines load it if it is due."""
         if self.source.is_due(version, newest=self.wanted):
             self.router.published(version)
 
     async def until_current(self, version: int) -> None:
-        """Wait until healthy engines have what is due at ``version``."""
+        """Wait until the healthy engines have the version that is due at ``version``."""
         await self.router.pool.table.until(
             lambda table: table.has_healthy and not self.source.is_due(version, newest=table.served)
         )
 
     def taken(self, swapped: SwappedReplica) -> None:
-        """Count an engine as one that scores under the version that it has swapped in."""
+        """Record that an engine scores with the version that it has swapped in."""
         self.num_updates += 1
         self.num_rescored += swapped.report.num_recomputed
         self.router.taken(swapped.number)
 
 
 LONGEST_WAIT_S = 15.0
-"""Longest time between two requests to a server that is down, for each group that waits."""
+"""Maximum time between two requests of a waiting group to an unavailable server, in seconds."""
 
 
 class TeacherModel(Protocol):
-    """What scores the tokens of groups: engines of the run, or a server."""
+    """Scores the tokens of groups, with engines of the run or a server."""
 
     @property
     def version(self) -> int:
-        """Version of its weights; it starts with 0."""
+        """Version of its weights, starting at 0."""
         ...
 
     async def teach(
@@ -118,15 +118,15 @@ class TeacherModel(Protocol):
         """See ``TaughtGroups.teach``.
 
         Raises:
-            ProcessLost: what it was asked of is gone.
-            RewardUnavailable: it is not there now.
+            ProcessLost: the engine is lost.
+            RewardUnavailable: the server is unavailable.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PoolTeacher:
-    """Engines of the run, which are supervised as generators are."""
+    """Engines of the run, which are supervised like generators."""
 
     pool: GeneratorPool
 
@@ -150,7 +150,7 @@ class EndpointTeacher:
     groups: TaughtGroups
     client: "TeacherClient"
     room: asyncio.Semaphore
-    """Requests at once."""
+    """Limits concurrent requests."""
 
     @property
     def version(self) -> int:
@@ -169,25 +169,25 @@ class EndpointTeacher:
 
 @dataclass(slots=True, kw_only=True)
 class Teacher:
-    """One teacher, and the limit of groups that it gets at once."""
+    """One teacher, and its limit of concurrent groups."""
 
     name: str
     section: TeacherSection
     model: TeacherModel
     prompts: TeacherPrompts
     room: asyncio.Semaphore
-    """Limits the groups in flight. Waiting for it does not count against the deadline of a group."""
+    """Limits the groups in flight; waiting for it does not count against a group's deadline."""
 
 
 @dataclass(slots=True)
 class OutageBackoff:
-    """How long a group has waited for a server that is down."""
+    """Waits of one group for an unavailable server."""
 
     _since_s: float | None = None
     _num_waits: int = 0
 
     def wait_s(self, section: TeacherSection, error: RewardUnavailable, now_s: float) -> float | None:
-        """Seconds until the server is asked again; None: the group has waited for long enough."""
+        """Return the seconds until the next request; None if the group has waited for long enough."""
         assert section.endpoint is not None, "engines of the run are lost, not away"
         self._since_s = now_s if self._since_s is None else self._since_s
         if now_s - self._since_s >= section.endpoint.max_unavailable_s:
@@ -199,14 +199,14 @@ class OutageBackoff:
 
 @dataclass(slots=True)
 class Teaching:
-    """All teachers of a run; there are none if the loss needs none."""
+    """All teachers of a run; empty if the loss needs none."""
 
     by_source: Mapping[str, Teacher] = field(default_factory=dict)
-    """The teacher of each source of data."""
+    """Teacher of each data source."""
     score_limit_s: float = 60.0
-    """``timeouts.score_s``: time for one attempt at a group."""
+    """Time limit of one attempt at a group (``timeouts.score_s``), in seconds."""
     moving: tuple[MovingTeacher, ...] = ()
-    """Teachers that take published versions."""
+    """Teachers that load published versions."""
     _num_retried: int = 0
     _num_failed: int = 0
     _num_tokens: int = 0
@@ -215,7 +215,7 @@ class Teaching:
     _busy_s: float = 0.0
 
     def needs_scores(self, task: Task) -> bool:
-        """Whether what a task's teacher reads depends on the scores of the group."""
+        """Return whether the prompt of a task's teacher depends on the scores of the group."""
         return bool(self.by_source) and self.by_source[task.source].section.needs_scores
 
     async def teach(
@@ -225,10 +225,10 @@ class Teaching:
         rollouts: tuple[StoredRollout, ...],
         scores: Sequence[Score] | None = None,
     ) -> tuple[StoredRollout, ...] | TeacherFailure:
-        """The rollouts of a group with references to a file of their own, which has their teacher's record.
+        """Return the rollouts of a group with references to a new file that has their teacher's records.
 
-        The file of before is still there. Without teachers the group comes back as it is. ``scores`` are
-        needed where ``needs_scores`` says so.
+        The previous file remains. Without teachers the group is returned unchanged. ``scores`` are required
+        if ``needs_scores`` returns True.
         """
         if not self.by_source:
             return rollouts
@@ -248,7 +248,7 @@ class Teaching:
         rollouts: Sequence[StoredRollout],
         scores: Sequence[Score] | None,
     ) -> tuple[TeacherReads, ...]:
-        """What the teacher reads before each rollout's response."""
+        """Return what the teacher reads before each rollout's response."""
         section, prompts = teacher.section, teacher.prompts
         if not section.needs_scores:
             return (prompts.of_task(section.prompt, task),) * len(rollouts)
@@ -306,7 +306,7 @@ class Teaching:
             self._num_retried += 1
 
     def metrics(self) -> dict[str, float]:
-        """Return counts since the command started, under their names in metrics.jsonl; none without one."""
+        """Return counts since the command started, by name in metrics.jsonl; empty without teachers."""
         if not self.by_source:
             return {}
         return {
@@ -325,7 +325,7 @@ class Teaching:
 async def start_teachers(
     procs: ProcessManager, config: RunConfig, facts: ModelFacts, prompts: PromptEncoder
 ) -> Teaching:
-    """Start the engines of all teachers, after the generators: they share their folders of payloads.
+    """Start the engines of all teachers, after the generators, whose payload folders they share.
 
     ``facts`` and ``prompts`` are the policy's.
     """
@@ -386,7 +386,7 @@ async def _start_teacher(
         vocab_size=facts.vocab_size,
     )
     if section.endpoint is not None:
-        # Only runs with such a teacher need the SDK that it imports.
+        # Only runs with such a teacher need the SDK that this imports.
         from forgeasync.scoring import TeacherClient
 
         num_at_once = section.endpoint.max_concurrent
@@ -423,7 +423,7 @@ async def _start_pool(
         lora=config.lora if section.moves else None,
         payload_capacity_bytes=groups.capacity_bytes,
         gpu_bytes=least_bytes(total_bytes(dict(teacher_memory(config, Machine.GPU))[name])),
-        # Given ids have the sampled one among them.
+        # The given ids include the sampled one.
         num_scored_ids=groups.num_ids + groups.needs_student_ids,
     )
 
@@ -462,5 +462,5 @@ async def _start_pool(
 
 
 def _max_context_length(config: RunConfig, name: str) -> int:
-    # vLLM samples one token behind those that it is asked about.
+    # vLLM samples one token after those that it scores.
     return config.teachers[name].max_context_length or config.model.max_context_length + 1

@@ -1,10 +1,11 @@
-"""The trainer actor: a thin shell around one rank of the policy trainer.
+"""The trainer actor: one rank of the policy trainer.
 
 Consumes packed rows, or references to rollouts, from the training loop; produces weight versions in its
-staging buffers. All ranks get every call at the same time and wait for each other inside its collectives.
+staging buffers. All ranks get every call at the same time and wait for each other in its collectives.
 
-Whatever touches the model or a collective runs in one thread, in the order of the calls. A version's copies,
-checksums and transport run beside it: the next optimizer step waits for the copies, generators for all of it.
+Everything that uses the model or a collective runs in one thread, in the order of the calls. A version's
+copies, checksums and transport run concurrently: the next optimizer step waits for the copies, generators for
+all of it.
 """
 
 import asyncio
@@ -77,30 +78,31 @@ T = TypeVar("T")
 
 
 class OrderedThread:
-    """Runs functions one after the other; the callers are coroutines of one event loop.
+    """Runs functions one after another in a thread; the callers are coroutines of one event loop.
 
-    Monarch 0.7.0 starts concurrent endpoints in the order in which one caller has called them
-    (``monarch.actor.concurrent_endpoint``), on every rank. A call that asks for its turn before it waits for
-    anything else keeps that order, so that collectives of different calls meet on no rank in another order.
+    Monarch 0.7.0 starts concurrent endpoints in the order of one caller's calls
+    (``monarch.actor.concurrent_endpoint``), on every rank. A call that requests its turn before it waits for
+    anything else keeps that order, so that all ranks run the collectives of different calls in the same
+    order.
     """
 
     def __init__(self, name: str) -> None:
         self._turn = asyncio.Lock()
-        """Wakes those who wait in the order in which they came."""
+        """Wakes waiting calls in the order of their arrival."""
         self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        # A thread that is stuck in a collective must not keep its process alive.
+        # The thread is a daemon, so that a stuck collective does not keep the process alive.
         threading.Thread(target=self._serve, name=name, daemon=True).start()
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
-        """Wait until the calls that came before have ended; those that come later wait for the body."""
+        """Wait until earlier calls have ended; later calls wait for the body."""
         async with self._turn:
             yield
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Run ``work`` in the thread; to be called in one's turn. Raises what ``work`` raises.
+        """Run ``work`` in the thread, within the caller's turn. Raises what ``work`` raises.
 
-        A coroutine that is cancelled here leaves ``work`` running: what comes later waits behind it.
+        If the calling coroutine is cancelled, ``work`` continues, and later work waits for it.
         """
         assert self._turn.locked(), "a call that is not in its turn"
         result: Future[T] = Future()
@@ -111,7 +113,7 @@ class OrderedThread:
             try:
                 found = work()
             except BaseException as error:
-                # As in the standard executors: who waits gets it, whatever it is.
+                # As in the standard executors: the caller gets any exception.
                 result.set_exception(error)
             else:
                 result.set_result(found)
@@ -120,42 +122,42 @@ class OrderedThread:
         return await asyncio.wrap_future(result)
 
     async def call(self, work: Callable[[], T]) -> T:
-        """Run ``work`` in its turn."""
+        """Run ``work`` in the caller's turn."""
         async with self.turn():
             return await self.run(work)
 
     def _serve(self) -> None:
         while True:
-            # Nothing is kept here of work that is done: its arguments may be large.
+            # No reference to finished work is kept here: its arguments may be large.
             self._work.get()()
 
 
 logger = logging.getLogger(__name__)
 
 AGAIN_S = 0.5
-"""Seconds until the generators of a host are asked once more."""
+"""Seconds until the generators of a host are called again."""
 
 
 class PayloadOwners:
-    """Generators by host: any of a host shows what lies in its shared memory."""
+    """Generators by host; each can expose the payloads in its host's shared memory."""
 
     def __init__(self) -> None:
         self._generators: Mapping[str, Sequence[GeneratorActor]] = {}
         self._changed = asyncio.Event()
 
     def change(self, generators: Mapping[str, Sequence[GeneratorActor]]) -> None:
-        """Set the generators that there are now; reads from others begin again."""
+        """Set the live generators; reads from others start again."""
         self._generators = generators
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def read(self, ref: PayloadRef, reader: RemotePayloadReader, *, limit_s: float) -> Arrays:
-        """Read a payload by way of any generator of its host, as soon as one shows it.
+        """Read a payload through any generator of its host, as soon as one exposes it.
 
         Raises:
             PayloadNotFound: the file was freed, or never existed.
-            PayloadTorn: the bytes that arrived are not those that were written.
-            DeadlineExceeded: no generator has shown it within ``limit_s``.
+            PayloadTorn: the bytes that arrived differ from those that were written.
+            DeadlineExceeded: no generator has exposed it within ``limit_s``.
         """
         call = f"reading payload {ref.payload_id} of host {ref.host_id}"
         async with deadline(limit_s, call=call, key="timeouts.weights_s"):
@@ -170,17 +172,18 @@ class PayloadOwners:
                     except _Changed:
                         break
                     except Exception:
-                        # Whatever Monarch raises for an owner that is gone; its replacement shows the same.
+                        # Monarch raises various errors for a lost owner; its replacement exposes the same
+                        # payloads.
                         logger.warning("cannot read payload %s; trying again", ref.payload_id, exc_info=True)
                 await happens_within(AGAIN_S, changed.wait())
 
 
 class _Changed(Exception):
-    """The generators are others now."""
+    """The generators have changed."""
 
 
 PAYLOAD_TIMEOUT_S = 60
-"""Seconds for reading one payload from another host."""
+"""Time limit of reading one payload from another host, in seconds."""
 
 
 class TrainerActor(Actor):
@@ -194,22 +197,22 @@ class TrainerActor(Actor):
         self._built: PolicyTrainer | None = None
         self._checkpoints: CheckpointWriter | None = None
         self._publications: dict[int, Publication] = {}
-        """Versions on their way, by slot."""
+        """Versions that are being staged, by slot."""
         self._memory = MemoryMonitor(with_descendants=True)
         self._owners = PayloadOwners()
 
     @concurrent_endpoint
     async def setup(self, setup: TrainerSetup, host_id: str) -> int:
-        """Join the process group and build the model; returns the data-parallel rank of this proc.
+        """Join the process group and build the model; return the data-parallel rank of this process.
 
         Raises:
-            ValueError: as ``PolicyTrainer``.
+            ValueError: as in ``PolicyTrainer``.
         """
         self._section = setup.section
         self._bad_steps = setup.bad_steps
         self._host_id = host_id
         self._payloads = PayloadReader(host_id)
-        # The model's folder has its tokenizer too.
+        # The model's folder includes the tokenizer.
         self._places = TokenPlaces(setup.checkpoint)
         self._remote_payloads = RemotePayloadReader(PAYLOAD_TIMEOUT_S)
         data_rank = await self._thread.call(lambda: self._build(setup))
@@ -217,13 +220,13 @@ class TrainerActor(Actor):
         return data_rank
 
     def _build(self, setup: TrainerSetup) -> int:
-        # TorchTitan takes seconds to import: only the processes that train import it.
+        # TorchTitan takes seconds to import, so only processes that train import it.
         from forgeasync.models import DEVICE_TYPE
         from forgeasync.trainer import CheckpointWriter, PolicyTrainer
 
         backend = "gloo" if DEVICE_TYPE == "cpu" else "cpu:gloo,cuda:nccl"
         if DEVICE_TYPE != "cpu":
-            # The only GPU that this process sees; LOCAL_RANK counts those of the host.
+            # This process sees only this GPU; LOCAL_RANK counts the GPUs of the host.
             torch.accelerator.set_device_index(0)
         dist.init_process_group(backend)
         # Recomputation in the backward pass needs this thread's mesh context.
@@ -244,23 +247,23 @@ class TrainerActor(Actor):
 
     @concurrent_endpoint
     async def beat(self) -> None:
-        """Answer, to show that the event loop runs; the thread that computes may be busy."""
+        """Answer, to show that the event loop runs; the computing thread may be busy."""
 
     @concurrent_endpoint
     async def snapshot_bytes(self) -> int:
-        """Bytes of shared memory that this rank's snapshots take."""
+        """Return the bytes of shared memory that this rank's snapshots need."""
         return await self._thread.call(lambda: self._trainer.snapshot_bytes())
 
     @concurrent_endpoint
     async def open_snapshots(self, folder: Path, every_steps: int, at_most: int) -> int:
-        """Go on from the newest snapshot that all ranks have, and take snapshots; returns the version."""
+        """Continue from the newest snapshot of all ranks, and start taking snapshots; return its version."""
         return await self._thread.call(
             lambda: self._trainer.open_snapshots(folder, every_steps=every_steps, at_most=at_most)
         )
 
     @concurrent_endpoint
     async def finish_snapshot(self) -> int | None:
-        """Wait for the snapshot that was begun last; returns the version of this rank's newest whole one.
+        """Wait for the last snapshot that was begun; return the version of this rank's newest complete one.
 
         No other call waits for this one.
         """
@@ -270,7 +273,7 @@ class TrainerActor(Actor):
     async def connect(
         self, generators: Mapping[str, Sequence[GeneratorActor]], payload_limit_s: float
     ) -> None:
-        """Set the generators that are asked for payloads of other hosts, by host; they change.
+        """Set the generators, by host, that expose payloads of other hosts; call again when they change.
 
         A payload that cannot be read for ``payload_limit_s`` (``timeouts.weights_s``) is an error.
         """
@@ -279,7 +282,7 @@ class TrainerActor(Actor):
 
     @concurrent_endpoint
     async def train_rows(self, rows: list[PackedRow]) -> StepResult:
-        """One optimizer step; these are this data rank's rows."""
+        """Make one optimizer step on this data rank's rows."""
         async with self._thread.turn():
             with doing(State.COMPUTING), span("train", {"version": self._trainer.policy_version}):
                 result = await self._thread.run(lambda: self._trainer.train_step(rows))
@@ -287,12 +290,12 @@ class TrainerActor(Actor):
         return dataclasses.replace(result, memory=self._memory.peak())
 
     async def _keep_if_bad(self, result: StepResult, rows: list[PackedRow]) -> StepResult:
-        """Write the rows of a bad step to a file, for looking at; the result says if that has failed."""
+        """Write the rows of a bad step to a file for inspection; the result records if that fails."""
         if result.skip_reason is None or self._bad_steps is None:
             return result
         folder = bad_batch_folder(self._bad_steps, result.policy_version)
         try:
-            # Compressing takes a while, and heartbeats have to be answered.
+            # Compression takes time, and heartbeats must be answered.
             await asyncio.to_thread(write_rows, folder, rows, rank=self._rank, reason=result.skip_reason)
         except OSError as error:
             return dataclasses.replace(result, not_kept=f"rows of trainer rank {self._rank}: {error}")
@@ -300,7 +303,7 @@ class TrainerActor(Actor):
 
     @concurrent_endpoint
     async def train_items(self, minibatches: list[list[list[TrainingItem]]]) -> StepResult:
-        """A batch of rollouts by reference, an optimizer step for each of its minibatches of rows.
+        """Train on a batch of rollouts by reference, with one optimizer step for each minibatch of rows.
 
         Their arrays are read here, once.
 
@@ -311,7 +314,7 @@ class TrainerActor(Actor):
             trained_version = self._trainer.policy_version
             start_s = time.perf_counter()
             self._num_read = {"shared": 0, "remote": 0, "disk": 0}
-            # The rollouts of a group share their prompt's payload: it is read once.
+            # The rollouts of a group share their prompt's payload, which is read once.
             prompts: dict[str, Arrays] = {}
             facts = {"version": trained_version}
             with doing(State.FETCHING), span("read rollouts", facts):
@@ -336,7 +339,7 @@ class TrainerActor(Actor):
     async def _read_payload(self, ref: PayloadRef) -> Arrays:
         if ref.host_id in (self._host_id, EVERY_HOST):
             self._num_read["disk" if ref.host_id == EVERY_HOST else "shared"] += 1
-            # Views: packing copies them out, before the group can be freed.
+            # These are views; packing copies them before the group can be freed.
             return self._payloads.read(ref, copy=False)
         self._num_read["remote"] += 1
         return await self._owners.read(ref, self._remote_payloads, limit_s=self._payload_limit_s)
@@ -361,7 +364,7 @@ class TrainerActor(Actor):
 
     @concurrent_endpoint
     async def lay_out_weights(self, dtype: Dtype) -> RankLayout:
-        """Agree with the other ranks on who publishes what; what this one publishes."""
+        """Agree with the other ranks on who publishes what; return what this rank publishes."""
 
         def lay_out() -> WeightPublisher:
             weights = self._trainer.published_weights()
@@ -374,7 +377,7 @@ class TrainerActor(Actor):
     async def open_staging(
         self, folder: Path, transport: TransportChoice, generator_hosts: frozenset[str]
     ) -> StagingSource:
-        """Allocate the staging buffers in a folder of this host; how generators reach them."""
+        """Allocate the staging buffers in a folder of this host; return how generators reach them."""
         async with self._thread.turn():
             return await self._publisher.open(
                 folder, build_transport(transport), generator_hosts=generator_hosts
@@ -382,9 +385,9 @@ class TrainerActor(Actor):
 
     @concurrent_endpoint
     async def begin_staging(self, slot: int) -> float:
-        """Begin to copy this rank's part of the current weights into a staging buffer.
+        """Start copying this rank's part of the current weights into a staging buffer.
 
-        Returns the seconds it took; after them the next call may train. ``finish_staging`` has to follow.
+        Returns the seconds that this took; then the next call may train. ``finish_staging`` must follow.
 
         Raises:
             NonFiniteWeights: on every rank, if any rank's weights have nan or inf.
@@ -410,29 +413,29 @@ class TrainerActor(Actor):
 
     @concurrent_endpoint
     async def begin_checkpoint(self, folder: Path, run_state: bytes, keep: int) -> None:
-        """Start to write a checkpoint beside training."""
+        """Start writing a checkpoint while training continues."""
         await self._thread.call(
             lambda: self._trainer.begin_checkpoint(folder, run_state=run_state, keep=keep)
         )
 
     @concurrent_endpoint
     async def finish_checkpoint(self) -> None:
-        """Wait until the checkpoint begun last is on the disk."""
+        """Wait until the last checkpoint that was begun is on disk."""
         await self._thread.call(lambda: self._trainer.finish_checkpoint())
 
     @concurrent_endpoint
     async def is_writing_checkpoint(self) -> bool:
-        """Whether the checkpoint begun last is still being written; waits for no other call."""
+        """Return whether the last checkpoint is still being written; waits for no other call."""
         return self._checkpoints is not None and self._checkpoints.is_writing
 
     @concurrent_endpoint
     async def policy_version(self) -> int:
-        """Which weights this rank has, once the calls before this one have ended."""
+        """Return the version of this rank's weights, once earlier calls have ended."""
         return await self._thread.call(lambda: self._trainer.policy_version)
 
     @concurrent_endpoint
     async def save_hf(self, folder: Path, source: Path) -> int:
-        """Write the weights as a Hugging Face folder; returns their version.
+        """Write the weights as a Hugging Face folder; return their version.
 
         Raises:
             NonFiniteWeights: on every rank, if any rank's weights have nan or inf.

@@ -1,4 +1,4 @@
-"""All ranks of the trainer as one: every call goes to all ranks, and each gets only its own rows."""
+"""The trainer mesh: every call goes to all ranks, and each rank gets only its own rows."""
 
 import asyncio
 import dataclasses
@@ -38,17 +38,17 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 PEERS_S = 5.0
-"""Seconds for the other ranks to end their call once one rank has failed in it."""
+"""Time limit for other ranks to end their call after one rank has failed in it, in seconds."""
 
 
 class TrainerMesh:
-    """The trainer mesh behind deadlines.
+    """The ranks of the trainer, with deadlines for their calls.
 
-    A rank works on one call after the other. So calls wait for their turn here, and the time that a call may
-    take begins when the ranks are free: staging weights behind a long train step does not use up its own.
-    Staging has its turn until its copies have begun; the rest of it goes on beside the calls that follow.
+    A rank processes one call after another. Calls wait for their turn here, so that their deadlines start
+    when the ranks are free: waiting for a long training step does not use up the time for staging weights.
+    Staging keeps its turn until its copies have begun; the rest runs concurrently with the calls that follow.
 
-    Every call raises ``DeadlineExceeded`` where the ranks took longer than the config allows.
+    Every call raises ``DeadlineExceeded`` if the ranks take longer than the config allows.
     """
 
     def __init__(self, actors: TrainerActor, num_procs: int, timeouts: TimeoutSection) -> None:
@@ -58,31 +58,31 @@ class TrainerMesh:
         self._data_ranks: list[int] = []
         self._turn = asyncio.Lock()
         self._stuck_by: Exception | None = None
-        """The error of a rank for which others wait in a collective."""
+        """Error of a rank that others wait for in a collective."""
         self._staged = "the initial weights"
         self._layout: WeightLayout | None = None
         self._sources: list[StagingSource] = []
         self._dtype: Dtype | None = None
         self._staging: tuple[Sequence[Path], TransportChoice, frozenset[str]] | None = None
-        """What the staging buffers were opened with: folders, transport and hosts of generators."""
+        """Arguments of the open staging buffers: folders, transport and hosts of generators."""
         self.members: tuple[Proc, ...] = ()
-        """The process of each rank, by rank."""
+        """Process of each rank."""
 
     @property
     def is_stuck(self) -> bool:
-        """Whether some ranks wait in a collective for one that has failed: they answer no call any more."""
+        """Whether some ranks wait in a collective for one that has failed, and answer no more calls."""
         return self._stuck_by is not None
 
     async def _on_every_rank(
         self, make: Callable[[TrainerActor, int], Awaitable[T]], call: str, key: str
     ) -> list[T]:
-        """Return the ranks' replies by rank, once the calls before this one have ended.
+        """Return the ranks' replies by rank, once earlier calls have ended.
 
-        ``make`` makes the call to a rank, given its actor and number; ``key`` is that of its limit in
-        ``timeouts``, and ``call`` names it in messages.
+        ``make`` calls one rank, given its actor and number. ``key`` is the call's limit in ``timeouts``, and
+        ``call`` names it in messages.
 
         Raises:
-            Exception: a rank's own error, also that of a call before which has left other ranks in a
+            Exception: a rank's own error, or that of an earlier call that has left other ranks in a
                 collective: gloo ends ranks that meet in the collectives of two calls.
         """
         await self._turn.acquire()
@@ -94,7 +94,7 @@ class TrainerMesh:
             async with self._deadline(call, key):
                 return await self._together(make)
 
-        # Ranks go on where the caller is cancelled: the next call's turn comes when they are done.
+        # Ranks continue if the caller is cancelled; the next call gets its turn when they are done.
         work = asyncio.create_task(answers())
         work.add_done_callback(self._end_turn)
         return await asyncio.shield(work)
@@ -103,7 +103,7 @@ class TrainerMesh:
         return call_limit(self._timeouts, key, f"the trainer {call}")
 
     async def _together(self, make: Callable[[TrainerActor, int], Awaitable[T]]) -> list[T]:
-        """Return all replies, or raise the first error once the other ranks have ended too or cannot."""
+        """Return all replies, or raise the first error once the other ranks have ended too or are stuck."""
         answers = [asyncio.ensure_future(make(actor, rank)) for rank, actor in enumerate(self._ranks)]
         try:
             return list(await asyncio.gather(*answers))
@@ -116,11 +116,11 @@ class TrainerMesh:
     def _end_turn(self, work: asyncio.Task[object]) -> None:
         self._turn.release()
         if not work.cancelled():
-            # Nobody else asks for the error where the caller was cancelled.
+            # If the caller was cancelled, nothing else retrieves the error.
             work.exception()
 
     async def setup(self, setup: TrainerSetup, *, host_ids: Sequence[str]) -> None:
-        """Build the model on every rank; ``host_ids`` says by rank where each of them is."""
+        """Build the model on every rank; ``host_ids`` has the host of each rank."""
         self._data_ranks = await self._on_every_rank(
             lambda actor, rank: actor.setup.call_one(setup, host_ids[rank]), "building its model", "setup_s"
         )
@@ -137,17 +137,17 @@ class TrainerMesh:
 
     @property
     def weight_layout(self) -> WeightLayout:
-        """What ``lay_out_weights`` has laid out."""
+        """The layout that ``lay_out_weights`` has returned."""
         assert self._layout is not None
         return self._layout
 
     @property
     def num_data_ranks(self) -> int:
-        """Ranks that see different rows; the others share theirs (tensor parallelism)."""
+        """Number of ranks with different rows; tensor-parallel ranks share theirs."""
         return max(self._data_ranks) + 1
 
     async def connect(self, generators: GeneratorRouter) -> None:
-        """Let every rank read payloads that lie on the generators' hosts."""
+        """Let every rank read payloads on the generators' hosts."""
         limit_s = self._timeouts.weights_s
         await self._on_every_rank(
             lambda actor, _: actor.connect.call_one(generators.actors, limit_s),
@@ -156,13 +156,13 @@ class TrainerMesh:
         )
 
     async def generators_changed(self, generators: GeneratorRouter) -> None:
-        """Tell every rank which generators there are now; also ranks that wait for a payload of one."""
+        """Send the live generators to every rank, including ranks that wait for a payload."""
         limit_s = self._timeouts.weights_s
         async with call_limit(self._timeouts, "weights_s", "telling the trainer of generators"):
             await asyncio.gather(*(rank.connect.call_one(generators.actors, limit_s) for rank in self._ranks))
 
     async def train_rows(self, rows_by_data_rank: list[list[PackedRow]], *, step: int) -> StepResult:
-        """One optimizer step; as many rows for every data rank."""
+        """Make one optimizer step, with the same number of rows for every data rank."""
         return await self._make_step(
             lambda rank, data_rank: rank.train_rows.call_one(rows_by_data_rank[data_rank]), step
         )
@@ -170,7 +170,7 @@ class TrainerMesh:
     async def train_items(
         self, minibatches: list[list[list[list[TrainingItem]]]], *, step: int
     ) -> StepResult:
-        """An optimizer step on each minibatch of a batch, which has items by data rank and row.
+        """Make an optimizer step on each minibatch of a batch, which has items by data rank and row.
 
         Every rank reads the arrays of its own rows.
         """
@@ -182,12 +182,12 @@ class TrainerMesh:
     async def _make_step(
         self, train: Callable[[TrainerActor, int], Awaitable[StepResult]], step: int
     ) -> StepResult:
-        """Have every rank train on what belongs to its data rank."""
+        """Let every rank train on the data of its data rank."""
         results = await self._on_every_rank(
             lambda actor, rank: train(actor, self._data_ranks[rank]), f"making step {step}", "train_step_s"
         )
         self._staged = f"the weights of step {step}"
-        # All else is the same on every rank, or the first one's.
+        # Everything else is equal on all ranks, or that of the first one.
         return dataclasses.replace(
             results[0],
             memory=largest(result.memory for result in results),
@@ -196,19 +196,19 @@ class TrainerMesh:
         )
 
     async def beat(self, rank: int) -> None:
-        """Return once the event loop of a rank has answered; no deadline, and no turn."""
+        """Return once the event loop of a rank has answered; without a deadline or a turn."""
         await self._ranks[rank].beat.call_one()
 
     async def snapshot_bytes(self) -> list[int]:
-        """Return the shared memory that each rank's snapshots take, by rank."""
+        """Return the shared memory that each rank's snapshots need, by rank."""
         return await self._on_every_rank(
             lambda actor, _: actor.snapshot_bytes.call_one(), "measuring its state", "setup_s"
         )
 
     async def open_snapshots(self, folders: Sequence[Path], *, every_steps: int, at_most: int) -> int:
-        """Go on from the newest snapshot in the ranks' folders, and take snapshots there.
+        """Continue from the newest snapshot in the ranks' folders, and take snapshots there.
 
-        Returns the version, which is not after ``at_most``.
+        Returns the snapshot's version, which is at most ``at_most``.
         """
         versions = await self._on_every_rank(
             lambda actor, rank: actor.open_snapshots.call_one(folders[rank], every_steps, at_most),
@@ -219,9 +219,9 @@ class TrainerMesh:
         return versions[0]
 
     async def finish_snapshot(self) -> int | None:
-        """Wait until every rank has written its snapshot begun last, beside other calls.
+        """Wait until every rank has written the last snapshot that was begun; runs beside other calls.
 
-        Returns the newest version of which all ranks have a whole one; None without any.
+        Returns the newest version that all ranks have completely, or None.
         """
         async with self._deadline("finishing its snapshot", "train_step_s"):
             versions = await self._together(lambda actor, _: actor.finish_snapshot.call_one())
@@ -229,10 +229,10 @@ class TrainerMesh:
         return min(written) if len(written) == len(versions) else None
 
     async def reopen_staging(self, before: "TrainerMesh") -> list[StagingSource]:
-        """Lay out the weights and open staging buffers as the trainer before this one had them.
+        """Lay out the weights and open staging buffers with the settings of the trainer before this one.
 
         Raises:
-            RuntimeError: this trainer lays out its weights in another way.
+            RuntimeError: this trainer lays out its weights differently.
         """
         assert before._staging is not None and before._dtype is not None
         folders, transport, generator_hosts = before._staging
@@ -256,7 +256,7 @@ class TrainerMesh:
     async def open_staging(
         self, folders: Sequence[Path], transport: TransportChoice, *, generator_hosts: frozenset[str]
     ) -> list[StagingSource]:
-        """Have every rank allocate its staging buffers in its host's folder; how to reach them, by rank."""
+        """Let every rank allocate its staging buffers in its host's folder; return their sources, by rank."""
         self._staging = folders, transport, generator_hosts
         self._sources = await self._on_every_rank(
             lambda actor, rank: actor.open_staging.call_one(folders[rank], transport, generator_hosts),
@@ -266,15 +266,15 @@ class TrainerMesh:
         return self._sources
 
     def staged(self, manifest: Manifest) -> StagedWeights:
-        """A version that was published, and how to reach it without the trainer's ranks."""
+        """Return a published version, with the way to reach it without the trainer's ranks."""
         layout = self.weight_layout.of(WeightSet.POLICY)
         return StagedWeights(manifest=manifest, layout=layout, sources=tuple(self._sources))
 
     async def stage_weights(self, slot: int, *, when_begun: Callable[[], None] = lambda: None) -> Manifest:
         """Copy the current weights into a slot of every rank's staging buffers.
 
-        Calls ``when_begun`` as soon as every rank has begun to copy. The next call may follow then: a step
-        waits for the copies only where it changes the weights.
+        Calls ``when_begun`` as soon as every rank has started copying. The next call may then follow: a
+        training step waits for the copies only when it changes the weights.
 
         Raises:
             NonFiniteWeights: the weights have nan or inf; ``when_begun`` is not called.
@@ -295,7 +295,7 @@ class TrainerMesh:
         )
 
     async def begin_checkpoint(self, folder: Path, *, run_state: bytes, keep: int) -> None:
-        """Start to write a checkpoint beside training; waits for the one before."""
+        """Start writing a checkpoint while training continues; waits for the previous one."""
         await self._on_every_rank(
             lambda actor, _: actor.begin_checkpoint.call_one(folder, run_state, keep),
             f"beginning checkpoint {folder.name}",
@@ -303,13 +303,13 @@ class TrainerMesh:
         )
 
     async def finish_checkpoint(self) -> None:
-        """Wait until the checkpoint begun last is on the disk."""
+        """Wait until the last checkpoint that was begun is on disk."""
         await self._on_every_rank(
             lambda actor, _: actor.finish_checkpoint.call_one(), "finishing its checkpoint", "train_step_s"
         )
 
     async def is_writing_checkpoint(self) -> bool:
-        """Whether a rank still writes the checkpoint begun last."""
+        """Return whether a rank is still writing the last checkpoint that was begun."""
         return any(
             await self._on_every_rank(
                 lambda actor, _: actor.is_writing_checkpoint.call_one(),
@@ -319,7 +319,7 @@ class TrainerMesh:
         )
 
     async def policy_version(self) -> int:
-        """Which weights the ranks have, once the calls before this one have ended."""
+        """Return the version of the ranks' weights, once earlier calls have ended."""
         versions = await self._on_every_rank(
             lambda actor, _: actor.policy_version.call_one(), "telling its version", "train_step_s"
         )
@@ -327,7 +327,7 @@ class TrainerMesh:
         return versions[0]
 
     async def save_hf(self, folder: Path, *, source: Path) -> int:
-        """Write the weights as a Hugging Face folder; returns their version."""
+        """Write the weights as a Hugging Face folder; return their version."""
         versions = await self._on_every_rank(
             lambda actor, _: actor.save_hf.call_one(folder, source), f"writing {folder}", "train_step_s"
         )
@@ -335,11 +335,11 @@ class TrainerMesh:
 
 
 OWN_ACTORS = ("trainer", "_SPMDActor")
-"""Begin the names of the actors in the trainer's processes; the second is Monarch's, by which ranks meet."""
+"""Prefixes of the names of the trainer's actors; ranks find each other through the second, Monarch's."""
 
 
 async def start_trainer(procs: ProcessManager, setup: TrainerSetup, timeouts: TimeoutSection) -> TrainerMesh:
-    """Start the trainer mesh, with its process group and its model; the run ends when a rank does."""
+    """Start the trainer mesh with its process group and model; the run ends when a rank does."""
     trainer = await spawn_trainer(procs, setup.section.parallel.num_procs, timeouts)
     procs.peers = list(trainer.members)
     await set_up_trainer(trainer, setup)
@@ -349,9 +349,9 @@ async def start_trainer(procs: ProcessManager, setup: TrainerSetup, timeouts: Ti
 async def spawn_trainer(
     procs: ProcessManager, num_procs: int, timeouts: TimeoutSection, *, number: int = 0
 ) -> TrainerMesh:
-    """Spawn the processes of the trainer, on the hosts and GPUs of the one before; ``number`` counts them.
+    """Spawn the processes of the trainer, on the hosts and GPUs of the previous one.
 
-    They have no model yet: see ``set_up_trainer``.
+    ``number`` counts the trainers of the run. The processes have no model until ``set_up_trainer``.
     """
     name = "trainer" if number == 0 else f"trainer-{number}"
     mesh: ProcMesh = procs.hosts.spawn(HostRole.TRAINER, name, num_procs, gpus_per_proc=1)
@@ -370,12 +370,12 @@ async def spawn_trainer(
 
 
 async def set_up_trainer(trainer: TrainerMesh, setup: TrainerSetup) -> None:
-    """Have all ranks join their process group and build the model."""
+    """Let all ranks join their process group and build the model."""
     await trainer.setup(setup, host_ids=[one.host.id for one in trainer.members])
 
 
 async def kill_trainer(trainer: TrainerMesh) -> None:
-    """Kill all ranks: those that are left wait in collectives for one that is gone, and answer nothing."""
+    """Kill all ranks: survivors wait in collectives for a dead rank, and answer no calls."""
     await asyncio.gather(*(one.host.kill(one.pid) for one in trainer.members))
 
 
@@ -388,12 +388,12 @@ async def connect_weights(
 ) -> list[str]:
     """Allocate the trainer's staging buffers, and let every generator plan how it reads them.
 
-    ``teachers`` are those that take versions; each has a receive buffer of its own. Returns in words how
-    engines take versions.
+    ``teachers`` are those that load versions; each has its own receive buffer. Returns descriptions of how
+    engines load versions.
 
     Raises:
-        ValueError: trainer and engines do not have the same tensors, the transport asked for cannot work,
-            or a host has not enough shared memory.
+        ValueError: trainer and engines have different tensors, the chosen transport cannot work, or a host
+            has too little shared memory.
     """
     trainer_hosts = procs.hosts.hosts_for(HostRole.TRAINER, trainer.num_procs)
     generator_hosts = procs.hosts.hosts_for(HostRole.GENERATORS, config.generator.num_engines)
@@ -403,7 +403,7 @@ async def connect_weights(
     readers = (*generator_hosts, *teacher_hosts)
     require_reach(transport, choice, (host.id for host in (*trainer_hosts, *readers)))
     await transport.start(procs.spawn_here)
-    # Adapters are small, and merged in float32.
+    # Adapters are small, and are merged in float32.
     dtype = config.generator.dtype if config.lora is None else Dtype.FLOAT32
     layout = await trainer.lay_out_weights(dtype)
     staged = [NUM_SLOTS * rank.num_bytes for rank in layout.ranks]
@@ -422,7 +422,7 @@ async def connect_weights(
     of_generators = folders[trainer.num_procs :]
     routes = dict.fromkeys(await generators.connect_weights(policy, sources, of_generators))
     for one in teachers:
-        # The generators of the same host have another receive buffer, in another folder.
+        # Teachers on a host have their own receive buffer, in another folder than its generators.
         (folder,) = await make_folders(one.router.pool.hosts, [layout.of(one.weights).num_bytes])
         of_engines = [folder] * len(one.router.pool.replicas)
         taken = await one.router.connect_weights(layout.of(one.weights), sources, of_engines)

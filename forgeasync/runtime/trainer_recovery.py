@@ -1,13 +1,13 @@
-"""The trainer of a run, started again when one of its ranks is gone, stopped, or stuck in a collective.
+"""Restarts the trainer when one of its ranks has died, was stopped, or is stuck in a collective.
 
-Loops of the run call the trainer through ``TrainerRecovery`` and see nothing of a restart: a call in flight
-is made again on the new trainer, which is then where the old one was when the call began. It gets there from
-the newest snapshot that all ranks have (``forgeasync.trainer.snapshots``), and by making the steps after it
-again (``forgeasync.trainer.step``). Generators go on meanwhile.
+Loops of the run call the trainer through ``TrainerRecovery`` and do not notice a restart. A call in flight is
+repeated on the new trainer, once that has the state of the old one when the call began. It restores the
+newest snapshot that all ranks have (``forgeasync.trainer.snapshots``), and repeats the later steps
+(``forgeasync.trainer.step``). Generators continue meanwhile.
 
-Three things show that a trainer is lost (``TrainerIncarnation``): the process of a rank has ended; a rank
-does not answer heartbeats, which its event loop answers while its thread computes; a call has failed in a
-collective, or has exceeded its deadline. All ranks are lost together, since they wait for each other.
+A trainer is lost (``TrainerIncarnation``) if the process of a rank has ended; if a rank does not answer
+heartbeats, which its event loop answers while its thread computes; or if a call has failed in a collective or
+exceeded its deadline. All ranks are lost together, since they wait for each other.
 """
 
 import asyncio
@@ -52,24 +52,24 @@ from forgeasync.weights import Manifest, StagedWeights
 T = TypeVar("T")
 
 COLLECTIVE_ERRORS = ("gloo", "NCCL", "ProcessGroup", "c10d")
-"""Words in errors of collectives. The rank that reports one need not be the rank that has caused it."""
+"""Words in errors of collectives; the rank that reports the error need not have caused it."""
 
 
 class TrainerIncarnation:
     """A trainer mesh from its start to its loss."""
 
     def __init__(self, mesh: TrainerMesh, procs: ProcessManager, *, heartbeat_s: float) -> None:
-        """Faults are reported to those of ``procs``; a silence of ``heartbeat_s`` is one."""
+        """Faults are reported to those of ``procs``; a silence of ``heartbeat_s`` is a fault."""
         self.mesh = mesh
         self.lost = asyncio.Event()
         self.error: Exception | None = None
-        """Why it is lost."""
+        """Reason for the loss."""
         self.faults: list[Fault] = []
         self._procs = procs
         self._heartbeat_s = heartbeat_s
 
     async def until_lost(self, *, asks: bool = True) -> None:
-        """Check the processes until the trainer is lost; with ``asks``, send heartbeats to every rank too."""
+        """Check the processes, and with ``asks`` send heartbeats to every rank, until the trainer is lost."""
         key = "trainer.recovery.heartbeat_s"
         heartbeats = [
             Heartbeat(functools.partial(self.mesh.beat, one.rank), limit_s=self._heartbeat_s, key=key)
@@ -89,20 +89,20 @@ class TrainerIncarnation:
                 heartbeat.stop()
 
     async def while_living(self, work: Awaitable[T]) -> T:
-        """Return what ``work`` returns while the trainer is set up.
+        """Return the result of ``work``, unless the trainer is lost during its setup.
 
         Raises:
-            Exception: a rank's process has ended: nobody would answer ``work`` any more.
+            Exception: a rank's process has ended, so ``work`` would never be answered.
         """
         return await unless_lost(work, self.until_lost(asks=False), self.lost_error)
 
     def lost_error(self) -> Exception:
-        """Why it is lost."""
+        """Return the reason for the loss."""
         assert self.error is not None
         return self.error
 
     async def is_lost_with(self, error: BaseException) -> bool:
-        """Whether a call has failed with ``error`` because the trainer is lost."""
+        """Return whether a call has failed with ``error`` because the trainer is lost."""
         if await first_ended(self.mesh.members, within_s=PEER_END_S) is not None:
             await self._look_at_processes()
         if self.lost.is_set():
@@ -140,7 +140,7 @@ def _name(one: Proc) -> str:
 
 
 def _is_of_collective(error: BaseException) -> bool:
-    """Whether a rank's error tells of a collective, which another rank may have broken."""
+    """Return whether a rank's error comes from a collective, which another rank may have broken."""
     return isinstance(error, RuntimeError) and any(word in str(error) for word in COLLECTIVE_ERRORS)
 
 
@@ -151,7 +151,7 @@ Minibatches = list[list[list[list[TrainingItem]]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Checkpoint:
-    """A checkpoint that was begun and may not be written yet."""
+    """A checkpoint that was begun and may be incomplete."""
 
     folder: Path
     run_state: bytes
@@ -160,7 +160,7 @@ class _Checkpoint:
 
 
 class TrainerRecovery:
-    """The trainer mesh as the loops of a run see it; ``start`` begins its supervision."""
+    """The trainer mesh for the loops of a run, with restarts; ``start`` begins its supervision."""
 
     def __init__(
         self,
@@ -174,9 +174,9 @@ class TrainerRecovery:
         tell: Callable[[str], None],
         teachers: Sequence[GeneratorRouter] = (),
     ) -> None:
-        """``trainer`` is the first one, set up and connected; ``first_version`` the one it begins with.
+        """``trainer`` is the first mesh, set up and connected; ``first_version`` is its version.
 
-        ``teachers`` take versions as ``generators`` do.
+        ``teachers`` load versions as ``generators`` do.
         """
         self._procs = procs
         self._setup = setup
@@ -192,7 +192,7 @@ class TrainerRecovery:
         self._checkpoint: _Checkpoint | None = None
         self._lost_checkpoint: Path | None = None
         self._first_error: Exception | None = None
-        """Why the trainer was lost first since the last complete step."""
+        """Reason for the first loss since the last complete step."""
         self._num_started = 1
         self._num_trained_again = 0
         self._on_new_buffers: list[Callable[[], None]] = []
@@ -200,10 +200,10 @@ class TrainerRecovery:
         self._background = BackgroundTasks("the trainer's recovery")
 
     async def start(self) -> None:
-        """Have the ranks take snapshots, and look after them from now on; nothing if the config has none.
+        """Start snapshots and supervision of the ranks; does nothing if the config has no snapshots.
 
         Raises:
-            ValueError: a host has not enough shared memory for the snapshots.
+            ValueError: a host has too little shared memory for the snapshots.
         """
         self._generators.pool.follow(self._tell_generators)
         if self._section.snapshot_every_steps is None:
@@ -212,14 +212,14 @@ class TrainerRecovery:
         hosts = [one.host for one in trainer.members]
         self._snapshot_folders = await make_folders(hosts, await trainer.snapshot_bytes())
         await self._open_snapshots(trainer)
-        # From here on this object handles their deaths.
+        # This object handles the ranks' deaths from here on.
         self._procs.peers = []
         self._procs.owned.update(OWN_ACTORS)
         self._procs.closing.append(self.close)
         self._background.start(self._look_after())
 
     async def _tell_generators(self) -> None:
-        """Tell the ranks which generators there are; those of a new trainer hear it when it starts."""
+        """Send the live generators to the ranks; a new trainer gets them when it starts."""
         await self._call(lambda mesh: mesh.generators_changed(self._generators))
 
     def _begin_life(self, trainer: TrainerMesh) -> TrainerIncarnation:
@@ -233,10 +233,10 @@ class TrainerRecovery:
         )
 
     async def watch(self) -> None:
-        """Wait until the trainer is lost for good.
+        """Wait until the trainer cannot be restarted, and raise the reason.
 
         Raises:
-            Exception: what its first loss was, always.
+            Exception: the reason for the first loss, always.
         """
         await asyncio.shield(self._failure)
 
@@ -249,14 +249,14 @@ class TrainerRecovery:
             self._failure.cancel()
 
     def when_buffers_are_new(self, act: Callable[[], None]) -> None:
-        """Call ``act`` whenever the staging buffers were replaced by empty ones."""
+        """Call ``act`` whenever the staging buffers are replaced by empty ones."""
         self._on_new_buffers.append(act)
 
     def metrics(self) -> dict[str, float]:
-        """Return counts since the command started, under their names in metrics.jsonl."""
+        """Return counts since the command started, by their names in metrics.jsonl."""
         return {"trainer/num_steps_made_again": self._num_trained_again}
 
-    # ---- what the loops of a run call
+    # ---- calls of the loops of a run
 
     @property
     def num_data_ranks(self) -> int:
@@ -265,7 +265,7 @@ class TrainerRecovery:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether the trainer answers no call any more."""
+        """Whether the trainer no longer answers calls."""
         return self._life.state.mesh.is_stuck or self._life.state.lost.is_set()
 
     def staged(self, manifest: Manifest) -> StagedWeights:
@@ -285,7 +285,7 @@ class TrainerRecovery:
         return result
 
     async def until_safe(self, step: int) -> None:
-        """Wait until nobody will read the rollouts of a complete step again."""
+        """Wait until the rollouts of a complete step will not be read again."""
         if self._section.snapshot_every_steps is not None:
             await self._steps.until(lambda steps: steps.safe_version >= step)
 
@@ -310,7 +310,7 @@ class TrainerRecovery:
         """See ``TrainerMesh``.
 
         Raises:
-            CheckpointLost: it was left unfinished, and the run has gone on from a later step; said once.
+            CheckpointLost: it was left incomplete, and the run has continued from a later step; raised once.
         """
         await self._call(lambda mesh: mesh.finish_checkpoint())
         lost, self._lost_checkpoint, self._checkpoint = self._lost_checkpoint, None, None
@@ -330,7 +330,7 @@ class TrainerRecovery:
         was_there = folder.exists()
 
         async def save(mesh: TrainerMesh) -> int:
-            # A folder gets its name last: a trainer that was lost after that has written all of it.
+            # A folder gets its name last, so a trainer that was lost after that has written all of it.
             if folder.exists() and not was_there:
                 return await mesh.policy_version()
             return await mesh.save_hf(folder, source=source)
@@ -338,12 +338,12 @@ class TrainerRecovery:
         return await self._call(save)
 
     async def _call(self, make: Callable[[TrainerMesh], Awaitable[T]]) -> T:
-        """Make a call, and make it again on the next trainer whenever the one that has it is lost."""
+        """Make a call, and repeat it on the next trainer whenever the trainer is lost."""
         while True:
             life = await self._living()
             try:
                 answer = await unless_lost(make(life.mesh), life.lost.wait(), _Lost)
-                # Where both have happened the answer does not count: the next trainer may be without it.
+                # An answer does not count if the trainer was also lost: the next trainer may lack its effect.
                 if not life.lost.is_set():
                     return answer
             except _Lost:
@@ -357,12 +357,12 @@ class TrainerRecovery:
         """Wait for a trainer that is not lost.
 
         Raises:
-            Exception: there will be none any more.
+            Exception: no trainer will be started any more.
         """
         living = self._life.until(lambda life: None if life.lost.is_set() else life)
         return await unless_lost(living, asyncio.shield(self._failure), _Lost)
 
-    # ---- how a trainer is started again
+    # ---- restart of the trainer
 
     async def _look_after(self) -> None:
         try:
@@ -375,10 +375,10 @@ class TrainerRecovery:
                 self._failure.set_exception(error)
 
     async def _replace(self, lost: TrainerIncarnation) -> None:
-        """Start trainers until one is where the lost one was.
+        """Start trainers until one has the state of the lost one.
 
         Raises:
-            Exception: what the first loss was, if too many in a row are lost.
+            Exception: the reason for the first loss, if too many in a row are lost.
         """
         before, faults, life = lost.mesh, list(lost.faults), lost
         if self._budget.num_in_a_row == 0:
@@ -407,7 +407,7 @@ class TrainerRecovery:
         return await spawn_trainer(self._procs, num_procs, self._timeouts, number=number)
 
     async def _bring_up(self, trainer: TrainerMesh, before: TrainerMesh) -> int:
-        """Bring a new trainer to where the one before it was; returns the version of the last step."""
+        """Bring a new trainer to the state of the previous one; return the version of the last step."""
         await set_up_trainer(trainer, self._setup_now())
         await trainer.connect(self._generators)
         version = await self._open_snapshots(trainer)
@@ -431,9 +431,11 @@ class TrainerRecovery:
         return version
 
     def _setup_now(self) -> TrainerSetup:
-        """Return what a trainer is set up with: without the run's first checkpoint once that was replaced.
+        """Return the arguments of a trainer's setup, without the run's first checkpoint once that was
+        replaced.
 
-        Snapshots hold all that was in it, and ``StepMemory`` refuses a trainer that is before them.
+        Snapshots contain everything that was in it, and ``StepMemory`` refuses a trainer with an older
+        version.
         """
         folder = self._setup.resume_from
         if folder is None or is_whole(folder):
@@ -441,7 +443,7 @@ class TrainerRecovery:
         return dataclasses.replace(self._setup, resume_from=None)
 
     async def _begin_checkpoint_again(self, trainer: TrainerMesh, version: int) -> bool:
-        """Have a checkpoint of ``version`` written that was left unfinished; whether it will be whole."""
+        """Write a checkpoint of ``version`` that was left incomplete; return whether it will be complete."""
         checkpoint = self._checkpoint
         if checkpoint is None or is_whole(checkpoint.folder):
             return checkpoint is not None
@@ -452,6 +454,6 @@ class TrainerRecovery:
 
 async def _begin(mesh: TrainerMesh, checkpoint: _Checkpoint) -> None:
     if not is_whole(checkpoint.folder):
-        # A trainer that is gone may have begun it. Others stay: one of them may be being written.
+        # A lost trainer may have begun it. Other checkpoints stay: one of them may be in progress.
         remove_partial(checkpoint.folder)
         await mesh.begin_checkpoint(checkpoint.folder, run_state=checkpoint.run_state, keep=checkpoint.keep)

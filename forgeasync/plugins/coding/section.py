@@ -1,4 +1,4 @@
-"""The sections on coding tasks: where their records are, and how the model works on them."""
+"""Config sections for coding tasks: the source of the tasks, and the environment that works on them."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
@@ -34,17 +34,17 @@ class CodingSource(InstalledSource):
 
     kind: Literal["coding"]
     path: str
-    """The file."""
+    """Path of the file."""
     checkouts: str | None = None
-    """Folder that the records' ``checkout`` and ``packages`` are relative to; null: that of the file."""
+    """Folder to which the records' ``checkout`` and ``packages`` are relative; null: that of the file."""
 
     @property
     def name(self) -> str:
-        """The file."""
+        """Default name in metrics: the path of the file."""
         return self.path
 
     def check(self, config: RunConfig, field: str) -> Iterator[Problem]:
-        """Check that repositories meet the environment that works on them."""
+        """Yield a problem if the environment does not work on repositories."""
         if not isinstance(config.environment, CodingAgent | PythonCode):
             yield Problem(
                 field=f"{field}.kind",
@@ -53,7 +53,7 @@ class CodingSource(InstalledSource):
             )
 
     def problems(self, *, num_train: int, num_held_out: int, seed: int) -> "CodingProblems":
-        """Read the file and check its records, see ``CodingProblems``."""
+        """Read the file and check its records; see ``CodingProblems``."""
         from forgeasync.plugins.coding.tasks import CodingProblems
 
         return CodingProblems(self, num_train=num_train, num_held_out=num_held_out, seed=seed)
@@ -61,27 +61,26 @@ class CodingSource(InstalledSource):
 
 class CodingAgent(InstalledEnvironment):
     """The model works on a repository in a sandbox until it submits; the tasks come from sources of kind
-    ``coding``. The score is 1 if all tests of the record pass with what it changed, else 0."""
+    ``coding``. The score is 1 if all tests of the record pass with its changes, else 0."""
 
     kind: Literal["coding"]
     system_prompt: str | None = HOW_TO_WORK
     """Text of a system message before every task."""
     max_rounds: Annotated[int, Field(gt=0, le=10_000)] = 50
-    """Most turns of the model; after them its changes are judged as they are."""
+    """Maximum number of the model's turns; after them its changes are judged as they are."""
     max_result_characters: Annotated[int, Field(gt=0, le=10_000_000)] = 10_000
-    """Most characters that the model is told of one call."""
+    """Maximum number of characters of a call's result that the model receives."""
     max_patch_kib: Annotated[int, Field(gt=0, le=16_384)] = 1024
-    """Most that all files which the model has changed or added may have together, in KiB. With more its
-    changes are not judged, and the score is 0."""
+    """Maximum total size of changed and added files, in KiB. Larger changes are not judged and score 0."""
     max_changed_files: Annotated[int, Field(gt=0, le=10_000)] = 200
-    """Most files that it may change, add and delete, likewise."""
+    """Maximum number of changed, added and deleted files. More are not judged and score 0."""
     tests_s: Seconds = 90.0
-    """Time for all tests of a record, in seconds; those that have not passed by then have failed."""
+    """Time limit of all tests of a record, in seconds; tests that have not passed by then have failed."""
 
     runs_code: ClassVar[bool] = True
 
     def check(self, config: RunConfig) -> Iterator[Problem]:
-        """Check its tools, that all sources have repositories, and that the tests end in time."""
+        """Check the tools, that all sources have repositories, and that the tests end in time."""
         yield from check_one_agent(config, self.kind)
         yield from check_tools(config, self)
         for source in (*named_sources(config.data), *named_sets(config.evaluation)):
@@ -100,13 +99,13 @@ class CodingAgent(InstalledEnvironment):
             )
 
     def check_here(self, sandbox: SandboxSection) -> Iterator[Problem]:
-        """Start a box."""
+        """Start a sandbox to check that it works."""
         from forgeasync.isolation import check_sandbox
 
         yield from check_sandbox(sandbox)
 
     def build(self, sandbox: SandboxSection) -> "CodingEnvironment":
-        """Build the environment, whose boxes are those of ``sandbox``."""
+        """Build the environment, which works in sandboxes of ``sandbox``."""
         from forgeasync.plugins.coding.environment import CodingEnvironment
 
         return CodingEnvironment(self, sandbox)

@@ -1,11 +1,12 @@
-"""A profile from the files of an ordinary run: its metrics, its ledger and the traces of its processes.
+"""Derives a profile from the files of an ordinary run: its metrics, its ledger and the traces of its
+processes.
 
-All times are as they were in the run. What processes that shared cores cost each other is part of them, so
-``Profile.cores`` is 0 throughout. A run on many hosts can be profiled in this way, and nothing is started.
+All times are those of the run, including the slowdown of processes that shared cores; therefore
+``Profile.cores`` is 0 throughout. This can profile a run on many hosts, and starts nothing.
 
-How long a decode step takes is not recorded. It is fitted: the traces have when each group was sampled and
-how long its responses are, so replaying a generator's groups says how many steps, sequences and prompt tokens
-lie between the begin and the end of each.
+The duration of a decode step is not recorded, but fitted. The traces contain when each group was sampled and
+the lengths of its responses. Replaying a generator's groups gives the steps, sequences and prompt tokens
+between the begin and the end of each.
 """
 
 import functools
@@ -71,63 +72,62 @@ from forgeasync.rollouts import Task
 from forgeasync.schema import ConfigError, Problem, raise_if_any
 
 MAX_STEPS = 200
-"""Newest steps that count."""
+"""Maximum number of steps in the profile; the newest are used."""
 
 MAX_GROUPS = 3_000
-"""Newest groups that decode steps are fitted to."""
+"""Maximum number of groups to which decode steps are fitted; the newest are used."""
 
 MAX_TRAIN_POINTS = 4
-"""Sizes of optimizer steps that are told from each other."""
+"""Maximum number of sizes of optimizer steps in the profile."""
 
 STEPS_PER_POINT = 20
-"""Fewest steps whose mean is a point, except in short runs. Steps of one size may take very different
-times."""
+"""Minimum number of steps in the mean of a point, except in short runs, since their times vary widely."""
 
 NUM_REPLAYS = 5
-"""Replays of the groups, each with the decode steps that the one before has found."""
+"""Number of replays of the groups; each uses the decode steps that the previous one has found."""
 
 NUM_SEEDS = 4
-"""Simulated runs that the run is compared with."""
+"""Number of simulated runs that the run is compared with."""
 
 FAST_PREFILL = 1e9
 """Prompt tokens per second if the times of groups do not depend on their prompts."""
 
 UNBOUNDED = 10**18
-"""Tokens of a KV cache that is never full."""
+"""Capacity in tokens of a KV cache that is never full."""
 
 _NO_TASK = Task(task_id="", prompt="", answer="", source_index=0, source="")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfiledRun:
-    """What the files of a run say."""
+    """Profile of a run, with the run's speed and the simulated speed."""
 
     profile: Profile
     run: SimulatedRun
     measured_s: float
-    """Seconds per step, without evaluations."""
+    """Measured seconds per step, without evaluations."""
     simulated_s: float
-    """The same in a simulation with the profile."""
+    """Seconds per step in a simulation with the profile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledGroup:
-    """A group on one generator, by its trace."""
+    """A group on one generator, from its trace."""
 
     lane: int
-    """Which of the traces it is in."""
+    """Index of its trace."""
     begin_s: float
     took_s: float
     num_prompt_tokens: int
     lengths: tuple[int, ...]
-    """Tokens of each response."""
+    """Number of tokens of each response."""
 
 
 def profile_run(folder: Path) -> ProfiledRun:
-    """Return the profile of the run in a folder, which may still go on.
+    """Return the profile of the run in a folder, which may still be running.
 
     Raises:
-        ConfigError: the run has parts that a profile does not have, or its files do not have the times.
+        ConfigError: the run has parts that a profile does not cover, or its files lack the times.
     """
     run_dir = RunDir(path=folder)
     config = load_config(run_dir.config)
@@ -149,7 +149,7 @@ def profile_run(folder: Path) -> ProfiledRun:
     if measured is None or not counted:
         raise _refusal(run_dir.metrics, "must have the lines of more steps")
     lanes = _lanes(run_dir.logs)
-    # When the training loop asked for the batch of each step.
+    # Time at which the training loop requested the batch of each step.
     asked_s = {one.facts["step"]: one.begin_s for one in _spans(lanes, "controller", "wait for a batch")}
     since_s = asked_s.get(int(counted[0]["step"]))
     if since_s is None:
@@ -215,7 +215,7 @@ def _profile(
         measured_at=datetime.fromtimestamp(since_s, UTC).isoformat(timespec="seconds"),
         hardware=Hardware(
             host=controller.opened.host if controller.opened is not None else "",
-            # Without effect, as nothing takes cores.
+            # No effect, because no process uses cores.
             num_cores=os.cpu_count() or 1,
             cpu="not recorded",
             packages={},
@@ -244,11 +244,11 @@ def _profile(
     )
 
 
-# ---- what the files have
+# ---- contents of the files
 
 
 def _metrics(file: Path) -> list[dict[str, float]]:
-    """Return the lines of all steps since the command was started last."""
+    """Return the lines of all steps since the last start of the command."""
     lines: list[dict[str, float]] = []
     try:
         records = read_json_lines(file)
@@ -312,7 +312,7 @@ def _by_generator(
 
 
 def _fetches(lanes: Sequence[Lane]) -> list[float]:
-    """Return how long each host's generators took to fetch each version and make it ready."""
+    """Return the times in which each host's generators fetched each version and prepared it."""
     ends: dict[tuple[str, object], list[tuple[float, float]]] = defaultdict(list)
     for lane in _of_role(lanes, "generator"):
         assert lane.opened is not None
@@ -323,7 +323,7 @@ def _fetches(lanes: Sequence[Lane]) -> list[float]:
 
 
 def _overlap(spans: Sequence[Span]) -> int:
-    """Return how many of the spans go on at once, on average over the time in which any does."""
+    """Return the mean number of concurrent spans, over the time in which there is any."""
     changes = sorted(
         itertools.chain.from_iterable(((one.begin_s, 1), (one.begin_s + one.took_s, -1)) for one in spans)
     )
@@ -336,12 +336,12 @@ def _overlap(spans: Sequence[Span]) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Prompts:
-    """What the ledger says of groups."""
+    """Groups in the ledger."""
 
     sources: Mapping[int, str]
-    """By group."""
+    """Source of each group."""
     batches: Mapping[int, tuple[int, ...]]
-    """The groups of each step."""
+    """Groups of each step."""
     filtered_share: float
 
 
@@ -375,7 +375,7 @@ def _prompts(file: Path) -> _Prompts:
     return _Prompts(sources=sources, batches=batches, filtered_share=min(share, 0.99))
 
 
-# ---- figures
+# ---- values of the profile
 
 
 def _lengths(groups: Mapping[int, SampledGroup], prompts: _Prompts) -> dict[str, Lengths]:
@@ -398,7 +398,7 @@ def _train(
     prompts: _Prompts,
     counted: Sequence[Mapping[str, float]],
 ) -> tuple[TrainPoint, ...]:
-    """Return the means of steps with about as many tokens."""
+    """Return the means of steps with similar numbers of tokens."""
     trainer, sizes = config.trainer, list[tuple[int, int, float]]()
     num_ranks = trainer.parallel.data_shard * trainer.parallel.data_replicate
     for line in counted:
@@ -419,7 +419,7 @@ def _train(
     sizes.sort(key=lambda size: size[:2])
     num_points = max(1, min(MAX_TRAIN_POINTS, len(sizes) // STEPS_PER_POINT))
     bounds = [number * len(sizes) // num_points for number in range(num_points + 1)]
-    # Times are of a whole batch, whose optimizer steps are alike.
+    # Times are those of a whole batch, whose optimizer steps are alike.
     share = 1.0 / trainer.steps_per_batch
     points = []
     for begin, end in itertools.pairwise(bounds):
@@ -435,7 +435,7 @@ def _train(
 
 
 def _between(lines: Sequence[Mapping[str, float]], counted: Sequence[Mapping[str, float]]) -> Distribution:
-    """Return the seconds of a step besides waiting, training, publishing and evaluating."""
+    """Return the seconds of a step outside of waiting, training, publishing and evaluating."""
     steps = {line["step"] for line in counted}
     found = []
     for before, line in itertools.pairwise(lines):
@@ -453,13 +453,13 @@ def _between(lines: Sequence[Mapping[str, float]], counted: Sequence[Mapping[str
 def _fit_decode(
     generators: Sequence[tuple[Sequence[SampledGroup], Sequence[Span]]], *, max_num_seqs: int
 ) -> tuple[tuple[DecodePoint, ...], Estimate]:
-    """Return decode steps and prompt tokens per second by how long groups took on their generators.
+    """Return decode steps and prompt tokens per second, fitted to the times of groups on their generators.
 
-    ``generators`` has the groups of each one, and the spans in which it stood still. A step takes a fixed
-    time and a time for each sequence, neither negative. They are those with the least squares of the errors
-    of the groups' times, relative to what the fit before predicts: relative to the times themselves, long
-    ones would count for too little. Which steps lie between the begin and the end of a group follows from
-    the times of steps, so both are found in turn.
+    ``generators`` has the groups of each generator, and the spans in which it paused. The time of a step is a
+    fixed time plus a time per sequence, neither negative. The fit minimizes the squared errors of the groups'
+    times, relative to the prediction of the previous fit; relative to the times themselves, long ones would
+    have too little weight. The steps between the begin and the end of a group depend on the times of steps,
+    so the replay and the fit alternate.
     """
     times_s = np.array(
         [
@@ -508,8 +508,7 @@ def _paused_s(group: SampledGroup, pauses: Sequence[Span]) -> float:
 
 
 def _replay(groups: Sequence[SampledGroup], pauses: Sequence[Span], cost: EngineCost) -> np.ndarray:
-    """Return what an engine computes from the begin of each group to its end (``Counts``), if the groups come
-    when they did."""
+    """Return an engine's work (``Counts``) during each group, if groups begin at the recorded times."""
     clock = Clock(num_cores=1)
     zero_s = min([*(one.begin_s for one in groups), *(one.begin_s for one in pauses)])
     passed = np.zeros((len(groups), 3))
@@ -531,7 +530,7 @@ def _replay(groups: Sequence[SampledGroup], pauses: Sequence[Span], cost: Engine
         engine.add(SimulatedGroup(start, rollouts).sequences)
 
     def ended(sequence: OneRollout) -> None:
-        # The last one of its group counts.
+        # The last sequence of a group overwrites the others.
         index = sequence.group.group_id
         passed[index] = np.subtract(sequence.counts, begun[index])
 

@@ -1,9 +1,8 @@
-"""Generators of a simulated run, and new versions of the weights on their way to them.
+"""Generators of a simulated run, and the transfer of new weights to them.
 
-The real table of replicas chooses a generator for every group. The order of an update is that of
-``forgeasync.controller``: one version is staged at a time, each host fetches the newest one whenever it is
-behind, and its generators swap together. The real ledger decides who may write and read which staging
-buffer.
+The real table of replicas chooses a generator for every group. Updates follow ``forgeasync.controller``: one
+version is staged at a time, each host fetches the newest one whenever it is behind, and its generators swap
+together. The real ledger decides who may write and read which staging buffer.
 """
 
 import functools
@@ -22,7 +21,7 @@ from forgeasync.weights import Manifest, WeightLedger
 
 
 class Generators:
-    """Engines by number, and the groups on them."""
+    """The engines by number, and the groups on them."""
 
     def __init__(
         self,
@@ -48,7 +47,7 @@ class Generators:
         self.table = ReplicaTable()
         self.engines: dict[int, Engine] = {}
         self._groups: dict[int, dict[int, SimulatedGroup]] = {}
-        """By generator and group."""
+        """Groups by generator and group id."""
         self._unassigned: deque[SimulatedGroup] = deque()
         per_host = run.num_replicas // run.num_generator_hosts
         for rank in range(run.num_replicas):
@@ -59,21 +58,21 @@ class Generators:
 
     @property
     def busy_s(self) -> float:
-        """Seconds in which a generator had a sequence, added up over generators."""
+        """Seconds in which a generator had a sequence, summed over generators."""
         return sum(engine.total_busy_s for engine in self.engines.values())
 
     @property
     def num_preempted(self) -> int:
-        """Sequences that generators had to compute again."""
+        """Number of sequences that generators had to recompute."""
         return sum(engine.num_preempted for engine in self.engines.values())
 
     def sample(self, group: SimulatedGroup) -> None:
-        """Sample a group as soon as a generator can take it."""
+        """Sample a group as soon as a generator is available."""
         self._unassigned.append(group)
         self.assign()
 
     def assign(self) -> None:
-        """Give waiting groups to generators, in their order."""
+        """Assign waiting groups to generators, in order."""
         while self._unassigned:
             number = self.table.assign(self._run.group_size)
             if number is None:
@@ -88,14 +87,14 @@ class Generators:
             self._clock.wall.after(delay_s, functools.partial(self._begin, group, number))
 
     def cancel(self, group: SimulatedGroup) -> None:
-        """Give up a group that is sampled."""
+        """Cancel a group that is being sampled."""
         group.is_ended = True
         if group.engine is not None:
             self.engines[group.engine].remove(group.sequences)
             self._release(group)
 
     def swap(self, number: int, version: int, stall_s: float, *, recompute: bool) -> list[GroupProgress]:
-        """Have a generator sample under a new version; return what it reports of its groups."""
+        """Let a generator sample with a new version; return the progress of its groups."""
         running = self.engines[number].swap(version, stall_s, recompute=recompute)
         return [
             GroupProgress(
@@ -147,11 +146,11 @@ class Generators:
 
 
 class Serving:
-    """Publishes versions and has generators take them.
+    """Publishes versions and lets the generators load them.
 
     One thread of the trainer stages, and one of each generator fetches. Each keeps one core busy, unless its
-    process computes on a GPU by the profile's ``cores``. At a swap, ``on_progress`` gets each group that
-    crosses it, and then ``on_served`` the version that all generators have.
+    process computes on a GPU by the profile's ``cores``. At a swap, ``on_progress`` is called with each group
+    that crosses it, and then ``on_served`` with the version that all generators have.
     """
 
     def __init__(
@@ -181,10 +180,10 @@ class Serving:
         self._version = 0
         self._told = 0
         self._num_swapping = [0] * run.num_generator_hosts
-        """By host, the generators that have fetched a version and do not sample under it yet."""
+        """By host, the number of generators that have fetched a version but do not sample with it yet."""
 
     def publish(self, version: int, begun: Callable[[], None]) -> None:
-        """Stage the trainer's weights, which have this version; call ``begun`` when training may go on."""
+        """Stage the trainer's weights as this version; call ``begun`` when training may continue."""
         self._version = version
         self._wanted.append(begun)
         self._publish_next()
@@ -195,7 +194,7 @@ class Serving:
         begun = self._wanted.pop(0)
         slot = self.ledger.begin(self._clock.now_s)
         if slot is None:
-            # Skipped and owed: generators read both staging buffers.
+            # Skip this version and publish later: generators read both staging buffers.
             begun()
             self._publish_next()
             return
@@ -203,7 +202,7 @@ class Serving:
         version = self._version
 
         def wait_ended() -> None:
-            # Planned before ``begun``, which may publish again.
+            # Scheduled before ``begun``, which may publish again.
             publish_s = self._draws.time_s(self._times.publish_s)
             self._clock.compute(publish_s, self._staging_cores, lambda: self._staged(version, slot))
             begun()
@@ -224,7 +223,7 @@ class Serving:
         self._catch_up()
 
     def _look_at(self, host: int) -> None:
-        """Have a host that is behind fetch the newest version."""
+        """Let a host that is behind fetch the newest version."""
         table = self._generators.table
         if self._is_busy[host] or not table.is_behind(str(host)):
             return
@@ -234,7 +233,7 @@ class Serving:
             self._fetch(host, manifest.version)
 
     def _catch_up(self) -> None:
-        """Publish what had to be skipped."""
+        """Publish a version that had to be skipped."""
         if self.ledger.is_owing and not self._is_publishing and self.ledger.can_begin(self._clock.now_s):
             self.publish(self._version, lambda: None)
 
@@ -273,7 +272,7 @@ class Serving:
         self._clock.wall.after(stall_s, lambda: self._swapped(host, number, progress))
 
     def _swapped(self, host: int, number: int, progress: list[GroupProgress]) -> None:
-        # Progress comes first: with it, groups that run on become younger than their start says.
+        # Progress comes first: it makes running groups younger than their start suggests.
         for one in progress:
             self._on_progress(one)
         self._generators.table.updated(number)

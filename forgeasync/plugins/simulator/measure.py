@@ -76,15 +76,15 @@ from forgeasync.schema import Problem, raise_if_any
 from forgeasync.scoring import GroupFiltering
 
 NUM_SIMULATED_STEPS = 30
-"""Most steps that are simulated to say what changes would bring."""
+"""Maximum number of simulated steps in the prediction of changes."""
 
 
 def profile_config(config: RunConfig, out: Path | None, make_loops: MakeLoops) -> None:
     """Measure a profile of the config on this machine and write it to ``out`` (None: to a new folder in
     runs/).
 
-    Prints it, and what the simulator predicts of the run with single changes. ``make_loops`` makes the loops
-    of the run, which make a few steps first.
+    Prints the profile, and the simulator's predictions for single changes of the run. ``make_loops`` creates
+    the loops of the run, which make a few steps first.
 
     Raises:
         ConfigError: the config cannot be profiled, or ``out`` cannot be written.
@@ -118,7 +118,7 @@ def _why_not_written(out: Path) -> str | None:
 
 
 async def _profile(prepared: Prepared, wanted: RunConfig, out: Path, make_loops: MakeLoops) -> None:
-    """Start every process, make a few steps, time the parts, stop every process, write the profile.
+    """Start all processes, make a few steps, time the parts, stop all processes, and write the profile.
 
     ``wanted`` is the config of the run that the profile is for.
     """
@@ -151,17 +151,17 @@ async def _profile(prepared: Prepared, wanted: RunConfig, out: Path, make_loops:
 
 
 NUM_CALLS = 20
-"""Calls that are timed for ``Profile.call_s``."""
+"""Number of calls that are timed for ``Profile.call_s``."""
 
 TEXT_TOKENS = 10_000
-"""Tokens that the prompts of timed engines are cut from."""
+"""Number of tokens from which the prompts of timed engines are cut."""
 
 MAX_OTHER_LOAD = 0.1
-"""A larger share of the machine's cores that other processes take is reported."""
+"""Share of the machine's cores above which the load of other processes is reported."""
 
 
 def check_profiled(config: RunConfig) -> None:
-    """Raise ConfigError if a profile would leave out parts that a run of the config spends time on."""
+    """Raise ConfigError if a run of the config spends time on parts that a profile does not cover."""
     problems = []
     if not isinstance(config.launcher, LocalLauncher):
         remedy = "must be local: processor time is read of the processes of this machine"
@@ -184,9 +184,9 @@ async def measure(
     loops: LoopTimes,
     start_s: float,
 ) -> Profile:
-    """Time everything but the loops, whose steps the roles have made, and return the profile.
+    """Time all parts except the loops, whose steps were already made, and return the profile.
 
-    ``procs`` are the processes of the roles, and ``start_s`` is how long starting them has taken.
+    ``procs`` are the processes of the roles, and ``start_s`` is the time that their start took.
 
     Raises:
         NotProfiled: a part could not be timed.
@@ -242,7 +242,7 @@ async def measure(
         hardware=this_machine(),
         setup=Setup.of(config, kv_block_tokens=stats.kv_block_tokens),
         cores=Cores(
-            # What computes on a GPU keeps a core busy only with waiting for it.
+            # A process that computes on a GPU keeps a core busy only by waiting for it.
             trainer=0.0 if has_gpus else training.cores(),
             generator=0.0 if has_gpus else engine_cores,
             scorer=loops.score_s / score_s.mean.mean,
@@ -268,7 +268,7 @@ async def measure(
 
 
 async def _warm_up(engine: LiveReplica, decoding: DecodeTimer, console: StepConsole) -> float:
-    """Make the first two rounds of decode steps; return the cores that the engine keeps busy with them."""
+    """Make the first two rounds of decode steps; return the number of cores that the engine keeps busy."""
     console.phase("timing decode steps", num_parts=2 * decoding.num_points)
     of_engine, start_s = ProcessorTime([engine.pid]), time.perf_counter()
     await decoding.round(console.part_done)
@@ -277,7 +277,7 @@ async def _warm_up(engine: LiveReplica, decoding: DecodeTimer, console: StepCons
 
 
 async def _time_steps(decoding: DecodeTimer, training: StepTimer, console: StepConsole) -> None:
-    """Make a round of decode steps, and then one of optimizer steps."""
+    """Make a round of decode steps, then one of optimizer steps."""
     console.phase("timing decode steps", num_parts=decoding.num_points)
     await decoding.round(console.part_done)
     console.phase("timing optimizer steps, publishing, fetching and swapping", num_parts=training.num_steps)
@@ -285,8 +285,7 @@ async def _time_steps(decoding: DecodeTimer, training: StepTimer, console: StepC
 
 
 async def _sample(prepared: Prepared, roles: Roles) -> list[list[Sampled]]:
-    """Sample and score batches of the run's data until their lengths are known. Only the first one keeps its
-    arrays."""
+    """Sample and score batches of the run's data until lengths are known; only the first keeps its arrays."""
     config = prepared.config
     batches = batches_of(prepared.train, groups_per_step=config.algorithm.groups_per_step, seed=config.seed)
 
@@ -300,7 +299,7 @@ async def _sample(prepared: Prepared, roles: Roles) -> list[list[Sampled]]:
 
 
 def _compare(prepared: Prepared, loops: LoopTimes, profile: Profile, console: StepConsole) -> None:
-    """Say how long the loops' steps took, and how long they take in a simulation with the profile."""
+    """Report the time of the loops' steps, measured and simulated with the profile."""
     same = of_config(prepared.config, prepared.facts, profile)
     found_s = simulated_s(same, profile, num_left_out=NUM_WARMUP_STEPS)
     num_steps = prepared.config.max_steps - NUM_WARMUP_STEPS
@@ -311,7 +310,7 @@ def _compare(prepared: Prepared, loops: LoopTimes, profile: Profile, console: St
 
 
 def _text(prepared: Prepared, console: StepConsole) -> tuple[int, ...]:
-    """Return the token ids of the run's prompts one after the other, until there are ``TEXT_TOKENS``."""
+    """Return the token ids of the run's prompts, concatenated until there are ``TEXT_TOKENS``."""
     found: list[int] = []
     for task in prepared.train:
         found += prepared.prompts.encode(task.prompt).tolist()
@@ -324,7 +323,7 @@ def _text(prepared: Prepared, console: StepConsole) -> tuple[int, ...]:
 
 
 def _filtered_share(config: RunConfig, sampled: Sequence[Sampled]) -> float:
-    """Return the share, below 1, of the groups of which the run's filters leave nothing."""
+    """Return the share, below 1, of the groups that the run's filters drop completely."""
     filtering = GroupFiltering(
         config.algorithm.model_copy(update={"max_filtered_in_a_row": len(sampled) + 1}), seed=config.seed
     )
@@ -344,10 +343,10 @@ async def _time_calls(roles: Roles, engine: GeneratorActor) -> Distribution:
 
 
 NUM_SEEDS = 8
-"""Simulated runs that are compared with the loops' steps."""
+"""Number of simulated runs that are compared with the loops' steps."""
 
 
 def simulated_s(run: SimulatedRun, profile: Profile, *, num_left_out: int) -> float:
-    """Return the seconds of a run's steps after the first ``num_left_out``: the mean over seeds."""
+    """Return the mean over seeds of the seconds of a run's steps after the first ``num_left_out``."""
     found = [one.steps for one in simulate_seeds(run, profile, num_seeds=NUM_SEEDS)]
     return statistics.fmean(steps[-1].end_s - steps[num_left_out - 1].end_s for steps in found)

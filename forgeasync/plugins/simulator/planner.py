@@ -181,7 +181,7 @@ def _split(config: RunConfig, num_procs: int, num_replicas: int, bound: int) -> 
 
 
 def _refusal(config: RunConfig, facts: ModelFacts, gpu_bytes: int) -> str | None:
-    """Return what is wrong with a split; None if it could run."""
+    """Return the problem of a split; None if it could run."""
     if problems := check_config(config, facts):
         return str(problems[0])
     if planned_machine(config) is Machine.CPU:

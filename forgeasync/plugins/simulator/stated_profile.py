@@ -1,7 +1,8 @@
-"""A profile of hardware that is not here, computed from the model's shape and the maker's data sheet.
+"""Profile of hardware that is not available, computed from the model's shape and the manufacturer's data
+sheet.
 
-Nothing in it was measured. The time of a decode step is a roofline (Williams, Waterman, Patterson, "Roofline:
-an insightful visual performance model", 2009): the longer of reading and of computing, each at a share of the
+Nothing in it is measured. The time of a decode step is a roofline (Williams, Waterman, Patterson, "Roofline:
+an insightful visual performance model", 2009): the longer of reading and computing, each at a share of the
 speed in the data sheet.
 """
 
@@ -37,36 +38,34 @@ from forgeasync.plugins.simulator.profile import (
 CONTEXTS = (0, 1_024, 4_096, 16_384, 65_536)
 
 OPTIMIZER_BYTES = 40
-"""For each parameter: reads float32 parameter, gradient and two moments, writes three of them, casts a
-copy."""
+"""Per parameter: reads float32 parameter, gradient and two moments, writes three of them, casts a copy."""
 
 SCORE_S, CALL_S, BETWEEN_S, START_S = 0.05, 0.005, 0.5, 600.0
-"""Assumptions, since no data sheet has them: scoring a response, a call, the time between two steps, a
-start."""
+"""Assumed seconds of scoring a response, of a call, between two steps and of a start; in no data sheet."""
 
 KV_BLOCK_TOKENS = 16
 """vLLM's default on GPUs (``CacheConfig.DEFAULT_BLOCK_SIZE`` of 0.32)."""
 
 CONTROLLER_S = 0.003
-"""The controller's time for a response, measured on an AMD EPYC core with responses of 15 tokens."""
+"""The controller's seconds per response, measured on an AMD EPYC core with responses of 15 tokens."""
 
 
 GPU = "H100 SXM 80 GB"
 FLOPS_PER_S = 989e12
-"""Dense, in the compute dtype."""
+"""Dense FLOP/s in the compute dtype."""
 
 DECODE_EFFICIENCY = 0.7
-"""Share of the bandwidth in a decode step."""
+"""Share of the bandwidth that a decode step reaches."""
 
 PREFILL_EFFICIENCY = 0.4
-"""Share of the FLOP/s."""
+"""Share of the FLOP/s that a prefill reaches."""
 
 TRAIN_EFFICIENCY = 0.25
-"""Share of the FLOP/s, communication included: model FLOPs utilization (Chowdhery et al., "PaLM", 2022,
-appendix B), with recomputed activations counted as work."""
+"""Share of the FLOP/s that training reaches, with communication: model FLOPs utilization (Chowdhery et al.,
+"PaLM", 2022, appendix B), with recomputed activations counted as work."""
 
 STEP_OVERHEAD_S = 0.003
-"""Seconds of a decode step besides reading and computing."""
+"""Seconds of a decode step outside of reading and computing."""
 
 SOURCE = (
     "NVIDIA H100 data sheet: 989 TFLOP/s in bfloat16 without sparsity, 3.35 TB/s; efficiencies (decode 70 % "
@@ -75,9 +74,10 @@ SOURCE = (
 
 
 def stated_profile(config: RunConfig, facts: ModelFacts, *, mean_response_tokens: float) -> Profile:
-    """Return the profile of a checked config on H100s that were not measured.
+    """Return the profile of a checked config on H100s, which were not measured.
 
-    Lengths of responses are lognormal with this mean, cut at the longest response that the config allows.
+    Lengths of responses are lognormal with this mean, truncated at the longest response that the config
+    allows.
 
     Raises:
         ValueError: the mean is less than 1 or more than the longest response.
@@ -139,7 +139,7 @@ def _decode(config: RunConfig, facts: ModelFacts, counts: ParameterCounts) -> tu
     of_experts = per_rank * counts.experts / counts.total
     points = []
     for running in powers_of_two(generator.max_num_seqs):
-        # The share of experts that at least one token is routed to, if the router prefers none.
+        # Share of experts that at least one token is routed to, if the router has no preference.
         touched = 1.0
         if facts.num_experts:
             touched = 1.0 - (1.0 - facts.top_k / facts.num_experts) ** running
@@ -162,9 +162,9 @@ def _decode(config: RunConfig, facts: ModelFacts, counts: ParameterCounts) -> tu
 def _train(config: RunConfig, facts: ModelFacts, *, num_tokens: float) -> tuple[TrainPoint, ...]:
     """Return optimizer steps with sequences of ``num_tokens``.
 
-    The forward pass takes 2 FLOPs for each parameter and token, and 4 for each layer, dimension of the heads
-    and attended token, on average half of the sequence (Kaplan et al., 2020, section 2.1). The backward pass
-    takes twice as many, and recomputing activations takes another forward pass. The processes of a data rank
+    The forward pass needs 2 FLOPs for each parameter and token, and 4 for each layer, head dimension and
+    attended token, on average half of the sequence (Kaplan et al., 2020, section 2.1). The backward pass
+    needs twice as many, and recomputing activations needs another forward pass. The processes of a data rank
     share its rows.
     """
     trainer, counts = config.trainer, count_parameters(facts)
@@ -185,9 +185,9 @@ def _train(config: RunConfig, facts: ModelFacts, *, num_tokens: float) -> tuple[
 
 
 def _lengths(mean: float, longest: int) -> Distribution:
-    """Return a lognormal distribution with sigma 0.8 that has this mean after the cut at ``longest``.
+    """Return a lognormal distribution with sigma 0.8 that has this mean after the truncation at ``longest``.
 
-    A mean close to ``longest`` is not reached; the distribution then comes as close as it can.
+    A mean close to ``longest`` cannot be reached; the distribution then comes as close as possible.
     """
     normal = [NormalDist().inv_cdf((index + 0.5) / NUM_QUANTILES) for index in range(NUM_QUANTILES)]
 

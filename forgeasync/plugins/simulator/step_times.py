@@ -1,4 +1,4 @@
-"""Times of an engine and of the trainer alone, and of a few steps of the run's own loops."""
+"""Times an engine and the trainer alone, and a few steps of the run's own loops."""
 
 import asyncio
 import contextlib
@@ -41,22 +41,22 @@ from forgeasync.trainer import assign_rows, training_items
 from forgeasync.weights import NUM_SLOTS
 
 NUM_STEPS = 16
-"""Decode steps of each sequence in a round."""
+"""Number of decode steps of each sequence in a round."""
 
 SHORT_PROMPT = 16
-"""Prompt tokens of the lower row of the grid."""
+"""Number of prompt tokens in the lower row of the grid."""
 
 NUM_ROUNDS = 3
-"""Rounds of prompts, after one that warms up."""
+"""Number of rounds of prompts, after one that warms up."""
 
 PREFILL_BATCHES = 4
-"""A round of prompts has as many tokens as this number of batches that the engine computes at once."""
+"""Number of tokens in a round of prompts, in units of the largest batch that the engine computes at once."""
 
 
 def decode_grid(
     text: tuple[int, ...], *, max_num_seqs: int, max_context_length: int, max_kv_tokens: int
 ) -> list[DecodeTiming]:
-    """Return powers of two up to the most sequences, each with one or two lengths of prompts.
+    """Return powers of two up to ``max_num_seqs``, each with one or two lengths of prompts.
 
     Prompts are cut from ``text``.
     """
@@ -72,10 +72,10 @@ def decode_grid(
 
 
 class DecodeTimer:
-    """Has one engine make the steps of a grid, in rounds.
+    """Times the steps of a grid on one engine, in rounds.
 
-    A point has few steps in a round, and other work on the machine makes them longer. So rounds are made at
-    different moments of a profile, and medians count.
+    A point has few steps in a round, and other work on the machine makes them longer. Therefore rounds are
+    spread over the time of a profile, and the medians are used.
     """
 
     def __init__(
@@ -86,14 +86,14 @@ class DecodeTimer:
         self._sampling = sampling
         self._num_rounds = 0
         self._samples: list[list[float]] = [[] for _ in grid]
-        """Seconds of each point of the grid."""
+        """Seconds of each point of the grid, one for each round."""
 
     @property
     def num_points(self) -> int:
         return len(self._grid)
 
     async def round(self, on_point: Callable[[], None]) -> None:
-        """Time every point once. The first round warms up and does not count."""
+        """Time every point once. The first round is a warm-up and does not count."""
         for timing, samples in zip(self._grid, self._samples, strict=True):
             step_s = await self._engine.time_engine.call_one(timing, self._sampling, self._num_rounds)
             if self._num_rounds:
@@ -106,7 +106,7 @@ class DecodeTimer:
         return tuple(
             DecodePoint(
                 num_running=timing.num_running,
-                # Halfway through the steps.
+                # The context halfway through the steps.
                 num_context_tokens=timing.num_prompt_tokens + timing.num_steps // 2,
                 step_s=Estimate.median_of(found),
             )
@@ -122,8 +122,7 @@ async def time_prompts(
     num_prompt_tokens: int,
     max_kv_tokens: int,
 ) -> Estimate:
-    """Return how many tokens of prompts an engine computes per second, in prompts of one length cut from
-    ``text``."""
+    """Return an engine's prompt tokens per second, with prompts of one length cut from ``text``."""
     section = config.generator
     num_tokens = min(PREFILL_BATCHES * section.max_num_batched_tokens, max_kv_tokens // 2)
     num_prompts = max(1, min(num_tokens // num_prompt_tokens, section.max_num_seqs))
@@ -137,11 +136,11 @@ async def time_prompts(
 
 
 class ProcessExited(RuntimeError):
-    """A process whose time is measured has ended, and its seconds are lost."""
+    """A process whose time is measured has ended, so its seconds are lost."""
 
 
 class ProcessorTime:
-    """Processor seconds of some processes of this machine, with all that they have started.
+    """Processor seconds of processes of this machine, including their descendants.
 
     Raises:
         ProcessExited: one of the processes has ended.
@@ -169,20 +168,20 @@ class ProcessorTime:
             for one in processes:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     times = one.cpu_times()
-                    # With those of children that have ended: verifiers fork.
+                    # Includes children that have ended, because verifiers fork.
                     total_s += times.user + times.system + times.children_user + times.children_system
         return total_s
 
 
 class OtherLoad:
-    """The share of this machine's cores that other processes take."""
+    """The share of this machine's cores that other processes use."""
 
     def __init__(self) -> None:
         self._own = ProcessorTime([os.getpid()])
         self._start_s, self._busy_s = time.perf_counter(), _busy_s()
 
     def share(self) -> float:
-        """Return their share of all cores since this object was made, from 0 to 1."""
+        """Return the others' share of all cores since the creation of this object, from 0 to 1."""
         passed_s = time.perf_counter() - self._start_s
         others_s = _busy_s() - self._busy_s - self._own.passed_s()
         return min(1.0, max(0.0, others_s / (passed_s * psutil.cpu_count())))
@@ -194,31 +193,30 @@ def _busy_s() -> float:
 
 
 SHARES = (0.25, 0.5, 1.0)
-"""Parts of a batch that steps are timed on."""
+"""Parts of a batch on which steps are timed."""
 
 NUM_OWN = 3
-"""Times in a round that the whole batch is timed in the run's own rows."""
+"""Number of times in a round that the whole batch is timed in the run's own rows."""
 
 MORE_ROWS = 4
-"""Each part is also packed into rows that are shorter by this factor, if its longest sequence fits in
-them."""
+"""Factor by which rows are shortened for another timing of each part, if its longest sequence fits."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """A step that is timed: its size and how it is packed."""
+    """A step that is timed: its size and its packing."""
 
     num_groups: int
     tokens_per_row: int
     num_timed: int
-    """Times in a round that it is timed."""
+    """Number of times in a round that it is timed."""
 
 
 class StepTimer:
-    """Makes steps on parts of the groups, publishes each, and has the generators take it, in rounds.
+    """Makes steps on parts of the groups, publishes each, and lets the generators load it, in rounds.
 
-    Other work on the machine makes steps longer for a while, and never shorter. So rounds are made at
-    different moments of a profile, and medians count.
+    Other work on the machine makes steps longer for a while, and never shorter. Therefore rounds are spread
+    over the time of a profile, and the medians are used.
     """
 
     def __init__(
@@ -231,7 +229,7 @@ class StepTimer:
         *,
         numbers: Iterator[int],
     ) -> None:
-        """``numbers`` are those of the steps to make, after the ones that were made before."""
+        """``numbers`` are the numbers of the steps to make, after those that were already made."""
         self._config = config
         self._trainer = trainer
         self._generators = generators
@@ -246,14 +244,14 @@ class StepTimer:
 
     @property
     def num_steps(self) -> int:
-        """Steps of a round."""
+        """Number of steps in a round."""
         return sum(1 + case.num_timed for case in self._cases)
 
     async def round(self, on_step: Callable[[], None]) -> None:
         """Make each step once more than it is timed.
 
-        The first step of a size takes longer: it finds memory that was shaped by steps of other sizes, unlike
-        in a run, whose steps are all alike.
+        The first step of a size takes longer, because memory was laid out by steps of other sizes; in a run
+        all steps are alike.
 
         Raises:
             NotProfiled: a version did not arrive.
@@ -282,7 +280,7 @@ class StepTimer:
                     self._cores.append(busy_s / step_s)
 
     async def _serve(self, step: int) -> None:
-        """Publish the weights of a step and have all generators take them, as a run does."""
+        """Publish the weights of a step and let all generators load them, as in a run."""
         begun_s: list[float] = []
         start_s = time.perf_counter()
         manifest = await self._trainer.stage_weights(
@@ -309,7 +307,7 @@ class StepTimer:
     # ---- results, after at least one round
 
     def points(self) -> tuple[TrainPoint, ...]:
-        """Return the optimizer steps by their size."""
+        """Return the optimizer steps by size."""
         return tuple(
             TrainPoint(num_rows=num_rows, num_tokens=num_tokens, step_s=Estimate.median_of(found))
             for (num_rows, num_tokens), found in self._samples.items()
@@ -320,7 +318,7 @@ class StepTimer:
         return WeightTimes(**{field: Distribution.of(found) for field, found in self._weights_s.items()})
 
     def cores(self) -> float:
-        """Return how many cores all processes of the trainer together keep busy while they train."""
+        """Return the number of cores that all trainer processes together keep busy while they train."""
         return statistics.median(self._cores)
 
 
@@ -341,13 +339,13 @@ def step_cases(config: RunConfig, groups: Sequence[Group]) -> list[_Case]:
 
 NUM_WARMUP_STEPS = 3
 NUM_LOOP_STEPS = 15
-"""Steps in all, the warm-up included."""
+"""Total number of steps, including the warm-up."""
 
 LEARNING_RATE = 1e-9
-"""So small that the policy stays as it is, and with it the lengths of its responses."""
+"""So small that the policy, and therefore the lengths of its responses, stay the same."""
 
 IDLE_S = 0.2
-"""Engines that were not busy for this long have nothing left to do."""
+"""Time after which engines that were not busy are idle, in seconds."""
 
 
 class Loops(Protocol):
@@ -359,7 +357,7 @@ class Loops(Protocol):
 
 
 class MakeLoops(Protocol):
-    """Makes the loops for processes that have done nothing yet."""
+    """Creates the loops for roles that have not been used yet."""
 
     def __call__(
         self,
@@ -374,19 +372,18 @@ class MakeLoops(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopTimes:
-    """What the steps of the loops took."""
+    """Times of the loops' steps."""
 
     response_s: float
-    """Processor seconds of controller and buffer for each response."""
+    """Processor seconds of controller and buffer per response."""
     score_s: float
-    """Processor seconds of all scorers for each response."""
+    """Processor seconds of all scorers per response."""
     handing_over_s: float
-    """Processor seconds for each response of the engines' threads that take requests and hand over
-    responses."""
+    """Processor seconds per response of the engines' threads that receive requests and return responses."""
     run_s: float
-    """Seconds that all steps after the first ``NUM_WARMUP_STEPS`` took together, without evaluations."""
+    """Total seconds of all steps after the first ``NUM_WARMUP_STEPS``, without evaluations."""
     between_s: Distribution
-    """Seconds of a step in which training neither waited nor trained nor published."""
+    """Seconds of a step outside of waiting, training, publishing and evaluating."""
 
 
 def short_run_of(config: RunConfig) -> RunConfig:
@@ -426,7 +423,7 @@ async def time_loops(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """The clocks and counts when a step was recorded."""
+    """Clocks and counts when a step was recorded."""
 
     at_s: float
     processor_s: float
@@ -434,14 +431,14 @@ class Mark:
     scorers_s: float
     """Processor seconds of all scorers."""
     handing_over_s: float
-    """Processor seconds of the engines' threads that hand over responses."""
+    """Processor seconds of the engines' threads that return responses."""
     num_responses: int
-    """Responses that were scored."""
+    """Number of responses that were scored."""
     times: StepTimes
 
 
 def loop_times(marks: Sequence[Mark]) -> LoopTimes:
-    """Return the times between the first of the marks and the last."""
+    """Return the times between the first mark and the last."""
     first, last = marks[0], marks[-1]
     between_s = []
     for before, after in itertools.pairwise(marks):
@@ -482,7 +479,7 @@ class _TimedRecorder(RunRecorder):
         self.marks.append(
             Mark(
                 at_s=time.perf_counter(),
-                # Without its children, which are all the other processes.
+                # Without the controller's children, which are all other processes.
                 processor_s=time.process_time() + self._passed_s["buffer"],
                 scorers_s=self._passed_s["scorer"],
                 handing_over_s=sum(engine.handing_over_s for engine in record.engines),
@@ -493,7 +490,7 @@ class _TimedRecorder(RunRecorder):
 
 
 async def _until_idle(generators: GeneratorRouter) -> None:
-    """Wait until the engines have finished what the loops have left in flight."""
+    """Wait until the engines have finished the requests that the loops left in flight."""
     before_s = -1.0
     while before_s != (busy_s := sum(one.busy_s for one in await generators.stats())):
         before_s = busy_s

@@ -1,4 +1,4 @@
-"""The questions of the page and their answers, as JSON types: ``/api/groups?run=0`` is ``groups``."""
+"""Answers of the page's HTTP API, as JSON types: ``/api/groups?run=0`` is ``groups``."""
 
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
@@ -14,15 +14,15 @@ from forgeasync.plugins.viewer.run_reader import RunReader
 from forgeasync.plugins.viewer.status import SHOWN, newest_values, status_of
 
 MAX_GROUPS = 200
-"""Most groups of one answer."""
+"""Maximum number of groups of one answer."""
 
 MAX_WIDTH = 4096
 
 MAX_DEPTH = 40
-"""Deeper parts of an answer are replaced by words that say so."""
+"""Maximum nesting of an answer; deeper parts are replaced by a message."""
 
 MISSING = "(not there)"
-"""Stands for a key that the config of a run does not have."""
+"""Value shown for a key that a run's config does not have."""
 
 _MAX_NUMBER = 10**17
 
@@ -32,15 +32,15 @@ E = TypeVar("E", bound=Enum)
 
 
 class BadQuestion(ValueError):
-    """A parameter is missing or wrong; the text names it, its value and what would be right."""
+    """A parameter is missing or wrong; the text names it, its value and the allowed values."""
 
 
 class NotThere(LookupError):
-    """There is no such address, or the run does not have what was asked for; the text says which."""
+    """There is no such address, or the run does not have the requested item; the text names it."""
 
 
 class Parameters:
-    """The parameters of one address: each name with all of its values."""
+    """The parameters of one URL: each name with all of its values."""
 
     def __init__(self, values: Mapping[str, list[str]]) -> None:
         self._values = values
@@ -52,7 +52,7 @@ class Parameters:
         return found[0] if found and found[0] != "" else None
 
     def optional(self, name: str, *, below: int = _MAX_NUMBER) -> int | None:
-        """Return a whole number from 0; None if it is not given."""
+        """Return a non-negative integer; None if it is not given."""
         text = self._one(name)
         if text is None:
             return None
@@ -61,19 +61,19 @@ class Parameters:
         return int(text)
 
     def number(self, name: str, *, default: int, below: int = _MAX_NUMBER) -> int:
-        """Return a whole number from 0."""
+        """Return a non-negative integer, or the default if it is not given."""
         found = self.optional(name, below=below)
         return default if found is None else found
 
     def required(self, name: str) -> int:
-        """Return a whole number from 0 that must be given."""
+        """Return a non-negative integer that must be given."""
         found = self.optional(name)
         if found is None:
             raise BadQuestion(f"{name} is missing; must be a whole number from 0 to {_MAX_NUMBER - 1}")
         return found
 
     def choice(self, name: str, choices: Mapping[str, E]) -> E | None:
-        """Return one of a closed set of words; None if none is given."""
+        """Return one of a closed set of choices; None if it is not given."""
         text = self._one(name)
         if text is not None and text not in choices:
             raise BadQuestion(f"{name} = {text[:40]!r}; must be one of {', '.join(choices)}")
@@ -81,10 +81,10 @@ class Parameters:
 
 
 def answer(runs: Sequence[RunReader], name: str, given: Parameters) -> Answer:
-    """Answer a question about runs from what was read of them so far.
+    """Answer a request from the part of the runs' files that was read so far.
 
     Raises:
-        NotThere: there is no such question, or the run does not have what was asked for.
+        NotThere: there is no such request, or the run does not have the requested item.
         BadQuestion: a parameter is wrong.
     """
     if name in _OF_ALL_RUNS:
@@ -100,7 +100,7 @@ def answer(runs: Sequence[RunReader], name: str, given: Parameters) -> Answer:
 
 
 def _runs(runs: Sequence[RunReader]) -> Answer:
-    """How each run is doing and how far its files were read; what the metrics shown mean."""
+    """Return the status and the reading progress of each run, and the definitions of the metrics shown."""
     keys = list(dict.fromkeys((*SHOWN, *HEADLINES)))
     return {
         "runs": [
@@ -116,12 +116,12 @@ def _runs(runs: Sequence[RunReader]) -> Answer:
 
 
 def _glossary(runs: Sequence[RunReader]) -> Answer:
-    """All metrics that this version of forgeasync defines, by topic."""
+    """Return all metrics that this version of forgeasync defines, by topic."""
     return {"topics": glossary()}
 
 
 def _settings(runs: Sequence[RunReader]) -> Answer:
-    """The configs: keys in which the runs differ, and all keys."""
+    """Return the configs: keys in which the runs differ, and all keys."""
     rows = {
         key: [run.settings.get(key) for run in runs]
         for key in dict.fromkeys(key for run in runs for key in run.settings)
@@ -137,7 +137,7 @@ def _settings(runs: Sequence[RunReader]) -> Answer:
 
 
 def _groups(run: RunReader, given: Parameters) -> Answer:
-    """A page of the groups, the newest first, and how many there are."""
+    """Return a page of the groups, newest first, and their number."""
     lives, clock = run.groups, RunClock(run.groups, run.metrics)
     found = lives.find(
         fate=given.choice("fate", {one.word: one for one in Fate}),
@@ -153,7 +153,7 @@ def _groups(run: RunReader, given: Parameters) -> Answer:
 
 
 def _group(run: RunReader, given: Parameters) -> Answer:
-    """One group: its lives, the other attempts at its prompt, and its rollouts."""
+    """Return one group: its histories, the other attempts at its prompt, and its rollouts."""
     group = given.required("group")
     lives, clock = run.groups, RunClock(run.groups, run.metrics)
     found, rollouts = lives.of_group(group), run.rollouts.find(group=group)
@@ -172,28 +172,28 @@ def _group(run: RunReader, given: Parameters) -> Answer:
 
 
 def _rollouts(run: RunReader, given: Parameters) -> Answer:
-    """The rollouts of a step that were written."""
+    """Return the stored rollouts of a step."""
     return run.rollouts.rows(run.rollouts.find(step=given.required("step")))
 
 
 def _rollout(run: RunReader, given: Parameters) -> Answer:
-    """One rollout with its texts."""
+    """Return one rollout with its texts."""
     return {"rollout": run.rollouts.whole(given.required("number"))}
 
 
 def _tokens(run: RunReader, given: Parameters) -> Answer:
-    """Values of the tokens of a rollout, a page of them; or why there are none."""
+    """Return a page of the values of a rollout's tokens, or why there are none."""
     branch, skip = given.number("branch", default=0), given.number("skip", default=0)
     return tokens_answer(run.rollouts, run.tokens, given.required("number"), branch=branch, skip=skip)
 
 
 def _worst(run: RunReader, given: Parameters) -> Answer:
-    """The worst tokens of a step."""
+    """Return the worst tokens of a step."""
     return worst_answer(run.rollouts, run.tokens, given.required("step"))
 
 
 def _lanes(run: RunReader, given: Parameters) -> Answer:
-    """What the processes did, in bars, over some steps or the whole run."""
+    """Return the states of the processes as bars, over some steps or the whole run."""
     return lanes_answer(
         run.traces.lanes,
         first_step=given.optional("first"),
@@ -203,7 +203,7 @@ def _lanes(run: RunReader, given: Parameters) -> Answer:
 
 
 def _faults(run: RunReader, given: Parameters) -> Answer:
-    """What failed and what came back, and the processes that the run lists."""
+    """Return the faults and recoveries, and the processes that the run lists."""
     return faults_answer(run.faults, run.run_dir.procs)
 
 
@@ -226,10 +226,10 @@ _OF_ONE_RUN: dict[str, Callable[[RunReader, Parameters], Answer]] = {
 
 
 def shown(value: object, depth: int = 0) -> object:
-    """Return an answer with control characters and their like as escapes, in keys too.
+    """Return an answer with control and similar characters escaped, in keys too.
 
-    A model wrote some of the texts, and they can reach a fault or a log: no text may hide anything on the
-    page, or turn text around.
+    A model wrote some of the texts, and they can appear in a fault or a log. No text may hide anything on the
+    page, or reverse the direction of text.
     """
     if isinstance(value, str):
         return value if value.isascii() and value.isprintable() else visible(value)

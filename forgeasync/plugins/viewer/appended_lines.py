@@ -1,4 +1,4 @@
-"""Follows files that another process appends lines to. Every reader of this plug-in goes through it."""
+"""Follows files to which another process appends lines; all readers of this plug-in use it."""
 
 import json
 import os
@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 PIECE_BYTES = 1 << 19
-"""Most bytes that one read returns, unless a single line is longer."""
+"""Maximum number of bytes of one read, unless a single line is longer."""
 
 MAX_LINE_BYTES = 64 << 20
-"""Longer lines are skipped. No line that a run writes comes near."""
+"""Maximum length of a line; longer lines are skipped. Lines of a run are much shorter."""
 
 _NUM_REMEMBERED_BYTES = 256
 
@@ -24,9 +24,9 @@ class Piece:
     start: int
     """Offset of the first byte in the file."""
     is_anew: bool
-    """The file was replaced or cut: discard what was read before. ``data`` may be empty."""
+    """Whether the file was replaced or truncated, so that earlier data is invalid. ``data`` may be empty."""
     num_overlong: int = 0
-    """Lines before ``data`` that were skipped because they are too long."""
+    """Number of lines before ``data`` that were skipped because they are too long."""
 
     def lines(self) -> list[bytes]:
         """Return the lines without their newlines."""
@@ -34,9 +34,10 @@ class Piece:
 
 
 class AppendedLines:
-    """A position in a file. The file need not exist, and may be replaced or cut at any time.
+    """A position in a file, which need not exist and may be replaced or truncated at any time.
 
-    A last line without a newline is still being written, or a crash cut it. It is returned when it is whole.
+    A last line without a newline is incomplete: it is still being written, or a crash cut it. It is returned
+    once it is complete.
     """
 
     def __init__(
@@ -46,11 +47,11 @@ class AppendedLines:
         self._piece_bytes = piece_bytes
         self._max_line_bytes = max_line_bytes
         self.problem: str | None = None
-        """Why the last read failed; None if it did not, or if there is no file."""
+        """Error of the last read; None if it succeeded or there is no file."""
         self._position = 0
         self._file_number: tuple[int, int] | None = None
         self._remembered = b""
-        """The bytes before the position. If they change, the file is another one."""
+        """The bytes before the position. If they change, the file was replaced."""
         self._is_in_overlong = False
 
     @property
@@ -95,7 +96,7 @@ class AppendedLines:
         if not data and end - start >= self._max_line_bytes:
             self._is_in_overlong = True
         elif self._is_in_overlong and data:
-            # The end of the line that is too long.
+            # This is the end of the line that is too long.
             cut = data.index(b"\n") + 1
             data, start, num_overlong = data[cut:], start + cut, 1
             self._is_in_overlong = False
@@ -113,7 +114,7 @@ class AppendedLines:
         return os.pread(descriptor, len(self._remembered), place) == self._remembered
 
     def _whole_lines(self, descriptor: int, start: int) -> tuple[bytes, int]:
-        """Return lines and where they end. For a line that is too long: nothing, and how far it was read."""
+        """Return lines and their end's offset; if a line is too long, none and the offset read so far."""
         data, wanted = b"", self._piece_bytes
         while True:
             data += os.pread(descriptor, wanted - len(data), start + len(data))
@@ -133,24 +134,24 @@ class AppendedLines:
 
 
 class Contents(Protocol):
-    """What the lines of one file say."""
+    """Parsed contents of one file's lines."""
 
     def add(self, piece: Piece) -> None:
-        """Take the next lines."""
+        """Add the next lines."""
 
 
 C = TypeVar("C", bound=Contents)
 
 
 class FollowedFile(Generic[C]):
-    """A file that is being written, and the contents of its lines so far."""
+    """A file that is being written, with the contents of its lines so far."""
 
     def __init__(self, path: Path, new: Callable[[], C]) -> None:
-        """``new`` makes empty contents. It is called again whenever the file was replaced or cut."""
+        """``new`` creates empty contents; it is called again whenever the file was replaced or truncated."""
         self.lines = AppendedLines(path)
         self.contents = new()
         self.num_overlong = 0
-        """Lines that were skipped because they are too long."""
+        """Number of lines that were skipped because they are too long."""
         self._new = new
 
     def read_some(self) -> bool:
@@ -166,7 +167,7 @@ class FollowedFile(Generic[C]):
 
 
 class LineUnreadable(ValueError):
-    """A line that cannot be read at its offset; the text says why."""
+    """A line cannot be read at its offset; the text has the reason."""
 
 
 def read_record(file: Path, offset: int) -> dict[str, Any]:
@@ -178,7 +179,7 @@ def read_record(file: Path, offset: int) -> dict[str, Any]:
     try:
         with file.open("rb") as lines:
             lines.seek(offset)
-            # As the run writes it: texts can have lone surrogates, which other decoders refuse.
+            # Like the run's encoder, this decoder accepts lone surrogates in texts, which others refuse.
             record = json.loads(lines.readline(MAX_LINE_BYTES))
     except OSError as error:
         raise LineUnreadable(f"{file.name} cannot be read: {error.strerror}") from None

@@ -1,7 +1,7 @@
-"""The life of each group by the ledger, from its start to its end, and about when each event was.
+"""History of each group, from the ledger, with the approximate time of each event.
 
-``apps.verify`` proves a ledger; here an event that does not follow from those before it is counted, and shown
-as far as possible.
+``apps.verify`` checks a ledger strictly. Here an event that does not follow from earlier ones is counted, and
+shown as far as possible.
 """
 
 from bisect import bisect_right
@@ -37,12 +37,12 @@ from forgeasync.plugins.viewer.metrics import ELAPSED_S, MetricTable
 
 
 class Fate(Enum):
-    """Where a group is, or how it ended."""
+    """State or ending of a group."""
 
     SAMPLING = auto()
     SCORING = auto()
     WAITING = auto()
-    """Scored; the trainer has not taken it yet."""
+    """Scored, and not yet in a batch."""
     TRAINED = auto()
     SKIPPED = auto()
     """In the batch of a step that left the weights unchanged."""
@@ -57,7 +57,7 @@ class Fate(Enum):
 
     @property
     def word(self) -> str:
-        """The name in answers and addresses."""
+        """The name in answers and URLs."""
         return self.name.lower()
 
 
@@ -67,14 +67,14 @@ _OF_UPDATE = {Update.MADE: Fate.TRAINED, Update.SKIPPED: Fate.SKIPPED, Update.UN
 
 @dataclass(slots=True, kw_only=True)
 class GroupLife:
-    """One group. Numbers of lines are those of the ledger, from 1."""
+    """History of one group. Line numbers are those of the ledger, starting with 1."""
 
     group: int
     prompt: int
     attempt: int = 0
     fate: Fate = Fate.SAMPLING
     is_restored: bool = False
-    """A resumed run read it from disk; nothing was sampled."""
+    """Whether a resumed run read it from disk, so that it was not sampled."""
     submitted_line: int | None = None
     """Line of its prompt."""
     started_line: int | None = None
@@ -83,7 +83,7 @@ class GroupLife:
     ended_line: int | None = None
     undone_line: int | None = None
     step: int | None = None
-    """Step of the batch that it was in, even if that step was undone."""
+    """Step of its batch, even if that step was undone."""
     reason: DropReason | None = None
     is_resubmitted: bool = False
     """Whether its prompt waits for another attempt."""
@@ -94,32 +94,32 @@ class GroupLife:
 class GroupLives:
     """All groups so far, in the order of their starts.
 
-    A group that was undone stays beside the later one that has its number.
+    An undone group stays, beside the later one with its number.
     """
 
     def __init__(self, file: Path) -> None:
         self.first_step = 0
-        """Steps that were made before the ledger begins."""
+        """Number of steps made before the ledger begins."""
         self.num_lines = 0
         self.num_resumptions = 0
         self.num_damaged = 0
-        """Lines that were left out."""
+        """Number of skipped lines."""
         self.num_odd = 0
-        """Events that do not follow from those before them, for example next to damaged lines."""
+        """Number of events that do not follow from earlier ones, for example next to damaged lines."""
         self.line_of_step: dict[int, int] = {}
-        """Where each step was trained. If a step was repeated after a resumption, the last one counts."""
+        """Line of each step's training; the last one, if the step was repeated after a resumption."""
         self._first_damage: str | None = None
         self._refusal: str | None = None
-        """Why no line is read: the ledger has another format."""
+        """Reason for reading no lines: the ledger has another format."""
         self._file = file
         self._lines = LedgerLines(file.name)
         self._marks: list[tuple[int, int]] = []
-        """Lines that change how many steps are made, each with the number after it."""
+        """Lines that change the number of steps made, each with the number after it."""
         self._lives: list[GroupLife] = []
         self._newest: dict[int, GroupLife] = {}
-        """By group."""
+        """Newest history by group."""
         self._submitted: dict[int, tuple[int, int]] = {}
-        """By prompt: the line that submitted it, and that line's offset in the file."""
+        """Line that submitted each prompt, and its offset in the file; by prompt."""
 
     def __len__(self) -> int:
         return len(self._lives)
@@ -130,7 +130,7 @@ class GroupLives:
     # ---- events
 
     def add(self, piece: Piece) -> None:
-        """Take the next lines of the ledger. Damaged ones are counted and left out."""
+        """Add the next lines of the ledger; damaged lines are counted and skipped."""
         offset = piece.start
         for line in piece.lines():
             if self._refusal is not None:
@@ -150,7 +150,7 @@ class GroupLives:
 
     @property
     def problems(self) -> list[str]:
-        """What of the ledger was not read, in words."""
+        """Messages about parts of the ledger that were not read."""
         found = []
         if self._refusal is not None:
             found.append(f"{self._refusal}; groups are not shown")
@@ -167,7 +167,7 @@ class GroupLives:
         return found
 
     def _apply(self, event: AnyEvent, *, line: int, offset: int) -> None:
-        """Take a line's event; ``offset`` is the line's offset in the file."""
+        """Apply a line's event; ``offset`` is the line's offset in the file."""
         self.num_lines = line
         match event:
             case Submitted():
@@ -220,17 +220,17 @@ class GroupLives:
         return life
 
     def _known(self, group: int, prompt: int) -> GroupLife:
-        """Return the group in flight; a new one if the line of its start is missing."""
+        """Return the group in flight, or a new one if the line of its start is missing."""
         life = self._newest.get(group)
         if life is None or life.prompt != prompt or life.fate not in _OPEN:
             self.num_odd += 1
             life = self._begin(group, prompt)
         return life
 
-    # ---- questions
+    # ---- queries
 
     def of_group(self, group: int) -> list[GroupLife]:
-        """Return the lives of a group, the newest first. A resumed run can have several."""
+        """Return the histories of a group, newest first; a resumed run can have several."""
         found, life = [], self._newest.get(group)
         while life is not None:
             found.append(life)
@@ -244,7 +244,7 @@ class GroupLives:
     def find(
         self, *, fate: Fate | None = None, reason: DropReason | None = None, step: int | None = None
     ) -> list[GroupLife]:
-        """Return the groups that match everything given, the newest first."""
+        """Return the groups that match all given values, newest first."""
         return [
             life
             for life in reversed(self._lives)
@@ -254,12 +254,12 @@ class GroupLives:
         ]
 
     def num_of_fate(self) -> dict[Fate, int]:
-        """Count the groups by fate, including those that were undone."""
+        """Return the number of groups by fate, including undone ones."""
         counts = Counter(life.fate for life in self._lives)
         return {fate: counts[fate] for fate in Fate}
 
     def step_before(self, line: int) -> int:
-        """Return how many steps the run had made when a line was written."""
+        """Return the number of steps that the run had made when a line was written."""
         place = bisect_right(self._marks, line, key=lambda mark: mark[0])
         return self._marks[place - 1][1] if place else 0
 
@@ -270,17 +270,17 @@ class GroupLives:
         try:
             submitted = read_record(self._file, self._submitted[prompt][1])
         except LineUnreadable:
-            # The file was cut or replaced; the next read finds that out.
+            # The file was truncated or replaced; the next read detects that.
             return None
         source, task_id = submitted.get("source"), submitted.get("task_id")
         return (source, task_id) if isinstance(source, str) and isinstance(task_id, str) else None
 
 
 class RunClock:
-    """Seconds on the run's own clock (``time/elapsed_s``) by lines of the ledger, which itself has no times.
+    """Maps lines of the ledger, which has no times, to seconds on the run's clock (``time/elapsed_s``).
 
-    The line of a trained step has the step's time. Between two steps the lines are taken to be evenly spaced,
-    so times of other lines are accurate to one step.
+    The line of a trained step has the step's time. Lines between two steps are assumed to be evenly spaced,
+    so their times are accurate to one step.
     """
 
     def __init__(self, lives: GroupLives, metrics: MetricTable) -> None:
@@ -291,7 +291,7 @@ class RunClock:
         self._begins_late = lives.first_step > 0
 
     def about_s(self, line: int | None) -> float | None:
-        """Return the time of a line; None if there are no steps on both sides of it."""
+        """Return the approximate time of a line; None if there are no steps on both sides of it."""
         if line is None or not self._lines[0] <= line <= self._lines[-1] or len(self._lines) < 2:
             return None
         if self._begins_late and line < self._lines[1]:
@@ -300,7 +300,7 @@ class RunClock:
 
 
 def life_answer(lives: GroupLives, clock: RunClock, life: GroupLife) -> dict[str, object]:
-    """Return one group as JSON types: its events in order, each with the steps made by then and its time."""
+    """Return one group as JSON types: its events in order, each with its time and the steps before it."""
     started = "restored" if life.is_restored else "started"
     lines = [
         ("submitted", life.submitted_line),

@@ -1,4 +1,4 @@
-"""The numbers of metrics.jsonl, and what they mean."""
+"""The values of metrics.jsonl, and their definitions."""
 
 from array import array
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ HEADLINES = (
     "time/wait_for_batch_s",
     "throughput/generated_tokens_per_s",
 )
-"""Counters of a trace file. The overview shows their newest values."""
+"""Metrics in the overview, which are also the counters of a trace file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,17 +39,17 @@ class Column:
 
 
 class MetricTable:
-    """All lines so far. Memory: 16 bytes a number."""
+    """All lines so far; uses 16 bytes per value."""
 
     def __init__(self) -> None:
         self.num_lines = 0
         self.num_damaged = 0
-        """Lines that are no JSON object with a step."""
+        """Number of lines that are not a JSON object with a step."""
         self._steps: dict[str, array[int]] = {}
         self._values: dict[str, array[float]] = {}
 
     def add(self, piece: Piece) -> None:
-        """Take the next lines. Damaged ones are counted and left out."""
+        """Add the next lines; damaged lines are counted and skipped."""
         for line in piece.lines():
             self._add_line(line)
 
@@ -64,7 +64,7 @@ class MetricTable:
             return
         self.num_lines += 1
         for key, value in record.items():
-            # null stands for a value that was not finite; the run has counted it.
+            # null represents a value that was not finite; the run has counted it.
             if isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool)):
                 if key not in self._steps:
                     self._steps[key], self._values[key] = array("q"), array("d")
@@ -73,12 +73,12 @@ class MetricTable:
 
     @property
     def keys(self) -> list[str]:
-        """The names of all metrics so far, in the order in which they came."""
+        """Names of all metrics so far, in the order of their first appearance."""
         return list(self._steps)
 
     @property
     def step(self) -> int:
-        """The step of the last line; 0 before the first step."""
+        """Step of the last line; 0 before the first step."""
         newest = self.newest(STEP)
         return 0 if newest is None else newest[0]
 
@@ -90,7 +90,7 @@ class MetricTable:
         )
 
     def by_step(self, key: str) -> dict[int, float]:
-        """Return the values of a key by step; the newest counts."""
+        """Return the values of a key by step; the newest one, if a step has several."""
         return dict(zip(self._steps.get(key, ()), self._values.get(key, ()), strict=True))
 
     def newest(self, key: str) -> tuple[int, float] | None:
@@ -106,7 +106,7 @@ def _is_count(value: object) -> TypeGuard[int]:
 
 @lru_cache(maxsize=4096)
 def meaning_of(key: str) -> str | None:
-    """Return what a key of metrics.jsonl means; None if this version of forgeasync does not define it."""
+    """Return the definition of a key of metrics.jsonl; None if this version of forgeasync has none."""
     definition = definition_of(key)
     return None if definition is None else definition.meaning
 

@@ -1,4 +1,4 @@
-"""A run as one file for ui.perfetto.dev and chrome://tracing.
+"""Exports a run as one file for ui.perfetto.dev and chrome://tracing.
 
 The format is Chrome's JSON ("Trace Event Format"). Times are microseconds since the first process began, or
 on the run's own clock (``time/elapsed_s``) if no process left a trace. Groups have the times of ``RunClock``.
@@ -18,7 +18,7 @@ from forgeasync.plugins.viewer.processes import recorded_at
 from forgeasync.plugins.viewer.run_reader import RunReader
 
 TRAINER, GROUPS, FAULTS = 1, 2, 3
-"""Process numbers in the file of what is no process: steps, groups, faults."""
+"""Process numbers in the file for steps, groups and faults, which are no processes."""
 
 FIRST_PROC = 10
 """Process number in the file of the first real process."""
@@ -36,11 +36,11 @@ Facts = Mapping[str, object]
 class FileClock:
     """Converts times of the run's clock and of the host's clock to seconds in the file.
 
-    Both clocks have the ends of the steps. The file's time begins with the first process.
+    The ends of the steps are known on both clocks. The file's time begins with the first process.
     """
 
     def __init__(self, elapsed_by_step: Mapping[int, float], lanes: Sequence[Lane]) -> None:
-        """Without traces the file has the run's own clock, and times of the host cannot be converted."""
+        """Without traces, the file uses the run's own clock, and times of the host cannot be converted."""
         self._zero_s = min((lane.begin_s for lane in lanes), default=None)
         ends = recorded_at(lanes)
         known = sorted(set(ends) & set(elapsed_by_step))
@@ -51,7 +51,7 @@ class FileClock:
         """Convert a time of the run's clock."""
         if self._zero_s is None or self._elapsed_N is None:
             return elapsed_s
-        # Before the first and after the last known step both clocks run alike.
+        # Before the first and after the last known step, both clocks have the same pace.
         inside_s = float(np.clip(elapsed_s, self._elapsed_N[0], self._elapsed_N[-1]))
         unix_s = float(np.interp(inside_s, self._elapsed_N, self._unix_N))
         return unix_s - self._zero_s + (elapsed_s - inside_s)
@@ -62,10 +62,10 @@ class FileClock:
 
 
 def write_trace(run: RunReader, file: Path) -> int:
-    """Write the trace, replacing a file that exists; return how many events it has.
+    """Write the trace, replacing an existing file; return the number of its events.
 
     Raises:
-        OSError: it cannot be written. An existing file is left as it is.
+        OSError: it cannot be written. An existing file is left unchanged.
     """
     partial = file.with_name(f".{file.name}.partial")
     num_events = 0
@@ -133,7 +133,7 @@ def _counters(run: RunReader, times: Mapping[int, float]) -> Iterator[Event]:
 def _group(
     row: int, life: GroupLife, clock: RunClock, file_clock: FileClock, end_s: float
 ) -> Iterator[Event]:
-    """Yield the phases of a group's life, nested in the whole. An open group ends where the metrics do.
+    """Yield the phases of a group, nested in the whole; a group in flight ends where the metrics end.
 
     A group whose start has no time, because no steps surround it, is left out.
     """
@@ -162,14 +162,14 @@ def _group(
 
 
 def _part(row: int, name: str, begin_s: float, end_s: float, args: dict[str, object]) -> Iterator[Event]:
-    # The row, because a resumed run can use a group's number again.
+    # The id is the row, because a resumed run can reuse a group's number.
     common: Event = {"cat": "group", "id": row, "pid": GROUPS, "tid": 0, "name": name}
     yield {"ph": "b", **common, "ts": _microseconds(begin_s), "args": args}
     yield {"ph": "e", **common, "ts": _microseconds(max(begin_s, end_s))}
 
 
 def _faults(run: RunReader, times: Mapping[int, float], file_clock: FileClock) -> Iterator[Event]:
-    """Yield each fault when it was detected; without traces, at the end of the first step that counts it."""
+    """Yield each fault at its detection; without traces, at the end of the first step that counts it."""
     counts: dict[int, float] = dict.fromkeys(times, 0.0)
     for role in Role:
         for step, value in run.metrics.by_step(f"faults/detected_{role}").items():
@@ -185,7 +185,7 @@ def _faults(run: RunReader, times: Mapping[int, float], file_clock: FileClock) -
 
 
 def _processes(lanes: Sequence[Lane], clock: FileClock) -> Iterator[Event]:
-    """Yield all processes, each with its states in the first row and its spans in rows below."""
+    """Yield all processes, each with its states in the first row and its spans in the rows below."""
 
     def bar(place: int, row: int, name: str, begin_s: float, took_s: float, facts: Facts) -> Event:
         at_s = clock.of_unix(begin_s)

@@ -1,4 +1,4 @@
-"""The processes of a run: what failed and came back, which ones run, and what each did at every moment."""
+"""The processes of a run: faults and recoveries, live processes, and the state of each one over time."""
 
 import json
 from collections.abc import Sequence
@@ -12,10 +12,10 @@ from forgeasync.observability import NOT_THERE, ORDER, SUFFIX, Lane, Span, named
 from forgeasync.plugins.viewer.appended_lines import FollowedFile, Piece
 
 MAX_SPANS = 400
-"""Most spans of one lane in an answer, the longest ones."""
+"""Maximum number of one lane's spans in an answer; the longest are kept."""
 
 RECORD = "record"
-"""The controller's span that begins when a step's metrics are made."""
+"""Name of the controller's span that begins when a step's metrics are computed."""
 
 Answer = dict[str, object]
 
@@ -42,16 +42,16 @@ _FAULT_DECODER: msgspec.json.Decoder[_Detected | _Recovered] = msgspec.json.Deco
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultRow:
-    """One failure, and its end if it has one."""
+    """One fault, and its recovery if there was one."""
 
     number: int
     role: str
     who: str
     what: str
     detected_s: float
-    """When it was detected, in seconds since 1970."""
+    """Time of the detection, in seconds since 1970."""
     how: str | None = None
-    """How the run recovered from it; None if it did not."""
+    """Description of the recovery; None if there was none."""
     took_s: float | None = None
 
 
@@ -60,11 +60,11 @@ class FaultLines:
 
     def __init__(self) -> None:
         self.num_damaged = 0
-        """Lines that do not belong into such a file, or end a fault that did not begin."""
+        """Number of lines that do not belong in such a file, or that end a fault that did not begin."""
         self._faults: dict[int, FaultRow] = {}
 
     def add(self, piece: Piece) -> None:
-        """Take the next lines. Damaged ones are counted and left out."""
+        """Add the next lines; damaged lines are counted and skipped."""
         for line in piece.lines():
             self._add_line(line)
 
@@ -91,7 +91,7 @@ class FaultLines:
 
     @property
     def faults(self) -> list[FaultRow]:
-        """All faults in the order in which they were detected."""
+        """All faults in the order of their detection."""
         return list(self._faults.values())
 
     @property
@@ -126,7 +126,7 @@ class _TraceLines:
 
 
 class Traces:
-    """The traces of all processes: ``logs/*.trace.jsonl``, read while they are written."""
+    """The traces of all processes, ``logs/*.trace.jsonl``, read while they are written."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -136,7 +136,7 @@ class Traces:
 
     @property
     def lanes(self) -> list[Lane]:
-        """The processes whose first line was read."""
+        """Processes whose first line was read."""
         lanes = [file.contents.lane for file in self._files.values()]
         return [lane for lane in lanes if lane.opened is not None]
 
@@ -154,7 +154,7 @@ class Traces:
 
     @property
     def problems(self) -> list[str]:
-        """What of the traces could not be read or written, in words."""
+        """Messages about parts of the traces that could not be read or written."""
         found = [] if self._problem is None else [self._problem]
         found += [file.lines.problem for file in self._files.values() if file.lines.problem is not None]
         for path, file in self._files.items():
@@ -205,9 +205,9 @@ def lanes_answer(
 
 
 def step_times(lanes: Sequence[Lane]) -> dict[int, tuple[float, float]]:
-    """Return when each step began and ended by the controller's spans, in seconds since 1970.
+    """Return the begin and end of each step by the controller's spans, in seconds since 1970.
 
-    If a step was repeated, the newest one counts.
+    If a step was repeated, the newest times count.
     """
     found: dict[int, tuple[float, float]] = {}
     for lane in named_lanes(lanes).get("controller", ()):
@@ -223,7 +223,7 @@ def step_times(lanes: Sequence[Lane]) -> dict[int, tuple[float, float]]:
 
 
 def recorded_at(lanes: Sequence[Lane]) -> dict[int, float]:
-    """Return when the metrics of each step were made (their ``time/elapsed_s``), in seconds since 1970."""
+    """Return when each step's metrics were computed (``time/elapsed_s``), in seconds since 1970."""
     return {
         step: span.begin_s
         for lane in named_lanes(lanes).get("controller", ())
@@ -237,7 +237,7 @@ def _is_in(step: int, first: int | None, last: int | None) -> bool:
 
 
 def _bars(states_N: np.ndarray) -> list[list[int]]:
-    """Return [first bin, number of bins, state] of every stretch in which the process was there."""
+    """Return [first bin, number of bins, state] of every stretch in which the process existed."""
     cuts = np.flatnonzero(np.diff(states_N)) + 1
     begins, ends = np.append(0, cuts), np.append(cuts, len(states_N))
     return [

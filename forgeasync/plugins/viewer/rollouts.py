@@ -1,6 +1,6 @@
-"""Rollouts and the values of their tokens: where they are in the run's files, and how the page gets them.
+"""Rollouts and the values of their tokens, read from the run's files on request.
 
-Only offsets are kept in memory. A text or a value is read from the file when somebody asks for it.
+Only offsets are kept in memory. A text or a value is read from the file when it is requested.
 """
 
 import re
@@ -16,21 +16,21 @@ from forgeasync.plugins.viewer.appended_lines import LineUnreadable, Piece, read
 from forgeasync.rollouts import RolloutKey
 
 MAX_ROLLOUTS = 200
-"""Most rollouts of a group or a step that an answer lists."""
+"""Maximum number of a group's or a step's rollouts in an answer."""
 
 MAX_TOKENS = 2000
-"""Most tokens of an answer."""
+"""Maximum number of tokens in an answer."""
 
 VALUES = ("mismatch", "ratio", "advantage", "entropy", "version", "kept", "logprob", "behavior")
 """Columns of a branch's line with a value for each trained token."""
 
 Answer = dict[str, object]
 
-# How a run writes each line of rollouts.jsonl. Any other line is parsed, which takes longer and refuses lone
+# Form of a run's lines in rollouts.jsonl. Any other line is parsed, which takes longer and refuses lone
 # surrogates.
 _ROLLOUT = re.compile(rb'\{"step": (\d{1,17}), "group_id": (\d{1,17}), .*\}')
 
-# How a run begins each line of tokens.jsonl: that of a rollout, or the worst tokens of a step. The whole line
+# Beginning of a run's lines in tokens.jsonl: of a rollout, or of the worst tokens of a step. The whole line
 # is too long to be parsed.
 _TOKENS = re.compile(
     rb'\{"step": (\d{1,17}), '
@@ -38,21 +38,21 @@ _TOKENS = re.compile(
 )
 
 _WORST = (-1, -1, -1)
-"""Stands for the rollout of a line with the worst tokens of a step."""
+"""Replaces the rollout's key in a line with the worst tokens of a step."""
 
 _Number = Annotated[int, msgspec.Meta(ge=0, lt=10**17)]
 
 
 class RolloutNotFound(ValueError):
-    """A rollout that cannot be read; the text says why."""
+    """A rollout cannot be read; the text has the reason."""
 
 
 class TokensNotFound(ValueError):
-    """Values of tokens that cannot be read; the text says why."""
+    """Values of tokens cannot be read; the text has the reason."""
 
 
 class _Head(msgspec.Struct, frozen=True, kw_only=True):
-    """What is read of a rollout whose line begins in another way."""
+    """Fields that are read from a rollout's line of another form."""
 
     step: _Number
     group_id: _Number
@@ -62,11 +62,11 @@ _HEAD_DECODER = msgspec.json.Decoder(_Head)
 
 
 class _LineIndex:
-    """The offset of every line of a file, and numbers of each: 8 bytes for each of them."""
+    """The offset of every line of a file, and some numbers of each line; 8 bytes per number."""
 
     def __init__(self, file: Path, *names: str) -> None:
         self.num_damaged = 0
-        """Lines that do not belong into such a file."""
+        """Number of lines that do not belong in such a file."""
         self._file = file
         self._offsets = array("q")
         self._columns = {name: array("q") for name in names}
@@ -75,11 +75,11 @@ class _LineIndex:
         return len(self._offsets)
 
     def _numbers(self, line: bytes) -> tuple[int, ...] | None:
-        """Return what the columns keep of a line; None if it is damaged."""
+        """Return the columns' numbers of a line; None if it is damaged."""
         raise NotImplementedError
 
     def add(self, piece: Piece) -> None:
-        """Take the next lines. Damaged ones are counted and left out."""
+        """Add the next lines; damaged lines are counted and skipped."""
         offset = piece.start
         for line in piece.lines():
             numbers = self._numbers(line)
@@ -92,7 +92,7 @@ class _LineIndex:
             offset += len(line) + 1
 
     def find(self, **wanted: int) -> list[int]:
-        """Return the lines that have these numbers, in the order of the file."""
+        """Return the indices of the lines that have these numbers, in the order of the file."""
         is_it_N = np.ones(len(self), dtype=bool)
         for name, number in wanted.items():
             is_it_N &= np.array(self._columns[name]) == number
@@ -100,7 +100,7 @@ class _LineIndex:
 
 
 class RolloutIndex(_LineIndex):
-    """Steps, groups and offsets of all rollouts so far. A rollout has a number, in the order of the file."""
+    """Steps, groups and offsets of all rollouts so far; rollouts are numbered in the order of the file."""
 
     def __init__(self, file: Path) -> None:
         super().__init__(file, "step", "group")
@@ -118,7 +118,7 @@ class RolloutIndex(_LineIndex):
         """Read one rollout.
 
         Raises:
-            RolloutNotFound: there is none of this number, or the file has changed.
+            RolloutNotFound: there is no rollout of this number, or the file has changed.
         """
         if not 0 <= number < len(self):
             what = f"0 to {len(self) - 1}" if len(self) else "none yet"
@@ -136,12 +136,12 @@ class RolloutIndex(_LineIndex):
         return {name: column[number] for name, column in self._columns.items()}
 
     def rows(self, numbers: Sequence[int]) -> Answer:
-        """Return the first ``MAX_ROLLOUTS`` of some rollouts as a list, and how many they are."""
+        """Return the first ``MAX_ROLLOUTS`` of the given rollouts, and the number of all."""
         rollouts = [self._row(number) for number in numbers[:MAX_ROLLOUTS]]
         return {"num_rollouts": len(numbers), "rollouts": rollouts}
 
     def _row(self, number: int) -> Answer:
-        """Return a rollout's line of a list, or why it cannot be read."""
+        """Return a rollout's entry for a list, or why it cannot be read."""
         where = {"number": number, **self._place(number)}
         try:
             record = self.read(number)
@@ -164,7 +164,7 @@ class RolloutIndex(_LineIndex):
 
 
 def _response_parts(record: Mapping[str, Any]) -> list[Answer] | None:
-    """Cut a response where its steps end, each with its reward; None if it was not scored by steps."""
+    """Split a response at the ends of its steps, each with its reward; None if it was not scored by steps."""
     response, steps = record.get("response"), record.get("steps")
     if not isinstance(response, str) or not isinstance(steps, list) or not steps:
         return None
@@ -183,7 +183,7 @@ def _response_parts(record: Mapping[str, Any]) -> list[Answer] | None:
 
 
 class TokenIndex(_LineIndex):
-    """Offsets of all lines of tokens.jsonl so far. The newer of two equal lines counts."""
+    """Offsets of all lines of tokens.jsonl so far; the newer of two equal lines counts."""
 
     def __init__(self, file: Path) -> None:
         super().__init__(file, "step", "group", "episode", "agent")
@@ -237,7 +237,8 @@ class TokenIndex(_LineIndex):
 def tokens_answer(
     rollouts: RolloutIndex, tokens: TokenIndex, number: int, *, branch: int, skip: int
 ) -> Answer:
-    """Return ``MAX_TOKENS`` tokens of a rollout's branch from ``skip`` on, with a value or null for each.
+    """Return up to ``MAX_TOKENS`` tokens of a rollout's branch from ``skip`` on, with a value or null for
+    each.
 
     If the values cannot be read, the answer has only a ``problem``.
 
@@ -304,7 +305,7 @@ def _page(branch: Mapping[str, Any], skip: int) -> Answer:
 
 
 def _worst_places(tokens: TokenIndex, step: int, key: RolloutKey, branch: int) -> list[tuple[int, int]]:
-    """Return which tokens of a branch are among the worst of the step, each with its rank from 1."""
+    """Return the positions of a branch's tokens among the worst of the step, each with its rank from 1."""
     try:
         worst = tokens.worst(step)
     except TokensNotFound:
@@ -318,7 +319,7 @@ def _worst_places(tokens: TokenIndex, step: int, key: RolloutKey, branch: int) -
 
 
 def worst_answer(rollouts: RolloutIndex, tokens: TokenIndex, step: int) -> Answer:
-    """Return the worst tokens of a step, each with the number of its rollout if that was written.
+    """Return the worst tokens of a step, each with the number of its rollout if that was stored.
 
     Raises:
         RolloutNotFound: a rollout of the step cannot be read.

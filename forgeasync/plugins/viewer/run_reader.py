@@ -1,4 +1,4 @@
-"""The contents of one run folder, kept up to date while the run writes it. Writes nothing."""
+"""Reads the contents of one run folder while the run writes it; writes nothing."""
 
 import contextlib
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from forgeasync.plugins.viewer.processes import FaultLines, Traces
 from forgeasync.plugins.viewer.rollouts import RolloutIndex, TokenIndex
 
 DEMO_RUN = Path(__file__).parent / "demo"
-"""A small recorded run; its generator was killed on the way."""
+"""Folder of a small recorded run whose generator was killed."""
 
 MAX_SHOWN_KEYS = 5
 MAX_DIGITS = 18
@@ -24,20 +24,20 @@ MAX_CONFIG_BYTES = 1 << 20
 
 _LAST_LOG_BYTES = 4096
 
-# Neither knows Python tags: no object is made from a file.
+# Both loaders ignore Python tags, so no object is created from a file.
 _YAML_LOADER = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
 
 
 class NoRun(ValueError):
-    """A folder that is not the folder of a run; the text says why."""
+    """A folder is not the folder of a run; the text has the reason."""
 
 
 class RunReader:
     """One run. Not thread-safe: use a lock."""
 
     def __init__(self, path: Path, *, with_rollouts: bool = True, with_traces: bool = True) -> None:
-        """Keeps no file open. Without ``with_rollouts`` neither rollouts nor tokens are read, and without
-        ``with_traces`` no traces.
+        """Keeps no file open. Without ``with_rollouts``, neither rollouts nor tokens are read; without
+        ``with_traces``, no traces.
 
         Raises:
             NoRun: there is no such folder, or it has none of a run's files.
@@ -72,7 +72,7 @@ class RunReader:
         return any(each.read_some() for each in self._in_order)
 
     def read_all(self) -> None:
-        """Read everything that is there."""
+        """Read everything that is available."""
         while self.read_some():
             pass
 
@@ -106,17 +106,17 @@ class RunReader:
 
     @property
     def settings(self) -> Mapping[str, str]:
-        """The config's values as text by their dotted keys; empty if it cannot be read."""
+        """The config's values as text, by dotted key; empty if the config cannot be read."""
         return self._settings
 
     def whole_setting(self, key: str) -> int | None:
-        """Return a value of the config that is a whole number; None if it is not one."""
+        """Return an integer value of the config; None if the key has no such value."""
         text = self._settings.get(key, "")
         return int(text) if text.isascii() and text.isdecimal() and len(text) < MAX_DIGITS else None
 
     @property
     def progress(self) -> list[dict[str, object]]:
-        """How many bytes of each file were read, and how many were not."""
+        """Number of bytes of each file that were read, and that were not."""
         return [
             {"file": lines.path.name, "read": lines.position, "unread": lines.num_unread_bytes}
             for lines in (file.lines for file in self._files)
@@ -124,7 +124,7 @@ class RunReader:
 
     @property
     def problems(self) -> list[str]:
-        """What of the folder could not be read or was left out, in words."""
+        """Messages about parts of the folder that could not be read or were skipped."""
         found = [file.lines.problem for file in self._files if file.lines.problem is not None]
         found += self.traces.problems
         if self._settings_problem is not None:
@@ -144,7 +144,7 @@ class RunReader:
         return found
 
     def last_log_line(self) -> str | None:
-        """Return the last line of run.log, which says how a run ended; None if there is none."""
+        """Return the last line of run.log, which describes how a run ended; None if there is none."""
         try:
             with self.run_dir.run_log.open("rb") as file:
                 size = file.seek(0, 2)
@@ -156,9 +156,9 @@ class RunReader:
 
 
 def _settings_of(file: Path) -> tuple[dict[str, str], str | None]:
-    """Return a config's values as text by dotted keys, in the order of the file, and why there are none.
+    """Return a config's values as text by dotted key, in the order of the file, and an error or None.
 
-    The config is read as plain YAML, so that one of another version of forgeasync is shown too.
+    The config is read as plain YAML, so that the config of another version of forgeasync is shown too.
     """
     try:
         if file.stat().st_size > MAX_CONFIG_BYTES:

@@ -1,4 +1,4 @@
-"""Serves the page and its answers to browsers on this machine, and reads the runs meanwhile."""
+"""Serves the page and its API to browsers on this machine, and reads the runs' files meanwhile."""
 
 import asyncio
 import errno
@@ -18,10 +18,10 @@ from forgeasync.plugins.viewer.run_reader import RunReader
 HOST = "127.0.0.1"
 
 OWN_NAMES = frozenset({"127.0.0.1", "localhost"})
-"""Names by which a browser may ask. A page of somebody else whose name leads here has another one."""
+"""Host names that requests may use. A foreign page whose name resolves to this machine uses another one."""
 
 HEADERS = {
-    # Only our own scripts, styles and addresses: a model's text can do nothing even if it became markup.
+    # Allows only our own scripts, styles and addresses, so that a model's text can do nothing even as markup.
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
@@ -33,10 +33,10 @@ HEADERS = {
 }
 
 LOOK_S = 1.0
-"""Seconds between two looks at files that have nothing new."""
+"""Seconds between two checks of files that have nothing new."""
 
 YIELD_S = 0.001
-"""Pause after a piece of a file, in which a waiting question gets the readers."""
+"""Pause after a piece of a file, in which a waiting request gets the readers, in seconds."""
 
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 
@@ -46,11 +46,11 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class PortInUse(ValueError):
-    """Another program listens on the port; the text says what to do."""
+    """Another program listens on the port; the text has a remedy."""
 
 
 class _Watcher:
-    """Reads the runs in a thread of its own. ``ask`` may be called from any thread."""
+    """Reads the runs in a separate thread; ``ask`` may be called from any thread."""
 
     def __init__(self, runs: Sequence[RunReader]) -> None:
         self._runs = runs
@@ -69,10 +69,10 @@ class _Watcher:
         while not self._is_over.is_set():
             try:
                 with self._lock:
-                    # Each run in turn, so that a long one does not keep the others waiting.
+                    # Read every run in turn, so that a long one does not delay the others.
                     is_new = any([run.read_some() for run in self._runs])
             except Exception as error:
-                # A bug of the viewer. The page still shows what was read, and says that it is old.
+                # A bug of the viewer: the page still shows what was read, and reports the failure.
                 _LOGGER.exception("a run's files could not be read")
                 self._failure = f"the viewer has stopped reading: {type(error).__name__}: {error}"
                 return
@@ -83,13 +83,13 @@ class _Watcher:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread, and wait for it."""
+        """End the thread and wait for it."""
         self._is_over.set()
         self._thread.join()
 
 
 def application(runs: Sequence[RunReader]) -> web.Application:
-    """Return the routes without a port. The runs are read from its startup to its cleanup."""
+    """Return the routes without a port; the runs are read from the app's startup to its cleanup."""
     app = web.Application(middlewares=[_guard])
     pages, watcher = _static_files(), _Watcher(runs)
 
@@ -108,7 +108,7 @@ def application(runs: Sequence[RunReader]) -> web.Application:
     async def api(request: web.Request) -> web.Response:
         given = Parameters({name: request.query.getall(name) for name in request.query})
         try:
-            # In a thread: the readers can be busy for some milliseconds, and a file system for longer.
+            # Run in a thread: the readers can be busy for some milliseconds, and a file system for longer.
             found = await asyncio.to_thread(watcher.ask, request.match_info["name"], given)
         except BadQuestion as error:
             return _problem(400, str(error))
@@ -126,10 +126,10 @@ def application(runs: Sequence[RunReader]) -> web.Application:
 async def serve(
     runs: Sequence[RunReader], port: int, say: Callable[[str], None], *, is_over: asyncio.Event
 ) -> None:
-    """Serve until ``is_over``; ``say`` gets the address. Port 0 takes any free port.
+    """Serve until ``is_over``; ``say`` is called with the URL. Port 0 selects any free port.
 
     Raises:
-        PortInUse: another program has the port.
+        PortInUse: another program uses the port.
     """
     runner = web.AppRunner(application(runs), access_log=None, shutdown_timeout=1.0)
     await runner.setup()
@@ -161,7 +161,7 @@ def serve_until_stopped(runs: Sequence[RunReader], port: int, say: Callable[[str
 
 @web.middleware
 async def _guard(request: web.Request, handler: _Handler) -> web.StreamResponse:
-    """Refuse requests that do not name this machine, and give every response its headers."""
+    """Refuse requests with other host names than this machine's, and add the headers to every response."""
     if urlsplit(f"//{request.headers.get('Host', '')}").hostname not in OWN_NAMES:
         response: web.StreamResponse = _problem(
             403, f"ask by one of the names {', '.join(sorted(OWN_NAMES))}"
@@ -180,7 +180,7 @@ def _problem(status: int, words: str) -> web.Response:
 
 
 def _static_files() -> dict[str, tuple[str, bytes]]:
-    """Read the page's files once, by name and with their types: no address leads to another file."""
+    """Read the page's files once, by name and with their types, so that no URL leads to another file."""
     found = {}
     for file in (files("forgeasync.plugins.viewer") / "static").iterdir():
         suffix = "." + file.name.rpartition(".")[2]

@@ -1,4 +1,4 @@
-"""How a run is doing: whether it lives, how far it is, what bounds it (docs/viewer.md)."""
+"""Status of a run: whether it is alive, its progress, and its bottleneck (docs/viewer.md)."""
 
 import socket
 import sys
@@ -27,10 +27,10 @@ from forgeasync.plugins.viewer.run_reader import RunReader
 from forgeasync.processes import is_running
 
 NUM_RECENT_STEPS = 20
-"""The newest steps, whose mean time estimates the time left."""
+"""Number of newest steps whose mean time estimates the time left."""
 
 CLOCK_SLACK_S = 2.0
-"""Largest difference between a process's start by the kernel and by run.lock."""
+"""Maximum difference between a process's start time by the kernel and by run.lock, in seconds."""
 
 SHOWN = (
     "policy_version",
@@ -49,29 +49,29 @@ SHOWN = (
 
 
 class Life(StrEnum):
-    """What is known of the process that is the run."""
+    """State of the process that is the run."""
 
     RUNNING = "running"
     ENDED = "ended"
     """It ended in order: after its last step, when told to stop, or with an error that it reported."""
     DIED = "died"
-    """It is gone, and did not say so."""
+    """It ended without a report."""
     ELSEWHERE = "elsewhere"
-    """It runs, or ran, on another machine, which cannot be asked from here."""
+    """It runs, or ran, on another machine, which cannot be checked from here."""
     UNKNOWN = "unknown"
     """There is no run.lock, or it cannot be read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunLife:
-    """A run's life, and why."""
+    """State of a run's process, with a description."""
 
     life: Life
     words: str
 
 
 def run_life(lock: Path) -> RunLife:
-    """Look up the process that a run.lock names."""
+    """Return the state of the process that a run.lock names."""
     try:
         holder = RunLock.holder(lock)
     except FileNotFoundError:
@@ -86,14 +86,14 @@ def run_life(lock: Path) -> RunLife:
         return RunLife(life=Life.ENDED, words=f"in order; was {holder}")
     if holder.host != socket.gethostname():
         return RunLife(life=Life.ELSEWHERE, words=f"is {holder}; that machine cannot be asked from here")
-    # A process that began later than the run only has its number.
+    # A process that began later than the run only has the same id.
     if is_running(holder.pid, by_s=holder.since_s + CLOCK_SLACK_S):
         return RunLife(life=Life.RUNNING, words=f"is {holder}")
     return RunLife(life=Life.DIED, words=f"was {holder}")
 
 
 def status_of(run: RunReader, *, now_s: float | None = None) -> dict[str, object]:
-    """Return a run's status as JSON types. ``now_s`` is the time in seconds since 1970."""
+    """Return a run's status as JSON types; ``now_s`` is the time in seconds since 1970."""
     now_s = time.time() if now_s is None else now_s
     life = run_life(run.run_dir.lock)
     max_steps = run.whole_setting("max_steps")
@@ -164,7 +164,7 @@ def _measured(run: RunReader) -> MeasuredSteps | None:
         ):
             lines.setdefault(step, {})[key] = value
     for _, line in sorted(lines.items()):
-        # The evaluation before the first step has a line without a step's times.
+        # The evaluation before the first step has a line without the step's times.
         if line.keys() >= set(KEYS):
             window.add(line)
     return window.measured()
@@ -182,7 +182,7 @@ def _written_ago_s(run: RunReader, now_s: float) -> float | None:
 
 
 def status_lines(status: Mapping[str, Any]) -> list[str]:
-    """Return a status in words. Control characters in texts of the run's files are escaped."""
+    """Return a status as lines of text; control characters in texts of the run's files are escaped."""
     steps = f"step {status['step']}" + ("" if status["max_steps"] is None else f" of {status['max_steps']}")
     left_s = status["left_s"]
     lines = [f"{status['run']}: {status['life']} ({status['life_words']})", f"  {steps}"]

@@ -1,6 +1,6 @@
-"""Makes a model's changes, and then puts the hidden tests in place: ``place.py <changes>``.
+"""Makes a model's changes, then puts the hidden tests in place: ``place.py <changes>``.
 
-Prints the changed files that have no place, one a line, as JSON. Nothing of the model's runs before it ends.
+Prints the changed files that cannot be written, as a JSON list. No code of the model runs before this ends.
 """
 
 import base64
@@ -33,7 +33,7 @@ def main(changes_path):
 
 
 def above(path):
-    """The folders above a path, from the outermost."""
+    """Return the folders above a path, from the outermost."""
     parts = path.split("/")
     return ["/".join(parts[:index]) for index in range(1, len(parts))]
 
@@ -43,7 +43,7 @@ def is_plain(path):
 
 
 def make_room(path):
-    """Whether a file can be written there; empty folders make way."""
+    """Return whether a file can be written at a path; removes empty folders there."""
     for folder in above(path):
         if os.path.lexists(folder) and not os.path.isdir(folder):
             return False
@@ -56,7 +56,7 @@ def make_room(path):
 
 
 def clear(path):
-    """Take away what lies in the way of a hidden test."""
+    """Remove files and links that are in the way of a hidden test."""
     for one in [*above(path), path]:
         if os.path.islink(one) or (os.path.lexists(one) and not os.path.isdir(one)):
             os.unlink(one)

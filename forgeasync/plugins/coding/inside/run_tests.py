@@ -1,8 +1,8 @@
-"""Runs listed tests and reports on each: ``run_tests.py <request>``.
+"""Runs the listed tests and reports on each: ``run_tests.py <request>``.
 
 A line of the report is the request's nonce and an object. The nonce is in no argument, variable or file once
-the code under test is imported, and reports go to a descriptor that standard output no longer names. That
-code shares this process all the same: docs/coding.md says what remains possible.
+the code under test is imported, and reports go to a descriptor that standard output no longer uses. That code
+still shares this process; docs/coding.md describes what remains possible.
 """
 
 import json
@@ -16,9 +16,9 @@ def main(request_path):
         request = json.load(file)
     os.unlink(request_path)
     report = reporter(os.dup(1), request.pop("nonce"))
-    # What tests print is the log.
+    # The output of tests goes to the log.
     os.dup2(2, 1)
-    # An isolated Python leaves these out; the config and the record name them.
+    # An isolated Python leaves these paths out; the config and the record name them.
     sys.path[:0] = [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one]
     run = prepare_pytest() if request["runner"] == "pytest" else prepare_unittest()
     guard = Guard()
@@ -28,7 +28,7 @@ def main(request_path):
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     report(end=True, status=int(status))
-    # No code of the repository that waits for the end of the process has a say.
+    # Skips exit handlers of the repository's code.
     os._exit(0)
 
 
@@ -44,7 +44,7 @@ def reporter(channel, nonce):
 
 
 class Guard:
-    """Notices when functions of the test runner are not those that were there at the start."""
+    """Detects replaced functions of the test runner."""
 
     prefixes = ("unittest", "pytest", "_pytest", "pluggy")
 
@@ -52,7 +52,7 @@ class Guard:
         self.hold()
 
     def hold(self):
-        """Take what is there now for what should be there."""
+        """Record the current modules and functions as the expected ones."""
         self.modules = {
             name: module
             for name, module in sys.modules.items()
@@ -71,7 +71,7 @@ class Guard:
         ]
 
     def replaced(self):
-        """The name of one that was replaced; None if none was."""
+        """Return the name of a replaced module or function; None if nothing was replaced."""
         for name, module in self.modules.items():
             if sys.modules.get(name) is not module:
                 return name
@@ -144,8 +144,8 @@ def prepare_pytest():
 
         class Plugin:
             def pytest_load_initial_conftests(self):
-                # pytest's own plugins and others change it before this, first of all ``_pytest.legacypath``.
-                # pytest reads conftest files after it: its own hook was registered before this one.
+                # pytest's own plugins and others, first of all ``_pytest.legacypath``, change it before this.
+                # pytest reads conftest files later, because its own hook was registered before this one.
                 guard.hold()
 
             @pytest.hookimpl(trylast=True)

@@ -1,4 +1,4 @@
-"""Writes what differs from a list of files to a file: ``take.py <list> <result> <max bytes> <max files>``."""
+"""Writes differences from a list of files: ``take.py <list> <result> <max bytes> <max files>``."""
 
 import base64
 import hashlib
@@ -8,7 +8,7 @@ import stat
 import sys
 
 SKIPPED = (".git", "__pycache__", ".pytest_cache")
-"""What tools leave behind; ``manifest_of`` skips it too."""
+"""Files that tools leave behind; ``manifest_of`` skips them too."""
 
 
 def main(list_path, result_path, max_bytes, max_files):
@@ -37,7 +37,7 @@ def write(path, result):
 
 
 def walk(own_folder):
-    """All that is no folder, with its status; links are not followed."""
+    """Yield all paths except folders, each with its status; links are not followed."""
     folders = ["."]
     while folders:
         folder = folders.pop()
@@ -57,7 +57,7 @@ def walk(own_folder):
 
 
 def look(path, status, before, left_bytes):
-    """What a file is now, and its content where that counts."""
+    """Return the kind of a file's change, and its content if that is needed."""
     if stat.S_ISLNK(status.st_mode):
         digest = hashlib.sha256(os.fsencode(os.readlink(path))).hexdigest()
         return ("same" if before == ["link", digest, False] else "link"), b""
