@@ -53,8 +53,8 @@ def lost_times(
     ``seen_s`` is the time (``time.time``) at which each step was first seen. The extra time of a step over
     the undisturbed pace is divided among the faults within the step; without any, it counts for the last
     earlier fault. Faults with the same number in the plan (a controller kill, and the fault while the run
-    resumes) count as one, at the time of the last. Faults before the first and after the last step are left
-    out.
+    resumes) count as one, with the role and kind of the last. Faults before the first and after the last step
+    are left out.
     """
     waited_s = {line["step"]: line.get("time/eval_s", 0.0) for line in steps}
     first_s: dict[int, float] = {}
