@@ -142,7 +142,7 @@ class GroupLifecycle:
     def num_first_prompts(self) -> int:
         """Prompts to submit before any group starts: those that ``restore`` needs, and those of one batch.
 
-        Each later prompt is submitted when one of these has started.
+        Later prompts are submitted only after one of these has started.
         """
         num_next = 0 if self._resumed is None else self._resumed.num_next_prompts
         return num_next + self._config.algorithm.groups_per_step
