@@ -1,11 +1,11 @@
-"""Changes a run that goes on.
+"""Changes the number of generators of a run in progress.
 
     python -m apps.control RUN generators=N
 
-RUN is the run's folder. More generators are started beside the others and given groups once they have the
-newest weights; those that are too many end their groups first. Prints what the run answers.
+RUN is the run's folder. Additional generators get groups once they have the newest weights. Surplus
+generators finish their groups before they end. The app prints the run's answer.
 
-Exit code: 0 if the run has accepted; 1 if not, or if there is no such run.
+Exit code: 0 if the run accepts the change; 1 if it refuses or does not answer, or if there is no such run.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from forgeasync.controller import Refused, ask, parse_change
 
 
 def main() -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m apps.control", description="Changes a run that goes on.")
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of the run")
     parser.add_argument("change", metavar="generators=N", help="how many generators are given groups")

@@ -1,12 +1,12 @@
-"""On-policy distillation: the policy learns from what teachers say of its own responses.
+"""On-policy distillation: the policy learns from teachers' log-probabilities of its own responses.
 
     python -m apps.distill --config FILE [--config FILE ...] [key.path=value ...]
         [--dry-run | --resume latest]
 
-The loops are those of apps/grpo.py. The teacher of its source reads a sampled group before the buffer takes
-it. Terms of the loss (algorithm.terms) then compare the teacher's log-probabilities with the policy's own.
-Rewards are logged, and evaluations count them. With `objective: {kind: none}` they train nothing; with any
-other objective, policy gradient and distillation add up.
+The loops are those of apps/grpo.py. Each sampled group is evaluated by the teacher of its data source before
+it enters the buffer. Terms of the loss (algorithm.terms) then compare the teacher's log-probabilities with
+the policy's. Rewards are logged and used in evaluations. With `objective: {kind: none}` they do not affect
+training; with any other objective, the policy gradient and the distillation terms are added.
 """
 
 import sys
@@ -18,7 +18,7 @@ from forgeasync.schema import ConfigError, Problem
 
 
 def require_teacher(config: RunConfig) -> None:
-    """Raise ConfigError if nothing in the config asks a teacher."""
+    """Raise ConfigError if no term of the config's loss needs a teacher."""
     if not config.algorithm.needs_teacher:
         kinds = [term.kind for term in config.algorithm.terms]
         remedy = "asks no teacher; must list sampled_reverse_kl or topk_kl (without teachers: apps.grpo)"
@@ -26,7 +26,7 @@ def require_teacher(config: RunConfig) -> None:
 
 
 def main() -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line; return the exit code."""
     return run_training_app("On-policy distillation.", start, check=require_teacher)
 
 

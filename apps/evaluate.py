@@ -4,14 +4,14 @@
         [--model PATH | --base-url URL [--endpoint-model NAME] [--api-key-env NAME]]
         [--samples N] [--concurrency N] [--out FOLDER]
 
-The model is that of the config, another Hugging Face folder (such as the export of a run,
-runs/x/checkpoints/final), or one behind an OpenAI-compatible endpoint. A folder is sampled by generators as
-in a run; an endpoint needs neither engine nor GPU here. Episodes run in the environment's workers, single
-responses are scored by the rewards of the config.
+The model is the config's, another Hugging Face folder (such as the export of a run,
+runs/x/checkpoints/final), or a model behind an OpenAI-compatible endpoint. Models in folders are sampled by
+generators, as in a run; an endpoint needs no engine or GPU here. Episodes run in the environment's workers;
+single responses are scored by the config's rewards.
 
-    sample    have every problem answered --samples times; each rollout is written when it has ended
-    sum up    accuracy, mean score and pass@k of every set, with confidence intervals
-    tell      a table here, summary.json and episodes.jsonl in --out, which python -m apps.show reads
+    sample       answer every problem --samples times; each rollout is written when it ends
+    summarize    accuracy, mean score and pass@k of every set, with confidence intervals
+    report       a printed table; summary.json and episodes.jsonl in --out, which python -m apps.show reads
 """
 
 import argparse
@@ -48,15 +48,19 @@ from forgeasync.observability import (
 from forgeasync.runtime import GroupSampler, HeldOutRollout, ProcessManager
 
 DEFAULT_CONCURRENCY = 32
-"""Most responses or episodes that an endpoint is asked for at once."""
+"""Maximum concurrent responses or episodes of an endpoint."""
 
 
 class NothingScored(RuntimeError):
-    """No response of any set was scored."""
+    """Raised if no response of any set was scored."""
 
 
 async def evaluate(prepared: PreparedEvaluation, concurrency: int | None) -> None:
-    """Start what samples and scores, evaluate every set, and stop it."""
+    """Start the processes that sample and score, evaluate every set, and end the processes.
+
+    Raises:
+        NothingScored: no response of any set was scored.
+    """
     folder = EvaluationFolder.create(prepared.out, dump_config(prepared.config))
     separate_native_output(folder.log("controller"))
     configure_controller_logging(folder.log("controller"))
@@ -104,12 +108,12 @@ async def evaluate_set(
     console: StepConsole,
     concurrency: int | None,
 ) -> SetSummary:
-    """Sample and score all responses to the problems of a set; write each as it ends."""
+    """Sample and score all responses to the problems of a set, and write each one when it ends."""
     one = prepared.sets[name]
     if concurrency is None:
         generator = prepared.config.generator
         is_ours = isinstance(prepared.model, LocalModel)
-        # As many as the engines decode at once: more would wait there, under the deadline of a request.
+        # The engines' concurrency: more requests would wait in the engines while their deadlines run.
         concurrency = generator.max_num_seqs * generator.num_replicas if is_ours else DEFAULT_CONCURRENCY
     num_rollouts = len(one.tasks) * one.num_samples
     console.phase(
@@ -133,7 +137,7 @@ async def evaluate_set(
 
 
 def described(prepared: PreparedEvaluation) -> str:
-    """Return what is evaluated, in words."""
+    """Return the name of the model that is evaluated, for people."""
     model = prepared.model
     if isinstance(model, LocalModel):
         return prepared.config.model.path
@@ -175,7 +179,7 @@ def read_arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line; return the exit code."""
     arguments = read_arguments()
 
     def run() -> None:

@@ -3,21 +3,20 @@
     python -m apps.grpo --config FILE [--config FILE ...] [key.path=value ...]
         [--dry-run | --rehearse [--hosts] | [--resume latest] [--supervise]]
 
-Four loops share one replay buffer, and wait for each other only through it:
+Four loops share one replay buffer and wait for each other only through it:
 
-    collect   has a generator sample a prompt whenever the buffer lets a group start         waits: bounds
-    score     takes sampled groups, has scorers reward them, completes them in the buffer    waits: collect
-    train     takes a batch, makes an optimizer step, has the copies of its weights begin    waits: score
-    serve     has the trainer stage the newest weights beside its next step, and a generator
-              fetch and swap them in, so that groups may start                               waits: train
+    collect   starts a group whenever the buffer allows one, and has a generator sample it   waits: bounds
+    score     scores sampled groups and completes them in the buffer                         waits: collect
+    train     makes an optimizer step on a batch and publishes the weights                   waits: score
+    serve     stages the newest weights during the next step; generators fetch and swap
+              them in, which allows more groups to start                                     waits: train
 
-With an environment the collecting loop runs episodes, which return sampled and scored: the scoring loop then
-has nothing to do. With max_off_policy_steps 0 the buffer lets a batch start only once its weights are served:
-the loops then run one after the other. With k > 0 generation runs ahead by at most k versions.
+With an environment, the collecting loop runs episodes, which return scored, so the scoring loop is idle. With
+max_off_policy_steps 0, a batch starts only when its weights are served, so the loops run one after the other.
+With k > 0, generation runs ahead by at most k versions.
 
-The first three loops are below. In forgeasync/controller, serving.py has the fourth, evaluation.py decides
-when held-out problems are evaluated, resume.py goes on with a run that has ended, and run.py has what comes
-before and after the loops.
+The first three loops are below. In forgeasync/controller, serving.py has the fourth loop, evaluation.py
+schedules evaluations, resume.py resumes runs, and run.py has the code before and after the loops.
 """
 
 import asyncio
@@ -42,12 +41,12 @@ from forgeasync.trainer import steps_problem
 
 
 class GrpoRun(RunLoops):
-    """The loops of one run: each is a coroutine of its own, on one event loop."""
+    """The loops of one run: coroutines that run concurrently on one event loop."""
 
     async def run(self, manager: ProcessManager, control: ControlServer | None = None) -> None:
         """Train for ``max_steps`` steps; the first failure of any loop or process ends the run and is raised.
 
-        ``helper_loops`` has the loops that serve weights, and those beside the four.
+        ``helper_loops`` contains the loops that serve weights, and all loops besides the four.
         """
         async with asyncio.TaskGroup() as loops:
             others = (*self.helper_loops(manager, control), self.collect(), self.score())
@@ -57,10 +56,11 @@ class GrpoRun(RunLoops):
                 task.cancel()
 
     async def collect(self) -> None:
-        """Produce sampled groups: start one whenever the buffer lets it and there is memory for its arrays.
+        """Start a group whenever the buffer allows one and there is memory for its arrays.
 
-        ``buffer.start`` waits until the age bound and the depth of the buffer allow a group, so this loop
-        waits for training and for served weights through it alone. Groups are sampled concurrently.
+        ``buffer.start`` waits until the staleness bound and the size of the buffer allow a group. Only
+        through this call does the loop wait for training and for served weights. Groups are sampled
+        concurrently.
         """
         await self.serving.until_served(self.first_version)
         await self.serving.until_taught_by(self.first_version)
@@ -70,26 +70,24 @@ class GrpoRun(RunLoops):
             while True:
                 starts, num_wanted = await self.buffer.start.call_one(max(1, self.payloads.num_free))
                 for start in starts:
-                    # Waits until older groups have freed enough of payload.capacity_gib.
+                    # Waits until older groups have freed enough of the payload memory (payload.capacity_gib).
                     await self.payloads.reserve(start.group_id)
                     groups.create_task(self.sample(start))
                 await self.submit(num_wanted)
 
     async def score(self) -> None:
-        """Consume sampled groups: have each scored, all of them concurrently.
-
-        The loop waits for the collecting loop, and each group for the scorers.
-        """
+        """Score the sampled groups from the collecting loop, concurrently."""
         async with asyncio.TaskGroup() as groups:
             while True:
                 groups.create_task(self.complete(await self.sampled.get()))
 
     async def train(self) -> None:
-        """Consume batches of complete groups, and produce versions of the weights, up to ``max_steps``.
+        """Train on batches of complete groups, and publish the weights after each step, up to ``max_steps``.
 
-        ``buffer.take`` waits for the scoring loop. ``trainer.train_items`` waits for the optimizer step.
-        ``serving.publish`` waits only until the trainer has begun to copy its weights: they are staged,
-        fetched and swapped in beside the next step. Evaluation makes training wait if its mode is ``pinned``.
+        ``buffer.take`` waits for a batch from the scoring loop, ``trainer.train_items`` for the optimizer
+        step. ``serving.publish`` waits only until the trainer has begun to copy its weights; they are staged,
+        fetched and swapped in during the next step. If ``evaluation.mode`` is ``pinned``, training waits for
+        evaluations.
         """
         config = self.config
         await self.evaluate_first()
@@ -102,7 +100,7 @@ class GrpoRun(RunLoops):
             with times.part(Part.TRAIN):
                 result = await self.trainer.train_items(minibatches, step=step)
             with times.part(Part.COMMIT):
-                # Tells the buffer of the new version: groups that are too old now are dropped.
+                # Reports the new version to the buffer, which drops the groups that are too old for it.
                 update = Update.MADE if result.skip_reason is None else Update.SKIPPED
                 await self.lifecycle.commit(batch, trainer_wait_share=times.wait_share, update=update)
             self.free_later(step, batch)
@@ -133,10 +131,10 @@ class GrpoRun(RunLoops):
             await self.checkpoints.after_step(step, times)
         await self.checkpoints.finish_last(config.max_steps)
 
-    # ---- what becomes of one group
+    # ---- life of one group
 
     async def sample(self, start: Start) -> None:
-        """Have a group sampled; keep it, or give it up."""
+        """Sample a group, then keep it or give it up."""
         seed = sampling_seed(self.config.seed, start.draw_id)
         answer = await self.groups.sample(start.group_id, start.task, seed=seed)
         match answer:
@@ -149,7 +147,7 @@ class GrpoRun(RunLoops):
                 await self.lifecycle.give_up(start.group_id, DropReason.CANCELLED)
 
     async def keep(self, start: Start, sampled: SampledGroup) -> None:
-        """Put a sampled group into the buffer, and pass it to the scoring loop unless it was scored."""
+        """Put a sampled group into the buffer; pass it to the scoring loop unless it is scored already."""
         whole = Group(
             group_id=start.group_id,
             draw_id=start.draw_id,
@@ -169,12 +167,12 @@ class GrpoRun(RunLoops):
             await self.accept(group, scores)
 
     async def complete(self, group: Group) -> None:
-        """Have the scorer score a group, and accept it."""
+        """Score a group and, if that succeeds, accept it."""
         if (scores := await self.lifecycle.scored(group)) is not None:
             await self.accept(group, scores)
 
     async def accept(self, group: Group, scores: Sequence[Score]) -> None:
-        """Filter a scored group, and complete it in the buffer, from where a batch can take it."""
+        """Filter a scored group and complete it in the buffer, so that a batch can take it; or drop it."""
         if (problem := steps_problem(group, scores, self.config.algorithm)) is not None:
             await self.lifecycle.drop(group, DropReason.UNSCORED, problem)
             return
@@ -187,12 +185,12 @@ class GrpoRun(RunLoops):
 
 
 def start(config: RunConfig, resume: str | None) -> None:
-    """Make a run, or go on with the one that ``resume`` names; one that is done stays as it is."""
+    """Start a run, or resume the one that ``resume`` names; do nothing if that run is done."""
     start_run(config, resume, GrpoRun)
 
 
 def main() -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line; return the exit code."""
     return run_training_app("Asynchronous GRPO.", start, can_rehearse=True)
 
 

@@ -1,9 +1,9 @@
-"""Turns a GGUF file into the Hugging Face folder that a run's ``model.path`` takes.
+"""Converts a GGUF file to a Hugging Face folder for ``model.path``.
 
     python -m apps.import_gguf --gguf FILE | --package NAME  --output FOLDER
 
-``--package`` takes the only GGUF file inside an installed package, which is not imported. Quantized weights
-become the float32 numbers that they stand for.
+``--package`` uses the only GGUF file inside an installed package, without importing the package. Quantized
+weights are dequantized to float32.
 """
 
 import argparse
@@ -19,10 +19,10 @@ from forgeasync.schema import ConfigError, Problem
 
 
 def find_in_package(package: str) -> Path:
-    """The GGUF file that an installed package ships.
+    """Return the path of the GGUF file in an installed package.
 
     Raises:
-        ConfigError: no such package, or it has none or several.
+        ConfigError: there is no such package, or it does not have exactly one GGUF file.
     """
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
@@ -37,10 +37,10 @@ def find_in_package(package: str) -> Path:
 
 
 def import_gguf(file: Path, output: Path) -> GgufModel:
-    """Write ``output`` from a GGUF file, whole or not at all.
+    """Convert a GGUF file to the folder ``output``, atomically; return the model that was read.
 
     Raises:
-        ConfigError: the folder exists, or the file is not one that is supported.
+        ConfigError: the folder exists, or the file is not supported.
         FolderNotWritten: the disk is full or fails.
     """
     if output.exists():
@@ -57,7 +57,7 @@ def import_gguf(file: Path, output: Path) -> GgufModel:
 
 
 def main() -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line; return the exit code."""
     parser = argparse.ArgumentParser(description="Turn a GGUF file into a Hugging Face folder.")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--gguf", type=Path, metavar="FILE")

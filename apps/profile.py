@@ -1,19 +1,19 @@
-"""Measures how long the parts of a run take, and plans how many GPUs should train and how many generate.
+"""Profiles the parts of a run, and plans how to split GPUs between training and generation.
 
     python -m apps.profile --config FILE [--config FILE ...] [key.path=value ...] [--out FILE]
     python -m apps.profile --run RUN_DIR --out FILE
     python -m apps.profile --plan --gpus N (--profile FILE | --response-tokens MEAN)
         --config FILE [--config FILE ...] [key.path=value ...]
 
-The first form starts the run's own processes, has the loops of apps/grpo.py make a few steps, then times each
-part while the others are idle, and writes a profile (docs/profiling.md). The second form starts nothing: it
-reads the times of a run from its folder. Both print what single changes would bring. The third form simulates
-the run (docs/simulation.md), prints the splits that no other beats in throughput, age of the data and GPUs at
-once, and recommends one. ``--profile`` is the file of a profile. ``--response-tokens`` plans for H100s that
-are not here, by arithmetic on their data sheet, for responses of that mean length.
+The first form starts the run's processes, makes a few steps with the loops of apps/grpo.py, times each part
+while the others are idle, and writes a profile (docs/profiling.md). The second form starts nothing and reads
+the times from the folder of a run. Both print the estimated effect of single changes. The third form
+simulates the run (docs/simulation.md), prints the Pareto-optimal splits by throughput, age of the data and
+GPUs, and recommends one. ``--profile`` is the file of a profile. ``--response-tokens`` needs no profile: it
+plans for H100s from their data sheet, for responses of that mean length.
 
-Exit code: 0; 2 with the reason if the config, the run, the profile or the number of GPUs is refused; 1 if a
-part could not be measured.
+Exit code: 0; 1 if a part could not be measured; 2 with the reason if the config, the run, the profile or the
+number of GPUs is refused.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from forgeasync.plugins.simulator import (
 from forgeasync.schema import EXIT_REFUSED, ConfigError, Problem
 
 NUM_STEPS = 30
-"""Steps that each split is simulated for; the first third is left out of the means."""
+"""Number of simulated steps per split; means exclude the first third."""
 
 
 def main(given: Sequence[str] | None = None) -> int:
@@ -90,7 +90,7 @@ def _positive(text: str) -> int:
 
 
 def _measure(arguments: argparse.Namespace) -> int:
-    # They import torch and Monarch, which a plan can do without.
+    # Imported here because they import torch and Monarch, which a plan does not need.
     from apps.grpo import GrpoRun
     from forgeasync.controller import exit_code
     from forgeasync.plugins.simulator import profile_config

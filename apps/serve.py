@@ -1,19 +1,19 @@
-"""Serves people with the newest policy while it trains on what they say of it.
+"""Serves users with the newest policy while training it on their feedback.
 
     python -m apps.serve --config FILE [--config FILE ...] [key.path=value ...]
         [--dry-run | --resume latest]
 
-It is the run of apps/grpo.py, whose tasks are people. Its loops mean here:
+The loops are those of apps/grpo.py. The tasks are the sessions of users:
 
-    collect   puts an episode on offer whenever the buffer lets one start           waits: bounds
-    serve     gives a client that opens a session the oldest offer; without one the
-              session is served all the same and is not trained on                 waits: nobody
-    score     feedback, your own verdict or a judge, when a session has ended        waits: the person
-    train     takes the sessions that have a score, makes an optimizer step          waits: score
-    weights   every further token of every session is sampled under the newest       waits: train
+    collect   offers an episode whenever the buffer allows one to start               waits: bounds
+    serve     assigns the oldest offer to a client that opens a session; without an
+              offer the session is served too, but not trained on                     waits: never
+    score     scores ended sessions by feedback, your own verdict or a judge          waits: the user
+    train     makes an optimizer step on scored sessions                              waits: score
+    weights   swaps in the newest weights, also for sessions in progress              waits: train
 
-Serving never waits for training; training waits for people, because there is nothing else to train on.
-docs/serving.md says what clients do, and what becomes of their sessions.
+Serving never waits for training. Training waits for users, because it has no other data. docs/serving.md
+describes the protocol of clients and the life of a session.
 """
 
 import sys
@@ -25,7 +25,7 @@ from forgeasync.schema import ConfigError, Problem
 
 
 def require_people(config: RunConfig) -> None:
-    """Raise ConfigError if the run that the config describes serves nobody."""
+    """Raise ConfigError if the config does not serve users (``data.source.kind: served``)."""
     if not is_served(config):
         given = None if config.data.source is None else config.data.source.kind
         remedy = "must be 'served' to serve people; python -m apps.grpo trains on other data"
@@ -33,7 +33,7 @@ def require_people(config: RunConfig) -> None:
 
 
 def main() -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line; return the exit code."""
     return run_training_app("Serve people and train on it.", start, check=require_people)
 
 

@@ -1,11 +1,11 @@
-"""Shows the episodes of a run, or of an evaluation, to people.
+"""Prints the episodes of a run or of an evaluation.
 
     python -m apps.show RUN [NUMBER] [--json]
 
-Without a number: a table of all episodes that the run has written so far (rollouts.jsonl), or that an
-evaluation has kept (episodes.jsonl), each with its number. With one: that episode with all messages, tool
-calls and its verdict; a negative number counts from the end. ``--json`` gives the same as JSON, one object a
-line. Works while a run goes on.
+Without NUMBER it prints a numbered table of all episodes that the run (rollouts.jsonl) or the evaluation
+(episodes.jsonl) has written so far. With NUMBER it prints that episode with all messages, tool calls and its
+score; a negative number counts from the end. ``--json`` prints one JSON object per line instead. You can use
+it while a run is in progress.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from forgeasync.schema import EXIT_REFUSED
 
 
 def main() -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line; return the exit code."""
     parser = argparse.ArgumentParser(description="Shows the episodes of a run or an evaluation.")
     parser.add_argument("run", metavar="RUN", type=Path, help="folder of a run or of an evaluation")
     parser.add_argument("number", metavar="NUMBER", type=int, nargs="?", help="number of an episode")
@@ -31,12 +31,12 @@ def main() -> int:
     except NoEpisodes as error:
         print(f"refused: {error}", file=sys.stderr)
         return EXIT_REFUSED
-    # A pipe or a terminal may know less than UTF-8, and texts of models have everything.
+    # A pipe or terminal may not support UTF-8, while models write any character.
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # not declared by TextIO
     try:
         print("\n".join(lines), flush=True)
     except BrokenPipeError:
-        # The reader, such as head, has seen enough. Nothing is to be flushed at exit.
+        # The reader, such as head, has closed the pipe. Without this, the flush at exit would fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
@@ -45,7 +45,7 @@ def shown(folder: Path, number: int | None, *, as_json: bool) -> list[str]:
     """Return the lines to print.
 
     Raises:
-        NoEpisodes: the folder has no episodes, or none of this number.
+        NoEpisodes: the folder has no episodes, or none with this number.
     """
     file = find_file(folder)
     episodes = read_episodes(file)

@@ -1,13 +1,13 @@
-"""Proves from a run's files alone that every prompt has exactly one end.
+"""Proves from a run's files that every prompt has exactly one end.
 
     python -m apps.verify RUN [--json]
 
-RUN is the folder of a run, or a ledger. Reads ledger.jsonl, checks every line against those before it, and
-compares the result with metrics.jsonl, if that is there. Prints how many prompts were submitted and how they
-ended, what came again, and what each resumption has undone; ``--json`` prints the same as one JSON object
-(docs/ledger.md). Works while a run goes on.
+RUN is the folder of a run, or a ledger. The app reads ledger.jsonl, checks every line against the earlier
+lines, and compares the result with metrics.jsonl, if present. It prints the number of prompts submitted and
+how they ended, which attempts were repeated, and what each resumption undid. ``--json`` prints the same as
+one JSON object (docs/ledger.md). You can use it while a run is in progress.
 
-Exit code: 0 if nothing contradicts anything; 1 with the first contradiction; 2 if there is no ledger to read.
+Exit code: 0 if there is no contradiction; 1 with the first contradiction; 2 if no ledger can be read.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from forgeasync.schema import EXIT_REFUSED
 
 
 def main() -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line; return the exit code."""
     parser = argparse.ArgumentParser(description="Proves that every prompt of a run has exactly one end.")
     parser.add_argument("run", metavar="RUN", type=Path, help="folder of a run, or a ledger")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -33,7 +33,7 @@ def main() -> int:
     except LedgerUnreadable as error:
         print(f"refused: {error}", file=sys.stderr)
         return EXIT_REFUSED
-    # A terminal may know less than UTF-8, and names of tasks have everything.
+    # A terminal may not support UTF-8, while names of tasks have any character.
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # not declared by TextIO
     print(json.dumps(verdict.as_json()) if arguments.json else "\n".join(verdict.lines()))
     return 0 if verdict.contradiction is None else 1

@@ -5,15 +5,14 @@
     python -m apps.view RUN --perfetto FILE
     python -m apps.view --demo
 
-RUN is the folder of a run that is in progress, has ended or was killed. Serves a page at
-http://127.0.0.1:8420/ to browsers on this machine; it only reads the folders (docs/viewer.md). ``--status``
-prints how the runs are doing instead, with ``--json`` one JSON object for each run, one per line. With
-``--no-traces`` it does not read the traces of processes, nor check them for problems. ``--perfetto`` writes a
-file for ui.perfetto.dev or chrome://tracing. ``--demo`` adds a small recorded run. For curves, use
-``tensorboard --logdir RUN``.
+RUN is the folder of a run that is in progress, has ended or was killed. The app serves a page at
+http://127.0.0.1:8420/ to browsers on this machine, and only reads the folders (docs/viewer.md). ``--status``
+prints the status of the runs instead; with ``--json`` as one JSON object per run and line. ``--no-traces``
+skips the traces of processes and their checks. ``--perfetto`` writes a file for ui.perfetto.dev or
+chrome://tracing. ``--demo`` adds a small recorded run. For curves, use ``tensorboard --logdir RUN``.
 
-Exit code: 0; 1 if the file cannot be written; 2 with the reason if a folder is not the folder of a run or the
-port is taken.
+Exit code: 0; 1 if the file cannot be written; 2 with the reason if a folder is not that of a run or the port
+is in use.
 """
 
 import argparse
@@ -39,7 +38,7 @@ DEFAULT_PORT = 8420
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m apps.view", description="Shows runs in a browser.")
     parser.add_argument("runs", metavar="RUN", type=Path, nargs="*", help="folder of a run")
     parser.add_argument("--demo", action="store_true", help="a recorded run")
@@ -74,7 +73,7 @@ def main(given: Sequence[str] | None = None) -> int:
         run.read_all()
     if arguments.perfetto is not None:
         return _write_trace(runs[0], arguments.perfetto)
-    # A terminal may know less than UTF-8, and names have everything.
+    # A terminal may not support UTF-8, while names have any character.
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # not declared by TextIO
     for run in runs:
         status = status_of(run)

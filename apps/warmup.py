@@ -1,11 +1,11 @@
-"""Builds the model of a run that has a ``warmup`` section: random weights, then a short supervised run.
+"""Builds the model of a run with a ``warmup`` section: random weights, then a short supervised training.
 
     python -m apps.warmup --config configs/tiny_moe_cpu.yaml [key.path=value ...]
 
-Writes ``model.path`` as a Hugging Face folder that vLLM, TorchTitan and transformers load alike. It trains as
-the RL run does, on packed rows in as many processes, with the likelihood of worked examples as objective.
-Each process holds the whole model: it is small, and gathering shards of it in every layer would take a fifth
-of a step.
+Writes ``model.path`` as a Hugging Face folder for vLLM, TorchTitan and transformers. Training maximizes the
+likelihood of worked examples. As in the RL run, it uses packed rows and ``trainer.parallel.num_procs``
+processes. Each process holds the whole model, because gathering shards of such a small model in every layer
+would take a fifth of a step.
 """
 
 import json
@@ -48,7 +48,7 @@ REPORT_EVERY = 20
 
 
 def main(config: RunConfig) -> None:
-    """Build ``model.path``, unless it exists."""
+    """Build ``model.path`` unless it exists."""
     if config.warmup is None:
         raise ConfigError([Problem(field="warmup", remedy="this config does not say how to build its model")])
     if Path(config.model.path).exists():
@@ -58,10 +58,10 @@ def main(config: RunConfig) -> None:
 
 
 async def warm_up(config: RunConfig, warmup: WarmupSection) -> None:
-    """Train on worked examples and write the model folder.
+    """Train on worked examples and write the model's folder.
 
-    One loop and nothing beside it: each step draws tasks, writes worked examples of them, packs these into
-    rows, and waits for the trainer's step.
+    Each step draws tasks, packs worked examples of them into rows, and waits for the optimizer step. Nothing
+    runs concurrently.
     """
     target = Path(config.model.path)
     num_examples = warmup.num_steps * warmup.examples_per_step
@@ -72,7 +72,7 @@ async def warm_up(config: RunConfig, warmup: WarmupSection) -> None:
     prompts = PromptEncoder.from_section(tokenizer, config.data)
     num_procs = config.trainer.parallel.num_procs
     parallel = ParallelSection(num_procs=num_procs, data_replicate=num_procs)
-    # Nobody takes snapshots here, or watches for spikes.
+    # The warm-up has no snapshots to roll back to, and no check for spikes.
     changes = {"optimizer": warmup.optimizer, "parallel": parallel, "bad_steps": BadStepsSection()}
     section = config.trainer.model_copy(update=changes)
 
@@ -117,10 +117,9 @@ async def warm_up(config: RunConfig, warmup: WarmupSection) -> None:
 def supervised_sequence(
     example: Example, prompts: PromptEncoder, tokenizer: PreTrainedTokenizerFast
 ) -> TrainingSequence:
-    """Return an example to imitate.
+    """Return a training sequence for an example.
 
-    The prompt and what a tool writes are given as in RL. The turns of the model and the end of the last one
-    are learned.
+    The model's turns and the end of the last one are trained on; the prompt and the output of tools are not.
     """
     response_ids: list[int] = []
     is_sampled: list[bool] = []
@@ -142,7 +141,7 @@ def supervised_sequence(
 
 
 def texts_of(task: Task, calls: PlainCalls | None, shown: str | None = None) -> list[str]:
-    """Return the texts of a task that the tokenizer must know."""
+    """Return the texts of a task that the tokenizer is trained on."""
     if shown is not None:
         worked = worked_example(task)
         return [task.prompt, worked, teacher_prompt(shown, task, sibling=worked)]
@@ -152,10 +151,10 @@ def texts_of(task: Task, calls: PlainCalls | None, shown: str | None = None) -> 
 
 
 def calls_of(config: RunConfig) -> PlainCalls | None:
-    """Return the form in which examples call a tool; None: the run has no environment.
+    """Return the form in which examples call a tool; None without an environment.
 
     Raises:
-        ConfigError: there are no examples for the run's environment.
+        ConfigError: the warm-up has no examples for the run's environment.
     """
     match config.environment:
         case None:
@@ -175,9 +174,9 @@ def shown_prompt(config: RunConfig) -> str | None:
 def write_initial_folder(
     folder: Path, warmup: WarmupSection, tokenizer: PreTrainedTokenizerFast, max_context_length: int
 ) -> ModelFacts:
-    """Write config and tokenizer of a model that has no weights yet; returns its shape."""
+    """Write config and tokenizer of a model without weights; return its shape."""
     shape = warmup.shape
-    # transformers does not declare head_dim, which every model of this class has.
+    # transformers does not declare the argument head_dim of this class.
     Qwen3MoeConfig(  # type: ignore[call-arg]
         architectures=["Qwen3MoeForCausalLM"],
         vocab_size=len(tokenizer),

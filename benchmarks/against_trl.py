@@ -1,20 +1,19 @@
-"""apps.grpo, asynchronous and synchronous, against TRL's GRPOTrainer on the same cores.
+"""Compares apps.grpo, asynchronous and synchronous, with TRL's GRPOTrainer on the same cores.
 
     python benchmarks/against_trl.py [--steps N] [--rounds R] [--out FILE.json] [key.path=value ...]
 
-The contenders take turns, R rounds: ours with max_off_policy_steps 4, ours with 0, and TRL 1.16.0 with one
-and with two threads, of which the faster counts. TRL samples with transformers' ``generate`` (its path
-without a GPU) in an environment of its own, .venv-trl, that this script makes from requirements/trl.lock. All
-train the model folder that the config names (``make models/tiny_moe``) on the config's training problems in
-the config's order, with its sampling, groups, clipping, optimizer and reward, in float32, at a learning rate
-of next to nothing: all of them go on sampling from the same policy, so their responses are equally long.
-What else bears on TRL's speed is in ``TrlSettings``. Overrides of the config hold for all contenders.
+The contenders take turns for R rounds: forgeasync with max_off_policy_steps 4 and 0, and TRL 1.16.0 with one
+and with two threads, of which the faster counts. TRL samples with transformers' ``generate``, its path
+without a GPU, in the environment .venv-trl, which this script creates from requirements/trl.lock. All
+contenders train the config's model (``make models/tiny_moe``) on its training problems in its order, with its
+sampling, groups, clipping, optimizer and reward, in float32. The learning rate is almost 0, so that all keep
+sampling from the same policy and responses are equally long. ``TrlSettings`` has all other settings that
+affect TRL's speed. Overrides of the config apply to all contenders.
 
-Compared over N steps after the first ones: response tokens trained on per second, and the median time of a
-step, both from the end of one step to the end of the next with nothing left out; over a whole run, the peak
-memory of its process tree. Our evaluations and the last steps of our runs, where nothing is left to generate
-and training has the cores to itself, lie outside the N steps. Response lengths are reported with the speeds:
-a speed in tokens means little between runs whose responses differ in length.
+Two figures are compared over N steps after the first ones: trained response tokens per second, and the median
+step time, from the end of one step to the end of the next. The third is the peak memory of the process tree
+over the whole run. The N steps exclude our evaluations and our last steps, in which nothing is left to
+generate. Response lengths are reported too, because speeds in tokens are comparable only for equal lengths.
 """
 
 import argparse
@@ -53,7 +52,7 @@ TRL_LOCK = REPOSITORY / "requirements" / "trl.lock"
 TRL_PYTHON = TRL_VENV / "bin" / "python"
 
 SKIPPED_STEPS = 15
-"""First steps, left out: caches fill, and an asynchronous run fills its buffer, short responses first."""
+"""First steps to exclude: caches fill, and an asynchronous run fills its buffer, short responses first."""
 
 SAME_POLICY = "trainer.optimizer.learning_rate=1e-9"
 
@@ -64,22 +63,22 @@ CONTENDERS = (*OFF_POLICY_STEPS, *TRL_THREADS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrlSettings:
-    """What of TRL's set-up, besides the threads, bears on its speed alone."""
+    """TRL settings that affect only its speed, besides the number of threads."""
 
     micro_batch: int = 64
-    """Sequences in one forward and backward pass; generation takes the whole batch at once."""
+    """Sequences per forward and backward pass; generation uses the whole batch at once."""
     experts: str = "grouped_mm"
-    """Which of transformers' implementations of the expert layers."""
+    """Implementation of the expert layers in transformers."""
     continuous_batching: bool = False
     wait_policy: str = "passive"
-    """How OpenMP's threads wait for each other. While anything else wants a core, actively waiting ones keep
-    it from the thread that they wait for, and a step can take 20 times as long."""
+    """OpenMP's wait policy. With active waiting and a busy core, a step can take 20 times as long, because
+    waiting threads keep the core from the thread that they wait for."""
 
 
 def run_ours(
     contender: str, number: int, num_steps: int, folder: Path, overrides: Sequence[str]
 ) -> Measurement:
-    """One run of apps.grpo in ``folder``."""
+    """Run apps.grpo in ``folder``; return its measurement."""
     off_policy_steps = OFF_POLICY_STEPS[contender]
     config = load_config(CONFIG, overrides)
     own_overrides = {
@@ -119,7 +118,7 @@ def run_ours(
 def run_trl(
     contender: str, number: int, num_steps: int, folder: Path, overrides: Sequence[str], settings: TrlSettings
 ) -> Measurement:
-    """One run of GRPOTrainer in ``folder``."""
+    """Run GRPOTrainer in ``folder``; return its measurement."""
     config, threads = load_config(CONFIG, overrides), TRL_THREADS[contender]
     max_steps = SKIPPED_STEPS + num_steps
     folder.mkdir()
@@ -155,7 +154,7 @@ def run_trl(
 
 
 def write_tasks(config: RunConfig, num_tasks: int, path: Path) -> None:
-    """The first problems that a run of ``config`` trains on, with what their verifier reads."""
+    """Write the first training problems of ``config``, with the data for their verifier."""
     problems = ReasoningGymProblems(
         gym_source(config),
         num_train=config.data.num_train,
@@ -171,13 +170,13 @@ def write_tasks(config: RunConfig, num_tasks: int, path: Path) -> None:
 
 
 def gym_source(config: RunConfig) -> ReasoningGymSource:
-    """The config's source of problems; TRL's side knows only this kind."""
+    """Return the config's data source, which must be reasoning-gym: TRL's side supports no other."""
     assert isinstance(config.data.source, ReasoningGymSource), f"{CONFIG} has no reasoning-gym problems"
     return config.data.source
 
 
 def run_spec(config: RunConfig, *, max_steps: int, tasks: Path, scratch: Path) -> dict[str, Any]:
-    """The fields of ``trl_side.Spec`` in which both sides agree."""
+    """Return the fields of ``trl_side.Spec`` that both sides share."""
     source, sampling, algorithm = gym_source(config), config.sampling, config.algorithm
     optimizer = config.trainer.optimizer
     assert isinstance(algorithm.objective, PpoClip), "TRL's side clips as PPO does"
@@ -205,7 +204,7 @@ def run_spec(config: RunConfig, *, max_steps: int, tasks: Path, scratch: Path) -
 
 
 def ensure_trl_environment() -> None:
-    """Make .venv-trl where it is missing or was made from another lock."""
+    """Create .venv-trl if it is missing or was created from another lock."""
     stamp, lock = TRL_VENV / "installed", TRL_LOCK.read_text(encoding="utf-8")
     if stamp.exists() and stamp.read_text(encoding="utf-8") == lock:
         return
@@ -217,7 +216,7 @@ def ensure_trl_environment() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line; TRL's settings can be varied to see what each is worth."""
+    """Parse the command line, which can vary TRL's settings to measure the effect of each."""
     settings = TrlSettings()
     parser = argparse.ArgumentParser(description="apps.grpo against TRL's GRPOTrainer.")
     parser.add_argument("--steps", type=int, default=10, help="measured steps of every run")
@@ -237,7 +236,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Measure, print the table, write the JSON."""
+    """Run all contenders, print the table and write the JSON."""
     arguments = parse_arguments()
     # Room for the table also where the output is no terminal.
     console = Console(width=110)

@@ -1,22 +1,28 @@
-"""Breaks a run at random, from outside and from inside, and proves that nothing was lost.
+"""Injects random faults into a run, from outside and inside its processes, and proves that nothing was lost.
 
     python benchmarks/chaos.py --faults N --seed S [--role ROLE ...] [--kind KIND ...] [--moment MOMENT ...]
         [--config FILE ... | --witness] [key.path=value ...] [--band LOW HIGH | --reference-runs K]
         [--steps-per-fault N] [--disk-mib N] [--off] [--out FOLDER]
 
-Starts ``apps.grpo`` on the embedded default, or on FILE, for enough steps. Faults are drawn from the seed:
-role, moment, kind, process and time; ``chaos_faults.py`` has the tables. What was injected is written to a
-witness file. Afterwards every fault has to have been detected and recovered from, and nothing else, in
-faults.jsonl and in metrics.jsonl; every step has to be there once; every group has to have been trained on
-once by the batches in rollouts.jsonl and, with ``--witness``, by the weights themselves
-(``chaos_witness.py``); ``apps.verify`` has to pass; the held-out accuracy has to lie in the band of runs
-without faults, and the lengths of responses near theirs (``chaos_lengths.py``); no process and no file in
-shared memory may be left. Exit code 1 with the first difference.
+Starts ``apps.grpo`` on the embedded default, or on FILE, for enough steps. Role, moment, kind, process and
+time of each fault are drawn from the seed; ``chaos_faults.py`` has the tables. Injected faults are written to
+a witness file. Afterwards these conditions are checked:
 
-``--off`` plans faults and injects none: the comparison has to fail. ``--reference-runs`` measures the band by
-K runs with other seeds, widened on both sides by their spread, and by 0.02 at least. ``--disk-mib`` puts the
-run on a disk in memory of that size, which ``full_disk`` then fills. The roles ``controller``, ``buffer`` and
-``host`` start the run with ``--supervise``.
+- faults.jsonl and metrics.jsonl show that every fault, and nothing else, was detected and recovered from
+- every step is recorded exactly once
+- every group was trained on exactly once, by the batches in rollouts.jsonl and, with ``--witness``, by the
+  weights themselves (``chaos_witness.py``)
+- ``apps.verify`` passes
+- the held-out accuracy is in the band of runs without faults, and response lengths are close to theirs
+  (``chaos_lengths.py``)
+- no process and no file in shared memory remains
+
+The exit code is 1 with the first violation.
+
+``--off`` plans faults without injecting them, so the comparison must fail. ``--reference-runs`` measures the
+band with K runs with other seeds, and widens it on both sides by its width, at least by 0.02. ``--disk-mib``
+puts the run on a disk in memory of that size, which ``full_disk`` fills. With the roles ``controller``,
+``buffer`` and ``host``, the run starts with ``--supervise``.
 """
 
 import argparse
@@ -51,19 +57,19 @@ from forgeasync.buffer import LedgerUnreadable, verify
 from forgeasync.config import LocalLauncher, RunConfig, load_config
 
 ALL_ROLLOUTS = 1_000_000
-"""More than a step has: all are written, to be counted."""
+"""Value of ``logging.rollouts_per_step`` with which all rollouts are written."""
 
 BAND_MARGIN = 0.02
-"""Least widening of a measured band on both sides."""
+"""Minimum widening of a measured band on each side."""
 
 HANG_LIMIT_S = 40
-"""Deadline of the trainer's calls where a collective is to hang: the default is ten minutes."""
+"""Deadline of the trainer's calls if a collective will hang; the default is ten minutes."""
 
 DEFAULT = REPOSITORY / "configs" / "tiny_moe_cpu.yaml"
 
 
 def ledger_problem(folder: Path) -> str | None:
-    """What ``apps.verify`` says against a run that has made all of its steps."""
+    """Return the problem that ``apps.verify`` finds in a complete run, or None."""
     try:
         verdict = verify(folder / "ledger.jsonl", folder / "metrics.jsonl")
     except LedgerUnreadable as error:
@@ -74,14 +80,14 @@ def ledger_problem(folder: Path) -> str | None:
 
 
 def measured_band(accuracies: Sequence[float]) -> tuple[float, float]:
-    """Return the band of some runs' accuracies, widened by their spread."""
+    """Return the range of the accuracies, widened on both sides by its width or at least ``BAND_MARGIN``."""
     low, high = min(accuracies), max(accuracies)
     margin = max(high - low, BAND_MARGIN)
     return low - margin, high + margin
 
 
 class Clock:
-    """How long training has taken, by the clock of this program."""
+    """Measures how long training takes by this program's clock, and calls the injector."""
 
     def __init__(self, injector: Injector) -> None:
         self._injector = injector
@@ -89,10 +95,10 @@ class Clock:
         self._end_s = 0.0
         self._newest = -1
         self.seen_s: dict[int, float] = {}
-        """When each step was first seen, as ``time.time`` says it."""
+        """Time (``time.time``) at which each step was first seen."""
 
     def look(self) -> None:
-        """Inject what is due, and note the time of a step that is new."""
+        """Inject faults that are due, and record the time of a new step."""
         self._injector.look()
         newest = self._injector.newest_step()
         if newest > self._newest:
@@ -103,12 +109,12 @@ class Clock:
 
     @property
     def wall_s(self) -> float:
-        """From the first line of metrics to the last step's; 0 before."""
+        """Seconds from the first line of metrics to that of the newest step; 0 before the first line."""
         return 0.0 if self._begin_s is None else self._end_s - self._begin_s
 
 
 def parser_of(description: str) -> argparse.ArgumentParser:
-    """Return what all programs of this kind take on the command line."""
+    """Return a parser with the options that all chaos programs share."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--faults", type=int, required=True, help="how many")
     parser.add_argument("--seed", type=int, required=True, help="what they are drawn from")
@@ -140,7 +146,7 @@ def parse() -> argparse.Namespace:
 
 
 def roles_of(config: RunConfig) -> list[str]:
-    """Return the roles that a run of this config has."""
+    """Return the roles into which faults can be injected in a run of this config."""
     missing = {
         *([] if config.environment is not None else ["environment"]),
         *([] if config.teachers else [TEACHER]),
@@ -151,7 +157,7 @@ def roles_of(config: RunConfig) -> list[str]:
 
 
 def run_overrides(arguments: argparse.Namespace, faults: Sequence[Planned], max_steps: int) -> list[str]:
-    """Return the overrides of all runs: enough steps, moments that come often, all rollouts written."""
+    """Return the overrides of all runs: enough steps, frequent moments, all rollouts written."""
     every = arguments.steps_per_fault
     chosen = {
         "max_steps": max_steps,
@@ -166,7 +172,7 @@ def run_overrides(arguments: argparse.Namespace, faults: Sequence[Planned], max_
 
 
 def main() -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line; return the exit code."""
     arguments = parse()
     console = Console()
     console.width = max(console.width, 110)
@@ -254,7 +260,7 @@ def judge(
     references: Sequence[Path],
     out: Path,
 ) -> int:
-    """Compare what was injected with what the run has left; print it and write it down.
+    """Compare the injected faults with the run's files, print and write the result; return the exit code.
 
     ``references`` are the folders of runs without faults.
     """
@@ -308,7 +314,7 @@ def judge(
 def effective_of(
     evidence: Evidence, clock: Clock, references: Sequence[Path], steps_per_fault: int, console: Console
 ) -> dict[str, Any]:
-    """Return the shares of effective time, of the run and by role, as chaos.json has them; print them."""
+    """Return and print the run's share of effective time and the cost of each fault, for chaos.json."""
     trained = [line for line in evidence.steps if line["step"]]
     if not trained or not clock.wall_s:
         return {"effective_share": None, "undisturbed_step_s": None, "lost": []}

@@ -1,4 +1,4 @@
-"""The hosts of a cluster of network namespaces, and what can be done to them and their links."""
+"""Controls the hosts of a cluster of network namespaces and their links."""
 
 import os
 import shutil
@@ -13,21 +13,21 @@ from pathlib import Path
 import psutil
 
 PREFIX = "node"
-"""Begins the names of namespaces and hosts; a number from 1 follows."""
+"""Prefix of the names of namespaces and hosts; a number from 1 follows."""
 LINK = "eth0"
 SLOW = "rate 4mbit burst 32kb latency 200ms"
-"""Of a slow link, as tc(8) has it: what would wait for longer than 200 ms is dropped."""
+"""Arguments of tc(8) for a slow link, which drops packets that would wait for more than 200 ms."""
 COMMANDS = ("ip", "tc", "nsenter", "unshare", "slurmd", "scontrol", "scancel", "squeue", "sinfo")
 LEFT_S = 45.0
-"""Time for what a run has left on its hosts to be gone: an agent waits for its controller for 40 s."""
+"""Seconds for a run's processes on its hosts to end: an agent waits for its controller for 40 s."""
 
 
 class NoCluster(RuntimeError):
-    """There is no cluster that faults could be injected into."""
+    """Raised if there is no cluster for the faults."""
 
 
 def ask(command: Sequence[str]) -> str:
-    """Return what a command prints.
+    """Run a command and return its output.
 
     Raises:
         NoCluster: it has failed.
@@ -39,7 +39,7 @@ def ask(command: Sequence[str]) -> str:
 
 
 def hosts_in(namespaces: str) -> list[str]:
-    """Return the names of hosts in what ``ip netns list`` prints, in the order of their numbers."""
+    """Return the names of hosts in the output of ``ip netns list``, ordered by number."""
     first = [line.split()[0] for line in namespaces.splitlines() if line.strip()]
     numbers = sorted(
         int(name.removeprefix(PREFIX))
@@ -50,7 +50,7 @@ def hosts_in(namespaces: str) -> list[str]:
 
 
 def problem(names: Sequence[str], idle: Sequence[str], address: str) -> str | None:
-    """Return why faults cannot be injected into a run of these hosts; None: they can.
+    """Return why faults cannot be injected into a run on these hosts, or None.
 
     ``idle`` are those that Slurm would give to a job, and ``address`` is the head's own.
     """
@@ -65,16 +65,16 @@ def problem(names: Sequence[str], idle: Sequence[str], address: str) -> str | No
 
 @dataclass(slots=True)
 class ClusterHosts:
-    """The hosts, by name; ``mend`` undoes what was done."""
+    """The hosts of the cluster and their faults; ``mend`` undoes all faults."""
 
     names: list[str]
     _broken: dict[str, Callable[[str], None]] = field(default_factory=dict)
-    """What undoes the fault of a host."""
+    """Function that undoes the fault of each broken host."""
     _daemons: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     @classmethod
     def find(cls) -> "ClusterHosts":
-        """Find the cluster that is up on this machine.
+        """Return the cluster that is up on this machine.
 
         Raises:
             NoCluster: there is none, or it has a run.
@@ -106,7 +106,7 @@ class ClusterHosts:
         del self._broken[host]
 
     def cut(self, host: str) -> None:
-        """Take a host's link down, at the other end: its routes stay."""
+        """Take a host's link down at the head's end, which keeps the host's routes."""
         self._broken[host] = self.join
         ask(["ip", "link", "set", _outer(host), "down"])
 
@@ -116,7 +116,7 @@ class ClusterHosts:
         del self._broken[host]
 
     def kill(self, host: str) -> None:
-        """Kill every process of a host, Slurm's daemon too."""
+        """Kill every process of a host, including Slurm's daemon."""
         self._broken[host] = self.bring_back
         while pids := ask(["ip", "netns", "pids", host]).split():
             for pid in map(int, pids):
@@ -127,7 +127,7 @@ class ClusterHosts:
             time.sleep(0.1)
 
     def bring_back(self, host: str) -> None:
-        """Undo ``kill``: a host with an empty /dev/shm, and Slurm's daemon."""
+        """Undo ``kill``: empty the host's /dev/shm and start Slurm's daemon."""
         inside = f"mount -t tmpfs -o size=2g tmpfs /dev/shm; hostname {host}; exec slurmd -D -N {host}"
         # Not "ip netns exec", which mounts a /sys in which slurmd finds no cgroups.
         enter = ["nsenter", f"--net=/run/netns/{host}", "unshare", "--mount", "--uts", "bash", "-c", inside]
@@ -138,19 +138,19 @@ class ClusterHosts:
         del self._broken[host]
 
     def cancel_jobs(self) -> str:
-        """Cancel every job, as somebody else could; returns their numbers."""
+        """Cancel every Slurm job, as an administrator could; return the job numbers."""
         jobs = ask(["squeue", "--noheader", "--states=RUNNING", "--format=%i"]).split()
         for job in jobs:
             ask(["scancel", job])
         return f"job {' '.join(jobs)}"
 
     def mend(self) -> None:
-        """Undo what is not undone yet."""
+        """Undo all faults that are still in effect."""
         for host, undo in list(self._broken.items()):
             undo(host)
 
     def left(self) -> list[str]:
-        """Wait for the end of what a run has started on its hosts; returns what does not end, and files."""
+        """Wait for the end of the run's processes on the hosts; return remaining processes and files."""
         end_s = time.monotonic() + LEFT_S
         while (found := self._left()) and time.monotonic() < end_s:
             time.sleep(1.0)
@@ -173,5 +173,5 @@ def _inside(host: str) -> list[str]:
 
 
 def _outer(host: str) -> str:
-    """The end of a host's link that is in no namespace."""
+    """Return the name of a host's link at the head's end."""
     return f"veth{host.removeprefix(PREFIX)}"

@@ -1,4 +1,4 @@
-"""The share of a run's time in which it did effective work, and how much of it each fault has cost."""
+"""Computes the share of a run's time spent on effective work, and the cost of each fault."""
 
 import itertools
 import statistics
@@ -10,22 +10,21 @@ from chaos_faults import Injected
 
 
 def step_median_s(steps: Sequence[Mapping[str, Any]]) -> float:
-    """Return the median time of a step without the evaluation that it waits for, in seconds."""
+    """Return the median step time in seconds, excluding evaluations."""
     return statistics.median(
         line["time/step_s"] - line.get("time/eval_s", 0.0) for line in steps if line["step"]
     )
 
 
 def evaluation_s(steps: Sequence[Mapping[str, Any]]) -> float:
-    """Return the time for which steps have waited for evaluations, in seconds."""
+    """Return the total time in seconds that steps waited for evaluations."""
     return sum(line.get("time/eval_s", 0.0) for line in steps if line["step"])
 
 
 def effective_share(steps: Sequence[Mapping[str, Any]], wall_s: float, *, undisturbed_step_s: float) -> float:
-    """Return the share of the time of training in which it did effective work (ETTR).
+    """Return the share of training time spent on effective work (ETTR), at most 1.
 
-    That is what the steps of a run take at the undisturbed pace, and its evaluations, by what all of it took
-    by the clock of whoever watched, restarts included; at most 1.
+    ETTR = (number of steps x undisturbed step time + time of evaluations) / wall time including restarts.
     """
     num_steps = sum(line["step"] > 0 for line in steps)
     return min(1.0, (undisturbed_step_s * num_steps + evaluation_s(steps)) / wall_s)
@@ -33,13 +32,13 @@ def effective_share(steps: Sequence[Mapping[str, Any]], wall_s: float, *, undist
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lost:
-    """What one fault has cost."""
+    """Cost of one fault."""
 
     role: str
     kind: str
     moment: str
     lost_s: float
-    """Seconds that its steps took longer than at the undisturbed pace; below 0 where they took less."""
+    """Extra seconds of the affected steps over the undisturbed pace; negative if they were faster."""
 
 
 def lost_times(
@@ -49,12 +48,13 @@ def lost_times(
     *,
     undisturbed_step_s: float,
 ) -> list[Lost]:
-    """Return what each fault has cost, in the order of their times.
+    """Return the cost of each fault, ordered by time.
 
-    ``seen_s`` is when each step was first seen, as ``time.time`` says it. The time that a step took beyond
-    the undisturbed pace is shared by the faults within it; without any, it is the last one's before. What was
-    injected for one place of the plan (a controller that is killed so that its run resumes, and what follows)
-    counts together, as the last. Faults before the first step and after the last one are left out.
+    ``seen_s`` is the time (``time.time``) at which each step was first seen. The extra time of a step over
+    the undisturbed pace is divided among the faults within the step; without any, it counts for the last
+    earlier fault. Faults with the same number in the plan (a controller kill, and the fault while the run
+    resumes) count as one, with the role and kind of the last. Faults before the first and after the last step
+    are left out.
     """
     waited_s = {line["step"]: line.get("time/eval_s", 0.0) for line in steps}
     first_s: dict[int, float] = {}
@@ -78,6 +78,6 @@ def lost_times(
 
 
 def share_with(lost: Sequence[Lost], *, num_steps: int, undisturbed_step_s: float) -> float:
-    """Return the share of effective time (ETTR), at most 1, with one of them in every ``num_steps`` steps."""
+    """Return the share of effective time (ETTR), at most 1, with one such fault per ``num_steps`` steps."""
     work_s = num_steps * undisturbed_step_s
     return min(1.0, work_s / (work_s + statistics.mean(one.lost_s for one in lost)))

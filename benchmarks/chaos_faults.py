@@ -1,4 +1,4 @@
-"""Which faults are injected into which process of a run, and when: drawn from a seed."""
+"""Defines the kinds and moments of faults, and draws a plan of faults from a seed."""
 
 import random
 import signal
@@ -8,51 +8,49 @@ from enum import StrEnum
 
 
 class Kind(StrEnum):
-    """What is done to a process, or to all of them."""
+    """Kind of a fault."""
 
     SIGKILL = "sigkill"
-    """It is gone at once, as when the kernel has no memory left."""
+    """Process killed, as by the kernel's out-of-memory killer."""
     SIGSTOP = "sigstop"
-    """It stays, and answers nothing."""
+    """Process suspended, so that it answers nothing."""
     SIGSEGV = "sigsegv"
-    """It ends as by a fault of native code."""
+    """Process killed as by an error in native code."""
     EXIT = "exit"
-    """It ends itself by ``os._exit``: no handler of Python runs."""
+    """Process ends itself with ``os._exit``, without Python's exit handlers."""
     ABORTED_COLLECTIVE = "aborted_collective"
-    """The next collective of a trainer rank raises there, as when a connection is gone."""
+    """Next collective of a trainer rank raises, as after a lost connection."""
     HUNG_COLLECTIVE = "hung_collective"
-    """A trainer rank never comes to its next collective."""
+    """Trainer rank never enters its next collective."""
     DELAYED_MESSAGES = "delayed_messages"
-    """Messages that arrive at it within some seconds, fewer than its heartbeat, wait until these are over.
-    The run has to take no notice."""
+    """Messages to the process are delayed by less than its heartbeat, which the run must not notice."""
     DROPPED_MESSAGES = "dropped_messages"
-    """Messages that arrive at it are lost from now on, and never answered."""
+    """All further messages to the process are lost."""
     FULL_DISK = "full_disk"
-    """No process of the run can write into its folder (ENOSPC) until it was noticed, and a moment longer."""
+    """Writes to the run's folder fail with ENOSPC until the run has noticed it, and ``OUTAGE_S`` longer."""
     FAILING_DISK = "failing_disk"
-    """The same with EIO."""
+    """As ``FULL_DISK``, with EIO."""
     EVERYTHING = "everything"
-    """All processes are killed at once, the supervisor too; then ``--resume latest`` is given by hand."""
+    """All processes and the supervisor are killed at once; then the run starts with ``--resume latest``."""
     SLOW_LINK = "slow_link"
-    """A host's link carries a few MBit/s for a while and drops what waits too long. The run has to take no
-    notice."""
+    """A host's link is slow and drops packets for a while, which the run must not notice."""
     SHORT_PARTITION = "short_partition"
-    """A host's link is down for less than every heartbeat. The run has to take no notice."""
+    """A host's link is down for less than any heartbeat, which the run must not notice."""
     LONG_PARTITION = "long_partition"
-    """A host's link is down until the run has noticed, and then for as long again."""
+    """A host's link is down until the run has noticed it, and then for the same time again."""
     LOST_NODE = "lost_node"
-    """Everything on a host is killed, Slurm's daemon too; the host comes back once that was noticed."""
+    """All processes of a host, including Slurm's daemon, are killed; it returns once the run has noticed."""
     CANCELLED_JOB = "cancelled_job"
-    """Somebody cancels the job (scancel)."""
+    """The job is canceled (scancel)."""
 
 
 class Moment(StrEnum):
-    """When a fault is injected."""
+    """Moment of a run at which a fault is injected."""
 
     STEP = "step"
     """At any time of a step."""
     START = "start"
-    """While the run starts for the first time: its process is there, and no step."""
+    """During the run's first start, after its process has started and before the first step."""
     EVALUATION = "evaluation"
     """While held-out problems are evaluated."""
     PUBLISHING = "publishing"
@@ -60,7 +58,7 @@ class Moment(StrEnum):
     CHECKPOINT = "checkpoint"
     """While a checkpoint is written."""
     RESUME = "resume"
-    """While a run goes on after its controller was killed, which is a fault of its own."""
+    """While a run resumes after its controller was killed, which is a separate fault."""
     SHUTDOWN = "shutdown"
     """After the last step."""
 
@@ -72,14 +70,14 @@ MESSAGES = (Kind.DELAYED_MESSAGES, Kind.DROPPED_MESSAGES)
 COLLECTIVES = (Kind.ABORTED_COLLECTIVE, Kind.HUNG_COLLECTIVE)
 DISKS = (Kind.FULL_DISK, Kind.FAILING_DISK)
 UNNOTICED = (Kind.DELAYED_MESSAGES, Kind.SLOW_LINK, Kind.SHORT_PARTITION)
-"""Kinds of which the run has to take no notice."""
+"""Kinds that the run must not notice."""
 
 CONTROLLER = "controller"
 TEACHER = "teacher"
 STORAGE = "storage"
 HOST = "host"
 SUPERVISED = frozenset({CONTROLLER, "buffer", HOST})
-"""Roles whose loss ends the run, so that only a supervisor brings it back."""
+"""Roles whose loss ends the run, so that a supervisor must restart it."""
 
 KINDS: dict[str, tuple[Kind, ...]] = {
     "scorer": (*DEADLY, Kind.SIGSTOP, *MESSAGES),
@@ -92,8 +90,7 @@ KINDS: dict[str, tuple[Kind, ...]] = {
     STORAGE: DISKS,
     HOST: (Kind.SIGKILL,),
 }
-"""What can be injected, by role as ``procs.json`` names it. A controller that is stopped is noticed by its
-supervisor."""
+"""Kinds that can be injected, by role in ``procs.json``. The supervisor notices a suspended controller."""
 
 CLUSTER_KINDS: Mapping[str, Sequence[Kind]] = {
     HOST: (
@@ -104,7 +101,7 @@ CLUSTER_KINDS: Mapping[str, Sequence[Kind]] = {
         Kind.CANCELLED_JOB,
     ),
 }
-"""What ``chaos_cluster.py`` injects."""
+"""Kinds that ``chaos_cluster.py`` injects."""
 
 MOMENTS: Mapping[Moment, tuple[Kind, ...]] = {
     Moment.STEP: tuple(Kind),
@@ -115,29 +112,29 @@ MOMENTS: Mapping[Moment, tuple[Kind, ...]] = {
     Moment.RESUME: (*DEADLY, Kind.EVERYTHING),
     Moment.SHUTDOWN: DEADLY,
 }
-"""Which kinds make sense at a moment. Each also needs the role to have them."""
+"""Kinds that make sense at each moment; the role must support the kind too."""
 
 STEP_SHARE = 0.5
-"""Of the faults that can be at several moments so many are at any time of a step."""
+"""Probability of ``Moment.STEP`` for a fault that can occur at several moments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """A fault that is to be injected."""
+    """A fault to inject."""
 
     role: str
     kind: Kind
     moment: Moment = Moment.STEP
     at_step: int
-    """It is injected once this step is done and the faults before allow it (``Injector``)."""
+    """Step after which the fault is injected, once earlier faults allow it (``Injector``)."""
     pause_share: float
-    """And after this share of the time of a step, or of what the moment is."""
+    """Additional delay, as a share of the time of a step or of the moment."""
     which: float
-    """Which process of the role, as a share of their number."""
+    """Which process of the role to hit, as a share of the number of processes."""
 
     @property
     def is_noticed(self) -> bool:
-        """Whether the run has to notice it."""
+        """Whether the run must notice the fault."""
         return self.kind not in UNNOTICED
 
 
@@ -146,23 +143,23 @@ class Injected:
     """A fault that was injected."""
 
     number: int
-    """Place in the plan. Where a controller is killed first so that the run resumes, both have it."""
+    """Index in the plan; the controller kill before a fault of ``RESUME`` has the same number."""
     time_s: float
-    """As ``time.time`` says it."""
+    """Time of the injection (``time.time``)."""
     role: str
     rank: int
     kind: Kind
     moment: Moment
     pid: int
-    """0: no process alone."""
+    """Process id; 0 if the fault does not concern a single process."""
     words: str = ""
-    """What the process itself says of it."""
+    """Description by the process itself."""
 
 
 def moments_of(
     role: str, *, moments: Sequence[Moment], is_first: bool, is_last: bool, is_supervised: bool
 ) -> list[Moment]:
-    """Return the moments at which a fault of a role can be."""
+    """Return the moments at which a fault of a role can occur."""
     found = []
     for moment in moments:
         match moment:
@@ -191,12 +188,12 @@ def plan(
     kinds: Sequence[Kind] = tuple(Kind),
     kinds_of: Mapping[str, Sequence[Kind]] = KINDS,
 ) -> list[Planned]:
-    """Draw faults, at most one for every ``steps_per_fault`` steps; the same for the same arguments.
+    """Draw a deterministic plan of at most one fault per ``steps_per_fault`` steps.
 
-    ``kinds_of`` says what can be injected into a role.
+    ``kinds_of`` are the kinds that each role supports.
 
     Raises:
-        ValueError: nothing is known of a role, or a role can have none of the kinds at any of the moments.
+        ValueError: a role is unknown, or supports none of the kinds at any of the moments.
     """
     for role in roles:
         if role not in KINDS:

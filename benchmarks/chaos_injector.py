@@ -1,5 +1,4 @@
-"""Injects planned faults into a run that goes on: finds the moment by what the run writes, acts, and writes
-down what it did."""
+"""Injects planned faults into a run in progress, at moments found in the run's files, and records them."""
 
 import contextlib
 import json
@@ -30,35 +29,35 @@ from chaos_match import match
 from chaos_orders import Order, Orders
 
 DELAY_S = 3.0
-"""Messages are held for so long: less than every heartbeat's limit."""
+"""Seconds for which messages are delayed: less than the limit of any heartbeat."""
 HOLD_CALL_S = 0.5
-"""A call of the trainer is held for so long where a fault is to be injected within it."""
+"""Seconds for which a trainer call is held, so that a fault can be injected during the call."""
 ORDER_S = 60.0
-"""Time for a process to carry out an order; then it is given to another one."""
+"""Seconds for a process to carry out an order before the order is given to another process."""
 OUTAGE_S = 3.0
-"""A disk refuses for so long after it was noticed."""
+"""Seconds for which a disk refuses writes after the run has noticed it."""
 MAX_OUTAGE_S = 120.0
 REFUSED_WORDS = b"what is refused is kept and tried again"
-"""A run says so of an outage that has a line in faults.jsonl. Other files may be refused too."""
+"""Text that a run prints for an outage that has a line in faults.jsonl; some refusals have none."""
 HOST_NAME = re.compile(r"(trainer|generators)_\d+")
 MAX_COLLECTIVES = 30
-"""Of a rank's collectives from now on one of the first so many breaks."""
+"""Number of upcoming collectives of a rank from which the one to break is drawn."""
 START_PAUSE_S = 12.0
-"""Longest wait from a process's listing to a fault of a start, or of a resumed run."""
+"""Maximum delay from the listing of a process to a fault at the moments ``START`` and ``RESUME``."""
 NUM_PACE_STEPS = 9
-"""A step's time is the median of so many."""
+"""Number of steps whose median is the step time."""
 PAUSE_S = 1.0
-"""Longest wait within an evaluation or a shutdown."""
+"""Maximum delay within an evaluation or a shutdown."""
 
 PROBED = {
     Moment.PUBLISHING: ("begin_staging", "finish_staging"),
     Moment.CHECKPOINT: ("begin_checkpoint",),
 }
-"""Calls of the trainer that make the moment."""
+"""Calls of the trainer during which a moment takes place."""
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
-    """Return the whole lines of a file that may not be there yet, or end in half of one."""
+    """Return the complete lines of a JSON lines file, which may be absent or end in a torn line."""
     if not file.exists():
         return []
     lines = file.read_bytes().splitlines(keepends=True)
@@ -66,10 +65,9 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
 
 
 def _is_refused(lines: Sequence[dict[str, Any]]) -> bool:
-    """Whether an outage of a disk goes on, by the lines of faults.jsonl.
+    """Return whether a disk outage is open, by the lines of faults.jsonl.
 
-    Several files may be refused one after the other in one outage, each with lines of its own. A controller
-    that was lost has taken its outages with it.
+    An outage may refuse several files, each with its own lines. The loss of a controller ends its outages.
     """
     num_refused = 0
     for one in lines:
@@ -81,9 +79,9 @@ def _is_refused(lines: Sequence[dict[str, Any]]) -> bool:
 
 
 def processes_of(run_dir: Path, role: str) -> list[tuple[int, int]]:
-    """Return rank and process id of each process of a role, as the run lists them now.
+    """Return rank and process id of each process of a role in the run's current list.
 
-    Hosts are not in the list: they are processes that begin a session, named by Monarch.
+    Hosts are not in that list. They are found as session leaders, by the names that Monarch gives them.
     """
     file = run_dir / "procs.json"
     if not file.exists():
@@ -107,10 +105,10 @@ def _hosts_of(controller: int) -> Iterator[int]:
 
 
 class Injector:
-    """Injects planned faults one after the other; ``look`` is called again and again.
+    """Injects planned faults one after the other; call ``look`` repeatedly.
 
-    A fault follows once those before were detected, and its own role and those that end the run are whole
-    again. What was done goes to a file of its own, the witness, which the run knows nothing of.
+    A fault is injected when earlier faults were detected, and its own role and all roles that end the run
+    have recovered. Injected faults are recorded in the witness file, which the run does not read.
     """
 
     def __init__(
@@ -125,10 +123,10 @@ class Injector:
         kill_everything: Callable[[], None] = lambda: None,
         fill_disk: Callable[[], Callable[[], None]] | None = None,
     ) -> None:
-        """``output`` has what the run prints; ``kill_everything`` also has the run started again.
+        """``output`` is the file with the run's output; ``kill_everything`` also restarts the run.
 
-        ``fill_disk`` fills a real disk and returns what gives its room back: without one, processes are told
-        to find it full.
+        ``fill_disk`` fills a real disk and returns a function that frees the space. Without it, processes are
+        ordered to treat their disk as full.
         """
         self._run_dir = run_dir
         self._left = list(enumerate(faults))
@@ -143,7 +141,7 @@ class Injector:
         self.injected: list[Injected] = []
 
     def look(self) -> None:
-        """Do what is due, and return."""
+        """Inject faults that are due; do not wait."""
         if self._current is None:
             if not self._left:
                 return
@@ -155,7 +153,7 @@ class Injector:
             self._left.pop(0)
 
     def _carry_out(self, number: int, fault: Planned) -> Iterator[None]:
-        """Wait for the moment and act; from the beginning if the moment was gone or nobody was there."""
+        """Wait for the moment and inject the fault; start over if the moment or the process is gone."""
         while True:
             num_before = len(self.injected)
             yield from self._until_moment(number, fault)
@@ -192,7 +190,7 @@ class Injector:
                 yield from self._pause(fault.pause_share * self._step_s())
 
     def _begin_resume(self, number: int, fault: Planned) -> Iterator[None]:
-        """Kill the controller, and wait until the process that is to meet the fault is there again."""
+        """Kill the controller, and wait until the process for the fault has restarted."""
         ((_, before),) = processes_of(self._run_dir, CONTROLLER)
         self._signal(number, CONTROLLER, Kind.SIGKILL, fault.moment, (0, before))
         while True:
@@ -203,7 +201,7 @@ class Injector:
         yield from self._pause(fault.pause_share * START_PAUSE_S)
 
     def _until_call(self, fault: Planned) -> Iterator[None]:
-        """Wait until the trainer's first rank is in a call that makes the moment."""
+        """Wait until the trainer's first rank is in a call of the fault's moment."""
         names = PROBED[fault.moment]
         method = names[int(fault.pause_share * len(names))]
         is_after = fault.which < 0.5
@@ -245,9 +243,9 @@ class Injector:
         )
 
     def _is_evaluating(self) -> bool:
-        """Whether the lines for people say that an evaluation after a step goes on.
+        """Return whether the run's log says that an evaluation after a step is in progress.
 
-        Training waits for it, so that no line follows, or goes on beside it.
+        Either training waits for the evaluation, and no line follows, or training continues beside it.
         """
         log = self._run_dir / "run.log"
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
@@ -259,17 +257,17 @@ class Injector:
         return False
 
     def newest_step(self) -> int:
-        """Return the step of the last whole line of metrics.jsonl; -1 if there is none."""
+        """Return the step in the last complete line of metrics.jsonl; -1 if there is none."""
         steps = self._lines("metrics.jsonl")
         return steps[-1]["step"] if steps else -1
 
     def _step_s(self) -> float:
-        """Median time of the newest steps: one that waited for a role says nothing of the next."""
+        """Return the median time of the newest steps, because single steps may have waited for a role."""
         newest = self._lines("metrics.jsonl")[-NUM_PACE_STEPS:]
         return statistics.median(line.get("time/step_s", 1.0) for line in newest)
 
     def _lines(self, name: str) -> list[dict[str, Any]]:
-        """Read a file of lines again where it has changed."""
+        """Return the lines of a file; read it again only if it has changed."""
         file = self._run_dir / name
         if not file.exists():
             return []
@@ -288,7 +286,7 @@ class Injector:
     # ---- faults
 
     def _strike(self, number: int, fault: Planned) -> Iterator[None]:
-        """Inject a fault; nothing is injected where its process has just ended by itself."""
+        """Inject a fault, unless its process has just ended by itself."""
         if fault.kind is Kind.EVERYTHING:
             if any((self._run_dir / "checkpoints").glob("step-????????")):
                 self._note(number, fault.role, fault.kind, fault.moment, time.time(), (0, 0))
@@ -332,9 +330,9 @@ class Injector:
         self._note(number, role, kind, moment, time_s, process)
 
     def _break_disk(self, number: int, fault: Planned) -> Iterator[None]:
-        """Have the disk refuse until it was noticed and a moment longer.
+        """Make the disk refuse writes until the run has noticed it, and ``OUTAGE_S`` longer.
 
-        Where something that was refused before still waits, the run need not say anything new.
+        If an earlier refusal is still open, the run need not report this one.
         """
         is_noticed = _is_refused(self._lines("faults.jsonl"))
         time_s = time.time()
@@ -365,7 +363,7 @@ class Injector:
         return said.count(REFUSED_WORDS) > self._num_outages_said()
 
     def _num_outages_said(self) -> int:
-        """Outages before the one that goes on, by the file that has all that were written down."""
+        """Return the number of disk outages in faults.jsonl."""
         return sum(
             one["event"] == "detected" and one["role"] == STORAGE for one in self._lines("faults.jsonl")
         )

@@ -1,8 +1,7 @@
-"""How far the lengths of a run's responses are from what they would be without faults.
+"""Compares the response lengths of a run with those of runs without faults.
 
-A run that loses what was being sampled loses long responses first: they are in flight for longer. What is
-lost before it was submitted is not in ``accounting/length_distance``, so lengths are also compared with those
-of runs without faults.
+A run that loses responses in flight loses mostly long ones, which are in flight for longer. Losses before
+submission are not in ``accounting/length_distance``, so lengths are also compared with runs without faults.
 """
 
 import itertools
@@ -14,21 +13,21 @@ from typing import Any, Self
 import numpy as np
 
 MOST = 2.0
-"""A run with faults may be so many times as far off as runs without."""
+"""Factor by which the distance of a run with faults may exceed that of runs without faults."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunLengths:
-    """Lengths of responses of one run."""
+    """Response lengths of one run."""
 
     trained: Sequence[int]
-    """Tokens of every response that was trained on."""
+    """Number of tokens of each trained response."""
     accounted: float
-    """Mean over its steps of ``accounting/length_distance``: lengths as submitted against as trained."""
+    """Mean of ``accounting/length_distance`` over steps: lengths as submitted against lengths as trained."""
 
     @classmethod
     def of(cls, rollouts: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]]) -> Self:
-        """Read them from the lines of rollouts.jsonl and metrics.jsonl."""
+        """Return the lengths from the lines of rollouts.jsonl and metrics.jsonl."""
         key = "accounting/length_distance"
         return cls(
             trained=[line["response_tokens"] for line in rollouts],
@@ -38,20 +37,20 @@ class RunLengths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lengths:
-    """A run's lengths beside those of runs without faults."""
+    """Distances of a run's response lengths from those of runs without faults."""
 
     from_references: float
-    """Mean distance from those of each run without faults, in tokens."""
+    """Mean distance from the runs without faults, in tokens."""
     between_references: float
-    """Greatest distance between two runs without faults, in tokens."""
+    """Largest distance between two runs without faults, in tokens."""
     accounted: float
-    """``RunLengths.accounted`` of the run."""
+    """Value of ``RunLengths.accounted`` of the run."""
     accounted_references: float
-    """The greatest of the runs without faults."""
+    """Largest ``RunLengths.accounted`` of the runs without faults."""
 
     @property
     def problem(self) -> str | None:
-        """Why the run's lengths are too far off; None if they are not."""
+        """Reason why the run's lengths are too far off, or None."""
         for what, found, undisturbed in (
             ("from those of runs without faults (tokens)", self.from_references, self.between_references),
             ("as trained from those submitted", self.accounted, self.accounted_references),
@@ -75,7 +74,7 @@ def distance(first: Sequence[int], second: Sequence[int]) -> float:
 
 
 def compare(run: RunLengths, references: Sequence[RunLengths]) -> Lengths | None:
-    """Compare a run with those without faults; None if there are fewer than two of these."""
+    """Compare a run with runs without faults; return None with fewer than two of these."""
     if len(references) < 2:
         return None
     pairs = itertools.combinations([one.trained for one in references], 2)

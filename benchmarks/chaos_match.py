@@ -1,4 +1,4 @@
-"""Which line of faults.jsonl is about which injected fault."""
+"""Matches injected faults with the lines of faults.jsonl."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,11 +8,11 @@ from typing import Any
 from chaos_faults import CONTROLLER, HOST, STORAGE, UNNOTICED, Injected, Moment
 
 EARLY_S = 0.01
-"""Times in faults.jsonl are rounded."""
+"""Tolerance in seconds, because times in faults.jsonl are rounded."""
 
 AS_CONTROLLER = (Moment.START, Moment.RESUME, Moment.SHUTDOWN)
-"""Moments at which the loss of any process can end the run, which is then a fault of the controller: nobody
-looks after the roles yet, or any more."""
+"""Moments at which roles are not supervised, so the loss of any process can end the run and then counts as a
+fault of the controller."""
 
 
 ON_HOSTS = ("generator", "trainer")
@@ -20,7 +20,7 @@ ON_HOSTS = ("generator", "trainer")
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """An injected fault, and what the run knows of it."""
+    """An injected fault with the run's lines about it."""
 
     injected: Injected
     detected: Mapping[str, Any] | None
@@ -28,7 +28,7 @@ class Match:
 
     @property
     def is_expected(self) -> bool:
-        """Whether it has to be detected: delays have not, and what dies at the end may not be missed."""
+        """Whether the run must detect the fault: not for delays, nor for losses at the run's end."""
         is_delay = self.injected.kind in UNNOTICED
         is_over = self.injected.moment is Moment.SHUTDOWN and self.injected.role != CONTROLLER
         return not is_delay and not is_over
@@ -37,13 +37,14 @@ class Match:
 def match(
     injected: Sequence[Injected], events: Sequence[Mapping[str, Any]]
 ) -> tuple[list[Match], list[Mapping[str, Any]]]:
-    """Give every injected fault a line about its role, in the order of their times: the first one after it.
+    """Assign to each injected fault, in order of time, the first later line about its role.
 
-    Outages of a disk can overlap. What one has refused may be written only after the next one has begun, so
-    that a line is of the outage during which it was written, where it can be. An outage without a line of its
-    own is a part of the one before, if that goes on. Further faults of the role ``storage`` after one belong
-    to it; so do those of generators and the trainer to a lost host's. Also returns lines that say "detected"
-    of what nobody has injected.
+    Outages of a disk can overlap, because writes that one has refused may succeed only after the next has
+    begun. So a line belongs to the outage during which it was written, if possible. An outage without its own
+    line is part of the previous one if that is open. Later faults of the role ``storage`` belong to the same
+    outage, and faults of generators and the trainer belong to that of their lost host.
+
+    Also returns the lines with "detected" that match no injected fault.
     """
     detected = [one for one in events if one["event"] == "detected"]
     recovered = {one["number"]: one for one in events if one["event"] == "recovered"}
@@ -75,7 +76,7 @@ def match(
 
 
 def _goes_with(event: Mapping[str, Any], one: Match) -> bool:
-    """Whether a further line belongs to a fault that was matched with another one."""
+    """Return whether a line belongs to a fault that is matched with an earlier line."""
     if event["time_s"] < one.injected.time_s - EARLY_S:
         return False
     if one.injected.role == STORAGE:

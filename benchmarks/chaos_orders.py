@@ -1,4 +1,4 @@
-"""The tool's side of ``chaos_inside/sitecustomize.py``: orders to processes, and what they answer."""
+"""Sends orders to processes and reads their answers; ``chaos_inside/sitecustomize.py`` is the other side."""
 
 import json
 import os
@@ -14,20 +14,20 @@ INSIDE = Path(__file__).resolve().parent / "chaos_inside"
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """An order that was given."""
+    """An order to a process."""
 
     file: Path
 
     def taken(self) -> dict[str, Any] | None:
-        """What the process says of it once it was carried out: ``time_s``, and more by kind."""
+        """Answer of the process after it has carried out the order: ``time_s``, and more by kind."""
         return _read(self.file.with_suffix(".taken"))
 
     def result(self) -> dict[str, Any] | None:
-        """What it says of an order that lasted, once that was ended."""
+        """Answer of the process after a lasting order has ended; None before."""
         return _read(self.file.with_suffix(".result"))
 
     def end(self) -> None:
-        """End an order that lasts; one that was not taken yet never will be."""
+        """End a lasting order, or withdraw an order that the process has not accepted yet."""
         self.file.with_suffix(".end").touch()
 
 
@@ -39,7 +39,7 @@ def _read(file: Path) -> dict[str, Any] | None:
 
 
 class Orders:
-    """Orders to the processes of one run."""
+    """Sends orders to the processes of one run."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -47,12 +47,12 @@ class Orders:
         self._num_given = 0
 
     def environment(self) -> dict[str, str]:
-        """Variables that a run is started with so that its processes take orders."""
+        """Return the environment variables of a run whose processes accept orders."""
         path = [str(INSIDE), str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
         return {"PYTHONPATH": os.pathsep.join(path), VARIABLE: str(self._folder)}
 
     def give(self, pid: int, kind: str, **more: object) -> Order:
-        """Order something of a process; ``more`` is what the kind asks for."""
+        """Send an order to a process; ``more`` are the arguments of its kind."""
         self._num_given += 1
         file = self._folder / f"{pid}-{self._num_given}.json"
         partial = file.with_suffix(".given")

@@ -1,5 +1,4 @@
-"""What a run with injected faults has to show: counts that agree, a ledger without contradiction, an accuracy
-within its band, and nothing left behind."""
+"""Checks a run with injected faults: counts, the ledger, the accuracy band, and no leftovers."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -15,32 +14,32 @@ from rich.table import Table
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """What a run has left, and what was done to it."""
+    """The files and leftovers of a run, and the faults injected into it."""
 
     planned: Sequence[Planned]
     injected: Sequence[Injected]
-    """By the witness."""
+    """Faults that were injected, by the witness file."""
     events: Sequence[Mapping[str, Any]]
-    """The lines of faults.jsonl."""
+    """Lines of faults.jsonl."""
     steps: Sequence[Mapping[str, Any]]
-    """The lines of metrics.jsonl."""
+    """Lines of metrics.jsonl."""
     rollouts: Sequence[Mapping[str, Any]]
-    """The lines of rollouts.jsonl, with every rollout that was trained on."""
+    """Lines of rollouts.jsonl, with every trained rollout."""
     ledger: Sequence[Mapping[str, Any]]
-    """The lines of ledger.jsonl."""
+    """Lines of ledger.jsonl."""
     max_steps: int
     groups_per_step: int
     exit_code: int
     ledger_problem: str | None
-    """What ``apps.verify`` has found."""
+    """Contradiction found by ``apps.verify``, if any."""
     witness_problem: str | None = None
-    """What the weights say of how often groups were trained on (``chaos_witness``)."""
+    """Problem found by ``chaos_witness`` in the exported weights, if any."""
     band: tuple[float, float] | None
-    """Held-out accuracies of runs without faults."""
+    """Range of held-out accuracies of runs without faults."""
     lengths: Lengths | None = None
-    """How far the lengths of responses are from those of runs without faults."""
+    """Comparison of response lengths with those of runs without faults."""
     left: Sequence[str]
-    """Processes and files of the run that are still there."""
+    """Processes and files of the run that remain."""
 
 
 def accuracy_of(steps: Sequence[Mapping[str, Any]]) -> float | None:
@@ -52,9 +51,9 @@ def accuracy_of(steps: Sequence[Mapping[str, Any]]) -> float | None:
 def counting_problem(
     rollouts: Sequence[Mapping[str, Any]], *, max_steps: int, groups_per_step: int
 ) -> str | None:
-    """Return why the batches that were trained on do not have every group once.
+    """Return a problem if the trained batches do not contain every group exactly once.
 
-    The ledger is not asked: these lines come from the batches that the trainer was given.
+    This check does not use the ledger: the rollouts' lines are written from the trainer's batches.
     """
     step_of: dict[int, int] = {}
     seen: set[tuple[int, int, str]] = set()
@@ -74,9 +73,9 @@ def counting_problem(
 
 
 def batches_problem(ledger: Sequence[Mapping[str, Any]], rollouts: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return where the ledger and the batches in rollouts.jsonl name other groups for a step.
+    """Return the first step for which the ledger and rollouts.jsonl name different groups, as a problem.
 
-    Both files are read plainly here: what follows the step of a ``resumed`` was undone.
+    This check has its own reader of both files: a line ``resumed`` undoes all later steps.
     """
     said: dict[int, set[int]] = {}
     for line in ledger:
@@ -95,7 +94,7 @@ def batches_problem(ledger: Sequence[Mapping[str, Any]], rollouts: Sequence[Mapp
 
 
 def first_difference(evidence: Evidence) -> str | None:
-    """Return the first thing that is not as it should be; None if all is."""
+    """Return the first problem found; None if there is none."""
     if evidence.exit_code:
         return f"the run ended with exit code {evidence.exit_code}"
     matches, extra = match(evidence.injected, evidence.events)
@@ -150,7 +149,7 @@ def _step_problem(evidence: Evidence) -> str | None:
 
 
 def _metrics_problem(evidence: Evidence, matches: Sequence[Match]) -> str | None:
-    """What the last line of metrics.jsonl says other than faults.jsonl, but for faults after that step."""
+    """Return a problem if the last line of metrics.jsonl disagrees with faults.jsonl up to that step."""
     later = {
         one.detected["number"]
         for one in matches
@@ -185,16 +184,16 @@ def _end_problem(evidence: Evidence) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What became of the faults of one kind in one role.
+    """Outcome of the faults of one kind in one role.
 
-    Times are seconds from the injection. A disk whose outage goes on is noticed at once.
+    Times are seconds from the injection. A disk fault during an open outage counts as noticed immediately.
     """
 
     role: str
     kind: str
     num_injected: int
     num_expected: int
-    """How many of them have to be noticed: all but delays below the heartbeat and losses at the very end."""
+    """Faults that must be noticed: all except delays below the heartbeat and losses at the run's end."""
     num_detected: int
     num_recovered: int
     detection_p50_s: float | None
@@ -205,11 +204,11 @@ class Row:
 
 
 ALL_KINDS = "all"
-"""Instead of a kind, in rows that are of a role."""
+"""Value for the kind in rows that sum up a role."""
 
 
 def rows(matches: Sequence[Match], *, by_kind: bool = True) -> list[Row]:
-    """Sum up faults by role and kind, or by role alone."""
+    """Summarize faults by role and kind, or by role alone."""
     found: dict[tuple[str, str], list[Match]] = {}
     for one in matches:
         kind = one.injected.kind.value if by_kind else ALL_KINDS
@@ -243,7 +242,7 @@ def _percentile(values: Sequence[float], percent: float) -> float | None:
 
 
 def table(found: Sequence[Row]) -> Table:
-    """A row for each kind in each role."""
+    """Return a table with a row for each role and kind."""
     shown = Table(title="faults")
     for name in ("role", "kind"):
         shown.add_column(name)

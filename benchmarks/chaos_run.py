@@ -1,4 +1,4 @@
-"""A run with everything that it starts: watched, killed all at once, started again, looked at afterwards."""
+"""Starts, watches, kills and restarts a run with all of its processes, and finds what it leaves behind."""
 
 import contextlib
 import json
@@ -17,35 +17,35 @@ import psutil
 from common import REPOSITORY
 
 LOOK_S = 0.05
-"""Seconds between two looks at the run."""
+"""Seconds between two checks of the run."""
 
 TREE_S = 0.5
-"""Seconds between two looks at which processes there are."""
+"""Seconds between two listings of processes."""
 
 END_S = 20.0
-"""Time for what a run has started to be gone once it has ended."""
+"""Seconds for a run's processes to end after the run."""
 
 SHARED_MEMORY = Path("/dev/shm")
 
 PREFIXES = ("forgeasync", "sem.")
-"""Beginnings of the names of a run's files there. Other programs and tests have files there, too."""
+"""Prefixes of a run's files in shared memory, which other programs and tests use too."""
 SEMAPHORE = re.compile(r"sem\.forgeasync-([0-9a-f]+)-")
-"""Names of semaphores, with the mark of their run."""
+"""Pattern of the names of semaphores, which contain their run's mark."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """A run that has ended."""
+    """Result of a run that has ended."""
 
     folder: Path
     exit_code: int
     wall_s: float
     left: list[str]
-    """Processes and files that are still there."""
+    """Processes and files that remain."""
 
 
 class Watched:
-    """A run with everything that it starts; it is ended when the body ends."""
+    """A run with all of its processes; a context manager that ends them."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Watched:
         self._output = output
         self._run_lock = run_lock
         self._marks: set[str] = set()
-        """Of all starts of the run."""
+        """Marks of all starts of the run."""
         self._environment = os.environ | dict(environment or {})
         self._process = self._start(command)
 
@@ -80,11 +80,11 @@ class Watched:
             )
 
     def start_again(self, command: Sequence[str]) -> None:
-        """Start the run again after it has ended."""
+        """Restart the run after it has ended."""
         self._process = self._start(command)
 
     def is_running(self) -> bool:
-        """Look which processes there are now; whether the run goes on."""
+        """Update the list of processes; return whether the run is in progress."""
         if time.monotonic() - self._looked_s > TREE_S:
             self._looked_s = time.monotonic()
             self._look()
@@ -101,7 +101,7 @@ class Watched:
             pass
 
     def kill_all_at_once(self) -> None:
-        """Kill the run and what it has started, none of which sees another one die."""
+        """Suspend and then kill the run with all of its processes, so that none sees another one die."""
         os.kill(self._process.pid, signal.SIGSTOP)
         self._look()
         living = [one for one in self._started.values() if _runs(one)]
@@ -113,7 +113,7 @@ class Watched:
         self._process.wait()
 
     def ended(self, folder: Path) -> Ended:
-        """Wait for the end of all that the run has started; what does not end is killed, and named."""
+        """Wait until all processes of the run have ended; kill those that remain and list them."""
         wall_s = time.monotonic() - self._begin_s
         end_s = time.monotonic() + END_S
         while (left := self._left()) and time.monotonic() < end_s:
@@ -122,7 +122,7 @@ class Watched:
         return Ended(folder=folder, exit_code=self._process.wait(), wall_s=wall_s, left=left)
 
     def kill(self) -> None:
-        """Kill the run and what it has started."""
+        """Kill the run and all of its processes."""
         if self._process.poll() is None:
             self._look()
             self._process.kill()
@@ -149,20 +149,20 @@ def _runs(process: psutil.Process) -> bool:
 
 
 def marks_in(run_lock: Path) -> set[str]:
-    """Return the mark that a run.lock names, which its semaphores have in their names; at most one."""
+    """Return the run's mark in a run.lock, if any, which is also in the names of its semaphores."""
     with contextlib.suppress(OSError, ValueError, LookupError):
         return {str(json.loads(run_lock.read_text(encoding="utf-8"))["mark"])}
     return set()
 
 
 def is_of_another_run(file: Path, marks: Collection[str]) -> bool:
-    """Whether a file is a semaphore of a run with none of these marks: such files are not kept open."""
+    """Return whether a file is a semaphore of another run; semaphores are not kept open."""
     name = SEMAPHORE.match(file.name)
     return name is not None and name[1] not in marks
 
 
 def _open_files() -> set[Path]:
-    """Return the files and folders in shared memory that a process has open or mapped."""
+    """Return the files and folders in shared memory that any process has open or mapped."""
     found: set[Path] = set()
     for pid in psutil.pids():
         proc = Path(f"/proc/{pid}")
@@ -181,7 +181,7 @@ def _open_files() -> set[Path]:
 
 
 class Run:
-    """The app on a config, with everything that befalls it."""
+    """A run of the app on a config, including its restarts."""
 
     def __init__(
         self,
@@ -193,7 +193,7 @@ class Run:
         supervise: bool,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """``output`` gets what it prints, also while the folder's disk is full."""
+        """``output`` is the file for the run's output, on a disk that faults do not fill."""
         self.folder = folder
         self._command = [sys.executable, "-m", "apps.grpo"]
         for config in configs:
@@ -203,12 +203,12 @@ class Run:
         self._is_killed = False
 
     def kill_everything(self) -> None:
-        """Kill all processes at once; the run is resumed by hand."""
+        """Kill all processes at once; then restart the run with ``--resume latest``."""
         self._watched.kill_all_at_once()
         self._watched.start_again([*self._command, "--resume", "latest"])
 
     def until_ended(self, look: Callable[[], None], *, limit_s: float | None = None) -> Ended:
-        """Call ``look`` again and again until the run has ended, or until it is killed after ``limit_s``."""
+        """Call ``look`` repeatedly until the run has ended; kill it after ``limit_s``."""
         end_s = None if limit_s is None else time.monotonic() + limit_s
         try:
             while self._watched.is_running():
@@ -226,10 +226,10 @@ class Run:
 
 
 class SmallDisk:
-    """A disk in memory, of some MiB, that a run is on."""
+    """A small disk in memory for a run's files."""
 
     def __init__(self, folder: Path, *, num_mib: int) -> None:
-        """Raises ``RuntimeError`` where this machine lets nobody mount one."""
+        """Mount the disk; raise ``RuntimeError`` if this machine does not allow that."""
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         command = ["mount", "-t", "tmpfs", "-o", f"size={num_mib}m", "tmpfs", str(folder)]
@@ -238,7 +238,7 @@ class SmallDisk:
             raise RuntimeError(f"--disk-mib: {' '.join(command)} failed: {done.stderr.strip()}")
 
     def fill(self) -> Callable[[], None]:
-        """Take all room that there is, again and again; returns what gives it back."""
+        """Keep the disk full; return a function that frees the space."""
         filler = self.folder / "filler"
         stopping = False
 
@@ -265,6 +265,6 @@ class SmallDisk:
         return give_back
 
     def close(self, keep: Path) -> None:
-        """Copy what is on the disk to ``keep``, and unmount it."""
+        """Copy the disk's files to ``keep``, and unmount it."""
         shutil.copytree(self.folder, keep, dirs_exist_ok=True, symlinks=True)
         subprocess.run(["umount", "-l", str(self.folder)], check=True)

@@ -1,17 +1,15 @@
 """A model whose weights count how often each group was trained on.
 
 Every prompt is one token that no other prompt has, and every response is one token, which is never an input
-of the model. So a row of the embedding is touched by the steps that train its prompt's group, and by no
-others. Moments are switched off (betas of 0) and the learning rate is constant: AdamW's update of a number
-is then ``learning_rate * g / (|g| + eps)``, one learning rate up or down wherever there is a gradient, and
-exactly 0 where there is none. With one training, every number of a row has moved by one learning rate; with
-two, by two or by none (the sign of a gradient can change between two steps); without, by none at all.
-Nothing but the weights of the exported model is read for that: no ledger, no log.
+of the model. So only the steps that train a prompt's group change the prompt's row of the embedding. AdamW's
+moments are off (betas of 0) and the learning rate is constant. The update of a number is then
+``learning_rate * g / (|g| + eps)``: one learning rate up or down with a gradient, and exactly 0 without one.
+After one training step on a group, every number of its row has moved by one learning rate. After two, it has
+moved by two or by none, because a gradient's sign can change. Without any, it has not moved. The check reads
+only the weights of the exported model, no ledger or log.
 
-The loss makes what was sampled less likely, whatever it was worth, so that no gradient vanishes.
-
-(Plain SGD, whose update is the gradient itself, would need gradients of a known size: Adam without moments
-has steps of a known size instead.)
+The loss makes sampled tokens less likely, regardless of reward, so that no gradient vanishes. Plain SGD would
+not work, because the size of its updates depends on that of the gradients.
 """
 
 import os
@@ -23,30 +21,30 @@ from typing import Any
 from common import REPOSITORY
 
 LEARNING_RATE = 2.0**-10
-"""A power of two: sums of it and a weight are rounded by less than one part in a thousand of it."""
+"""Learning rate: a power of two, so that adding it to a weight rounds it by less than 0.1 %."""
 
 GROUPS_PER_STEP = 2
 GROUP_SIZE = 4
 NUM_SPARE_STEPS = 60
-"""Prompts for groups that are sampled and never trained on: the buffer's, and those that are given up."""
+"""Steps' worth of extra prompts, for groups that are sampled but not trained on."""
 
 FIRST_CHARACTER = 0x4E00
-"""The first of 20,000 characters, each of which is a token of its own."""
+"""First of 20,000 characters, each of which is one token."""
 
 MAX_PROMPTS = 20_000
 
 REWARD_S = 0.2
-"""Time for a response's reward: a step takes two seconds with it."""
+"""Seconds that a reward takes, which makes a step take two seconds."""
 
 MOVED = 0.02
-"""A number has moved n times if it has moved by n learning rates, and by this share of one more or less."""
+"""Tolerance of a number's movement, as a share of the learning rate."""
 
 MOST = 0.9
-"""Share of a row's numbers that have to agree. A gradient of exactly 0, or one that underflows, is rare."""
+"""Minimum share of a row's numbers that must agree; zero or underflowing gradients are rare."""
 
 
 def num_prompts(num_steps: int) -> int:
-    """Return how many prompts a run of so many steps is given: it may not come to any of them twice."""
+    """Return the number of prompts for a run of ``num_steps`` steps, which must not use any prompt twice."""
     return GROUPS_PER_STEP * (num_steps + NUM_SPARE_STEPS)
 
 
@@ -56,28 +54,28 @@ def prompt(number: int) -> str:
 
 
 def problems(split: str, seed: int, num: int) -> list[dict[str, object]]:
-    """The data of the run (``kind: python``)."""
+    """Return the data of the run (``kind: python``)."""
     if split == "held_out":
         return [{"question": str(number), "answer": "none"} for number in range(8)]
     return [{"question": prompt(number), "answer": "none"} for number in range(num)]
 
 
 def less_likely(row: Any) -> Any:
-    """The objective of the run (``kind: python``): log-probabilities of what was sampled."""
+    """Objective of the run (``kind: python``): the log-probability of each sampled token as its loss."""
     return row.logprobs_T, {}
 
 
 def reward(task: Any, response: Any) -> float:
-    """The reward of the run (``kind: python``): nothing is made of it, after a while.
+    """Reward of the run (``kind: python``), which takes ``REWARD_S`` and does not affect training.
 
-    Without a wait steps would take a tenth of a second, and the run would be over before a role is back.
+    Without the wait, steps would take 0.1 s, and the run would end before a role has recovered.
     """
     time.sleep(REWARD_S)
     return 0.0
 
 
 def environment() -> dict[str, str]:
-    """Return variables with which the run finds this module; see also ``chaos_orders``."""
+    """Return the environment variables with which the run imports this module; see also ``chaos_orders``."""
     from chaos_orders import INSIDE
 
     path = [str(INSIDE), str(REPOSITORY), str(Path(__file__).resolve().parent)]
@@ -85,10 +83,10 @@ def environment() -> dict[str, str]:
 
 
 def write(folder: Path, *, num_steps: int) -> Path:
-    """Write the model and the run's config; returns the config's file.
+    """Write the model and the run's config; return the config's path.
 
     Raises:
-        ValueError: there are not so many prompts.
+        ValueError: there are not enough prompts for so many steps.
     """
     import torch
     import yaml
@@ -174,9 +172,9 @@ def write(folder: Path, *, num_steps: int) -> Path:
 
 
 def counts(before: Any, after: Any) -> list[int | None]:
-    """Return by row of two embeddings [V, D] how often it was trained on; None: by no whole number of times.
+    """Return how often each row of two embeddings [V, D] was trained on; None for a count that is no integer.
 
-    A row was trained on once if nearly all of its numbers have moved by one learning rate.
+    A row was trained on once if at least the share ``MOST`` of its numbers has moved by one learning rate.
     """
     moved_VD = (after.double() - before.double()).abs() / LEARNING_RATE
     found: list[int | None] = []
@@ -194,9 +192,9 @@ def counts(before: Any, after: Any) -> list[int | None]:
 
 
 def problem(run_dir: Path, folder: Path) -> str | None:
-    """Return why the exported weights do not say that every group was trained on once.
+    """Return a problem if the exported weights do not show that every group was trained on exactly once.
 
-    The groups that have to have been trained on are those of the batches in rollouts.jsonl.
+    The expected groups are those of the batches in rollouts.jsonl.
     """
     from chaos_injector import read_lines
     from safetensors.torch import load_file
@@ -226,7 +224,7 @@ def problem(run_dir: Path, folder: Path) -> str | None:
 
 
 def load_all(folder: Path, name: str, load_file: Any) -> Any:
-    """Return a tensor of a Hugging Face folder."""
+    """Return the tensor ``name`` of a Hugging Face folder."""
     for file in sorted(folder.glob("*.safetensors")):
         tensors = load_file(file)
         if name in tensors:

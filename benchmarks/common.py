@@ -1,7 +1,7 @@
-"""What the benchmarks share: running a command while its memory is watched, summing up its steps, a table.
+"""Shared by benchmarks: runs a command while measuring its memory, summarizes its steps, prints a table.
 
-The benchmarks are scripts of their own, started as ``python benchmarks/NAME.py``; nothing in the package
-imports them. They report times and never judge them.
+Benchmarks are scripts, started as ``python benchmarks/NAME.py``; the package does not import them. They
+report times and do not judge them.
 """
 
 import json
@@ -25,22 +25,22 @@ from forgeasync.plugins.simulator import processor_name
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
-"""Default folder of what benchmarks write; not tracked by git."""
+"""Default output folder of benchmarks; not tracked by git."""
 
 MEMORY_INTERVAL_S = 3.0
-"""Between two looks at a tree's memory: adding up one process's pages takes the kernel about 10 ms."""
+"""Seconds between two memory samples of a process tree; the kernel needs about 10 ms per process."""
 
 LOG_TAIL_CHARACTERS = 3000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """The result of a command that ended well."""
+    """Result of a successful command."""
 
     peak_memory_mib: float
-    """Highest sampled sum, over the whole process tree, of the proportional set size (shared pages once)."""
+    """Peak of the proportional set size (shared pages counted once), summed over the process tree."""
     load_before: float
-    """One-minute load average when it was started."""
+    """One-minute load average at the start."""
 
 
 class MemoryMonitor:
@@ -54,7 +54,7 @@ class MemoryMonitor:
         self._thread.start()
 
     def close(self) -> float:
-        """Stop sampling; the peak in MiB."""
+        """Stop sampling; return the peak in MiB."""
         self._stop.set()
         self._thread.join()
         return self._peak_bytes / 2**20
@@ -78,10 +78,10 @@ class MemoryMonitor:
 
 
 def run_watched(command: Sequence[str], *, environment: Mapping[str, str]) -> Finished:
-    """Run ``command`` in the repository until it ends, with ``environment`` on top of this process's own.
+    """Run ``command`` in the repository until it ends, with additional environment variables.
 
     Raises:
-        RuntimeError: it ended with another exit code than 0; the message ends with the tail of its output.
+        RuntimeError: the exit code is not 0; the message ends with the tail of the command's output.
     """
     load_before = os.getloadavg()[0]
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
@@ -110,7 +110,7 @@ def run_watched(command: Sequence[str], *, environment: Mapping[str, str]) -> Fi
 
 
 def quantiles(values: Sequence[int]) -> dict[str, float]:
-    """The distribution of ``values`` in six numbers."""
+    """Return mean, minimum, 10 %, 50 % and 90 % quantiles, and maximum."""
     p10, p50, p90 = np.percentile(values, [10, 50, 90])
     return {
         "mean": float(np.mean(values)),
@@ -123,7 +123,7 @@ def quantiles(values: Sequence[int]) -> dict[str, float]:
 
 
 def machine_facts() -> dict[str, Any]:
-    """Describe the machine that the numbers were measured on."""
+    """Return the facts about this machine that measurements depend on."""
     return {
         "processor": processor_name(),
         "usable_cores": len(os.sched_getaffinity(0)),
@@ -134,7 +134,7 @@ def machine_facts() -> dict[str, Any]:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write ``content``, indented, and make the folder where it is missing."""
+    """Write ``content`` as indented JSON; create the folder if it is missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
@@ -151,7 +151,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """One run of one contender."""
+    """Measurements of one run of one contender."""
 
     contender: str
     round: int
@@ -166,7 +166,7 @@ class Measurement:
 
 
 def measurement(contender: str, number: int, steps: Sequence[Step], finished: Finished) -> Measurement:
-    """Sum up the measured steps of one run."""
+    """Return the measurement of one run's steps."""
     lengths = [length for step in steps for length in step.lengths]
     return Measurement(
         contender=contender,
@@ -195,7 +195,7 @@ def medians(measurements: Sequence[Measurement]) -> dict[str, dict[str, float]]:
 
 
 def results_table(measurements: Sequence[Measurement], *, title: str, baseline: str) -> Table:
-    """A row per run, then a row per contender with its medians and their ratios to those of ``baseline``."""
+    """Return a table with a row per run, then a row per contender with medians and ratios to ``baseline``."""
     table = Table(title=title)
     table.add_column("contender")
     lengths_column = "length mean (p10/p50/p90) max"

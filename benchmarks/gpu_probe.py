@@ -1,14 +1,15 @@
-"""What works, and how fast, on one GPU: ten minutes with whatever torch its machine has, without vLLM.
+"""Tests and times forgeasync's building blocks on one GPU in ten minutes, with any torch and without vLLM.
 
     python benchmarks/gpu_probe.py [--json FILE] [--seconds 600] [--device cuda|cpu] [--part NAME]
 
-Each part runs in a process of its own with a time limit and prints one line of JSON: name, whether all was
-right, figures with their units in their names, the statements that were checked, errors with the last lines
-of their tracebacks. The parts that matter most come first; what a part has found before its time was over is
-in its line. A package that is missing costs the parts that need it, and their lines say so.
+Each part runs in a separate process with a time limit, and prints one line of JSON: its name, whether all
+checks passed, figures with units in their names, the checked statements, and errors with the last lines of
+their tracebacks. The most important parts come first. The line of a part that exceeds its time has the
+results so far. If a package is missing, the lines of the parts that need it say so.
 
-``--device cpu`` runs everything but CUDA graphs at small sizes, with a stand-in for the attention kernel: it
-tries the script, and its figures mean nothing. ``--part NAME`` runs one part in this very process.
+``--device cpu`` tests the script itself: it runs everything except CUDA graphs at small sizes, with a
+stand-in for the attention kernel, and its figures are meaningless. ``--part NAME`` runs one part in this
+process.
 """
 
 import argparse
@@ -30,12 +31,12 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 LOG_TAIL_LINES = 25
 
 KILL_WAIT_S = 10.0
-"""A process that hangs in the driver may outlive its signal: it is not waited for any longer."""
+"""Seconds to wait for a killed process; one that hangs in the driver may outlive the signal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """A function of a module beside this file, by name: nothing of it is imported here."""
+    """A function of a module in this folder, by name, because this process imports none of them."""
 
     name: str
     module: str
@@ -59,7 +60,7 @@ Line = dict[str, Any]
 
 
 def run_part(name: str, device_kind: str, file: Path | None) -> Line:
-    """Run a part in this process and return its line; its report so far is always in ``file``."""
+    """Run a part in this process and return its line; ``file`` always has the report so far."""
     from gpu_probe_common import Device, Report, Skipped, describe
 
     part = next(part for part in PARTS if part.name == name)
@@ -75,7 +76,7 @@ def run_part(name: str, device_kind: str, file: Path | None) -> Line:
 
 
 def empty_line(name: str) -> Line:
-    """The line of a part that has said nothing."""
+    """Return the line of a part that has reported nothing."""
     return {
         "name": name,
         "ok": False,
@@ -88,14 +89,14 @@ def empty_line(name: str) -> Line:
 
 
 def has_failed(line: Line) -> bool:
-    """Whether anything in a part was wrong; one that this machine cannot run has not failed."""
+    """Return whether a part has failed; a part that this machine cannot run has not."""
     return bool(line["errors"]) or not all(line["checks"].values())
 
 
 def run_apart(command: Sequence[str], name: str, *, limit_s: float, environment: dict[str, str]) -> Line:
-    """Run a part by ``command`` in a process of its own, which is killed after ``limit_s``.
+    """Run a part with ``command`` in a separate process, which is killed after ``limit_s``.
 
-    ``--file`` and a path are appended to the command; the process writes its line there.
+    ``--file`` and a path are appended to the command; the process writes its line to that file.
     """
     start_s = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="gpu_probe-") as scratch:
@@ -125,7 +126,7 @@ def run_apart(command: Sequence[str], name: str, *, limit_s: float, environment:
 
 
 def _wait(process: subprocess.Popen[bytes], limit_s: float) -> str | None:
-    """Why the process did not end by itself and well; None where it did."""
+    """Return why the process did not succeed, or None."""
     try:
         code = process.wait(limit_s)
     except subprocess.TimeoutExpired:
@@ -144,7 +145,7 @@ def _wait(process: subprocess.Popen[bytes], limit_s: float) -> str | None:
 
 
 def child_environment(device_kind: str) -> dict[str, str]:
-    """This process's environment, with what a machine without a network and with one GPU needs."""
+    """Return this process's environment with the variables for a machine with one GPU and no network."""
     environment = dict(os.environ)
     environment["PYTHONUNBUFFERED"] = "1"
     # Without a resolver gloo finds no interface by itself.
@@ -157,7 +158,7 @@ def child_environment(device_kind: str) -> dict[str, str]:
 
 
 def table(lines: Sequence[Line]) -> str:
-    """A line per part, and below it what was skipped or wrong and its figures that are numbers."""
+    """Return a line per part, followed by its skipped cases, its errors and its numeric figures."""
     rows = []
     for line in lines:
         verdict = "FAILED" if has_failed(line) else "ok" if line["ok"] else "skipped"
@@ -177,7 +178,7 @@ def table(lines: Sequence[Line]) -> str:
 
 
 def main() -> int:
-    """Run the parts, print their lines and the table; the exit code is 1 if any part failed."""
+    """Run the parts, print their lines and the table; return the exit code, 1 if any part failed."""
     parser = argparse.ArgumentParser(description="What works on one GPU, part by part.")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--seconds", type=float, default=600.0, help="for all parts together")

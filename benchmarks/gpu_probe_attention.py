@@ -1,4 +1,4 @@
-"""Part of gpu_probe.py on varlen attention: packed rows and parts of them against a reference.
+"""Part of gpu_probe.py that compares varlen attention on packed rows, whole and in parts, with a reference.
 
 Shape suffixes: L packed row length, Q queries of a part of it, N heads, J heads of keys and values, H head
 size.
@@ -13,12 +13,12 @@ import torch
 from gpu_probe_common import TOLERANCE, Device, Report, relative_error
 
 Kernel = Callable[..., torch.Tensor]
-"""Has the signature of ``torch.nn.attention.varlen.varlen_attn``."""
+"""Function with the signature of ``torch.nn.attention.varlen.varlen_attn``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSizes:
-    """Heads, and packed rows by the lengths of their sequences; each row is cut into ``num_parts``."""
+    """Heads, and packed rows given by the lengths of their sequences; each row is cut into ``num_parts``."""
 
     num_heads: int
     num_kv_heads: int
@@ -52,7 +52,7 @@ ATTENTION = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Positions ``start`` to ``stop`` of a row, and how many queries and keys each sequence has in it.
+    """Positions ``start`` to ``stop`` of a row, with the numbers of queries and keys of each sequence.
 
     Keys are those from ``key_start``, where the first sequence that overlaps the part begins, to ``stop``.
     """
@@ -65,7 +65,7 @@ class Part:
 
 
 def part_of(lengths: Sequence[int], *, start: int, stop: int) -> Part:
-    """Find the sequences of a row, given by their lengths, that overlap a part of it."""
+    """Return a part of a row, which is given by the lengths of its sequences."""
     num_queries, num_keys, firsts = [], [], []
     first = 0
     for length in lengths:
@@ -87,7 +87,7 @@ def part_of(lengths: Sequence[int], *, start: int, stop: int) -> Part:
 def attend(
     kernel: Kernel, part: Part, q_QNH: torch.Tensor, k_LJH: torch.Tensor, v_LJH: torch.Tensor
 ) -> torch.Tensor:
-    """Causal attention of a part's queries to the keys and values of whole rows: [Q, N, H]."""
+    """Return the causal attention of a part's queries to the keys and values of whole rows, [Q, N, H]."""
 
     def cumulative(lengths: Sequence[int]) -> torch.Tensor:
         ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
@@ -107,7 +107,7 @@ def attend(
 
 
 def causal_arguments(kernel: Kernel) -> dict[str, object]:
-    """Keywords for causal attention with fewer heads of keys; releases of torch have other ones."""
+    """Return torch's keyword arguments for causal attention with fewer key heads, by its release."""
     known = inspect.signature(kernel).parameters
     arguments: dict[str, object] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
     if "enable_gqa" in known:
@@ -120,7 +120,7 @@ def causal_arguments(kernel: Kernel) -> dict[str, object]:
 def reference(
     lengths: Sequence[int], q_LNH: torch.Tensor, k_LJH: torch.Tensor, v_LJH: torch.Tensor
 ) -> torch.Tensor:
-    """The same of a whole row in float32, by a mask over all pairs of tokens."""
+    """Return the attention of a whole row in float32, with a mask over all pairs of tokens."""
     q, k, v = (x.float().transpose(0, 1) for x in (q_LNH, k_LJH, v_LJH))
     k, v = (x.repeat_interleave(len(q) // len(x), dim=0) for x in (k, v))
     sequence_L = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(q.device)
@@ -143,7 +143,7 @@ def stand_in(
     window_size: tuple[int, int] = (-1, -1),
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """What the kernel is taken to do, sequence by sequence, where there is no GPU: aligned bottom-right."""
+    """Return the attention of each sequence without a GPU, aligned bottom-right as the kernel's should be."""
     assert window_size == (-1, 0)
     outputs = []
     ends_q, ends_k = cu_seq_q.tolist(), cu_seq_k.tolist()
@@ -159,7 +159,7 @@ def stand_in(
 
 
 def find_kernel(device: Device, report: Report) -> Kernel:
-    """torch's own varlen attention on a GPU, elsewhere the stand-in."""
+    """Return torch's varlen attention on a GPU, and the stand-in elsewhere."""
     if not device.is_gpu:
         report.put(kernel="a stand-in: there is no GPU")
         return stand_in
@@ -180,7 +180,7 @@ _CURRENT_IMPL = "current_flash_attention_impl"
 
 
 def varlen_attention(device: Device, report: Report) -> None:
-    """Packed rows whole, and in contiguous parts as context-parallel ranks have them."""
+    """Test packed rows, whole and in contiguous parts as on context-parallel ranks."""
     sizes = ATTENTION[device.kind]
     kernel = find_kernel(device, report)
     with report.case("alignment"):
@@ -195,7 +195,7 @@ def varlen_attention(device: Device, report: Report) -> None:
 
 
 def _find_alignment(device: Device, report: Report, kernel: Kernel) -> None:
-    """Three queries to seven keys: which of the keys does a query see?"""
+    """Find which of seven keys each of three queries attends to."""
     q = torch.randn(3, 4, 64, dtype=torch.bfloat16, device=device.kind)
     k, v = (torch.randn(7, 2, 64, dtype=torch.bfloat16, device=device.kind) for _ in range(2))
     part = Part(start=4, stop=7, key_start=0, num_queries=(3,), num_keys=(7,))
@@ -213,7 +213,7 @@ def _find_alignment(device: Device, report: Report, kernel: Kernel) -> None:
 def _leaves(
     device: Device, sizes: AttentionSizes, length: int, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries, keys, values; ``scale`` makes the distribution over keys sharper."""
+    """Return random queries, keys and values; a larger ``scale`` sharpens the distribution over keys."""
     shapes = [(length, heads, sizes.head_size) for heads in (sizes.num_heads, *[sizes.num_kv_heads] * 2)]
     q, k, v = (torch.randn(shape, dtype=torch.bfloat16, device=device.kind) for shape in shapes)
     q *= scale
@@ -229,7 +229,7 @@ def _hold_against_reference(
     number: int,
     scale: float,
 ) -> None:
-    """Outputs and all three gradients, of the row at once and of its parts put together."""
+    """Compare outputs and all three gradients of the whole row and of its concatenated parts."""
     length = sum(lengths)
     assert length % sizes.num_parts == 0
     leaves = _leaves(device, sizes, length, scale)
@@ -254,7 +254,7 @@ def _hold_against_reference(
 def _time_attention(
     device: Device, report: Report, kernel: Kernel, sizes: AttentionSizes, lengths: Sequence[int]
 ) -> None:
-    """Forward and backward pass, of the row and of its last part: the one with the most pairs."""
+    """Time forward and backward pass of the row and of its last part, which has the most pairs."""
     length = sum(lengths)
     leaves = _leaves(device, sizes, length, 1.0)
     q, k, v = leaves

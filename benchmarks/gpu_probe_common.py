@@ -1,6 +1,6 @@
-"""What the parts of gpu_probe.py share: the device, its clock, and the report that a part fills in.
+"""Shared by the parts of gpu_probe.py: the device, its clock, and the report of a part.
 
-Nothing is imported here but torch and the standard library, in versions from 2.4 and Python 3.10 on.
+Imports only torch (2.4 or later) and the standard library (Python 3.10 or later).
 """
 
 import contextlib
@@ -24,17 +24,17 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 GB = 1e9
 
 TOLERANCE = 0.03
-"""Largest error by the largest value: some roundings of bfloat16, where a wrong mask gives about 1."""
+"""Maximum error relative to the largest value: a few bfloat16 roundings; a wrong mask gives about 1."""
 
 TRACEBACK_LINES = 12
 
 
 class Skipped(Exception):
-    """A part or a case that this machine cannot run at all; the message says what is missing."""
+    """Raised if this machine cannot run a part or case; the message says what is missing."""
 
 
 class Device:
-    """Where a part computes."""
+    """Device on which a part computes."""
 
     def __init__(self, kind: str) -> None:
         """``kind`` is "cuda" or "cpu".
@@ -52,7 +52,7 @@ class Device:
             torch.cuda.synchronize()
 
     def wait_for_stream(self) -> None:
-        """Wait for the current stream alone."""
+        """Wait for the current stream only."""
         if self.is_gpu:
             torch.cuda.current_stream().synchronize()
 
@@ -60,7 +60,7 @@ class Device:
         return torch.cuda.mem_get_info()[0] if self.is_gpu else free_host_bytes()
 
     def time_s(self, function: Callable[[], object], *, repeats: int = 5) -> float:
-        """Median seconds of a call, the device's work included, after one call that is not counted."""
+        """Return the median seconds of a call including the device's work, after one warm-up call."""
         times_s = []
         for _ in range(repeats + 1):
             self.synchronize()
@@ -71,7 +71,7 @@ class Device:
         return statistics.median(times_s[1:])
 
     def measure_peak(self, function: Callable[[], object]) -> float | None:
-        """GiB that the device's memory grows by during a call, at most; None without a GPU."""
+        """Return the peak growth of the device's memory during a call, in GiB; None without a GPU."""
         if not self.is_gpu:
             function()
             return None
@@ -92,7 +92,7 @@ def _why_no_cuda() -> str:
 
 
 class Report:
-    """What a part has found; on disk as soon as it is known, so that a part that hangs has said something."""
+    """Report of a part, written to disk after each addition, so that a part that hangs leaves a report."""
 
     def __init__(self, file: Path | None = None) -> None:
         self.figures: dict[str, object] = {}
@@ -103,22 +103,22 @@ class Report:
 
     @property
     def is_ok(self) -> bool:
-        """Whether nothing failed, and something was tried."""
+        """Whether something was tried and nothing failed."""
         return not self.errors and all(self.checks.values()) and bool(self.figures or self.checks)
 
     def put(self, **figures: object) -> None:
-        """Add figures; their names end in their units."""
+        """Add figures, whose names end in their units."""
         self.figures |= figures
         self._write()
 
     def check(self, name: str, is_right: bool) -> None:
-        """Add a statement about results that has to hold."""
+        """Add a statement about the results that must hold."""
         self.checks[name] = bool(is_right)
         self._write()
 
     @contextlib.contextmanager
     def case(self, name: str) -> Iterator[None]:
-        """Catch what goes wrong in a part of the part: the cases after it have their turn."""
+        """Catch and report an error of a case, so that later cases run."""
         try:
             yield
         except Skipped as reason:
@@ -128,7 +128,7 @@ class Report:
         self._write()
 
     def content(self) -> dict[str, object]:
-        """The report as JSON has it."""
+        """Return the report as JSON values."""
         parts = {"figures": self.figures, "checks": self.checks, "errors": self.errors}
         return plain({"ok": self.is_ok, **parts, "skipped": self.skipped})
 
@@ -140,13 +140,13 @@ class Report:
 
 
 def describe(error: BaseException) -> str:
-    """The last lines of an exception's traceback, the message last."""
+    """Return the last lines of an exception's traceback, ending with the message."""
     lines = "".join(traceback.format_exception(type(error), error, error.__traceback__)).splitlines()
     return "\n".join(lines[-TRACEBACK_LINES:])
 
 
 def plain(value: Any) -> Any:
-    """The same in JSON's types: floats in five digits, and as words where they are not finite."""
+    """Return a value in JSON's types: floats with five digits, or as text if they are not finite."""
     if isinstance(value, dict):
         return {str(key): plain(one) for key, one in value.items()}
     if isinstance(value, (list, tuple)):
@@ -159,7 +159,7 @@ def plain(value: Any) -> Any:
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest difference by the largest expected number; infinite where a found one is not finite."""
+    """Return the maximum difference over the maximum expected value; infinite if a value is not finite."""
     if found.numel() == expected.numel() == 0:
         return 0.0
     found, expected = found.detach(), expected.detach()
@@ -170,7 +170,7 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def free_host_bytes() -> int:
-    """Memory that the kernel can hand out without swapping."""
+    """Return the bytes of host memory that are available without swapping."""
     for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
         if line.startswith("MemAvailable:"):
             return 1024 * int(line.split()[1])
@@ -178,17 +178,17 @@ def free_host_bytes() -> int:
 
 
 def shared_memory_folder() -> Path:
-    """Where staging buffers lie: shared memory, or where there is none the folder of temporary files."""
+    """Return the folder for staging buffers: shared memory or, without it, the folder for temporary files."""
     folder = Path("/dev/shm")
     return folder if folder.is_dir() else Path(tempfile.gettempdir())
 
 
 def open_trainer_package(device: Device, report: Report) -> None:
-    """Make modules of ``forgeasync.trainer`` importable, also where TorchTitan is not.
+    """Make modules of ``forgeasync.trainer`` importable, also without TorchTitan.
 
-    Some of them need torch alone, but their package imports TorchTitan, and all packages import lazy_loader.
-    Where that fails, a package is its front alone, and the report says so. Modules that need TorchTitan
-    themselves fail when they are imported.
+    Some modules need only torch, but their package imports TorchTitan, and all packages import lazy_loader.
+    If an import fails, the package is replaced by one without its ``__init__.py``, and the report says so.
+    Modules that need TorchTitan themselves still fail when they are imported.
     """
     missing = {}
     fronts = sorted((REPOSITORY / "forgeasync").glob("*/__init__.pyi"))
@@ -208,7 +208,7 @@ def open_trainer_package(device: Device, report: Report) -> None:
 
 
 def _front_alone(name: str) -> types.ModuleType:
-    """A package without what its ``__init__.py`` does; its names are found as ``__init__.pyi`` lists them."""
+    """Return a package without running its ``__init__.py``; names resolve as ``__init__.pyi`` lists them."""
     package = types.ModuleType(name)
     folder = REPOSITORY.joinpath(*name.split("."))
     stub = (folder / "__init__.pyi").read_text(encoding="utf-8")
@@ -229,7 +229,7 @@ def _front_alone(name: str) -> types.ModuleType:
 
 @contextlib.contextmanager
 def group_of_one(backend: str) -> Iterator[None]:
-    """A process group of this process alone."""
+    """Create a process group of this process alone."""
     import torch.distributed as dist
 
     store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)

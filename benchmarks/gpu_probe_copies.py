@@ -1,4 +1,4 @@
-"""Parts of gpu_probe.py that copy: staging, the swap of weights under a CUDA graph, checkpoint copies."""
+"""Parts of gpu_probe.py on copies: staging, the swap of weights under a CUDA graph, checkpoint copies."""
 
 import shutil
 import statistics
@@ -23,13 +23,13 @@ from gpu_probe_common import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagingSizes:
-    """Float32 shards: stacks of experts, and some vectors beside each."""
+    """Sizes of float32 shards: stacks of experts, and some vectors for each."""
 
     stack: tuple[int, int, int]
     vector: int
     vectors_per_stack: int
     most_bytes: int
-    """Of the staged version, in bfloat16."""
+    """Maximum bytes of the staged version, in bfloat16."""
 
 
 STAGING = {
@@ -40,7 +40,7 @@ DTYPE = torch.bfloat16
 
 
 def staging(device: Device, report: Report) -> None:
-    """Shards from the device to the host, by the product's own code: pageable against page-locked memory."""
+    """Stage shards from device to host with the trainer's code, into pageable and page-locked memory."""
     open_trainer_package(device, report)
     from forgeasync.weights import DeviceCopies, page_lock
 
@@ -75,7 +75,7 @@ def staging(device: Device, report: Report) -> None:
 
 
 def _make_shards(device: Device, sizes: StagingSizes) -> list[torch.Tensor]:
-    """As many as there is room for: in float32 on the device, in bfloat16 three times on the host."""
+    """Return as many shards as fit: in float32 on the device, and three times in bfloat16 on the host."""
     stack_elements = sizes.stack[0] * sizes.stack[1] * sizes.stack[2]
     in_shared_memory = shutil.disk_usage(shared_memory_folder()).free
     room = min(sizes.most_bytes, device.free_bytes() // 8, free_host_bytes() // 8, in_shared_memory // 3)
@@ -95,7 +95,7 @@ def _are_staged(targets: Sequence[torch.Tensor], shards: Sequence[torch.Tensor])
 
 
 def _stage(device: Device, report: Report, shards: Sequence[torch.Tensor], num_bytes: int) -> None:
-    """Both slots of the trainer's staging buffers, with checksums."""
+    """Stage to both slots of the trainer's staging buffers, with checksums."""
     from forgeasync.weights import NamedWeight, StagingBuffers, lay_out
 
     weights = [
@@ -130,13 +130,13 @@ def _stage(device: Device, report: Report, shards: Sequence[torch.Tensor], num_b
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwapSizes:
-    """Square bfloat16 matrices that one after the other multiply a batch."""
+    """Sizes of square bfloat16 matrices that multiply a batch in sequence."""
 
     width: int
     batch: int
     most_bytes: int
     num_small: int
-    """Small tensors, which show what a copy costs that moves next to nothing."""
+    """Number of small tensors, which show the fixed cost of a copy."""
 
 
 SWAP = {
@@ -147,14 +147,14 @@ SWAP = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Captured:
-    """A CUDA graph and the tensor that it writes to."""
+    """A CUDA graph and its output tensor."""
 
     replay: Callable[[], object]
     output: torch.Tensor
 
 
 def capture(run: Callable[[], torch.Tensor]) -> Captured:
-    """Capture what ``run`` computes, after some calls on a stream of their own, as torch asks for."""
+    """Capture ``run`` in a CUDA graph, after warm-up calls on a separate stream, as torch requires."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -168,7 +168,7 @@ def capture(run: Callable[[], torch.Tensor]) -> Captured:
 
 
 def swap(device: Device, report: Report) -> None:
-    """New weights copied in between two replays of one graph: from the host, and from the device itself."""
+    """Copy new weights between two replays of a graph, from the host and from the device."""
     if not device.is_gpu:
         raise Skipped("needs CUDA: there are no graphs without it")
     sizes = SWAP[device.kind]
@@ -247,7 +247,7 @@ def swap(device: Device, report: Report) -> None:
 
 
 def _check_output(report: Report, name: str, found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Captured products may take another algorithm than eager ones: not bit by bit, but near."""
+    """Compare outputs approximately, because captured products may use another algorithm than eager ones."""
     difference = float((found.float() - expected.float()).abs().max() / expected.float().abs().max())
     report.put(
         **{f"{name}_relative_error": difference},
@@ -263,7 +263,7 @@ def _upload_beside_replays(
     shadow: Sequence[torch.Tensor],
     host_shadow: Sequence[torch.Tensor],
 ) -> None:
-    """Fill the device's shadow from the host on another stream while the graph is replayed."""
+    """Copy shadow weights from host to device on another stream while the graph is replayed."""
     stream = torch.cuda.Stream()
     num_bytes = sum(matrix.nbytes for matrix in shadow)
 
@@ -300,7 +300,7 @@ def _upload_beside_replays(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSizes:
-    """Float32 state of so many equal tensors, and the width of the products beside its copy."""
+    """Sizes of a float32 state of equal tensors, and of the matrix products that run during its copy."""
 
     tensor_elements: int
     most_bytes: int
@@ -314,7 +314,7 @@ CHECKPOINT = {
 
 
 def checkpoint_copies(device: Device, report: Report) -> None:
-    """The trainer's copies for a checkpoint, alone and beside matrix products."""
+    """Time the trainer's copies for a checkpoint, alone and during matrix products."""
     open_trainer_package(device, report)
     from forgeasync.trainer import HostCopies
 

@@ -1,4 +1,4 @@
-"""Part of gpu_probe.py on the machine: names, versions, limits, bandwidths. Needs torch alone."""
+"""Part of gpu_probe.py on the machine: names, versions, limits, bandwidths. Needs only torch."""
 
 import importlib.metadata
 import os
@@ -31,12 +31,12 @@ DRIVER_QUERIES = (
     "pcie.link.gen.max,pcie.link.width.max,mig.mode.current,ecc.mode.current,compute_mode,power.limit",
     "clocks.max.sm,clocks.max.memory",
 )
-"""Fields of nvidia-smi; a driver that does not know one of them answers none of its line."""
+"""Groups of nvidia-smi fields; a driver that lacks one field of a group returns none of the group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineSizes:
-    """Bytes that are copied, and the width of square products."""
+    """Bytes to copy, and width of square matrix products."""
 
     most_bytes: int
     width: int
@@ -49,7 +49,7 @@ MACHINE = {
 
 
 def machine(device: Device, report: Report) -> None:
-    """Facts first, then what memory and products can do at best."""
+    """Report facts, then the best bandwidths and rates of matrix products."""
     report.put(
         python=sys.version.split()[0],
         system=platform.platform(),

@@ -1,4 +1,4 @@
-"""Part of gpu_probe.py on the optimizer: AdamW across a checkpoint and a resume."""
+"""Part of gpu_probe.py on AdamW across a checkpoint and a resume."""
 
 import tempfile
 import time
@@ -11,7 +11,7 @@ from gpu_probe_common import GB, Device, Report, group_of_one, open_trainer_pack
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamwSizes:
-    """A chain of square layers in float32."""
+    """Sizes of a chain of square layers in float32."""
 
     width: int
     num_layers: int
@@ -26,7 +26,7 @@ NUM_STEPS, NUM_BEFORE = 6, 3
 
 
 def fused_adamw(device: Device, report: Report) -> None:
-    """Steps with a checkpoint and a new process's state in between are the steps without."""
+    """Check that steps around a checkpoint and a resume equal uninterrupted steps."""
     open_trainer_package(device, report)
     from forgeasync.checkpoints import checkpoint_name
     from forgeasync.config import OptimizerSection

@@ -13,7 +13,7 @@ from gpu_probe_common import TOLERANCE, Device, Report, open_trainer_package, re
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupedSizes:
-    """Groups of tokens, each times a matrix of its own."""
+    """Sizes of a grouped product: groups of tokens, each multiplied by its own matrix."""
 
     inner: int
     outer: int
@@ -43,7 +43,7 @@ GROUPED = {
 
 
 def grouped_products(device: Device, report: Report) -> None:
-    """``torch._grouped_mm`` in bfloat16, as the experts call it, against a loop of products in float32."""
+    """Compare ``torch._grouped_mm`` in bfloat16, as the experts call it, with a loop of float32 products."""
     sizes = GROUPED[device.kind]
     for groups in sizes.cases:
         name = "groups_" + "_".join(map(str, groups))
@@ -54,7 +54,7 @@ def grouped_products(device: Device, report: Report) -> None:
 
 
 def _grouped(x_RI: torch.Tensor, weight_GOI: torch.Tensor, groups: Sequence[int]) -> torch.Tensor:
-    """[R, O], laid out as in forgeasync/trainer/workarounds/experts.py."""
+    """Return the grouped product [R, O], laid out as in forgeasync/trainer/workarounds/experts.py."""
     offsets = torch.tensor(groups).cumsum(0).to(x_RI.device, torch.int32)
     return torch._grouped_mm(x_RI, weight_GOI.transpose(-2, -1), offs=offsets)
 
@@ -87,7 +87,7 @@ def _hold_against_loop(
 
 
 def _time_grouped(device: Device, report: Report, sizes: GroupedSizes) -> None:
-    """As many tokens as a row of 8,192 brings to the experts of Qwen3-30B-A3B, unevenly."""
+    """Time the tokens that a row of 8,192 sends to the experts of Qwen3-30B-A3B, with uneven loads."""
     shares = torch.rand(sizes.timed_groups) ** 2
     groups = (shares / shares.sum() * sizes.timed_tokens).long().tolist()
     groups[0] += sizes.timed_tokens - sum(groups)
@@ -117,7 +117,7 @@ def _time_grouped(device: Device, report: Report, sizes: GroupedSizes) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogprobSizes:
-    """Targets of a row, and the widths of the kept sets that are tried."""
+    """Number of targets of a row, and sizes of kept sets to test."""
 
     num_tokens: int
     dim: int
@@ -133,13 +133,13 @@ LOGPROBS = {
     "cpu": LogprobSizes(num_tokens=24, dim=32, vocab_size=300, widths=(0, 3, 100), num_checked=24),
 }
 LOGPROB_TOLERANCE = 0.05
-"""In nats: the last digit of a logit of about 4 in bfloat16, and some."""
+"""Tolerance in nats: slightly more than bfloat16's resolution of a logit of about 4."""
 
 
 def kept_logprobs(device: Device, report: Report) -> None:
-    """The output layer's log-probabilities over kept sets: peak memory, time, and some against a reference.
+    """Measure memory and time of log-probabilities over kept sets, and compare some with a reference.
 
-    A width of 0 keeps the whole vocabulary.
+    Width 0 stands for the whole vocabulary.
     """
     open_trainer_package(device, report)
     from forgeasync.trainer import chunked_predictions
@@ -188,7 +188,7 @@ def kept_logprobs(device: Device, report: Report) -> None:
 def _kept_sets(
     device: Device, sizes: LogprobSizes, width: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens [T], and for each a set of ``width`` ids that has it."""
+    """Return tokens [T], and for each one a set of ``width`` ids that contains it."""
     tokens_T = torch.randint(sizes.vocab_size, (sizes.num_tokens,), device=device.kind)
     offsets = torch.arange(sizes.num_tokens + 1, device=device.kind) * width
     if width == 0:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSizes:
-    """A Qwen3-MoE, and rows for it."""
+    """Sizes of a Qwen3-MoE and its rows."""
 
     hidden_size: int
     num_heads: int
@@ -81,11 +81,11 @@ LARGE = {
 }
 NUM_LAYERS = 2
 BYTES_PER_PARAMETER = 16
-"""Weight, gradient and two moments in float32."""
+"""Bytes of weight, gradient and two moments in float32."""
 
 
 def moe_trainer(device: Device, report: Report) -> None:
-    """Replay, activation checkpointing and resume on a small model, then the speed of a large one."""
+    """Check replay, activation checkpointing and resuming on a small model; time a large one."""
     # These need TorchTitan: without it there is nothing to try.
     from forgeasync.models import DEVICE_TYPE
 
@@ -107,7 +107,7 @@ def moe_trainer(device: Device, report: Report) -> None:
 
 
 def _adapt_to_older_torch(report: Report) -> None:
-    """Take away what TorchTitan 0.3.0 passes to attention and an older torch does not know."""
+    """Remove the attention arguments of TorchTitan 0.3.0 that an older torch does not accept."""
     import inspect
 
     import torchtitan.models.common.attention as titan_attention
@@ -152,7 +152,7 @@ def _trainer(
     *,
     resume_from: Path | None = None,
 ) -> "PolicyTrainer":
-    """In bfloat16 on a GPU; the same random weights every time."""
+    """Return a trainer with fixed random weights, in bfloat16 on a GPU."""
     from forgeasync.algorithms import Loss
     from forgeasync.config import ActivationCheckpointing, Dtype, OptimizerSection, TrainerSection
     from forgeasync.trainer import PolicyTrainer, TrainerSetup
@@ -177,7 +177,7 @@ def _trainer(
 
 
 def _rows(sizes: ModelSizes) -> list["PackedRow"]:
-    """Random sequences with kept sets and recorded experts, a fifth of the tokens without a record."""
+    """Return random sequences with kept sets and recorded experts; a fifth of the tokens have no record."""
     from forgeasync.rollouts import NO_RECORD, KeptTokens
     from forgeasync.trainer import TrainingSequence, pack_rows
 
@@ -209,7 +209,7 @@ def _rows(sizes: ModelSizes) -> list["PackedRow"]:
 
 
 def _replay(device: Device, report: Report) -> None:
-    """A model's own choice of experts, recorded and replayed, changes no bit; random experts do."""
+    """Check that replaying a model's own choice of experts changes no bit, and that random experts do."""
     from forgeasync.trainer import replay_routers
 
     sizes = SMALL[device.kind]
@@ -243,7 +243,7 @@ def _replay(device: Device, report: Report) -> None:
 
 
 def _checkpointing(device: Device, report: Report) -> None:
-    """Loss and gradient of a step do not depend on what is computed again in the backward pass."""
+    """Check that loss and gradient of a step do not depend on activation checkpointing."""
     from forgeasync.config import ActivationCheckpointing
 
     sizes = SMALL[device.kind]
@@ -269,7 +269,7 @@ def _checkpointing(device: Device, report: Report) -> None:
 
 
 def _resume(device: Device, report: Report) -> None:
-    """The step after a checkpoint, by the trainer that wrote it and by one that resumed."""
+    """Compare the step after a checkpoint of the trainer that wrote it and of one that resumed."""
     from forgeasync.checkpoints import checkpoint_name
 
     sizes = SMALL[device.kind]
@@ -296,7 +296,7 @@ def _resume(device: Device, report: Report) -> None:
 
 
 def _speed(device: Device, report: Report) -> None:
-    """Whole optimizer steps with full activation checkpointing, after the first."""
+    """Time optimizer steps with full activation checkpointing, without the first one."""
     from forgeasync.config import ActivationCheckpointing
 
     gc.collect()

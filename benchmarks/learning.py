@@ -1,21 +1,22 @@
-"""Learning curves: ways to train the embedded default's model, compared over several seeds.
+"""Compares learning curves of several ways to train the embedded default's model, over several seeds.
 
     python benchmarks/learning.py [key.path=value ...] [--compare ages | distillation | steps] [--steps N]
                                   [--num-seeds N] [--variants NAME ...] [--folder DIR]
 
-``ages`` compares bounds on age, ``distillation`` a teacher with the reward, ``steps`` rewards of steps
-with that of the outcome alone. Every variant of a comparison begins with the same model. Runs each variant
-once with every seed, one after the other, in DIR/<variant>-seed<S>. A run that is complete is not run again;
-one that was cut short is. Overrides on the command line hold for all variants, after their own. Then writes
-to DIR
+``ages`` compares staleness bounds, ``distillation`` compares a teacher with the reward, and ``steps``
+compares step rewards with outcome rewards. All variants of a comparison start with the same model. Each
+variant runs once with every seed, one run after the other, in DIR/<variant>-seed<S>. Complete runs are not
+repeated; interrupted ones are. Overrides on the command line apply to all variants, after the variants' own.
+Writes to DIR
 
-- learning.png: held-out accuracy against optimizer steps and against minutes, or sampled tokens, mean and
-  range over seeds;
-- learning.md: a table with a row for every variant, and one with the accuracy at every step that evaluated
-  and the tokens that were sampled by then; learning.json: the same numbers, and every run's;
+- learning.png: held-out accuracy against optimizer steps and against minutes or sampled tokens, with mean and
+  range over seeds
+- learning.md: a table of variants, and a table of the accuracy at every evaluated step with the tokens
+  sampled until then
+- learning.json: the same figures, and those of every run
 
-and prints for every step that evaluated the range over seeds of each variant's held-out accuracy, with the
-variants whose range does not meet the first one's.
+Prints for every evaluated step the range of each variant's held-out accuracy over seeds, and names the
+variants whose range does not overlap that of the first variant.
 """
 
 import argparse
@@ -43,31 +44,31 @@ from forgeasync.files import read_json_lines
 CONFIGS = REPOSITORY / "configs"
 CONFIG = CONFIGS / "tiny_moe_cpu.yaml"
 OVERRIDES_FILE = "overrides.txt"
-"""In a run's folder: what it was started with."""
+"""Name of the file in a run's folder with the overrides that it was started with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """One way to train; ``overrides`` are its difference to the config."""
+    """A way to train; ``overrides`` are its differences from the config."""
 
     name: str
     overrides: tuple[str, ...]
     config: Path = CONFIG
     app: str = "apps.grpo"
     num_seeds: int = 3
-    """Runs of it: seeds 0, 1, ... ."""
+    """Number of runs, with seeds 0, 1, ... ."""
 
 
 LEARNING_RATE = "trainer.optimizer.learning_rate=2.0e-5"
-"""A fifth of the embedded default's, with which 20 steps are all of learning: there 32 steps are an age that
-nothing could make good."""
+"""A fifth of the embedded default's rate, with which the model learns everything in 20 steps: no method could
+make up for an age of 32 steps there."""
 
 
 def at_most(max_off_policy_steps: int) -> tuple[str, ...]:
-    """Overrides for data as old as the bound allows.
+    """Return overrides with which the data are as old as the bound allows.
 
-    The generator is the faster side, and neither the buffer, the load control nor the payload store keeps it
-    from running ahead: after the first steps every batch is of the age of the bound.
+    The generator is faster than the trainer, and neither the buffer, the load control nor the payload store
+    limits it. So after the first steps every batch has the maximum age.
     """
     return (
         f"max_off_policy_steps={max_off_policy_steps}",
@@ -81,9 +82,9 @@ def at_most(max_off_policy_steps: int) -> tuple[str, ...]:
 
 
 REINFORCE = "algorithm.objective={kind: reinforce}"
-"""No ratio at all: every token counts as if the current policy had sampled it."""
+"""Objective without a ratio: every token counts as if the current policy had sampled it."""
 CORRECTED = (REINFORCE, "algorithm.corrections=[{kind: truncated_is, cap: 2.0}]")
-"""Importance weights, capped but never cut off: at 32 steps the few tokens that decide leave a clip."""
+"""Capped importance weights; at age 32, a clip would drop the few tokens that matter."""
 AGES = (
     Variant(name="synchronous", overrides=(*at_most(0), *CORRECTED)),
     Variant(name="age 1", overrides=(*at_most(1), *CORRECTED), num_seeds=1),
@@ -95,9 +96,9 @@ DISTILLATION = (
     Variant(name="GRPO", overrides=()),
     Variant(name="distillation", overrides=(), config=CONFIGS / "distill_cpu.yaml", app="apps.distill"),
 )
-"""Both from models/tiny_moe; ``make models/tiny_moe models/tiny_teacher`` first."""
+"""Two ways to train models/tiny_moe; run ``make models/tiny_moe models/tiny_teacher`` first."""
 OF_STEPS = CONFIGS / "process_reward_cpu.yaml"
-"""``make models/tiny_steps`` first."""
+"""Config for step rewards; run ``make models/tiny_steps`` first."""
 STEPS = (
     Variant(name="outcome alone", overrides=("data.reward=null",), config=OF_STEPS),
     Variant(name="sum to go", overrides=(), config=OF_STEPS),
@@ -107,7 +108,7 @@ STEPS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Variants, of which the first is what the others are compared with, and what they are drawn against."""
+    """Variants, which are compared with the first one, and the x-axes of the plot."""
 
     variants: tuple[Variant, ...]
     against: tuple[Against, Against]
@@ -121,10 +122,10 @@ COMPARISONS = {
 
 
 def ensure_run(variant: Variant, seed: int, num_steps: int, folder: Path, extra: Sequence[str]) -> Path:
-    """The folder of the variant's complete run with this seed, after running it if need be.
+    """Return the folder of the variant's complete run with this seed; run it if it is missing.
 
     Raises:
-        ValueError: the folder holds a run that was started with other overrides.
+        ValueError: the folder has a run that was started with other overrides.
         RuntimeError: the run failed.
     """
     run_dir = folder / f"{variant.name.replace(' ', '_')}-seed{seed}"
@@ -150,14 +151,14 @@ def ensure_run(variant: Variant, seed: int, num_steps: int, folder: Path, extra:
 
 
 def is_complete(run_dir: Path, num_steps: int) -> bool:
-    """Whether the metrics of a run go up to its last step."""
+    """Return whether a run's metrics include its last step."""
     metrics = run_dir / "metrics.jsonl"
     lines = read_json_lines(metrics) if metrics.exists() else []
     return bool(lines) and lines[-1]["step"] == num_steps
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description="Learning curves of ways to train, over seeds.")
     parser.add_argument("--steps", type=int, default=100, help="optimizer steps of every run")
     parser.add_argument("--num-seeds", type=int, help="instead of each variant's own number")
@@ -169,7 +170,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def write_report(results: Sequence[VariantResult], folder: Path, arguments: argparse.Namespace) -> None:
-    """The plot, the table and the JSON in ``folder``; the table and the accuracies printed."""
+    """Write the plot, the tables and the JSON to ``folder``; print the table and the accuracies."""
     comparison = COMPARISONS[arguments.compare]
     plot_variants(results, folder / "learning.png", comparison.against)
     table = f"{markdown_table(results)}\n{accuracy_table(results)}"
@@ -192,7 +193,7 @@ def write_report(results: Sequence[VariantResult], folder: Path, arguments: argp
 
 
 def main() -> None:
-    """Run what is missing, then report on all of it."""
+    """Run the missing runs, then report on all of them."""
     arguments = parse_arguments()
     folder = (arguments.folder or RESULTS / f"learning_{arguments.compare}").resolve()
     variants = COMPARISONS[arguments.compare].variants

@@ -1,4 +1,4 @@
-"""From the metrics of runs to learning curves: numbers of runs and variants, a table, a plot."""
+"""Computes learning curves from the metrics of runs: figures of runs and variants, tables, a plot."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -15,56 +15,55 @@ from matplotlib.figure import Figure
 from forgeasync.files import read_json_lines
 
 NUM_LAST_STEPS = 20
-"""Steps at the end of a run that its reward is averaged over."""
+"""Number of steps at the end of a run over which its reward is averaged."""
 
 CLIP_SHARE = "objective/clipped_share"
 EFFECTIVE_SHARE = "correction/effective_sample_share"
 
 COLORS = ("#000000", "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
-"""Of Okabe and Ito: told apart by the color-blind; without the yellow, too light for lines on white."""
+"""Color-blind safe palette of Okabe and Ito, without yellow, which is too light on white."""
 LINES = ("-", "--", "-.", (0, (1, 1)), (0, (5, 1, 1, 1, 1, 1)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """The reported numbers of one run; None where its metrics lack them."""
+    """Figures of one run; None if its metrics lack them."""
 
     seed: int
     accuracy_by_step: dict[int, float]
-    """Held-out accuracy after every step that evaluated; 0 is before training."""
+    """Held-out accuracy by step of evaluation; step 0 is before training."""
     steps: list[int]
     minutes: list[float]
-    """Since the first step started, evaluations included."""
+    """Minutes from the start of the first step to the end of each step, including evaluations."""
     tokens: list[float]
-    """Response tokens that were sampled and trained on by the end of each step; those of evaluations, and of
-    groups that were dropped, do not count."""
+    """Response tokens trained on by the end of each step, without those of evaluations and dropped groups."""
     last_reward: float
-    """Mean of the last ``NUM_LAST_STEPS``."""
+    """Mean reward of the last ``NUM_LAST_STEPS`` steps."""
     steps_per_s: float
-    """Evaluations left out."""
+    """Steps per second, excluding evaluations."""
     age_mean: float
     age_max: float
     clip_share: float | None
     effective_sample_share: float | None
     num_dropped: int
-    """Groups."""
+    """Number of dropped groups."""
 
     def minutes_at(self, step: int) -> float:
-        """When a step and its evaluation were done; 0 before training."""
+        """Return the minutes until the end of a step and its evaluation; 0 before training."""
         return self.minutes[self.steps.index(step)] if step else 0.0
 
     def tokens_at(self, step: int) -> float:
-        """How many response tokens were trained on by the end of a step; 0 before training."""
+        """Return the number of response tokens trained on by the end of a step; 0 before training."""
         return self.tokens[self.steps.index(step)] if step else 0.0
 
     @property
     def accuracy(self) -> float:
-        """After the last evaluation."""
+        """Held-out accuracy in the last evaluation."""
         return self.accuracy_by_step[max(self.accuracy_by_step)]
 
 
 def run_result(run_dir: Path, seed: int) -> RunResult:
-    """Read a complete run's metrics.jsonl."""
+    """Return the figures in a complete run's metrics.jsonl."""
     lines = read_json_lines(run_dir / "metrics.jsonl")
     steps = [line for line in lines if line["step"] > 0]
     rewards = [line["reward/mean"] for line in steps]
@@ -94,7 +93,7 @@ def _mean_of(steps: Sequence[dict[str, Any]], key: str) -> float | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """A variant over its seeds: means, but for ``age_max`` and the ends of the range."""
+    """Figures of a variant: means over seeds, except ``age_max`` and the ends of the range."""
 
     accuracy: float
     accuracy_low: float
@@ -110,20 +109,20 @@ class Summary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VariantResult:
-    """All runs of a variant and their aggregated numbers."""
+    """All runs of a variant and their summary."""
 
     name: str
     runs: list[RunResult]
     summary: Summary
 
     def accuracy_range(self, step: int) -> tuple[float, float]:
-        """Lowest and highest held-out accuracy over the seeds after ``step``."""
+        """Return the lowest and highest held-out accuracy over seeds after ``step``."""
         values = [run.accuracy_by_step[step] for run in self.runs]
         return min(values), max(values)
 
 
 def variant_result(name: str, runs: list[RunResult]) -> VariantResult:
-    """Sum up the runs of a variant."""
+    """Return the summary of a variant's runs."""
     accuracies = [run.accuracy for run in runs]
     summary = Summary(
         accuracy=statistics.fmean(accuracies),
@@ -146,7 +145,7 @@ def _mean_of_known(values: Sequence[float | None]) -> float | None:
 
 
 def markdown_table(results: Sequence[VariantResult]) -> str:
-    """A row for every variant."""
+    """Return a Markdown table with a row for every variant."""
     columns: dict[str, Callable[[VariantResult], str]] = {
         "variant": lambda one: one.name,
         "seeds": lambda one: str(len(one.runs)),
@@ -169,9 +168,9 @@ def markdown_table(results: Sequence[VariantResult]) -> str:
 
 
 def accuracy_table(results: Sequence[VariantResult]) -> str:
-    """A row for every variant: accuracy, mean and range over seeds, and the tokens that were sampled by then.
+    """Return a Markdown table with each variant's accuracy (mean and range over seeds) and sampled tokens.
 
-    At each step that all runs evaluated after.
+    The columns are the steps after which all runs evaluated.
     """
     steps = _common_steps(results)
     rows = [
@@ -194,14 +193,14 @@ def _share(value: float | None) -> str:
 
 
 def accuracy_lines(results: Sequence[VariantResult]) -> list[str]:
-    """For every step that all runs evaluated: each variant's range, and who is apart from the first."""
+    """Return each variant's range at every common step, and the variants whose range misses the first's."""
     return ["held-out accuracy at equal steps, lowest to highest over seeds:"] + [
         _accuracy_line(results, step) for step in _common_steps(results)
     ]
 
 
 def _common_steps(results: Sequence[VariantResult]) -> list[int]:
-    """Steps that all runs evaluated after."""
+    """Return the steps after which all runs evaluated."""
     runs = [run for one in results for run in one.runs]
     return sorted(set.intersection(*(set(run.accuracy_by_step) for run in runs)))
 
@@ -216,14 +215,14 @@ def _accuracy_line(results: Sequence[VariantResult], step: int) -> str:
 
 
 class Against(StrEnum):
-    """What accuracy is drawn against; the values are the labels."""
+    """X-axis of the plot; the values are the labels."""
 
     STEPS = "optimizer steps"
     MINUTES = "minutes of training, evaluations included"
     TOKENS = "response tokens sampled and trained on"
 
     def at(self, run: RunResult, step: int) -> float:
-        """Where a step of a run lies."""
+        """Return the x-coordinate of a step of a run."""
         match self:
             case Against.STEPS:
                 return step
@@ -238,9 +237,9 @@ def plot_variants(
     out: Path,
     against: tuple[Against, Against] = (Against.STEPS, Against.MINUTES),
 ) -> None:
-    """Held-out accuracy, once against each of two things: mean over seeds in the range of them (PNG).
+    """Plot held-out accuracy (mean and range over seeds) against each of two x-axes, as PNG.
 
-    Not the reward of batches: that is the reward of policies up to the bound on age older.
+    The reward of batches is not plotted, because it is that of older policies.
     """
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     FigureCanvasAgg(figure)

@@ -1,7 +1,7 @@
-"""How fast this machine is just now: the same work on all of its cores at once, timed.
+"""Measures the current speed of this machine: times a fixed work load on all cores at once.
 
-A machine that is shared with others is not as fast in one minute as in the next. A benchmark that compares
-what lies minutes apart times this work beside both and knows how much of the difference is the machine's.
+The speed of a shared machine changes from minute to minute. A benchmark that compares measurements minutes
+apart times this work load next to each one, and so knows the machine's part in the difference.
 """
 
 import os
@@ -30,11 +30,11 @@ def work():
 work()
 print(statistics.median(work() for _ in range(15)))
 """
-"""Products of matrices, element-wise products of what does not fit into a core's own cache, and bytecode."""
+"""Matrix products, element-wise products of arrays larger than a core's cache, and Python bytecode."""
 
 
 def work_s() -> float:
-    """Return the seconds that the work takes now, as the mean over cores that all do it at the same time."""
+    """Return the current seconds of the work load, as the mean over all cores working at the same time."""
     copies = [
         subprocess.Popen(
             [sys.executable, "-c", WORK],

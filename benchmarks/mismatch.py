@@ -1,22 +1,21 @@
-"""How far trainer and generator are apart, with nothing replayed, routing, kept sets, both.
+"""Measures the mismatch of trainer and generator with replay of nothing, routing, kept sets, or both.
 
     python benchmarks/mismatch.py [--model FOLDER] [--groups N] [--out FILE.json]
 
-A real vLLM engine samples groups (temperature 0.8, top-k 20, top-p 0.9) and the trainer computes the
-log-probabilities of the same tokens, four ways, in four settings:
+A real vLLM engine samples groups (temperature 0.8, top-k 20, top-p 0.9), and the trainer computes the
+log-probabilities of the same tokens with each of the four replays, in four settings:
 
-- same weights: what is left is rounding
-- bf16 generator: the generator's weights are rounded to bfloat16, the trainer's are not; a stand-in for the
-  differences between real kernels
-- noisy choice: Gaussian noise on the probabilities by which the trainer's routers choose, token by token, as
-  rounding in the gate has it; the experts' weights in the sum stay as they are
+- same weights: only rounding differs
+- bf16 generator: only the generator's weights are rounded to bfloat16, which simulates different kernels
+- noisy choice: Gaussian noise per token on the probabilities by which the trainer's routers choose experts,
+  like rounding in the gate; the experts' weights in the sum do not change
 - noisy gate: Gaussian noise on the trainer's router weights, which changes choices and weights in the sum;
-  replay mends the choices
+  replay corrects the choices
 
-Reported for each: mean and maximum of abs(trainer logprob - generator logprob), the k3 estimate of
-KL(generator || trainer), the share of routing decisions the trainer would have made otherwise, and the cosine
-between the policy gradient so computed and the generator's: that of a trainer with the generator's
-own weights, experts and kept sets.
+Reported for each are mean and maximum of abs(trainer logprob - generator logprob), the k3 estimate of
+KL(generator || trainer), the share of routing decisions that the trainer would have made differently, and the
+cosine between the policy gradient and the reference gradient: that of a trainer with the generator's weights,
+experts and kept sets.
 """
 
 import argparse
@@ -58,7 +57,7 @@ GROUP_SIZE = 4
 MAX_CONTEXT = 160
 TOKENS_PER_ROW = 32768
 GATE_NOISE = 0.08
-"""Standard deviation of the noise on router weights, in units of their own."""
+"""Standard deviation of the noise on router weights, relative to that of the weights."""
 CHOICE_NOISE = 0.003
 """Standard deviation of the noise on router probabilities."""
 REPLAYS = {
@@ -67,7 +66,7 @@ REPLAYS = {
     "kept sets": (False, True),
     "both": (True, True),
 }
-"""(routing, kept sets) by name."""
+"""Whether to replay (routing, kept sets), by name."""
 
 Change = Callable[[str, torch.Tensor], torch.Tensor]
 
@@ -82,12 +81,12 @@ class Row:
     abs_max: float
     kl: float
     disagreement_share: float | None
-    """None where no routing is replayed: there is nothing to compare with then."""
+    """Share of differing routing decisions; None without replay of routing, where there is no comparison."""
     gradient_cosine: float
 
 
 def write_changed(source: Path, target: Path, change: Change) -> Path:
-    """A copy of a model folder with every tensor changed."""
+    """Write a copy of a model folder with ``change`` applied to every tensor."""
     shutil.copytree(source, target)
     for file in target.glob("*.safetensors"):
         save_file({name: change(name, t) for name, t in load_file(file).items()}, file, {"format": "pt"})
@@ -95,12 +94,12 @@ def write_changed(source: Path, target: Path, change: Change) -> Path:
 
 
 def rounded(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Through bfloat16 and back."""
+    """Return the tensor rounded to bfloat16."""
     return tensor.bfloat16().to(tensor.dtype)
 
 
 def noisy_gate(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Noise on router weights."""
+    """Return the tensor with noise, if it is a router's weight."""
     if not name.endswith("mlp.gate.weight"):
         return tensor
     noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0))
@@ -108,7 +107,7 @@ def noisy_gate(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def sample(folder: Path, num_groups: int, sampling: SamplingSection = SAMPLING) -> list[Rollout]:
-    """Rollouts of a real engine, with both records."""
+    """Return rollouts of a real engine, with both records."""
     return asyncio.run(_sample(folder, num_groups, sampling))
 
 
@@ -146,7 +145,7 @@ async def _sample(folder: Path, num_groups: int, sampling: SamplingSection) -> l
 
 
 def make_trainer(folder: Path, facts: ModelFacts, *, dtype: Dtype = Dtype.FLOAT32) -> PolicyTrainer:
-    """One rank."""
+    """Return a trainer of one rank."""
     setup = TrainerSetup(
         section=TrainerSection(
             dtype=dtype,
@@ -164,7 +163,7 @@ def make_trainer(folder: Path, facts: ModelFacts, *, dtype: Dtype = Dtype.FLOAT3
 
 
 def make_sequences(rollouts: Sequence[Rollout]) -> list[TrainingSequence]:
-    """With both records; advantages alternate."""
+    """Return training sequences with both records and alternating advantages."""
     return [
         TrainingSequence(
             prompt_ids_P=rollout.prompt_ids_P,
@@ -180,12 +179,12 @@ def make_sequences(rollouts: Sequence[Rollout]) -> list[TrainingSequence]:
 
 
 def make_rows(rollouts: Sequence[Rollout]) -> list[PackedRow]:
-    """Packed."""
+    """Return the rollouts as packed rows."""
     return pack_rows(make_sequences(rollouts), tokens_per_row=TOKENS_PER_ROW, num_ranks=1)[0]
 
 
 def replayed_rows(rows: Sequence[PackedRow], *, routing: bool, kept_sets: bool) -> list[PackedRow]:
-    """Return the rows with only some of their records."""
+    """Return the rows with only the chosen records."""
     return [
         dataclasses.replace(
             row,
@@ -197,7 +196,7 @@ def replayed_rows(rows: Sequence[PackedRow], *, routing: bool, kept_sets: bool) 
 
 
 def step(trainer: PolicyTrainer, rows: list[PackedRow]) -> tuple[dict[str, float], torch.Tensor]:
-    """The metrics of a step (too small to change anything) and its gradient as one vector."""
+    """Return the metrics of a step too small to change the model, and its gradient as one vector."""
     gradients: list[torch.Tensor] = []
 
     def keep(*_: object) -> None:
@@ -213,7 +212,7 @@ def step(trainer: PolicyTrainer, rows: list[PackedRow]) -> tuple[dict[str, float
 
 
 def disturb_choices(trainer: PolicyTrainer, num_tokens: int) -> None:
-    """Noise on what the routers choose by, as TorchTitan's load-balancing bias is."""
+    """Add noise to the routers' selection scores only, in place of TorchTitan's load-balancing bias."""
     for index, layer in enumerate(trainer.model.layers.values()):
         generator = torch.Generator().manual_seed(index)
         noise = torch.randn(1, num_tokens, layer.moe.router.num_experts, generator=generator)
@@ -229,7 +228,7 @@ def compare(
     *,
     disturbed: bool = False,
 ) -> list[Row]:
-    """All four ways of one setting."""
+    """Measure all four replays of one setting."""
     rows = make_rows(rollouts)
     _, consistent = step(make_trainer(sampled, facts), rows)
     trainer = make_trainer(trained, facts)
@@ -254,7 +253,7 @@ def compare(
 
 
 def measure(model: Path, num_groups: int) -> list[Row]:
-    """All settings."""
+    """Measure all settings."""
     facts = read_model_facts(str(model))
     context = multiprocessing.get_context("spawn")
     lines: list[Row] = []
@@ -273,7 +272,7 @@ def measure(model: Path, num_groups: int) -> list[Row]:
 
 
 def results_table(lines: Sequence[Row]) -> Table:
-    """One line a setting and replay."""
+    """Return a table with a row per setting and replay."""
     table = Table(title="abs(trainer logprob - generator logprob)")
     for column in ("setting", "replayed", "mean", "max", "KL", "other experts", "gradient cosine"):
         table.add_column(column, justify="left" if column in ("setting", "replayed") else "right")
@@ -293,7 +292,7 @@ def results_table(lines: Sequence[Row]) -> Table:
 
 
 def main() -> None:
-    """Measure, print the table, write the JSON."""
+    """Run all measurements, print the table and write the JSON."""
     parser = argparse.ArgumentParser(description="How far trainer and generator are apart.")
     parser.add_argument("--model", type=Path, default=REPOSITORY / "models" / "tiny_moe")
     parser.add_argument("--groups", type=int, default=32)

@@ -1,22 +1,21 @@
-"""What the simulator predicts against what runs do, from a profile that was taken before.
+"""Compares the simulator's predictions from an earlier profile with measured runs.
 
     python benchmarks/simulation_validation.py [--config FILE] [--profile FILE] [--cases NAME ...] [--steps N]
         [--rounds N] [--folder DIR]
 
-Measures a profile of the config (`python -m apps.profile`), or reads the one that is given. Then every case
-is simulated with sixteen seeds and run, one after the other: synchronous and asynchronous, with one to four
-generators, with bounds from 0 to 8, and with responses cut at a quarter of their length. A run's first third
-is left out, and so are its last steps, which have less and less to sample, as the simulator leaves them out.
-Prints predicted and measured seconds a step, trained tokens a second, idle shares and mean ages, and the
-median and the worst error; writes DIR/simulation_validation.json.
+Measures a profile of the config (`python -m apps.profile`), or reads a given one. Each case is then simulated
+with sixteen seeds and run, one after the other: synchronous and asynchronous, with one to four generators,
+staleness bounds from 0 to 8, and responses cut at a quarter of their length. As in the simulator, means
+exclude a run's first third and its last steps, in which less and less is sampled. Prints predicted and
+measured seconds per step, trained tokens per second, idle shares and mean ages, with the median and the
+largest error. Writes DIR/simulation_validation.json.
 
-A machine that is shared with others is not as fast in one quarter of an hour as in the next. With several
-rounds all of this is done again, profile and runs, with another seed, and the table has the means over rounds
-of what was predicted and of what was measured. Around the profile and around every run the same work is timed
-(``machine_speed.py``). The last line of the table has the errors of predictions for a machine that is as much
-slower or faster than at the profile as that work was.
+The speed of a shared machine changes over time. Each further round repeats the profile and the runs with
+another seed, and the table has means over rounds. A fixed work load (``machine_speed.py``) is timed around
+the profile and around every run. The last line of the table has the errors after the predictions are scaled
+by the change in the work load's time.
 
-A step lasts from when the trainer comes for its batch to when it comes for the next one, on both sides.
+A step lasts from one request of the trainer for a batch to the next, in predictions and in measurements.
 """
 
 import argparse
@@ -62,14 +61,14 @@ QUIET = (
     "checkpoint.every_steps=null",
     "trainer.optimizer.learning_rate=1.0e-9",
 )
-"""Nothing that the simulator does not have; and lengths that stay as the profile has them."""
+"""Settings without features that the simulator lacks, and with response lengths that do not change."""
 
 NUM_SEEDS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """One case, as predicted or as measured."""
+    """Predicted or measured figures of one case."""
 
     step_s: float
     trained_tokens_per_s: float
@@ -78,7 +77,7 @@ class Figures:
     mean_age: float
 
     def on_slower_machine(self, slowness: float) -> "Figures":
-        """Return the same where everything takes ``slowness`` times as long."""
+        """Return the figures for a machine on which everything takes ``slowness`` times as long."""
         return replace(
             self,
             step_s=self.step_s * slowness,
@@ -87,21 +86,21 @@ class Figures:
 
 
 Pair = tuple[Figures, Figures]
-"""Predicted, and measured."""
+"""Predicted and measured figures."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """One case in one round."""
+    """Result of one case in one round."""
 
     predicted: Figures
     measured: Figures
     slowness: float
-    """What the same work took around the run, as a multiple of what it took around the profile."""
+    """Time of the fixed work load around the run, relative to its time around the profile."""
 
 
 def pairs_of(rounds: Sequence[Mapping[str, Outcome]], *, at_speed_of_run: bool) -> dict[str, Pair]:
-    """Return means over rounds; with ``at_speed_of_run``, predictions are for the machine as it was then."""
+    """Return means over rounds; ``at_speed_of_run`` scales predictions to the machine's speed at the run."""
     return {
         name: (
             mean_of(
@@ -117,7 +116,7 @@ def pairs_of(rounds: Sequence[Mapping[str, Outcome]], *, at_speed_of_run: bool) 
 
 
 def predicted(run: SimulatedRun, profile: Profile) -> Figures:
-    """Means over runs that differ in what they draw."""
+    """Return mean figures over simulated runs with different seeds."""
     found = simulate_seeds(run, profile, num_seeds=NUM_SEEDS)
     return mean_of(
         [Figures(**{one.name: getattr(each, one.name) for one in fields(Figures)}) for each in found]
@@ -125,7 +124,7 @@ def predicted(run: SimulatedRun, profile: Profile) -> Figures:
 
 
 def measured(lines: Sequence[Mapping[str, Any]], run: SimulatedRun) -> Figures:
-    """The steps of a run that its prediction has the means of, without what they waited for evaluations."""
+    """Return a run's figures over the same steps as its prediction, without waits for evaluations."""
     steps = [line for line in lines if line["step"] > 0]
     steady = run.steady_steps
     window = MeasuredWindow(num_left_out=steady.start, last_step=steady.stop)
@@ -146,7 +145,7 @@ def measured(lines: Sequence[Mapping[str, Any]], run: SimulatedRun) -> Figures:
 
 
 def run_case(config: Path, settings: Sequence[str], profile: Profile, num_steps: int, folder: Path) -> Pair:
-    """Simulate a case, then run it."""
+    """Simulate a case, then run it; return both figures."""
     settings = [*QUIET, *settings, f"max_steps={num_steps}"]
     loaded = load_config([str(config)], settings)
     facts = read_model_facts(loaded.model.path)
@@ -159,7 +158,7 @@ def run_case(config: Path, settings: Sequence[str], profile: Profile, num_steps:
 
 
 def run_round(arguments: argparse.Namespace, number: int, console: Console) -> dict[str, Outcome]:
-    """Measure a profile, unless there is one, and run all cases."""
+    """Measure a profile unless one is given, and run all cases."""
     folder, file = arguments.folder / f"round-{number}", arguments.profile
     folder.mkdir(exist_ok=True)
     seed = f"seed={number}"
@@ -185,20 +184,20 @@ def run_round(arguments: argparse.Namespace, number: int, console: Console) -> d
 
 
 def mean_of(figures: Sequence[Figures]) -> Figures:
-    """The mean of each figure."""
+    """Return the mean of each figure."""
     return Figures(
         **{one.name: statistics.fmean(getattr(each, one.name) for each in figures) for one in fields(Figures)}
     )
 
 
 def start_app(app: str, config: Path, arguments: Sequence[str]) -> None:
-    """Run an app of ours with a config and overrides, and wait for its end."""
+    """Run an app with a config and overrides, and wait for its end."""
     command = [sys.executable, "-m", app, "--config", str(config), *arguments]
     run_watched(command, environment={"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
 
 
 def errors(pairs: Sequence[Pair], field: str, *, is_relative: bool) -> list[float]:
-    """How far each prediction is from what was measured, by share of it or as a difference."""
+    """Return the error of each prediction, relative to the measurement or as a difference."""
     found = []
     for expected, real in pairs:
         wanted, value = getattr(real, field), getattr(expected, field)
@@ -207,7 +206,7 @@ def errors(pairs: Sequence[Pair], field: str, *, is_relative: bool) -> list[floa
 
 
 def results(rounds: Sequence[Mapping[str, Outcome]], *, title: str) -> Table:
-    """A row for each case, means over rounds of what was predicted / measured."""
+    """Return a table with a row per case: means over rounds, predicted / measured."""
     table = Table(title=f"{title}: predicted / measured", caption="errors: median, worst")
     for column in ("case", "s a step", "tokens/s", "trainer idle", "generators idle", "age"):
         table.add_column(column, justify="left" if column == "case" else "right")
@@ -228,7 +227,7 @@ def results(rounds: Sequence[Mapping[str, Outcome]], *, title: str) -> Table:
 
 
 def error_cells(pairs: Mapping[str, Pair]) -> list[str]:
-    """Median and worst error of each figure, in words."""
+    """Return the median and worst error of each figure, as text."""
     cells = []
     for field, is_relative in FIELDS:
         found = errors(list(pairs.values()), field, is_relative=is_relative)
@@ -244,11 +243,11 @@ FIELDS = (
     ("generators_idle_share", False),
     ("mean_age", False),
 )
-"""Of ``Figures``, and whether errors are relative."""
+"""Fields of ``Figures``, and whether their errors are relative."""
 
 
 def main() -> None:
-    """Measure, run, print the table, write the JSON."""
+    """Run all rounds, print the table and write the JSON."""
     parser = argparse.ArgumentParser(description="What the simulator predicts against what runs do.")
     parser.add_argument("--config", type=Path, default=REPOSITORY / "configs" / "tiny_moe_cpu.yaml")
     parser.add_argument("--profile", type=Path)

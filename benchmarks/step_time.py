@@ -3,7 +3,7 @@
     python benchmarks/step_time.py [--steps N] [--rounds R] [--out FILE.json]
 
 Runs `apps.grpo` on the embedded default with max_off_policy_steps 0 and 4 in turn, R times each, and reads
-their metrics.jsonl. The first steps (processes still warming up) and steps that evaluate are left out.
+their metrics.jsonl. Excludes the first steps, in which processes warm up, and steps with an evaluation.
 
 - step time: median of `time/step_s`
 - trainer idle: 1 - time/train_s / time/step_s, over the sums
@@ -25,12 +25,12 @@ from rich.table import Table
 CONFIG = "configs/tiny_moe_cpu.yaml"
 NUM_SKIPPED_STEPS = 3
 MODES = {"synchronous": 0, "asynchronous": 4}
-"""max_off_policy_steps by name."""
+"""Value of max_off_policy_steps by mode."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """One run's measured steps."""
+    """Measured steps of one run."""
 
     mode: str
     step_s: float
@@ -40,7 +40,7 @@ class Measurement:
 
 
 def measure(mode: str, num_steps: int, run_dir: Path) -> Measurement:
-    """Run the job once."""
+    """Run the job once; return its measurement."""
     command = [
         sys.executable,
         "-m",
@@ -70,7 +70,7 @@ def measure(mode: str, num_steps: int, run_dir: Path) -> Measurement:
 
 
 def report(measurements: list[Measurement]) -> Table:
-    """Medians over the rounds, and the ratio of the two modes."""
+    """Return a table of medians over rounds, and the ratio of the two modes."""
     table = Table(title="synchronous against asynchronous")
     for column in ("mode", "step time", "trained tokens/s", "trainer idle", "generator idle"):
         table.add_column(column, justify="right")
@@ -92,7 +92,7 @@ def report(measurements: list[Measurement]) -> Table:
 
 
 def main() -> None:
-    """Measure, print the table, write the JSON."""
+    """Run all measurements, print the table and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=20, help="measured steps a run")
     parser.add_argument("--rounds", type=int, default=2)

@@ -1,10 +1,10 @@
-"""TRL's half of ``against_trl``: trains with GRPOTrainer and writes what every step took.
+"""TRL's part of ``against_trl``: trains with GRPOTrainer and writes the time of every step.
 
     .venv-trl/bin/python benchmarks/trl_side.py SPEC.json OUT.json
 
-Runs in TRL's own environment, so it imports nothing of forgeasync: everything it has to agree on with the
-other side comes in SPEC.json (the fields of ``Spec``). Sampling is transformers' ``generate``, TRL's path
-without a GPU. A step's time is from the end of the step before to its own end, so all that TRL does is in it.
+Runs in TRL's own environment and does not import forgeasync: all settings shared with the other side are in
+SPEC.json (the fields of ``Spec``). It samples with transformers' ``generate``, TRL's path without a GPU. The
+time of a step is from the end of the previous step to its own end, so it includes everything that TRL does.
 """
 
 import json
@@ -23,11 +23,11 @@ from trl import GRPOConfig, GRPOTrainer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
-    """What a run has to agree on with the other side, and how TRL itself is set up."""
+    """Settings that a run shares with the other side, and settings of TRL."""
 
     model: str
     tasks: str
-    """JSON lines with the ``prompt`` and reasoning-gym ``entry`` of every problem, in training order."""
+    """JSON lines file with the ``prompt`` and reasoning-gym ``entry`` of every problem, in training order."""
     scratch: str
     gym_task: str
     gym_options: dict[str, Any]
@@ -55,7 +55,7 @@ class Spec:
 
 
 class StepLog(TrainerCallback):
-    """Collects per step when it ended, how long its responses were and what they earned."""
+    """Collects the end time, the response lengths and the rewards of every step."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, Any]] = []
@@ -77,7 +77,7 @@ class StepLog(TrainerCallback):
 
 
 class GymReward:
-    """forgeasync's ReasoningGymScorer for TRL: reasoning-gym's score of what follows the last prefix."""
+    """TRL version of forgeasync's reward: reasoning-gym's score of the text after the last answer prefix."""
 
     __name__ = "reasoning_gym"
 
@@ -104,7 +104,7 @@ class GymReward:
 
 
 def grpo_config(spec: Spec) -> GRPOConfig:
-    """One optimizer step per generated batch, as on the other side; nothing evaluated, reported or saved."""
+    """Return the config: one optimizer step per generated batch; no evaluation, reporting or saving."""
     sequences_per_step = spec.group_size * spec.groups_per_step
     assert sequences_per_step % spec.micro_batch == 0, "micro batches must divide the batch"
     return GRPOConfig(
@@ -150,7 +150,7 @@ def grpo_config(spec: Spec) -> GRPOConfig:
 
 
 def main() -> None:
-    """Train as the spec says; write the steps."""
+    """Train as the spec says, and write the steps."""
     spec_file, out_file = sys.argv[1:]
     spec = Spec(**json.loads(Path(spec_file).read_text(encoding="utf-8")))
     torch.set_num_threads(spec.threads)

@@ -2,14 +2,14 @@
 
     python benchmarks/weight_sync.py [--sizes 2M,50M,500M] [--steps N] [--rounds N] [--out FILE.json]
 
-Each measurement is a run of its own: two trainer processes (FSDP2 with expert parallelism 2) and one
-generator. Transports take turns, round after round. A run's metrics.jsonl has the longest time of each step;
-the table has medians over steps and rounds.
+Each measurement is a separate run with two trainer processes (FSDP2 with expert parallelism 2) and one
+generator. Transports take turns in each round. A run's metrics.jsonl has the longest time of each step; the
+table has medians over steps and rounds.
 
-- publish: until a version is staged, while the trainer goes on; against a copy of as many bytes
-- fetch: while the generator decodes; against a copy of as many bytes
-- pause: how long decoding stands still for the swap
-- moved: bytes that the fetches moved, of those that the engine needs
+- publish: time until a version is staged while training continues, compared with a copy of as many bytes
+- fetch: time of a fetch while the generator decodes, compared with a copy of as many bytes
+- pause: time for which decoding pauses for the swap
+- moved: bytes moved by fetches, as a share of the bytes that the engine needs
 """
 
 import argparse
@@ -54,13 +54,13 @@ SIZES = {
         "moe_intermediate_size": 768,
     },
 }
-"""Dimensions of a Qwen3-MoE, by its number of parameters."""
+"""Dimensions of a Qwen3-MoE, by number of parameters."""
 NUM_SKIPPED_STEPS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """One run of one transport: medians over its steps."""
+    """Medians over the steps of one run of a transport."""
 
     size: str
     transport: str
@@ -70,11 +70,11 @@ class Measurement:
     num_bytes_needed: float
     moved_share: float
     copy_s: float
-    """A copy of the needed bytes, by one thread of this process, right after the run."""
+    """Seconds for one thread of this process to copy the needed bytes, right after the run."""
 
 
 def write_model(folder: Path, size: str) -> Path:
-    """Write a random model of a size, with the tokenizer of the tiny model."""
+    """Write a random model of the given size, with the tiny model's tokenizer."""
     write_tiny_model(folder)
     config = Qwen3MoeConfig.from_pretrained(folder)
     for name, value in SIZES[size].items():
@@ -85,7 +85,7 @@ def write_model(folder: Path, size: str) -> Path:
 
 
 def copy_s(num_bytes: int) -> float:
-    """Return the median time of copying ``num_bytes``, in seconds."""
+    """Return the median seconds to copy ``num_bytes``."""
     source, target = np.ones(num_bytes, np.uint8), np.ones(num_bytes, np.uint8)
     times = []
     for _ in range(5):
@@ -96,7 +96,7 @@ def copy_s(num_bytes: int) -> float:
 
 
 def measure(size: str, transport: str, model: Path, num_steps: int, run_dir: Path) -> Measurement:
-    """Run one transport once."""
+    """Run a transport once; return its measurement."""
     config = tiny_config(model).model_copy(update={"run_dir": str(run_dir)})
     result = fa.train(
         config, [f"max_steps={num_steps + NUM_SKIPPED_STEPS}", f"weights.transport={transport}"]
@@ -119,7 +119,7 @@ def measure(size: str, transport: str, model: Path, num_steps: int, run_dir: Pat
 
 
 def report(measurements: list[Measurement]) -> Table:
-    """Medians over the rounds, a row for each size and transport."""
+    """Return a table of medians over rounds, with a row for each size and transport."""
     table = Table(title="new weights, while the generator decodes")
     for column in ("model", "transport", "publish", "of a copy", "fetch", "of a copy", "pause", "moved"):
         table.add_column(column, justify="right")
@@ -143,7 +143,7 @@ def report(measurements: list[Measurement]) -> Table:
 
 
 def main() -> None:
-    """Measure, print the table, write the JSON."""
+    """Run all measurements, print the table and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", default=",".join(SIZES), help="comma-separated; 500M needs 18 GiB")
     parser.add_argument("--steps", type=int, default=10, help="measured steps of each run")

@@ -1,10 +1,10 @@
-"""Expert iteration, a loop of your own around the same actors: sample, keep what is right, imitate, publish.
+"""Expert iteration as a training loop of your own: sample, keep the right responses, imitate them, publish.
 
     make model
     python examples/expert_iteration.py [key.path=value ...]
 
-Source: Anthony et al., "Thinking Fast and Slow with Deep Learning and Tree Search", 2017; for reasoning as
-here Zelikman et al., "STaR", 2022.
+Sources: Anthony et al., "Thinking Fast and Slow with Deep Learning and Tree Search", 2017; for reasoning,
+Zelikman et al., "STaR", 2022.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ import sys
 import forgeasync as fa
 
 NUM_STEPS = 4
-"""Optimizer steps over what one round has kept."""
+"""Number of optimizer steps on the responses that a round keeps."""
 
 
 async def main(config: fa.RunConfig) -> None:

@@ -1,9 +1,9 @@
-"""An environment of your own with two turns: a model whose answer is wrong is told so, and tries again.
+"""An environment of your own with two turns: after a wrong answer, the model gets a second attempt.
 
     make model
     python examples/own_environment.py [key.path=value ...]
 
-The same class trains, evaluates, and could talk to any chat endpoint: all that it needs is ``agent.respond``.
+The same class works for training, evaluation and any chat endpoint: it only calls ``agent.respond``.
 """
 
 import sys
@@ -12,7 +12,7 @@ import forgeasync as fa
 
 
 class TryAgain(fa.Environment):
-    """Right at once is worth 1, right at the second attempt ``second_chance``."""
+    """Scores 1 for a right first answer and ``second_chance`` for a right second answer."""
 
     def __init__(self, second_chance: float = 0.5) -> None:
         self.second_chance = second_chance
@@ -29,12 +29,12 @@ class TryAgain(fa.Environment):
 
 
 def is_right(turn: fa.Turn, task: fa.Task) -> bool:
-    """The answer is what follows the last ``#``."""
+    """Return whether the text after the last ``#`` is the task's answer."""
     return turn.text.rpartition("#")[2].strip() == task.answer
 
 
 if __name__ == "__main__":
-    # Both attempts have to fit the context.
+    # Both attempts must fit in the context.
     overrides = ["max_steps=20", "sampling.max_response_tokens=48", *sys.argv[1:]]
     result = fa.train("configs/tiny_moe_cpu.yaml", overrides, environment=TryAgain)
     for step, turns in result.metric("episode/turns_mean"):

@@ -1,10 +1,11 @@
-"""A loss of your own: a policy gradient whose weight falls off smoothly with the ratio's distance from 1.
+"""A loss of your own: a policy gradient with a weight that decreases smoothly as the ratio moves away from 1.
 
     make model
     python examples/own_loss.py [key.path=value ...]
 
-An objective gets the tokens of a packed row (``fa.RowTokens``) and returns a loss for every token, and sums
-over the trained tokens, which go into metrics.jsonl as means. Its fields are the ``options`` of the config.
+An objective takes the tokens of a packed row (``fa.RowTokens``). It returns a loss for every token, and
+metrics as sums over the trained tokens, of which metrics.jsonl has the means. Its fields are its ``options``
+in a config.
 """
 
 import sys

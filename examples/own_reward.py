@@ -1,10 +1,10 @@
-"""A reward of your own: right answers count more the fewer tokens they take.
+"""A reward of your own: shorter right answers get a higher score.
 
     make model
     python examples/own_reward.py [key.path=value ...]
 
-The reward is a function of the task and the response. Here it returns a ``Score``, whose parts are logged by
-name (``reward/right`` and ``reward/brevity`` in metrics.jsonl); a bare float does as well.
+A reward is a function of the task and the response. It returns a float or, as here, a ``Score`` with parts,
+which are logged by name (``reward/right`` and ``reward/brevity`` in metrics.jsonl).
 """
 
 import sys
@@ -13,7 +13,7 @@ import forgeasync as fa
 
 
 def right_and_short(task: fa.Task, response: fa.Response) -> fa.Score:
-    """1 for a right answer, and up to 0.2 more for a short one; the answer is what follows the last ``#``."""
+    """Return 1 for a right answer plus up to 0.2 for brevity; the answer is the text after the last ``#``."""
     is_right = response.text.rpartition("#")[2].strip() == task.answer
     brevity = 0.2 / (1 + response.num_tokens / 10) if is_right else 0.0
     return fa.Score(is_right + brevity, is_right, parts={"right": float(is_right), "brevity": brevity})

@@ -1,13 +1,12 @@
-"""A process reward: every step of a worked sum is looked at by itself, not only its answer.
+"""A process reward: scores every step of a worked sum, not only its answer.
 
     make demo-process
 
-The model works "7 + 8 - 3 =" out as "7+8=15;15-3=12#12". Every step that has ended (with ``;``, or with
-``#`` before the answer) gets 1 if it takes the problem's next number to the result before it, and gets that
-right; else 0. So a step that is right behind a wrong one is rewarded, and the wrong one is not. The answer
-gets 1 if it is the last result. A last step that was cut off gets nothing: its tokens have advantage 0. The
-outcome is that of the whole problem, as ever. Nothing that the model wrote is evaluated: numbers of up to
-nine digits are read from it.
+The model works out "7 + 8 - 3 =" as "7+8=15;15-3=12#12". A step ends with ``;``, or with ``#`` before the
+answer. It gets 1 if it applies the problem's next number to the previous result correctly, otherwise 0. So a
+correct step after a wrong one is still rewarded. The answer gets 1 if it equals the last result. A last step
+that was cut off gets no reward, and its tokens have advantage 0. The outcome depends only on the answer of
+the whole problem. The model's text is never executed: only numbers of up to nine digits are parsed.
 """
 
 import re
@@ -16,14 +15,14 @@ import forgeasync as fa
 from forgeasync.environments import ANSWER_PREFIX, worked_example
 
 MAX_STEPS = 64
-"""More than any problem has; steps behind them have no reward of their own."""
+"""Maximum number of scored steps, which is more than any problem has."""
 
 _RIGHT_STEP = re.compile(r"(?P<before>-?\d+)(?P<operator>[+-])(?P<operand>\d+)=(?P<result>-?\d+)")
 _NUMBER = re.compile(r"-?[0-9]{1,9}")
 
 
 def running_sum(task: fa.Task, response: fa.Response) -> fa.Score:
-    """1 for a right answer, with the reward of every step beside it; ``right_steps`` is their share."""
+    """Return 1 for a right answer, and a reward per step; ``right_steps`` is the share of right steps."""
     right, _, right_answer = worked_example(task).partition(ANSWER_PREFIX)
     operations = [_RIGHT_STEP.fullmatch(step) for step in right.split(";")]
     worked, has_answer, answer = response.text.partition(ANSWER_PREFIX)
@@ -39,7 +38,7 @@ def running_sum(task: fa.Task, response: fa.Response) -> fa.Score:
         steps.append(fa.Step(end=end, value=float(is_sound)))
         before = text.rpartition("=")[2]
     is_cut = response.finish_reason is fa.FinishReason.LENGTH
-    # Every response with a text needs a step, also one that was cut in its first.
+    # Every response with text needs a step, also one that was cut off in its first step.
     if end < len(response.text) and not (is_cut and steps):
         is_whole = len(steps) == len(operations)
         steps.append(fa.Step(end=len(response.text), value=float(is_whole and answer == before)))
@@ -54,7 +53,7 @@ def running_sum(task: fa.Task, response: fa.Response) -> fa.Score:
 
 
 def _sound_step(before: str, operation: re.Match[str]) -> str | None:
-    """Write the step that applies an operation to a result; None where that is no number."""
+    """Return the step that applies an operation to a result; None if the result is not a number."""
     if _NUMBER.fullmatch(before) is None:
         return None
     operand = int(operation["operand"])

@@ -1,9 +1,9 @@
-"""Faults from inside: a thread in every process of a run that ``benchmarks/chaos.py`` has started.
+"""Injects faults from inside: runs a thread in every process of a run started by ``benchmarks/chaos.py``.
 
-Python imports this module by its name when it starts, as the tool puts this folder first in PYTHONPATH.
-Without the variable ``FORGEASYNC_CHAOS`` it does nothing. The variable names a folder. A file
-``<process id>-<number>.json`` in it is an order for that process; ``.taken`` beside it says that the order
-was carried out, when, and what came of it; a file ``.end`` ends an order that lasts.
+Python imports this module by name at start, because the tool puts this folder first in PYTHONPATH. Without
+the environment variable ``FORGEASYNC_CHAOS``, which names a folder, it does nothing. A file
+``<process id>-<number>.json`` in that folder is an order for the process. The process answers with a file
+``.taken`` when it has carried out the order. A file ``.end`` ends a lasting order.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from pathlib import Path
 
 VARIABLE = "FORGEASYNC_CHAOS"
 PROGRAMS = ("apps.grpo", "forgeasync.runtime.bootstrap_main")
-"""Modules that processes of roles are started as. Others that a run starts may fork and take no thread."""
+"""Modules of the processes that get a thread; other processes may fork, which a thread would break."""
 LOOK_S = 0.03
 EXIT_CODE = 13
 COLLECTIVES = (
@@ -32,11 +32,11 @@ COLLECTIVES = (
     "barrier",
 )
 TRAINER_THREAD = "trainer"
-"""Name of the thread that makes steps: collectives of a checkpoint are in another one."""
+"""Name of the thread that makes steps; another thread runs the collectives of checkpoints."""
 
 
 class Orders:
-    """The orders for this process."""
+    """Finds and carries out the orders for this process."""
 
     def __init__(self, folder):
         self._folder = Path(folder)
@@ -44,7 +44,7 @@ class Orders:
         self._seen = set()
 
     def serve(self):
-        """Look for orders until the process ends."""
+        """Carry out orders until the process ends."""
         while True:
             time.sleep(LOOK_S)
             try:
@@ -59,7 +59,7 @@ class Orders:
 
 
 class Order:
-    """One order: ``kind`` and what goes with it."""
+    """One order: its ``kind`` and arguments."""
 
     def __init__(self, file, words):
         self._file = file
@@ -86,7 +86,7 @@ class Order:
                 self._hold_call(self._words["method"], self._words["seconds"], self._words["is_after"])
 
     def taken(self, **more):
-        """Say that it was carried out, once; returns whether it was not before."""
+        """Report that the order was carried out; return False if that was reported before."""
         with self._lock:
             if self._is_taken:
                 return False
@@ -98,11 +98,11 @@ class Order:
 
     @property
     def is_ended(self):
-        """Whether the tool has ended an order that lasts, or is gone."""
+        """Return whether the tool has ended a lasting order, or is gone."""
         return self._file.with_suffix(".end").exists() or not self._file.parent.exists()
 
     def _break_collective(self, hangs, num_before):
-        """Break one, after so many others."""
+        """Break the collective after the next ``num_before`` ones: it hangs or raises."""
         import torch.distributed as dist
 
         left = [num_before]
@@ -128,7 +128,7 @@ class Order:
             setattr(dist, name, broken(name))
 
     def _refuse_writes(self, number):
-        """Refuse what Python code writes below a folder, by descriptor and by opening files."""
+        """Refuse writes of Python code below a folder, to open descriptors and in opening files."""
         below = os.path.realpath(self._words["folder"]) + os.sep
         pwrite, fsync, open_file = os.pwrite, os.fsync, io.open
         refused = [0]
@@ -170,7 +170,7 @@ class Order:
         threading.Thread(target=end, daemon=True).start()
 
     def _hold_messages(self, seconds):
-        """Keep all messages that arrive within some seconds until they are over, in order."""
+        """Delay all messages that arrive within ``seconds`` until these are over, in order."""
         end_s = time.monotonic() + seconds
         locks = {}
         num_held = [0]
@@ -194,7 +194,7 @@ class Order:
         threading.Thread(target=end, daemon=True).start()
 
     def _drop_messages(self):
-        """Answer nothing from now on."""
+        """Drop all further messages."""
 
         async def drop(actor, method):
             return False
@@ -203,7 +203,7 @@ class Order:
         self.taken()
 
     def _hold_call(self, method, seconds, is_after):
-        """Say when the next call of an endpoint has come, and let it wait, or its answer."""
+        """Report the next call of an endpoint, and delay the call or its answer."""
 
         async def hold(actor, name):
             if name == method and not self.is_ended and self.taken():
@@ -216,15 +216,17 @@ class Order:
 
 
 _PORT = 4
-"""Place of the port for the answer among what follows the method's name."""
+"""Index of the answer's port among the arguments after the method's name."""
 
 _kept = []
-"""Messages that were dropped: their callers wait, and are told nothing."""
+"""Dropped messages, kept so that their callers wait and get no error."""
 
 
 def _on_message(ask):
-    """Have ``ask`` decide about every message that arrives at an actor of this process: True: it is handled;
-    False: never; a number: it is handled and answered so many seconds later. Returns what undoes it."""
+    """Let ``ask`` decide about every message to an actor of this process; return a function that undoes this.
+
+    ``ask`` returns True to handle the message, False to drop it, or a number of seconds to delay its answer.
+    """
     from monarch._src.actor.actor_mesh import _Actor
 
     original = _Actor.handle
@@ -247,7 +249,7 @@ def _on_message(ask):
 
 
 class _LatePort:
-    """A port through which an answer leaves some seconds late."""
+    """Port that sends an answer some seconds late."""
 
     def __init__(self, port, seconds):
         self._port = port

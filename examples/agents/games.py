@@ -1,11 +1,11 @@
-"""Games of several turns as an environment and a source of your own (configs/game_cpu.yaml).
+"""Multi-turn games: an environment and a data source of your own (configs/game_cpu.yaml).
 
     environment: {kind: python, factory: examples.agents.games.PlayGame, options: {max_illegal_moves: 2}}
     data:
       source: {kind: python, factory: examples.agents.games.problems, options: {game: maze, width: 6}}
 
-The games are ``guess_number``, ``tic_tac_toe`` and ``maze``. A game follows from its options and a seed,
-which the task's record carries. The model's move is the last text in square brackets of its turn.
+The games are ``guess_number``, ``tic_tac_toe`` and ``maze``. The options and the seed in a task's record
+determine its game. The model's move is the last text in square brackets in its turn.
 """
 
 import functools
@@ -24,7 +24,7 @@ HOW_TO_MOVE = "Write your move in square brackets"
 NO_MOVE = f"I see no move. {HOW_TO_MOVE}."
 
 MAX_READ_CHARACTERS = 20_000
-"""Only the end of a turn is searched for a move."""
+"""Number of characters at the end of a turn that are searched for a move."""
 
 _MOVE = re.compile(r"\[([^\[\]\n]{1,40})\]")
 _NUMBER = re.compile(r"-?\d{1,10}", re.ASCII)
@@ -32,13 +32,13 @@ _NUMBER = re.compile(r"-?\d{1,10}", re.ASCII)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """What a game answers to a move. An illegal move changes nothing."""
+    """Reply of a game to a move; an illegal move leaves the game unchanged."""
 
     text: str
     is_legal: bool = True
     is_over: bool = False
     value: float = 0.0
-    """Worth of the game, from 0 to 1, once it is over."""
+    """Value of the finished game, from 0 to 1."""
 
 
 class Game(ABC):
@@ -47,15 +47,15 @@ class Game(ABC):
     @property
     @abstractmethod
     def opening(self) -> str:
-        """The rules, and the state before the first move."""
+        """Text with the rules and the state before the first move."""
 
     @abstractmethod
     def play(self, move: str) -> Reply:
-        """Make a move: up to 40 characters of any text."""
+        """Make a move and return the reply; ``move`` is any text of up to 40 characters."""
 
 
 class GuessNumber(Game):
-    """Find a number by guesses. Each guess is answered with "higher" or "lower"."""
+    """Find a number by guessing; the reply to each guess is "higher" or "lower"."""
 
     def __init__(self, seed: int, *, low: int = 1, high: int = 100, max_guesses: int = 7) -> None:
         if high <= low:
@@ -95,10 +95,10 @@ _LINES = (
 
 
 class TicTacToe(Game):
-    """Three in a row against a script. A win is worth 1, a draw 0.5. The seed says who begins."""
+    """Tic-tac-toe against a script. A win has value 1, a draw 0.5. The seed decides who begins."""
 
     def __init__(self, seed: int, *, opponent: str = "random") -> None:
-        """``opponent`` plays at random, or never loses (``perfect``)."""
+        """``opponent`` is ``random`` or ``perfect``, which never loses."""
         if opponent not in ("random", "perfect"):
             raise ValueError(f"opponent = {opponent!r}; must be random or perfect")
         self._is_perfect = opponent == "perfect"
@@ -141,7 +141,7 @@ class TicTacToe(Game):
 
 
 def winner(board: str) -> str | None:
-    """Return the mark that has three in a row."""
+    """Return the mark with three in a row, or None."""
     for one, two, three in _LINES:
         if board[one] != FREE and board[one] == board[two] == board[three]:
             return board[one]
@@ -155,7 +155,7 @@ def free_fields(board: str) -> list[int]:
 
 @functools.cache
 def _worth(board: str, to_move: str) -> int:
-    """Return 1, 0 or -1: what the board is worth to the side to move if both play perfectly (negamax)."""
+    """Return the value of the board to the side to move, 1, 0 or -1, under perfect play (negamax)."""
     if winner(board) is not None:
         return -1
     other = OTHER if to_move == MODEL else MODEL
@@ -173,10 +173,10 @@ Cell = tuple[int, int]
 
 
 class Maze(Game):
-    """Walk from S to G through a maze whose map is shown. One way leads from any cell to any other."""
+    """Walk from S to G in a maze whose map is shown. Exactly one path connects any two cells."""
 
     def __init__(self, seed: int, *, width: int = 4, height: int = 4, spare_moves: int = 10) -> None:
-        """``spare_moves`` are the moves beyond those of the shortest way."""
+        """``spare_moves`` is the number of moves allowed beyond the length of the path."""
         if not (2 <= width <= 30 and 2 <= height <= 30 and spare_moves >= 0):
             raise ValueError(
                 f"width = {width}, height = {height}, spare_moves = {spare_moves}; must be 2 to 30 cells, "
@@ -215,7 +215,7 @@ class Maze(Game):
         return Reply(text=told + f"Moves left: {self._num_left}.")
 
     def map(self) -> str:
-        """Draw the maze: cells lie between walls, at odd columns and rows."""
+        """Return the map of the maze, with cells at odd columns and rows and walls between them."""
         lines = [["#"] * (2 * self._width + 1) for _ in range(2 * self._height + 1)]
         for column in range(self._width):
             for row in range(self._height):
@@ -228,7 +228,7 @@ class Maze(Game):
         return "\n".join("".join(line) for line in lines)
 
     def _grow(self, rng: random.Random) -> frozenset[frozenset[Cell]]:
-        """Return the pairs of neighbors without a wall: a spanning tree, by a depth-first walk."""
+        """Return the pairs of neighbors without a wall: a random spanning tree, by depth-first search."""
         found: set[frozenset[Cell]] = set()
         stack: list[Cell] = [(rng.randrange(self._width), rng.randrange(self._height))]
         seen = {stack[0]}
@@ -250,7 +250,7 @@ class Maze(Game):
         return frozenset(found)
 
     def _num_steps(self, start: Cell, goal: Cell) -> int:
-        """Return the length of the way from one cell to another."""
+        """Return the length of the path between two cells."""
         steps = {start: 0}
         waiting = deque([start])
         while goal not in steps:
@@ -267,10 +267,10 @@ GAMES: dict[str, Callable[..., Game]] = {"guess_number": GuessNumber, "tic_tac_t
 
 
 def begin(name: str, seed: int, **options: Any) -> Game:
-    """Return a game before its first move.
+    """Return a new game.
 
     Raises:
-        ValueError: there is no such game, or an option is wrong.
+        ValueError: there is no such game, or an option is invalid.
     """
     if name not in GAMES:
         raise ValueError(f"game = {name!r}; must be one of {', '.join(GAMES)}")
@@ -278,26 +278,26 @@ def begin(name: str, seed: int, **options: Any) -> Game:
 
 
 def problems(split: str, seed: int, game: str = "guess_number", **options: Any) -> Iterator[dict[str, Any]]:
-    """Yield games without end, each with a seed of its own, which its text begins with."""
+    """Yield an infinite sequence of games, each with its own seed, which is part of the prompt."""
     index = 0
     while True:
-        # 48 bits: two games of a run with the same seed are next to impossible.
+        # 48 bits, so that two games of a run almost never have the same seed.
         own = int.from_bytes(hashlib.sha256(f"{split} {seed} {index}".encode()).digest()[:6])
         opening = begin(game, own, **options).opening
-        # Nobody reads the answer: the environment gives the score.
+        # The answer is not used: the environment computes the score.
         record = {"question": f"Game {own}. {opening}", "answer": "won"}
         yield record | {"game": game, "seed": own, "options": options}
         index += 1
 
 
 class PlayGame(fa.Environment):
-    """Plays a task's game with the model, one move a turn. The score is what the game was worth.
+    """Plays a task's game with the model, one move per turn. The score is the value of the game.
 
-    ``illegal_moves`` among the penalties counts moves that could not be read or made.
+    The penalty ``illegal_moves`` counts turns without a move and illegal moves.
     """
 
     def __init__(self, max_illegal_moves: int = 3) -> None:
-        """One more illegal move than ``max_illegal_moves`` ends the game with score 0."""
+        """More than ``max_illegal_moves`` illegal moves end the game with score 0."""
         self._max_illegal_moves = max_illegal_moves
 
     async def rollout(self, task: fa.Task, agent: fa.Agent) -> fa.Score:

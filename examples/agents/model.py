@@ -1,9 +1,9 @@
-"""A tiny Qwen3-MoE that knows how to play, to call tools and to end, from a minute of demonstrations.
+"""Builds a tiny Qwen3-MoE that can play games, call tools and end its turns, from a minute of demonstrations.
 
     python -m examples.agents.model models/tiny_agent [--steps N]
 
-It has a chat template with tools, so that the environments of configs/game_cpu.yaml, mcp_cpu.yaml and
-coding_cpu.yaml can run with it. It is often wrong, and that is what RL is for.
+The model has a chat template with tools for the environments of configs/game_cpu.yaml, mcp_cpu.yaml and
+coding_cpu.yaml. It is often wrong, which leaves room for RL.
 """
 
 import argparse
@@ -38,10 +38,10 @@ EXAMPLES_PER_STEP = 6
 LEARNING_RATE = 3e-3
 REPORT_EVERY = 25
 IGNORED = -100
-"""Label of tokens that are not learned."""
+"""Label of tokens that are not trained on."""
 
 LOW, HIGH, MAX_GUESSES = 1, 9, 4
-"""Options of the game of configs/game_cpu.yaml."""
+"""Options of the game in configs/game_cpu.yaml."""
 
 TEMPLATE = (
     "{%- if tools %}{{ '<|im_start|>system\n' }}"
@@ -68,14 +68,14 @@ TEMPLATE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demonstration:
-    """One conversation, the turns of the model included, and the tools that it is told of."""
+    """One conversation, including the model's turns, and the tools that are in its prompt."""
 
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...] = ()
 
 
 def calls(name: str, **arguments: object) -> Message:
-    """Return a turn that calls a tool."""
+    """Return a message of the model that calls a tool."""
     function = {"name": name, "arguments": arguments}
     return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
 
@@ -86,7 +86,7 @@ def says(role: str, content: str) -> Message:
 
 
 def play(rng: random.Random) -> Demonstration:
-    """Play a game with guesses that fit what was said, though not the best ones."""
+    """Demonstrate a game, with guesses that are consistent with the replies but not optimal."""
     seed = rng.getrandbits(48)
     game = begin("guess_number", seed, low=LOW, high=HIGH, max_guesses=MAX_GUESSES)
     messages = [says("user", f"Game {seed}. {game.opening}")]
@@ -102,7 +102,7 @@ def play(rng: random.Random) -> Demonstration:
 
 
 def ask_stock(rng: random.Random, tools: tuple[dict[str, Any], ...]) -> Demonstration:
-    """Look a number up and say it."""
+    """Demonstrate looking up a number and answering with it."""
     shelf, item = rng.randint(1, NUM_SHELVES), rng.choice(ITEMS)
     number = str(num_in_stock(shelf, item))
     return Demonstration(
@@ -117,7 +117,7 @@ def ask_stock(rng: random.Random, tools: tuple[dict[str, Any], ...]) -> Demonstr
 
 
 def mend(rng: random.Random, tools: tuple[dict[str, Any], ...]) -> Demonstration:
-    """Look at a module, replace the wrong expression and submit; now and then by another's."""
+    """Demonstrate reading a module, replacing an expression and submitting; some edits are wrong."""
     all_of_them = list(repositories())
     repository = rng.choice(all_of_them)
     fault = repository.fault if rng.random() < 0.7 else rng.choice(all_of_them).fault
@@ -142,7 +142,7 @@ def mend(rng: random.Random, tools: tuple[dict[str, Any], ...]) -> Demonstration
 
 
 def stock_tools() -> tuple[dict[str, Any], ...]:
-    """Return the tools as the server of configs/mcp_cpu.yaml tells them."""
+    """Return the tools that the server of configs/mcp_cpu.yaml lists."""
 
     async def listed() -> list[ToolSpec]:
         server = StdioServer(command=(sys.executable, "-m", "examples.agents.stock"), cwd=".")
@@ -153,13 +153,13 @@ def stock_tools() -> tuple[dict[str, Any], ...]:
 
 
 def coding_tools() -> tuple[dict[str, Any], ...]:
-    """Return the tools of the environment ``coding``."""
+    """Return the tools of the ``coding`` environment."""
     bench = CodingTools(Sandbox(Bubblewrap()), command_s=1.0)
     return tuple(tool_forms([tool.spec for tool in bench.tools]))
 
 
 def demonstrations(rng: random.Random, num: int) -> list[Demonstration]:
-    """Return as many of each kind, in turn; looking a number up takes the most practice."""
+    """Return ``num`` demonstrations of each kind, interleaved, and twice as many of looking up a number."""
     of_stock, of_coding = stock_tools(), coding_tools()
     found = []
     for _ in range(num):
@@ -168,7 +168,7 @@ def demonstrations(rng: random.Random, num: int) -> list[Demonstration]:
 
 
 def make_tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of these texts; every digit is a token of its own."""
+    """Return a byte-level BPE tokenizer trained on ``texts``, with one token per digit."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -178,7 +178,7 @@ def make_tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
     )
     tokenizer.decoder = decoders.ByteLevel()
     turn_marks = [AddedToken(one, special=True) for one in (PADDING, START, END)]
-    # No special tokens: they are part of what the model says.
+    # These are not special tokens, because they are part of the model's text.
     call_marks = [AddedToken(one, special=False, normalized=False) for one in ("<tool_call>", "</tool_call>")]
     training = trainers.BpeTrainer(
         vocab_size=VOCABULARY_SIZE - len(turn_marks) - len(call_marks),
@@ -194,7 +194,7 @@ def make_tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
 
 
 def pieces(demonstration: Demonstration, template: PreTrainedTokenizerFast) -> list[tuple[str, bool]]:
-    """Return the conversation as text in parts, each with whether the model says it."""
+    """Return the rendered conversation in parts, each with whether the model wrote it."""
     messages = [dict(message) for message in demonstration.messages]
     rendered = template.apply_chat_template(messages, tools=list(demonstration.tools) or None, tokenize=False)
     assert isinstance(rendered, str)
@@ -212,9 +212,9 @@ def pieces(demonstration: Demonstration, template: PreTrainedTokenizerFast) -> l
 def encoded(
     parts: Sequence[tuple[str, bool]], tokenizer: PreTrainedTokenizerFast
 ) -> tuple[list[int], list[int]]:
-    """Return token ids, and labels that leave out what the model does not say.
+    """Return token ids, and labels with ``IGNORED`` for tokens that the model did not write.
 
-    Parts are encoded one by one, as in a run, where a turn is appended to what was there.
+    Parts are encoded separately, as in a run, which appends each turn to the tokens before it.
     """
     ids: list[int] = []
     labels: list[int] = []
@@ -226,8 +226,8 @@ def encoded(
 
 
 def random_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3MoeForCausalLM:
-    """Two layers of 128, four experts."""
-    # transformers does not declare head_dim, which every model of this class has.
+    """Return a randomly initialized model: two layers, hidden size 128, four experts."""
+    # transformers does not declare the argument head_dim of this class.
     config = Qwen3MoeConfig(  # type: ignore[call-arg]
         architectures=["Qwen3MoeForCausalLM"],
         vocab_size=VOCABULARY_SIZE,
@@ -259,7 +259,7 @@ def imitate(
     num_steps: int,
     padding: int,
 ) -> None:
-    """Train on the turns of demonstrations, a few at a time."""
+    """Train on the model's turns in demonstrations, in small batches."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=num_steps)
     for step in range(1, num_steps + 1):
@@ -279,7 +279,7 @@ def imitate(
 
 
 def write_model(folder: Path, *, num_steps: int) -> None:
-    """Write the model's folder."""
+    """Train the model on demonstrations and write its folder."""
     rng = random.Random(0)
     torch.manual_seed(0)
     template = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), chat_template=TEMPLATE)

@@ -1,8 +1,8 @@
-"""Small repositories with a fault each, and the records of their coding tasks, for configs/coding_cpu.yaml.
+"""Small repositories with one bug each, and the records of their coding tasks, for configs/coding_cpu.yaml.
 
     python -m examples.agents.repositories data/repositories
 
-writes a folder for every repository, as it is before the fault is mended, and ``records.jsonl``.
+writes a folder for every repository, with the bug, and ``records.jsonl``.
 """
 
 import json
@@ -17,14 +17,14 @@ NAMES = ("prices", "weights", "ages", "marks", "steps", "votes")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """A function, the expression in it that is wrong, and what it should be."""
+    """A bug: a function with a wrong expression, and the right expression."""
 
     function: str
     wrong: str
     right: str
     issue: str
     examples: tuple[tuple[list[int], int], ...]
-    """Arguments and results of the mended function; the first also holds for the one with the fault."""
+    """Arguments and results of the fixed function; the first example also passes with the bug."""
 
 
 FAULTS = (
@@ -54,23 +54,23 @@ FAULTS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repository:
-    """One repository, with a module of a fault."""
+    """A repository with one module that has a bug."""
 
     name: str
     fault: Fault
 
     @property
     def issue(self) -> str:
-        """The prompt of its task."""
+        """Prompt of the task: the description of the bug."""
         return f"{self.fault.function} in {self.name}.py {self.fault.issue}."
 
     @property
     def source(self) -> str:
-        """The module as the model gets it."""
+        """Source of the module with the bug."""
         return f"def {self.fault.function}(numbers):\n    return {self.fault.wrong}\n"
 
     def write(self, folder: Path) -> dict[str, Any]:
-        """Write the checkout below a folder and return its record."""
+        """Write the checkout to a subfolder of ``folder``, and return the record of its task."""
         fault = self.fault
         checkout = folder / f"{self.name}-{fault.function}"
         (checkout / "tests").mkdir(parents=True)
@@ -111,12 +111,12 @@ class Repository:
 
 
 def repositories() -> Iterator[Repository]:
-    """Return one repository for every name and fault."""
+    """Yield a repository for every name and bug."""
     return (Repository(name=name, fault=fault) for name in NAMES for fault in FAULTS)
 
 
 def main(folder: Path) -> None:
-    """Write all of them, unless the folder exists."""
+    """Write all repositories and ``records.jsonl``, unless the folder exists."""
     if folder.exists():
         print(f"{folder} exists already")
         return

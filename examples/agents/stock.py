@@ -1,6 +1,6 @@
-"""An MCP server over a shop's stock, and questions that only it can answer.
+"""MCP server for a shop's stock, and questions that can only be answered with it.
 
-The server is started by the environment of configs/mcp_cpu.yaml, once for every episode:
+The environment of configs/mcp_cpu.yaml starts a server for every episode:
 
     python -m examples.agents.stock
 """
@@ -23,16 +23,16 @@ ITEMS = (
     "lamps",
 )
 NUM_SHELVES = 9
-"""Every shelf has each item, in numbers of its own."""
+"""Number of shelves; each shelf has a different number of every item."""
 
 
 def num_in_stock(shelf: int, item: str) -> int:
-    """Return how many there are; nobody can know without looking."""
+    """Return the number of an item on a shelf, which is random and so cannot be guessed."""
     return random.Random(f"{shelf} {item}").randint(0, 99)
 
 
 def problems(split: str, seed: int) -> list[dict[str, Any]]:
-    """Return questions in an order of the seed; every fifth is held out."""
+    """Return the questions of a split, shuffled by the seed; every fifth question is held out."""
     pairs = [(shelf, item) for shelf in range(1, NUM_SHELVES + 1) for item in ITEMS]
     records = [
         {"question": question(shelf, item), "answer": str(num_in_stock(shelf, item))}
@@ -49,7 +49,7 @@ def question(shelf: int, item: str) -> str:
 
 
 def main() -> None:
-    """Serve over standard input and output."""
+    """Serve MCP over standard input and output."""
     from mcp.server.mcpserver import MCPServer
     from mcp.server.mcpserver.exceptions import ToolError
 

@@ -1,10 +1,10 @@
-"""Runs environments of OpenEnv for ``kind: remote`` (docs/remote.md).
+"""Runs OpenEnv environments for ``kind: remote`` (docs/remote.md).
 
     .venv-openenv/bin/python examples/remote/openenv_bridge.py 9000 --url http://127.0.0.1:8000
 
-It runs in an environment that has OpenEnv 0.10.0 (requirements/openenv.lock), and imports nothing of
-forgeasync. Every episode gets a session of the OpenEnv server at ``--url``. The bridge leads the
-conversation: a turn of the model is an action, and its observation is the next message.
+It runs in a Python environment with OpenEnv 0.10.0 (requirements/openenv.lock), and does not import
+forgeasync. Every episode gets a session of the OpenEnv server at ``--url``. The bridge drives the
+conversation: each turn of the model is an action, and the next message is the observation.
 """
 
 import argparse
@@ -26,15 +26,15 @@ from starlette.routing import Route
 from websockets.exceptions import WebSocketException
 
 ENDINGS = {"too_many_turns": "max_turns", "context_length_exceeded": "length"}
-"""By the code with which a session refuses a turn."""
+"""Endings by the error code with which a session refuses a turn."""
 
 
 class Ended(Exception):
-    """An episode has ended without a score: the ending, and what went wrong."""
+    """Ends an episode without a score; the arguments are the ending and a description of the problem."""
 
 
 class Bridge:
-    """Plays episodes in environments of one OpenEnv server."""
+    """Runs episodes in the environments of one OpenEnv server."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -42,7 +42,7 @@ class Bridge:
         self.running: dict[str, asyncio.Task] = {}
 
     async def health(self, request: Request) -> JSONResponse:
-        """The health of the OpenEnv server."""
+        """Forward the health check to the OpenEnv server."""
         reply = await self.http.get(f"{self.options.url}/health")
         return JSONResponse({"status": reply.text}, status_code=reply.status_code)
 
@@ -62,7 +62,7 @@ class Bridge:
         return JSONResponse({})
 
     async def run(self, asked: dict) -> dict:
-        """Run one episode; returns the reply."""
+        """Run one episode; return the reply."""
         try:
             async with self.client() as session:
                 first = await self.reset(session, asked["task"])
@@ -73,21 +73,21 @@ class Bridge:
         except (WebSocketException, httpx.HTTPError, OSError) as error:
             ending, problem = "infrastructure", f"a connection is lost: {type(error).__name__}: {error}"
         except Exception as error:
-            # Whatever an environment makes of an action ends this episode alone.
+            # An error of the environment ends only this episode.
             is_full = has_code(error, "CAPACITY_REACHED")
             ending = "infrastructure" if is_full else "environment_crash"
             problem = f"{type(error).__name__}: {error}"
         return {"ending": ending, "problem": problem}
 
     def client(self) -> GenericEnvClient:
-        # A step may take long, and may block the server meanwhile: the deadlines of the run apply.
+        # No deadline here: a step may take long and block the server meanwhile. The run's deadlines apply.
         limits = {"connect_timeout_s": self.options.open_s, "message_timeout_s": math.inf}
         return GenericEnvClient(
             self.options.url, **limits, max_message_size_mb=16.0, websocket_ping_interval_s=None
         )
 
     async def reset(self, session: GenericEnvClient, task: dict) -> StepResult:
-        """Reset the environment for a task; waits while all sessions of the server are in use."""
+        """Reset the environment for a task; wait up to ``--open_s`` while all server sessions are in use."""
         needed = [*self.options.reset_fields, *["prompt"] * (self.options.opening != "observation")]
         if missing := [name for name in needed if name not in task]:
             raise Ended("environment_crash", f"environment.task_fields must have {', '.join(missing)} too")
@@ -137,13 +137,13 @@ class Bridge:
                 parts["failed_calls"] += has_failed
                 messages.append(answer | {"content": self.cut(text)})
         if is_done and not rewards:
-            # NaN comes as null too: that is how OpenEnv writes it.
+            # OpenEnv also encodes NaN as null.
             raise ValueError("the episode has ended, but no step had a reward that is a number")
         score = math.fsum(rewards) if options.reward == "sum" else float([0.0, *rewards][-1])
         return {"score": score, "parts": parts}
 
     async def turn(self, asked: dict, messages: list[dict], tools: dict[str, dict]) -> dict:
-        """Sample the model's next turn; returns its message."""
+        """Sample the model's next turn; return its message."""
         body = {"model": asked["model"], "messages": messages}
         if tools:
             body["tools"] = [{"type": "function", "function": tool} for tool in tools.values()]
@@ -157,7 +157,7 @@ class Bridge:
         return {name: value for name, value in message.items() if value is not None}
 
     async def tools(self, session: GenericEnvClient) -> dict[str, dict]:
-        """What the model may call, by name."""
+        """Return the tools that the model can call, by name."""
         if self.options.action_kind == "text":
             return {}
         if self.options.action_kind == "step":
@@ -173,8 +173,10 @@ class Bridge:
         return {tool["name"]: {names[key]: tool[key] for key in names} for tool in listed}
 
     def attempts(self, message: dict, tools: dict[str, dict]) -> list[tuple[dict, dict | str]]:
-        """What the model tries in a turn: the message that answers it, still without content, and the action,
-        or what is wrong with it. Nothing where the model has stopped acting."""
+        """Return the actions of a turn, each as the reply message without content, and the action.
+
+        An invalid action is replaced by an error text. The list is empty if the model has stopped acting.
+        """
         if self.options.action_kind == "text":
             return [({"role": "user"}, {self.options.action_field: message.get("content", "")})]
         attempts: list[tuple[dict, dict | str]] = []
@@ -190,12 +192,12 @@ class Bridge:
         return attempts
 
     def wrong(self, action: dict) -> str:
-        """What is wrong with an action by the schema of the server, whose client does not say it."""
+        """Return the errors of an action by the server's schema, which the OpenEnv client does not report."""
         errors = jsonschema.Draft202012Validator(self.schema).iter_errors(action)
         return "; ".join(f"{'.'.join(map(str, one.path))}: {one.message}" for one in errors)
 
     def told(self, observation: dict) -> tuple[bool, str]:
-        """Whether a call has failed, and what the model is told of a step."""
+        """Return whether a call has failed, and the text of the observation for the model."""
         if self.options.action_kind != "tools":
             return False, self.shown(observation)
         if error := observation.get("error"):
@@ -217,12 +219,16 @@ class Bridge:
         return as_text(observation[field])
 
     def cut(self, text: str) -> str:
-        # No tokenizer takes half a surrogate pair.
+        # Tokenizers reject lone surrogates.
         text, most = text.encode(errors="replace").decode(), self.options.max_result_characters
         return text if len(text) <= most else f"{text[:most]}\n[{len(text) - most} more characters were cut]"
 
     async def check(self) -> None:
-        """Find fields and tools that the server does not have."""
+        """Check that the server has the fields and tools that the options name.
+
+        Raises:
+            ValueError: it lacks one of them.
+        """
         schemas = (await self.http.get(f"{self.options.url}/schema")).raise_for_status().json()
         self.schema = schemas["action"]
         fields = {"action": self.options.action_field}
@@ -238,11 +244,11 @@ class Bridge:
 
 
 async def stay_connected() -> None:
-    """Keep a client from opening another connection when its own is closed: what is there was not reset."""
+    """Replaces a client's reconnection, because a new connection would have a session without a reset."""
 
 
 def has_code(error: Exception, code: str) -> bool:
-    """Whether the client says that the server has answered so."""
+    """Return whether a client's error has this error code of the server."""
     return str(error).endswith(f"(code: {code})")
 
 

@@ -1,8 +1,8 @@
-"""A remote environment in plain Python: no package of forgeasync, and none of anybody else (docs/remote.md).
+"""A remote environment with the standard library only (docs/remote.md).
 
     python examples/remote/server.py PORT
 
-The agent asks the model twice. The score is the number of different characters in both answers.
+An episode has two turns. The score is the number of different characters in both answers.
 """
 
 import json
@@ -14,7 +14,7 @@ from typing import Any
 
 
 def ask(episode: dict[str, Any], messages: list[dict[str, str]]) -> str:
-    """Sample the model's next turn, as with any endpoint of Chat Completions."""
+    """Return the model's next turn, from the session's Chat Completions endpoint."""
     request = urllib.request.Request(
         f"{episode['base_url']}/chat/completions",
         data=json.dumps({"model": episode["model"], "messages": messages}).encode(),
@@ -25,7 +25,7 @@ def ask(episode: dict[str, Any], messages: list[dict[str, str]]) -> str:
 
 
 def run(episode: dict[str, Any]) -> dict[str, Any]:
-    """Run one episode to its end; the result is the reply."""
+    """Run one episode and return the reply to its request."""
     messages = [{"role": "user", "content": episode["task"]["prompt"]}]
     first = ask(episode, messages)
     messages += [{"role": "assistant", "content": first}, {"role": "user", "content": "4 - 5 ="}]
@@ -43,11 +43,12 @@ class Handler(BaseHTTPRequestHandler):
         try:
             self.reply(run(episode))
         except urllib.error.HTTPError as error:
-            # The session refuses a turn: no room for it, too many turns, or the episode is over.
+            # The session has refused a turn: the context is full, there were too many turns, or the episode
+            # has ended.
             self.reply({"ending": "environment_crash", "problem": error.read().decode()})
 
     def do_DELETE(self) -> None:
-        """Cancelled. The episode ends by itself: the session refuses its next turn."""
+        """Accept a cancellation; the episode ends by itself, because the session refuses its next turn."""
         self.reply({})
 
     def reply(self, body: dict[str, Any]) -> None:
@@ -59,7 +60,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, format: str, *arguments: object) -> None:
-        """Print nothing for every request."""
+        """Suppress the log line of each request."""
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Runs environments of Verifiers for ``kind: remote`` (docs/remote.md).
+"""Runs Verifiers environments for ``kind: remote`` (docs/remote.md).
 
     .venv-verifiers/bin/python examples/remote/verifiers_bridge.py 9000 env.toml
 
-It runs in an environment that has Verifiers 0.4.0 (requirements/verifiers.lock), and imports nothing of
-forgeasync. ``env.toml`` is what ``vf-eval @ env.toml`` reads; of it, only the table ``env`` is used. The
+It runs in a Python environment with Verifiers 0.4.0 (requirements/verifiers.lock), and does not import
+forgeasync. ``env.toml`` is a file for ``vf-eval @ env.toml``, of which only the table ``env`` is used. The
 harness samples through the episode's session. The score is the sum of the weighted rewards.
 """
 
@@ -23,24 +23,24 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-# What the parts of a score can be: forgeasync/rollouts/score.py and forgeasync/config/rewards.py.
+# Limits of the parts of a score, as in forgeasync/rollouts/score.py and forgeasync/config/rewards.py.
 MAX_PARTS = 64
 LARGEST = 1e30
 LEFT_OUT = "num_parts_left_out"
-"""Part of a score: how many rewards and metrics cannot be parts of it."""
+"""Part of a score with the number of rewards and metrics that were left out."""
 PART_NAME = re.compile(r"[A-Za-z0-9][\w.\-/]{0,99}", re.ASCII)
 OTHER_METRICS = {"mean", "std", "scored_mean", "num_retried", "num_failed", "num_deferred", "num_discarded"}
 OTHER_METRICS |= {"num_queued", "num_in_flight", "num_early", LEFT_OUT}
-"""Names that no part may have, because other metrics have them."""
+"""Names that are reserved for other metrics."""
 
 
 def failed(problem: str, ending: str = "environment_crash") -> dict:
-    """The reply for an episode without a score."""
+    """Return the reply for an episode without a score."""
     return {"ending": ending, "problem": " ".join(problem.split())}
 
 
 class Bridge:
-    """The episodes that are running, in one environment of Verifiers."""
+    """Runs episodes in one Verifiers environment."""
 
     def __init__(self, env: vf.Env) -> None:
         self.env = env
@@ -65,8 +65,8 @@ class Bridge:
         return JSONResponse({})
 
     async def run(self, asked: dict) -> dict:
-        """Run one episode; returns the reply."""
-        # Verifiers takes a key from an environment variable. Its harnesses do not get those called API_KEY.
+        """Run one episode; return the reply."""
+        # Verifiers reads keys from environment variables, and does not pass those named API_KEY to harnesses.
         variable = f"FORGEASYNC_API_KEY_{asked['episode']}"
         os.environ[variable] = asked["api_key"]
         try:
@@ -77,14 +77,14 @@ class Bridge:
             episode = await self.env.run_slot(slot, vf.ModelContext(model=asked["model"], client=client))
             return reply_of(episode, asked["base_url"])
         except Exception as error:
-            # Whatever the code of an environment raises ends this episode alone.
+            # An exception in an environment's code ends only this episode.
             return failed(f"{type(error).__name__}: {error}")
         finally:
             del os.environ[variable]
 
 
 def reply_of(episode: vf.Episode, base_url: str) -> dict:
-    """The reply for an episode that Verifiers has finished, whose turns were sampled at ``base_url``."""
+    """Return the reply for a finished episode; ``base_url`` is the session that sampled its turns."""
     if not episode.ok:
         return failed(*why_not_ok(episode))
     trained = [trace for trace in episode.traces if trace.agent.trainable]
@@ -112,12 +112,12 @@ def reply_of(episode: vf.Episode, base_url: str) -> dict:
 
 
 def why_not_ok(episode: vf.Episode) -> tuple[str, str]:
-    """What went wrong, and the ending that follows from it."""
+    """Return a description of an episode's errors, and its ending."""
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     words = [f"{error.type}: {error.message}" for error in errors[-3:]]
     if episode.is_timeout or any(trace.is_timeout for trace in episode.traces):
         words.append("a deadline of Verifiers has passed")
-    # The codes with which a session refuses a turn; errors quote its answers.
+    # Error codes with which a session refuses a turn; Verifiers' errors quote the session's answers.
     for code, ending in (("too_many_turns", "max_turns"), ("context_length_exceeded", "length")):
         if any(f'"{code}"' in error.message for error in errors):
             return "; ".join(words), ending
@@ -125,7 +125,7 @@ def why_not_ok(episode: vf.Episode) -> tuple[str, str]:
 
 
 def parts_of(numbers: list[tuple[str, float]]) -> dict[str, float]:
-    """Those that a score can have; the others are counted."""
+    """Return the numbers that are valid parts of a score, and the count of the others."""
     parts: dict[str, float] = {}
     for name, value in numbers:
         is_good = PART_NAME.fullmatch(name) and name not in OTHER_METRICS and abs(value) <= LARGEST

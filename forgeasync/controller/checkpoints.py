@@ -1,10 +1,10 @@
-"""Saves what a run has learned: checkpoints, the model at its end, the newest weights if it fails.
+"""Saves checkpoints, the trained model, and the newest weights of a run that fails.
 
-    RunCheckpoints         the trainer's arrays and the controller's state of the same step, beside training
+    RunCheckpoints         checkpoints: the trainer's arrays and the controller's state after the same step
     export                 the trained model, in ``checkpoints/final``
     save_newest_weights    the newest good weights of a run that ends early, in ``checkpoints/last``
 
-A full disk ends no run: a checkpoint or an export that cannot be written is tried again.
+A full disk does not end a run: a checkpoint or export that cannot be written is tried again.
 """
 
 import asyncio
@@ -47,70 +47,68 @@ from forgeasync.weights import StagedVersion, StagedWeights
 logger = logging.getLogger(__name__)
 
 FIRST_RETRY_S = 1.0
-"""Seconds from a checkpoint that could not be written to the next attempt.
-
-Each failure in a row doubles them."""
+"""Seconds from the first failed write of a checkpoint to the retry; doubles with each consecutive failure."""
 
 MAX_RETRY_S = 30.0
-"""Most seconds between two attempts."""
+"""Maximum seconds between two attempts."""
 
 WAIT_S = 2.0
-"""Seconds between two attempts at the last checkpoint or the export, and between two looks for room."""
+"""Seconds between attempts to write the last checkpoint or the export, and between checks for free space."""
 
 MAX_FAILURES = 3
-"""The last checkpoint or the export ends the run if it fails so often, although there seems to be room."""
+"""Failures with enough free space after which the last checkpoint or the export ends the run."""
 
 
 class CheckpointTurns:
-    """Says after which steps a checkpoint is due: a state machine without a clock and without files.
+    """Decides after which steps a checkpoint is due: a state machine without a clock or files.
 
-    One is due every ``every_steps`` steps, after the last step, and while one that could not be written is
-    still owed.
+    A checkpoint is due every ``every_steps`` steps and after the last step. One that failed is owed until a
+    later one is written.
     """
 
     def __init__(self, every_steps: int | None, *, last_step: int) -> None:
-        """``every_steps`` None: no checkpoint is ever due."""
+        """With ``every_steps`` None, no checkpoint is ever due."""
         self._every_steps = every_steps
         self._last_step = last_step
         self._num_failures = 0
-        """In a row."""
+        """Consecutive failures."""
         self._retry_at_s: float | None = None
 
     def is_turn(self, step: int) -> bool:
-        """Whether the checkpoint of ``step`` is due, whatever became of those before."""
+        """Return whether a checkpoint is due after ``step``, regardless of earlier failures."""
         if self._every_steps is None:
             return False
         return step % self._every_steps == 0 or step == self._last_step
 
     @property
     def is_owed(self) -> bool:
-        """Whether the checkpoint that was begun last could not be written."""
+        """Whether the last checkpoint that was begun failed."""
         return self._retry_at_s is not None
 
     def is_retry_due(self, now_s: float) -> bool:
-        """Whether the checkpoint that is owed can be tried again at ``now_s``."""
+        """Return whether a checkpoint is owed and can be tried again at ``now_s``."""
         return self._retry_at_s is not None and now_s >= self._retry_at_s
 
     def written(self) -> None:
-        """Note that the checkpoint begun last is whole."""
+        """Record that the last checkpoint that was begun is complete."""
         self._num_failures, self._retry_at_s = 0, None
 
     def refused(self, now_s: float) -> None:
-        """Note that a disk has refused the checkpoint begun last."""
+        """Record that the disk refused the last checkpoint that was begun."""
         self._retry_at_s = now_s + min(MAX_RETRY_S, FIRST_RETRY_S * 2**self._num_failures)
         self._num_failures += 1
 
     def lost(self, now_s: float) -> None:
-        """Note that the checkpoint begun last was lost with its trainer: another can begin at once."""
+        """Record that the last checkpoint was lost with its trainer; another can begin immediately."""
         self._num_failures, self._retry_at_s = 0, now_s
 
 
 class RunCheckpoints:
-    """Writes the checkpoints of a run to a folder, while training goes on.
+    """Writes the checkpoints of a run to a folder while training continues.
 
-    A checkpoint that cannot be written is removed and reported, and another one is begun after a later step.
-    Until that one is whole, the outage is a fault of its own, apart from those of files that training waits
-    for.
+    If a checkpoint cannot be written, it is removed and reported, and another one begins after a later step.
+    The outage stays open until that one is complete. It is a fault separate from those of files that
+    training waits for.
     """
 
     def __init__(
@@ -124,7 +122,7 @@ class RunCheckpoints:
         storage: StorageFaults,
         faults: FaultLog,
     ) -> None:
-        """``storage`` has the outages of the files that training waits for."""
+        """``storage`` tracks outages of the files that training waits for."""
         self.folder = folder
         self._prepared = prepared
         self._trainer = trainer
@@ -139,7 +137,7 @@ class RunCheckpoints:
         self._is_in_flight = False
 
     async def after_step(self, step: int, times: StepTimes) -> None:
-        """Begin the checkpoint of ``step`` if one is due; ``times`` measures the time until it has begun."""
+        """Begin a checkpoint after ``step`` if one is due; add the time until it has begun to ``times``."""
         if await self._is_due(step):
             waited_s = self._storage.waited_s
             with times.part(Part.CHECKPOINT):
@@ -147,7 +145,7 @@ class RunCheckpoints:
             times.move(self._storage.waited_s - waited_s, Part.CHECKPOINT, Part.DISK)
 
     async def _is_due(self, step: int) -> bool:
-        """Whether a checkpoint is to be begun after ``step``: its turn has come, or one has failed."""
+        """Return whether to begin a checkpoint after ``step``: one is due, or a failed one can be retried."""
         if self._is_in_flight and not await self._trainer.is_writing_checkpoint():
             await self._settle()
         if self._turns.is_turn(step):
@@ -156,7 +154,7 @@ class RunCheckpoints:
         return is_retry and _has_room(self.folder, self._num_bytes)
 
     async def _settle(self) -> None:
-        """Wait until the checkpoint in flight, if any, is written; note whether it was."""
+        """Wait for the checkpoint in flight, if any, and record whether it was written."""
         if not self._is_in_flight:
             return
         try:
@@ -167,7 +165,7 @@ class RunCheckpoints:
                 raise
             now_s = asyncio.get_running_loop().time()
             if isinstance(cause, CheckpointLost):
-                # No disk is to blame, and the next trainer can write one at once.
+                # The disk is not at fault; the restarted trainer can write one immediately.
                 self._turns.lost(now_s)
                 return
             self._turns.refused(now_s)
@@ -177,10 +175,10 @@ class RunCheckpoints:
             self._outages.accepted(str(self.folder))
 
     async def begin(self, step: int) -> None:
-        """Have the trainer begin to write the checkpoint of ``step``, once the one before is written."""
+        """Begin writing the checkpoint of ``step``, after the previous one has finished."""
         await self._settle()
         config = self._prepared.config
-        # The ledger is on the disk before the checkpoint that counts on it.
+        # The ledger must be on the disk before a checkpoint that refers to it.
         buffer = await self._storage.while_waiting(
             self._buffer.checkpoint.call_one(), lambda: self._buffer.refusal.call_one()
         )
@@ -202,16 +200,16 @@ class RunCheckpoints:
         """Wait until the checkpoint in flight, if any, is written.
 
         Raises:
-            CheckpointNotWritten: it could not be written.
+            CheckpointNotWritten: the checkpoint could not be written.
         """
         self._is_in_flight = False
         await self._trainer.finish_checkpoint()
 
     async def finish_last(self, step: int) -> None:
-        """Wait until the last checkpoint of the run is written; one that has failed, until there is room.
+        """Wait until the last checkpoint of the run is written; retry a failed one once there is free space.
 
         Raises:
-            OSError: it cannot be written, although there seems to be room.
+            OSError: ``MAX_FAILURES`` retries failed although there seemed to be enough free space.
         """
         await self._settle()
         num_failures = 0
@@ -224,13 +222,13 @@ class RunCheckpoints:
                 raise OSError(f"the checkpoint of step {step} cannot be written to {self.folder}")
 
     async def write_now(self) -> int:
-        """Write a checkpoint of a run that was told to stop, wherever it was; returns its step."""
+        """Write a checkpoint of a run that is stopping, at any point of a step; return its step."""
         version = await self._trainer.policy_version()
         if (await self._buffer.snapshot.call_one()).trainer_version < version:
-            # The step in flight is complete.
+            # The trainer has completed a step that the buffer does not know yet.
             await self._buffer.committed.call_one(0.0, Update.UNKNOWN)
         await self._settle()
-        # It may have been this step's turn anyway, or that of the checkpoint that the run was resumed from.
+        # This version may have its checkpoint: a regular one, or the one that the run was resumed from.
         if version not in map(step_of, list_checkpoints(self.folder)):
             await self.begin(version)
             await self.finish()
@@ -238,16 +236,16 @@ class RunCheckpoints:
 
 
 class Exporter(Protocol):
-    """What writes the model."""
+    """Interface of a trainer that writes its model."""
 
     async def save_hf(self, folder: Path, *, source: Path) -> int: ...
 
 
 async def export(trainer: Exporter, folder: Path, prepared: Prepared, storage: StorageFaults) -> None:
-    """Have the trainer write the model to ``folder``, as soon as its disk has room.
+    """Write the trained model to ``folder``; if its disk is full, wait for free space and retry.
 
     Raises:
-        Exception: it cannot be written, although there seems to be room.
+        Exception: ``MAX_FAILURES`` attempts failed although there seemed to be enough free space.
     """
     needed = export_bytes(prepared.config, prepared.facts)
     num_failures = 0
@@ -269,7 +267,7 @@ async def export(trainer: Exporter, folder: Path, prepared: Prepared, storage: S
 
 
 def _cause_of(error: Exception) -> BaseException:
-    """Return what an actor has raised, or the error itself."""
+    """Return the exception inside an ``ActorError``, or the error itself."""
     return error.exception if isinstance(error, ActorError) else error
 
 
@@ -278,14 +276,14 @@ def _has_room(folder: Path, num_bytes: int) -> bool:
 
 
 async def _until_room(folder: Path, num_bytes: int) -> None:
-    """Wait for ``WAIT_S``, and for as long as the disk has no room."""
+    """Wait for ``WAIT_S``, then until the disk has ``num_bytes`` free."""
     await asyncio.sleep(WAIT_S)
     while not _has_room(folder, num_bytes):
         await asyncio.sleep(WAIT_S)
 
 
 class RescuedRun(Protocol):
-    """The parts of a run that can be saved."""
+    """Interface of a run whose newest weights can be saved."""
 
     config: RunConfig
     prepared: Prepared
@@ -297,14 +295,14 @@ class RescuedRun(Protocol):
 
 
 async def save_newest_weights(run: RescuedRun, run_dir: RunDir, error: BaseException) -> str:
-    """Save the newest weights of a run that ends with ``error``; returns where they are, in words."""
+    """Save the newest weights of a run that ends with ``error``; return a message with their location."""
     if run.version == run.first_version and run.serving.ledger.newest is None:
         return "no step was made, so that there are no new weights"
     cause = root_cause(error)
     is_lost = isinstance(cause, ActorDied | DeadlineExceeded)
     return await Rescue(run, run_dir.checkpoints.resolve() / LAST).save(
         stop_signal=received_signal(),
-        # A trainer may wait for a payload of any host that is lost, for all of timeouts.weights_s.
+        # After the loss of a host the trainer may wait for one of its payloads for up to timeouts.weights_s.
         trainer_failed=run.trainer.is_stuck
         or isinstance(cause, HostLost)
         or (is_lost and "trainer" in str(cause)),
@@ -312,22 +310,23 @@ async def save_newest_weights(run: RescuedRun, run_dir: RunDir, error: BaseExcep
 
 
 class Rescue:
-    """Saves the newest good weights of a run that ends before its last step, whatever ends it.
+    """Saves the newest good weights of a run that ends before its last step, for any reason.
 
-    They come from the trainer if it still answers, else from the version that it published last, which is in
-    shared memory. A run that SIGTERM stops first writes a checkpoint, if there is time.
+    The weights come from the trainer if it still answers, otherwise from the last published version, which is
+    in shared memory. A run stopped by SIGTERM first writes a checkpoint, if there is time.
     """
 
     def __init__(self, run: RescuedRun, folder: Path) -> None:
-        """Save to ``folder``, which does not exist yet."""
+        """Save to ``folder``, which must not exist yet."""
         self.folder = folder
         self._run = run
         self._timeouts = run.config.timeouts
 
     async def save(self, *, stop_signal: signal.Signals | None, trainer_failed: bool) -> str:
-        """Save what can be saved; returns what came of it, for the run's last line. Raises nothing.
+        """Save a checkpoint and the weights, as far as possible; return the outcome for the run's last line.
 
-        ``stop_signal`` is what told the run to stop. With ``trainer_failed`` the trainer is asked last.
+        No ``Exception`` is raised. ``stop_signal`` is the signal that stopped the run, if any. With
+        ``trainer_failed`` the published version in shared memory is tried before the trainer.
         """
         words = []
         is_urgent = stop_signal is not None or trainer_failed
@@ -341,17 +340,17 @@ class Rescue:
             ways.reverse()
         problems = []
         for num_before, way in enumerate(ways):
-            # What is urgent has one limit for all of it, so that none takes the time of those behind it.
+            # Urgent saves share one limit, so that a slow attempt leaves time for the next one.
             left_s = max(0.0, end_s - loop.time()) / (len(ways) - num_before)
             limit_s = left_s if is_urgent else self._timeouts.train_step_s
             try:
                 async with deadline(limit_s, call="exporting the newest weights", key=key):
                     return "; ".join([*words, await way()])
             except Exception as error:
-                # There may be another way, and the reason that ended the run counts more than this one.
+                # The other source may work, and the error that ended the run matters more than this one.
                 logger.warning("the newest weights were not saved this way", exc_info=True)
                 problems.append(describe_error(error))
-                # The next attempt may need the room of unfinished files.
+                # The next attempt may need the space that unfinished files occupy.
                 for name in (LAST, LAST_PUBLISHED):
                     shutil.rmtree(self.folder.with_name(f"{name}.partial"), ignore_errors=True)
         newest = list_checkpoints(self._run.checkpoints.folder)
@@ -373,7 +372,7 @@ class Rescue:
         try:
             await self._run.checkpoints.finish()
         except Exception:
-            # The weights are saved: what became of the checkpoint does not count against that.
+            # The weights are saved, even if the checkpoint failed.
             logger.warning("the checkpoint in flight was not finished", exc_info=True)
         return f"the weights of step {version} are in {self.folder}"
 
@@ -386,9 +385,9 @@ class Rescue:
         return f"the trainer's newest weights, exported after its deadline, are in {self.folder}"
 
     def _write_staged(self, staged: StagedWeights) -> bool:
-        """Write a published version; False if the trainer has written its own meanwhile, which is newer."""
+        """Write a published version; return False if the trainer has meanwhile written its own, newer one."""
         version, prepared, lora = StagedVersion(staged), self._run.prepared, self._run.config.lora
-        # The trainer may still be at work on a folder of the final name.
+        # The trainer may still be writing the folder with the final name.
         folder = self.folder.with_name(LAST_PUBLISHED)
         if lora is None:
             writer = HfFolderWriter(folder, source=prepared.model_path)
@@ -396,7 +395,7 @@ class Rescue:
                 writer.add(name, tensor)
             writer.finish()
         else:
-            # It imports TorchTitan, which the controller needs for nothing else.
+            # Imported here because it imports TorchTitan, which the controller does not otherwise need.
             from forgeasync.trainer import write_folder
 
             tensors = dict(version.tensors())

@@ -1,11 +1,11 @@
-"""The command line that all apps share: arguments in, exit code out; signals; dry runs and rehearsals.
+"""Command line of all apps: arguments, exit codes, signals, dry runs and rehearsals.
 
-Exit codes: 0 done, 2 the config was refused (before any process started), 1 the run failed, 130 Ctrl-C,
-143 SIGTERM. The last two come after cleaning up, also where that failed.
+Exit codes: 0 done; 1 the run failed; 2 the config was refused, before any process started; 130 Ctrl-C;
+143 SIGTERM. 130 and 143 are returned after cleanup, even if the cleanup failed.
 
-The first Ctrl-C or SIGTERM ends a run in order, a second one ends it at once. Schedulers stop a job with
-SIGTERM and kill it some time later. Both signals cancel the app's coroutine, which ends its processes and
-cleans up. To do more for the one than for the other, ask ``received_signal()``.
+The first Ctrl-C or SIGTERM cancels the app's coroutine, which ends its processes and cleans up. A second
+signal ends the process immediately. Schedulers stop a job with SIGTERM and kill it some time later. To
+distinguish the two signals, call ``received_signal()``.
 """
 
 import argparse
@@ -72,15 +72,15 @@ from forgeasync.runtime import STOP_SIGNALS
 from forgeasync.schema import EXIT_FAILED, EXIT_REFUSED, EXIT_SIGNAL, ConfigError, Problem
 
 SAME_S = 1.0
-"""Two signals so close to each other count as one: schedulers send them to a process on several ways."""
+"""Seconds within which a second signal is ignored: schedulers send the same signal in several ways."""
 
 SHOW_CURSOR = b"\x1b[?25h"
 
 _closing_words: list[str] = []
-"""What the last line says besides the reason."""
+"""Messages that the last line adds to the reason."""
 
 REPORT_COLUMNS = 120
-"""Width of the table, in a pipe too."""
+"""Width of printed tables in characters, also when the output is a pipe."""
 
 
 def run_training_app(
@@ -90,9 +90,10 @@ def run_training_app(
     check: Callable[[RunConfig], None] = lambda config: None,
     can_rehearse: bool = False,
 ) -> int:
-    """Run the command line of an app that trains: ``start`` gets the config, and the choice of --resume.
+    """Run the command line of a training app; return the exit code.
 
-    ``check`` raises ConfigError if the app is not for this config. Returns the exit code.
+    ``start`` is called with the config and the value of --resume. ``check`` raises ConfigError if the app
+    does not support the config.
     """
     arguments = parse_arguments(description, starts_run=True, can_rehearse=can_rehearse)
     if can_rehearse and arguments.supervise:
@@ -112,13 +113,13 @@ def run_training_app(
 
 
 def run_app(main: Callable[[RunConfig], None], *, description: str) -> int:
-    """Load the config that the arguments name and run ``main`` on it; returns the exit code."""
+    """Load the config that the arguments name and call ``main`` with it; return the exit code."""
     arguments = parse_arguments(description)
     return exit_code(lambda: main(load_config(arguments.config, arguments.overrides)))
 
 
 def config_parser(description: str) -> argparse.ArgumentParser:
-    """Return a parser of ``--config FILE [--config FILE ...] [key.path=value ...]``, for further options."""
+    """Return a parser of ``--config FILE [--config FILE ...] [key.path=value ...]``; add options to it."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument(
         "--config",
@@ -136,8 +137,8 @@ def parse_arguments(
 ) -> argparse.Namespace:
     """Parse ``--config FILE [--config FILE ...] [key.path=value ...]`` and further options.
 
-    With ``starts_run`` the options are --dry-run, --gpu-gib and --resume; with ``can_rehearse`` --rehearse,
-    --hosts and --supervise too.
+    ``starts_run`` adds --dry-run, --gpu-gib and --resume. ``can_rehearse`` also adds --rehearse, --hosts and
+    --supervise.
     """
     parser = config_parser(description)
     if not starts_run:
@@ -188,7 +189,7 @@ def _positive(text: str) -> float:
 
 
 def exit_code(run: Callable[[], None]) -> int:
-    """Run an app and turn how it ended into an exit code, with the reason as the last lines on stderr."""
+    """Run an app and return its exit code; a failure's reason is in the last lines on stderr."""
     install_handlers()
     start_beating()
     try:
@@ -216,7 +217,7 @@ def exit_code(run: Callable[[], None]) -> int:
 
 
 def add_closing_message(words: str) -> None:
-    """Add ``words``, such as where results are, to the last line if the app fails or is interrupted."""
+    """Add ``words``, such as the location of results, to the last line if the app fails or is interrupted."""
     _closing_words.append(words)
 
 
@@ -225,8 +226,8 @@ def _with_closing_message(reason: str) -> str:
 
 
 def _leave_monarch() -> None:
-    """Shut Monarch's client down now: at the interpreter's exit it would print after the last words."""
-    # If a host is lost, this would wait forever.
+    """Shut Monarch's client down now; at interpreter exit it would print after the app's last line."""
+    # If a host is lost, the shutdown would never return.
     with contextlib.suppress(TimeoutError):
         shutdown_context(host_timeout=0.3).get(timeout=1.0)
 
@@ -234,9 +235,9 @@ def _leave_monarch() -> None:
 def show_plan(config: RunConfig, *, gpu_gib: float | None = None) -> None:
     """Check the config and print what it would start; needs no GPU and starts nothing.
 
-    ``gpu_gib`` is the memory of a GPU that the run is planned for; None: this machine's, or ``GPU_GIB``.
+    ``gpu_gib`` is the memory of one GPU in GiB. None: the memory of this machine's GPUs, or ``GPU_GIB``.
     """
-    # Imported here: it builds the model on the meta device, which only a dry run should wait for.
+    # Imported here: these names build the model on the meta device, which only a dry run should wait for.
     from forgeasync.planning import dry_run_report, request_warnings, with_host_requests
     from forgeasync.runtime import render_launch
 
@@ -252,23 +253,24 @@ def show_plan(config: RunConfig, *, gpu_gib: float | None = None) -> None:
 
 
 class RehearsalFailed(RuntimeError):
-    """A part of the rehearsed run did not do what it should; the message names the parts."""
+    """Raised if parts of a rehearsed run did not work; the message names them."""
 
 
 def rehearse(config: RunConfig, run: Callable[[RunConfig], None], *, on_hosts: bool) -> None:
-    """Run the topology of ``config`` with a tiny model for three steps, and print what that has shown.
+    """Run the topology of ``config`` with a tiny model for three steps, and print the findings.
 
-    ``run`` makes a run; it is made on this machine or, with ``on_hosts``, where the launcher says.
+    ``run`` starts a run of a config and waits for its end. The rehearsal uses this machine or, with
+    ``on_hosts``, the hosts of the launcher.
 
     Raises:
         ConfigError: the config has problems, or this machine is too small for its parallel degrees.
-        RehearsalFailed: the run ended by itself, and something in it did not work.
+        RehearsalFailed: the run completed, but a part of it did not work.
     """
     folder = rehearsal_folder(config, datetime.now())
     if is_served(config):
         remedy = "nobody comes to a rehearsal; rehearse the same sections with other data and environment"
         raise ConfigError([Problem(field="data.source.kind", value="served", remedy=remedy)])
-    # The run's own folders may be in use: a rehearsal has others.
+    # The run's own folders may be in use, so the rehearsal uses different ones.
     elsewhere = {"run_dir": str(folder), "checkpoint": config.checkpoint.model_copy(update={"folder": None})}
     facts = check(config.model_copy(update=elsewhere))
     config = resolve(config, facts)
@@ -302,24 +304,24 @@ def rehearse(config: RunConfig, run: Callable[[RunConfig], None], *, on_hosts: b
 
 
 def rehearsal_folder(config: RunConfig, now: datetime) -> Path:
-    """Return the run folder of a rehearsal, beside that of the run itself."""
+    """Return the folder of a rehearsal, next to the run's folder."""
     base = RUNS_FOLDER / config.name if config.run_dir is None else Path(config.run_dir)
     return base.with_name(f"{base.name}-rehearsal-{now:%Y%m%d-%H%M%S}")
 
 
 def _local_paths(config: RunConfig) -> frozenset[str]:
-    """Return the data sets of the config that are on this machine."""
+    """Return the paths of the config's data sets that are on this machine."""
     sources = [one.source for one in all_sources(config) if isinstance(one.source, HuggingFaceSource)]
     if not sources:
         return frozenset()
-    # Imported here: it takes a second, and few runs read data sets.
+    # Imported here: the import takes a second, and few runs read data sets.
     from forgeasync.environments import is_local
 
     return frozenset(source.path for source in sources if is_local(source))
 
 
 def _longest_prompt(config: RunConfig, local_paths: frozenset[str]) -> int:
-    """Measure the prompts of the rehearsal's own problems."""
+    """Return the number of tokens of the longest prompt among the rehearsal's problems."""
     draft = Draft(config)
     rehearse_data(draft, local_paths)
     data, sets = draft.config.data, named_sets(draft.config.evaluation)
@@ -334,12 +336,12 @@ def _longest_prompt(config: RunConfig, local_paths: frozenset[str]) -> int:
 
 @dataclass(slots=True)
 class _Stop:
-    """The signal that this process received, and what it stops."""
+    """The signal that this process received, and what is stopped by it."""
 
     received: signal.Signals | None = None
     received_s: float = 0.0
     main: asyncio.Task[None] | None = None
-    """Task that is cancelled; None if no coroutine runs."""
+    """Task to cancel; None if no coroutine runs."""
     listeners: list[Callable[[signal.Signals], None]] = field(default_factory=list)
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -368,21 +370,21 @@ _stop = _Stop()
 
 
 def received_signal() -> signal.Signals | None:
-    """Return what told this process to stop; None: nothing has."""
+    """Return the signal that stopped this process, or None."""
     return _stop.received
 
 
 def install_handlers() -> None:
-    """Handle Ctrl-C and SIGTERM as this module says, whatever the parent process had set."""
+    """Install this module's handlers of Ctrl-C and SIGTERM, replacing those of the parent process."""
     for number in STOP_SIGNALS:
         signal.signal(number, _stop.on_signal)
 
 
 def run_main(main: Coroutine[Any, Any, None]) -> None:
-    """Run an app's coroutine; a signal to stop cancels it.
+    """Run an app's coroutine; Ctrl-C or SIGTERM cancels it.
 
     Raises:
-        asyncio.CancelledError: it was cancelled.
+        asyncio.CancelledError: the coroutine was cancelled.
     """
 
     async def body() -> None:
@@ -397,7 +399,7 @@ def run_main(main: Coroutine[Any, Any, None]) -> None:
 
 @contextmanager
 def telling(listener: Callable[[signal.Signals], None]) -> Iterator[None]:
-    """Call ``listener`` as soon as a signal to stop has come, before anything is cancelled."""
+    """Call ``listener`` when a stop signal arrives inside the block, before the coroutine is cancelled."""
     _stop.listeners.append(listener)
     try:
         yield
@@ -406,9 +408,9 @@ def telling(listener: Callable[[signal.Signals], None]) -> Iterator[None]:
 
 
 def _end_at_once(first: signal.Signals) -> None:
-    """End this process without waiting for anything; the processes that it has started end with it."""
+    """End this process immediately; the processes that it started end with it."""
     remove_own_folders()
-    # Whoever uses these ends with this process.
+    # All users of these files end with this process.
     for mark in claimed_marks():
         remove_files_of(mark)
     release_claims()

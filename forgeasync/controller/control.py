@@ -1,7 +1,7 @@
-"""Changes to a run in progress: requests and answers are files in its folder ``control``.
+"""Changes a run in progress, through request and answer files in the run's folder ``control``.
 
-``apps.control`` writes a request under a new name (``ask``). The run looks for requests twice a second, and
-writes an answer beside each (``ControlServer``). Files get their final names when they are whole.
+``apps.control`` calls ``ask``, which writes a request under a new name. ``ControlServer``, in the run, looks
+for requests twice a second and writes an answer for each one. Files get their final names when complete.
 """
 
 import asyncio
@@ -20,10 +20,10 @@ from forgeasync.processes import is_running
 from forgeasync.runtime import GeneratorPool, Host, HostRole, ProcessManager
 
 LOOK_S = 0.5
-"""Seconds between two looks for requests."""
+"""Seconds between two checks for requests."""
 
 ANSWER_S = 60.0
-"""Seconds within which a run that lives answers."""
+"""Seconds to wait for the run's answer."""
 
 MAX_GENERATORS = 64
 
@@ -35,7 +35,7 @@ _REQUEST = re.compile(r"request-([0-9a-f]{16})\.json")
 
 
 class Refused(ValueError):
-    """The run cannot be changed as asked."""
+    """Raised if the run cannot be changed as requested."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,10 +47,10 @@ class Answer:
 
 
 def parse_change(text: str) -> int:
-    """Return how many generators ``generators=N`` asks for.
+    """Return N of a change ``generators=N``.
 
     Raises:
-        Refused: it is not such a change; names the field, the value and what would be right.
+        Refused: ``text`` is not such a change, or N is out of range.
     """
     key, separator, value = text.partition("=")
     if not separator or key != "generators":
@@ -61,10 +61,10 @@ def parse_change(text: str) -> int:
 
 
 def check_generators(num: object) -> int:
-    """Return ``num``.
+    """Return ``num`` if it is an integer from 1 to ``MAX_GENERATORS``.
 
     Raises:
-        Refused: it is not a number of generators that can be asked for.
+        Refused: ``num`` is anything else.
     """
     if not isinstance(num, int) or isinstance(num, bool) or not 1 <= num <= MAX_GENERATORS:
         raise Refused(f"generators={num}: must be a whole number from 1 to {MAX_GENERATORS}")
@@ -77,7 +77,7 @@ class ControlServer:
     def __init__(
         self, folder: Path, pool: GeneratorPool, *, add_place: Callable[[], Host], drain_s: float
     ) -> None:
-        """``add_place`` makes a place for one more generator; ``drain_s`` is ``timeouts.generate_s``."""
+        """``add_place`` allots a host for one more generator; ``drain_s`` is ``timeouts.generate_s``."""
         self._folder = folder
         self._pool = pool
         self._add_place = add_place
@@ -98,11 +98,11 @@ class ControlServer:
                 continue
             try:
                 answer = self._answer(file)
-                # Before the answer: a request whose answer cannot be written is not answered twice.
+                # Before the answer is written, so that a failed write does not apply the request again.
                 file.unlink(missing_ok=True)
                 _write(self._folder / f"answer-{match[1]}.json", asdict(answer))
             except OSError as error:
-                # Whoever asks gives up after its own limit; the run goes on.
+                # The client gives up after its own time limit; the run continues.
                 logger.warning("cannot answer %s: %s", file, error)
 
     def _answer(self, file: Path) -> Answer:
@@ -120,7 +120,7 @@ class ControlServer:
 def build_control_server(
     folder: Path, procs: ProcessManager, pool: GeneratorPool, config: RunConfig
 ) -> ControlServer:
-    """Return what answers the requests in a run's folder ``control``."""
+    """Return the control server of a run; ``folder`` is the run's folder ``control``."""
     return ControlServer(
         folder,
         pool,
@@ -144,11 +144,11 @@ def _read_request(file: Path) -> object:
 
 
 def ask(run: Path, num_generators: int, *, limit_s: float = ANSWER_S) -> Answer:
-    """Ask the run in a folder for a number of generators, and wait for its answer.
+    """Request a number of generators from the run in the folder ``run``, and wait for its answer.
 
     Raises:
-        Refused: there is no run in the folder, or it has ended.
-        TimeoutError: it does not answer within ``limit_s``.
+        Refused: the folder has no run in progress.
+        TimeoutError: the run ends or does not answer within ``limit_s``.
     """
     procs = run / "procs.json"
     try:

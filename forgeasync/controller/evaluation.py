@@ -1,9 +1,9 @@
-"""Evaluates problems that are not trained on: during a run, or a model on its own.
+"""Evaluates a model on problems that are not trained on, during a run or without one.
 
-sample_problems       samples and scores rollouts of problems; all evaluations are made of it
+sample_problems       samples and scores rollouts of problems; used by all evaluations
 EvaluationSchedule    when a run evaluates, and whether training waits for it
-prepare_evaluation    checks an evaluation outside of a run, before any process starts (apps/evaluate.py)
-EvaluationFolder      what that leaves: its config, summary, table and episodes
+prepare_evaluation    checks an evaluation without a run (apps/evaluate.py) before any process starts
+EvaluationFolder      the files of an evaluation without a run: config, summary and episodes
 """
 
 import asyncio
@@ -60,11 +60,11 @@ logger = logging.getLogger(__name__)
 
 
 OnEnded = Callable[[int, int, HeldOutRollout], None]
-"""Called with the place of the problem in the list, the number of the sample, and the rollout."""
+"""Callback with the index of the problem, the index of the sample, and the rollout."""
 
 
 def num_responses(sets: Mapping[str, ProblemSet]) -> int:
-    """Return how many responses one evaluation samples."""
+    """Return the number of responses that one evaluation of ``sets`` samples."""
     return sum(len(one.tasks) * one.num_samples for one in sets.values())
 
 
@@ -75,7 +75,7 @@ async def evaluate_all(
     on_answered: Callable[[], None] = lambda: None,
     max_concurrent: int | None = None,
 ) -> HeldOutScores:
-    """Score the held-out problems and every other set, one set after the other; see ``evaluate``."""
+    """Evaluate the held-out problems and every other set, one set after the other; see ``evaluate``."""
     start_s = time.perf_counter()
     scores = {
         name: await evaluate(one, groups, on_answered=on_answered, max_concurrent=max_concurrent)
@@ -92,10 +92,10 @@ async def evaluate(
     on_answered: Callable[[], None] = lambda: None,
     max_concurrent: int | None = None,
 ) -> HeldOutScores:
-    """Score the rollouts of every problem; see ``sample_problems``.
+    """Sample and score rollouts of every problem, and return the total scores; see ``sample_problems``.
 
-    ``on_answered`` is called after every rollout. Without ``max_concurrent`` all rollouts are sampled at
-    once. Rollouts that could not be scored are left out of the accuracy, and counted.
+    ``on_answered`` is called after every rollout. Without ``max_concurrent`` all rollouts are sampled
+    concurrently. Rollouts that could not be scored are excluded from the accuracy and counted separately.
     """
     rollouts = await sample_problems(
         problems,
@@ -122,11 +122,11 @@ async def sample_problems(
     max_concurrent: int | None = None,
     keeps_record: bool = False,
 ) -> list[HeldOutRollout]:
-    """Sample and score the rollouts of each problem, each with a sampling seed of its own.
+    """Sample and score the rollouts of each problem, each with its own sampling seed.
 
-    The first rollout's seed is the problem's place in the list, so that more samples only add to fewer.
-    ``on_ended`` is called after every rollout. Returns all rollouts of the first sample by problem, then
-    those of the second, and so on.
+    The seed is sample index x number of problems + problem index: raising ``num_samples`` adds rollouts
+    and leaves the others unchanged. ``on_ended`` is called after every rollout. Returns the rollouts ordered
+    by sample, then by problem.
     """
     tasks, num_samples = problems.tasks, problems.num_samples
     places = contextlib.nullcontext() if max_concurrent is None else asyncio.Semaphore(max_concurrent)
@@ -154,35 +154,35 @@ async def sample_problems(
 
 
 SHARE_BESIDE = 4
-"""Beside training, evaluation takes one in this many of the sequences that the generators decode at once.
+"""Divisor of the generators' concurrent sequences that gives the limit of an evaluation beside training.
 
-With all of its requests in the engines' queues, training would wait for them after all."""
+Without a limit, training would wait behind the evaluation's requests in the engines' queues."""
 
 
 def max_beside(config: RunConfig) -> int:
-    """Return how many rollouts are evaluated at once beside training."""
+    """Return the maximum number of concurrent rollouts of an evaluation beside training."""
     generator = config.generator
     return max(1, generator.max_num_seqs * generator.num_replicas // SHARE_BESIDE)
 
 
 def waited_every_steps(config: RunConfig) -> int:
-    """Return the number of steps between two evaluations that training waits for."""
+    """Return the number of steps between evaluations that training waits for."""
     pinned = config.evaluation.mode is EvaluationMode.PINNED
     return config.evaluation.every_steps if pinned else config.max_steps
 
 
 class EvaluationSchedule:
-    """When a run evaluates, and whether training waits for it.
+    """Decides when a run evaluates and whether training waits, and runs the evaluations.
 
     With ``evaluation.mode: pinned`` training waits for every evaluation. With ``beside`` it waits only
 
-        before the first step   the model that the run began with is evaluated under version 0
-        before the last step    until the evaluation in flight has ended, so that the last line is free
-        after the last step     the last version is served, then evaluated
+        before the first step   for the evaluation of version 0, the initial model
+        before the last step    for the evaluation in flight, which is recorded with the last but one step
+        after the last step     until the last version is served and evaluated
 
-    At most one evaluation is in flight. One that is due meanwhile is skipped and counted: later it would be
-    an evaluation of other versions, close to the next one. So a line of metrics has at most one evaluation,
-    and every evaluation that has begun is on a line.
+    At most one evaluation is in flight. An evaluation that becomes due meanwhile is skipped and counted; a
+    late one would measure other versions, close to the next evaluation. Each line of metrics has at most one
+    evaluation, and every evaluation that begins is recorded in a line.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class EvaluationSchedule:
         *,
         until_served: Callable[[int], Awaitable[None]],
     ) -> None:
-        """``until_served`` waits until every generator samples under a version."""
+        """``until_served`` waits until every generator samples with a version."""
         self._sets = prepared.sets
         self._max_beside = max_beside(prepared.config)
         self._groups = groups
@@ -207,7 +207,7 @@ class EvaluationSchedule:
         self._num_skipped = 0
 
     def waits_after(self, step: int) -> bool:
-        """Whether training waits after this step, if an evaluation is due or in flight."""
+        """Return whether training waits after this step for an evaluation that is due or in flight."""
         if step == self._max_steps:
             return True
         if self._section.mode is EvaluationMode.PINNED:
@@ -219,15 +219,17 @@ class EvaluationSchedule:
         return await self._pinned(0)
 
     def resume(self, step: int) -> None:
-        """Begin again what was due after the step that a run goes on from: the run that made the checkpoint
-        had only just begun it."""
+        """Begin the evaluation that was due after ``step``, from which the run resumes.
+
+        The run that wrote the checkpoint had begun that evaluation and did not complete it.
+        """
         if self._section.mode is EvaluationMode.BESIDE and self._is_due(step) and step < self._max_steps - 1:
             self._begin(step)
 
     async def after_step(self, step: int) -> HeldOutScores | None:
-        """Evaluate, or begin to, if that is due; return the evaluation that has ended, if any.
+        """Run or begin the evaluation that is due, if any; return the evaluation that has ended, if any.
 
-        The version that step ``step`` has made is ``step``.
+        The policy version that step ``step`` made is ``step``.
         """
         if step == self._max_steps:
             return await self._pinned(step)
@@ -245,7 +247,7 @@ class EvaluationSchedule:
         return ended
 
     async def loop(self) -> None:
-        """Carry out evaluations beside training, one at a time, until cancelled."""
+        """Run evaluations beside training, one at a time, until cancelled."""
         while True:
             version = await self._wanted.get()
             num_rollouts = num_responses(self._sets)
@@ -261,7 +263,7 @@ class EvaluationSchedule:
             self._wanted.task_done()
 
     def metrics(self) -> dict[str, float]:
-        """Return counts since the run began, under their names in metrics.jsonl."""
+        """Return counts since the start of the command, by metric name."""
         if self._section.mode is EvaluationMode.PINNED:
             return {}
         return {"eval/num_skipped": self._num_skipped}
@@ -274,7 +276,7 @@ class EvaluationSchedule:
         self._wanted.put_nowait(version)
 
     async def _pinned(self, version: int) -> HeldOutScores:
-        """Evaluate while training waits, once every generator samples under ``version``."""
+        """Evaluate while training waits, after every generator samples with ``version``."""
         await self._until_served(version)
         sets, console = self._sets, self._console
         num_problems = sum(len(one.tasks) for one in sets.values())
@@ -289,15 +291,15 @@ class EvaluationSchedule:
 
 
 LIST_S = 20.0
-"""Seconds for an endpoint to list its models."""
+"""Timeout in seconds of an endpoint's list of models."""
 
 MAX_SAMPLES = 4096
-"""Most samples of a problem."""
+"""Maximum number of samples of a problem."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalModel:
-    """A model that the run's own generators sample from."""
+    """Model in a folder, to be sampled by generators of this process."""
 
     facts: ModelFacts
     path: Path
@@ -306,7 +308,7 @@ class LocalModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedEvaluation:
-    """A checked evaluation."""
+    """A checked evaluation: config, model, problems, output folder and warnings."""
 
     config: RunConfig
     model: LocalModel | EndpointModel
@@ -316,7 +318,7 @@ class PreparedEvaluation:
 
 
 def without_trainer(config: RunConfig, model: str | None) -> RunConfig:
-    """Return the config with what only training needs left out; ``model`` replaces ``model.path``."""
+    """Return the config without the features that only training needs; ``model`` replaces ``model.path``."""
     trainer = config.trainer.model_copy(
         update={"routing_replay": RoutingReplay.OFF, "replay_probe_share": 0.0, "keep_sampling_mask": False}
     )
@@ -326,7 +328,7 @@ def without_trainer(config: RunConfig, model: str | None) -> RunConfig:
             "trainer": trainer,
             "lora": None,
             "model": config.model.model_copy(update={"path": path}),
-            # Nothing is stored.
+            # An evaluation stores no payloads.
             "payload": config.payload.model_copy(update={"capacity_gib": 2.0**-10}),
         }
     )
@@ -340,7 +342,7 @@ def prepare_evaluation(
     num_samples: int | None,
     out: Path,
 ) -> PreparedEvaluation:
-    """Check everything, and load problems and tokenizer.
+    """Check the config, the arguments and the machine; load the problems and the tokenizer.
 
     Raises:
         ConfigError: lists every problem found.
@@ -386,7 +388,7 @@ def prepare_evaluation(
     else:
         served = endpoint
         warnings += _not_sent(config)
-    # What an endpoint has room for, it says itself.
+    # An endpoint reports itself if a prompt is too long for it.
     prompts = served.prompts if isinstance(served, LocalModel) else None
     _, sets = load_tasks(config, prompts, trains=False, num_samples=num_samples)
     if config.environment is None:
@@ -402,10 +404,11 @@ def prepare_evaluation(
 
 
 def find_endpoint(base_url: str, *, model: str | None, api_key_variable: str | None) -> EndpointModel:
-    """Return the endpoint's model of this name; without a name, the only one that the endpoint lists.
+    """Return the model ``model`` of an endpoint, or the only model that the endpoint lists.
 
     Raises:
-        ConfigError: the URL or the key is not one, the endpoint cannot be asked, or it has several models.
+        ConfigError: the URL or the API key is invalid; or, without ``model``, the endpoint does not list its
+            models or lists a number other than one.
     """
     parts = urlsplit(base_url)
     if parts.scheme not in ("http", "https") or not parts.netloc:
@@ -434,7 +437,7 @@ def find_endpoint(base_url: str, *, model: str | None, api_key_variable: str | N
 
 
 def _not_sent(config: RunConfig) -> list[str]:
-    """Name the settings of the sampling distribution that Chat Completions do not have."""
+    """Return a warning for each setting that the Chat Completions API has no field for."""
     words = []
     sections = {"sampling": config.sampling} | {
         f"evaluation.sets.{index}.sampling": one.sampling
@@ -456,21 +459,21 @@ METHODS = {
     "pass_at": "unbiased estimator of Chen et al. 2021 (arXiv:2107.03374); the same interval",
     "score": "mean over problems of the mean score; percentile bootstrap over problems, 95 percent",
 }
-"""How the figures of summary.json are made."""
+"""How each figure of summary.json is computed, written into that file."""
 
 COLUMNS = 120
-"""Width of the table, in a pipe too."""
+"""Width of the table in characters, also when the output is a pipe."""
 
 
 @dataclass(slots=True)
 class EvaluationFolder:
-    """What an evaluation outside of a run leaves. A context manager: episodes are complete when it ends.
+    """Writes the files of an evaluation without a run; a context manager that closes ``episodes.jsonl``.
 
     runs/evaluate-<name>-<time>/
-        config.yaml      the config as it was evaluated
+        config.yaml      the config that was evaluated
         summary.json     every figure with its confidence interval
-        episodes.jsonl   every response or episode, in the order in which they ended
-        artifacts/       files that episodes have kept
+        episodes.jsonl   every response or episode, in order of completion
+        artifacts/       files that episodes kept
         logs/            output of the processes
     """
 
@@ -479,7 +482,7 @@ class EvaluationFolder:
 
     @classmethod
     def create(cls, path: Path, config_yaml: str) -> "EvaluationFolder":
-        """Make the folder, which is empty or not there."""
+        """Create the folder, which must be empty or absent, and write ``config.yaml``."""
         folder = cls(path)
         folder.logs.mkdir(parents=True, exist_ok=True)
         (path / "config.yaml").write_text(config_yaml, encoding="utf-8")
@@ -487,12 +490,12 @@ class EvaluationFolder:
 
     @property
     def logs(self) -> Path:
-        """Folder for the output of processes."""
+        """Folder with the output of processes."""
         return self.path / "logs"
 
     @property
     def artifacts(self) -> Path:
-        """Folder for files that episodes keep."""
+        """Folder with the files that episodes keep."""
         return self.path / "artifacts"
 
     @property
@@ -501,11 +504,11 @@ class EvaluationFolder:
         return self.path / "episodes.jsonl"
 
     def log(self, process: str) -> Path:
-        """Return the log file of a process."""
+        """Return the path of a process's log file."""
         return self.logs / f"{process}.log"
 
     def write(self, name: str, problem: int, sample: int, task: Task, rollout: HeldOutRollout) -> None:
-        """Add what came of one sample of a problem of the set ``name``."""
+        """Append the rollout of one sample of a problem in the set ``name``."""
         place = {"set": name, "problem": problem, "sample": sample}
         self._lines.append(place | rollout_record(task, rollout))
 
@@ -517,7 +520,7 @@ class EvaluationFolder:
         wall_s: float,
         warnings: Sequence[str],
     ) -> None:
-        """Write all figures."""
+        """Write ``summary.json``; ``what`` names the model that was evaluated."""
         record = {
             "evaluated": what,
             "wall_s": wall_s,
@@ -536,7 +539,7 @@ class EvaluationFolder:
 
 
 def rollout_record(task: Task, rollout: HeldOutRollout) -> dict[str, Any]:
-    """Return a rollout as JSON values."""
+    """Return the record of a rollout in ``episodes.jsonl``, as JSON values."""
     result, versions = rollout.result, rollout.versions
     record: dict[str, Any] = {
         "task_id": task.task_id,
@@ -563,7 +566,7 @@ def rollout_record(task: Task, rollout: HeldOutRollout) -> dict[str, Any]:
 
 
 def problem_scores(rollouts: Sequence[HeldOutRollout], num_problems: int) -> list[ProblemScores]:
-    """Gather the scores of each problem; ``rollouts`` has all problems of one sample after the other."""
+    """Return the scores of each problem; ``rollouts`` is ordered by sample, then by problem."""
     problems = []
     for problem in range(num_problems):
         of_problem = [one.result for one in rollouts[problem::num_problems]]
@@ -578,7 +581,7 @@ def problem_scores(rollouts: Sequence[HeldOutRollout], num_problems: int) -> lis
 
 
 def summary_table(summaries: Mapping[str, SetSummary]) -> str:
-    """Return the figures of all sets as a table, with intervals of 95 percent in brackets."""
+    """Return the figures of all sets as a table, with 95 percent intervals in brackets."""
     table = Table(title="95 percent confidence intervals over problems")
     for column in ("set", "problems", "samples", "unscored", "figure", "value"):
         table.add_column(column, justify="left" if column in ("set", "figure", "value") else "right")

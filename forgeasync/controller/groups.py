@@ -1,8 +1,8 @@
-"""The life of a group after it is sampled: scored, filtered, completed, dropped, given up, trained on.
+"""Lifecycle of a group after sampling: scored, filtered, completed, dropped, given up, trained on.
 
-``GroupLifecycle`` applies each outcome wherever the group is known: in the buffer, the payload store, the
-generators and the files of the run. ``GroupSpiller`` keeps finished groups on the disk, for a run that is
-resumed after its controller was killed.
+``GroupLifecycle`` applies each outcome to the buffer, the payload store, the generators and the run's files.
+``GroupSpiller`` keeps finished groups on the disk, so that a run whose controller was killed can resume with
+them.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ from forgeasync.runtime import BufferActor, GeneratorRouter, GroupScoring, Teach
 
 
 def payload_budget(config: RunConfig, facts: ModelFacts) -> AsyncPayloadBudget:
-    """Return the budget that groups reserve their memory from."""
+    """Return the budget of payload memory from which groups reserve."""
     capacity = int(config.payload.capacity_gib * 2**30)
     largest_group = largest_group_payload_bytes(config, facts)
     excess = largest_excess(capacity, num_groups_held(config), largest_group)
@@ -44,7 +44,7 @@ def payload_budget(config: RunConfig, facts: ModelFacts) -> AsyncPayloadBudget:
 
 
 class GroupLifecycle:
-    """Applies each outcome of a group, which frees what nobody needs any more."""
+    """Applies each outcome of a group, and frees its memory and files when they are no longer needed."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class GroupLifecycle:
         recorder: RunRecorder,
         files: RunFiles,
     ) -> None:
-        """``files`` has the folders for finished groups and for checkpoints."""
+        """``files`` has the folders of finished groups and of checkpoints."""
         self.starvation = StarvationDetector(prepared.config.buffer.max_given_up_in_a_row)
         self._config = prepared.config
         self._resumed = prepared.resumed
@@ -77,11 +77,11 @@ class GroupLifecycle:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Return what is counted of kept groups and of teachers, under their names in metrics.jsonl."""
+        """Return the metrics of spilled groups and of teachers, by metric name."""
         return self.spiller.metrics() | self._teaching.metrics()
 
     async def scored(self, group: Group) -> tuple[Score, ...] | None:
-        """Have a sampled group scored; None: it could not be, and was given up."""
+        """Score a sampled group; return None if that failed, in which case the group was dropped."""
         responses = [response_of(rollout) for rollout in group.rollouts]
         scores = await self._scorer.score_group(group.group_id, group.task, responses)
         if isinstance(scores, Unscored):
@@ -92,11 +92,11 @@ class GroupLifecycle:
     async def settled(
         self, group: Group, scores: tuple[Score, ...] | None
     ) -> tuple[Group, tuple[Score, ...] | None] | None:
-        """Have the teacher of a sampled group read it, if the run has teachers, and keep its arrays.
+        """Have the teacher of a sampled group, if any, read it; then settle its memory reservation.
 
-        ``scores`` are those of an environment. Without them the group is scored here only if its teacher
-        reads correct responses. Returns the group and its scores, if it has any. None: the group was given
-        up, because it could not be scored or read by its teacher, or because its arrays take too much memory.
+        ``scores`` are those of an environment, if any. Without them the group is scored here only if its
+        teacher needs the scores. Returns the group and its scores, if it has any. Returns None if the group
+        was dropped: scoring or its teacher failed, or its arrays exceed its memory reservation.
         """
         if scores is None and self._teaching.needs_scores(group.task):
             scores = await self.scored(group)
@@ -126,8 +126,10 @@ class GroupLifecycle:
         return dataclasses.replace(group, rollouts=answer)
 
     async def complete(self, group: Group, filtered: Filtered, scores: Sequence[Score]) -> None:
-        """Complete a group of which rollouts are left after the filters; ``scores`` are those of all
-        rollouts."""
+        """Report a group with rollouts left after the filters to the buffer, and queue it for the disk.
+
+        ``scores`` are those of all rollouts, also of filtered ones.
+        """
         self.starvation.came_through()
         kept = [scores[index] for index in filtered.kept]
         lost = await self._buffer.scored.call_one(group.group_id, filtered.rewards, filtered.kept, kept)
@@ -138,24 +140,26 @@ class GroupLifecycle:
 
     @property
     def num_first_prompts(self) -> int:
-        """Prompts to submit before anything starts: all that ``restore`` needs, and a whole batch to start.
+        """Prompts to submit before any group starts: those that ``restore`` needs, and those of one batch.
 
-        Later ones are submitted only when one of these has started.
+        Later prompts are submitted only after one of these has started.
         """
         num_next = 0 if self._resumed is None else self._resumed.num_next_prompts
         return num_next + self._config.algorithm.groups_per_step
 
     async def restore(self) -> None:
-        """Give the buffer the finished groups from before the run was resumed, if there are any."""
+        """Give the buffer the finished groups that a resumed run found on the disk."""
         if self._resumed is not None:
             for kept in self._resumed.found.groups:
                 self.spiller.restored(await self._buffer.restored.call_one(kept))
 
     async def give_up(self, group_id: int, reason: DropReason, problem: str | None = None) -> None:
-        """Give up a group; the buffer decides what takes its place. ``problem`` says what was wrong with it.
+        """Give up a group; the buffer decides what is sampled in its place.
+
+        ``problem`` is a message for the console. Groups without one do not count toward the limit.
 
         Raises:
-            NothingTrains: too many groups in a row were given up.
+            NothingTrains: too many consecutive groups with a problem were given up.
         """
         if problem is not None:
             self._recorder.warn(problem)
@@ -165,15 +169,14 @@ class GroupLifecycle:
         await self._buffer.failed.call_one(group_id, reason)
 
     async def drop(self, group: Group, reason: DropReason, problem: str | None = None) -> None:
-        """Give up a group that was sampled, and free its arrays."""
+        """Free the arrays of a sampled group and give it up."""
         await self._generators.free_payloads(group.rollouts)
         await self.give_up(group.group_id, reason, problem)
 
     async def commit(self, batch: Batch, *, trainer_wait_share: float, update: Update) -> None:
-        """Tell the buffer that a batch was trained on, and free the groups that are too old for the new
-        version.
+        """Commit a trained batch to the buffer, and free the groups that are too old for the new version.
 
-        The arrays of the batch itself stay: call ``free`` when the trainer needs them no more.
+        The arrays of the batch stay until ``free`` is called, once the trainer no longer needs them.
         """
         committed = await self._buffer.committed.call_one(trainer_wait_share, update)
         self.spiller.trained(batch.trainer_version + 1, batch.groups)
@@ -182,15 +185,15 @@ class GroupLifecycle:
             await self._generators.cancel_groups(committed.cancelled)
 
     async def lose(self, groups: Sequence[Group]) -> None:
-        """Forget groups that the buffer has dropped."""
+        """Free groups that the buffer has dropped, with their files and records."""
         self.spiller.forget(group.group_id for group in groups)
         self._recorder.forget_records(group.group_id for group in groups)
         await self.free(groups)
 
     async def free(self, groups: Sequence[Group]) -> None:
-        """Free the arrays of groups whose step is done, or that were dropped.
+        """Free the arrays of groups that were trained on or dropped.
 
-        Those of restored groups are in no shared memory; the spiller removes them.
+        Arrays of restored groups are files, not shared memory; ``spiller`` removes them.
         """
         sampled = [group for group in groups if not group.is_restored]
         await self._generators.free_payloads(rollout for group in sampled for rollout in group.rollouts)
@@ -199,11 +202,11 @@ class GroupLifecycle:
 
 
 class GroupSpiller:
-    """Keeps finished groups on the disk until they were trained on and a checkpoint has that step.
+    """Keeps finished groups on the disk until a checkpoint covers the step that trained on them.
 
-    A thread of the host that has the arrays of a group writes it, one group at a time. Its file is removed
-    when the group is dropped, or a whole checkpoint has the step that trained on it. Groups that cannot be
-    written are counted and reported: if the run is killed, they are sampled again.
+    The host with a group's arrays writes the file, one group at a time. The file is removed when the group is
+    dropped or when a complete checkpoint covers the step that trained on it. Groups that cannot be written
+    are counted and reported; if the run is killed, they are sampled again.
     """
 
     def __init__(
@@ -215,7 +218,7 @@ class GroupSpiller:
         generators: GeneratorRouter,
         tell: Callable[[str], None],
     ) -> None:
-        """Write into ``folder``; ``checkpoints`` is where those of the run are."""
+        """Write into ``folder``; ``checkpoints`` is the run's folder of checkpoints."""
         config = prepared.config
         self._folder = folder
         self._checkpoints = checkpoints
@@ -223,15 +226,15 @@ class GroupSpiller:
         self._tell = tell
         self._is_on = config.buffer.keep_groups
         self._has_checkpoints = config.checkpoint.every_steps is not None
-        # A disk that these files have filled would never again take the checkpoint that lets them go.
+        # If these files filled the disk, the checkpoint that allows removing them could not be written.
         self._reserved_bytes = export_bytes(config, prepared.facts)
         if self._has_checkpoints:
             self._reserved_bytes += checkpoint_bytes(config, prepared.facts)
         self._waiting: dict[int, tuple[SpilledGroup, float]] = {}
-        """Groups to be written, and the one that is being written, with the time at which they came."""
+        """Groups to write, including the one being written, each with the time at which it was queued."""
         self._files: dict[int, Path] = {}
         self._trained: deque[tuple[int, tuple[int, ...]]] = deque()
-        """Steps whose groups are on the disk."""
+        """Steps, with the ids of their groups, whose files wait for a checkpoint."""
         self._obsolete: set[int] = set()
         self._changed = asyncio.Event()
         self._is_refused = False
@@ -242,18 +245,18 @@ class GroupSpiller:
     def keep(
         self, group: Group, rewards: Sequence[float], kept: Sequence[int], scores: Sequence[Score]
     ) -> None:
-        """Queue a scored group to be written; the rollouts at ``kept`` train."""
+        """Queue a scored group for writing; ``kept`` are the indices of the rollouts to train on."""
         if self._is_on:
             one = SpilledGroup(group=group, rewards=tuple(rewards), kept=tuple(kept), scores=tuple(scores))
             self._waiting[group.group_id] = one, time.monotonic()
             self._changed.set()
 
     def restored(self, group: Group) -> None:
-        """Take over the file of a group from before the run was resumed."""
+        """Register the file of a group that a resumed run has restored."""
         self._files[group.group_id] = self._folder / file_name(group.draw_id)
 
     def trained(self, step: int, groups: Iterable[Group]) -> None:
-        """Keep the groups of a step until a checkpoint has it."""
+        """Keep the files of a step's groups until a checkpoint covers the step."""
         ids = tuple(group.group_id for group in groups)
         if not self._has_checkpoints:
             self.forget(ids)
@@ -262,12 +265,12 @@ class GroupSpiller:
             self._changed.set()
 
     def forget(self, group_ids: Iterable[int]) -> None:
-        """Remove the files of groups that need none any more."""
+        """Mark the files of groups for removal."""
         self._obsolete.update(group_ids)
         self._changed.set()
 
     async def loop(self) -> None:
-        """Write and remove files beside the run."""
+        """Write and remove files until cancelled."""
         if self._is_on:
             self._folder.mkdir(exist_ok=True)
         while True:
@@ -279,7 +282,7 @@ class GroupSpiller:
                 self._changed.set()
 
     async def end(self) -> None:
-        """Remove all files; the run has made all of its steps."""
+        """Remove all files, after the run's last step."""
         await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
 
     async def _write_first(self) -> None:
@@ -302,7 +305,7 @@ class GroupSpiller:
             )
 
     async def _write(self, kept: SpilledGroup, target: Path) -> str | None:
-        """Write a group; returns what prevents it, in words."""
+        """Write a group to ``target``; return a message if that failed."""
         num_bytes = kept.group.num_payload_bytes
         free = (await asyncio.to_thread(shutil.disk_usage, self._folder)).free
         if free < num_bytes + self._reserved_bytes:
@@ -329,7 +332,7 @@ class GroupSpiller:
         await asyncio.to_thread(_unlink, files)
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics under their names in metrics.jsonl; delays are those since the last call."""
+        """Return metrics by name; ``buffer/kept_behind_s`` is the longest delay since the last call."""
         longest_s, self._longest_behind_s = self._longest_behind_s, 0.0
         return {
             "buffer/num_kept_groups": len(self._files),

@@ -1,8 +1,7 @@
-"""Starts the hosts of a run, and compares each one with what the run needs there, before a model is read.
+"""Starts the hosts of a run, and checks each one against the run's needs before a model is read.
 
-A host must have enough memory and limits (``check_hosts``), and GPUs that can hold its role. The GPUs of this
-machine are looked at before anything starts (``check_local_gpus``), those of other hosts once a launcher has
-started them.
+``check_hosts`` checks memory and limits of every host. ``check_local_gpus`` checks the GPUs of this machine
+before anything starts; ``check_gpus_of_hosts`` checks those of the hosts that a launcher has started.
 """
 
 import asyncio
@@ -48,12 +47,12 @@ from forgeasync.schema import Problem, raise_if_any
 
 
 def places_of_rewards(config: RunConfig, num_gpus: int) -> frozenset[int]:
-    """Return which of this machine's ``num_gpus`` GPUs that the run may use belong to rewards.
+    """Return the indices, among this machine's ``num_gpus`` visible GPUs, that rewards use.
 
-    Without GPUs, and where a launcher's hosts have those of the other roles, there are none.
+    Returns an empty set without GPUs, and with launchers that start other hosts.
 
     Raises:
-        ConfigError: a reward has a GPU that cannot be found.
+        ConfigError: a reward's GPU does not exist.
     """
     if not isinstance(config.launcher, LocalLauncher) or num_gpus == 0:
         return frozenset()
@@ -70,9 +69,9 @@ def places_of_rewards(config: RunConfig, num_gpus: int) -> frozenset[int]:
 
 
 def check_local_gpus(config: RunConfig, facts: ModelFacts) -> tuple[list[Problem], list[str]]:
-    """Return problems and warnings about this machine's GPUs; none if the run does not use them.
+    """Return problems and warnings about this machine's GPUs; empty lists if the run does not use them.
 
-    A torch that is built for CPUs uses none. ``forgeasync.config.check_gpus`` reports that there are too few.
+    A CPU build of torch uses no GPUs. ``forgeasync.config.check_gpus`` reports missing GPUs.
     """
     if not isinstance(config.launcher, LocalLauncher) or torch.version.cuda is None:
         return [], []
@@ -91,7 +90,7 @@ def check_local_gpus(config: RunConfig, facts: ModelFacts) -> tuple[list[Problem
 
 
 def check_generator_gpus(config: RunConfig, facts: ModelFacts) -> tuple[list[Problem], list[str]]:
-    """Return problems and warnings about this machine's GPUs if only generators use them."""
+    """Return problems and warnings about this machine's GPUs for a command that starts only generators."""
     if torch.version.cuda is None:
         return [], []
     generator = config.generator
@@ -114,10 +113,10 @@ def _judge(config: RunConfig, hosts: Sequence[HostGpus]) -> tuple[list[Problem],
 
 
 async def check_gpus_of_hosts(config: RunConfig, facts: ModelFacts, hosts: Hosts) -> list[str]:
-    """Check the GPUs of the hosts that a launcher has started; returns warnings.
+    """Check the GPUs of the hosts that a launcher has started; return warnings.
 
     Raises:
-        ConfigError: lists what they lack, all of it.
+        ConfigError: lists every problem of every host.
     """
     launcher = config.launcher
     if isinstance(launcher, LocalLauncher | ProcessLauncher) or not gpus_per_host(launcher):
@@ -142,7 +141,7 @@ async def check_gpus_of_hosts(config: RunConfig, facts: ModelFacts, hosts: Hosts
 
 
 def trainer_plan(config: RunConfig, facts: ModelFacts) -> RolePlan:
-    """Return what a trainer process needs of its GPU."""
+    """Return the GPU memory that a trainer process needs, and the remedy if there is too little."""
     memory = trainer_memory(config, facts, count_parameters(facts), Machine.GPU)
     num_procs = config.trainer.parallel.num_procs
     remedy = (
@@ -160,7 +159,7 @@ def trainer_plan(config: RunConfig, facts: ModelFacts) -> RolePlan:
 
 
 def generator_plan(config: RunConfig, facts: ModelFacts) -> RolePlan:
-    """Return what every process of an engine needs of its GPU."""
+    """Return the GPU memory that each process of an engine needs, and the remedy if there is too little."""
     memory = generator_memory(config, facts, count_parameters(facts), Machine.GPU)
     others = total_bytes([item for item in memory if item.name != "KV cache"])
     return RolePlan(
@@ -176,10 +175,10 @@ def generator_plan(config: RunConfig, facts: ModelFacts) -> RolePlan:
 async def open_hosts(
     config: RunConfig, facts: ModelFacts, procs: ProcessManager, *, tell: Callable[[str], None]
 ) -> None:
-    """Start and check the run's hosts; ``tell`` hears what they wait for, and what may become a problem.
+    """Start and check the run's hosts; ``tell`` is called with progress messages and warnings.
 
     Raises:
-        ConfigError: lists what hosts lack, all of it.
+        ConfigError: lists every problem of every host.
     """
     await procs.open(tell)
     warnings = check_hosts(config, facts, procs.hosts)
@@ -188,14 +187,14 @@ async def open_hosts(
 
 
 def check_hosts(config: RunConfig, facts: ModelFacts, hosts: Hosts) -> list[str]:
-    """Compare every host with what its role needs there; returns warnings.
+    """Check the memory and limits of every host against the needs of its role; return warnings.
 
     Raises:
-        ConfigError: lists what hosts lack, all of it.
+        ConfigError: lists every problem of every host.
     """
     launcher = config.launcher
     is_here = isinstance(launcher, LocalLauncher | ProcessLauncher)
-    # What fits this machine depends on both roles together, and was checked before the hosts were opened.
+    # This machine holds both roles together, and was checked before the hosts were opened.
     simulated = ProcessLauncher(kind="process")
     needs = role_needs(config, facts, simulated if isinstance(launcher, LocalLauncher) else launcher)
     num_gpus = (

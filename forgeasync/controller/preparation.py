@@ -1,9 +1,9 @@
-"""Finds everything that can be wrong with a run's input before any process starts.
+"""Checks a run's input before any process starts.
 
-take_up       claims the run's folder, and prepares the run or the one that --resume names
+take_up       claims the run's folder, and prepares a new or a resumed run
 prepare       checks everything, and loads the tokenizer and the tasks
-check         the part of it that needs neither the model's weights nor the data
-check_plan    what a dry run checks: ``check`` and a look at the data
+check         the checks that need neither the model's weights nor the data
+check_plan    the checks of a dry run: ``check`` and a sample of the data
 """
 
 import asyncio
@@ -72,21 +72,21 @@ from forgeasync.scoring import RewardUnavailable, check_verifiers, try_rewards
 from forgeasync.weights import check_transport
 
 MADE_MODEL = "models/tiny_moe"
-"""The model that ``make model`` builds."""
+"""Path of the model that ``make model`` builds."""
 
 
 HELD_OUT = "held_out"
-"""Name of the held-out problems among the sets."""
+"""Name of the set of held-out problems."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProblemSet:
-    """Problems that are evaluated, and how."""
+    """Problems to evaluate, and how to sample their responses."""
 
     tasks: list[Task]
     sampling: SamplingSection
     num_samples: int
-    """Responses to each problem."""
+    """Number of responses to each problem."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,27 +94,26 @@ class Prepared:
     """A checked run: its config, its model's shape and folder, its tokenizer and its tasks."""
 
     config: RunConfig
-    """The config as the run uses it."""
+    """Config with all defaults that depend on the model resolved."""
     facts: ModelFacts
     model_path: Path
     prompts: PromptEncoder
     train: Sequence[Task]
     sets: Mapping[str, ProblemSet]
-    """What is evaluated, by name: the held-out problems (``HELD_OUT``), then each evaluation set."""
+    """Problems to evaluate, by name: the held-out problems (``HELD_OUT``), then each evaluation set."""
     resumed: Resumed | None
-    """The checkpoint to resume from; None: a new run."""
+    """Checkpoint to resume from; None for a new run."""
     warnings: tuple[str, ...] = ()
-    """What ends no run, but its user should know."""
 
 
 def take_up(config: RunConfig, resume: str | None) -> Prepared | None:
-    """Claim the run's folder, end what a dead run has left there, and prepare; prints what was done.
+    """Claim the run's folder, clean up after a dead run there, and prepare; print what was done.
 
-    Returns None, and says so, if ``resume`` names a run that has made all of its steps.
+    Returns None, and prints why, if ``resume`` names a run that has made all of its steps.
 
     Raises:
-        ConfigError: lists every problem found, or a run goes on in the folder.
-        NotEnded: something of the run before does not end.
+        ConfigError: lists every problem found, or names a run in progress in the folder.
+        NotEnded: a process of the earlier run does not end.
     """
     for line in take_over(config):
         print(line)
@@ -128,7 +127,7 @@ def take_up(config: RunConfig, resume: str | None) -> Prepared | None:
 
 
 def prepare(config: RunConfig, resume: str | None = None) -> Prepared:
-    """Check everything, and load what the controller itself needs: tokenizer and tasks.
+    """Check everything, and load what the controller needs: tokenizer and tasks.
 
     ``resume`` is "latest" or the folder of a checkpoint.
 
@@ -140,10 +139,10 @@ def prepare(config: RunConfig, resume: str | None = None) -> Prepared:
     resumed = None if resume is None else find_checkpoint(config, facts, resume)
     num_gpus = torch.cuda.device_count()
     gpu_problems, warnings = check_local_gpus(config, facts)
-    # Before the memory of their engines is counted.
+    # Before check_memory, which counts the memory of the teachers' engines.
     raise_if_any(check_teacher_models(config, facts))
     machine = Machine.GPU if num_gpus else Machine.CPU
-    # What dead runs hold in shared memory is as good as free.
+    # Shared memory of dead runs is freed before the free space is measured.
     sweep_stale_folders()
     free_bytes = shutil.disk_usage(SHARED_MEMORY).free
     raise_if_any(
@@ -186,13 +185,13 @@ def load_tasks(
     trains: bool = True,
     num_samples: int | None = None,
 ) -> tuple[Sequence[Task], dict[str, ProblemSet]]:
-    """Load the tasks to train on, and those to evaluate; see ``problem_sets``.
+    """Return the tasks to train on and the sets to evaluate; see ``problem_sets``.
 
-    With ``prompts`` every task must leave room for a full response. Without ``trains`` those to train on are
-    not looked at.
+    With ``prompts``, every task must leave room for a full response in the context. ``trains=False`` skips
+    this check for the training tasks.
 
     Raises:
-        ConfigError: the data cannot be read, or a task leaves no room.
+        ConfigError: the data cannot be read, or a prompt is too long.
     """
     named = named_sets(config.evaluation)
     try:
@@ -200,7 +199,7 @@ def load_tasks(
         of_sets = [source.sets[one.name] for one in named]
         num_held_out = config.evaluation.num_problems
         sets = problem_sets(config, source.held_out[:num_held_out], of_sets, num_samples=num_samples)
-        # An environment makes prompts of its own, and every turn is bounded by the room that is left.
+        # An environment makes its own prompts, and the room left in the context bounds each of its turns.
         if config.environment is None and prompts is not None:
             checked = [(one.sampling, iter(one.tasks)) for one in sets.values()]
             if trains:
@@ -226,9 +225,9 @@ def problem_sets(
     *,
     num_samples: int | None = None,
 ) -> dict[str, ProblemSet]:
-    """Return what is evaluated: the held-out problems, and of each of ``evaluation.sets`` its tasks.
+    """Return the sets to evaluate, by name: the held-out problems, then each of ``evaluation.sets``.
 
-    ``num_samples`` replaces that of the config.
+    ``num_samples`` replaces the config's number of responses to each problem.
     """
     sets = {HELD_OUT: ProblemSet(tasks=held_out, sampling=config.sampling, num_samples=num_samples or 1)}
     for one, tasks in zip(config.evaluation.sets, of_sets, strict=True):
@@ -240,11 +239,11 @@ def problem_sets(
 
 
 def load_prompts(config: RunConfig, folder: Path, facts: ModelFacts) -> PromptEncoder:
-    """Return the encoder of prompts, with the tokenizer in the model's folder.
+    """Return the prompt encoder, with the tokenizer in the model's folder.
 
     Raises:
-        ConfigError: the tokenizer cannot be loaded, is not one of the package tokenizers or has too many
-            tokens, or its chat template cannot do what ``data`` or the messages of an environment ask of it.
+        ConfigError: the tokenizer cannot be loaded, does not run on the package ``tokenizers``, or has more
+            tokens than the model; or its chat template does not support ``data`` or an environment.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -263,7 +262,7 @@ def load_prompts(config: RunConfig, folder: Path, facts: ModelFacts) -> PromptEn
     except ValueError as error:
         raise ConfigError([Problem(field="data", remedy=str(error))]) from error
     if config.environment is not None:
-        # It imports the package renderers, which takes most of a second, and which no other run needs.
+        # Imported here: it imports the package renderers, which takes most of a second; other runs need none.
         from forgeasync.environments import check_template
 
         raise_if_any(check_template(tokenizer, config.data))
@@ -271,7 +270,7 @@ def load_prompts(config: RunConfig, folder: Path, facts: ModelFacts) -> PromptEn
 
 
 def _check_vocabulary(config: RunConfig, tokenizer_size: int, facts: ModelFacts) -> list[Problem]:
-    """Find an embedding that is smaller than its tokenizer's vocabulary; a larger one is padded."""
+    """Return a problem if the embedding has fewer rows than the tokenizer has ids; more rows are padding."""
     if tokenizer_size <= facts.vocab_size:
         return []
     remedy = (
@@ -282,13 +281,13 @@ def _check_vocabulary(config: RunConfig, tokenizer_size: int, facts: ModelFacts)
 
 
 def check(config: RunConfig, *, is_resumed: bool = False) -> ModelFacts:
-    """Check the config against itself, its model's shape and files of earlier runs; return that shape.
+    """Check the config against itself, the model's shape and files of earlier runs; return the shape.
 
-    Code of the user's own is called on made-up input, an environment is built, and what isolates verifiers
-    is tried.
+    The checks call the user's own code on made-up input, build the environment and try the isolation of
+    verifiers.
 
     Raises:
-        ConfigError: lists every problem.
+        ConfigError: lists every problem found.
     """
     own = check_without_model(config)
     others = [*check_run_dir(config, is_resumed=is_resumed)]
@@ -299,7 +298,7 @@ def check(config: RunConfig, *, is_resumed: bool = False) -> ModelFacts:
     if config.environment is not None:
         others += check_environment(config.environment, config.sandbox, is_served=is_served(config))
     if is_served(config):
-        # It imports the server of sessions, which no other run needs here.
+        # Imported here: it imports the session server, which other runs do not need here.
         from forgeasync.environments import check_address
 
         others += check_address(config.serving)
@@ -307,14 +306,14 @@ def check(config: RunConfig, *, is_resumed: bool = False) -> ModelFacts:
         raise_if_any(_check_built(config))
         facts = read_model_facts(config.model.path)
     except ConfigError as error:
-        # Other problems of the config are reported along with the missing model.
+        # Report the other problems of the config together with the missing model.
         raise ConfigError([*error.problems, *own, *others]) from None
     raise_if_any([*check_config(config, facts), *others])
     return facts
 
 
 def _check_built(config: RunConfig) -> list[Problem]:
-    """Find a model that is described by the config's ``warmup`` section, and not built yet."""
+    """Return a problem if the model that the config's ``warmup`` section describes is not built yet."""
     if config.warmup is None or Path(config.model.path).exists():
         return []
     make = "make model, or " if config.model.path == MADE_MODEL else ""
@@ -326,12 +325,12 @@ def _check_built(config: RunConfig) -> list[Problem]:
 
 
 def check_plan(config: RunConfig) -> tuple[ModelFacts, str]:
-    """Check what a dry run checks; return the model's facts, and in words which data were looked at.
+    """Run the checks of a dry run; return the model's facts and a message that says which data were read.
 
-    The chat template is checked if the model's folder has its tokenizer.
+    The chat template is checked if the model's folder has a tokenizer.
 
     Raises:
-        ConfigError: lists every problem.
+        ConfigError: lists every problem found.
     """
     problems: list[Problem] = []
     facts, looked_at = None, ""
@@ -354,13 +353,17 @@ def check_plan(config: RunConfig) -> tuple[ModelFacts, str]:
 
 
 def gpu_memory_bytes() -> int | None:
-    """Return the memory of this machine's smallest GPU; None without any."""
+    """Return the memory in bytes of this machine's smallest GPU; None without GPUs."""
     gpus = range(torch.cuda.device_count())
     return min((torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus), default=None)
 
 
 def check_teacher_models(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
-    """Find teachers that cannot read what the policy writes; ``facts`` are the policy's."""
+    """Yield problems of teachers that cannot evaluate the policy's tokens; ``facts`` are the policy's.
+
+    A teacher needs the policy's tokenizer, a long enough context, and a vocabulary of at least ``top_k``. One
+    that takes the policy's weights needs the policy's shape.
+    """
     if not config.teachers:
         return
     own = _vocabulary(model_folder(config.model.path))
@@ -409,10 +412,10 @@ def check_teacher_models(config: RunConfig, facts: ModelFacts) -> Iterator[Probl
 def check_teacher_prompts(
     config: RunConfig, prompts: PromptEncoder, tasks: Sequence[Task]
 ) -> Iterator[Problem]:
-    """Find prompts of teachers that cannot be filled in, or leave no room for a response.
+    """Yield problems of teacher prompts that cannot be filled in or leave no room for a response.
 
-    One problem for each teacher. ``tasks`` are those that train. ``$sibling`` and ``$feedback`` are not known
-    yet.
+    At most one problem for each teacher. ``tasks`` are the training tasks. ``$sibling`` and ``$feedback`` are
+    filled with empty text, because their values are not known yet.
     """
     for name, section in config.teachers.items():
         if section.prompt is None:
@@ -443,7 +446,7 @@ def check_teacher_prompts(
 def probe_teachers(
     config: RunConfig, facts: ModelFacts, prompts: PromptEncoder, tasks: Sequence[Task]
 ) -> Iterator[Problem]:
-    """Ask every teacher behind a server about one prompt: it must answer, and have the policy's tokenizer."""
+    """Send one prompt to every teacher behind a server; yield problems with its answer or tokenizer."""
     for name, section in config.teachers.items():
         if section.endpoint is None:
             continue
@@ -462,8 +465,8 @@ async def _probe(
     prompts: PromptEncoder,
     task: Task,
 ) -> str | None:
-    """Return what is wrong with a teacher behind a server, in words."""
-    # It imports the SDK, which only runs with such a teacher need.
+    """Return a message with the problem of a teacher behind a server, or None."""
+    # Imported here: it imports the SDK, which only runs with such a teacher need.
     from forgeasync.scoring import TeacherClient
 
     ids_S = prompts.encode(task.prompt)

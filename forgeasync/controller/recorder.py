@@ -1,8 +1,7 @@
-"""Measures an optimizer step while it is made, and records it once it is done.
+"""Measures the time of each optimizer step, and records its metrics and rollouts.
 
-``StepTimes`` measures what the training loop spends a step on. ``RunRecorder`` collects what all loops report
-between two steps, and writes one line of metrics.jsonl, a few rollouts and a line on the console for each
-step.
+``StepTimes`` measures how the training loop spends a step. ``RunRecorder`` collects the reports of all loops
+between two steps. For each step it writes a line of metrics.jsonl, a few rollouts and a line on the console.
 """
 
 import time
@@ -56,7 +55,7 @@ class Part(StrEnum):
     PUBLISH = "publish"
     EVALUATE = "evaluate"
     RECORD = "record"
-    """This part and those below come after the step, and are no part of its time."""
+    """First part after the step; this part and the following ones do not count toward the step's time."""
     DISK = "wait for the disk"
     CHECKPOINT = "begin a checkpoint"
 
@@ -66,7 +65,7 @@ _STATES = {
     Part.PUBLISH: State.PUBLISHING,
     Part.EVALUATE: State.EVALUATING,
 }
-"""In all other parts the controller counts as computing."""
+"""Traced state of the controller in each part; in all other parts it counts as computing."""
 
 _FIELDS = {
     Part.WAIT: "wait_for_batch_s",
@@ -79,34 +78,34 @@ _FIELDS = {
     Part.DISK: "wait_for_disk_s",
     Part.CHECKPOINT: "checkpoint_s",
 }
-"""Where ``StepTimes`` counts each part."""
+"""Field of ``StepTimes`` that counts each part."""
 
 
 @dataclass(slots=True, kw_only=True)
 class StepTimes:
-    """Measures the wall time of a step of the training loop by what it was spent on, in seconds."""
+    """Measures the wall time of each part of a training step, in seconds."""
 
     step: int = 0
     step_s: float = 0.0
-    """From the construction of the object to ``end``."""
+    """Time from construction to ``end``."""
     wait_for_batch_s: float = 0.0
     train_s: float = 0.0
     publish_weights_s: float = 0.0
     eval_s: float = 0.0
-    """0 if training did not wait for an evaluation."""
+    """Time that training waited for an evaluation; 0 if it did not wait."""
     controller_s: float = 0.0
-    """What the controller itself does: packing rows, committing."""
+    """Time of the controller's own work: assigning rows, committing."""
     record_s: float = 0.0
-    """After the step: reports of other processes, and the lines that are written."""
+    """Time after the step to gather reports of other processes and write the step's lines."""
     wait_for_disk_s: float = 0.0
-    """After the step: until the ledger and the step's lines were on the disk."""
+    """Time after the step until the ledger and the step's lines were on the disk."""
     checkpoint_s: float = 0.0
-    """After the step: until a checkpoint was begun; 0 if none was."""
+    """Time after the step until a checkpoint was begun; 0 if none was."""
     _start_s: float = field(default_factory=lambda: time.perf_counter(), repr=False, compare=False)
 
     @contextmanager
     def part(self, part: Part) -> Iterator[None]:
-        """Count the time of the block as one part of the step."""
+        """Count the time of the block as ``part``, and trace it."""
         state = _STATES.get(part)
         start_s = time.perf_counter()
         with nullcontext() if state is None else doing(state), span(part, {"step": self.step}):
@@ -114,7 +113,7 @@ class StepTimes:
         self._add(part, time.perf_counter() - start_s)
 
     def move(self, seconds: float, source: Part, target: Part) -> None:
-        """Count some of a part's time as another one's."""
+        """Move ``seconds`` from the time of ``source`` to that of ``target``."""
         self._add(source, -seconds)
         self._add(target, seconds)
 
@@ -122,7 +121,7 @@ class StepTimes:
         setattr(self, _FIELDS[part], getattr(self, _FIELDS[part]) + seconds)
 
     def end(self, *, has_evaluated: bool) -> None:
-        """End the step, but not what comes after it; ``has_evaluated``: training waited for an evaluation."""
+        """Set ``step_s``; set ``eval_s`` to 0 if training did not wait for an evaluation."""
         self.step_s = time.perf_counter() - self._start_s
         if not has_evaluated:
             self.eval_s = 0.0
@@ -133,7 +132,7 @@ class StepTimes:
         return self.wait_for_batch_s / (self.wait_for_batch_s + self.train_s)
 
     def longest(self) -> str:
-        """What the loop spent the longest time on, for the console."""
+        """Return the longest part of the step and its time, for the console."""
         parts = {
             "batch": self.wait_for_batch_s,
             "train": self.train_s,
@@ -146,24 +145,24 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """One step of a run, complete: the recorder asks nobody for more."""
+    """Everything that ``RunRecorder`` records of one step."""
 
     step: int
     batch: Batch
     result: StepResult
     times: StepTimes
-    """What comes after the step is measured while and after it is recorded; it goes into the next line."""
+    """Times of the step; those of the parts after it go into the next step's line."""
     engines: tuple[EngineStats, ...]
-    """Statistics of each generator since it started, by generator."""
+    """Statistics of each generator since its start."""
     buffer: BufferReport
     counters: Mapping[str, float]
-    """Other counts since the run began, and current values, under their names in metrics.jsonl."""
+    """Other counts since the run began, and current values, by metric name."""
     held_out: HeldOutScores | None
-    """The evaluation that ended with or during this step; None: there was none."""
+    """Evaluation that ended with or during this step, if any."""
 
 
 class RunRecorder:
-    """One line of metrics and a few rollouts a step. A context manager: files are complete when it ends."""
+    """Writes metrics and a few rollouts of each step; a context manager that closes the files."""
 
     def __init__(
         self,
@@ -174,7 +173,7 @@ class RunRecorder:
         *,
         prompts: PromptEncoder,
     ) -> None:
-        """With ``resumed`` the clock goes on from there; ``prompts`` has the tokenizer of the responses."""
+        """With ``resumed`` the run's clock continues; ``prompts`` has the tokenizer of the responses."""
         self.console = console
         tensorboard = run_dir.tensorboard if config.logging.tensorboard else None
         first_step = None if resumed is None else resumed.step + 1
@@ -212,11 +211,11 @@ class RunRecorder:
         self._publish_s: list[float] = []
         self._fetches: list[FetchReport] = []
         self._swaps: list[SwapReport] = []
-        # Processes of the other roles are descendants of this one on this host.
+        # On this host, processes of the other roles are descendants; they have their own metrics.
         self._memory = MemoryMonitor(with_descendants=False)
 
     def record_initial(self, held_out: HeldOutScores, eval_s: float, engines: Sequence[EngineStats]) -> None:
-        """Record the evaluation before the first step; the run's clock starts here."""
+        """Record the evaluation before the first step, and start the run's clock."""
         self.console.message(f"step 0: {held_out}")
         self.console.evaluated(eval_s)
         self._warn_of_unscored(held_out)
@@ -226,12 +225,12 @@ class RunRecorder:
 
     @property
     def files(self) -> tuple[JsonLines, ...]:
-        """The files whose lines may wait for a disk."""
+        """Files whose lines may wait for a full disk."""
         tokens = () if self._tokens is None else (self._tokens.lines,)
         return self._metrics.lines, self._rollouts.lines, *tokens
 
     def picks(self, step: int, groups: Sequence[Group]) -> frozenset[RolloutKey] | None:
-        """Which rollouts of a step's batch will be written with their tokens' values; None: none at all."""
+        """Return the rollouts of a batch whose token values will be written; None if the run writes none."""
         if self._tokens is None:
             return None
         picked = ((group, group.rollouts[index]) for group, index in self._rollouts.picks(step, groups))
@@ -242,11 +241,11 @@ class RunRecorder:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds on the run's clock."""
+        """Seconds since the run's clock started, including the time before the run was resumed."""
         return time.perf_counter() - self._start_s
 
     def warn(self, problem: str) -> None:
-        """Name something that was refused on the console; the metrics of its step count it."""
+        """Report a problem on the console as refused."""
         self.console.message(f"refused: {problem}")
 
     def _warn_of_unscored(self, held_out: HeldOutScores) -> None:
@@ -254,32 +253,32 @@ class RunRecorder:
             self.warn(f"{num_unscored} held-out problems were not scored; they count for nothing")
 
     def record_scored(self, scores: Sequence[Score], lengths: Sequence[int]) -> None:
-        """Record a group's scores and its responses' tokens, before any filter; for the next step's line."""
+        """Record a group's scores and response lengths, before any filter, for the next step's line."""
         self._scored.add(scores, lengths)
 
     def record_episodes(self, outcomes: Sequence[EpisodeOutcome]) -> None:
-        """Record all attempts at the episodes of a group; they go into the next step's line."""
+        """Record all attempts at the episodes of a group, for the next step's line."""
         if outcomes:
             assert self._episodes is not None, "only environments have episodes"
             self._episodes.add(outcomes)
 
     def keep_records(self, group_id: int, outcomes: Sequence[EpisodeOutcome]) -> None:
-        """Hold the whole episodes of a group until it trains or is forgotten."""
+        """Keep the full episodes of a group until it is trained on or forgotten."""
         if outcomes:
             assert self._records is not None, "only environments have episodes"
             self._records.add(group_id, outcomes)
 
     def forget_records(self, group_ids: Iterable[int]) -> None:
-        """Forget the episodes of groups that will not train, with the files that they have kept."""
+        """Discard the episodes of groups that will not be trained on, with the files that they kept."""
         if self._records is not None:
             self._records.forget(group_ids)
 
     def record_publish(self, publish_s: float) -> None:
-        """Record how long a version took to publish, most of it beside training; for the next step's line."""
+        """Record the time to publish a version, mostly concurrent with training, for the next step's line."""
         self._publish_s.append(publish_s)
 
     def record_fetch(self, fetched: FetchReport) -> None:
-        """Record a generator's fetch of a version; it goes into the next step's line."""
+        """Record a generator's fetch of a version, for the next step's line."""
         self._fetches.append(fetched)
         if not fetched.is_complete:
             self.console.message(
@@ -288,11 +287,11 @@ class RunRecorder:
             )
 
     def record_swap(self, swap: SwapReport) -> None:
-        """Record a generator's change of weights; it goes into the next step's line."""
+        """Record a generator's swap to a new version, for the next step's line."""
         self._swaps.append(swap)
 
     def record(self, record: StepRecord) -> None:
-        """Record one optimizer step."""
+        """Write the metrics, rollouts and console line of a step."""
         batch, result, times = record.batch, record.result, record.times
         if record.held_out is not None:
             self._warn_of_unscored(record.held_out)
@@ -366,11 +365,11 @@ class RunRecorder:
         self._swaps.clear()
 
     def verdict(self) -> list[str]:
-        """What bounded the run, in lines for people."""
+        """Return what bounded the run's speed, as lines of text."""
         return verdict_lines(self._window.measured())
 
     def _memory_metrics(self, record: StepRecord) -> dict[str, float]:
-        """The peak of the largest process of each role; the scorer's is among the counters."""
+        """Return the peak memory of the largest process of each role; the scorer's is among the counters."""
         peaks = {
             "controller": self._memory.peak(),
             "trainer": record.result.memory,
@@ -384,7 +383,7 @@ class RunRecorder:
         }
 
     def _weight_metrics(self) -> dict[str, float]:
-        """Return metrics of the versions that were published and fetched since the last step."""
+        """Return metrics of versions published, fetched and swapped since the last step."""
         return {
             "generator/max_pause_s": max((swap.pause_s for swap in self._swaps), default=0.0),
             "generator/max_swap_wait_s": max((swap.waited_s for swap in self._swaps), default=0.0),

@@ -1,15 +1,15 @@
-"""Goes on with a run that has ended, in whatever way.
+"""Resumes a run that has ended or died.
 
-    take_over              claims its folder, and ends what it has left on this machine
-    resume_or_begin_anew   whether there is a checkpoint to go on from
-    find_checkpoint        the checkpoint that --resume names, checked against the config
-    find_groups            finished groups that need not be sampled again
-    open_files             reopens its files, as they were at the checkpoint
+    take_over              claims the run's folder, and ends the run's leftover processes on this machine
+    resume_or_begin_anew   decides whether there is a checkpoint to resume from
+    find_checkpoint        returns the checkpoint that --resume names, checked against the config
+    find_groups            returns finished groups that need not be sampled again
+    open_files             reopens the run's files, rewound to the checkpoint
 
-Almost all of a run ends by itself when its controller is killed. What does not is found by the run's mark, or
-because the run has listed it (``procs.json``). A process that only has the same id is left alone.
+When a controller is killed, almost all of its processes end by themselves. The rest are found by the run's
+mark or in its list (``procs.json``). A different process that got a listed id is left alone.
 
-The supervisor imports this module, so it imports no torch.
+This module must not import torch, because the supervisor imports it.
 """
 
 import json
@@ -77,17 +77,17 @@ from forgeasync.rollouts import (
 from forgeasync.schema import ConfigError, Problem, raise_if_any
 
 LINGER_S = 5.0
-"""Time for what a run that ends has started to end by itself, before it is killed."""
+"""Seconds that processes of a run that ends have to end by themselves before they are killed."""
 
 
 def take_over(config: RunConfig) -> list[str]:
-    """Claim the folder that a config names, if a run was there before, and end what that has left.
+    """Claim ``run_dir`` if it has an earlier run, and clean up that run's processes and shared memory.
 
-    Returns what was done, in words.
+    Returns messages that say what was done.
 
     Raises:
-        ConfigError: a run goes on in the folder.
-        NotEnded: something of the run before does not end.
+        ConfigError: a run is in progress in the folder.
+        NotEnded: a process of the earlier run does not end.
     """
     if config.run_dir is None:
         return []
@@ -105,9 +105,9 @@ def take_over(config: RunConfig) -> list[str]:
 
 
 def end_leftovers(run_dir: RunDir, before: Holder) -> list[str]:
-    """Kill what a controller that is gone has left, and remove its files in shared memory.
+    """Kill the processes of a dead controller's run, and remove the run's files in shared memory.
 
-    Returns what was done, in words.
+    Returns messages that say what was done.
 
     Raises:
         NotEnded: a process does not end.
@@ -127,7 +127,9 @@ def end_leftovers(run_dir: RunDir, before: Holder) -> list[str]:
 
 
 def end_own_run() -> None:
-    """End the processes that runs of this process have left, and remove their files; this process ends now.
+    """End the remaining processes of this process's own runs, and remove their files in shared memory.
+
+    Call it just before this process ends.
 
     Raises:
         NotEnded: a process does not end.
@@ -138,8 +140,8 @@ def end_own_run() -> None:
 
 
 def _started(mark: str) -> list[psutil.Process]:
-    """Return the processes of a run but Python's own, which cleans up after this one and ends after it."""
-    # Not public.
+    """Return the run's processes except this one and Python's resource tracker, which outlives this one."""
+    # The tracker's process id has no public API.
     tracker: int | None = resource_tracker._resource_tracker._pid  # type: ignore[attr-defined]
     return [one for one in marked_processes(mark, RUN_MARK) if one.pid not in (os.getpid(), tracker)]
 
@@ -147,34 +149,35 @@ def _started(mark: str) -> list[psutil.Process]:
 LATEST = "latest"
 
 MAX_CHANGES_SHOWN = 12
+"""Maximum number of changed config keys in a message about a resumed run."""
 MAX_VALUE_CHARACTERS = 60
-"""A message names so many changed keys of a resumed run's config at most, and so much of each value."""
+"""Maximum length of each value in that message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundGroups:
-    """Finished groups that are trained on without being sampled again."""
+    """Finished groups on the disk that a resumed run trains on without sampling them again."""
 
     groups: tuple[SpilledGroup, ...] = ()
-    """In the data's order."""
+    """Groups to restore, in the data's order."""
     batches: tuple[tuple[int, ...], ...] = ()
-    """Prompts of the next steps, which are made again with these groups."""
+    """Prompts of each of the next steps that are repeated with these groups."""
     left_out: Mapping[SkipReason, int] = field(default_factory=dict)
     why: str = ""
-    """More about a reason that holds for all groups that were left out."""
+    """Details of a reason that applies to all groups left out."""
 
     @property
     def num_left_out(self) -> int:
-        """Groups that are sampled again although they were finished."""
+        """Number of finished groups that are sampled again."""
         return sum(num for reason, num in self.left_out.items() if reason is not SkipReason.ENDED)
 
     @property
     def num_prompts(self) -> int:
-        """Prompts in the data's order up to the last one that has a group here."""
+        """Number of prompts in the data's order up to the last one with a group here."""
         return max((attempt_and_prompt(one.group.draw_id)[1] + 1 for one in self.groups), default=0)
 
     def messages(self, step: int) -> Iterator[str]:
-        """Say what was found by a run that goes on after ``step``."""
+        """Yield messages about the groups found by a run that resumes after ``step``."""
         if self.groups:
             again = f"; steps {step + 1} to {step + len(self.batches)} are made again" if self.batches else ""
             yield f"{len(self.groups)} finished groups come back from the disk{again}"
@@ -189,7 +192,7 @@ class FoundGroups:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumed:
-    """The checkpoint that a run goes on from."""
+    """The checkpoint that a run resumes from, and the finished groups found with it."""
 
     folder: Path
     state: RunState
@@ -205,13 +208,13 @@ class Resumed:
 
     @property
     def num_next_prompts(self) -> int:
-        """Prompts to submit before all groups that were found can be restored."""
+        """Number of prompts to submit before all groups found can be restored."""
         return max(0, self.found.num_prompts - self.state.buffer.num_submitted)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFiles:
-    """The files that a run writes; ``messages`` say what was done to files of an earlier run."""
+    """Folders of a run; ``messages`` say what was done to the files of an earlier run."""
 
     run_dir: RunDir
     checkpoints: Path
@@ -219,19 +222,19 @@ class RunFiles:
 
 
 def planned_folder(config: RunConfig) -> Path:
-    """Return the folder for checkpoints, or a folder above it if the run's folder has no name yet."""
+    """Return the folder for checkpoints, or a folder above it if ``run_dir`` is not set yet."""
     if config.checkpoint.folder is not None:
         return Path(config.checkpoint.folder)
     return planned_export(config)
 
 
 def planned_export(config: RunConfig) -> Path:
-    """Return the folder for the trained model, or a folder above it."""
+    """Return the folder for the trained model, or a folder above it if ``run_dir`` is not set yet."""
     return RUNS_FOLDER if config.run_dir is None else RunDir(path=Path(config.run_dir)).checkpoints
 
 
 def check_checkpoint_folder(config: RunConfig, *, is_resumed: bool) -> Iterator[Problem]:
-    """Find whether checkpoints cannot be written, or belong to another run, which a new one would remove."""
+    """Yield a problem if checkpoints cannot be written, or if a new run would remove those of another run."""
     folder = config.checkpoint.folder
     problems = [] if folder is None else list(check_folder("checkpoint.folder", Path(folder)))
     yield from problems
@@ -244,20 +247,20 @@ def check_checkpoint_folder(config: RunConfig, *, is_resumed: bool) -> Iterator[
 
 
 def begin_anew(run_dir: RunDir) -> list[str]:
-    """Move aside what a run without a checkpoint has left in its folder, whose lock the caller has.
+    """Move aside the files of a run without a checkpoint; the caller must hold the folder's lock.
 
-    Returns what was done, in words.
+    Returns messages that say what was done.
     """
     left = run_dir.put_all_aside()
     return [f"there is no checkpoint yet: the run begins anew; moved to {', '.join(left)}"] if left else []
 
 
 def resume_or_begin_anew(config: RunConfig, choice: str | None) -> tuple[str | None, list[str]]:
-    """Return what to resume from, and in words what was done; None: the run begins anew.
+    """Return what to resume from (None: start from the beginning), and messages that say what was done.
 
-    ``latest`` of a run that has died before its first checkpoint begins anew. ``take_over`` has claimed the
-    run's folder before. A run that has exported its model is left as it is, and so is one whose checkpoints
-    are in another folder than the config names.
+    With ``latest``, a run that died before its first checkpoint starts from the beginning, unless it exported
+    its model or wrote its checkpoints to a folder other than the config's. Call ``take_over`` first, which
+    claims the run's folder.
     """
     if choice != LATEST or config.run_dir is None or list_checkpoints(planned_folder(config)):
         return choice, []
@@ -270,10 +273,10 @@ def resume_or_begin_anew(config: RunConfig, choice: str | None) -> tuple[str | N
 
 
 def message_if_done(config: RunConfig, choice: str | None) -> str | None:
-    """Return what to say where ``--resume`` names a run that has made all of its steps; None: it goes on.
+    """Return a message if ``--resume`` names a run that is done; None if there is something left to do.
 
-    A run that was killed between its last step and its end has not ended. The folder of a checkpoint before
-    the last step goes back to that step.
+    A run that was killed between its last step and its end is not done. Naming a checkpoint before the last
+    step goes back to that step.
     """
     if choice is None or config.run_dir is None:
         return None
@@ -289,7 +292,7 @@ def message_if_done(config: RunConfig, choice: str | None) -> str | None:
 
 
 def newest_step(metrics: Path) -> int:
-    """Return the step of the last whole line of metrics.jsonl; 0 if there is none."""
+    """Return the step in the last complete line of metrics.jsonl; 0 if there is none."""
     if not metrics.exists():
         return 0
     lines = whole_lines(metrics)
@@ -297,7 +300,7 @@ def newest_step(metrics: Path) -> int:
 
 
 def has_ended(run_dir: RunDir) -> bool:
-    """Whether a run has exported its model and its ledger has its end."""
+    """Return whether a run has exported its model and its ledger ends with the event ``ended``."""
     if not (run_dir.checkpoints / FINAL).is_dir() or not run_dir.ledger.exists():
         return False
     with run_dir.ledger.open("rb") as file:
@@ -306,16 +309,16 @@ def has_ended(run_dir: RunDir) -> bool:
 
 
 def _checkpoint_folder_before(run_dir: RunDir) -> str | None:
-    """Return the folder for checkpoints in the config of the run before; None: that of the run."""
+    """Return ``checkpoint.folder`` of the earlier run's config; None means a folder inside ``run_dir``."""
     folder: str | None = yaml.safe_load(run_dir.config.read_text(encoding="utf-8"))["checkpoint"]["folder"]
     return folder
 
 
 def find_checkpoint(config: RunConfig, facts: ModelFacts, choice: str) -> Resumed:
-    """Return the checkpoint that ``--resume`` names, checked against the run.
+    """Return the checkpoint that ``choice``, the value of ``--resume``, names, checked against the config.
 
     Raises:
-        ConfigError: there is none, or the run cannot go on from it.
+        ConfigError: there is no such checkpoint, or the run cannot resume from it.
     """
     if config.run_dir is None:
         remedy = "must name the run to go on with, as --resume is given"
@@ -343,10 +346,10 @@ def find_checkpoint(config: RunConfig, facts: ModelFacts, choice: str) -> Resume
 
 
 def open_files(config: RunConfig, resumed: Resumed | None) -> RunFiles:
-    """Make or reopen the run's folder; remove checkpoints that were never finished.
+    """Create or reopen the run's folder, and remove unfinished checkpoints.
 
     Raises:
-        ConfigError: another run has begun in the folder meanwhile.
+        ConfigError: another run has started in the folder meanwhile.
     """
     messages: list[str] = []
     if resumed is None:
@@ -368,7 +371,7 @@ def open_files(config: RunConfig, resumed: Resumed | None) -> RunFiles:
 
 
 def _rewind(config: RunConfig, run_dir: RunDir, resumed: Resumed) -> Iterator[str]:
-    """Make the files those of a run that has just made the checkpoint's step; yields what was done."""
+    """Rewind the run's files to their state after the checkpoint's step; yield messages about each change."""
     step = resumed.state.step
     yield f"resuming after step {step} from {resumed.folder}"
     if not run_dir.ledger.exists():
@@ -377,7 +380,7 @@ def _rewind(config: RunConfig, run_dir: RunDir, resumed: Resumed) -> Iterator[st
         yield f"{num_torn_bytes} bytes of an unfinished last line of {run_dir.ledger.name} removed"
     yield from resumed.found.messages(step)
     remove_others(run_dir.payloads, resumed.found.groups)
-    # Runs that write no rollouts have no values of tokens either.
+    # Runs that write no rollouts have no file of token values either.
     tokens = (run_dir.tokens,) if run_dir.tokens.exists() else ()
     for file in (run_dir.metrics, run_dir.rollouts, *tokens):
         cut = cut_after(file, step)
@@ -399,7 +402,7 @@ def _rewind(config: RunConfig, run_dir: RunDir, resumed: Resumed) -> Iterator[st
 
 
 def _changes(before: str, config: RunConfig) -> str:
-    """Name the keys that differ from a run's earlier config.yaml, with both values."""
+    """Return the keys that differ from the run's earlier config.yaml, with both values, as text."""
     try:
         saved = OmegaConf.to_container(OmegaConf.create(before), resolve=True)
     except (yaml.YAMLError, OmegaConfBaseException) as error:
@@ -434,15 +437,15 @@ DECIDES = (
     "episodes",
     "agents",
 )
-"""Sections that a group, its score, its age or the weights of the lost steps follow from."""
+"""Sections that determine a group, its score, its age or the weights of the lost steps."""
 
 _IRRELEVANT = frozenset({"buffer.keep_groups", "buffer.heartbeat_s"})
 
 
 def find_groups(folder: Path, state: RunState, config: RunConfig, lost: LostSteps | None) -> FoundGroups:
-    """Read the groups in ``folder``, and choose those that the run goes on with; removes nothing.
+    """Read the groups in ``folder`` and choose those that the run resumes with; remove nothing.
 
-    ``lost`` is what the ledger says, None if there is none.
+    ``lost`` are the ledger's events after the checkpoint; None if there is no ledger.
     """
     files = sorted(folder.glob(f"*{SUFFIX}"))
     if not files:
@@ -478,7 +481,7 @@ def find_groups(folder: Path, state: RunState, config: RunConfig, lost: LostStep
 
 
 def remove_others(folder: Path, groups: Sequence[SpilledGroup]) -> None:
-    """Remove all files of groups but those of ``groups``."""
+    """Remove all files of groups except those of ``groups``."""
     wanted = {file_name(one.group.draw_id) for one in groups}
     for file in (*folder.glob(f"*{SUFFIX}"), *folder.glob(f".*{PARTIAL_SUFFIX}")):
         if file.name not in wanted:

@@ -1,6 +1,6 @@
-"""A run from its first process to its last: what starts before the loops, what they share, what ends after.
+"""Runs training: starts all processes, runs the loops, exports the model, and ends all processes.
 
-An app derives its loops from ``RunLoops``, as apps/grpo.py does, and hands the class to ``start_run``.
+An app subclasses ``RunLoops``, as apps/grpo.py does, and passes the class to ``start_run``.
 """
 
 import asyncio
@@ -48,19 +48,19 @@ T = TypeVar("T")
 
 
 class RunLoops(ABC):
-    """The loops of a run, and what they share.
+    """Base class of a run's loops, with the objects that they share.
 
-    trainer, generators, scorer, groups, buffer    the roles, which are other processes
-    lifecycle      what becomes of a group, in the buffer, the payload store and the files of the run
-    filtering      the filters of ``algorithm``
-    payloads       the memory that groups reserve before they start
-    serving        new weights on their way to the generators
-    evaluations    when held-out problems are evaluated, and whether training waits for it
-    checkpoints    written beside training
-    recorder       metrics, rollouts and the console
-    sampled        groups on their way from the collecting loop to the scoring loop
-    storage        disks that refuse files which training waits for
-    stalls         tells of a run that stands still
+    trainer, generators, scorer, groups, buffer    the roles, in other processes
+    lifecycle      applies each outcome of a group to the buffer, the payload store and the run's files
+    filtering      filters of ``algorithm``
+    payloads       budget of the memory that groups reserve before they start
+    serving        serves new weights to the generators
+    evaluations    decides when to evaluate held-out problems, and whether training waits
+    checkpoints    writes checkpoints while training continues
+    recorder       writes metrics, rollouts and the console
+    sampled        queue of groups from the collecting loop to the scoring loop
+    storage        outages of disks with files that training waits for
+    stalls         reports a run that makes no progress
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class RunLoops(ABC):
         recorder: RunRecorder,
         files: RunFiles,
     ) -> None:
-        """``files`` says where checkpoints and finished groups are written to."""
+        """``files`` has the folders of checkpoints and of finished groups."""
         self.config = config
         self.prepared = prepared
         self.trainer = roles.trainer
@@ -94,7 +94,7 @@ class RunLoops(ABC):
         )
         resumed = prepared.resumed
         self.version = self.first_version = 0 if resumed is None else resumed.state.step
-        """Optimizer steps that the policy has seen; ``first_version`` is what the run begins with."""
+        """Current policy version; ``first_version`` is the one that the run starts with."""
         self.bad_steps = BadStepMonitor(config.trainer.bad_steps.max_in_a_row)
         position = 0 if resumed is None else resumed.state.buffer.num_submitted
         weights = {source.name: source.weight for source in named_sources(config.data)}
@@ -124,21 +124,21 @@ class RunLoops(ABC):
             prepared, self.groups, recorder.console, until_served=self.serving.until_served
         )
         self.sampled: asyncio.Queue[Group] = asyncio.Queue()
-        """From the collecting loop to the scoring loop. The buffer bounds them: it bounds what is started."""
+        """Groups to score. The buffer limits groups in flight, so this queue needs no bound."""
         self._trained: asyncio.Queue[tuple[int, Sequence[Group]]] = asyncio.Queue()
-        """Steps whose arrays the trainer may still have to read again."""
+        """Steps with the groups whose arrays a restarted trainer may read again."""
 
     @abstractmethod
     async def run(self, manager: ProcessManager, control: ControlServer | None = None) -> None:
-        """Train for ``max_steps`` steps; the first failure of any loop or process ends the run."""
+        """Train for ``max_steps`` steps. The first failure of any loop or process ends the run."""
 
     def helper_loops(
         self, manager: ProcessManager, control: ControlServer | None
     ) -> list[Coroutine[None, None, None]]:
-        """Return the loops beside collecting, scoring and training; all run until the run ends.
+        """Return the loops other than collecting, scoring and training; all run until the run ends.
 
-        They serve weights, evaluate, keep finished groups on the disk, free what was trained on, answer
-        requests, and watch processes, trainer and progress.
+        They serve weights, evaluate, keep finished groups on the disk, free trained groups, answer control
+        requests, and monitor the processes, the trainer and the run's progress.
         """
         return [
             *(manager.watch(), self.stalls.loop(manager), self.trainer.watch()),
@@ -148,13 +148,13 @@ class RunLoops(ABC):
         ]
 
     async def submit(self, num_prompts: int) -> None:
-        """Give the buffer the next prompts of the data's order."""
+        """Submit the next prompts, in the data's order, to the buffer."""
         await self.buffer.submit.call_one([self._order.next() for _ in range(num_prompts)])
 
     async def evaluate_first(self) -> None:
-        """Evaluate the model that the run begins with, and record it.
+        """Evaluate and record the initial model.
 
-        A run that goes on serves the weights of its checkpoint instead: that model was evaluated before.
+        A resumed run instead serves the weights of its checkpoint, and begins the evaluation that was due.
         """
         if self.first_version:
             await self.serving.publish()
@@ -168,10 +168,9 @@ class RunLoops(ABC):
         self.recorder.record_initial(held_out, eval_s, await self.generators.stats())
 
     def pack(self, batch: Batch, *, step: int) -> Minibatches:
-        """Pack a batch into rows of at most ``trainer.tokens_per_row`` tokens.
+        """Pack a batch into rows of at most ``trainer.tokens_per_row`` tokens, with each token's advantage.
 
-        Every token gets its advantage from ``algorithm.advantage`` here. Returns items by minibatch, data
-        rank, microbatch and row.
+        Returns the items of each minibatch, data rank, microbatch and row.
         """
         trainer = self.config.trainer
         recorded = self.recorder.picks(step, batch.groups)
@@ -182,7 +181,7 @@ class RunLoops(ABC):
         ]
 
     def free_later(self, step: int, batch: Batch) -> None:
-        """Free the arrays of a batch once no restart of the trainer can ask for them."""
+        """Free the arrays of a batch once no restarted trainer can need them."""
         self._trained.put_nowait((step, batch.groups))
 
     async def _free_trained(self) -> None:
@@ -192,11 +191,11 @@ class RunLoops(ABC):
             await self.lifecycle.free(groups)
 
     async def with_ledger(self, call: Awaitable[T]) -> T:
-        """Wait for a call of the buffer that waits for the ledger's disk; report a disk that refuses."""
+        """Await a buffer call that waits for the ledger's disk; report the disk if it refuses writes."""
         return await self.storage.while_waiting(call, lambda: self.buffer.refusal.call_one())
 
     def counters(self) -> dict[str, float]:
-        """Return what was counted so far, by metric name."""
+        """Return the counts of all parts of the run, by metric name."""
         return {
             **self.filtering.metrics(),
             **self.scorer.metrics(),
@@ -214,20 +213,20 @@ class RunLoops(ABC):
 
 
 def start_run(config: RunConfig, resume: str | None, loops: type[RunLoops]) -> None:
-    """Make a run, or go on with the one that ``resume`` names; one that is done stays as it is.
+    """Start a run, or resume the one that ``resume`` names; do nothing if that run is done.
 
     Raises:
         ConfigError: lists every problem, before any process starts.
-        Exception: what has ended the run before its last step.
+        Exception: the error that ended the run before its last step.
     """
     if (prepared := take_up(config, resume)) is not None:
         run_main(_train(prepared.config, prepared, loops))
 
 
 async def _train(config: RunConfig, prepared: Prepared, loops: type[RunLoops]) -> None:
-    """Start every process, run the loops, export the trained model, end every process.
+    """Start all processes, run the loops, export the trained model, and end all processes.
 
-    The newest weights of a run that fails are saved before its processes end.
+    If the run fails, its newest weights are saved before its processes end.
     """
     files = open_files(config, prepared.resumed)
     run_dir = files.run_dir

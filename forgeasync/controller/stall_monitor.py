@@ -1,8 +1,8 @@
-"""Looks at a run once a second: shows what lives, and reports a run that stands still.
+"""Checks a run once a second: updates the console, and reports a run that makes no progress.
 
-If processes answer and nothing moves, the report says what each loop waits for and what each process does. It
-ends nothing: deadlines of calls (``timeouts``) end what takes too long, and the report says before where a
-run hangs.
+If no process has failed and nothing moves, the report says what each loop waits for and what each process
+executes. The monitor does not end the run; the deadlines of calls (``timeouts``) do. Its report comes before
+them and says where the run hangs.
 """
 
 import asyncio
@@ -27,26 +27,26 @@ from forgeasync.runtime import (
 )
 
 LOOK_S = 1.0
-"""Seconds between two looks."""
+"""Seconds between two checks."""
 
 STOOD_STILL_S = 5.0
-"""A look that comes later than this shows that the controller itself stood still."""
+"""Seconds between two checks above which the controller itself was suspended, and the check is skipped."""
 
 SCORE_COUNTS = ("score/num_queued", "score/num_in_flight", "score/num_early", "scoring/num_failed_attempts")
-"""One of these changes whenever a response is queued for a scorer, or scored."""
+"""Counts of which at least one changes whenever a response is queued for a scorer or scored."""
 
 MAX_PROCS = 32
-"""Most processes whose stacks are reported."""
+"""Maximum number of processes whose stacks are reported."""
 
 
 class StallMonitor:
-    """Looks at the progress of one run."""
+    """Monitors the progress of one run."""
 
     def __init__(
         self, config: RunConfig, roles: Roles, version: Callable[[], int], console: StepConsole
     ) -> None:
-        """``version`` is the number of optimizer steps."""
-        # A run that people bring tasks to waits for them as long as they take.
+        """``version`` returns the current policy version."""
+        # A run that serves users may wait for their tasks indefinitely.
         self._is_watched = not is_served(config)
         self._roles = roles
         self._version = version
@@ -55,11 +55,11 @@ class StallMonitor:
         self._policy = StallPolicy()
 
     def metrics(self) -> dict[str, float]:
-        """Return counts since the command started, under their names in metrics.jsonl."""
+        """Return counts since the command started, by metric name."""
         return {"stall/num_found": self._policy.num_found}
 
     async def loop(self, procs: ProcessManager) -> None:
-        """Look at the run until cancelled."""
+        """Check the run until cancelled."""
         looked_s = time.monotonic()
         while True:
             await asyncio.sleep(LOOK_S)
@@ -75,13 +75,13 @@ class StallMonitor:
             match self._policy.look(passed_s, self._marks(procs)):
                 case Stall() as stall:
                     await self._tell_stall(stall, procs)
-                    # Reading stacks takes a while: that was no time in which the controller stood still.
+                    # Reading stacks takes time, which must not count as a suspended controller.
                     looked_s = time.monotonic()
                 case Resumed(quiet_s=quiet_s):
                     self._tell(f"stall: it is over after {quiet_s:.0f} s")
 
     def _marks(self, procs: ProcessManager) -> Mapping[Progress, Hashable]:
-        """Return what changes whenever there is progress."""
+        """Return a value for each kind of progress, which changes whenever there is such progress."""
         counts = self._roles.scorer.metrics()
         scores: list[Hashable] = [counts[key] for key in SCORE_COUNTS]
         if isinstance(self._roles.groups, GroupEpisodes):
@@ -119,7 +119,7 @@ class StallMonitor:
 
 
 def _hosts(procs: ProcessManager, entries: Sequence[ProcessEntry]) -> dict[str, Host]:
-    """Return the hosts of generators and trainer ranks by name; all else is on the controller's own."""
+    """Return the hosts of generators and trainer ranks by id; all other processes are on the controller's."""
     num_ranks = sum(one.role == HostRole.TRAINER for one in entries)
     hosts = [*procs.hosts.hosts_for(HostRole.TRAINER, num_ranks)] if num_ranks else []
     hosts += [] if procs.generators is None else procs.generators.hosts

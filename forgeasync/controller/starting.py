@@ -1,8 +1,8 @@
-"""Starts the processes of a config, and connects them.
+"""Starts the processes of a config and connects them.
 
 start_roles       for a run: trainer, generators, scorer, buffer, environment and teachers
-Fleet             the same without a buffer, for a loop of your own
-start_sampling    for an evaluation outside of a run: what samples and scores
+Fleet             for a training loop of your own: the same roles without a buffer
+start_sampling    for an evaluation without a run: the processes that sample and score
 """
 
 import asyncio
@@ -84,7 +84,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roles:
-    """The roles of a run, each with the object that fills it."""
+    """The roles of a run, which are other processes, and the run's log of faults."""
 
     trainer: TrainerRecovery
     generators: GeneratorRouter
@@ -93,11 +93,10 @@ class Roles:
     groups: GroupSampler
     teaching: Teaching
     faults: FaultLog
-    """What has failed so far, and what came back."""
 
 
 def open_process_manager(config: RunConfig, run_dir: RunDir, console: StepConsole) -> ProcessManager:
-    """Return what will hold all processes of a run; none is started yet."""
+    """Return the manager of a run's processes, without starting any."""
     logs = run_dir.logs.resolve()
     return ProcessManager(
         logs,
@@ -110,9 +109,9 @@ def open_process_manager(config: RunConfig, run_dir: RunDir, console: StepConsol
 async def start_roles(
     config: RunConfig, prepared: Prepared, manager: ProcessManager, console: StepConsole, run_dir: RunDir
 ) -> Roles:
-    """Start and set up the processes of all roles, side by side, and connect them.
+    """Start the processes of all roles concurrently, and connect them.
 
-    ``run_dir`` has the folder for files that episodes keep, the ledger, and where people are served.
+    ``run_dir`` has the paths of the ledger, of files that episodes keep, and of the serving address.
     """
     resumed = prepared.resumed
     setup = dataclasses.replace(
@@ -192,14 +191,14 @@ async def start_roles(
 
 
 def _tell_ready(console: StepConsole, name: str, starting: asyncio.Task[object]) -> None:
-    """Say that a role is ready, unless its start has failed, which is reported elsewhere."""
+    """Show that a role is ready, unless its start failed, which is reported elsewhere."""
     if not starting.cancelled() and starting.exception() is None:
         console.message(f"{name} ready")
         console.part_done()
 
 
 def trainer_setup(prepared: Prepared, loss: Loss) -> TrainerSetup:
-    """Return everything that the trainer of a new run is started with."""
+    """Return the setup of a new run's trainer."""
     config = prepared.config
     return TrainerSetup(
         section=config.trainer,
@@ -220,7 +219,7 @@ async def connect_groups(
     generators: GeneratorRouter,
     scorer: GroupScoring,
 ) -> GroupSampler:
-    """Build what samples the run's groups: its environment, or the generators alone."""
+    """Return the sampler of the run's groups: episodes of its environment, or responses of the generators."""
     if environment is not None:
         await environment.connect(generators.known)
         generators.pool.follow(environment.generators_changed)
@@ -239,7 +238,7 @@ def _episodes(
 ) -> GroupEpisodes:
     return GroupEpisodes(
         environment,
-        # NoTrajectories has what is asked of a router if nothing trains.
+        # NoTrajectories has the methods of a router that are called when nothing is trained.
         generators,  # type: ignore[arg-type]
         roles=agent_roles(config.agents),
         group_size=config.algorithm.group_size,
@@ -254,10 +253,10 @@ def _episodes(
 async def start_sampling(
     prepared: PreparedEvaluation, manager: ProcessManager, console: StepConsole, *, artifacts: Path
 ) -> AsyncIterator[GroupSampler]:
-    """Start what samples and scores the problems of an evaluation outside of a run.
+    """Start the processes that sample and score an evaluation without a run.
 
-    That is generators for a model in a folder, workers for an environment, and a scorer. Episodes keep files
-    in ``artifacts``.
+    These are generators for a model in a folder, workers for an environment, and a scorer. ``artifacts`` is
+    the folder for files that episodes keep.
     """
     config, model = prepared.config, prepared.model
     console.phase("starting")
@@ -289,11 +288,11 @@ async def start_sampling(
 
 
 class Fleet:
-    """The processes of a config, started and connected, for a loop of your own.
+    """The processes of a config, started and connected, for a training loop of your own.
 
-    Nothing runs by itself: your loop samples, trains and publishes in its own order. Generators serve the
-    weights that were published last. Teachers, if the config has some, look at every group that is sampled.
-    To train and sample concurrently, with a replay buffer between the two, see apps/grpo.py.
+    Nothing runs by itself: your loop samples, trains and publishes in its own order. Generators sample with
+    the last published weights. Teachers, if the config has any, evaluate every sampled group. To train and
+    sample concurrently, with a replay buffer in between, see apps/grpo.py.
 
         async with Fleet.start(config) as fleet:
             groups = await fleet.sample(fleet.next_tasks(24))
@@ -318,7 +317,7 @@ class Fleet:
         self.generators = generators
         self.scorer = scorer
         self.problems: list[str] = []
-        """Reasons why groups were not sampled, not scored or not seen by their teacher, one for each."""
+        """Reason of each group that could not be sampled, scored or evaluated by its teacher."""
         self._prepared = prepared
         self._groups = groups
         self._teaching = teaching
@@ -331,13 +330,13 @@ class Fleet:
     @classmethod
     @asynccontextmanager
     async def start(cls, config: RunConfig, *, loss: Loss | None = None) -> AsyncIterator["Fleet"]:
-        """Check the config, start its processes, and end them when the body ends.
+        """Check the config, start its processes, and end them when the ``async with`` block ends.
 
-        ``loss`` replaces that of ``config.algorithm``. Logs of the processes are in the run's folder.
+        ``loss`` replaces the loss of ``config.algorithm``. Logs of the processes are in the run's folder.
 
         Raises:
             ConfigError: lists every problem, before any process starts.
-            ActorDied: a process has died; within an exception group where the body was running.
+            ActorDied: a process has died; inside an exception group if that happens during the block.
         """
         raise_if_any(_unused(config))
         if loss is not None:
@@ -388,15 +387,15 @@ class Fleet:
             await procs.close()
 
     def next_tasks(self, num_tasks: int) -> list[Task]:
-        """Return the next training problems in the data's order; every pass is reshuffled."""
+        """Return the next training tasks in the data's order, which is reshuffled for every pass."""
         return [self._order.next() for _ in range(num_tasks)]
 
     async def sample(self, tasks: Iterable[Task]) -> list[Group]:
         """Sample and score a group of ``algorithm.group_size`` rollouts for each task, concurrently.
 
-        Teachers then look at them. Groups that could not be sampled, scored or looked at are left out;
-        ``problems`` says why. The arrays of the others stay in the payload store (``payload.capacity_gib``)
-        until ``free``.
+        Teachers, if any, then evaluate the groups. Groups for which a stage failed are left out, and their
+        reasons are appended to ``problems``. The arrays of the others stay in the payload store
+        (``payload.capacity_gib``) until you call ``free``.
         """
         groups = await asyncio.gather(*(self._sample(task) for task in tasks))
         return [group for group in groups if group is not None]
@@ -426,7 +425,7 @@ class Fleet:
             taught = await self._teaching.teach(group_id, task, answer.rollouts, scores)
             if not isinstance(taught, TeacherFailure):
                 if taught is not answer.rollouts:
-                    # A teacher writes the group once more.
+                    # The teacher wrote the group to a new payload file.
                     await self.generators.free_payloads(answer.rollouts)
                 return dataclasses.replace(group, rollouts=taught, steps=steps_of(scores))
             problem = taught.problem
@@ -441,18 +440,18 @@ class Fleet:
         return await self.scorer.score_group(group_id, task, responses)
 
     def items(self, groups: Sequence[Group]) -> list[TrainingItem]:
-        """Turn groups into training items, with the advantages of ``algorithm.advantage``."""
+        """Return training items for groups, with the advantages of ``algorithm.advantage``."""
         return training_items(groups, [1.0] * len(groups), self.config.algorithm)
 
     def imitate(self, rollouts: Iterable[StoredRollout]) -> list[TrainingItem]:
-        """Return training items for rollouts to be made more likely, each with advantage 1."""
+        """Return training items that make rollouts more likely: each token has advantage 1."""
         return [item for rollout in rollouts for item in items_of(rollout, whole_response(1.0), weight=1.0)]
 
     async def train(self, items: Sequence[TrainingItem]) -> StepResult:
-        """Take one optimizer step.
+        """Make one optimizer step on ``items``.
 
         Raises:
-            ValueError: there is nothing to train on.
+            ValueError: ``items`` is empty.
         """
         if not items:
             raise ValueError("items is empty; an optimizer step needs at least one item")
@@ -465,9 +464,9 @@ class Fleet:
         return await self.trainer.train_items([rows], step=self._num_steps)
 
     async def publish(self) -> int:
-        """Have every generator sample under the trainer's weights; returns their version.
+        """Update every generator to the trainer's current weights; return their version.
 
-        Teachers that move have by then what is due for them.
+        Also waits until every moving teacher has the weights that are due for it.
         """
         if self._num_steps == self._served_version:
             return self._served_version
@@ -484,12 +483,12 @@ class Fleet:
     async def _take_versions(
         self, engines: GeneratorRouter, host: int, taken: Callable[[SwappedReplica], None]
     ) -> None:
-        """Have the engines of a host fetch what was published last, also those that join later."""
+        """Update the engines of a host to the last published version, including those that join later."""
         while True:
             await engines.until_behind(host)
             manifest = self._newest
             assert manifest is not None, "nothing is newer than what the engines began with"
-            # A version that is overwritten meanwhile does not arrive whole.
+            # If the trainer overwrites the version meanwhile, the fetch is incomplete and repeated.
             fetched = await engines.begin_update(host, manifest)
             if fetched is not None and fetched.is_complete:
                 for swapped in await engines.finish_update(host, manifest.version):
@@ -497,24 +496,24 @@ class Fleet:
 
     @property
     def teacher_metrics(self) -> dict[str, float]:
-        """Counts of the teachers since the start, under their names in metrics.jsonl; empty without any."""
+        """Counts of the teachers since the start, by metric name; empty without teachers."""
         return self._teaching.metrics()
 
     async def evaluate(self) -> HeldOutScores:
-        """Score one response to each held-out problem, under the weights that were published last."""
+        """Score one response to each held-out problem, sampled with the last published weights."""
         return await evaluate(self._prepared.sets[HELD_OUT], self._groups)
 
     async def free(self, groups: Iterable[Group]) -> None:
-        """Free the arrays of groups."""
+        """Free the arrays of groups in the payload store."""
         await self.generators.free_payloads(rollout for group in groups for rollout in group.rollouts)
 
     async def export(self, folder: str | Path) -> None:
-        """Write the trainer's weights as a Hugging Face folder, which must not exist yet."""
+        """Write the trainer's weights to a Hugging Face folder, which must not exist yet."""
         await self.trainer.save_hf(Path(folder).resolve(), source=self._prepared.model_path)
 
 
 def _unused(config: RunConfig) -> Iterator[Problem]:
-    """Find settings that only apps.grpo acts on, which a loop of your own would silently ignore."""
+    """Yield a problem for each setting that only apps.grpo acts on, and that a Fleet would ignore."""
     algorithm, trainer, evaluation = config.algorithm, config.trainer, config.evaluation
     bad_steps, acted_on = trainer.bad_steps, (None, OnBadStep.SKIP)
     for field, value, is_set in (
@@ -530,7 +529,7 @@ def _unused(config: RunConfig) -> Iterator[Problem]:
 
 
 def _check_loss(loss: Loss, config: RunConfig) -> None:
-    """Raise ValueError if a loss does not ask teachers for what they were started for."""
+    """Raise ValueError if a loss needs other data from teachers than ``config.algorithm`` does."""
     found, asked = (
         (one.needs_teacher, one.num_teacher_ids if one.needs_teacher else 0, one.needs_student_ids)
         for one in (loss, config.algorithm)

@@ -1,12 +1,12 @@
-"""The process behind ``apps.grpo --supervise``: starts the run, and starts it again whenever it dies.
+"""The process of ``apps.grpo --supervise``: starts the run, and restarts it whenever it dies.
 
     python -m forgeasync.controller.supervisor [--resume latest|FOLDER] --config FILE ... [key.path=value ...]
 
-It is small, as it imports neither torch nor vLLM, and does nothing while the run goes on. After a death it
-ends what the run has left, writes the death into ``faults.jsonl``, and starts the run with ``--resume
-latest``. If no checkpoint was written yet, the run begins anew in the same folder, and the files of the start
-before are moved aside. ``runtime/restart_policy.py`` decides when to give up. Ctrl-C and SIGTERM go to the
-run, and end both.
+The process is small, because it imports neither torch nor vLLM, and only waits while the run is alive. When
+the run dies, it ends the run's remaining processes, records the death in ``faults.jsonl``, and starts the run
+with ``--resume latest``. If there is no checkpoint yet, the run starts from the beginning in the same folder,
+and the earlier files are moved aside. ``runtime/restart_policy.py`` decides when to give up. Ctrl-C and
+SIGTERM are passed on to the run and end both processes.
 """
 
 import argparse
@@ -46,25 +46,25 @@ from forgeasync.runtime import STOP_SIGNALS, End, Ending, Restart, RestartPolicy
 from forgeasync.schema import EXIT_FAILED, EXIT_REFUSED, EXIT_SIGNAL, ConfigError
 
 LINGER_S = 5.0
-"""Time for what a run that ended in order has started to end by itself, before it is killed."""
+"""Seconds that processes of a run that was not killed have to end by themselves before they are killed."""
 
 PIPE = "FORGEASYNC_SUPERVISOR_PIPE"
-"""Environment variable with the file descriptor that a run writes its signs of life to."""
+"""Environment variable with the file descriptor to which a run writes its heartbeats."""
 
 BEAT_S = 1.0
-"""Seconds between two signs of life."""
+"""Seconds between two heartbeats."""
 
 LOOK_S = 0.5
-"""Seconds between two looks at a run, if nothing comes."""
+"""Maximum seconds that one check waits for a heartbeat."""
 
 STALL_S = 5.0
-"""A look that comes later than this shows that the supervisor stood still, and maybe the run with it."""
+"""Seconds between two checks above which the supervisor itself was suspended, and perhaps the run too."""
 
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 def become_supervisor(configs: Sequence[str], overrides: Sequence[str], resume: str | None) -> NoReturn:
-    """Replace this process, which has imported everything, by a small one that supervises the run."""
+    """Replace this process by a supervisor, which needs less memory because it imports little."""
     command = [sys.executable, "-m", "forgeasync.controller.supervisor"]
     command += [] if resume is None else ["--resume", resume]
     os.execv(sys.executable, [*command, *_run_arguments(configs, overrides)])
@@ -88,8 +88,12 @@ class Supervisor:
     ) -> None:
         """Supervise the run that ``command`` starts.
 
-        With ``--resume latest`` behind it, it goes on from the newest one of ``checkpoints``. ``resume`` is
-        what the first start is resumed from. A run that gives no sign of life for ``controller_s`` is killed.
+        Args:
+            command: Command line of the run; the supervisor appends ``--resume``.
+            run_dir: The run's folder.
+            checkpoints: Folder of the run's checkpoints.
+            resume: Value of ``--resume`` for the first start, if any.
+            controller_s: Seconds without a heartbeat after which the run is killed.
         """
         self._command = list(command)
         self._run_dir = run_dir
@@ -100,15 +104,15 @@ class Supervisor:
         self._last_child = 0
         self._received: signal.Signals | None = None
         self._num_faults_before = 0
-        """Faults that were noted before the last start."""
+        """Number of faults recorded before the last start."""
         self._controller_s = controller_s
         self._silence: str | None = None
-        """Says that the run was killed because it stood still; None: it was not."""
+        """Message about the missing heartbeats for which the run was killed, if it was."""
         self._evidence: str | None = None
-        """The stacks of the run that stood still, before it was killed."""
+        """Stacks of that run, read before it was killed."""
 
     def run(self) -> int:
-        """Supervise until the run is done or cannot go on; returns the exit code."""
+        """Supervise until the run is done or cannot continue; return the exit code."""
         _adopt_orphans()
         for number in STOP_SIGNALS:
             signal.signal(number, self._on_signal)
@@ -132,7 +136,7 @@ class Supervisor:
                 exit_code=exit_code,
                 stopped_by=self._received,
                 newest_step=newest_step(self._run_dir.metrics),
-                # An earlier run that was resumed may have had its end too.
+                # The ledger must have grown: a resumed run's ledger may hold the end of an earlier start.
                 has_ended=_size(self._run_dir.ledger) != ledger_bytes and has_ended(self._run_dir),
                 words=self._silence or _words(exit_code, _failure(self._run_dir.run_log, log_bytes)),
             )
@@ -150,7 +154,7 @@ class Supervisor:
                     _say(f"starting it again{'' if resume is None else f', with --resume {resume}'}")
 
     def _start_and_wait(self, resume: str | None) -> int:
-        """Start the run, and return its exit code; collects orphans of the run that end meanwhile."""
+        """Start the run, wait for it, and return its exit code; reap the run's orphans meanwhile."""
         self._num_faults_before = num_detected(self._run_dir.faults)
         pulse = HeartbeatPipe(limit_s=self._controller_s)
         process = subprocess.Popen(
@@ -162,7 +166,7 @@ class Supervisor:
         self._silence = self._evidence = None
         self._child = self._last_child = process.pid
         if self._received is not None:
-            # It came before there was anybody to pass it on to.
+            # The signal arrived before the run existed, so it is passed on now.
             os.kill(process.pid, self._received)
         while True:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -183,31 +187,31 @@ class Supervisor:
         if self._received is None:
             self._received = signal.Signals(number)
         if self._child is not None:
-            # Ctrl-C in a terminal has reached it already, which takes two at once for one.
+            # Ctrl-C in a terminal has reached the run already; it counts two signals in a row as one.
             with contextlib.suppress(ProcessLookupError):
-                # It has ended just now.
+                # Suppressed if the run has just ended.
                 os.kill(self._child, number)
 
     def _end_descendants(self, *, at_once: bool) -> None:
-        """End all processes of the run that are left: they have become this process's children."""
+        """End all remaining processes of the run, which have become descendants of this process."""
         end_all(_descendants, linger_s=0.0 if at_once else LINGER_S)
 
     def _clean_up(self, ending: Ending, decision: End | Restart) -> str | None:
-        """End what the run has left, note its death, and make its folder ready for the next start.
+        """End the run's remaining processes, record its death, and prepare its folder for the next start.
 
-        Returns what that is to be resumed from; None: it begins anew.
+        Returns the value of ``--resume`` for the next start; None: start from the beginning.
 
         Raises:
-            RunInUse: another run has the folder by now.
-            NotEnded: something of the run does not end.
+            RunInUse: another run has locked the folder meanwhile.
+            NotEnded: a process of the run does not end.
         """
         folder = self._run_dir
         lock = self._lock_folder()
         try:
             words = [] if lock.before is None else end_leftovers(folder, lock.before)
             faults = FaultLog(folder.faults, _say)
-            # A run that ends by itself over a role that it has lost has noted whose fault it is. What the
-            # starts before have noted says nothing of this one's end.
+            # A run that fails because it lost a role has recorded that fault itself. Faults recorded by
+            # earlier starts do not explain this death.
             is_noted = any(
                 fault.role is not Role.CONTROLLER and fault.number >= self._num_faults_before
                 for fault in faults.open
@@ -229,14 +233,15 @@ class Supervisor:
             except OSError as error:
                 if not is_refusal(error):
                     raise
-                # The kernel has let go of it; the file names this process, which the next start can look for.
+                # The kernel has released the lock. The file still names this process, and the next start can
+                # check that it is gone.
                 _say(f"{folder.lock} could not be written at the end: {error}")
 
     def _lock_folder(self) -> RunLock:
-        """Lock the run's folder, as soon as its disk lets it be written.
+        """Lock the run's folder; retry while its disk refuses writes.
 
         Raises:
-            RunInUse: another run has it.
+            RunInUse: another run has the lock.
         """
         has_waited = False
         while True:
@@ -254,16 +259,17 @@ class Supervisor:
     def _next_resume(self) -> str | None:
         checkpoints = list_checkpoints(self._checkpoints)
         if self._resume is not None and checkpoints == self._checkpoints_before:
-            # It may have died before it moved those aside that are later than the one that it was given.
+            # The run may have died before it moved aside the checkpoints after the one that it resumed from.
             return self._resume
         return LATEST if checkpoints else None
 
 
 class HeartbeatPipe:
-    """The signs of life of a run: a pipe with a byte every second.
+    """Heartbeats of a run: a pipe that gets a byte every ``BEAT_S`` seconds.
 
-    A thread of the run writes it, which a busy event loop does not hold up, only what stops the whole
-    process, such as SIGSTOP. Before the first byte, while the program is loaded, nothing counts.
+    A thread of the run writes the bytes, so a busy event loop does not delay them. They stop only if the
+    whole process stops, such as after SIGSTOP. The time limit applies after the first byte, once the program
+    has loaded.
     """
 
     def __init__(self, *, limit_s: float) -> None:
@@ -273,13 +279,13 @@ class HeartbeatPipe:
         """``writer`` is for the run; close it here once the run has started."""
         self._is_open = True
         self._last_s: float | None = None
-        """When the last byte came; None: none has."""
+        """Time of the last byte; None before the first one."""
         self._looked_s = time.monotonic()
 
     def look(self) -> bool:
-        """Wait a moment for a byte; returns whether none has come for ``limit_s``.
+        """Wait up to ``LOOK_S`` for a byte; return whether none has arrived for ``limit_s``.
 
-        If the run ends, the wait is over at once.
+        Returns immediately if the run ends.
         """
         if not self._is_open:
             time.sleep(LOOK_S / 10)
@@ -296,22 +302,22 @@ class HeartbeatPipe:
         return self._last_s is not None and now_s - self._last_s > self._limit_s
 
     def close(self) -> None:
-        """Close the supervisor's end; the run has ended."""
+        """Close the supervisor's end, after the run has ended."""
         os.close(self._reader)
 
 
 def start_beating() -> None:
-    """Give this process's supervisor signs of life from now on; does nothing without a supervisor.
+    """Start sending heartbeats to this process's supervisor, if it has one.
 
-    If the supervisor ends, the run goes on.
+    If the supervisor ends, the run continues.
     """
     if (pipe := os.environ.pop(PIPE, None)) is None:
         return
     descriptor = int(pipe)
-    # Processes that this one starts do not inherit it: the supervisor sees this one's end by the pipe's.
+    # Not inherited by child processes: the supervisor detects this process's end by the end of the pipe.
     os.set_inheritable(descriptor, False)
     os.set_blocking(descriptor, False)
-    # The first at once: what stops this process before the thread runs is to be noticed too.
+    # First heartbeat before the thread starts, so that the time limit applies from here.
     _beat(descriptor)
     threading.Thread(target=_keep_beating, args=(descriptor,), name="supervisor-beat", daemon=True).start()
 
@@ -322,11 +328,11 @@ def _keep_beating(descriptor: int) -> None:
 
 
 def _beat(descriptor: int) -> bool:
-    """Give a sign of life; False if the supervisor is gone."""
+    """Send one heartbeat; return False if the supervisor is gone."""
     try:
         os.write(descriptor, b".")
     except BlockingIOError:
-        # The supervisor stands still.
+        # The pipe is full because the supervisor is suspended.
         pass
     except BrokenPipeError:
         return False
@@ -334,14 +340,14 @@ def _beat(descriptor: int) -> bool:
 
 
 def _adopt_orphans() -> None:
-    """Have the kernel make this process the parent of all descendants whose parents are gone."""
+    """Make this process the parent of all descendants whose parents have ended (Linux child subreaper)."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
 def _descendants() -> Iterable[psutil.Process]:
-    """Return what runs below this process; collects what has ended."""
+    """Reap children that have ended; return the descendants of this process that still run."""
     try:
         while os.waitpid(-1, os.WNOHANG) != (0, 0):
             pass
@@ -351,7 +357,7 @@ def _descendants() -> Iterable[psutil.Process]:
 
 
 def num_detected(faults: Path) -> int:
-    """Return how many faults a faults.jsonl has, which may end in half of a line or not be there."""
+    """Return the number of faults in a ``faults.jsonl``, which may be absent or end in a torn line."""
     if not faults.exists():
         return 0
     return sum(event["event"] == "detected" for event in read_json_lines(faults))
@@ -362,7 +368,7 @@ def _size(file: Path) -> int:
 
 
 def _failure(run_log: Path, start: int) -> str | None:
-    """Return the line that says why a run failed, after the first ``start`` bytes of its run.log."""
+    """Return the last failure message in a ``run.log`` after its first ``start`` bytes, if any."""
     if not run_log.exists():
         return None
     with run_log.open("rb") as file:
@@ -384,7 +390,7 @@ def _say(words: str) -> None:
 
 
 def main() -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line; return the exit code."""
     parser = argparse.ArgumentParser(description="Starts a run again whenever it dies.")
     parser.add_argument("--config", action="append", required=True)
     parser.add_argument("--resume")
@@ -394,7 +400,7 @@ def main() -> int:
         config = load_config(arguments.config, arguments.overrides)
         overrides = list(arguments.overrides)
         if config.run_dir is None:
-            # Every start has to be in the same folder.
+            # Every start must use the same folder.
             folder = default_run_dir(config.name, datetime.now())
             overrides.append(f"run_dir={json.dumps(str(folder))}")
             config = load_config(arguments.config, overrides)

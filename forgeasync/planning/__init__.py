@@ -1,4 +1,4 @@
-"""The memory plan of a config, and the report of a dry run."""
+"""Memory plan, dry-run report and rehearsal of a config."""
 
 import lazy_loader
 

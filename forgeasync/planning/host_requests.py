@@ -1,6 +1,6 @@
-"""Computes what a scheduler is asked for on every host besides its GPUs: CPUs, memory and shared memory.
+"""Plans the CPUs, memory and shared memory of each host, and fills in the launcher's scheduler requests.
 
-What the launcher section asks for itself is compared with this plan.
+Requests that the launcher section sets itself are compared with the plan.
 """
 
 import dataclasses
@@ -30,45 +30,45 @@ from forgeasync.planning.parameters import (
 )
 
 PROCESS_BYTES = 8 * 2**30
-"""Allowance for what a process holds of its own: Python, torch, the CUDA context, NCCL."""
+"""Allowance for the fixed memory of a process: Python, torch, the CUDA context, NCCL."""
 
 HOST_BYTES = 8 * 2**30
-"""Allowance for the host's agent, its operating system and files being read."""
+"""Allowance for the host's agent, its operating system and the page cache."""
 
 CPUS_OF_TRAINER_PROC = 4
-"""The step, copies and writing of checkpoints, and the weights' transport have threads of their own."""
+"""One CPU each for the step, copies, the writing of checkpoints and the weight transport."""
 
 CPUS_OF_REPLICA = 3
-"""The engine's thread, the event loop beside it and the fetch of weights; every further rank takes one."""
+"""One CPU each for the engine's thread, the event loop and weight fetches; each further rank adds one."""
 
 CPUS_OF_HOST = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostNeeds:
-    """What the larger of the two roles needs on one of its hosts."""
+    """CPUs and memory that one host needs."""
 
     num_cpus: int
     shared_bytes: int
-    """In /dev/shm: staged or fetched weights, and payloads."""
+    """Memory in /dev/shm: staged or fetched weights, snapshots and payloads."""
     memory_bytes: int
-    """All of it; schedulers count shared memory too."""
+    """Total memory, including shared memory, which schedulers count too."""
     buffer_bytes: int
-    """What of it is no allowance: buffers whose sizes config and model give, in shared memory or not."""
+    """Part of ``memory_bytes`` without allowances: buffers with sizes given by config and model."""
     locked_bytes: int
-    """The most that one process page-locks, or registers for RDMA."""
+    """Maximum memory that one process page-locks or registers for RDMA."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleNeeds:
-    """What each role needs on one of its hosts."""
+    """Needs of one host of each role."""
 
     trainer: HostNeeds
     generators: HostNeeds
 
 
 def host_needs(config: RunConfig, facts: ModelFacts) -> HostNeeds:
-    """Return what each host of a run is to have, whichever role lands on it; the run has hosts."""
+    """Return the needs of a host that can take either role; the run must have a launcher with hosts."""
     assert not isinstance(config.launcher, LocalLauncher)
     needs = role_needs(config, facts, config.launcher)
     return HostNeeds(
@@ -80,7 +80,7 @@ def host_needs(config: RunConfig, facts: ModelFacts) -> HostNeeds:
 
 
 def role_needs(config: RunConfig, facts: ModelFacts, launcher: RemoteLauncher) -> RoleNeeds:
-    """Return what each role needs on one of its hosts."""
+    """Return the needs of one host of each role."""
     return RoleNeeds(
         trainer=_trainer_host(config, facts, launcher), generators=_generator_host(config, facts, launcher)
     )
@@ -91,13 +91,13 @@ def _trainer_host(config: RunConfig, facts: ModelFacts, launcher: RemoteLauncher
     num_procs = trainer.parallel.num_procs // hosts
     staged = math.ceil(staging_bytes(config, facts) / hosts)
     shared = staged + math.ceil(snapshot_memory_bytes(config, facts) / hosts)
-    # What a checkpoint has is copied to the host, in memory that is kept for the next one.
+    # The arrays of a checkpoint are copied to host memory, which is kept for the next checkpoint.
     trained = (
         count_parameters(facts).total if config.lora is None else num_adapter_parameters(facts, config.lora)
     )
     state = bytes_per_parameter(config) * trained
     copies = 0 if config.checkpoint.every_steps is None else state
-    # With gradients.
+    # Gradients are offloaded too.
     offloaded = state + trained * FLOAT32_BYTES if trainer.cpu_offload else 0
     replicas = trainer.parallel.data_replicate
     memory = shared + math.ceil((copies + offloaded * replicas) / hosts)
@@ -115,7 +115,7 @@ def _generator_host(config: RunConfig, facts: ModelFacts, launcher: RemoteLaunch
     generator = config.generator
     num_replicas = generator.num_engines // num_hosts(launcher).generators
     machine = Machine.GPU if launcher.kind != "process" and launcher.gpus_per_host else Machine.CPU
-    # The replicas of a host receive a version once; what adapters are merged into is each one's own.
+    # The replicas of a host share one receive buffer; each replica has its own merged weights.
     received = version_bytes(config, facts) + host_shadow_bytes(config, facts, machine)
     weights = received + num_replicas * merged_bytes(config, facts, machine)
     shared = weights + round(config.payload.capacity_gib * 2**30)
@@ -124,15 +124,15 @@ def _generator_host(config: RunConfig, facts: ModelFacts, launcher: RemoteLaunch
         shared_bytes=shared,
         memory_bytes=HOST_BYTES + num_replicas * generator.tensor_parallel * PROCESS_BYTES + shared,
         buffer_bytes=shared,
-        # A replica's process maps what its host receives, and offers the payloads that it has sampled.
+        # Each replica's process maps the host's receive buffer, and serves the payloads that it sampled.
         locked_bytes=received + round(config.payload.capacity_gib * 2**30),
     )
 
 
 def with_host_requests(config: RunConfig, facts: ModelFacts) -> RunConfig:
-    """Return the config with the launcher's open requests filled in from the plan.
+    """Return the config with the launcher's unset requests filled in from the plan.
 
-    What the launcher says already stays as it is. Other launchers than Slurm and Kubernetes ask for nothing.
+    Only the launchers Slurm and Kubernetes have requests.
     """
     launcher = config.launcher
     if isinstance(launcher, SlurmLauncher):
@@ -162,9 +162,9 @@ _BINARY = {f"{letter}i": 2.0 ** (10 * power) for power, letter in enumerate("KMG
 
 
 def request_warnings(config: RunConfig, facts: ModelFacts) -> tuple[str, ...]:
-    """Words about every request of the launcher that is below the plan, or cannot be compared with it.
+    """Return a warning for each request of the launcher that is below the plan or cannot be compared with it.
 
-    The run goes on with such a request: the plan has allowances that a user may know better.
+    These are no errors, because the plan contains allowances that a user may know better.
     """
     launcher = config.launcher
     if isinstance(launcher, SlurmLauncher):
@@ -182,7 +182,7 @@ def _slurm(launcher: SlurmLauncher, needs: HostNeeds) -> Iterator[str]:
     asked = slurm_bytes(launcher.mem)
     if asked is None:
         yield _not_understood("launcher.mem", launcher.mem, "512G")
-    # 0 asks for all memory of a node.
+    # 0 requests all memory of a node.
     elif 0 < asked < needs.memory_bytes:
         yield _below("launcher.mem", launcher.mem, _shown(needs.memory_bytes))
 
@@ -214,7 +214,7 @@ def _kubernetes(launcher: KubernetesLauncher, needs: HostNeeds) -> Iterator[str]
 
 
 def slurm_bytes(text: str) -> float | None:
-    """Bytes of sbatch's ``--mem``, in MiB without a unit; None if it is no such size."""
+    """Return the bytes of a value of sbatch's ``--mem`` (MiB without a unit); None if it is invalid."""
     match = re.fullmatch(r"(\d+)([KMGT]?)B?", text.strip(), re.IGNORECASE)
     if match is None:
         return None
@@ -222,7 +222,7 @@ def slurm_bytes(text: str) -> float | None:
 
 
 def kubernetes_quantity(value: int | str) -> float | None:
-    """A number in Kubernetes' notation, such as 1500m or 64Gi; None if it is none."""
+    """Return the number of a Kubernetes quantity such as 1500m or 64Gi; None if it is invalid."""
     match = re.fullmatch(r"(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?)([A-Za-z]*)", str(value).strip())
     factor = None if match is None else (_DECIMAL | _BINARY).get(match[2])
     return None if match is None or factor is None else float(match[1]) * factor

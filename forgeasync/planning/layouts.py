@@ -1,6 +1,6 @@
-"""Compares the plan of each role with a GPU's memory.
+"""Compares the memory plan of each role with a GPU's memory.
 
-Where the trainer does not fit, a layout that does is proposed; of a generator it is told which
+For a trainer that does not fit, a layout that fits is proposed. For a generator, the report shows which
 ``weights.shadow`` fits.
 """
 
@@ -22,16 +22,16 @@ from forgeasync.planning.parameters import Machine, ParameterCounts, count_param
 from forgeasync.planning.trainer_memory import trainer_memory
 
 GPU_GIB = 79.0
-"""Memory of a GPU that a plan is compared with where the machine has none: what an H100 of 80 GB reports."""
+"""Assumed GPU memory in GiB on a machine without GPUs: the memory that an 80 GB H100 reports."""
 
 USABLE_SHARE = 0.9
-"""Share of a GPU's memory that a plan may take. The allocator's fragmentation, buffers of NCCL, the CUDA
-context and experts with uneven loads need the rest."""
+"""Share of a GPU's memory that a plan may use. The rest is for fragmentation of the allocator, buffers of
+NCCL, the CUDA context and experts with uneven loads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """What of a trainer's settings a proposal may change, with the number of procs and GPUs kept."""
+    """Trainer settings that a proposal may change without changing the number of GPUs."""
 
     context: int
     checkpointing: ActivationCheckpointing
@@ -48,7 +48,7 @@ class Layout:
         return config.model_copy(update={"trainer": config.trainer.model_copy(update=changes)})
 
     def overrides(self, config: RunConfig) -> tuple[str, ...]:
-        """Return what it changes of a config, as on the command line."""
+        """Return the command-line overrides that give ``config`` this layout."""
         before = layout_of(config)
         pairs = (
             ("trainer.parallel.context", before.context, self.context),
@@ -64,14 +64,14 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """How a trainer rank's memory compares with a GPU's, in bytes."""
+    """Comparison of a trainer rank's memory with a GPU's, in bytes."""
 
     planned: int
     usable: int
     proposal: Layout | None
-    """A layout that fits; None where the config's own does, and where none was found."""
+    """Layout that fits; None if the config's own layout fits or no layout does."""
     smallest: int
-    """Bytes of a rank under ``proposal``, or else under the layout that needs least."""
+    """Bytes of a rank with ``proposal`` or, without one, with the smallest layout tried."""
 
     @property
     def fits(self) -> bool:
@@ -79,7 +79,7 @@ class Fit:
 
 
 def layout_of(config: RunConfig) -> Layout:
-    """Return the layout that a config has."""
+    """Return the layout of a config."""
     trainer = config.trainer
     return Layout(
         context=trainer.parallel.context,
@@ -89,12 +89,12 @@ def layout_of(config: RunConfig) -> Layout:
 
 
 def fit_trainer(config: RunConfig, facts: ModelFacts, *, gpu_bytes: int) -> Fit:
-    """Compare a checked config's trainer rank with a GPU, and find a layout that fits if it does not.
+    """Compare a trainer rank of a checked config with a GPU; if it does not fit, look for a layout that does.
 
-    Tried are all legal layouts with more checkpointing of activations, rows as short as
-    ``model.max_context_length`` allows, and a higher context-parallel degree. The one that costs least comes
-    first: a lower context degree (whose ranks share a row unevenly and gather keys and values), then less
-    that is computed again, then longer rows.
+    The candidates are all legal layouts with more activation checkpointing, rows as short as
+    ``model.max_context_length`` allows, and a higher context-parallel degree. They are tried in order of
+    cost: lower context degrees first (context-parallel ranks share a row unevenly and gather keys and
+    values), then less recomputation, then longer rows.
     """
     counts = count_parameters(facts)
     usable = int(gpu_bytes * USABLE_SHARE)
@@ -113,7 +113,7 @@ def fit_trainer(config: RunConfig, facts: ModelFacts, *, gpu_bytes: int) -> Fit:
 
 
 def _layouts(config: RunConfig) -> Iterator[Layout]:
-    """Yield layouts that may need less memory, those that cost least first; not all of them are legal."""
+    """Yield layouts that may need less memory, in order of cost; some may be illegal."""
     own, choices = layout_of(config), list(ActivationCheckpointing)
     shortest = -(-config.model.max_context_length // ROW_ALIGNMENT) * ROW_ALIGNMENT
     contexts = []
@@ -131,7 +131,7 @@ def _rank_bytes(config: RunConfig, facts: ModelFacts, counts: ParameterCounts) -
 
 
 def fit_rows(config: RunConfig, facts: ModelFacts, *, gpu_bytes: int) -> list[tuple[str, str, str]]:
-    """Rows of the dry run's table; none for a config that trains on CPUs."""
+    """Return the rows of the dry run's table about GPU memory; empty for a config that trains on CPUs."""
     if planned_machine(config) is Machine.CPU:
         return []
     fit = fit_trainer(config, facts, gpu_bytes=gpu_bytes)
@@ -143,7 +143,7 @@ def fit_rows(config: RunConfig, facts: ModelFacts, *, gpu_bytes: int) -> list[tu
     elif fit.proposal is not None:
         words = " ".join(fit.proposal.overrides(config))
         rows.append(("trainer layout that fits", gib(fit.smallest), words))
-    # Adapters have no shadow.
+    # Adapters have no shadow weights.
     shadows = list(ShadowMemory) if config.lora is None else [config.weights.shadow]
     for shadow in shadows:
         name = f"generator rank: fits, shadow: {shadow}" if len(shadows) > 1 else "generator rank: fits"
@@ -152,7 +152,7 @@ def fit_rows(config: RunConfig, facts: ModelFacts, *, gpu_bytes: int) -> list[tu
 
 
 def generator_fits(config: RunConfig, facts: ModelFacts, *, gpu_bytes: int) -> bool:
-    """Whether a rank of a generator fits on a GPU, with the config's ``weights.shadow``."""
+    """Return whether a rank of a generator fits on a GPU, with the config's ``weights.shadow``."""
     return _generator_bytes(config, facts, config.weights.shadow) <= int(gpu_bytes * USABLE_SHARE)
 
 

@@ -1,4 +1,4 @@
-"""The score that a rehearsal adds to verifiers: they score every response of a random model alike."""
+"""Score that a rehearsal adds to verifiers, which give all responses of a random model the same score."""
 
 import zlib
 
@@ -9,5 +9,5 @@ NUM_SCORES = 11
 
 
 def score(task: Task, response: Response) -> float:
-    """Return a number from 0 to 1 that depends on the response's text alone: its CRC-32, in tenths."""
+    """Return a multiple of 0.1 from 0 to 1, derived from the CRC-32 of the response's text."""
     return zlib.crc32(response.text.encode("utf-8", "surrogatepass")) % NUM_SCORES / (NUM_SCORES - 1)

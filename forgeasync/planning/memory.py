@@ -1,8 +1,8 @@
-"""Computes the memory of a run, by rank, from its config and its model's config.json alone.
+"""Computes the memory of each rank of a run from its config and its model's config.json alone.
 
-``python -m forgeasync.planning.memory --config FILE [--config FILE ...] [key=value ...]`` prints it; needs no
-GPU and no weights. Every number is a formula over config and facts; tests/planning/test_memory_plan.py
-compares them with what runs allocate. The unit is bytes everywhere.
+``python -m forgeasync.planning.memory --config FILE [--config FILE ...] [key=value ...]`` prints the plan. It
+needs no GPU and no weights. Every number is a formula over config and facts, in bytes;
+tests/planning/test_memory_plan.py compares the numbers with the memory that runs allocate.
 """
 
 import argparse
@@ -63,24 +63,24 @@ Row = tuple[str, str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemorySection:
-    """The memory of one rank of a role, or of the hosts."""
+    """Memory of one rank of a role, or of a host."""
 
     owner: str
     items: Sequence[MemoryItem]
     total: MemoryItem | None
-    """None where the items lie in many places."""
+    """Total of the items; None if they are in different places."""
 
 
 def planned_machine(config: RunConfig) -> Machine:
-    """Return the machine that a config is planned for: CPUs train in float32, GPUs in bfloat16."""
+    """Return the device that a config is planned for: CPUs if it trains in float32, otherwise GPUs."""
     return Machine.CPU if config.trainer.dtype is Dtype.FLOAT32 else Machine.GPU
 
 
 def memory_plan(config: RunConfig, facts: ModelFacts) -> tuple[MemorySection, ...]:
-    """Sections of the plan; ``config`` was checked with these facts.
+    """Return the sections of the memory plan; ``config`` must have been checked with ``facts``.
 
     Raises:
-        ConfigError: a teacher's folder has no config.json that can be read.
+        ConfigError: a teacher's folder has no readable config.json.
     """
     machine = planned_machine(config)
     counts = count_parameters(facts)
@@ -107,7 +107,7 @@ def _whole(items: Sequence[MemoryItem], machine: Machine) -> MemoryItem:
 
 
 def memory_rows(section: MemorySection) -> list[Row]:
-    """Name, size and how it comes about; then the total."""
+    """Return a row of name, size and explanation for each item, then for the total."""
     items = [*section.items, *([] if section.total is None else [section.total])]
     return [(f"{section.owner}: {item.name}", gib(item.num_bytes), item.how) for item in items]
 
@@ -124,7 +124,7 @@ def generator_memory(
     *,
     section: str = "generator",
 ) -> list[MemoryItem]:
-    """Items of one rank of an engine that takes new weights; see ``engine_memory``."""
+    """Return the items of one rank of an engine that receives new weights; see ``engine_memory``."""
     return [
         *engine_memory(config, facts, counts, section=section),
         *_update_memory(config, facts, counts, machine),
@@ -134,9 +134,9 @@ def generator_memory(
 def engine_memory(
     config: RunConfig, facts: ModelFacts, counts: ParameterCounts, *, section: str
 ) -> list[MemoryItem]:
-    """Items of one engine rank; the forward pass is an upper estimate, the rest what is allocated.
+    """Return the items of one engine rank: the forward pass is an upper bound, the others are exact.
 
-    ``config.generator`` says what the engine is like, ``section`` where that stands in the user's config.
+    ``config.generator`` describes the engine; ``section`` is the path of its section in the user's config.
     """
     generator = config.generator
     return [
@@ -163,7 +163,7 @@ def _weights(config: RunConfig, facts: ModelFacts, counts: ParameterCounts) -> i
 def _update_memory(
     config: RunConfig, facts: ModelFacts, counts: ParameterCounts, machine: Machine
 ) -> list[MemoryItem]:
-    """What the next version takes beside the one in use."""
+    """Return the memory that a rank needs for the next version, in addition to the one in use."""
     generator = config.generator
     merged = merged_bytes(config, facts, machine)
     if config.lora is not None and not merged:
@@ -181,9 +181,10 @@ def _update_memory(
 
 
 def _forward_pass(config: RunConfig, facts: ModelFacts) -> int:
-    """Count a forward pass: without a backward pass one layer's activations exist at a time.
+    """Return an upper bound of a forward pass: the activations of one layer, and the logits of sampling.
 
-    Sampling works on float32 logits of one token per sequence, and sorts them where top-k or top-p is on.
+    Without a backward pass only one layer's activations exist at a time. Sampling uses float32 logits of one
+    token per sequence; top-k and top-p sort them, which needs a second copy.
     """
     generator = config.generator
     tensor = generator.tensor_parallel
@@ -196,23 +197,23 @@ def _forward_pass(config: RunConfig, facts: ModelFacts) -> int:
 
 
 def _largest_packed_parameter(config: RunConfig, facts: ModelFacts) -> int:
-    """Bytes of one layer's gate and up projections of all experts of a rank, which are one parameter."""
+    """Return the bytes of vLLM's largest parameter: gate and up projections of all of a rank's experts."""
     elements = facts.num_experts * 2 * facts.expert_hidden_size * facts.hidden_size
     return elements // config.generator.tensor_parallel * BYTES_PER_ELEMENT[config.generator.dtype]
 
 
 def teacher_memory(config: RunConfig, machine: Machine) -> Iterator[tuple[str, list[MemoryItem]]]:
-    """Items of one engine rank of each teacher that the run starts engines for, with the teacher's name.
+    """Yield the name and the items of one engine rank of each teacher that the run starts engines for.
 
     Raises:
-        ConfigError: a teacher's folder has no config.json that can be read.
+        ConfigError: a teacher's folder has no readable config.json.
     """
     for name, teacher in config.teachers.items():
         if not teacher.num_engines:
             continue
         facts, section = teacher_facts(config, name), f"teachers.{name}.engine"
         counts = count_parameters(facts)
-        # The config as if the teacher were the generator.
+        # The functions below read config.generator, so the teacher's engine takes its place.
         lora = config.lora if teacher.moves else None
         own = config.model_copy(update={"generator": teacher.engine, "lora": lora})
         if teacher.moves:
@@ -222,10 +223,10 @@ def teacher_memory(config: RunConfig, machine: Machine) -> Iterator[tuple[str, l
 
 
 def teacher_facts(config: RunConfig, name: str) -> ModelFacts:
-    """Read the shape of a teacher that the run starts engines for.
+    """Return the model shape of a teacher that the run starts engines for.
 
     Raises:
-        ConfigError: its folder has no config.json that can be read.
+        ConfigError: its folder has no readable config.json.
     """
     path = config.teachers[name].path(config.model.path)
     try:
@@ -240,16 +241,16 @@ def teacher_facts(config: RunConfig, name: str) -> ModelFacts:
 def check_memory(
     config: RunConfig, facts: ModelFacts, *, host_bytes: int, trains: bool = True
 ) -> Iterator[Problem]:
-    """Check that what a run on CPUs is certain to allocate fits this machine's memory.
+    """Yield a problem if the memory that a run on CPUs certainly allocates exceeds this machine's.
 
-    These are the weights and KV caches of engines, and what trainer ranks always hold. Without ``trains``
-    the generators run alone.
+    This memory is the weights and KV caches of engines, and the parameters and optimizer state of trainer
+    ranks. With ``trains=False`` the generators run alone.
 
     Raises:
-        ConfigError: a teacher's folder has no config.json that can be read.
+        ConfigError: a teacher's folder has no readable config.json.
     """
     if not isinstance(config.launcher, LocalLauncher | ProcessLauncher):
-        # The run is not on this machine: its memory says nothing.
+        # The run is on other machines.
         return
     counts, generator = count_parameters(facts), config.generator
     weights, kv_cache, *_ = engine_memory(config, facts, counts, section="generator")
@@ -283,7 +284,7 @@ def check_memory(
 
 
 def _all_teacher_bytes(config: RunConfig) -> int:
-    """Bytes of weights and KV caches of all engines of all teachers."""
+    """Return the bytes of weights and KV caches of all engines of all teachers."""
     total = 0
     for name, (weights, kv_cache, *_) in teacher_memory(config, Machine.CPU):
         engine = config.teachers[name].engine
@@ -294,10 +295,10 @@ def _all_teacher_bytes(config: RunConfig) -> int:
 def check_shared_memory(
     config: RunConfig, facts: ModelFacts, machine: Machine, *, free_bytes: int
 ) -> Iterator[Problem]:
-    """Check that what a run holds in shared memory fits this machine, which has ``free_bytes`` of it."""
+    """Yield a problem if a run needs more shared memory than the ``free_bytes`` of this machine."""
     launcher = config.launcher
     if not isinstance(launcher, LocalLauncher | ProcessLauncher):
-        # Every host of the run checks its own.
+        # The run's hosts are checked after they have started.
         return
     hosts = 1 if isinstance(launcher, LocalLauncher) else num_hosts(launcher).generators
     moving = [one for one in config.teachers.values() if one.moves]
@@ -309,7 +310,7 @@ def check_shared_memory(
         + engines * merged_bytes(config, facts, machine)
     )
     snapshots = snapshot_memory_bytes(config, facts)
-    # Hosts that are processes here each have room for all payloads, which together are never more.
+    # Simulated hosts on this machine share the budget of payloads, so it counts once.
     if round(config.payload.capacity_gib * 2**30) + weights + snapshots > free_bytes:
         yield Problem(
             field="payload.capacity_gib",
@@ -326,14 +327,14 @@ def _gib(num_bytes: int) -> str:
 
 
 NUM_SNAPSHOTS = 2
-"""Snapshots of a trainer rank in shared memory."""
+"""Number of snapshots that a trainer rank keeps in shared memory."""
 
 PAYLOAD_HEADER_BYTES = 256
-"""Header, table and alignment of the arrays of one payload."""
+"""Bytes of header, table and alignment of the arrays of one payload."""
 
 
 def host_memory(config: RunConfig, facts: ModelFacts, machine: Machine) -> list[MemoryItem]:
-    """Staging buffers of all trainer ranks together, what a host of generators receives, and payloads."""
+    """Return the items in host memory: buffers of weights, snapshots, shadow weights and payloads."""
     dtype, version = config.generator.dtype.value, version_bytes(config, facts)
     what = "version" if config.lora is None else "version of the adapters"
     merged = []
@@ -365,12 +366,12 @@ def host_memory(config: RunConfig, facts: ModelFacts, machine: Machine) -> list[
 
 
 def staging_bytes(config: RunConfig, facts: ModelFacts) -> int:
-    """Bytes of the staging buffers of all trainer ranks: two versions, each with its average."""
+    """Return the bytes of the staging buffers of all trainer ranks: two versions, each with its average."""
     return 2 * (1 + num_averages(config.teachers)) * version_bytes(config, facts)
 
 
 def snapshot_memory_bytes(config: RunConfig, facts: ModelFacts) -> int:
-    """Bytes of shared memory that snapshots of all trainer ranks take: what a checkpoint has, twice."""
+    """Return the bytes of all trainer ranks' snapshots in shared memory: a checkpoint's arrays, twice."""
     if config.trainer.recovery.snapshot_every_steps is None:
         return 0
     trained = trained_parameters_per_rank(config, facts, count_parameters(facts))
@@ -393,7 +394,7 @@ def _host_shadow(config: RunConfig, facts: ModelFacts, machine: Machine) -> list
 
 
 def host_shadow_bytes(config: RunConfig, facts: ModelFacts, machine: Machine) -> int:
-    """Bytes of the shadows that the generators of one host share; 0 where they have none on the host."""
+    """Return the bytes of the shadow weights that the generators of a host share; 0 without host shadows."""
     generator = config.generator
     if machine is Machine.CPU or config.lora is not None or config.weights.shadow is not ShadowMemory.HOST:
         return 0
@@ -412,23 +413,23 @@ def _payload_store(config: RunConfig, facts: ModelFacts) -> MemoryItem:
 
 
 def groups_outstanding(config: RunConfig) -> int:
-    """Most groups started and not yet trained on."""
+    """Return the maximum number of groups that are started and not yet trained on."""
     outstanding = (config.max_off_policy_steps + 1) * config.algorithm.groups_per_step
     return min(outstanding, config.buffer.max_groups or outstanding)
 
 
 def group_payload_bytes(config: RunConfig, facts: ModelFacts) -> int:
-    """Return the bytes of one group's file, with the longest responses and kept sets as large as top-k.
+    """Return the bytes of one group's payload with the longest responses and the largest kept sets.
 
-    Unlike ``largest_group_payload_bytes``, which nothing may exceed, this counts the prompt's record once:
-    rollouts of a group share it unless weights were swapped in between their first steps.
+    Unlike ``largest_group_payload_bytes``, a strict bound, this counts the prompt's record once: the rollouts
+    of a group share it unless weights were swapped between their first steps.
     """
     # A model without experts has no routing to record, whatever the setting.
     routing = routing_bytes_per_token(config, facts) if facts.num_experts else 0
     kept = kept_bytes_per_token(config, facts)
     response = longest_response(config)
     prompt = config.model.max_context_length - response
-    # int32 ids; of responses float32 log-probabilities too.
+    # int32 ids; responses also have float32 log-probabilities.
     of_prompt = prompt * (4 + routing) + PAYLOAD_HEADER_BYTES
     marks = sampled_mark_bytes_per_token(config)
     of_teacher = teacher_bytes_per_token(config)
@@ -437,14 +438,14 @@ def group_payload_bytes(config: RunConfig, facts: ModelFacts) -> int:
 
 
 COLUMNS = 160
-"""Width of the table, also in a pipe."""
+"""Width of the table in characters, also when the output is a pipe."""
 
 
 def memory_table(config: RunConfig) -> Table:
-    """The plan of a config.
+    """Return the memory plan of a config as a table.
 
     Raises:
-        ConfigError: the config is wrong, or does not fit its model.
+        ConfigError: the config is invalid, or does not match its model.
     """
     facts = read_model_facts(config.model.path)
     raise_if_any(check_config(config, facts))
@@ -462,7 +463,7 @@ def memory_table(config: RunConfig) -> Table:
 
 
 def main() -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line; return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m forgeasync.planning.memory", description="Memory by rank."
     )

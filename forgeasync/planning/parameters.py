@@ -1,6 +1,6 @@
-"""Parameters of a model and of one rank, counted on the tensors that its config.json describes.
+"""Counts the parameters of a model and of one rank, from the tensors that its config.json describes.
 
-Also what every part of a memory plan shares: the machine that it is for, and one line of it.
+Also has ``Machine`` and ``MemoryItem``, which all parts of a memory plan share.
 """
 
 import math
@@ -19,11 +19,11 @@ from forgeasync.models import (
 FLOAT32_BYTES = 4
 
 PLAN_ERROR = 0.1
-"""Error of the memory plan (``planning.memory.NOTE``): what it may overstate refuses no GPU."""
+"""Relative error of the memory plan (``planning.memory.NOTE``); no GPU is refused within this margin."""
 
 
 class Machine(StrEnum):
-    """Kind of machine that a run's ranks compute on."""
+    """Kind of device that a run's ranks compute on."""
 
     GPU = "GPU"
     CPU = "CPU"
@@ -31,7 +31,7 @@ class Machine(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryItem:
-    """One thing a rank holds; ``how`` says in a few words how the number comes about."""
+    """One entry of a memory plan; ``how`` explains the number in a few words."""
 
     name: str
     num_bytes: int
@@ -39,41 +39,41 @@ class MemoryItem:
 
 
 def least_bytes(num_bytes: int) -> int:
-    """Bytes that a rank takes for certain where the plan says ``num_bytes``: the plan less its error."""
+    """Return a lower bound of planned bytes: ``num_bytes`` less the plan's error."""
     return int(num_bytes * (1.0 - PLAN_ERROR))
 
 
 def total_bytes(items: Sequence[MemoryItem]) -> int:
-    """Sum up the bytes that a rank holds."""
+    """Return the sum of the items' bytes."""
     return sum(item.num_bytes for item in items)
 
 
 _REPLICATED = (".mlp.gate.", ".kv_a_proj_with_mqa.", ".q_a_proj.")
-"""Matrices that every tensor-parallel rank has whole, by parts of their names."""
+"""Parts of the names of matrices that are replicated on every tensor-parallel rank."""
 
 _FUSED = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"})
-"""Projections that are one parameter of vLLM's."""
+"""Sets of projections that vLLM fuses into one parameter."""
 
 VOCABULARY_MULTIPLE = 64
-"""vLLM pads the rows of embedding and output layer to a multiple of this."""
+"""Multiple to which vLLM pads the rows of embedding and output layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterCounts:
-    """Parameters of the whole model, by how tensor parallelism treats them.
+    """Number of parameters of the whole model, by how they are split over ranks.
 
-    ``experts`` are split by expert parallelism (or without it by tensor parallelism), ``split`` (attention
-    projections, dense networks, embedding, output layer) by tensor parallelism; ``replicated`` (norms, gates,
-    projections to latents) by neither.
+    Expert parallelism, or else tensor parallelism, splits ``experts``. Tensor parallelism splits ``split``:
+    attention projections, dense networks, embedding and output layer. Neither splits ``replicated``: norms,
+    gates and projections to latents.
     """
 
     experts: int
     split: int
     replicated: int
     vocabulary: int
-    """The embedding matrix, part of ``split`` (twice with an output layer of its own)."""
+    """Parameters of the embedding matrix, which is part of ``split``."""
     vocabulary_tensors: int
-    """1 or 2: whether the output layer has a matrix of its own."""
+    """Matrices of that size in ``split``: 1 if the output layer is tied to the embedding, otherwise 2."""
 
     @property
     def total(self) -> int:
@@ -81,12 +81,12 @@ class ParameterCounts:
 
     @property
     def in_layers(self) -> int:
-        """The part of ``split`` without embedding and output layer."""
+        """Parameters of ``split`` without embedding and output layer."""
         return self.split - self.vocabulary * self.vocabulary_tensors
 
 
 def count_parameters(facts: ModelFacts) -> ParameterCounts:
-    """Trained parameters by kind; biases that only correct a router's choice are none."""
+    """Count the trained parameters by kind; biases that only correct a router's choice are not trained."""
     experts = split = replicated = 0
     for name, shape in expected_shapes(facts).items():
         size = math.prod(shape)
@@ -108,17 +108,17 @@ def count_parameters(facts: ModelFacts) -> ParameterCounts:
 
 
 def version_bytes(config: RunConfig, facts: ModelFacts) -> int:
-    """Bytes of one version as generators fetch it: all weights, or the adapters."""
+    """Return the bytes of one version that generators fetch: all weights, or the adapters."""
     if config.lora is None:
         return published_weight_bytes(config, facts)
     return num_adapter_parameters(facts, config.lora) * BYTES_PER_ELEMENT[config.generator.dtype]
 
 
 def merged_bytes(config: RunConfig, facts: ModelFacts, machine: Machine) -> int:
-    """Bytes of the weights that a replica merges adapters into; 0 where it merges none.
+    """Return the bytes of the weights that a replica merges adapters into; 0 if it merges none.
 
-    vLLM's CPU build cannot serve adapters of experts, so replicas on CPUs merge them. Weights that vLLM fuses
-    with adapted ones count too.
+    Replicas on CPUs merge adapters of experts, because vLLM's CPU build cannot serve them. Weights that vLLM
+    fuses with adapted ones are included.
     """
     targets = set[str]() if config.lora is None else set[str](config.lora.targets)
     if machine is not Machine.CPU or not targets & set(EXPERT_TARGETS):
@@ -135,16 +135,16 @@ def merged_bytes(config: RunConfig, facts: ModelFacts, machine: Machine) -> int:
 
 
 def trainer_parameters_per_rank(config: RunConfig, counts: ParameterCounts) -> int:
-    """Parameters that one trainer rank owns: its shard under FSDP, tensor and expert parallelism."""
+    """Return the parameters of one trainer rank's shard under FSDP, tensor and expert parallelism."""
     parallel = config.trainer.parallel
     fsdp = parallel.data_shard * parallel.context
-    # Experts: over ep ranks and then over the fsdp * tensor / ep that are left, or over tensor and fsdp.
+    # Experts are split over ep ranks and then fsdp * tensor / ep ranks, or over tensor and fsdp: the same.
     owned = (counts.experts + counts.split) / (fsdp * parallel.tensor) + counts.replicated / fsdp
     return math.ceil(owned)
 
 
 def trained_parameters_per_rank(config: RunConfig, facts: ModelFacts, counts: ParameterCounts) -> int:
-    """Parameters that one trainer rank trains: its shard, or its part of the adapters."""
+    """Return the parameters that one trainer rank trains: its shard of the weights or of the adapters."""
     if config.lora is None:
         return trainer_parameters_per_rank(config, counts)
     parallel = config.trainer.parallel
@@ -153,9 +153,9 @@ def trained_parameters_per_rank(config: RunConfig, facts: ModelFacts, counts: Pa
 
 
 def generator_parameters_per_rank(config: RunConfig, facts: ModelFacts, counts: ParameterCounts) -> int:
-    """Parameters on one GPU of an engine: vLLM splits heads, networks, vocabulary, and experts.
+    """Return the parameters on one GPU of an engine; vLLM splits heads, networks, vocabulary and experts.
 
-    Every rank has a slice of each expert or, with expert parallelism, some whole experts: equally much.
+    A rank has a slice of each expert or, with expert parallelism, some whole experts; the size is the same.
     """
     tensor = config.generator.tensor_parallel
     padded = -(-facts.vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE

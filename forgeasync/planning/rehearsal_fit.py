@@ -1,4 +1,4 @@
-"""Which part of a topology fits on this machine: whole replicas, and whole data-parallel groups."""
+"""Finds the part of a topology that fits on this machine: whole replicas and whole data-parallel groups."""
 
 from dataclasses import dataclass
 
@@ -7,36 +7,36 @@ from forgeasync.schema import ConfigError, Problem
 
 GIB = 2**30
 
-# Allowances: what processes held of their own, measured with torch 2.13 and vLLM 0.32 on CPUs and a model
-# of two layers, and a tenth more.
+# Allowances for the fixed memory of processes: measured with torch 2.13 and vLLM 0.32 on CPUs and a model
+# of two layers, plus 10 %.
 TRAINER_PROC_BYTES = round(0.7 * GIB)
 GENERATOR_PROC_BYTES = round(0.52 * GIB)
-"""The generator's actor; with ``tensor_parallel: 1`` its engine is in the same process."""
+"""Memory of a generator's actor; with ``tensor_parallel: 1`` its engine runs in the same process."""
 ENGINE_BYTES = round(0.25 * GIB)
 ENGINE_WORKER_BYTES = round(0.62 * GIB)
-"""Each process of an engine of several."""
+"""Memory of each process of an engine with ``tensor_parallel`` above 1."""
 HOST_BYTES = round(0.3 * GIB)
-"""A host that is a process, with its agent."""
+"""Memory of a host that is a process, with its agent."""
 SCORER_WORKER_BYTES = round(0.15 * GIB)
 OTHER_BYTES = round(1.1 * GIB)
-"""Controller, scorer, buffer and environment."""
+"""Memory of controller, scorer, buffer and environment together."""
 
 SPARE_BYTES = 2 * GIB
-"""Left to the rest of the machine."""
+"""Memory left for other programs on the machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
-    """What a rehearsal may use of this machine."""
+    """Resources of this machine that a rehearsal may use."""
 
     memory_bytes: int
     num_gpus: int
-    """0: the rehearsal runs on CPUs."""
+    """Number of GPUs; with 0 the rehearsal runs on CPUs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """The part of a topology that is rehearsed."""
+    """Part of a topology to rehearse."""
 
     parallel: ParallelSection
     num_replicas: int
@@ -45,13 +45,13 @@ class Part:
 
 
 def largest_part(config: RunConfig, capacity: Capacity | None) -> Part:
-    """Return the largest part of a topology that fits; all of it without a ``capacity``.
+    """Return the largest part of a topology that fits; without ``capacity``, the whole topology.
 
-    The degrees of tensor, context and expert parallelism stay, and an engine keeps all of its processes. As
-    long as two replicas fit, replicas are left out before data-parallel groups of the trainer.
+    The degrees of tensor, context and expert parallelism are kept. Replicas are left out first, down to two;
+    then data-parallel groups of the trainer. One replica is used only if two do not fit.
 
     Raises:
-        ConfigError: not even one engine and the smallest trainer with these degrees fit.
+        ConfigError: one engine and the smallest trainer with these degrees do not fit.
     """
     generator = config.generator
     hosts = (1, 1)
@@ -78,12 +78,12 @@ def largest_part(config: RunConfig, capacity: Capacity | None) -> Part:
 
 
 def needed_bytes(config: RunConfig, part: Part, *, on_gpus: bool) -> int:
-    """Estimate the host memory that a rehearsal needs, with what it leaves to others."""
+    """Return an estimate of the host memory that a rehearsal needs, including ``SPARE_BYTES``."""
     tensor = config.generator.tensor_parallel
     engine = ENGINE_BYTES if tensor == 1 else tensor * ENGINE_WORKER_BYTES
     procs = part.parallel.num_procs * TRAINER_PROC_BYTES + part.num_replicas * (GENERATOR_PROC_BYTES + engine)
     if on_gpus:
-        # A CUDA context and its libraries take about as much again.
+        # A CUDA context and its libraries need about the same amount again.
         procs *= 2
     num_hosts = part.num_trainer_hosts + part.num_generator_hosts
     hosts = 0 if isinstance(config.launcher, LocalLauncher) else num_hosts * HOST_BYTES
@@ -97,7 +97,7 @@ def _num_gpus(config: RunConfig, part: Part) -> int:
 
 
 def _layouts(parallel: ParallelSection) -> list[ParallelSection]:
-    """List all layouts with these degrees and as many data-parallel groups or fewer, the largest first."""
+    """Return all layouts with these degrees and at most as many data-parallel groups, largest first."""
     others = parallel.tensor * parallel.context
     found = [
         parallel.model_copy(
@@ -115,7 +115,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _most_hosts(num_hosts: int, num_procs: int) -> int:
-    """Return the most hosts that procs spread evenly over."""
+    """Return the largest number of hosts, up to ``num_hosts``, that divides ``num_procs`` evenly."""
     return max(count for count in range(1, min(num_hosts, num_procs) + 1) if num_procs % count == 0)
 
 

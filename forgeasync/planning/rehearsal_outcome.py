@@ -1,4 +1,4 @@
-"""What a rehearsal has shown, read from the files of its run, and the tables about it."""
+"""Reads the findings of a rehearsal from the files of its run, and shows them as tables."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +17,7 @@ Line = Mapping[str, float]
 
 
 class Verdict(StrEnum):
-    """Whether a part of a run was exercised."""
+    """Result of the rehearsal for one part of the run."""
 
     EXERCISED = "exercised"
     FAILED = "failed"
@@ -26,7 +26,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One part of the run, and what its files say of it."""
+    """Verdict and measurements of one part of the run."""
 
     part: str
     verdict: Verdict
@@ -34,7 +34,7 @@ class Finding:
 
 
 def findings(config: RunConfig, facts: ModelFacts, run_dir: RunDir) -> list[Finding]:
-    """List what the run in a folder has exercised; ``config`` and ``facts`` are what it ran with."""
+    """Return the findings about the run in ``run_dir``; ``config`` and ``facts`` are the rehearsal's own."""
     lines = read_json_lines(run_dir.metrics)
     steps = [line for line in lines if line["step"] > 0]
     return [
@@ -67,7 +67,7 @@ def _max(steps: Sequence[Line], key: str) -> float:
 
 
 def _procs(config: RunConfig, run_dir: RunDir) -> Iterator[Finding]:
-    """Every proc has a log file of its own, which it opens itself."""
+    """Yield findings about processes and hosts, counted by log files: each process opens its own."""
     parallel, generator = config.trainer.parallel, config.generator
     degrees = (
         f"data_replicate {parallel.data_replicate}, data_shard {parallel.data_shard}, "
@@ -102,7 +102,7 @@ def _training(config: RunConfig, steps: Sequence[Line]) -> Iterator[Finding]:
         f"{len(steps)} of {config.max_steps}; {skipped:.0f} skipped, {nonfinite:.0f} values not finite",
     )
     norms = [line["grad_norm"] for line in steps]
-    # Without one, weights that are published do not change: nothing after that shows anything.
+    # Without a gradient the published weights do not change, and later parts prove little.
     has_gradient = any(norm and norm > 0 for norm in norms)
     yield Finding(
         part="gradient",
@@ -149,7 +149,7 @@ def _records(config: RunConfig, facts: ModelFacts, steps: Sequence[Line]) -> Ite
     if facts.num_experts and config.trainer.routing_replay is not RoutingReplay.OFF:
         shares = [line.get("routing/recorded_share") or 0.0 for line in steps]
         disagreement = _max(steps, "routing/disagreement_share")
-        # With response only, prompts have no record.
+        # With RESPONSE, prompts have no record of routed experts.
         is_right = bool(shares) and (
             min(shares) == 1.0 or config.trainer.routing_replay is RoutingReplay.RESPONSE
         )
@@ -175,7 +175,7 @@ def _payloads(config: RunConfig, steps: Sequence[Line]) -> Iterator[Finding]:
         f"the first trainer rank read {shared:.0f} from shared memory, {remote:.0f} from other hosts",
     )
     lost = {key: _sum(steps, key) for line in steps[:1] for key in line if key.startswith("dropped/")}
-    # These are policies of the config; the others are faults.
+    # Expected consequences of the config; all other reasons are faults.
     expected = ("dropped/stale", "dropped/cancelled", "dropped/filtered")
     faults = {key: count for key, count in lost.items() if count and key not in expected}
     groups = ", ".join(f"{count:.0f} {key.removeprefix('dropped/')}" for key, count in lost.items() if count)
@@ -244,7 +244,7 @@ def _machine(steps: Sequence[Line]) -> Iterator[Finding]:
 
 
 def changes_table(name: str, changes: Sequence[Change]) -> Table:
-    """Every change of the config and the model, with its reason."""
+    """Return a table of every change to the config and the model, with its reason."""
     table = _table(f"rehearsal of {name}: what is different; everything else is as in the config")
     for column in ("", "run", "rehearsal", "why"):
         table.add_column(column, overflow="fold")
@@ -254,7 +254,7 @@ def changes_table(name: str, changes: Sequence[Change]) -> Table:
 
 
 def findings_table(name: str, found: Sequence[Finding], changes: Sequence[Change]) -> Table:
-    """What was exercised, what failed, and what was not exercised: by measurement, then by change."""
+    """Return a table of findings by verdict, followed by what the changes leave unexercised."""
     table = _table(f"rehearsal of {name}: what was exercised")
     for column in ("part", "", "measured"):
         table.add_column(column, overflow="fold")

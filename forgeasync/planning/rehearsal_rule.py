@@ -1,9 +1,9 @@
-"""The rule by which a config becomes a rehearsal: what is made small, what is replaced, and what stays.
+"""Derives the config of a rehearsal from a run's config.
 
-Roles, parallel degrees, transports, the objective with its corrections and filters, the replay of routed
-experts and kept tokens, ages, dtypes and whatever else is not named here stay as they are. Model, lengths
-and batch become small. Replicas and data-parallel groups are left out where they do not fit. What needs a GPU
-is replaced where there is none.
+Model, lengths and batch are made small. Replicas and data-parallel groups that do not fit are left out.
+Features that need a GPU are replaced if there is none. Everything else stays: roles, parallel degrees,
+transports, the objective with its corrections and filters, the replay of routed experts and kept sets,
+staleness and dtypes.
 """
 
 import math
@@ -45,19 +45,19 @@ from forgeasync.schema import ConfigError, Problem
 NUM_STEPS = 3
 
 EVERY_STEPS = 2
-"""Steps between two evaluations, and between two checkpoints."""
+"""Steps between two evaluations and between two checkpoints."""
 
 RESPONSE_TOKENS = 32
 
 EPISODE_TOKENS = 1024
-"""Context of an environment, which makes its prompts itself."""
+"""Context length of runs with an environment, which makes its own prompts."""
 
 MAX_SEQUENCES_PER_ROW = 4
 
 NUM_SEQS, BATCHED_TOKENS = 32, 512
 
 KV_BLOCK_TOKENS = 128
-"""vLLM's CPU build gives a sequence whole blocks of so many tokens."""
+"""Tokens of a KV cache block of vLLM's CPU build; a sequence occupies whole blocks."""
 
 SMALLEST_KV_CACHE_GIB = 0.02
 
@@ -66,10 +66,10 @@ SMALLEST_STORE_GIB = 0.02
 ANSWER_LIMIT_S = 30.0
 
 DEADLINE_S = 1800.0
-"""Many processes on few cores are slow to start, and in everything else."""
+"""Minimum of most deadlines, because many processes on few cores are slow."""
 
 HOST_S = 300.0
-"""Hosts whose controller was killed end by themselves after twice this long."""
+"""Minimum of ``timeouts.host_s``; after twice that time, hosts of a killed controller end by themselves."""
 
 
 MADE_UP_SCORE = PythonReward(factory="forgeasync.planning.made_up_score.score", name="made_up")
@@ -90,25 +90,25 @@ S = TypeVar("S", bound=BaseModel)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """One key of the config, or one size of the model, that a rehearsal has otherwise than the run."""
+    """A config key or model size whose value in the rehearsal differs from the run's."""
 
     field: str
     before: str
     after: str
     why: str
     untried: str | None = None
-    """What the rehearsal cannot show because of this change; None if it shows the same at another size."""
+    """Part of the run that this change leaves unexercised; None if only sizes differ."""
 
 
 @dataclass(slots=True)
 class Draft:
-    """A config that is being changed, and the changes so far."""
+    """A config that is being changed, with the changes made so far."""
 
     config: RunConfig
     changes: list[Change] = field(default_factory=list)
 
     def set(self, key: str, value: object, why: str, untried: str | None = None) -> None:
-        """Replace the value at a dotted key; nothing happens if it is the same already."""
+        """Replace the value at a dotted key and record the change; do nothing if the values are equal."""
         before = self.config
         for part in key.split("."):
             before = getattr(before, part)
@@ -118,11 +118,11 @@ class Draft:
         self.note(key, before, value, why, untried)
 
     def put(self, key: str, value: object) -> None:
-        """Replace the value at a dotted key without a note: ``note`` has told of it, or will."""
+        """Replace the value at a dotted key without recording a change; ``note`` records it."""
         self.config = _replaced(self.config, key.split("."), value)
 
     def note(self, name: str, before: object, after: object, why: str, untried: str | None = None) -> None:
-        """Record a change that was made elsewhere; nothing happens if the values are equal."""
+        """Record a change that was made elsewhere; do nothing if the values are equal."""
         if before != after:
             self.changes.append(
                 Change(field=name, before=_shown(before), after=_shown(after), why=why, untried=untried)
@@ -137,7 +137,7 @@ def _replaced(section: S, parts: list[str], value: object) -> S:
 
 def _shown(value: object) -> str:
     if isinstance(value, BaseModel):
-        # The kind says which section it is; launchers and sources have one.
+        # Launchers and sources have a kind, which is shown instead of the class name.
         return str(value.model_dump(mode="json").get("kind", type(value).__name__))
     if isinstance(value, tuple | list):
         return ", ".join(map(_shown, value)) or "none"
@@ -146,23 +146,23 @@ def _shown(value: object) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """Where a rehearsal is to run, and what was measured there."""
+    """Where a rehearsal runs, and facts about that place."""
 
     folder: Path
-    """The rehearsal's own run folder."""
+    """Run folder of the rehearsal."""
     capacity: Capacity | None
-    """What this machine has; None: the config's own launcher places the run, and nothing is left out."""
+    """Resources of this machine; None if the config's launcher places the run and nothing is left out."""
     num_gpus: int
-    """GPUs of this machine, for a run that is placed on it."""
+    """Number of GPUs of this machine, used if the run is placed on it."""
     local_paths: frozenset[str]
-    """Data sets that are on this machine."""
+    """Paths of the data sets that are on this machine."""
     longest_prompt: int
     """Tokens of the longest prompt, with the rehearsal's tokenizer and problems."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rehearsal:
-    """The config of a rehearsal, with its model's shape and everything that was changed."""
+    """Config of a rehearsal, with its model's shape and all changes."""
 
     config: RunConfig
     facts: ModelFacts
@@ -170,7 +170,7 @@ class Rehearsal:
 
 
 def rehearsed(config: RunConfig, facts: ModelFacts, stage: Stage) -> Rehearsal:
-    """Return the rehearsal of a config that has no problems.
+    """Return the rehearsal of a checked config.
 
     Raises:
         ConfigError: the machine is too small for the parallel degrees, or the run has teachers.
@@ -263,14 +263,14 @@ def _shorten(draft: Draft, longest_prompt: int) -> None:
         sets.append(one)
     draft.put("evaluation.sets", tuple(sets))
     context = EPISODE_TOKENS if config.environment is not None else longest_prompt + RESPONSE_TOKENS
-    # Multiples of 64, which packed rows are padded to.
+    # Rounded up to a multiple of 64, to which packed rows are padded.
     context = math.ceil(max(context, longest_prompt + RESPONSE_TOKENS) / 64) * 64
     per_row = min(config.trainer.tokens_per_row // config.model.max_context_length, MAX_SEQUENCES_PER_ROW)
     draft.set("model.max_context_length", context, "the longest prompt, by characters, and a response")
     draft.set("trainer.tokens_per_row", per_row * context, f"rows of {per_row} longest sequences")
     aggregation = config.algorithm.aggregation
     if isinstance(aggregation, ConstantLength):
-        # An episode's context, in characters, can be longer than the run's in tokens.
+        # Measured in characters, an episode's context can exceed that of the run in tokens.
         length = max(aggregation.length, longest_response(draft.config))
         draft.set("algorithm.aggregation.length", length, "no response may be longer")
     _shorten_penalties(draft, longest)
@@ -283,7 +283,7 @@ def _shorten_penalties(draft: Draft, longest_before: int) -> None:
         if isinstance(one, OverlongPenalty):
             length = max(1, one.max_length * longest // longest_before)
             short = one.model_copy(update={"max_length": length})
-            # Rounded, the penalty could begin where no response gets.
+            # After rounding, the penalty could begin at a length that no response reaches.
             while short.max_length - short.buffer >= longest:
                 short = short.model_copy(update={"max_length": short.max_length - 1})
             field = f"algorithm.filters.{index}.max_length"
@@ -298,7 +298,7 @@ def _reduce_batch(draft: Draft) -> None:
     algorithm, steps = config.algorithm, config.trainer.steps_per_batch
     parallel = config.trainer.parallel
     ranks = parallel.data_replicate * parallel.data_shard
-    # Two rollouts for every data-parallel rank in every optimizer step, and a group for every generator.
+    # At least two rollouts per data-parallel rank and optimizer step, and a group per generator.
     fewest = max(2, config.generator.num_replicas, math.ceil(2 * ranks * steps / algorithm.group_size))
     before = algorithm.groups_per_step
     groups = min(before, math.ceil(fewest / steps) * steps)
@@ -318,7 +318,7 @@ def _reduce_batch(draft: Draft) -> None:
         in_flight = max(1, math.floor(config.buffer.max_in_flight * scale))
         draft.set("buffer.max_in_flight", in_flight, "as many batches as before")
     draft.set("max_steps", min(config.max_steps, NUM_STEPS), "a rehearsal makes three steps")
-    # One step before the last none begins beside training.
+    # Beside training, no evaluation begins after the last but one step.
     is_beside = config.evaluation.mode is EvaluationMode.BESIDE
     every = min(config.evaluation.every_steps, 1 if is_beside else EVERY_STEPS)
     draft.set("evaluation.every_steps", every, "within three steps")
@@ -360,7 +360,7 @@ def _note_sizes(draft: Draft, facts: ModelFacts, small: ModelFacts) -> None:
 
 
 def _be_patient(draft: Draft) -> None:
-    """Raise every deadline but the grace period at the end."""
+    """Raise all deadlines except ``timeouts.sigterm_s``."""
     config = draft.config
     deadlines = {
         name: max(getattr(config.timeouts, name), HOST_S if name == "host_s" else DEADLINE_S)
@@ -371,14 +371,14 @@ def _be_patient(draft: Draft) -> None:
     why = "many processes share few cores"
     draft.note("timeouts", "as configured", f"at least {DEADLINE_S:.0f} s", why, "deadlines of the run")
     scorer = config.scorer
-    # All answers of a group may be cut off and the group still be scored in time.
+    # Even if every answer of a group hits this limit, the group is scored before its deadline.
     longest = DEADLINE_S / 2 / math.ceil(config.algorithm.group_size / scorer.num_workers)
     limit_s = max(scorer.answer_limit_s, min(ANSWER_LIMIT_S, longest))
     draft.set("scorer.answer_limit_s", limit_s, why)
 
 
 def _fit_vocabulary(draft: Draft, small: ModelFacts) -> None:
-    """Keep cutting the vocabulary where the run does, and leave two tokens at least."""
+    """Fit top-k and top-p to the tiny vocabulary, so that they still cut it but leave at least two tokens."""
     sampling, vocabulary = draft.config.sampling, small.vocab_size
     top_k = min(sampling.top_k, vocabulary // 2)
     draft.set("sampling.top_k", top_k, "half of the tiny vocabulary at the most")
@@ -401,7 +401,7 @@ def _scale_memory(draft: Draft, config: RunConfig, facts: ModelFacts, small: Mod
 
 
 def rehearse_data(draft: Draft, local_paths: frozenset[str]) -> None:
-    """Change data, rewards and evaluation; ``local_paths`` are the data sets that are on this machine."""
+    """Change data, rewards and evaluation; ``local_paths`` are the paths of data sets on this machine."""
     data = draft.config.data
     draft.set("data.num_train", min(data.num_train, NUM_TRAIN), _FEWER)
     draft.set("data.num_held_out", min(data.num_held_out, NUM_EVALUATED), _FEWER)
@@ -429,7 +429,7 @@ def _weighted(draft: Draft, index: int, one: WeightedSource, local_paths: frozen
     configured = draft.config.data.reward if one.reward is None else one.reward
     update = {
         "source": _at_hand(draft, f"{field}.source", one.source, local_paths),
-        # Under its own name: two generated sources would have the same.
+        # Keep the original source's name: two generated sources would have the same default name.
         "name": one.name or default_name(one.source),
         "reward": _differing(draft, f"{field}.reward", configured, one.source),
         "num_train": None if one.num_train is None else min(one.num_train, NUM_TRAIN),
@@ -444,7 +444,7 @@ def _evaluation_set(
     source = _at_hand(draft, f"{field}.source", one.source, local_paths)
     num_problems = min(one.num_problems, NUM_EVALUATED)
     draft.note(f"{field}.num_problems", one.num_problems, num_problems, _FEWER)
-    # A generated source's own reward would be another one.
+    # The default reward of a generated source differs from that of the data set.
     keep = source == one.source or draft.config.environment is not None
     reward = one.reward if keep else rewards_of(one.reward, one.source)
     if reward is not None and reward != one.reward:
@@ -454,7 +454,7 @@ def _evaluation_set(
 
 
 def _at_hand(draft: Draft, field: str, source: SourceSection, local_paths: frozenset[str]) -> SourceSection:
-    """Return the source, or a generated one for a data set of the hub."""
+    """Return the source, or a generated one instead of a data set on the Hugging Face hub."""
     if not isinstance(source, HuggingFaceSource) or source.path in local_paths:
         return source
     draft.note(
@@ -468,7 +468,7 @@ def _at_hand(draft: Draft, field: str, source: SourceSection, local_paths: froze
 
 
 def _differing(draft: Draft, field: str, configured: Rewards | None, source: SourceSection) -> Rewards | None:
-    """Return rewards that tell the responses of a random model apart; the user's own stay as they are."""
+    """Return rewards that differ between responses of a random model; the user's own code is kept."""
     rewards = rewards_of(configured, source)
     if draft.config.environment is not None or _has_own_code(rewards):
         return configured
@@ -487,14 +487,14 @@ def _has_own_code(rewards: tuple[object, ...]) -> bool:
 
 
 def scores_are_own(config: RunConfig) -> bool:
-    """Whether the user's own code alone scores some of the responses that are trained on."""
+    """Return whether some training responses are scored by the user's own code without a made-up score."""
     return config.environment is not None or any(
         _has_own_code(source.rewards) for source in named_sources(config.data)
     )
 
 
 def _drop_filters(draft: Draft) -> None:
-    """Leave out what would drop every group of a random model, so that the run would have no batch."""
+    """Remove filters that could drop every group of a random model and leave the run without a batch."""
     filters = draft.config.algorithm.filters
     if not scores_are_own(draft.config):
         return

@@ -1,4 +1,4 @@
-"""Shows what a run would do, as one table, without starting anything and without a GPU."""
+"""Builds the report of a dry run: one table about a run, without starting anything or needing a GPU."""
 
 from pathlib import Path
 
@@ -35,7 +35,7 @@ from forgeasync.planning.parameters import (
 from forgeasync.planning.weight_times import weight_times
 
 GPUS_OF_HOST = 8
-"""GPUs of each host that a plan assumes, where the config names no hosts and one does not suffice."""
+"""Assumed GPUs per host, for a config that names no hosts and needs more than one."""
 
 
 def dry_run_report(
@@ -46,11 +46,14 @@ def dry_run_report(
     looked_at: str | None = None,
     gpu_bytes: int | None = None,
 ) -> Table:
-    """The plan of a checked config: procs, mesh, parameters, memory by rank, tokens by step, staleness.
+    """Return the plan of a checked config: processes, mesh, parameters, memory, tokens per step, staleness.
 
-    ``shape_from`` is the config.json that ``facts`` were read from (``models.model_config_file``),
-    ``looked_at`` what was looked at of the data (``data.sources.look_at_data``), ``gpu_bytes`` the memory of
-    a GPU (``GPU_GIB`` where nobody knows).
+    Args:
+        config: The checked config.
+        facts: Shape of the model.
+        shape_from: The config.json that ``facts`` were read from.
+        looked_at: Message about the data that were checked, from ``environments.look_at_data``.
+        gpu_bytes: Memory of a GPU; default ``GPU_GIB``.
     """
     is_assumed = _needs_hosts(config)
     if is_assumed:
@@ -80,13 +83,13 @@ def dry_run_report(
 
 
 def _needs_hosts(config: RunConfig) -> bool:
-    """Whether a config without a launcher section needs more GPUs than a host has."""
+    """Return whether a config without a launcher section needs more than ``GPUS_OF_HOST`` GPUs."""
     is_local = isinstance(config.launcher, LocalLauncher)
     return is_local and planned_machine(config) is Machine.GPU and num_gpus_needed(config) > GPUS_OF_HOST
 
 
 def _on_hosts(config: RunConfig) -> RunConfig:
-    """The config on as few hosts of ``GPUS_OF_HOST`` GPUs as share each role evenly."""
+    """Return the config on the fewest hosts of ``GPUS_OF_HOST`` GPUs that divide each role evenly."""
     generator = config.generator
     num_trainer = _num_hosts(config.trainer.parallel.num_procs, 1)
     num_generators = _num_hosts(generator.num_engines, generator.tensor_parallel)
@@ -99,7 +102,7 @@ def _on_hosts(config: RunConfig) -> RunConfig:
 
 
 def _num_hosts(num_parts: int, gpus_of_part: int) -> int:
-    """The smallest number of hosts that divides the parts evenly and has the GPUs for them."""
+    """Return the smallest number of hosts that divides the parts evenly and has enough GPUs."""
     for number in range(1, num_parts):
         if num_parts % number == 0 and num_parts // number * gpus_of_part <= GPUS_OF_HOST:
             return number
@@ -146,7 +149,7 @@ def _rewards(config: RunConfig) -> list[Row]:
 
 
 def _cpu_procs(config: RunConfig) -> list[Row]:
-    """The procs beside trainer and generators, and what of an environment's episodes runs at once."""
+    """Return rows about processes without GPUs, and about an environment's concurrent episodes."""
     shared = "controller, scorer, buffer"
     environment, episodes = config.environment, config.episodes
     if environment is None:
@@ -286,7 +289,7 @@ def _staleness(config: RunConfig) -> list[Row]:
 
 
 def _records(config: RunConfig, facts: ModelFacts) -> list[Row]:
-    """What generators record of each token, so that the trainer computes with the same."""
+    """Return rows about what generators record of each token for replay in the trainer."""
     sampling, trainer = config.sampling, config.trainer
     cuts = [
         f"sampling.{name} = {value:g}"
@@ -318,7 +321,7 @@ def _weight_times(config: RunConfig, facts: ModelFacts) -> list[Row]:
 
 
 def _shown_path(path: Path) -> str:
-    """Shipped shapes by their place in the repository, others as they are."""
+    """Return a shipped shape's path relative to the repository, and any other path unchanged."""
     if path.is_relative_to(SHIPPED_MODELS):
         return str(Path("configs/models") / path.relative_to(SHIPPED_MODELS))
     return str(path)

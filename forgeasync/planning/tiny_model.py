@@ -1,4 +1,4 @@
-"""The tiny model: of the same family, divided by the same parallel degrees, with random weights."""
+"""Makes the tiny model of a rehearsal: the same family, fit for the same parallel degrees, random weights."""
 
 import dataclasses
 import json
@@ -21,20 +21,20 @@ from forgeasync.models import (
 )
 
 NUM_LAYERS = 2
-"""Layers of each kind that the model has; of dense layers before experts there is one."""
+"""Number of layers with experts, or of dense layers in a dense model; dense layers before experts add one."""
 
 HIDDEN_SIZE = 64
 
 HIDDEN_SIZE_ON_GPUS = 256
 
 HEAD_DIM = 32
-"""The smallest that the attention kernels of vLLM's CPU build take."""
+"""Smallest head dimension that the attention kernels of vLLM's CPU build support."""
 
 RANK_WIDTH = 32
-"""Width of one rank's part of a network; vLLM's CPU kernels of experts want multiples of it."""
+"""Inner width of a network on one rank; vLLM's CPU kernels for experts need a multiple of it."""
 
 RANK_WIDTH_ON_GPUS = 128
-"""Kernels of experts on GPUs come in tiles of up to 128."""
+"""Inner width of a network on one rank on GPUs, where kernels for experts have tiles of up to 128."""
 
 
 def small_facts(
@@ -45,10 +45,10 @@ def small_facts(
     max_context_length: int,
     on_gpus: bool,
 ) -> ModelFacts:
-    """Return the tiny model's shape.
+    """Return the shape of the tiny model.
 
-    Heads, experts and networks are the smallest divisors of the model's own numbers that the degrees of
-    tensor and expert parallelism divide as they divide the model's. On GPUs dimensions of heads stay: kernels
+    The numbers of heads and experts are the smallest divisors of the model's own numbers that fit the degrees
+    of tensor and expert parallelism in the same way. On GPUs the head dimensions are kept, because kernels
     are chosen by them.
     """
     ranks = math.lcm(parallel.tensor, generator.tensor_parallel)
@@ -96,9 +96,12 @@ def _divisors(number: int) -> Iterator[int]:
 
 
 def _heads(facts: ModelFacts, trainer_ranks: int, engine_ranks: int) -> tuple[int, int]:
-    """Heads of keys and values, and of queries. An engine with more ranks than the former repeats them."""
+    """Return the numbers of key-value heads and query heads.
+
+    An engine with more ranks than key-value heads repeats these heads.
+    """
     is_split = facts.num_kv_heads % engine_ranks == 0
-    # The model's own numbers fulfil all conditions, unless the config's check has refused them.
+    # The model's own numbers satisfy all conditions, because the config's check has accepted them.
     num_kv_heads = next(
         (
             count
@@ -124,8 +127,8 @@ def _heads(facts: ModelFacts, trainer_ranks: int, engine_ranks: int) -> tuple[in
 
 
 def _experts(facts: ModelFacts, parallel: ParallelSection, generator: GeneratorSection) -> tuple[int, int]:
-    """Experts, and how many of them a token takes: a quarter at the most."""
-    # Where experts are fewer than the ranks that share them, each is sharded inside.
+    """Return the number of experts, and the number chosen for a token: at most a quarter of them."""
+    # With fewer experts than ranks that share them, FSDP would shard each expert inside.
     ranks = parallel.data_shard * parallel.context * parallel.tensor
     for count in _divisors(facts.num_experts):
         top_k = min(facts.top_k, max(1, count // 4))
@@ -149,7 +152,7 @@ def _experts(facts: ModelFacts, parallel: ParallelSection, generator: GeneratorS
 
 
 _OF_OTHER_SIZES = frozenset({"layer_types", "torch_dtype", "quantization_config"})
-"""Keys of a config.json that have one entry for each layer, or speak of the weights' files."""
+"""Keys of a config.json that list the layers or describe the weight files, and so are left out."""
 
 
 def write_model(
@@ -161,10 +164,10 @@ def write_model(
     template_arguments: Iterable[str],
     seed: int,
 ) -> None:
-    """Write a Hugging Face folder with a model of shape ``facts``; ``raw`` is the real model's config.json.
+    """Write a Hugging Face folder with a random model of shape ``facts``.
 
-    What ``raw`` says besides sizes stays. Weights are float32: normal with a variance of one over the inputs,
-    norms 1, biases of routers normal with a deviation of 0.1.
+    ``raw`` is the real model's config.json, of which everything except sizes is kept. Weights are float32:
+    matrices normal with variance 1 / inputs, biases normal with standard deviation 0.1, norms 1.
     """
     folder.mkdir(parents=True)
     tokenizer = character_tokenizer(chat_template=chat_template, template_arguments=template_arguments)

@@ -1,15 +1,15 @@
-"""Memory of one trainer rank: what it always holds, and the moment of a step at which it holds most.
+"""Computes the memory of one trainer rank: its constant part, and the peak within a step.
 
 Activations are the tensors that autograd saves, counted on TorchTitan 0.3.0's layers as this repository
-runs them, in bytes per token of a rank. Two things differ without an accelerator: norms of lower precision,
-or of tensor-parallel ranks, are computed step by step and keep x / rms(x) too, and attention works on copies
-that are laid out by sequence (``forgeasync.trainer.workarounds.cpu_attention``). With context parallelism
-a rank has the activations of its part of a row, but keys and values of the whole row.
+runs them, in bytes per token of a rank. CPUs differ in two ways. Norms in lower precision, or on
+tensor-parallel ranks, are computed step by step and also keep x / rms(x). Attention works on copies that are
+laid out by sequence (``forgeasync.trainer.workarounds.cpu_attention``). With context parallelism a rank has
+the activations of its part of a row, but keys and values of the whole row.
 
-FSDP2 gathers a layer's weights before it runs, and the next one's meanwhile. In the backward pass a layer's
-gradients exist whole until they are reduced, in float32, to the rank's shard. The output layer (with tied
-weights the embedding too) stays gathered from its forward to its backward pass, while nothing else is.
-Counted on torch 2.13.
+FSDP2 (torch 2.13) gathers a layer's weights before the layer runs, and prefetches those of the next layer. In
+the backward pass a layer's full gradients exist until they are reduced, in float32, to the rank's shard. The
+output layer (with tied weights also the embedding) stays gathered from its forward to its backward pass,
+while no other layer is gathered.
 """
 
 import math
@@ -37,7 +37,7 @@ from forgeasync.planning.parameters import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """Bytes of one rank that come and go."""
+    """Temporary memory of one rank at one moment of a step, in bytes."""
 
     name: str
     activations: float = 0.0
@@ -57,20 +57,22 @@ class TrainerMemory:
     """Memory of one rank in an optimizer step of at least two rows."""
 
     always: tuple[MemoryItem, ...]
+    """Constant memory."""
     come_and_go: tuple[MemoryItem, ...]
-    """Each at its largest, which is not at the same time."""
+    """Temporary memory: the peak of each kind; the peaks are at different moments."""
     fullest: Moment
+    """Moment with the most temporary memory."""
 
     @property
     def total_bytes(self) -> int:
-        """Bytes at the fullest moment."""
+        """Peak memory, in bytes."""
         return total_bytes(self.always) + math.ceil(self.fullest.total)
 
 
 def trainer_memory(
     config: RunConfig, facts: ModelFacts, counts: ParameterCounts, machine: Machine
 ) -> TrainerMemory:
-    """Count memory by formulas over config and model shape; ``counts`` comes from ``count_parameters``."""
+    """Return a trainer rank's memory; ``counts`` is the result of ``count_parameters(facts)``."""
     moments = step_moments(config, facts, counts, machine)
     trainer = config.trainer
     chunk = min(trainer.tokens_per_row // trainer.parallel.context, LOGITS_CHUNK_TOKENS)
@@ -119,7 +121,7 @@ def _always(config: RunConfig, facts: ModelFacts, counts: ParameterCounts) -> li
     if num_averages(config.teachers):
         how = "for teachers with ema: float32, own shard"
         items.append(MemoryItem(name="average", num_bytes=trained * FLOAT32_BYTES, how=how))
-    # With adapters the reference is the trained model without them.
+    # With adapters, the reference is the base model, which needs no copy.
     if config.algorithm.kl is not None and config.lora is None:
         how = f"for algorithm.kl: frozen, in {dtype}, own shard"
         items.append(MemoryItem(name="reference model", num_bytes=owned * element, how=how))
@@ -128,24 +130,25 @@ def _always(config: RunConfig, facts: ModelFacts, counts: ParameterCounts) -> li
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Units:
-    """Bytes that FSDP2 handles at once, of the layer with the most and of the output layer (``head``)."""
+    """Bytes that FSDP2 handles at once, of the largest layer and of the output layer (``head``)."""
 
     layer_weights: float
+    """Gathered weights of the layer that runs, in the compute dtype."""
     next_weights: float
+    """Prefetched weights of the next layer; unsharded weights are copied, but not prefetched."""
     head_weights: float
-    """Gathered, those of the next layer ahead of time; what a rank has whole it copies, but not ahead."""
     layer_gradients: float
+    """Full gradients of a layer, in the compute dtype; 0 with adapters."""
     head_gradients: float
-    """Whole ones, in the compute dtype; 0 where adapters are trained."""
     layer_reduced: float
+    """Float32 buffer in which a layer's gradients are reduced; unsharded gradients have one too."""
     head_reduced: float
-    """Float32 buffers that gradients are reduced in; a rank that shares them with none has one too."""
 
 
 def step_moments(
     config: RunConfig, facts: ModelFacts, counts: ParameterCounts, machine: Machine
 ) -> tuple[Moment, ...]:
-    """List all candidates, without gradients of earlier rows, weights and optimizer state."""
+    """Return the candidates for the peak of a step, without the constant memory."""
     dense, moe = (
         layer_activations(config, facts, has_experts=has_experts, machine=machine)
         for has_experts in (False, True)
@@ -155,7 +158,7 @@ def step_moments(
     kept = facts.num_dense_layers * dense.kept(choice) + facts.num_moe_layers * moe.kept(choice)
     units = _units(config, facts, counts)
     is_tied = facts.tie_word_embeddings
-    # Tied, the output layer waits for the embedding's backward pass.
+    # With tied weights, the output layer stays gathered until the embedding's backward pass.
     head_weights = units.head_weights if is_tied else 0.0
     head_gradients = units.head_gradients if is_tied else 0.0
     row = kept - last.kept(choice)
@@ -183,7 +186,7 @@ def step_moments(
         Moment(
             name="backward pass of the embedding",
             gathered_weights=units.head_weights,
-            # Tied, the output layer's gradient is there still, to be added to.
+            # With tied weights, the output layer's gradient still exists, and the embedding's is added to it.
             gathered_gradients=units.head_gradients * (2 if is_tied else 1)
             + units.head_reduced
             + units.layer_reduced,
@@ -195,9 +198,9 @@ def step_moments(
 def _output_layer(
     config: RunConfig, facts: ModelFacts, units: _Units, activations: float
 ) -> tuple[Moment, Moment]:
-    """Backward pass of a chunk: while its logits' gradients are made, and when the weight's are.
+    """Return two moments of a chunk's backward pass: gradients of the logits, and those of the weight.
 
-    Where only the logits in kept sets are computed there is less of the former: those of the uncut tokens,
+    If only the logits in kept sets are computed, the former need less memory: the logits of the uncut tokens,
     and lists of at most one id for every ``GATHER_COST`` logits.
     """
     trainer = config.trainer
@@ -210,7 +213,7 @@ def _output_layer(
         mask = num_logits
         rows = num_logits / GATHER_COST * 2 * facts.hidden_size * FLOAT32_BYTES
         block = min(rows, GATHER_BLOCK_BYTES)
-    # Gradients of several products are added up in float32. A product in float32 is added in place.
+    # Gradients of several chunks or terms are summed in float32. A float32 product is added in place.
     is_summed = tokens > LOGITS_CHUNK_TOKENS or bool(config.algorithm.terms)
     earlier = units.head_reduced if is_summed else 0.0
     is_in_place = is_summed and trainer.dtype is Dtype.FLOAT32
@@ -218,8 +221,8 @@ def _output_layer(
         Moment(
             name="backward pass of the output layer",
             activations=activations,
-            # Scaled logits, the gradient through the chosen one, two that make up the log-sum-exp's, and
-            # which of them are cut away.
+            # Scaled logits, the gradient through the sampled token's logit, two tensors for the gradient of
+            # the log-sum-exp, and the mask of logits that are cut.
             logits=4 * logits + mask,
             gathered_weights=units.head_weights,
             gathered_gradients=earlier,
@@ -235,7 +238,10 @@ def _output_layer(
 
 
 def _optimizer_step(config: RunConfig, counts: ParameterCounts, machine: Machine) -> Moment:
-    """AdamW's square roots: on GPUs of all parameters at once, on CPUs of one after the other."""
+    """Return the moment of the optimizer step: AdamW's square roots.
+
+    GPUs compute those of all parameters at once, CPUs one parameter after the other.
+    """
     trains_all = config.lora is None and machine is Machine.GPU
     owned = trainer_parameters_per_rank(config, counts) if trains_all else 0
     return Moment(name="optimizer step", optimizer=owned * FLOAT32_BYTES)
@@ -245,7 +251,7 @@ def _units(config: RunConfig, facts: ModelFacts, counts: ParameterCounts) -> _Un
     parallel = config.trainer.parallel
     element = BYTES_PER_ELEMENT[config.trainer.dtype]
     shards = parallel.data_shard * parallel.context
-    # Expert parallelism borrows ranks: those that are left shard each expert.
+    # Expert parallelism uses some of the FSDP and tensor ranks; the remaining factor shards each expert.
     expert_shards = shards * parallel.tensor // parallel.expert if parallel.expert > 1 else shards
     rest = (counts.in_layers / parallel.tensor + counts.replicated) / facts.num_layers
     experts = counts.experts / max(1, facts.num_moe_layers)
@@ -268,22 +274,22 @@ INT64_BYTES = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerActivations:
-    """Bytes of one layer and one row on one rank."""
+    """Bytes of one layer's activations for one row on one rank."""
 
     whole: float
     """Bytes that autograd saves without checkpointing."""
     selective: float
-    """Bytes that TorchTitan's selective checkpointing saves; the rest is computed again."""
+    """Bytes that TorchTitan's selective checkpointing saves; the rest is recomputed."""
     boundary: float
-    """The layer's input: what full checkpointing saves."""
+    """Bytes of the layer's input, which full checkpointing saves."""
     passing: float
-    """Bytes besides ``whole`` that live at the same time, where a pass over the layer has most of them.
+    """Peak of the temporary bytes besides ``whole`` in a pass over the layer.
 
-    These are gradients of activations in the backward pass, or what the forward pass frees at its end.
+    These are gradients of activations in the backward pass, or tensors freed at the end of the forward pass.
     """
 
     def kept(self, choice: ActivationCheckpointing) -> float:
-        """Bytes kept from the forward to the backward pass."""
+        """Return the bytes kept from the forward to the backward pass."""
         match choice:
             case ActivationCheckpointing.NONE:
                 return self.whole
@@ -296,34 +302,37 @@ class LayerActivations:
 def layer_activations(
     config: RunConfig, facts: ModelFacts, *, has_experts: bool, machine: Machine
 ) -> LayerActivations:
-    """Count the activations of a layer with experts or with one dense network."""
+    """Return the activations of a layer with experts or with a dense network."""
     count = _Count(config, facts, machine=machine)
     attention = count.attention()
     network = count.experts() if has_experts else count.dense()
     boundary = count.local_tokens * facts.hidden_size * count.element
-    # Its input and the sum after attention: the residual stream.
+    # The residual stream: the layer's input and the sum after attention.
     whole = 2 * boundary + attention.whole + network.whole
     return LayerActivations(
         whole=whole,
         selective=boundary + attention.selective + network.selective,
         boundary=boundary,
-        # The network's backward pass comes first and frees what the network has kept.
+        # The network's backward pass runs first and frees the network's activations.
         passing=max(attention.passing - network.whole, network.passing),
     )
 
 
 def outside_activations(config: RunConfig, facts: ModelFacts, *, machine: Machine) -> float:
-    """Bytes kept between the last layer and the output layer: its output, and hidden states of targets."""
+    """Return the bytes kept between the last layer and the output layer.
+
+    These are the last layer's output, the norm's extra tensors and the hidden states of the targets.
+    """
     count = _Count(config, facts, machine=machine)
     hidden = facts.hidden_size
-    # Whole rows of the rank: sequence parallelism ends before the output layer.
+    # All tokens of the rank's row, because sequence parallelism ends before the output layer.
     targets = count.tokens * hidden * count.element
     return count.local_tokens * hidden * count.element + targets + count.norm_extra(hidden)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """Bytes of a part of a layer; as in ``LayerActivations``."""
+    """Bytes of a part of a layer, as in ``LayerActivations``."""
 
     whole: float
     selective: float
@@ -331,7 +340,7 @@ class _Part:
 
 
 class _Count:
-    """Counts tensors of one row on one rank."""
+    """Counts the bytes of the tensors of one row on one rank."""
 
     def __init__(self, config: RunConfig, facts: ModelFacts, *, machine: Machine) -> None:
         parallel = config.trainer.parallel
@@ -343,11 +352,11 @@ class _Count:
         self.tokens = config.trainer.tokens_per_row / parallel.context
         """Tokens of the row on this context-parallel rank."""
         self.kernel_tokens = self.tokens
-        """Tokens that attention's kernel works on: on CPUs every rank pads its part to the whole row."""
+        """Tokens that the attention kernel processes; on CPUs every rank pads its part to the whole row."""
         if self._on_cpus:
             self.kernel_tokens = float(config.trainer.tokens_per_row)
         self.key_tokens = float(config.trainer.tokens_per_row)
-        """Tokens whose keys and values attention keeps: gathered from all context-parallel ranks."""
+        """Tokens whose keys and values attention keeps, gathered from all context-parallel ranks."""
         self._gathers_keys = parallel.context > 1 and not self._on_cpus
         self.local_tokens = self.tokens / (parallel.tensor if parallel.sequence else 1)
         """Tokens of this rank between two tensor-parallel matrix products."""
@@ -355,11 +364,11 @@ class _Count:
         self._has_head_norms = "model.layers.0.self_attn.q_norm.weight" in expected_shapes(facts)
 
     def norm_extra(self, size: int, *, tokens: float | None = None) -> float:
-        """Bytes that a norm keeps besides input and output: in float32, whatever the compute dtype."""
+        """Return the float32 bytes that a norm keeps besides its input and output."""
         copies = 0
         if self._on_cpus:
-            # x / rms(x), which float32 computes again (``trainer.workarounds.rms_norm``) unless it is a
-            # DTensor; of lower precision also x in float32.
+            # x / rms(x), which a float32 norm recomputes (``trainer.workarounds.rms_norm``) unless x is a
+            # DTensor; in lower precision also x in float32.
             copies = 2 if self.element != FLOAT32_BYTES else int(self._tensor > 1)
         return (self.local_tokens if tokens is None else tokens) * (copies * size + 1) * FLOAT32_BYTES
 
@@ -369,12 +378,12 @@ class _Count:
         kv_heads = facts.num_kv_heads / self._tensor
         queries, keys = heads * facts.head_dim, kv_heads * facts.head_dim
         values, out = kv_heads * facts.value_head_dim, heads * facts.value_head_dim
-        # What the kernel takes and gives.
+        # Inputs and output of the kernel.
         kernel = queries + keys + values + out
-        # Keys and values of the other ranks' parts; on CPUs the kernel's tokens are whole rows anyway.
+        # Keys and values of the other ranks' parts; on CPUs the kernel's tokens already are whole rows.
         gathered = (self.key_tokens - self.tokens) * (keys + values) * element if self._gathers_keys else 0.0
         if self._on_cpus and facts.value_head_dim != facts.head_dim:
-            # Values and output are of its head size there, and cut to their own afterwards.
+            # On CPUs values and output are padded to the kernel's head size, and cut afterwards.
             kernel += values / facts.value_head_dim * facts.head_dim - values
             kernel += queries
         kept = float(facts.hidden_size)
@@ -388,7 +397,7 @@ class _Count:
             kept += rotated + latent.kv_rank + 2 * latent.query_rank
             extra += self.norm_extra(latent.kv_rank + latent.query_rank)
             if not self._on_cpus:
-                # Values are a part of the product that keys come from.
+                # The values are a view of the product that also contains keys, so the whole product is kept.
                 kept += heads * latent.nope_head_dim
         # Cosines and sines; the kernel's sums of exponentials.
         rope_dim = facts.head_dim if facts.latent is None else facts.latent.rope_head_dim
@@ -398,17 +407,18 @@ class _Count:
             + gathered
             + extra,
             selective=self.tokens * element * self._selective_attention(queries, values, out),
-            # On CPUs copies in float32 of all that the kernel takes and gives come with them.
+            # Gradients of the kernel's inputs and output; on CPUs with float32 copies of all of these.
             passing=self.kernel_tokens
             * (3 * kernel * FLOAT32_BYTES if self._on_cpus else (2 * queries + keys + values + out) * element)
-            # Their gradients twice: of the keys that a part sees, and of whole rows, before they are summed.
+            # Gradients of gathered keys and values, twice: of the part, and of whole rows before the sum.
             + 2 * gathered,
         )
 
     def _selective_attention(self, queries: float, values: float, out: float) -> float:
-        """Elements per token. Every second matrix product is saved, and the attention kernel's output.
+        """Return the elements per token that selective checkpointing saves of attention.
 
-        The kernel of CPUs is not in TorchTitan's list.
+        It saves every second matrix product and, except on CPUs, the attention kernel's output: the CPU
+        kernel is not in TorchTitan's list.
         """
         latent = self._facts.latent
         if latent is None:
@@ -420,7 +430,7 @@ class _Count:
         return saved if self._on_cpus else saved + out
 
     def dense(self) -> _Part:
-        """Input; gate and up, the gate's activation and the product of both."""
+        """Count a dense network: its input, gate, up, the gate's activation and the product."""
         hidden, inner = self._facts.hidden_size, self._facts.dense_hidden_size / self._tensor
         return _Part(
             whole=self.tokens * self.element * (hidden + 4 * inner) + self.norm_extra(hidden),
@@ -430,26 +440,29 @@ class _Count:
         )
 
     def _selective_network(self, inner: float) -> float:
-        """Elements per token: of gate and up one is saved, and the last (or attention's last) projection."""
+        """Return the elements per token that selective checkpointing saves of a network.
+
+        These are one of gate and up, and the last projection, of the network or of attention.
+        """
         return inner + self._facts.hidden_size
 
     def experts(self) -> _Part:
-        """Routed and shared experts, with even loads; expert parallelism moves tokens, not their number."""
+        """Count routed and shared experts with even loads: each rank computes as many tokens as it sends."""
         facts, element = self._facts, self.element
         hidden = facts.hidden_size
-        # With expert parallelism tokens are split over tensor-parallel ranks and experts are whole;
-        # without, every rank has all tokens and a slice of each expert.
+        # With expert parallelism, tokens are split over tensor-parallel ranks and experts are whole.
+        # Without it, every rank has all tokens and a slice of each expert.
         split = 1 if self._expert > 1 else self._tensor
         tokens = self.local_tokens if self._expert > 1 else self.tokens
         inner = facts.expert_hidden_size / split
-        # Input, gate and up, and the output, scaled in float32. The gate's activation and the product are
-        # computed again, unless the layer is compiled or the product is an input of adapters.
+        # Input, gate, up, and the output, which is scaled in float32. The gate's activation and the product
+        # are recomputed, unless the layer is compiled or the product is an input of adapters.
         num_inner = 4 if self._keeps_products else 2
         routed = facts.top_k * ((hidden + num_inner * inner) * element + hidden * FLOAT32_BYTES)
         if self._expert > 1:
-            # A second copy as tokens come in from other ranks, before they are sorted by expert.
+            # A second copy of the tokens as received from other ranks, before they are sorted by expert.
             routed += facts.top_k * hidden * element
-        # Scores of all experts; of the chosen ones five lists of ids and four of scores.
+        # Scores of all experts, and five lists of ids and four of scores for the chosen ones.
         router = facts.num_experts * FLOAT32_BYTES + facts.top_k * (5 * INT64_BYTES + 4 * FLOAT32_BYTES)
         if element != FLOAT32_BYTES:
             # The gate computes in float32.
@@ -461,16 +474,16 @@ class _Count:
             whole += self.tokens * 4 * shared * element
             selective += self.tokens * element * self._selective_network(shared)
         if self._expert > 1:
-            # What was exchanged, there and back.
+            # Tokens exchanged between ranks, in both directions.
             selective += tokens * facts.top_k * 2 * hidden * element
-        # Gradients of the output, scaled and not, and of the scores. After these, the gate's activation
-        # again, and the gradients of the product and of the gate.
+        # Gradients of the scaled output, the unscaled output and the scores; after these, the recomputed
+        # activation of the gate, and the gradients of the product and the gate.
         passing: float = facts.top_k * hidden * (element + 2 * FLOAT32_BYTES)
         if not self._keeps_products:
             passing = max(passing, facts.top_k * 3 * inner * element)
         if self._expert > 1:
-            # The end of the forward pass: the output by expert, by rank as it is sent, as it comes back, and
-            # scaled in float32; and the sum over a token's experts.
+            # At the end of the forward pass: the output sorted by expert, as sent, as received and scaled in
+            # float32; and the sum over a token's experts.
             passing = max(passing, facts.top_k * hidden * (3 * element + FLOAT32_BYTES) + hidden * element)
         return _Part(
             whole=whole,

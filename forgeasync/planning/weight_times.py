@@ -1,8 +1,8 @@
-"""Models how long a new version takes from the trainer to the generators on GPUs: bytes over bandwidths.
+"""Estimates the time of a weight update on GPUs, from trainer to generators, as bytes over bandwidths.
 
-The bandwidths are those of a host of eight H100 (SXM) with one network card of 400 Gb/s, as their makers
-state them, and of one core of it as such cores usually copy; ``benchmarks/gpu_probe.py`` measures the first
-ones. All of a term's bytes are taken to move at full speed, so that times are lower bounds.
+The bandwidths are those of a host with eight H100 (SXM) and one 400 Gb/s network card, as their vendors state
+them, and typical copy rates of one CPU core. ``benchmarks/gpu_probe.py`` measures the former. All bytes of a
+term are assumed to move at full speed, so the times are lower bounds.
 """
 
 from dataclasses import dataclass
@@ -12,30 +12,30 @@ from forgeasync.models import BYTES_PER_ELEMENT, expected_shapes
 from forgeasync.planning.parameters import count_parameters, generator_parameters_per_rank, version_bytes
 
 PCIE_BYTES_PER_S = 50e9
-"""One way between page-locked memory and a GPU: PCIe 5.0 x16 has 64 GB/s, of which 50 usually arrive."""
+"""One direction between page-locked memory and a GPU: 50 of the 64 GB/s of PCIe 5.0 x16."""
 
 DEVICE_BYTES_PER_S = 3.35e12
-"""Memory of an H100 (SXM); a copy within it reads and writes."""
+"""Memory bandwidth of an H100 (SXM); a copy on the device uses it twice, to read and to write."""
 
 HOST_BYTES_PER_S = 300e9
-"""All GPUs of a host together, from its memory."""
+"""Bandwidth from a host's memory to all of its GPUs together."""
 
 NETWORK_BYTES_PER_S = 50e9
-"""One network card of 400 Gb/s for each host."""
+"""Bandwidth of a host's 400 Gb/s network card."""
 
 CORE_COPY_BYTES_PER_S = 5e9
-"""A copy of strided boxes by one core."""
+"""Rate at which one core copies strided boxes."""
 
 CORE_CHECKSUM_BYTES_PER_S = 15e9
-"""xxh3 by one core, of bytes that are in its cache."""
+"""Rate at which one core computes xxh3 of bytes in its cache."""
 
 RELOAD_S_PER_TENSOR = 0.0005
-"""Python and a launch for each tensor that vLLM's loaders take; ``reload_weights`` takes each one twice."""
+"""Time for Python and a kernel launch per tensor; ``reload_weights`` of vLLM loads each tensor twice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeTerm:
-    """One part of the way."""
+    """Time of one part of a weight update; ``how`` explains it."""
 
     name: str
     seconds: float
@@ -44,7 +44,7 @@ class TimeTerm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Fleet:
-    """What the terms are made of."""
+    """Sizes and counts from which the terms are computed."""
 
     version: float
     """Bytes of a version."""
@@ -55,14 +55,14 @@ class _Fleet:
     num_generator_hosts: int
     replicas_per_host: int
     gpus_per_host: int
-    """GPUs of one host that generate."""
+    """Number of GPUs of one generator host."""
     is_one_host: bool
 
 
 def weight_times(config: RunConfig, facts: ModelFacts) -> list[TimeTerm]:
-    """Return the terms of one version of a run on GPUs, in their order: publish, fetch, stage, pause.
+    """Return the terms of one weight update on GPUs, in order: publish, fetch, stage, pause.
 
-    Adapters that vLLM serves are not staged, and their swap is not modelled.
+    Adapters have no terms for stage and pause: they are not staged, and their swap is not modeled.
     """
     fleet = _fleet(config, facts)
     terms = [*_publish(fleet), *_fetch(fleet)]
@@ -73,17 +73,17 @@ def weight_times(config: RunConfig, facts: ModelFacts) -> list[TimeTerm]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightSeconds:
-    """The terms of one version added up."""
+    """Sums of the terms of one weight update."""
 
     publish_s: float
     fetch_s: float
-    """With staging, which goes on beside decoding too."""
+    """Time to fetch and to stage, both concurrent with decoding."""
     pause_s: float
-    """For which decoding stands still, under the config's ``weights.shadow``."""
+    """Time during which decoding pauses, with the config's ``weights.shadow``."""
 
 
 def weight_seconds(config: RunConfig, facts: ModelFacts) -> WeightSeconds:
-    """Return how long one version takes. Adapters are fetched, and their swap is taken to cost nothing."""
+    """Return the times of one weight update; the swap of adapters is assumed to take no time."""
     fleet = _fleet(config, facts)
     publish_s = sum(term.seconds for term in _publish(fleet))
     fetch_s = sum(term.seconds for term in _fetch(fleet))
@@ -154,7 +154,7 @@ def _stage(fleet: _Fleet, shadow: ShadowMemory) -> TimeTerm:
 
 
 def _pauses(config: RunConfig, facts: ModelFacts, fleet: _Fleet) -> list[TimeTerm]:
-    """The pause under every route; which one a run takes shows when its engines have loaded."""
+    """Return the pause for each way to swap; a run's way is known only after its engines have loaded."""
     together = fleet.gpus_per_host * fleet.per_gpu
     host_s = max(fleet.per_gpu / PCIE_BYTES_PER_S, together / HOST_BYTES_PER_S)
     num_tensors = len(expected_shapes(facts))
