@@ -56,7 +56,7 @@ CASES = [
     ("model.max_context_length", 10**12, ["at most 4194304"], 128),
     ("sampling.max_response_tokens", 10**12, ["at most 1000000000"], 40),
     ("sampling.temperature", 2.5, ["at most 2", "vLLM allows at most"], 2.0),
-    ("sampling.temperature", 0.001, ["at least 0.01", "raises temperatures below 0.01 to 0.01", "trainer"], 0.01),
+    ("sampling.temperature", 0.001, ["at least 0.01", "below 0.01 to 0.01", "trainer"], 0.01),
     ("sampling.temperature", 0, ["at least 0.01", "0 would be greedy", "no gradient"], 0.5),
     ("sampling.top_k", 1, ["probability 1", "no gradient"], 2),
     ("sampling.top_p", 0.01, ["greater than 1 / 100", "no gradient"], 0.02),
