@@ -86,6 +86,7 @@ from .rules import check_without_model as check_without_model
 from .rules import num_gpus_needed as num_gpus_needed
 from .rules import places_of as places_of
 from .rules import reward_gpus as reward_gpus
+from .rules import shares_gpus as shares_gpus
 from .run import LoggingSection as LoggingSection
 from .run import RunConfig as RunConfig
 from .run import ScorerSection as ScorerSection

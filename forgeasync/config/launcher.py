@@ -33,9 +33,12 @@ class HostNames(Section):
 
 
 class LocalLauncher(Section):
-    """Run all processes on this machine, whose GPUs all roles share."""
+    """Run all processes on this machine."""
 
     kind: Literal["local"] = "local"
+    share_gpu: bool = False
+    """Run the trainer and the generators on the same GPUs, whose memory must hold both; the trainer starts
+    first. false: every process has GPUs of its own."""
 
 
 class ProcessLauncher(Section):

@@ -301,6 +301,9 @@ def _check_teachers(config: RunConfig) -> Iterator[Refusal]:
     if teachers and not isinstance(config.launcher, LocalLauncher):
         remedy = "must be 'local' with teachers: they run on the controller's machine"
         yield "launcher.kind", remedy
+    if shares_gpus(config) and any(one.num_engines for one in teachers.values()):
+        remedy = "must be false with a teacher that runs here: it needs GPUs of its own; let it be a server"
+        yield "launcher.share_gpu", remedy
     for name, teacher in teachers.items():
         yield from _check_teacher(config, teacher, f"teachers.{name}")
     alphas = {one.source.ema for one in teachers.values() if isinstance(one.source, AveragedPolicy)}
@@ -565,13 +568,20 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Refusal]], ...] = (
 )
 
 
+def shares_gpus(config: RunConfig) -> bool:
+    """Return whether trainer and generators run on the same GPUs (``launcher.share_gpu``)."""
+    return isinstance(config.launcher, LocalLauncher) and config.launcher.share_gpu
+
+
 def num_gpus_needed(config: RunConfig) -> int:
     """Return the number of GPUs (without GPUs: CPU processes) of trainer, generators and teachers."""
-    generator = config.generator
+    generator, of_trainer = config.generator, config.trainer.parallel.num_procs
     of_generators = generator.num_engines * generator.tensor_parallel
+    if shares_gpus(config):
+        return max(of_trainer, of_generators)
     teachers = config.teachers.values()
     of_teachers = sum(one.num_engines * one.engine.tensor_parallel for one in teachers)
-    return config.trainer.parallel.num_procs + of_generators + of_teachers
+    return of_trainer + of_generators + of_teachers
 
 
 def check_gpus(config: RunConfig, num_gpus: int, *, num_of_rewards: int = 0) -> Iterator[Problem]:
@@ -588,15 +598,19 @@ def check_gpus(config: RunConfig, num_gpus: int, *, num_of_rewards: int = 0) -> 
     is_local = isinstance(config.launcher, LocalLauncher)
     if is_local and 0 < num_gpus < needed + num_of_rewards:
         spares = ", spares included" if generator.num_spares else ""
+        of_generators = f"{generator.num_engines} x {generator.tensor_parallel}"
+        sum_of_roles = f"{of_generators} + {num_trainer}{spares}"
+        if shares_gpus(config):
+            sum_of_roles = f"the larger of {of_generators}{spares} and {num_trainer}"
         rewards = f", less {num_of_rewards} of process reward models" if num_of_rewards else ""
         yield refuse(
             config,
             "generator.num_replicas",
             f"with generator.tensor_parallel = {generator.tensor_parallel} and trainer.parallel.num_procs = "
-            f"{num_trainer} the run needs {needed} GPUs ({generator.num_engines} x "
-            f"{generator.tensor_parallel} + {num_trainer}{spares}); must be at most the {num_gpus} of this "
-            f"host{rewards}; for several hosts, add an overlay: --config configs/launchers/ssh.yaml, "
-            "slurm.yaml or kubernetes.yaml (docs/hosts.md)",
+            f"{num_trainer} the run needs {needed} GPUs ({sum_of_roles}); must be at most the {num_gpus} of "
+            f"this host{rewards}; for several hosts, add an overlay: --config configs/launchers/ssh.yaml, "
+            "slurm.yaml or kubernetes.yaml (docs/hosts.md); for one or two GPUs, launcher.share_gpu=true "
+            "puts trainer and generators on the same ones",
         )
     if is_local and num_gpus > 0:
         yield from (refuse(config, *refusal) for refusal in _check_dtypes_on_gpus(config))

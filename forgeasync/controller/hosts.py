@@ -21,6 +21,7 @@ from forgeasync.config import (
     num_hosts,
     places_of,
     reward_gpus,
+    shares_gpus,
 )
 from forgeasync.planning import (
     Machine,
@@ -79,11 +80,12 @@ def check_local_gpus(config: RunConfig, facts: ModelFacts) -> tuple[list[Problem
     reserved = places_of_rewards(config, len(found.gpus))
     found = replace(found, gpus=tuple(gpu for place, gpu in enumerate(found.gpus) if place not in reserved))
     needed = num_gpus_needed(config)
+    plans = (trainer_plan(config, facts), generator_plan(config, facts))
     host = HostGpus(
         host=LOCAL_HOST_ID,
         facts=found,
         num_needed=min(needed, len(found.gpus)) or needed,
-        plans=(trainer_plan(config, facts), generator_plan(config, facts)),
+        plans=(shared_plan(*plans),) if shares_gpus(config) else plans,
         is_trainer=True,
     )
     return _judge(config, [host])
@@ -169,6 +171,20 @@ def generator_plan(config: RunConfig, facts: ModelFacts) -> RolePlan:
         value=config.generator.kv_cache_gib,
         remedy=f"lower it: {others / 2**30:.3g} GiB are for the rest, of which weights are less with a "
         f"larger generator.tensor_parallel than {config.generator.tensor_parallel}",
+    )
+
+
+def shared_plan(trainer: RolePlan, generator: RolePlan) -> RolePlan:
+    """Return the plan of a GPU that a trainer process shares with an engine's process."""
+    of_trainer, of_generator = (one.num_bytes / 2**30 for one in (trainer, generator))
+    return RolePlan(
+        role="trainer with the generator",
+        num_bytes=trainer.num_bytes + generator.num_bytes,
+        field=generator.field,
+        value=generator.value,
+        remedy=f"{of_trainer:.3g} GiB are the trainer's and {of_generator:.3g} the generator's: "
+        "lower generator.kv_cache_gib or trainer.tokens_per_row, train adapters (lora), or set "
+        "trainer.cpu_offload; configs/qwen3_0.6b_1gpu.yaml fits 24 GB",
     )
 
 

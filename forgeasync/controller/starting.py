@@ -19,7 +19,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from forgeasync.algorithms import Loss
-from forgeasync.config import AgeOf, OnBadStep, RunConfig, average_alpha, is_served, named_sources
+from forgeasync.config import (
+    AgeOf,
+    OnBadStep,
+    RunConfig,
+    average_alpha,
+    is_served,
+    named_sources,
+)
 from forgeasync.controller.evaluation import LocalModel, PreparedEvaluation, evaluate
 from forgeasync.controller.hosts import open_hosts
 from forgeasync.controller.preparation import HELD_OUT, Prepared, prepare
@@ -137,7 +144,10 @@ async def start_roles(
                 task.add_done_callback(partial(_tell_ready, console, name))
             return task
 
-        starting_generators = start_generators(manager, config, prepared.facts, prepared.model_path)
+        trainer_task = begin("trainer", start_trainer(manager, setup, config.timeouts))
+        starting_generators = start_generators(
+            manager, config, prepared.facts, prepared.model_path, starting_trainer=trainer_task
+        )
         generators_task = begin("generators", starting_generators)
         scorer_task = begin("scorer", start_scorer(manager, config))
         resumed_buffer = None if resumed is None else resumed.buffer
@@ -155,7 +165,6 @@ async def start_roles(
             ),
             is_told=has_environment,
         )
-        trainer_task = begin("trainer", start_trainer(manager, setup, config.timeouts))
     trainer, generators, scorer = trainer_task.result(), generators_task.result(), scorer_task.result()
     if config.teachers:
         console.phase(f"starting {', '.join(f'teacher {name}' for name in config.teachers)}")
@@ -356,10 +365,17 @@ class Fleet:
                 for warning in prepared.warnings:
                     logger.warning("%s", warning)
                 await open_hosts(config, prepared.facts, procs, tell=logger.warning)
+                starting_trainer = asyncio.ensure_future(start_trainer(procs, setup, config.timeouts))
                 generators, scorer, trainer, environment = await asyncio.gather(
-                    start_generators(procs, config, prepared.facts, prepared.model_path),
+                    start_generators(
+                        procs,
+                        config,
+                        prepared.facts,
+                        prepared.model_path,
+                        starting_trainer=starting_trainer,
+                    ),
                     start_scorer(procs, config),
-                    start_trainer(procs, setup, config.timeouts),
+                    starting_trainer,
                     start_environment(procs, config, prepared.model_path, logger.warning),
                 )
                 teaching = await start_teachers(procs, config, prepared.facts, prepared.prompts)

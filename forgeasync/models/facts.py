@@ -19,7 +19,12 @@ from huggingface_hub import (
     snapshot_download,
     try_to_load_from_cache,
 )
-from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+)
 from safetensors import SafetensorError, safe_open
 
 from forgeasync.config import ModelFacts
@@ -101,7 +106,7 @@ def model_config_file(path: str) -> Path:
         shipped = SHIPPED_MODELS / path.replace("/", "--") / "config.json"
         if shipped.is_file():
             return shipped
-        raise _error(path, _not_on_hub(error)) from None
+        raise _error(path, _not_on_hub(path, error)) from None
 
 
 def model_folder(path: str) -> Path:
@@ -122,7 +127,7 @@ def model_folder(path: str) -> Path:
         try:
             return Path(snapshot_download(path, allow_patterns=patterns, local_files_only=True))
         except _HUB_ERRORS:
-            raise _error(path, _not_on_hub(error)) from None
+            raise _error(path, _not_on_hub(path, error)) from None
 
 
 def _probe_hub(hub_id: str) -> None:
@@ -130,10 +135,19 @@ def _probe_hub(hub_id: str) -> None:
     get_hf_file_metadata(hf_hub_url(hub_id, "config.json"), timeout=HUB_TIMEOUT_S)
 
 
-def _not_on_hub(error: Exception) -> str:
+def _not_on_hub(path: str, error: Exception) -> str:
+    match error:
+        case OfflineModeIsEnabled():
+            why = "HF_HUB_OFFLINE=1 is set, as make sets it: unset it"
+        case GatedRepoError():
+            why = "the hub requires that you accept the model's license on its page and log in: hf auth login"
+        case RepositoryNotFoundError():
+            why = "the hub has no such model, or a private one: check the name, or log in: hf auth login"
+        case _:
+            why = f"the hub did not give it ({type(error).__name__})"
     return (
-        "no such folder, not in the hub cache, and the hub did not give it "
-        f"({type(error).__name__}); give a folder, or download the model first"
+        f"no such folder, not in the hub cache, and {why}; to fetch it before the run: hf download {path}; "
+        "or give a folder"
     )
 
 

@@ -15,6 +15,7 @@ from forgeasync.config import (
     RunConfig,
     ShadowMemory,
     resolve,
+    shares_gpus,
 )
 from forgeasync.models import check_config
 from forgeasync.planning.memory import generator_memory, gib, planned_machine
@@ -143,6 +144,9 @@ def fit_rows(config: RunConfig, facts: ModelFacts, *, gpu_bytes: int) -> list[tu
     elif fit.proposal is not None:
         words = " ".join(fit.proposal.overrides(config))
         rows.append(("trainer layout that fits", gib(fit.smallest), words))
+    if shares_gpus(config):
+        both = fit.planned + _generator_bytes(config, facts, config.weights.shadow)
+        return [*rows, _fit_row("both roles on one GPU: fit", both, fit.usable, limit)]
     # Adapters have no shadow weights.
     shadows = list(ShadowMemory) if config.lora is None else [config.weights.shadow]
     for shadow in shadows:

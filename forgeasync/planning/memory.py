@@ -26,6 +26,7 @@ from forgeasync.config import (
     num_averages,
     num_hosts,
     resolve,
+    shares_gpus,
 )
 from forgeasync.models import (
     BYTES_PER_ELEMENT,
@@ -94,12 +95,20 @@ def memory_plan(config: RunConfig, facts: ModelFacts) -> tuple[MemorySection, ..
     return (
         MemorySection(owner="trainer rank", items=(*trainer.always, *trainer.come_and_go), total=fullest),
         MemorySection(owner="generator rank", items=generator, total=_whole(generator, machine)),
+        *([_shared(trainer.total_bytes, generator, machine)] if shares_gpus(config) else []),
         *(
             MemorySection(owner=f"rank of teacher {name}", items=items, total=_whole(items, machine))
             for name, items in teacher_memory(config, machine)
         ),
         MemorySection(owner="host", items=host_memory(config, facts, machine), total=None),
     )
+
+
+def _shared(trainer_bytes: int, generator: Sequence[MemoryItem], machine: Machine) -> MemorySection:
+    """Return the section of a GPU with a rank of both roles."""
+    roles = {"trainer rank": trainer_bytes, "generator rank": total_bytes(generator)}
+    items = [MemoryItem(name=name, num_bytes=size, how="its total") for name, size in roles.items()]
+    return MemorySection(owner="shared GPU", items=items, total=_whole(items, machine))
 
 
 def _whole(items: Sequence[MemoryItem], machine: Machine) -> MemoryItem:

@@ -222,7 +222,8 @@ def _checkpoints(config: RunConfig, run_dir: RunDir) -> Iterator[Finding]:
         yield Finding(part="checkpoint", verdict=Verdict.NOT_EXERCISED, measured=why)
     else:
         yield _finding("checkpoint", bool(written), ", ".join(written) or "none was written")
-    final = run_dir.checkpoints / FINAL / "config.json"
+    name = "config.json" if config.lora is None else "adapter_config.json"
+    final = run_dir.checkpoints / FINAL / name
     yield _finding("export", final.is_file(), str(final.parent) if final.is_file() else "none was written")
     yield Finding(part="resuming", verdict=Verdict.NOT_EXERCISED, measured="nothing was resumed")
 

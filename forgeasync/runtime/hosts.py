@@ -4,6 +4,7 @@
 """
 
 import asyncio
+import copy
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -209,17 +210,25 @@ class LocalHost:
 
 
 class LocalHosts:
-    """The controller's machine, whose GPUs all roles share."""
+    """The controller's machine."""
 
-    def __init__(self, *, trainer_id: str = LOCAL_HOST_ID, reserved_gpus: Collection[int] = ()) -> None:
+    def __init__(
+        self,
+        *,
+        trainer_id: str = LOCAL_HOST_ID,
+        reserved_gpus: Collection[int] = (),
+        share_gpu: bool = False,
+    ) -> None:
         """With a different ``trainer_id`` the trainer does not use shared memory, as if on another machine.
 
-        ``reserved_gpus`` are indices, among the GPUs visible to the run, that no role gets.
+        ``reserved_gpus`` are indices, among the GPUs visible to the run, that no role gets. With
+        ``share_gpu`` each role gets GPUs from the first one on; otherwise no two processes share one.
         """
         self._host = LocalHost(LOCAL_HOST_ID, [])
         self._meshes: list[ProcMesh] = []
         self._ids = {role: LOCAL_HOST_ID for role in HostRole} | {HostRole.TRAINER: trainer_id}
-        self._gpus = GpuAllocator(torch.cuda.device_count(), reserved_gpus)
+        all_gpus = GpuAllocator(torch.cuda.device_count(), reserved_gpus)
+        self._gpus = {role: copy.copy(all_gpus) if share_gpu else all_gpus for role in HostRole}
         self._gpus_of: dict[HostRole, list[list[int]]] = {}
         """GPUs of each process, by role."""
 
@@ -235,11 +244,11 @@ class LocalHosts:
 
     def allot(self, role: HostRole, num_procs: int, *, gpus_per_proc: int) -> None:
         """See ``Hosts``."""
-        self._gpus_of[role] = [self._gpus.take(gpus_per_proc, role=role) for _ in range(num_procs)]
+        self._gpus_of[role] = [self._gpus[role].take(gpus_per_proc, role=role) for _ in range(num_procs)]
 
     def allot_more(self, role: HostRole, *, gpus_per_proc: int) -> Host:
         """See ``Hosts``."""
-        self._gpus_of[role].append(self._gpus.take(gpus_per_proc, role=role))
+        self._gpus_of[role].append(self._gpus[role].take(gpus_per_proc, role=role))
         (host,) = self.hosts_for(role, 1)
         return host
 

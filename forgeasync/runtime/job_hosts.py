@@ -75,7 +75,8 @@ def build_hosts(config: RunConfig, log_dir: Path) -> Hosts:
     """Create the hosts of a run's launcher, before Monarch is used; they are not yet started."""
     if isinstance(config.launcher, LocalLauncher):
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        return LocalHosts(reserved_gpus=places_of(reward_gpus(config), visible))
+        reserved = places_of(reward_gpus(config), visible)
+        return LocalHosts(reserved_gpus=reserved, share_gpu=config.launcher.share_gpu)
     return JobHosts(config.launcher, config.name, log_dir, config.timeouts)
 
 

@@ -18,13 +18,20 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterat
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from monarch.actor import ActorError, Channel, Port
 
 from forgeasync.buffer import DropReason
-from forgeasync.config import ModelFacts, RoutingReplay, RunConfig, SamplingSection, TimeoutSection
+from forgeasync.config import (
+    ModelFacts,
+    RoutingReplay,
+    RunConfig,
+    SamplingSection,
+    TimeoutSection,
+    shares_gpus,
+)
 from forgeasync.environments import Response
 from forgeasync.generator import EngineStats, SwapReport
 from forgeasync.planning import Machine, count_parameters, generator_memory, least_bytes, total_bytes
@@ -593,9 +600,20 @@ class GeneratorRouter:
 
 
 async def start_generators(
-    procs: ProcessManager, config: RunConfig, facts: ModelFacts, model_path: Path
+    procs: ProcessManager,
+    config: RunConfig,
+    facts: ModelFacts,
+    model_path: Path,
+    *,
+    starting_trainer: asyncio.Future[Any] | None = None,
 ) -> GeneratorRouter:
-    """Start the generators and load their engines; lost ones are replaced."""
+    """Start the generators and load their engines; lost ones are replaced.
+
+    On GPUs that the roles share, this first waits until ``starting_trainer`` is done: an engine checks the
+    free memory of its GPU when it starts, so the trainer's weights must be there before.
+    """
+    if starting_trainer is not None and shares_gpus(config):
+        await asyncio.wait([starting_trainer])
     section = config.generator
     capacity_bytes = int(config.payload.capacity_gib * 2**30)
     procs.hosts.allot(HostRole.GENERATORS, section.num_engines, gpus_per_proc=section.tensor_parallel)

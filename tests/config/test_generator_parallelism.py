@@ -4,7 +4,15 @@ import dataclasses
 
 import pytest
 
-from forgeasync.config import ModelFacts, RunConfig, check_gpus, check_launcher, load_config, num_gpus_needed
+from forgeasync.config import (
+    LocalLauncher,
+    ModelFacts,
+    RunConfig,
+    check_gpus,
+    check_launcher,
+    load_config,
+    num_gpus_needed,
+)
 from forgeasync.models import check_config
 from tests.support.config_samples import CONFIGS, FACTS, only
 
@@ -62,6 +70,15 @@ def test_gpus_are_counted_before_the_start() -> None:
         and "at most the 7 of this host" in message
         and "configs/launchers/ssh.yaml, slurm.yaml or kubernetes.yaml" in message
     )
+
+
+def test_roles_that_share_gpus_need_as_many_as_the_larger_one() -> None:
+    config = _config(num_replicas=3, tensor_parallel=2)
+    config = config.model_copy(update={"launcher": LocalLauncher(share_gpu=True)})
+    assert num_gpus_needed(config) == 3 * 2
+    assert list(check_gpus(config, 6)) == []
+    message = only(list(check_gpus(config, 5)))
+    assert "6 GPUs (the larger of 3 x 2 and 2)" in message and "launcher.share_gpu=true" in message
 
 
 def test_expert_parallelism_is_refused_on_cpus() -> None:

@@ -327,6 +327,11 @@ REFUSED: list[tuple[tuple[str, ...], str, str]] = [
         "must be 'local' with teachers",
     ),
     (
+        (TOPK, teachers("model_path: t"), "launcher={kind: local, share_gpu: true}"),
+        "launcher.share_gpu = True",
+        "must be false with a teacher that runs here",
+    ),
+    (
         ("algorithm.terms=[{kind: topk_kl, top_k: 4, ids: student}]", teachers("model_path: t"), KEPT),
         "algorithm.terms: top_k = 4",
         "must be sampling.top_k = 5",

@@ -4,7 +4,8 @@ import asyncio
 import dataclasses
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from safetensors.numpy import load_file
@@ -12,14 +13,28 @@ from vllm.config import CacheConfig
 from vllm.utils.mem_utils import MemorySnapshot
 from vllm.v1.worker.utils import request_memory
 
-from forgeasync.config import Dtype, FlashAttention, ProcessRewardModel, RunConfig, load_config
+from forgeasync.config import (
+    Dtype,
+    FlashAttention,
+    LocalLauncher,
+    ProcessRewardModel,
+    RunConfig,
+    load_config,
+)
 from forgeasync.controller import generator_plan
 from forgeasync.generator import engine, step_engine
 from forgeasync.generator.workarounds import vllm_process
 from forgeasync.models import SHIPPED_MODELS, read_model_facts
 from forgeasync.planning import Machine, least_bytes, teacher_memory, total_bytes
 from forgeasync.rollouts import CaptureSpec
-from forgeasync.runtime import HostGpus, ProcessManager, check_hosts_gpus, start_generators, start_teachers
+from forgeasync.runtime import (
+    HostGpus,
+    HostRole,
+    ProcessManager,
+    check_hosts_gpus,
+    start_generators,
+    start_teachers,
+)
 from forgeasync.testing import write_tiny_model
 from tests.runtime.test_host_checks import H100, facts
 from tests.support.config_samples import CONFIGS
@@ -104,6 +119,32 @@ def test_generators_are_started_with_their_plan(tmp_path: Path, monkeypatch: pyt
     config, model = tiny(tmp_path)
     expected = least_bytes(generator_plan(config, read_model_facts(str(model))).num_bytes)
     assert asked_for(tmp_path, config, model, with_teachers=False) == expected
+
+
+@pytest.mark.parametrize("share_gpu", [False, True])
+def test_only_on_a_shared_gpu_engines_wait_for_the_trainer(share_gpu: bool, tmp_path: Path) -> None:
+    config, model = tiny(tmp_path)
+    config = config.model_copy(update={"launcher": LocalLauncher(share_gpu=share_gpu)})
+
+    def allot(role: HostRole, num_procs: int, *, gpus_per_proc: int) -> None:
+        raise SetUp(role)
+
+    async def scenario() -> bool:
+        trainer = asyncio.get_running_loop().create_future()
+        manager = cast(ProcessManager, SimpleNamespace(hosts=SimpleNamespace(allot=allot)))
+        shape = read_model_facts(str(model))
+        starting = asyncio.ensure_future(
+            start_generators(manager, config, shape, model, starting_trainer=trainer)
+        )
+        await asyncio.wait([starting], timeout=0.0)
+        await asyncio.sleep(0)
+        has_waited = not starting.done()
+        trainer.set_result(None)
+        with pytest.raises(SetUp, match=HostRole.GENERATORS):
+            await starting
+        return has_waited
+
+    assert asyncio.run(scenario()) is share_gpu
 
 
 def test_teachers_are_started_with_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from huggingface_hub.errors import GatedRepoError, OfflineModeIsEnabled, RepositoryNotFoundError
 from safetensors.numpy import save_file
 
 from forgeasync.config import load_config
@@ -118,7 +119,27 @@ def test_hub_out_of_reach_is_explained(no_network: list[str], function: Callable
         function("forgeasync-tests/no-such-model")
     message = str(caught.value)
     assert "model.path = 'forgeasync-tests/no-such-model'" in message
-    assert "ConnectionError" in message and "download the model first" in message
+    assert "ConnectionError" in message and "hf download forgeasync-tests/no-such-model" in message
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (OfflineModeIsEnabled, "HF_HUB_OFFLINE=1 is set"),
+        (GatedRepoError, "accept the model's license"),
+        (RepositoryNotFoundError, "check the name, or log in"),
+    ],
+)
+def test_why_the_hub_gives_no_model_is_explained(
+    kind: type[Exception], words: str, no_network: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(hub_id: str) -> None:
+        raise kind.__new__(kind)
+
+    monkeypatch.setattr(model_facts_module, "_probe_hub", refuse)
+    for function in (model_config_file, model_folder):
+        with pytest.raises(ConfigError, match=words):
+            function("forgeasync-tests/no-such-model")
 
 
 def test_shipped_30b_config_runs_on_its_model(no_network: list[str]) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from forgeasync.config import HostCounts, ProcessLauncher, load_config
+from forgeasync.config import HostCounts, ProcessLauncher, load_config, shares_gpus
 from forgeasync.controller import parse_arguments
 from forgeasync.models import read_model_facts
 from tests.support.app_runs import finish, read_lines, run_here, start
@@ -84,6 +84,18 @@ def test_a_small_run_is_rehearsed_beside_its_own_folder(tmp_path: Path) -> None:
     assert re.search(r"model: vocab_size +│ \d+ +│ 128 ", before)
     assert re.search(r"steps +│ exercised +│ 3 of 3", after)
     assert "failed" not in after
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["qwen3_0.6b_1gpu", "qwen3_1.7b_1gpu"])
+def test_the_configs_for_one_gpu_are_rehearsed(name: str, tmp_path: Path) -> None:
+    file = CONFIGS / f"{name}.yaml"
+    code, out, err = finish(start(file, "--rehearse", f"run_dir={tmp_path / 'run'}"))
+    assert code == 0, out + err
+    assert re.search(r"export +│ exercised", out) and "failed" not in out
+    (folder,) = tmp_path.glob("run-rehearsal-*")
+    assert shares_gpus(load_config(folder / "config.yaml"))
+    assert [line["step"] for line in read_lines(folder / "metrics.jsonl")] == [0, 1, 2, 3]
 
 
 @pytest.mark.exhaustive

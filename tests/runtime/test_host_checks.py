@@ -409,20 +409,32 @@ def test_an_agent_looks_at_the_gpus_of_its_host(smi: Path, monkeypatch: pytest.M
     assert ([gpu.index for gpu in found.gpus], found.driver_cuda, found.trouble) == ([2, 0], (13, 0), None)
 
 
+FULL = ("lora=null", "generator.kv_cache_gib=16", "generator.max_num_seqs=128")
+"""Overrides of qwen3_1.7b_1gpu.yaml that train every weight, as its comment shows."""
+
+
 class TestBeforeARun:
     """Where the controller asks."""
 
     def local(
-        self, smi: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str, num: int = 8
+        self,
+        smi: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        *overrides: str,
+        num: int = 8,
+        name: str = "qwen3_8b",
+        memory_mib: int = 81_920,
+        free_mib: int = 81_500,
     ) -> tuple[Any, Any]:
-        row = "{}, GPU-{}, NVIDIA A100-SXM4-80GB, 81920, 81500, 8.0, Disabled, 580.82.07\n"
+        row = f"{{}}, GPU-{{}}, NVIDIA A100-SXM4-80GB, {memory_mib}, {free_mib}, 8.0, Disabled, 580.82.07\n"
         make_smi(smi, "".join(row.format(index, index) for index in range(num)))
         monkeypatch.setattr(torch.version, "cuda", "13.0")
         monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
         monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 7))
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-        config = load_config(CONFIGS / "qwen3_8b.yaml", overrides)
-        return check_local_gpus(config, read_model_facts(str(SHIPPED_MODELS / "Qwen--Qwen3-8B")))
+        config = load_config(CONFIGS / f"{name}.yaml", overrides)
+        model = SHIPPED_MODELS / config.model.path.replace("/", "--")
+        return check_local_gpus(config, read_model_facts(str(model)))
 
     def test_the_small_gpu_config_fits_eight_gpus(self, smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert self.local(smi, monkeypatch) == ([], [])
@@ -438,6 +450,44 @@ class TestBeforeARun:
         assert self.local(smi, monkeypatch, "trainer.parallel.num_procs=1")[0]
         offloaded = self.local(smi, monkeypatch, "trainer.parallel.num_procs=1", "trainer.cpu_offload=true")
         assert offloaded == ([], [])
+
+    @pytest.mark.parametrize(
+        ("name", "overrides", "memory_mib", "outcome"),
+        [
+            ("qwen3_0.6b_1gpu", (), 24_564, "fits"),
+            ("qwen3_1.7b_1gpu", (), 24_564, "fits"),
+            ("qwen3_1.7b_1gpu", (), 40_960, "fits"),
+            ("qwen3_1.7b_1gpu", FULL, 81_920, "fits"),
+            ("qwen3_0.6b_1gpu", (), 16_376, "may not"),
+            ("qwen3_0.6b_1gpu", (), 12_288, "refused"),
+            ("qwen3_1.7b_1gpu", FULL, 40_960, "refused"),
+        ],
+    )
+    def test_one_gpu_has_to_hold_both_roles(
+        self,
+        name: str,
+        overrides: tuple[str, ...],
+        memory_mib: int,
+        outcome: str,
+        smi: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        found, warnings = self.local(
+            smi, monkeypatch, *overrides, num=1, name=name, memory_mib=memory_mib, free_mib=memory_mib - 20
+        )
+        assert (bool(found), bool(warnings)) == (outcome == "refused", outcome == "may not")
+        if found:
+            message = only(found)
+            assert message.startswith("generator.kv_cache_gib = ")
+            assert "the trainer with the generator needs " in message and "of host host-0 has " in message
+            assert "GiB are the trainer's and " in message and "configs/qwen3_0.6b_1gpu.yaml" in message
+
+    def test_another_process_on_the_gpu_counts(self, smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        found, _ = self.local(
+            smi, monkeypatch, num=1, name="qwen3_0.6b_1gpu", memory_mib=24_564, free_mib=12_000
+        )
+        message = only(found)
+        assert message.startswith("host host-0: GPU 0 = '11.7 GiB free': must have 15.8 of its 24 GiB free")
 
     def test_no_gpu_at_all_is_too_few(self, smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         found, _ = self.local(smi, monkeypatch, num=0)

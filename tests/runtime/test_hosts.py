@@ -35,6 +35,7 @@ from forgeasync.runtime import (
     HostRole,
     JobHost,
     JobHosts,
+    LocalHosts,
     build_hosts,
     describe_lost_hosts,
     gather_host_limits,
@@ -88,6 +89,17 @@ def test_gpus_of_rewards_are_found_among_those_of_the_run(
     gpus: list[int], visible: str | None, expected: set[int]
 ) -> None:
     assert places_of(gpus, visible) == expected
+
+
+def test_roles_of_a_run_that_shares_gpus_get_the_same_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine of three, of which the run reserves the first."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    machine = LocalHosts(reserved_gpus=[0], share_gpu=True)
+    machine.allot(HostRole.TRAINER, 2, gpus_per_proc=1)
+    machine.allot(HostRole.GENERATORS, 1, gpus_per_proc=1)
+    machine.allot_more(HostRole.GENERATORS, gpus_per_proc=1)
+    with pytest.raises(ValueError, match="0 of this host's 3 are left"):
+        machine.allot_more(HostRole.GENERATORS, gpus_per_proc=1)
 
 
 def test_gpus_that_cannot_be_told_apart_are_refused() -> None:
