@@ -609,8 +609,12 @@ def check_gpus(config: RunConfig, num_gpus: int, *, num_of_rewards: int = 0) -> 
             f"with generator.tensor_parallel = {generator.tensor_parallel} and trainer.parallel.num_procs = "
             f"{num_trainer} the run needs {needed} GPUs ({sum_of_roles}); must be at most the {num_gpus} of "
             f"this host{rewards}; for several hosts, add an overlay: --config configs/launchers/ssh.yaml, "
-            "slurm.yaml or kubernetes.yaml (docs/hosts.md); for one or two GPUs, launcher.share_gpu=true "
-            "puts trainer and generators on the same ones",
+            "slurm.yaml or kubernetes.yaml (docs/hosts.md)"
+            + (
+                ""
+                if shares_gpus(config)
+                else "; launcher.share_gpu=true puts trainer and generators on the same GPUs"
+            ),
         )
     if is_local and num_gpus > 0:
         yield from (refuse(config, *refusal) for refusal in _check_dtypes_on_gpus(config))

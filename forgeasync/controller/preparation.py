@@ -19,7 +19,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from forgeasync.checkpoints import check_problems, check_room
 from forgeasync.config import (
+    LocalLauncher,
     ModelFacts,
+    ProcessLauncher,
     RunConfig,
     SamplingSection,
     TeacherEndpoint,
@@ -142,9 +144,11 @@ def prepare(config: RunConfig, resume: str | None = None) -> Prepared:
     # Before check_memory, which counts the memory of the teachers' engines.
     raise_if_any(check_teacher_models(config, facts))
     machine = Machine.GPU if num_gpus else Machine.CPU
-    # Shared memory of dead runs is freed before the free space is measured.
-    sweep_stale_folders()
-    free_bytes = shutil.disk_usage(SHARED_MEMORY).free
+    free_bytes = 0
+    if isinstance(config.launcher, LocalLauncher | ProcessLauncher):
+        # Shared memory of dead runs is freed before the free space is measured.
+        sweep_stale_folders()
+        free_bytes = shutil.disk_usage(SHARED_MEMORY).free
     raise_if_any(
         [
             *check_prerequisites(config.launcher),

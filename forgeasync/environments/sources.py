@@ -242,13 +242,14 @@ def _look_at(source: NamedSource, seed: int) -> tuple[str, Task | None]:
     with _located(source):
         problems = _problems(looked_at, seed)
         held_out = list(_named(problems.held_out(), source))
+        first = next(iter(held_out), None)
         if source.num_train:
             problems.train({task.prompt for task in held_out})
     if isinstance(source.source, HuggingFaceSource | InstalledSource):
-        return f"{default_name(source.source)}; read now, and drawn", held_out[0]
+        return f"{default_name(source.source)}; read now, and drawn", first
     whole = (looked_at.num_train, looked_at.num_held_out) == (source.num_train, source.num_held_out)
     numbers = f"{looked_at.num_train:,} and {looked_at.num_held_out:,}"
-    return f"{source.name}; {'all' if whole else 'the first'} {numbers} were generated now", held_out[0]
+    return f"{source.name}; {'all' if whole else 'the first'} {numbers} were generated now", first
 
 
 _BUILT_IN: Mapping[type[Section], str] = {

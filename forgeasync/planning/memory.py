@@ -32,6 +32,7 @@ from forgeasync.models import (
     BYTES_PER_ELEMENT,
     check_config,
     kept_bytes_per_token,
+    num_adapter_parameters,
     read_model_facts,
     routing_bytes_per_token,
     sampled_mark_bytes_per_token,
@@ -176,7 +177,8 @@ def _update_memory(
     generator = config.generator
     merged = merged_bytes(config, facts, machine)
     if config.lora is not None and not merged:
-        adapters = version_bytes(config, facts) // generator.tensor_parallel
+        adapters = num_adapter_parameters(facts, config.lora) * BYTES_PER_ELEMENT[generator.dtype]
+        adapters //= generator.tensor_parallel
         return [MemoryItem(name="adapters", num_bytes=adapters, how="served beside the base model")]
     if machine is Machine.CPU:
         changed = merged // generator.tensor_parallel or _weights(config, facts, counts)
@@ -325,9 +327,9 @@ def check_shared_memory(
             field="payload.capacity_gib",
             value=config.payload.capacity_gib,
             remedy=f"with {_gib(weights)} for weights (staged ones, and what generators receive) and "
-            f"{_gib(snapshots)} for snapshots of the trainer (trainer.recovery.snapshot_every_steps) must be "
-            f"at most {_gib(free_bytes)}, what this machine has free in /dev/shm; docker run --shm-size=... "
-            "gives a container more",
+            f"{_gib(snapshots)} for snapshots of the trainer must be at most {_gib(free_bytes)}, what this "
+            "machine has free in /dev/shm; docker run --shm-size=... gives a container more, and "
+            "trainer.recovery.snapshot_every_steps=null takes no snapshots: a lost trainer then ends the run",
         )
 
 
@@ -344,7 +346,8 @@ PAYLOAD_HEADER_BYTES = 256
 
 def host_memory(config: RunConfig, facts: ModelFacts, machine: Machine) -> list[MemoryItem]:
     """Return the items in host memory: buffers of weights, snapshots, shadow weights and payloads."""
-    dtype, version = config.generator.dtype.value, version_bytes(config, facts)
+    version = version_bytes(config, facts)
+    dtype = (config.generator.dtype if config.lora is None else Dtype.FLOAT32).value
     what = "version" if config.lora is None else "version of the adapters"
     merged = []
     if size := merged_bytes(config, facts, machine):

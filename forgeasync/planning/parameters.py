@@ -108,10 +108,10 @@ def count_parameters(facts: ModelFacts) -> ParameterCounts:
 
 
 def version_bytes(config: RunConfig, facts: ModelFacts) -> int:
-    """Return the bytes of one version that generators fetch: all weights, or the adapters."""
+    """Return the bytes of one version that generators fetch: all weights, or the adapters in float32."""
     if config.lora is None:
         return published_weight_bytes(config, facts)
-    return num_adapter_parameters(facts, config.lora) * BYTES_PER_ELEMENT[config.generator.dtype]
+    return num_adapter_parameters(facts, config.lora) * FLOAT32_BYTES
 
 
 def merged_bytes(config: RunConfig, facts: ModelFacts, machine: Machine) -> int:

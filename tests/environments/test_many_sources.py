@@ -21,7 +21,14 @@ from forgeasync.config import (
     named_sets,
     named_sources,
 )
-from forgeasync.environments import TaskOrder, WeightedOrder, build_source, json_like, weighted_order
+from forgeasync.environments import (
+    TaskOrder,
+    WeightedOrder,
+    build_source,
+    json_like,
+    look_at_data,
+    weighted_order,
+)
 from forgeasync.rollouts import PromptEncoder
 from forgeasync.schema import ConfigError
 from tests.support.buffer_world import make_task
@@ -111,6 +118,11 @@ class TestSeveral:
         sets = named_sets(evaluation({"name": "a", "source": own("three"), "num_problems": 4}))
         with pytest.raises(ConfigError, match=r"^evaluation\.sets\.0\.num_problems = 4: "):
             build_source(section(source=SUMS), seed=0, sets=sets)
+
+    def test_a_source_without_held_out_problems_is_looked_at(self) -> None:
+        entries = [{"source": SUMS, "num_held_out": 4}, {"source": own("counting"), "name": "own"}]
+        found = look_at_data(section(sources=entries, num_held_out=0), seed=0)
+        assert "own" not in found.first_tasks and len(found.first_tasks) == 1
 
     def test_rewards_are_the_entrys_the_sections_or_the_sources_own(self) -> None:
         entries = [{"source": SUMS, "reward": {"kind": "math"}}, {"source": own("counting")}]

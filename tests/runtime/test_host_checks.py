@@ -409,7 +409,14 @@ def test_an_agent_looks_at_the_gpus_of_its_host(smi: Path, monkeypatch: pytest.M
     assert ([gpu.index for gpu in found.gpus], found.driver_cuda, found.trouble) == ([2, 0], (13, 0), None)
 
 
-FULL = ("lora=null", "generator.kv_cache_gib=16", "generator.max_num_seqs=128")
+FULL = (
+    "lora=null",
+    "trainer.optimizer.learning_rate=1e-6",
+    "generator.kv_cache_gib=16",
+    "generator.max_num_seqs=128",
+    "buffer.max_in_flight=32",
+    "trainer.recovery.snapshot_every_steps=null",
+)
 """Overrides of qwen3_1.7b_1gpu.yaml that train every weight, as its comment shows."""
 
 

@@ -533,7 +533,7 @@ class StartingFleet:
     def install(self, patch: pytest.MonkeyPatch) -> None:
         """Start these instead of procs."""
 
-        async def generators(*setup: object) -> Generators:
+        async def generators(*setup: object, starting_trainer: object) -> Generators:
             return Generators()
 
         async def scorer(manager: object, config: RunConfig) -> GroupScoring:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 from aiohttp.test_utils import TestClient
 
+from forgeasync.plugins import viewer
 from forgeasync.plugins.viewer import RunReader
 from tests.support.ledgers import ledger_text
 from tests.support.viewer_runs import asked, eventful_ledger, read, rollout_of, with_client, write_run
@@ -57,11 +59,14 @@ def test_every_question_is_answered(runs: list[RunReader]) -> None:
 
 
 def test_pages_of_groups_follow_each_other(runs: list[RunReader]) -> None:
+    script = (Path(viewer.__file__).parent / "static" / "groups.js").read_text()
+
     async def question(client: TestClient) -> list[int]:
         found = []
         for skip in (0, 4, 8):
             answer = await (await client.get(f"/api/groups?skip={skip}&limit=4")).json()
             assert answer["num_groups"] == 10
+            assert set(re.findall(r"\blife\.(\w+)", script)) <= answer["groups"][0].keys() | {"events"}
             found += [one["group"] for one in answer["groups"]]
         return found
 

@@ -45,7 +45,7 @@ function groupPage(answer, given, run, skip) {
     const begin = eventOf(life, ["started", "restored"]);
     return [
       link("group", { run, group: life.group }, String(life.group)), String(life.prompt), number(life.attempt),
-      fate(life.fate, life.reason), life.comes_again ? "yes" : "", life.step === null ? "-" : number(life.step),
+      fate(life.fate, life.reason), life.is_resubmitted ? "yes" : "", life.step === null ? "-" : number(life.step),
       begin ? number(begin.num_steps_made) : "-", age(life), duration(begin?.about_s ?? null),
     ];
   });
@@ -86,7 +86,7 @@ function lifePanel(life, isNewest) {
   });
   return h("section", {},
     h("h3", {}, isNewest ? "" : "Undone by a resumption: ", fate(life.fate, life.reason),
-      life.step !== null && ` in step ${number(life.step)}`, life.comes_again && ", its prompt comes again"),
+      life.step !== null && ` in step ${number(life.step)}`, life.is_resubmitted && ", its prompt comes again"),
     track(life),
     table(["event", "steps made by then", "time", "since the previous event", "line of ledger.jsonl"], rows));
 }
