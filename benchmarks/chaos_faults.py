@@ -1,4 +1,4 @@
-"""Which faults are injected into which process of a run, and when: drawn from a seed."""
+"""Kinds of faults, the roles and moments that can have them, and a plan of faults drawn from a seed."""
 
 import random
 import signal
@@ -8,59 +8,57 @@ from enum import StrEnum
 
 
 class Kind(StrEnum):
-    """What is done to a process, or to all of them."""
+    """A fault of a process, of a host, of a disk or of the whole run."""
 
     SIGKILL = "sigkill"
-    """It is gone at once, as when the kernel has no memory left."""
+    """The process ends at once, as when the kernel runs out of memory."""
     SIGSTOP = "sigstop"
-    """It stays, and answers nothing."""
+    """The process stays and does not answer."""
     SIGSEGV = "sigsegv"
-    """It ends as by a fault of native code."""
+    """The process ends as after a fault in native code."""
     EXIT = "exit"
-    """It ends itself by ``os._exit``: no handler of Python runs."""
+    """The process calls ``os._exit``, which runs no handlers of Python."""
     ABORTED_COLLECTIVE = "aborted_collective"
-    """The next collective of a trainer rank raises there, as when a connection is gone."""
+    """A collective of a trainer rank raises, as after a lost connection."""
     HUNG_COLLECTIVE = "hung_collective"
-    """A trainer rank never comes to its next collective."""
+    """A trainer rank never enters a collective."""
     DELAYED_MESSAGES = "delayed_messages"
-    """Messages that arrive at it within some seconds, fewer than its heartbeat, wait until these are over.
-    The run has to take no notice."""
+    """Messages to the process wait for less than its heartbeat. The run must not notice."""
     DROPPED_MESSAGES = "dropped_messages"
-    """Messages that arrive at it are lost from now on, and never answered."""
+    """All further messages to the process are lost."""
     FULL_DISK = "full_disk"
-    """No process of the run can write into its folder (ENOSPC) until it was noticed, and a moment longer."""
+    """No process can write into the run's folder (ENOSPC) until a moment after the run noticed."""
     FAILING_DISK = "failing_disk"
-    """The same with EIO."""
+    """The same as ``FULL_DISK`` with EIO."""
     EVERYTHING = "everything"
-    """All processes are killed at once, the supervisor too; then ``--resume latest`` is given by hand."""
+    """All processes die at once, the supervisor too. Then the run starts again with ``--resume latest``."""
     SLOW_LINK = "slow_link"
-    """A host's link carries a few MBit/s for a while and drops what waits too long. The run has to take no
-    notice."""
+    """A host's link is limited to a few MBit/s for a while. The run must not notice."""
     SHORT_PARTITION = "short_partition"
-    """A host's link is down for less than every heartbeat. The run has to take no notice."""
+    """A host's link is down for less than every heartbeat. The run must not notice."""
     LONG_PARTITION = "long_partition"
-    """A host's link is down until the run has noticed, and then for as long again."""
+    """A host's link is down until the run has noticed, and ``timeouts.host_s`` longer."""
     LOST_NODE = "lost_node"
-    """Everything on a host is killed, Slurm's daemon too; the host comes back once that was noticed."""
+    """All processes of a host die, Slurm's daemon too. The host returns after the run has noticed."""
     CANCELLED_JOB = "cancelled_job"
-    """Somebody cancels the job (scancel)."""
+    """The Slurm job is canceled (scancel)."""
 
 
 class Moment(StrEnum):
     """When a fault is injected."""
 
     STEP = "step"
-    """At any time of a step."""
+    """At any time within a step."""
     START = "start"
-    """While the run starts for the first time: its process is there, and no step."""
+    """During the run's first start, before the first step."""
     EVALUATION = "evaluation"
-    """While held-out problems are evaluated."""
+    """During an evaluation of held-out problems."""
     PUBLISHING = "publishing"
     """While the trainer stages a version's weights."""
     CHECKPOINT = "checkpoint"
     """While a checkpoint is written."""
     RESUME = "resume"
-    """While a run goes on after its controller was killed, which is a fault of its own."""
+    """While the run resumes after its controller was killed, which is a fault as well."""
     SHUTDOWN = "shutdown"
     """After the last step."""
 
@@ -72,14 +70,14 @@ MESSAGES = (Kind.DELAYED_MESSAGES, Kind.DROPPED_MESSAGES)
 COLLECTIVES = (Kind.ABORTED_COLLECTIVE, Kind.HUNG_COLLECTIVE)
 DISKS = (Kind.FULL_DISK, Kind.FAILING_DISK)
 UNNOTICED = (Kind.DELAYED_MESSAGES, Kind.SLOW_LINK, Kind.SHORT_PARTITION)
-"""Kinds of which the run has to take no notice."""
+"""Kinds that the run must not notice."""
 
 CONTROLLER = "controller"
 TEACHER = "teacher"
 STORAGE = "storage"
 HOST = "host"
 SUPERVISED = frozenset({CONTROLLER, "buffer", HOST})
-"""Roles whose loss ends the run, so that only a supervisor brings it back."""
+"""Roles whose loss ends the run. Only a supervisor starts it again."""
 
 KINDS: dict[str, tuple[Kind, ...]] = {
     "scorer": (*DEADLY, Kind.SIGSTOP, *MESSAGES),
@@ -92,8 +90,7 @@ KINDS: dict[str, tuple[Kind, ...]] = {
     STORAGE: DISKS,
     HOST: (Kind.SIGKILL,),
 }
-"""What can be injected, by role as ``procs.json`` names it. A controller that is stopped is noticed by its
-supervisor."""
+"""Kinds of each role, which is named as in ``procs.json``. The supervisor notices a stopped controller."""
 
 CLUSTER_KINDS: Mapping[str, Sequence[Kind]] = {
     HOST: (
@@ -104,7 +101,7 @@ CLUSTER_KINDS: Mapping[str, Sequence[Kind]] = {
         Kind.CANCELLED_JOB,
     ),
 }
-"""What ``chaos_cluster.py`` injects."""
+"""Kinds that ``chaos_cluster.py`` injects."""
 
 MOMENTS: Mapping[Moment, tuple[Kind, ...]] = {
     Moment.STEP: tuple(Kind),
@@ -115,30 +112,25 @@ MOMENTS: Mapping[Moment, tuple[Kind, ...]] = {
     Moment.RESUME: (*DEADLY, Kind.EVERYTHING),
     Moment.SHUTDOWN: DEADLY,
 }
-"""Which kinds make sense at a moment. Each also needs the role to have them."""
+"""Kinds of each moment. A fault also needs a role that has its kind."""
 
 STEP_SHARE = 0.5
-"""Of the faults that can be at several moments so many are at any time of a step."""
+"""Share of faults at ``Moment.STEP``, of those that several moments can have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """A fault that is to be injected."""
+    """A fault to inject."""
 
     role: str
     kind: Kind
     moment: Moment = Moment.STEP
     at_step: int
-    """It is injected once this step is done and the faults before allow it (``Injector``)."""
+    """Inject it after this step, and once the faults before allow it (``Injector``)."""
     pause_share: float
-    """And after this share of the time of a step, or of what the moment is."""
+    """Wait for this share of a step's time, or of the moment's."""
     which: float
     """Which process of the role, as a share of their number."""
-
-    @property
-    def is_noticed(self) -> bool:
-        """Whether the run has to notice it."""
-        return self.kind not in UNNOTICED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,39 +138,17 @@ class Injected:
     """A fault that was injected."""
 
     number: int
-    """Place in the plan. Where a controller is killed first so that the run resumes, both have it."""
+    """Place in the plan. The kill of a controller before ``Moment.RESUME`` has the number of its fault."""
     time_s: float
-    """As ``time.time`` says it."""
+    """From ``time.time``."""
     role: str
     rank: int
     kind: Kind
     moment: Moment
     pid: int
-    """0: no process alone."""
+    """0 if the fault is not of a single process."""
     words: str = ""
-    """What the process itself says of it."""
-
-
-def moments_of(
-    role: str, *, moments: Sequence[Moment], is_first: bool, is_last: bool, is_supervised: bool
-) -> list[Moment]:
-    """Return the moments at which a fault of a role can be."""
-    found = []
-    for moment in moments:
-        match moment:
-            case Moment.START:
-                is_possible = is_first and is_supervised and role != STORAGE
-            case Moment.RESUME:
-                is_possible = is_supervised
-            case Moment.SHUTDOWN:
-                is_possible = is_last
-            case _:
-                is_possible = True
-        if is_possible and role != HOST and set(MOMENTS[moment]) & set(KINDS[role]):
-            found.append(moment)
-    if role == HOST and Moment.STEP in moments:
-        found.append(Moment.STEP)
-    return found
+    """Details from the process itself."""
 
 
 def plan(
@@ -191,12 +161,12 @@ def plan(
     kinds: Sequence[Kind] = tuple(Kind),
     kinds_of: Mapping[str, Sequence[Kind]] = KINDS,
 ) -> list[Planned]:
-    """Draw faults, at most one for every ``steps_per_fault`` steps; the same for the same arguments.
+    """Draw one fault for every ``steps_per_fault`` steps. The same arguments give the same faults.
 
-    ``kinds_of`` says what can be injected into a role.
+    ``kinds_of`` has the kinds of each role.
 
     Raises:
-        ValueError: nothing is known of a role, or a role can have none of the kinds at any of the moments.
+        ValueError: a role is unknown, or it has none of the kinds at any of the moments.
     """
     for role in roles:
         if role not in KINDS:
@@ -206,16 +176,18 @@ def plan(
     faults = []
     for number in range(num_faults):
         role = draw.choice(list(roles))
+        is_possible = {
+            Moment.START: number == 0 and is_supervised,
+            Moment.RESUME: is_supervised,
+            Moment.SHUTDOWN: number == num_faults - 1,
+        }
         possible = {
             moment: found
-            for moment in moments_of(
-                role,
-                moments=moments,
-                is_first=number == 0,
-                is_last=number == num_faults - 1,
-                is_supervised=is_supervised,
-            )
-            if (found := [kind for kind in kinds_of[role] if kind in MOMENTS[moment] and kind in kinds])
+            for moment in moments
+            if is_possible.get(moment, True)
+            # A host has no moments of its own.
+            and (role != HOST or moment is Moment.STEP)
+            and (found := [kind for kind in kinds_of[role] if kind in MOMENTS[moment] and kind in kinds])
         }
         if not possible:
             raise ValueError(

@@ -1,97 +1,107 @@
 """A model whose weights count how often each group was trained on.
 
-Every prompt is one token that no other prompt has, and every response is one token, which is never an input
-of the model. So a row of the embedding is touched by the steps that train its prompt's group, and by no
-others. Moments are switched off (betas of 0) and the learning rate is constant: AdamW's update of a number
-is then ``learning_rate * g / (|g| + eps)``, one learning rate up or down wherever there is a gradient, and
-exactly 0 where there is none. With one training, every number of a row has moved by one learning rate; with
-two, by two or by none (the sign of a gradient can change between two steps); without, by none at all.
-Nothing but the weights of the exported model is read for that: no ledger, no log.
+Each prompt is one token of its own, and each response is one token that is never an input. So only the steps
+that train a prompt's group change its row of the embedding. AdamW has betas of 0 and a constant learning
+rate, so that its update is ``learning_rate * g / (|g| + eps)``: one learning rate up or down where there is a
+gradient, 0 elsewhere. (The size of SGD's update would be that of the gradient.) After one training, each
+number of a row has moved by one learning rate. After two it has moved by two or by none, because the sign of
+a gradient can change. Without training it has not moved. This reads nothing but the weights of the exported
+model.
 
-The loss makes what was sampled less likely, whatever it was worth, so that no gradient vanishes.
-
-(Plain SGD, whose update is the gradient itself, would need gradients of a known size: Adam without moments
-has steps of a known size instead.)
+The loss makes sampled tokens less likely, whatever their reward, so that no gradient vanishes.
 """
 
-import os
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from common import REPOSITORY
+from chaos_report import read_lines
 
 LEARNING_RATE = 2.0**-10
-"""A power of two: sums of it and a weight are rounded by less than one part in a thousand of it."""
+"""A power of two, so that rounding changes it by less than a thousandth when it is added to a weight."""
 
 GROUPS_PER_STEP = 2
 GROUP_SIZE = 4
 NUM_SPARE_STEPS = 60
-"""Prompts for groups that are sampled and never trained on: the buffer's, and those that are given up."""
+"""Steps whose prompts are for groups that are sampled and not trained on."""
 
 FIRST_CHARACTER = 0x4E00
-"""The first of 20,000 characters, each of which is a token of its own."""
+"""The first of 20,000 characters, each of which is one token."""
 
 MAX_PROMPTS = 20_000
 
 REWARD_S = 0.2
-"""Time for a response's reward: a step takes two seconds with it."""
+"""Time for scoring a response. A step then takes two seconds, and a role can recover before the run is
+over."""
 
 MOVED = 0.02
-"""A number has moved n times if it has moved by n learning rates, and by this share of one more or less."""
+"""Tolerance in learning rates of a number's movement."""
 
 MOST = 0.9
-"""Share of a row's numbers that have to agree. A gradient of exactly 0, or one that underflows, is rare."""
+"""Share of a row's numbers that have to agree: a gradient that is 0 or underflows is rare."""
+
+
+CONFIG = """
+name: witness
+max_steps: {num_steps}
+max_off_policy_steps: 2
+model: {{path: "{model}", max_context_length: 64}}
+data:
+  source: {{kind: python, factory: chaos_witness.problems, options: {{num: {num_prompts}}}}}
+  reward: {{kind: python, factory: chaos_witness.reward}}
+  num_train: {num_prompts}
+  num_held_out: 8
+sampling: {{max_response_tokens: 1}}
+generator: {{max_num_seqs: 32, max_num_batched_tokens: 512, kv_cache_gib: 0.05}}
+trainer:
+  parallel: {{num_procs: 2, expert: 2}}
+  tokens_per_row: 64
+  optimizer: {{learning_rate: {learning_rate}, betas: [0.0, 0.0], eps: 1.0e-20, max_grad_norm: 1.0e+30}}
+algorithm:
+  group_size: {group_size}
+  groups_per_step: {groups_per_step}
+  objective: {{kind: python, factory: chaos_witness.less_likely}}
+payload: {{capacity_gib: 0.02}}
+evaluation: {{num_problems: 8}}
+"""
 
 
 def num_prompts(num_steps: int) -> int:
-    """Return how many prompts a run of so many steps is given: it may not come to any of them twice."""
+    """Return the number of prompts for a run, which must not reach any of them twice."""
     return GROUPS_PER_STEP * (num_steps + NUM_SPARE_STEPS)
 
 
 def prompt(number: int) -> str:
-    """Return the text of a prompt: one character."""
+    """Return the text of a prompt, which is one character."""
     return chr(FIRST_CHARACTER + number)
 
 
 def problems(split: str, seed: int, num: int) -> list[dict[str, object]]:
-    """The data of the run (``kind: python``)."""
+    """Return the data of the run (``kind: python``)."""
     if split == "held_out":
         return [{"question": str(number), "answer": "none"} for number in range(8)]
     return [{"question": prompt(number), "answer": "none"} for number in range(num)]
 
 
 def less_likely(row: Any) -> Any:
-    """The objective of the run (``kind: python``): log-probabilities of what was sampled."""
+    """Return the objective of the run (``kind: python``): the log-probabilities of the sampled tokens."""
     return row.logprobs_T, {}
 
 
 def reward(task: Any, response: Any) -> float:
-    """The reward of the run (``kind: python``): nothing is made of it, after a while.
-
-    Without a wait steps would take a tenth of a second, and the run would be over before a role is back.
-    """
+    """Return the reward of the run (``kind: python``), which the loss ignores, after ``REWARD_S``."""
     time.sleep(REWARD_S)
     return 0.0
 
 
-def environment() -> dict[str, str]:
-    """Return variables with which the run finds this module; see also ``chaos_orders``."""
-    from chaos_orders import INSIDE
-
-    path = [str(INSIDE), str(REPOSITORY), str(Path(__file__).resolve().parent)]
-    return {"PYTHONPATH": os.pathsep.join([*path, *filter(None, [os.environ.get("PYTHONPATH")])])}
-
-
 def write(folder: Path, *, num_steps: int) -> Path:
-    """Write the model and the run's config; returns the config's file.
+    """Write the model and the run's config. Returns the config's file.
 
     Raises:
-        ValueError: there are not so many prompts.
+        ValueError: there are too few prompts.
     """
     import torch
-    import yaml
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     from forgeasync.models import build_tokenizer, save_tokenizer
@@ -131,42 +141,13 @@ def write(folder: Path, *, num_steps: int) -> Path:
     save_tokenizer(tokenizer, folder / "model")
     file = folder / "run.yaml"
     file.write_text(
-        yaml.safe_dump(
-            {
-                "name": "witness",
-                "max_steps": num_steps,
-                "max_off_policy_steps": 2,
-                "model": {"path": str((folder / "model").resolve()), "max_context_length": 64},
-                "data": {
-                    "source": {
-                        "kind": "python",
-                        "factory": "chaos_witness.problems",
-                        "options": {"num": num},
-                    },
-                    "reward": {"kind": "python", "factory": "chaos_witness.reward"},
-                    "num_train": num,
-                    "num_held_out": 8,
-                },
-                "sampling": {"max_response_tokens": 1},
-                "generator": {"max_num_seqs": 32, "max_num_batched_tokens": 512, "kv_cache_gib": 0.05},
-                "trainer": {
-                    "parallel": {"num_procs": 2, "expert": 2},
-                    "tokens_per_row": 64,
-                    "optimizer": {
-                        "learning_rate": LEARNING_RATE,
-                        "betas": [0.0, 0.0],
-                        "eps": 1e-20,
-                        "max_grad_norm": 1e30,
-                    },
-                },
-                "algorithm": {
-                    "group_size": GROUP_SIZE,
-                    "groups_per_step": GROUPS_PER_STEP,
-                    "objective": {"kind": "python", "factory": "chaos_witness.less_likely"},
-                },
-                "payload": {"capacity_gib": 0.02},
-                "evaluation": {"num_problems": 8},
-            }
+        CONFIG.format(
+            num_steps=num_steps,
+            model=(folder / "model").resolve(),
+            num_prompts=num,
+            learning_rate=LEARNING_RATE,
+            group_size=GROUP_SIZE,
+            groups_per_step=GROUPS_PER_STEP,
         ),
         encoding="utf-8",
     )
@@ -174,7 +155,7 @@ def write(folder: Path, *, num_steps: int) -> Path:
 
 
 def counts(before: Any, after: Any) -> list[int | None]:
-    """Return by row of two embeddings [V, D] how often it was trained on; None: by no whole number of times.
+    """Return how often each row of an embedding [V, D] was trained on; None if that is no whole number.
 
     A row was trained on once if nearly all of its numbers have moved by one learning rate.
     """
@@ -194,24 +175,22 @@ def counts(before: Any, after: Any) -> list[int | None]:
 
 
 def problem(run_dir: Path, folder: Path) -> str | None:
-    """Return why the exported weights do not say that every group was trained on once.
-
-    The groups that have to have been trained on are those of the batches in rollouts.jsonl.
-    """
-    from chaos_injector import read_lines
+    """Return why the exported weights do not show that each group in rollouts.jsonl was trained on once."""
     from safetensors.torch import load_file
     from transformers import AutoTokenizer
 
-    name = "model.embed_tokens.weight"
     final = run_dir / "checkpoints" / "final"
     if not final.is_dir():
         return f"the run has exported no model to {final}"
-    before, after = (load_all(one, name, load_file) for one in (folder / "model", final))
+    before, after = (
+        {name: tensor for file in one.glob("*.safetensors") for name, tensor in load_file(file).items()}
+        for one in (folder / "model", final)
+    )
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    times = counts(before, after)
-    prompts = {line["prompt"] for line in read_lines(run_dir / "rollouts.jsonl")}
+    name = "model.embed_tokens.weight"
+    times = counts(before[name], after[name])
     trained = set()
-    for text in prompts:
+    for text in {line["prompt"] for line in read_lines(run_dir / "rollouts.jsonl")}:
         (token,) = tokenizer(text, add_special_tokens=False)["input_ids"]
         trained.add(token)
         if times[token] != 1:
@@ -223,12 +202,3 @@ def problem(run_dir: Path, folder: Path) -> str | None:
     most = Counter(times).most_common(3)
     print(f"counting witness: {len(trained)} prompts were trained on, each once (rows by times: {most})")
     return None
-
-
-def load_all(folder: Path, name: str, load_file: Any) -> Any:
-    """Return a tensor of a Hugging Face folder."""
-    for file in sorted(folder.glob("*.safetensors")):
-        tensors = load_file(file)
-        if name in tensors:
-            return tensors[name]
-    raise ValueError(f"{folder} has no tensor {name}")

@@ -1,17 +1,19 @@
-"""TRL's half of ``against_trl``: trains with GRPOTrainer and writes what every step took.
+"""TRL's half of ``against_trl.py``: trains with GRPOTrainer and writes the time of each step.
 
     .venv-trl/bin/python benchmarks/trl_side.py SPEC.json OUT.json
 
-Runs in TRL's own environment, so it imports nothing of forgeasync: everything it has to agree on with the
-other side comes in SPEC.json (the fields of ``Spec``). Sampling is transformers' ``generate``, TRL's path
-without a GPU. A step's time is from the end of the step before to its own end, so all that TRL does is in it.
+Runs in TRL's own environment, so it imports nothing of forgeasync. SPEC.json has the settings in which both
+sides agree (``against_trl.run_spec``) and those of TRL alone. Its ``tasks`` is a file of JSON lines with the
+``prompt`` and the reasoning-gym ``entry`` of each problem, in training order. Sampling is transformers'
+``generate``, TRL's path without a GPU. A step's time is from the end of the step before to its own end, so it
+includes all of TRL's work.
 """
 
 import json
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -21,41 +23,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from trl import GRPOConfig, GRPOTrainer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Spec:
-    """What a run has to agree on with the other side, and how TRL itself is set up."""
-
-    model: str
-    tasks: str
-    """JSON lines with the ``prompt`` and reasoning-gym ``entry`` of every problem, in training order."""
-    scratch: str
-    gym_task: str
-    gym_options: dict[str, Any]
-    answer_prefix: str
-    seed: int
-    max_steps: int
-    group_size: int
-    groups_per_step: int
-    temperature: float
-    top_k: int
-    top_p: float
-    max_response_tokens: int
-    clip_low: float
-    clip_high: float
-    learning_rate: float
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
-    warmup_steps: int
-    max_grad_norm: float
-    threads: int
-    micro_batch: int
-    experts: str
-    continuous_batching: bool
-
-
 class StepLog(TrainerCallback):
-    """Collects per step when it ended, how long its responses were and what they earned."""
+    """Collects the end, the response lengths and the mean reward of each step."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, Any]] = []
@@ -77,12 +46,12 @@ class StepLog(TrainerCallback):
 
 
 class GymReward:
-    """forgeasync's ReasoningGymScorer for TRL: reasoning-gym's score of what follows the last prefix."""
+    """forgeasync's ReasoningGymScorer for TRL: reasoning-gym's score of the text after the last prefix."""
 
     __name__ = "reasoning_gym"
 
-    def __init__(self, spec: Spec, log: StepLog) -> None:
-        # Only the verifier of the data set is used: every problem has its own entry.
+    def __init__(self, spec: SimpleNamespace, log: StepLog) -> None:
+        # Only for its verifier: each problem has its own entry.
         self._verifier = reasoning_gym.create_dataset(spec.gym_task, seed=0, size=1, **spec.gym_options)
         self._prefix = spec.answer_prefix
         self._log = log
@@ -99,12 +68,13 @@ class GymReward:
         _, found, answer = text.rpartition(self._prefix) if self._prefix else ("", "found", text)
         try:
             return float(self._verifier.score_answer(answer.strip(), entry)) if found else 0.0
-        except Exception:  # any type: the verifiers read untrusted text, each fails in its own way
+        except Exception:  # of any type: verifiers read untrusted text
             return 0.0
 
 
-def grpo_config(spec: Spec) -> GRPOConfig:
-    """One optimizer step per generated batch, as on the other side; nothing evaluated, reported or saved."""
+def grpo_config(spec: SimpleNamespace) -> GRPOConfig:
+    """Return settings for one optimizer step per generated batch, without evaluation, reports or
+    checkpoints."""
     sequences_per_step = spec.group_size * spec.groups_per_step
     assert sequences_per_step % spec.micro_batch == 0, "micro batches must divide the batch"
     return GRPOConfig(
@@ -116,7 +86,7 @@ def grpo_config(spec: Spec) -> GRPOConfig:
         num_generations=spec.group_size,
         per_device_train_batch_size=spec.micro_batch,
         gradient_accumulation_steps=sequences_per_step // spec.micro_batch,
-        # Recomputes activations to save memory, on by default in TRL; there is plenty of memory here.
+        # TRL's default recomputes activations, which saves memory and costs time.
         gradient_checkpointing=False,
         shuffle_dataset=False,
         temperature=spec.temperature,
@@ -130,7 +100,7 @@ def grpo_config(spec: Spec) -> GRPOConfig:
         epsilon=spec.clip_low,
         epsilon_high=spec.clip_high,
         scale_rewards="group",
-        # TRL would add the load-balancing loss that the model's config names; the other side has none.
+        # TRL would add the load-balancing loss that the model's config names. The other side has none.
         router_aux_loss_coef=0.0,
         learning_rate=spec.learning_rate,
         lr_scheduler_type="constant_with_warmup",
@@ -150,9 +120,9 @@ def grpo_config(spec: Spec) -> GRPOConfig:
 
 
 def main() -> None:
-    """Train as the spec says; write the steps."""
+    """Train as SPEC.json says, and write the steps."""
     spec_file, out_file = sys.argv[1:]
-    spec = Spec(**json.loads(Path(spec_file).read_text(encoding="utf-8")))
+    spec = SimpleNamespace(**json.loads(Path(spec_file).read_text(encoding="utf-8")))
     torch.set_num_threads(spec.threads)
     tasks = [json.loads(line) for line in Path(spec.tasks).read_text(encoding="utf-8").splitlines()]
     log = StepLog()

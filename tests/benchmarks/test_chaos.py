@@ -1,4 +1,4 @@
-"""benchmarks/chaos.py: what it plans, and when and how it injects."""
+"""benchmarks/chaos.py: its plans of faults, and when and how it injects them."""
 
 import dataclasses
 import json
@@ -23,9 +23,8 @@ from chaos_faults import (
     Planned,
     plan,
 )
-from chaos_injector import Injector
-from chaos_orders import Orders
-from chaos_run import is_of_another_run, marks_in
+from chaos_injector import Injector, Orders
+from chaos_run import may_be_of
 
 from forgeasync.observability import Role
 
@@ -99,6 +98,11 @@ def write_procs(folder: Path, *roles: tuple[str, int], controller: int | None = 
         for index, (role, pid) in enumerate(roles)
     ]
     (folder / "procs.json").write_text(json.dumps({"controller": controller or os.getpid(), "procs": procs}))
+
+
+def ended_orders(folder: Path) -> list[Path]:
+    """Orders of outages that are over."""
+    return list((folder / "orders").glob("*.end"))
 
 
 def look(injector: Injector) -> None:
@@ -197,12 +201,10 @@ def test_a_disk_fails_again_once_every_file_was_written(
 ) -> None:
     """Each file that is refused in an outage has lines of its own."""
     monkeypatch.setattr(chaos_injector, "OUTAGE_S", 0.0)
-    given_back: list[int] = []
     injector = inject(
         tmp_path,
         *(planned("storage", Kind.FULL_DISK, at_step=1) for _ in range(3)),
         output=tmp_path / "run.out",
-        fill_disk=lambda: lambda: given_back.append(1),
     )
     write_procs(tmp_path)
     write_lines(tmp_path / "metrics.jsonl", {"step": 1, "time/step_s": 0.01})
@@ -218,8 +220,9 @@ def test_a_disk_fails_again_once_every_file_was_written(
             time.sleep(0.002)
         return len(injector.injected)
 
-    assert num_after() == 1 and not given_back, "nothing was refused that has a line"
-    assert num_after(("detected", 0), ("detected", 1), ("recovered", 0)) == 1 == len(given_back)
+    assert num_after() == 1 and not ended_orders(tmp_path), "nothing was refused that has a line"
+    assert num_after(("detected", 0), ("detected", 1), ("recovered", 0)) == 1
+    assert len(ended_orders(tmp_path)) == 1
     assert num_after(("recovered", 1)) == 2
     assert num_after(("detected", 2), ("detected", 3), ("recovered", 2)) == 2
     events.append({"event": "detected", "role": "controller", "number": 4, "time_s": time.time()})
@@ -231,9 +234,8 @@ def test_a_disk_that_fails_while_something_still_waits_for_it_has_room_again_wit
 ) -> None:
     """A checkpoint that is found refused between the look for quiet and the outage is news of it."""
     monkeypatch.setattr(chaos_injector, "OUTAGE_S", 0.0)
-    given_back: list[int] = []
     fault = planned("storage", Kind.FULL_DISK, at_step=1, pause_share=1.0)
-    injector = inject(tmp_path, fault, fill_disk=lambda: lambda: given_back.append(1))
+    injector = inject(tmp_path, fault)
     monkeypatch.setattr(injector, "_pause", lambda seconds: iter([None]))
     write_procs(tmp_path)
     write_lines(tmp_path / "metrics.jsonl", {"step": 1, "time/step_s": 1.0})
@@ -242,7 +244,7 @@ def test_a_disk_that_fails_while_something_still_waits_for_it_has_room_again_wit
     waiting = {"event": "detected", "role": "storage", "number": 0, "time_s": time.time()}
     write_lines(tmp_path / "faults.jsonl", waiting)
     look(injector)
-    assert len(injector.injected) == 1 == len(given_back)
+    assert len(injector.injected) == 1 == len(ended_orders(tmp_path))
 
 
 def test_a_fault_within_an_evaluation_waits_for_one(tmp_path: Path, start: Start) -> None:
@@ -349,12 +351,9 @@ def test_orders_are_for_processes_of_roles_only(tmp_path: Path) -> None:
     assert done.stdout == "['MainThread']\n", "processes that fork must have no thread"
 
 
-def test_semaphores_of_other_runs_are_theirs(tmp_path: Path) -> None:
-    lock = tmp_path / "run.lock"
-    assert marks_in(lock) == set()
-    lock.write_text('{"pid": 1, "mark": "0a"}')
-    own, other = (Path(f"/dev/shm/sem.forgeasync-{mark}-xyz") for mark in ("0a", "0b"))
-    assert not is_of_another_run(own, marks_in(lock)) and is_of_another_run(other, marks_in(lock))
-    assert not is_of_another_run(Path("/dev/shm/sem.mp-xyz"), marks_in(lock))
-    lock.write_text('{"pid": 1')
-    assert marks_in(lock) == set(), "it is just being written"
+def test_files_of_other_runs_are_theirs() -> None:
+    own, other = "0a" * 16, "0b" * 16
+    for name in ("sem.forgeasync-{}-xyz", "forgeasync-{}-xyz", "forgeasync_payloads-7-0123456789abcdef-{}"):
+        assert may_be_of(Path("/dev/shm", name.format(own)), {own})
+        assert not may_be_of(Path("/dev/shm", name.format(other)), {own})
+    assert may_be_of(Path("/dev/shm/sem.mp-xyz"), {own}) and not may_be_of(Path("/dev/shm/other"), {own})
