@@ -1,14 +1,14 @@
-"""What works, and how fast, on one GPU: ten minutes with whatever torch its machine has, without vLLM.
+"""What works on one GPU, and how fast: ten minutes with the machine's own torch, without vLLM.
 
     python benchmarks/gpu_probe.py [--json FILE] [--seconds 600] [--device cuda|cpu] [--part NAME]
 
-Each part runs in a process of its own with a time limit and prints one line of JSON: name, whether all was
-right, figures with their units in their names, the statements that were checked, errors with the last lines
-of their tracebacks. The parts that matter most come first; what a part has found before its time was over is
-in its line. A package that is missing costs the parts that need it, and their lines say so.
+Each part runs in its own process with a time limit and prints a line of JSON: name, whether all was right,
+figures with their units in their names, the statements that were checked, and errors with the ends of their
+tracebacks. The most important parts come first. A part that is stopped keeps the results that it has. Parts
+whose packages are missing say so.
 
-``--device cpu`` runs everything but CUDA graphs at small sizes, with a stand-in for the attention kernel: it
-tries the script, and its figures mean nothing. ``--part NAME`` runs one part in this very process.
+``--device cpu`` tries the script at small sizes, without CUDA graphs and with a stand-in for the attention
+kernel. Its figures mean nothing. ``--part NAME`` runs one part in this process.
 """
 
 import argparse
@@ -30,12 +30,12 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 LOG_TAIL_LINES = 25
 
 KILL_WAIT_S = 10.0
-"""A process that hangs in the driver may outlive its signal: it is not waited for any longer."""
+"""Longest wait for a killed process, which may hang in the driver."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """A function of a module beside this file, by name: nothing of it is imported here."""
+    """A function of another module, by name, so that nothing of it is imported here."""
 
     name: str
     module: str
@@ -47,11 +47,11 @@ PARTS = (
     Part(name="machine", module="gpu_probe_machine", function="machine", limit_s=90),
     Part(name="staging", module="gpu_probe_copies", function="staging", limit_s=90),
     Part(name="swap", module="gpu_probe_copies", function="swap", limit_s=90),
-    Part(name="fused_adamw", module="gpu_probe_optimizer", function="fused_adamw", limit_s=60),
-    Part(name="varlen_attention", module="gpu_probe_attention", function="varlen_attention", limit_s=60),
+    Part(name="fused_adamw", module="gpu_probe_trainer", function="fused_adamw", limit_s=60),
+    Part(name="varlen_attention", module="gpu_probe_kernels", function="varlen_attention", limit_s=60),
     Part(name="moe_trainer", module="gpu_probe_trainer", function="moe_trainer", limit_s=120),
-    Part(name="grouped_products", module="gpu_probe_products", function="grouped_products", limit_s=60),
-    Part(name="kept_logprobs", module="gpu_probe_products", function="kept_logprobs", limit_s=60),
+    Part(name="grouped_products", module="gpu_probe_kernels", function="grouped_products", limit_s=60),
+    Part(name="kept_logprobs", module="gpu_probe_kernels", function="kept_logprobs", limit_s=60),
     Part(name="checkpoint_copies", module="gpu_probe_copies", function="checkpoint_copies", limit_s=60),
 )
 
@@ -59,7 +59,7 @@ Line = dict[str, Any]
 
 
 def run_part(name: str, device_kind: str, file: Path | None) -> Line:
-    """Run a part in this process and return its line; its report so far is always in ``file``."""
+    """Run a part in this process and return its line. ``file`` always has its results so far."""
     from gpu_probe_common import Device, Report, Skipped, describe
 
     part = next(part for part in PARTS if part.name == name)
@@ -75,27 +75,20 @@ def run_part(name: str, device_kind: str, file: Path | None) -> Line:
 
 
 def empty_line(name: str) -> Line:
-    """The line of a part that has said nothing."""
-    return {
-        "name": name,
-        "ok": False,
-        "figures": {},
-        "checks": {},
-        "errors": {},
-        "skipped": {},
-        "seconds": 0.0,
-    }
+    """Return the line of a part without results."""
+    found = {key: {} for key in ("figures", "checks", "errors", "skipped")}
+    return {"name": name, "ok": False, **found, "seconds": 0.0}
 
 
 def has_failed(line: Line) -> bool:
-    """Whether anything in a part was wrong; one that this machine cannot run has not failed."""
+    """Whether anything in a part was wrong. A part that this machine cannot run has not failed."""
     return bool(line["errors"]) or not all(line["checks"].values())
 
 
 def run_apart(command: Sequence[str], name: str, *, limit_s: float, environment: dict[str, str]) -> Line:
-    """Run a part by ``command`` in a process of its own, which is killed after ``limit_s``.
+    """Run a part by ``command`` in its own process, and kill that after ``limit_s``.
 
-    ``--file`` and a path are appended to the command; the process writes its line there.
+    The command gets an option ``--file`` with the path for its line.
     """
     start_s = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="gpu_probe-") as scratch:
@@ -125,7 +118,7 @@ def run_apart(command: Sequence[str], name: str, *, limit_s: float, environment:
 
 
 def _wait(process: subprocess.Popen[bytes], limit_s: float) -> str | None:
-    """Why the process did not end by itself and well; None where it did."""
+    """Return why the process failed or was stopped; None if it succeeded."""
     try:
         code = process.wait(limit_s)
     except subprocess.TimeoutExpired:
@@ -144,10 +137,10 @@ def _wait(process: subprocess.Popen[bytes], limit_s: float) -> str | None:
 
 
 def child_environment(device_kind: str) -> dict[str, str]:
-    """This process's environment, with what a machine without a network and with one GPU needs."""
+    """Return this process's environment, with settings for a machine without a network and with one GPU."""
     environment = dict(os.environ)
     environment["PYTHONUNBUFFERED"] = "1"
-    # Without a resolver gloo finds no interface by itself.
+    # Without a resolver gloo does not find an interface.
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     environment.setdefault("NCCL_SOCKET_IFNAME", "lo")
     environment.setdefault("HF_HUB_OFFLINE", "1")
@@ -157,7 +150,7 @@ def child_environment(device_kind: str) -> dict[str, str]:
 
 
 def table(lines: Sequence[Line]) -> str:
-    """A line per part, and below it what was skipped or wrong and its figures that are numbers."""
+    """Return a line for each part, and below it errors, skipped cases and figures that are numbers."""
     rows = []
     for line in lines:
         verdict = "FAILED" if has_failed(line) else "ok" if line["ok"] else "skipped"
@@ -177,7 +170,7 @@ def table(lines: Sequence[Line]) -> str:
 
 
 def main() -> int:
-    """Run the parts, print their lines and the table; the exit code is 1 if any part failed."""
+    """Run the parts, print their lines and the table. The exit code is 1 if a part failed."""
     parser = argparse.ArgumentParser(description="What works on one GPU, part by part.")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--seconds", type=float, default=600.0, help="for all parts together")

@@ -1,6 +1,6 @@
-"""What the parts of gpu_probe.py share: the device, its clock, and the report that a part fills in.
+"""Shared by the parts of gpu_probe.py: the device with its clock, and the report of a part.
 
-Nothing is imported here but torch and the standard library, in versions from 2.4 and Python 3.10 on.
+Imports torch (2.4 or newer) and the standard library (Python 3.10 or newer) alone.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import tempfile
 import time
 import traceback
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +24,18 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 GB = 1e9
 
 TOLERANCE = 0.03
-"""Largest error by the largest value: some roundings of bfloat16, where a wrong mask gives about 1."""
+"""Limit of the largest error divided by the largest value. Rounding in bfloat16 gives 0.01, a wrong mask
+1."""
 
 TRACEBACK_LINES = 12
 
 
 class Skipped(Exception):
-    """A part or a case that this machine cannot run at all; the message says what is missing."""
+    """This machine cannot run a part or a case. The message says what is missing."""
 
 
 class Device:
-    """Where a part computes."""
+    """The device of a part."""
 
     def __init__(self, kind: str) -> None:
         """``kind`` is "cuda" or "cpu".
@@ -51,16 +52,14 @@ class Device:
         if self.is_gpu:
             torch.cuda.synchronize()
 
-    def wait_for_stream(self) -> None:
-        """Wait for the current stream alone."""
-        if self.is_gpu:
-            torch.cuda.current_stream().synchronize()
+    def randn(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.randn(shape, dtype=dtype, device=self.kind)
 
     def free_bytes(self) -> int:
         return torch.cuda.mem_get_info()[0] if self.is_gpu else free_host_bytes()
 
     def time_s(self, function: Callable[[], object], *, repeats: int = 5) -> float:
-        """Median seconds of a call, the device's work included, after one call that is not counted."""
+        """Return the median seconds of a call with the device's work, after a call that does not count."""
         times_s = []
         for _ in range(repeats + 1):
             self.synchronize()
@@ -70,8 +69,25 @@ class Device:
             times_s.append(time.perf_counter() - start_s)
         return statistics.median(times_s[1:])
 
+    def time_beside_s(
+        self, begin: Callable[[], Callable[[], object]], work: Callable[[], object]
+    ) -> tuple[float, float]:
+        """Return the seconds of ``work`` on the current stream, and of it and what runs beside it.
+
+        ``begin`` starts what runs beside it, and returns a function that waits for that.
+        """
+        self.synchronize()
+        start_s = time.perf_counter()
+        wait = begin()
+        work()
+        if self.is_gpu:
+            torch.cuda.current_stream().synchronize()
+        work_s = time.perf_counter() - start_s
+        wait()
+        return work_s, time.perf_counter() - start_s
+
     def measure_peak(self, function: Callable[[], object]) -> float | None:
-        """GiB that the device's memory grows by during a call, at most; None without a GPU."""
+        """Return the largest growth of the device's memory during a call in GiB; None without a GPU."""
         if not self.is_gpu:
             function()
             return None
@@ -86,13 +102,13 @@ class Device:
 def _why_no_cuda() -> str:
     try:
         torch.cuda.init()
-    except Exception as error:  # of many types, for want of a build, a driver or a device
+    except Exception as error:  # of many types: no CUDA build, no driver, no device
         return str(error)
     return "it does not say why"
 
 
 class Report:
-    """What a part has found; on disk as soon as it is known, so that a part that hangs has said something."""
+    """The results of a part. Each is on disk at once, for parts that hang."""
 
     def __init__(self, file: Path | None = None) -> None:
         self.figures: dict[str, object] = {}
@@ -106,19 +122,19 @@ class Report:
         """Whether nothing failed, and something was tried."""
         return not self.errors and all(self.checks.values()) and bool(self.figures or self.checks)
 
-    def put(self, **figures: object) -> None:
-        """Add figures; their names end in their units."""
-        self.figures |= figures
+    def put(self, prefix: str = "", /, **figures: object) -> None:
+        """Add figures, whose names end in their units, with a prefix and "_" before their names."""
+        self.figures |= {f"{prefix}_{name}" if prefix else name: one for name, one in figures.items()}
         self._write()
 
     def check(self, name: str, is_right: bool) -> None:
-        """Add a statement about results that has to hold."""
+        """Add a statement that has to hold."""
         self.checks[name] = bool(is_right)
         self._write()
 
     @contextlib.contextmanager
     def case(self, name: str) -> Iterator[None]:
-        """Catch what goes wrong in a part of the part: the cases after it have their turn."""
+        """Catch the errors of one case of a part, so that the next ones run."""
         try:
             yield
         except Skipped as reason:
@@ -128,7 +144,7 @@ class Report:
         self._write()
 
     def content(self) -> dict[str, object]:
-        """The report as JSON has it."""
+        """Return the report in JSON's types."""
         parts = {"figures": self.figures, "checks": self.checks, "errors": self.errors}
         return plain({"ok": self.is_ok, **parts, "skipped": self.skipped})
 
@@ -140,13 +156,13 @@ class Report:
 
 
 def describe(error: BaseException) -> str:
-    """The last lines of an exception's traceback, the message last."""
+    """Return the last lines of an exception's traceback, the message last."""
     lines = "".join(traceback.format_exception(type(error), error, error.__traceback__)).splitlines()
     return "\n".join(lines[-TRACEBACK_LINES:])
 
 
 def plain(value: Any) -> Any:
-    """The same in JSON's types: floats in five digits, and as words where they are not finite."""
+    """Return a value in JSON's types: floats with five digits, or as text if they are not finite."""
     if isinstance(value, dict):
         return {str(key): plain(one) for key, one in value.items()}
     if isinstance(value, (list, tuple)):
@@ -159,7 +175,8 @@ def plain(value: Any) -> Any:
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest difference by the largest expected number; infinite where a found one is not finite."""
+    """Return the largest difference divided by the largest expected number; infinite without finite
+    numbers."""
     if found.numel() == expected.numel() == 0:
         return 0.0
     found, expected = found.detach(), expected.detach()
@@ -169,8 +186,15 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.double() - expected.double()).abs().max()) / scale
 
 
+def relative_errors(
+    names: Iterable[str], found: Iterable[torch.Tensor], expected: Iterable[torch.Tensor]
+) -> dict[str, float]:
+    """Return the relative error of each of several tensors by its name."""
+    return {name: relative_error(one, other) for name, one, other in zip(names, found, expected, strict=True)}
+
+
 def free_host_bytes() -> int:
-    """Memory that the kernel can hand out without swapping."""
+    """Return the memory that is available without swapping."""
     for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
         if line.startswith("MemAvailable:"):
             return 1024 * int(line.split()[1])
@@ -178,17 +202,17 @@ def free_host_bytes() -> int:
 
 
 def shared_memory_folder() -> Path:
-    """Where staging buffers lie: shared memory, or where there is none the folder of temporary files."""
+    """Return the folder for staging buffers: shared memory, or without it the folder for temporary files."""
     folder = Path("/dev/shm")
     return folder if folder.is_dir() else Path(tempfile.gettempdir())
 
 
 def open_trainer_package(device: Device, report: Report) -> None:
-    """Make modules of ``forgeasync.trainer`` importable, also where TorchTitan is not.
+    """Make modules of ``forgeasync.trainer`` importable that need torch alone, without TorchTitan.
 
-    Some of them need torch alone, but their package imports TorchTitan, and all packages import lazy_loader.
-    Where that fails, a package is its front alone, and the report says so. Modules that need TorchTitan
-    themselves fail when they are imported.
+    Their package imports TorchTitan, and all packages import lazy_loader. A package that cannot be imported
+    is replaced by its front, and the report names it. Modules that need TorchTitan fail when they are
+    imported.
     """
     missing = {}
     fronts = sorted((REPOSITORY / "forgeasync").glob("*/__init__.pyi"))
@@ -208,7 +232,7 @@ def open_trainer_package(device: Device, report: Report) -> None:
 
 
 def _front_alone(name: str) -> types.ModuleType:
-    """A package without what its ``__init__.py`` does; its names are found as ``__init__.pyi`` lists them."""
+    """Return a package with the names that ``__init__.pyi`` lists, without running its ``__init__.py``."""
     package = types.ModuleType(name)
     folder = REPOSITORY.joinpath(*name.split("."))
     stub = (folder / "__init__.pyi").read_text(encoding="utf-8")

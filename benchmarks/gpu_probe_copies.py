@@ -1,11 +1,11 @@
-"""Parts of gpu_probe.py that copy: staging, the swap of weights under a CUDA graph, checkpoint copies."""
+"""Parts of gpu_probe.py about copies: staging, weights that change under a CUDA graph, checkpoints."""
 
 import shutil
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,24 +23,24 @@ from gpu_probe_common import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagingSizes:
-    """Float32 shards: stacks of experts, and some vectors beside each."""
+    """Float32 shards: stacks of experts, and some vectors with each. ``max_bytes`` is of the bfloat16
+    version."""
 
-    stack: tuple[int, int, int]
-    vector: int
-    vectors_per_stack: int
-    most_bytes: int
-    """Of the staged version, in bfloat16."""
+    stack: tuple[int, int, int] = (32, 2048, 768)
+    vector: int = 2048
+    vectors_per_stack: int = 8
+    max_bytes: int = 4 * 2**30
 
 
 STAGING = {
-    "cuda": StagingSizes(stack=(32, 2048, 768), vector=2048, vectors_per_stack=8, most_bytes=4 * 2**30),
-    "cpu": StagingSizes(stack=(4, 128, 384), vector=256, vectors_per_stack=3, most_bytes=2**20),
+    "cuda": StagingSizes(),
+    "cpu": StagingSizes(stack=(4, 128, 384), vector=256, vectors_per_stack=3, max_bytes=2**20),
 }
 DTYPE = torch.bfloat16
 
 
 def staging(device: Device, report: Report) -> None:
-    """Shards from the device to the host, by the product's own code: pageable against page-locked memory."""
+    """Copy shards from the device to pageable and to page-locked memory, with the product's own code."""
     open_trainer_package(device, report)
     from forgeasync.weights import DeviceCopies, page_lock
 
@@ -68,22 +68,22 @@ def staging(device: Device, report: Report) -> None:
                 page_lock(buffer)
                 report.put(page_lock_s=time.perf_counter() - start_s)
             buffer.zero_()
-            report.put(**{f"{kind}_gb_per_s": num_bytes / GB / device.time_s(copy)})
+            report.put(kind, gb_per_s=num_bytes / GB / device.time_s(copy))
             report.check(f"{kind}_bytes_are_right", _are_staged(targets, shards))
     with report.case("staging_buffers"):
         _stage(device, report, shards, num_bytes)
 
 
 def _make_shards(device: Device, sizes: StagingSizes) -> list[torch.Tensor]:
-    """As many as there is room for: in float32 on the device, in bfloat16 three times on the host."""
+    """Make as many shards as fit: in float32 on the device, three times in bfloat16 on the host."""
     stack_elements = sizes.stack[0] * sizes.stack[1] * sizes.stack[2]
     in_shared_memory = shutil.disk_usage(shared_memory_folder()).free
-    room = min(sizes.most_bytes, device.free_bytes() // 8, free_host_bytes() // 8, in_shared_memory // 3)
+    room = min(sizes.max_bytes, device.free_bytes() // 8, free_host_bytes() // 8, in_shared_memory // 3)
     num_stacks = max(1, room // (DTYPE.itemsize * stack_elements))
     shards = []
     for _ in range(num_stacks):
-        shards.append(torch.randn(sizes.stack, device=device.kind))
-        shards += [torch.randn(sizes.vector, device=device.kind) for _ in range(sizes.vectors_per_stack)]
+        shapes = [sizes.stack, *[(sizes.vector,)] * sizes.vectors_per_stack]
+        shards += [device.randn(*shape, dtype=torch.float32) for shape in shapes]
     return shards
 
 
@@ -95,7 +95,7 @@ def _are_staged(targets: Sequence[torch.Tensor], shards: Sequence[torch.Tensor])
 
 
 def _stage(device: Device, report: Report, shards: Sequence[torch.Tensor], num_bytes: int) -> None:
-    """Both slots of the trainer's staging buffers, with checksums."""
+    """Copy into both slots of the trainer's staging buffers, with checksums."""
     from forgeasync.weights import NamedWeight, StagingBuffers, lay_out
 
     weights = [
@@ -130,19 +130,16 @@ def _stage(device: Device, report: Report, shards: Sequence[torch.Tensor], num_b
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwapSizes:
-    """Square bfloat16 matrices that one after the other multiply a batch."""
+    """Square bfloat16 matrices that multiply a batch in turn, and small tensors, whose copies show fixed
+    costs."""
 
-    width: int
-    batch: int
-    most_bytes: int
-    num_small: int
-    """Small tensors, which show what a copy costs that moves next to nothing."""
+    width: int = 4096
+    batch: int = 16
+    max_bytes: int = 8 * 2**30
+    num_small: int = 2048
 
 
-SWAP = {
-    "cuda": SwapSizes(width=4096, batch=16, most_bytes=8 * 2**30, num_small=2048),
-    "cpu": SwapSizes(width=64, batch=4, most_bytes=2**16, num_small=8),
-}
+SWAP = {"cuda": SwapSizes(), "cpu": SwapSizes(width=64, batch=4, max_bytes=2**16, num_small=8)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +151,7 @@ class Captured:
 
 
 def capture(run: Callable[[], torch.Tensor]) -> Captured:
-    """Capture what ``run`` computes, after some calls on a stream of their own, as torch asks for."""
+    """Capture what ``run`` computes, after some calls on another stream, as torch requires."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -168,21 +165,19 @@ def capture(run: Callable[[], torch.Tensor]) -> Captured:
 
 
 def swap(device: Device, report: Report) -> None:
-    """New weights copied in between two replays of one graph: from the host, and from the device itself."""
+    """Copy new weights between two replays of one graph, from the host and from the device."""
     if not device.is_gpu:
         raise Skipped("needs CUDA: there are no graphs without it")
     sizes = SWAP[device.kind]
-    # On the device twice, and once more while they are made; on the host once.
-    room = min(sizes.most_bytes, device.free_bytes() // 4, free_host_bytes() // 4)
+    # Matrices are on the device twice, once more while they are made, and on the host once.
+    room = min(sizes.max_bytes, device.free_bytes() // 4, free_host_bytes() // 4)
     num_bytes = DTYPE.itemsize * sizes.width**2
     num_matrices = max(2, room // num_bytes)
     report.put(swapped_gb=num_matrices * num_bytes / GB, num_copies=num_matrices)
 
     def make() -> list[torch.Tensor]:
-        return [
-            torch.randn(sizes.width, sizes.width, dtype=DTYPE, device=device.kind).mul_(sizes.width**-0.5)
-            for _ in range(num_matrices)
-        ]
+        scale = sizes.width**-0.5
+        return [device.randn(sizes.width, sizes.width).mul_(scale) for _ in range(num_matrices)]
 
     def apply(matrices: Sequence[torch.Tensor]) -> torch.Tensor:
         y = x
@@ -190,7 +185,7 @@ def swap(device: Device, report: Report) -> None:
             y = y @ matrix
         return y
 
-    x = torch.randn(sizes.batch, sizes.width, dtype=DTYPE, device=device.kind)
+    x = device.randn(sizes.batch, sizes.width)
     weights, shadow = make(), make()
     start_s = time.perf_counter()
     host_shadow = [torch.empty(sizes.width, sizes.width, dtype=DTYPE, pin_memory=True) for _ in shadow]
@@ -210,28 +205,22 @@ def swap(device: Device, report: Report) -> None:
         for matrix, source in zip(weights, sources, strict=True):
             matrix.copy_(source, non_blocking=True)
 
-    def copy_at_once() -> None:
-        torch._foreach_copy_(weights, shadow)
-
-    routes: dict[str, Callable[[], None]] = {
+    routes: dict[str, Callable[[], object]] = {
         "host": lambda: copy_from(host_shadow),
         "device": lambda: copy_from(shadow),
-        "device_foreach": copy_at_once,
+        "device_foreach": lambda: torch._foreach_copy_(weights, shadow),
     }
     for name, swap_in in routes.items():
         with report.case(name):
             copy_from(first_weights)
-            # As an engine has it: nothing waits between the replays.
+            # Nothing waits between the replays, as in an engine.
             graph.replay()
             swap_in()
             graph.replay()
             device.synchronize()
             _check_output(report, name, graph.output, second)
             pause_s = device.time_s(swap_in)
-            report.put(
-                **{f"{name}_pause_ms": 1e3 * pause_s},
-                **{f"{name}_gb_per_s": num_matrices * num_bytes / GB / pause_s},
-            )
+            report.put(name, pause_ms=1e3 * pause_s, gb_per_s=num_matrices * num_bytes / GB / pause_s)
     del first_weights
     with report.case("upload_beside_replays"):
         _upload_beside_replays(device, report, graph, shadow, host_shadow)
@@ -247,12 +236,9 @@ def swap(device: Device, report: Report) -> None:
 
 
 def _check_output(report: Report, name: str, found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Captured products may take another algorithm than eager ones: not bit by bit, but near."""
+    """Compare outputs. Captured products may use another algorithm than eager ones, so bits may differ."""
     difference = float((found.float() - expected.float()).abs().max() / expected.float().abs().max())
-    report.put(
-        **{f"{name}_relative_error": difference},
-        **{f"{name}_is_bit_equal_to_eager": torch.equal(found, expected)},
-    )
+    report.put(name, relative_error=difference, is_bit_equal_to_eager=torch.equal(found, expected))
     report.check(f"{name}_replay_gives_the_new_result", difference < 0.1)
 
 
@@ -263,7 +249,7 @@ def _upload_beside_replays(
     shadow: Sequence[torch.Tensor],
     host_shadow: Sequence[torch.Tensor],
 ) -> None:
-    """Fill the device's shadow from the host on another stream while the graph is replayed."""
+    """Copy weights from the host into the shadow on another stream while the graph is replayed."""
     stream = torch.cuda.Stream()
     num_bytes = sum(matrix.nbytes for matrix in shadow)
 
@@ -281,14 +267,11 @@ def _upload_beside_replays(
         for _ in range(num_replays):
             graph.replay()
 
-    device.synchronize()
-    start_s = time.perf_counter()
-    upload()
-    replay_often()
-    device.wait_for_stream()
-    replays_beside_s = time.perf_counter() - start_s
-    device.synchronize()
-    both_s = time.perf_counter() - start_s
+    def begin_upload() -> Callable[[], None]:
+        upload()
+        return device.synchronize
+
+    replays_beside_s, both_s = device.time_beside_s(begin_upload, replay_often)
     report.put(
         upload_gb_per_s=num_bytes / GB / upload_s,
         num_replays=num_replays,
@@ -300,29 +283,29 @@ def _upload_beside_replays(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSizes:
-    """Float32 state of so many equal tensors, and the width of the products beside its copy."""
+    """A float32 state of equal tensors, and the width of the products beside its copy."""
 
-    tensor_elements: int
-    most_bytes: int
-    width: int
+    tensor_elements: int = 2**26
+    max_bytes: int = 8 * 2**30
+    width: int = 8192
 
 
 CHECKPOINT = {
-    "cuda": CheckpointSizes(tensor_elements=2**26, most_bytes=8 * 2**30, width=8192),
-    "cpu": CheckpointSizes(tensor_elements=2**12, most_bytes=2**16, width=64),
+    "cuda": CheckpointSizes(),
+    "cpu": CheckpointSizes(tensor_elements=2**12, max_bytes=2**16, width=64),
 }
 
 
 def checkpoint_copies(device: Device, report: Report) -> None:
-    """The trainer's copies for a checkpoint, alone and beside matrix products."""
+    """Copy a state for a checkpoint as the trainer does, alone and beside matrix products."""
     open_trainer_package(device, report)
     from forgeasync.trainer import HostCopies
 
     sizes = CHECKPOINT[device.kind]
     # Page-locked memory comes in powers of two.
-    room = min(sizes.most_bytes, device.free_bytes() // 4, free_host_bytes() // 4)
+    room = min(sizes.max_bytes, device.free_bytes() // 4, free_host_bytes() // 4)
     num_tensors = max(2, room // (4 * sizes.tensor_elements))
-    state = {f"w{i}": torch.randn(sizes.tensor_elements, device=device.kind) for i in range(num_tensors)}
+    state = {f"w{i}": device.randn(sizes.tensor_elements, dtype=torch.float32) for i in range(num_tensors)}
     num_bytes = sum(tensor.nbytes for tensor in state.values())
     report.put(state_gb=num_bytes / GB)
     copies = HostCopies()
@@ -335,7 +318,7 @@ def checkpoint_copies(device: Device, report: Report) -> None:
     with report.case("pageable"):
         pageable_s = device.time_s(lambda: [one.to("cpu", copy=True) for one in state.values()], repeats=1)
         report.put(pageable_copy_s=pageable_s, pageable_gb_per_s=num_bytes / GB / pageable_s)
-    a = torch.randn(sizes.width, sizes.width, dtype=DTYPE, device=device.kind)
+    a = device.randn(sizes.width, sizes.width)
     product = torch.empty_like(a)
     product_s = device.time_s(lambda: torch.matmul(a, a, out=product))
     num_products = max(1, min(10_000, round(copy_s / product_s)))
@@ -352,16 +335,16 @@ def checkpoint_copies(device: Device, report: Report) -> None:
     )
     for tensor in state.values():
         tensor.add_(1.0)
+    copied: list[Future[dict[str, torch.Tensor]]] = []
     with ThreadPoolExecutor(1) as thread:
-        device.synchronize()
-        start_s = time.perf_counter()
-        copied = thread.submit(copies.copy, state, copies.now())
-        multiply()
-        device.wait_for_stream()
-        beside_s = time.perf_counter() - start_s
-        found = copied.result()
-        both_s = time.perf_counter() - start_s
+
+        def begin_copy() -> Callable[[], object]:
+            copied.append(thread.submit(copies.copy, state, copies.now()))
+            return copied[0].result
+
+        beside_s, both_s = device.time_beside_s(begin_copy, multiply)
     report.put(products_beside_copy_s=beside_s, both_s=both_s)
     report.put(overlapped_share=(copy_s + products_s - both_s) / min(copy_s, products_s))
+    found = copied[0].result()
     is_equal = all(torch.equal(found[name], tensor.cpu()) for name, tensor in state.items())
     report.check("copies_are_right", is_equal)

@@ -1,4 +1,4 @@
-"""Part of gpu_probe.py on the machine: names, versions, limits, bandwidths. Needs torch alone."""
+"""Part of gpu_probe.py about the machine: names, versions, limits, bandwidths. Needs torch alone."""
 
 import importlib.metadata
 import os
@@ -31,25 +31,22 @@ DRIVER_QUERIES = (
     "pcie.link.gen.max,pcie.link.width.max,mig.mode.current,ecc.mode.current,compute_mode,power.limit",
     "clocks.max.sm,clocks.max.memory",
 )
-"""Fields of nvidia-smi; a driver that does not know one of them answers none of its line."""
+"""Fields of nvidia-smi. A driver that does not know one of them gives none of its line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineSizes:
-    """Bytes that are copied, and the width of square products."""
+    """Bytes of copies, and the width of square products. Defaults are for a GPU, as in all parts."""
 
-    most_bytes: int
-    width: int
+    max_bytes: int = 4 * 2**30
+    width: int = 8192
 
 
-MACHINE = {
-    "cuda": MachineSizes(most_bytes=4 * 2**30, width=8192),
-    "cpu": MachineSizes(most_bytes=2**22, width=128),
-}
+MACHINE = {"cuda": MachineSizes(), "cpu": MachineSizes(max_bytes=2**22, width=128)}
 
 
 def machine(device: Device, report: Report) -> None:
-    """Facts first, then what memory and products can do at best."""
+    """Facts, then the best speed of copies and products."""
     report.put(
         python=sys.version.split()[0],
         system=platform.platform(),
@@ -68,7 +65,7 @@ def machine(device: Device, report: Report) -> None:
             with report.case(f"nvidia-smi {query}"):
                 _ask_driver(report, query)
     sizes = MACHINE[device.kind]
-    num_bytes = min(sizes.most_bytes, device.free_bytes() // 4, free_host_bytes() // 8)
+    num_bytes = min(sizes.max_bytes, device.free_bytes() // 4, free_host_bytes() // 8)
     with report.case("host_copy"):
         source = torch.ones(num_bytes, dtype=torch.uint8)
         target = torch.ones_like(source)
@@ -78,7 +75,7 @@ def machine(device: Device, report: Report) -> None:
         with report.case("links"):
             _measure_links(device, report, num_bytes)
     with report.case("products"):
-        a = torch.randn(sizes.width, sizes.width, dtype=torch.bfloat16, device=device.kind)
+        a = device.randn(sizes.width, sizes.width)
         product = torch.empty_like(a)
         seconds = device.time_s(lambda: torch.matmul(a, a, out=product), repeats=20)
         report.put(bfloat16_tflops=2e-12 * sizes.width**3 / seconds)
@@ -138,6 +135,7 @@ def _measure_links(device: Device, report: Report, num_bytes: int) -> None:
             to_host_s = device.time_s(lambda host=host: host.copy_(on_device, non_blocking=True))
             to_device_s = device.time_s(lambda host=host: on_device.copy_(host, non_blocking=True))
             report.put(
-                **{f"{kind}_to_host_gb_per_s": num_bytes / GB / to_host_s},
-                **{f"{kind}_to_device_gb_per_s": num_bytes / GB / to_device_s},
+                kind,
+                to_host_gb_per_s=num_bytes / GB / to_host_s,
+                to_device_gb_per_s=num_bytes / GB / to_device_s,
             )

@@ -1,16 +1,17 @@
-"""Part of gpu_probe.py that trains a two-layer Qwen3-MoE in the trainer itself."""
+"""Parts of gpu_probe.py about training: AdamW across a resume, and the trainer with a two-layer Qwen3-MoE."""
 
 import dataclasses
 import gc
 import os
 import tempfile
-from dataclasses import dataclass
+import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from gpu_probe_common import GB, Device, Report, group_of_one
+from gpu_probe_common import GB, Device, Report, group_of_one, open_trainer_package
 
 if TYPE_CHECKING:
     from forgeasync.config import ActivationCheckpointing, ModelFacts
@@ -18,48 +19,117 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSizes:
-    """A Qwen3-MoE, and rows for it."""
+class AdamwSizes:
+    """A chain of square layers in float32."""
 
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    num_experts: int
-    top_k: int
-    expert_hidden_size: int
-    vocab_size: int
-    tokens_per_row: int
-    num_sequences: int
-    longest: int
+    width: int = 4096
+    num_layers: int = 6
+    batch: int = 512
+
+
+ADAMW = {"cuda": AdamwSizes(), "cpu": AdamwSizes(width=32, num_layers=2, batch=8)}
+NUM_STEPS, NUM_BEFORE = 6, 3
+
+
+def fused_adamw(device: Device, report: Report) -> None:
+    """Compare steps that resume from a checkpoint with steps without one."""
+    open_trainer_package(device, report)
+    from forgeasync.checkpoints import checkpoint_name
+    from forgeasync.config import OptimizerSection
+    from forgeasync.trainer import CheckpointWriter, build_optimizer, training_state
+    from forgeasync.trainer.run_checkpoint import load
+
+    sizes = ADAMW[device.kind]
+    # Small for such wide layers: a loss that is not finite equals none.
+    section = OptimizerSection(learning_rate=1e-5, weight_decay=0.01)
+
+    def build(seed: int) -> tuple[torch.nn.Module, torch.optim.AdamW]:
+        torch.manual_seed(seed)
+        layers = [torch.nn.Linear(sizes.width, sizes.width) for _ in range(sizes.num_layers)]
+        model = torch.nn.Sequential(*layers).to(device.kind)
+        return model, build_optimizer(list(model.named_parameters()), section)
+
+    def step(model: torch.nn.Module, optimizer: torch.optim.AdamW, number: int) -> float:
+        torch.manual_seed(1000 + number)
+        x = device.randn(sizes.batch, sizes.width, dtype=torch.float32)
+        loss = (model(x) - x.roll(1, dims=-1)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss.detach())
+
+    model, optimizer = build(0)
+    with group_of_one("gloo"), tempfile.TemporaryDirectory(prefix="gpu_probe-") as scratch:
+        folder = Path(scratch) / checkpoint_name(NUM_BEFORE)
+        losses = [step(model, optimizer, number) for number in range(NUM_BEFORE)]
+        state = training_state(model, optimizer)
+        num_bytes = sum(tensor.nbytes for tensor in state.values())
+        writer = CheckpointWriter()
+        start_s = time.perf_counter()
+        writer.begin(state, folder, run_state=b"{}", keep=1)
+        writer.until_staged()
+        report.put(checkpoint_gb=num_bytes / GB, staged_s=time.perf_counter() - start_s)
+        writer.finish()
+        report.put(written_s=time.perf_counter() - start_s)
+        losses += [step(model, optimizer, number) for number in range(NUM_BEFORE, NUM_STEPS)]
+        other_model, other_optimizer = build(1)
+        other_state = training_state(other_model, other_optimizer)
+        start_s = time.perf_counter()
+        load(other_state, folder)
+        report.put(loaded_s=time.perf_counter() - start_s)
+    resumed = [step(other_model, other_optimizer, number) for number in range(NUM_BEFORE, NUM_STEPS)]
+    report.put(losses=losses, losses_after_resume=resumed)
+    report.check("losses_after_resume_are_equal", resumed == losses[NUM_BEFORE:])
+    pairs = list(zip(model.parameters(), other_model.parameters(), strict=True))
+    differences = [float((one.detach() - other.detach()).abs().max()) for one, other in pairs]
+    report.put(largest_weight_difference=max(differences))
+    report.check("weights_after_resume_are_equal", max(differences) == 0.0)
+    counters = [moments["step"] for moments in other_optimizer.state.values()]
+    report.check("steps_are_on_the_device", all(one.device.type == device.kind for one in counters))
+    report.check("steps_are_counted_on", all(float(one) == NUM_STEPS for one in counters))
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    num_elements = sum(parameter.numel() for parameter in model.parameters())
+    step_s = device.time_s(optimizer.step)
+    # It reads weight, gradient and two moments, and writes weight and moments.
+    report.put(fused_step_ms=1e3 * step_s, fused_step_gb_per_s=7 * 4 * num_elements / GB / step_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowSizes:
+    """Rows of random sequences."""
+
+    tokens_per_row: int = 2048
+    num_sequences: int = 12
+    longest: int = 400
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSizes:
+    """A Qwen3-MoE, with the names of ``ModelFacts``, and rows for it."""
+
+    hidden_size: int = 512
+    num_heads: int = 8
+    num_kv_heads: int = 2
+    head_dim: int = 64
+    num_experts: int = 16
+    top_k: int = 4
+    expert_hidden_size: int = 256
+    vocab_size: int = 4096
+    rows: RowSizes = RowSizes()
 
 
 SMALL = {
-    "cuda": ModelSizes(
-        hidden_size=512,
-        num_heads=8,
-        num_kv_heads=2,
-        head_dim=64,
-        num_experts=16,
-        top_k=4,
-        expert_hidden_size=256,
-        vocab_size=4096,
-        tokens_per_row=2048,
-        num_sequences=12,
-        longest=400,
-    ),
+    "cuda": ModelSizes(),
     "cpu": ModelSizes(
         hidden_size=64,
         num_heads=4,
-        num_kv_heads=2,
         head_dim=32,
         num_experts=4,
         top_k=2,
         expert_hidden_size=64,
         vocab_size=128,
-        tokens_per_row=128,
-        num_sequences=4,
-        longest=40,
+        rows=RowSizes(tokens_per_row=128, num_sequences=4, longest=40),
     ),
 }
 LARGE = {
@@ -73,9 +143,7 @@ LARGE = {
         top_k=8,
         expert_hidden_size=768,
         vocab_size=151_936,
-        tokens_per_row=8192,
-        num_sequences=16,
-        longest=2048,
+        rows=RowSizes(tokens_per_row=8192, num_sequences=16, longest=2048),
     ),
     "cpu": SMALL["cpu"],
 }
@@ -85,8 +153,8 @@ BYTES_PER_PARAMETER = 16
 
 
 def moe_trainer(device: Device, report: Report) -> None:
-    """Replay, activation checkpointing and resume on a small model, then the speed of a large one."""
-    # These need TorchTitan: without it there is nothing to try.
+    """Check replay, activation checkpointing and resume of a small model, then time a large one."""
+    # Fails without TorchTitan, which all cases need.
     from forgeasync.models import DEVICE_TYPE
 
     if device.is_gpu and DEVICE_TYPE == "cuda":
@@ -94,20 +162,20 @@ def moe_trainer(device: Device, report: Report) -> None:
     _adapt_to_older_torch(report)
     backend = "gloo" if DEVICE_TYPE == "cpu" else "cpu:gloo,cuda:nccl"
     os.environ.setdefault("LOCAL_RANK", "0")
-    # Recomputation in the backward pass needs this thread's mesh context.
+    # Recomputation in the backward pass needs the mesh context of this thread.
     with group_of_one(backend), torch.autograd.set_multithreading_enabled(False):
-        with report.case("replay"):
-            _replay(device, report)
-        with report.case("activation_checkpointing"):
-            _checkpointing(device, report)
-        with report.case("resume"):
-            _resume(device, report)
-        with report.case("speed"):
-            _speed(device, report)
+        for name, case in (
+            ("replay", _replay),
+            ("activation_checkpointing", _checkpointing),
+            ("resume", _resume),
+            ("speed", _speed),
+        ):
+            with report.case(name):
+                case(device, report)
 
 
 def _adapt_to_older_torch(report: Report) -> None:
-    """Take away what TorchTitan 0.3.0 passes to attention and an older torch does not know."""
+    """Drop an argument that TorchTitan 0.3.0 passes to attention and that older releases of torch lack."""
     import inspect
 
     import torchtitan.models.common.attention as titan_attention
@@ -127,17 +195,11 @@ def _adapt_to_older_torch(report: Report) -> None:
 def _facts(sizes: ModelSizes) -> "ModelFacts":
     from forgeasync.config import ModelFacts
 
+    dimensions = {name: value for name, value in asdict(sizes).items() if name != "rows"}
     return ModelFacts(
+        **dimensions,
         model_type="qwen3_moe",
         num_layers=NUM_LAYERS,
-        hidden_size=sizes.hidden_size,
-        num_heads=sizes.num_heads,
-        num_kv_heads=sizes.num_kv_heads,
-        head_dim=sizes.head_dim,
-        num_experts=sizes.num_experts,
-        top_k=sizes.top_k,
-        vocab_size=sizes.vocab_size,
-        expert_hidden_size=sizes.expert_hidden_size,
         max_position_embeddings=40960,
         tie_word_embeddings=False,
         rope_theta=1e6,
@@ -152,14 +214,14 @@ def _trainer(
     *,
     resume_from: Path | None = None,
 ) -> "PolicyTrainer":
-    """In bfloat16 on a GPU; the same random weights every time."""
+    """Make a trainer, in bfloat16 on a GPU, always with the same random weights."""
     from forgeasync.algorithms import Loss
     from forgeasync.config import ActivationCheckpointing, Dtype, OptimizerSection, TrainerSection
     from forgeasync.trainer import PolicyTrainer, TrainerSetup
 
     section = TrainerSection(
         dtype=Dtype.BFLOAT16 if device.is_gpu else Dtype.FLOAT32,
-        tokens_per_row=sizes.tokens_per_row,
+        tokens_per_row=sizes.rows.tokens_per_row,
         activation_checkpointing=checkpointing or ActivationCheckpointing.NONE,
         replay_probe_share=0.0,
         optimizer=OptimizerSection(learning_rate=1e-4),
@@ -177,15 +239,15 @@ def _trainer(
 
 
 def _rows(sizes: ModelSizes) -> list["PackedRow"]:
-    """Random sequences with kept sets and recorded experts, a fifth of the tokens without a record."""
+    """Make random sequences with kept sets and recorded experts, which a fifth of the tokens lacks."""
     from forgeasync.rollouts import NO_RECORD, KeptTokens
     from forgeasync.trainer import TrainingSequence, pack_rows
 
     rng = np.random.default_rng(0)
     sequences = []
-    for _ in range(sizes.num_sequences):
-        num_prompt = int(rng.integers(1, sizes.longest // 4))
-        num_response = int(rng.integers(3, sizes.longest - num_prompt))
+    for _ in range(sizes.rows.num_sequences):
+        num_prompt = int(rng.integers(1, sizes.rows.longest // 4))
+        num_response = int(rng.integers(3, sizes.rows.longest - num_prompt))
         ids = rng.integers(0, sizes.vocab_size, num_prompt + num_response).astype(np.int32)
         scores = rng.random((len(ids), NUM_LAYERS, sizes.num_experts))
         experts = np.sort(scores.argsort(-1)[..., : sizes.top_k], axis=-1).astype(np.int16)
@@ -205,11 +267,11 @@ def _rows(sizes: ModelSizes) -> list["PackedRow"]:
                 kept_tokens=KeptTokens.from_rows(kept, vocab_size=sizes.vocab_size),
             )
         )
-    return pack_rows(sequences, tokens_per_row=sizes.tokens_per_row, num_ranks=1)[0]
+    return pack_rows(sequences, tokens_per_row=sizes.rows.tokens_per_row, num_ranks=1)[0]
 
 
 def _replay(device: Device, report: Report) -> None:
-    """A model's own choice of experts, recorded and replayed, changes no bit; random experts do."""
+    """Replay the model's own choice of experts, which changes no bit, and random experts, which do."""
     from forgeasync.trainer import replay_routers
 
     sizes = SMALL[device.kind]
@@ -229,7 +291,7 @@ def _replay(device: Device, report: Report) -> None:
         again = trainer.logprobs(recorded, replay_routing=False)
         replayed = trainer.logprobs(dataclasses.replace(recorded, expert_ids_LMK=ids_LMK))
         elsewhere = trainer.logprobs(recorded)
-    # Where experts' outputs are added up atomically, no two passes are equal.
+    # Atomic sums of the experts' outputs make all passes differ.
     noise, changed, other = (float((one - own).abs().max()) for one in (again, replayed, elsewhere))
     report.put(
         num_targets=len(own),
@@ -243,7 +305,7 @@ def _replay(device: Device, report: Report) -> None:
 
 
 def _checkpointing(device: Device, report: Report) -> None:
-    """Loss and gradient of a step do not depend on what is computed again in the backward pass."""
+    """Compare loss and gradient of a step between the kinds of activation checkpointing."""
     from forgeasync.config import ActivationCheckpointing
 
     sizes = SMALL[device.kind]
@@ -259,17 +321,17 @@ def _checkpointing(device: Device, report: Report) -> None:
         report.check(f"{name}_step_was_taken", result.skip_reason is None)
         found[name] = {key: result.metrics[key] for key in ("loss", "grad_norm")}
     report.put(steps_by_activation_checkpointing=found)
-    # Sums by atomic additions may come in another order.
+    # The order of atomic additions may differ.
     for name in ("none_again", "selective", "full"):
         differences = [abs(found[name][key] - value) for key, value in found["none"].items()]
         scales = [abs(value) for value in found["none"].values()]
         largest = max(one / (scale + 1e-3) for one, scale in zip(differences, scales, strict=True))
-        report.put(**{f"{name}_relative_difference": largest})
+        report.put(name, relative_difference=largest)
         report.check(f"{name}_is_as_none", largest < 0.01)
 
 
 def _resume(device: Device, report: Report) -> None:
-    """The step after a checkpoint, by the trainer that wrote it and by one that resumed."""
+    """Compare steps after a checkpoint of the trainer that wrote it with those of a resumed one."""
     from forgeasync.checkpoints import checkpoint_name
 
     sizes = SMALL[device.kind]
@@ -296,7 +358,7 @@ def _resume(device: Device, report: Report) -> None:
 
 
 def _speed(device: Device, report: Report) -> None:
-    """Whole optimizer steps with full activation checkpointing, after the first."""
+    """Time whole optimizer steps with full activation checkpointing, without the first."""
     from forgeasync.config import ActivationCheckpointing
 
     gc.collect()
