@@ -8,8 +8,8 @@ one and with two threads, of which the faster counts. TRL samples with transform
 without a GPU) in an environment of its own, .venv-trl, which this script makes from requirements/trl.lock.
 All train the model of the config (``make models/tiny_moe``) on the config's training problems in their order,
 with its sampling, groups, clipping, optimizer and reward, in float32. The learning rate is next to zero, so
-that all sample from the same policy and their responses are equally long. ``TRL_SETTINGS`` has what else
-affects TRL's speed. Overrides of the config hold for all contenders.
+that all sample from the same policy and their responses are equally long. ``MICRO_BATCH``, ``EXPERTS`` and
+``TRL_WAIT_POLICY`` affect TRL's speed alone. Overrides of the config hold for all contenders.
 
 Reported over N steps after the first ones: trained response tokens per second and the median time of a step,
 from the end of one step to the end of the next; over a whole run: the peak memory of its process tree. Our
@@ -23,8 +23,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,64 +59,48 @@ OFF_POLICY_STEPS = {"ours async": 4, "ours sync": 0}
 TRL_THREADS = {"TRL 1 thread": 1, "TRL 2 threads": 2}
 CONTENDERS = (*OFF_POLICY_STEPS, *TRL_THREADS)
 
-TRL_SETTINGS = {"micro_batch": 64, "experts": "grouped_mm", "continuous_batching": False}
-"""The fastest of TRL's settings here: sequences in one forward and backward pass (generation takes the whole
-batch at once), and transformers' implementation of the expert layers."""
+MICRO_BATCH = 64
+"""Sequences in one of TRL's forward and backward passes. Its generation takes the whole batch at once."""
+EXPERTS = "grouped_mm"
+"""Implementation of the expert layers in transformers."""
 TRL_WAIT_POLICY = "passive"
 """How OpenMP's threads wait. Active ones keep a core from the thread that they wait for, and a step can take
 20 times as long."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measurement:
-    """One run of one contender."""
-
-    contender: str
-    round: int
-    tokens_per_s: float
-    step_s_median: float
-    step_s: list[float]
-    response_lengths: dict[str, float]
-    generated_per_trained_token: float
-    reward_mean: float
-    peak_memory_mib: float
-    load_before: float
-
-    @classmethod
-    def of(
-        cls,
-        contender: str,
-        number: int,
-        finished: Finished,
-        *,
-        step_s: list[float],
-        lengths: list[list[int]],
-        generated_tokens: float,
-        rewards: list[float],
-    ) -> "Measurement":
-        """Summarize the measured steps of a run. Generated tokens may belong to later batches."""
-        all_lengths = [length for of_step in lengths for length in of_step]
-        quantiles = np.percentile(all_lengths, [0, 10, 50, 90, 100]).tolist()
-        return cls(
-            contender=contender,
-            round=number,
-            tokens_per_s=sum(all_lengths) / sum(step_s),
-            step_s_median=statistics.median(step_s),
-            step_s=step_s,
-            response_lengths={
-                "mean": statistics.fmean(all_lengths),
-                **dict(zip(("min", "p10", "p50", "p90", "max"), quantiles, strict=True)),
-            },
-            generated_per_trained_token=generated_tokens / sum(all_lengths),
-            reward_mean=statistics.mean(rewards),
-            peak_memory_mib=finished.peak_memory_mib,
-            load_before=finished.load_before,
-        )
+def measurement(
+    contender: str,
+    number: int,
+    finished: Finished,
+    *,
+    step_s: list[float],
+    lengths: list[list[int]],
+    generated_tokens: float,
+    rewards: list[float],
+) -> dict[str, Any]:
+    """Summarize the measured steps of a run. Generated tokens may belong to later batches."""
+    all_lengths = [length for of_step in lengths for length in of_step]
+    quantiles = np.percentile(all_lengths, [0, 10, 50, 90, 100]).tolist()
+    return {
+        "contender": contender,
+        "round": number,
+        "tokens_per_s": sum(all_lengths) / sum(step_s),
+        "step_s_median": statistics.median(step_s),
+        "step_s": step_s,
+        "response_lengths": {
+            "mean": statistics.fmean(all_lengths),
+            **dict(zip(("min", "p10", "p50", "p90", "max"), quantiles, strict=True)),
+        },
+        "generated_per_trained_token": generated_tokens / sum(all_lengths),
+        "reward_mean": statistics.mean(rewards),
+        "peak_memory_mib": finished.peak_memory_mib,
+        "load_before": finished.load_before,
+    }
 
 
 def run_ours(
     contender: str, number: int, num_steps: int, folder: Path, overrides: Sequence[str]
-) -> Measurement:
+) -> dict[str, Any]:
     """Run apps.grpo once, in ``folder``."""
     off_policy_steps = OFF_POLICY_STEPS[contender]
     config = load_config(CONFIG, overrides)
@@ -140,7 +123,7 @@ def run_ours(
         lengths.setdefault(rollout["step"], []).append(rollout["response_tokens"])
     lines = {line["step"]: line for line in read_json_lines(folder / "metrics.jsonl")}
     steps = range(SKIPPED_STEPS + 1, SKIPPED_STEPS + 1 + num_steps)
-    return Measurement.of(
+    return measurement(
         contender,
         number,
         finished,
@@ -155,15 +138,24 @@ def run_ours(
 
 def run_trl(
     contender: str, number: int, num_steps: int, folder: Path, overrides: Sequence[str]
-) -> Measurement:
+) -> dict[str, Any]:
     """Run GRPOTrainer once, in ``folder``."""
     config, threads = load_config(CONFIG, overrides), TRL_THREADS[contender]
     max_steps = SKIPPED_STEPS + num_steps
     folder.mkdir()
     tasks, spec, out = folder / "tasks.jsonl", folder / "spec.json", folder / "steps.json"
     write_tasks(config, max_steps * config.algorithm.groups_per_step, tasks)
-    agreed = run_spec(config, max_steps=max_steps, tasks=tasks, scratch=folder)
-    write_json(spec, {**agreed, **TRL_SETTINGS, "threads": threads})
+    source = gym_source(config)
+    content = {
+        "model": str(REPOSITORY / config.model.path),
+        "tasks": str(tasks),
+        "gym_task": source.task,
+        "gym_options": source.options,
+        "answer_prefix": source.answer_prefix,
+        "threads": threads,
+        "grpo": grpo_settings(config, max_steps=max_steps, scratch=folder),
+    }
+    write_json(spec, content)
     finished = run_watched(
         [str(TRL_PYTHON), str(REPOSITORY / "benchmarks" / "trl_side.py"), str(spec), str(out)],
         environment={
@@ -174,7 +166,7 @@ def run_trl(
     )
     before, *steps = json.loads(out.read_text(encoding="utf-8"))[SKIPPED_STEPS - 1 :]
     ends_s = [before["end_s"], *(step["end_s"] for step in steps)]
-    return Measurement.of(
+    return measurement(
         contender,
         number,
         finished,
@@ -207,31 +199,55 @@ def gym_source(config: RunConfig) -> ReasoningGymSource:
     return config.data.source
 
 
-def run_spec(config: RunConfig, *, max_steps: int, tasks: Path, scratch: Path) -> dict[str, Any]:
-    """Return the settings of ``trl_side.py`` in which both sides agree."""
-    source, sampling, algorithm = gym_source(config), config.sampling, config.algorithm
-    optimizer = config.trainer.optimizer
+def grpo_settings(config: RunConfig, *, max_steps: int, scratch: Path) -> dict[str, Any]:
+    """Return the arguments of TRL's GRPOConfig for a config.
+
+    They make one optimizer step per generated batch, without evaluation, reports or checkpoints.
+    """
+    sampling, algorithm, optimizer = config.sampling, config.algorithm, config.trainer.optimizer
+    sequences_per_step = algorithm.group_size * algorithm.groups_per_step
     assert isinstance(algorithm.objective, PpoClip), "TRL's side clips as PPO does"
-    assert source.answer_part is AnswerPart.ALL, "trl_side takes all of what follows the prefix"
+    assert gym_source(config).answer_part is AnswerPart.ALL, "trl_side takes all of what follows the prefix"
     assert optimizer.decay_steps is None, "trl_side trains with a constant rate after its warm-up"
+    assert sequences_per_step % MICRO_BATCH == 0, "micro batches must divide the batch"
     return {
-        "model": str(REPOSITORY / config.model.path),
-        "tasks": str(tasks),
-        "scratch": str(scratch / "trl"),
-        "gym_task": source.task,
-        "gym_options": source.options,
-        "answer_prefix": source.answer_prefix,
+        "output_dir": str(scratch / "trl"),
         "seed": config.seed,
+        "use_cpu": True,
+        "bf16": False,
         "max_steps": max_steps,
-        "group_size": algorithm.group_size,
-        "groups_per_step": algorithm.groups_per_step,
+        "num_generations": algorithm.group_size,
+        "per_device_train_batch_size": MICRO_BATCH,
+        "gradient_accumulation_steps": sequences_per_step // MICRO_BATCH,
+        # TRL's default recomputes activations, which saves memory and costs time.
+        "gradient_checkpointing": False,
+        "shuffle_dataset": False,
         "temperature": sampling.temperature,
         "top_k": sampling.top_k,
         "top_p": sampling.top_p,
-        "max_response_tokens": sampling.max_response_tokens,
-        "clip_low": algorithm.objective.clip_low,
-        "clip_high": algorithm.objective.clip_high,
-        **optimizer.model_dump(exclude={"decay_steps"}),
+        "max_completion_length": sampling.max_response_tokens,
+        # The mean over all tokens of the batch, as on our side.
+        "loss_type": "dapo",
+        "beta": 0.0,
+        "epsilon": algorithm.objective.clip_low,
+        "epsilon_high": algorithm.objective.clip_high,
+        "scale_rewards": "group",
+        # TRL would add the load-balancing loss that the model's config names. Our side has none.
+        "router_aux_loss_coef": 0.0,
+        "learning_rate": optimizer.learning_rate,
+        "lr_scheduler_type": "constant_with_warmup",
+        "warmup_steps": optimizer.warmup_steps,
+        "adam_beta1": optimizer.betas[0],
+        "adam_beta2": optimizer.betas[1],
+        "adam_epsilon": optimizer.eps,
+        "weight_decay": optimizer.weight_decay,
+        "max_grad_norm": optimizer.max_grad_norm,
+        "model_init_kwargs": {"dtype": "float32", "experts_implementation": EXPERTS},
+        "logging_steps": 1,
+        "report_to": "none",
+        "save_strategy": "no",
+        "eval_strategy": "no",
+        "disable_tqdm": True,
     }
 
 
@@ -247,46 +263,48 @@ def ensure_trl_environment() -> None:
     stamp.write_text(lock, encoding="utf-8")
 
 
-def medians(measurements: Sequence[Measurement]) -> dict[str, dict[str, float]]:
+def medians(measurements: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
     """Return medians over rounds, by contender and name of the value."""
-    values = ("tokens_per_s", "step_s_median", "peak_memory_mib")
-    runs: dict[str, list[Measurement]] = {}
-    for one in measurements:
-        runs.setdefault(one.contender, []).append(one)
     return {
-        contender: {value: statistics.median(getattr(one, value) for one in own) for value in values}
-        for contender, own in runs.items()
+        contender: {
+            value: statistics.median(one[value] for one in measurements if one["contender"] == contender)
+            for value in ("tokens_per_s", "step_s_median", "peak_memory_mib")
+        }
+        for contender in dict.fromkeys(one["contender"] for one in measurements)
     }
 
 
-def results_table(measurements: Sequence[Measurement], *, title: str, baseline: str) -> Table:
-    """Return a table with a row for each run, then one for each contender with medians and ratios to
-    ``baseline``."""
+RUN_ROW = (
+    "{contender}",
+    "{round}",
+    "{tokens_per_s:.0f}",
+    "{step_s_median:.2f}",
+    "{response_lengths[mean]:.1f} ({response_lengths[p10]:.0f}/{response_lengths[p50]:.0f}/"
+    "{response_lengths[p90]:.0f}) {response_lengths[max]:.0f}",
+    "{reward_mean:.3f}",
+    "{peak_memory_mib:.0f}",
+    "{load_before:.1f}",
+)
+"""Cells of a run in the table."""
+
+
+def results_table(measurements: Sequence[Mapping[str, Any]], *, title: str, baseline: str) -> Table:
+    """Return a table of runs, then of medians by contender with their ratios to ``baseline``."""
     table = Table("contender", title=title)
     lengths_column = "length mean (p10/p50/p90) max"
     for name in ("round", "tokens/s", "step s", lengths_column, "reward", "peak MiB", "load"):
         table.add_column(name, justify="right")
     for one in measurements:
-        lengths = "{mean:.1f} ({p10:.0f}/{p50:.0f}/{p90:.0f}) {max:.0f}".format(**one.response_lengths)
-        table.add_row(
-            one.contender,
-            str(one.round),
-            f"{one.tokens_per_s:.0f}",
-            f"{one.step_s_median:.2f}",
-            lengths,
-            f"{one.reward_mean:.3f}",
-            f"{one.peak_memory_mib:.0f}",
-            f"{one.load_before:.1f}",
-        )
+        table.add_row(*(cell.format(**one) for cell in RUN_ROW))
     table.add_section()
     middle = medians(measurements)
     for contender, values in middle.items():
-        speed, step_s, memory = (
-            form.format(value)
-            + (f" (x{value / middle[baseline][key]:.2f})" if baseline not in ("", contender) else "")
-            for form, (key, value) in zip(("{:.0f}", "{:.2f}", "{:.0f}"), values.items(), strict=True)
-        )
-        table.add_row(contender, "median", speed, step_s, "", "", memory, "")
+        cells = []
+        for (key, value), form in zip(values.items(), ("{:.0f}", "{:.2f}", "{:.0f}"), strict=True):
+            is_compared = baseline not in ("", contender)
+            ratio = f" (x{value / middle[baseline][key]:.2f})" if is_compared else ""
+            cells.append(form.format(value) + ratio)
+        table.add_row(contender, "median", *cells[:2], "", "", cells[2], "")
     return table
 
 
@@ -306,14 +324,14 @@ def main() -> None:
     trl = [contender for contender in contenders if contender in TRL_THREADS]
     if trl:
         ensure_trl_environment()
-    measurements: list[Measurement] = []
+    measurements: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="against_trl-") as scratch:
         for number in range(1, arguments.rounds + 1):
             for contender in contenders:
                 folder = Path(scratch) / f"{contender.replace(' ', '_')}-{number}"
                 run = run_trl if contender in trl else run_ours
                 measurements.append(run(contender, number, arguments.steps, folder, overrides))
-                console.print(f"round {number}, {contender}: {measurements[-1].tokens_per_s:.0f} tokens/s")
+                console.print(f"round {number}, {contender}: {measurements[-1]['tokens_per_s']:.0f} tokens/s")
     middle = medians(measurements)
     # Ratios are to the faster of TRL's.
     baseline = max(trl, key=lambda contender: middle[contender]["tokens_per_s"], default="")
@@ -325,10 +343,10 @@ def main() -> None:
         "overrides": overrides,
         "skipped_steps": SKIPPED_STEPS,
         "measured_steps": arguments.steps,
-        "trl_settings": {**TRL_SETTINGS, "wait_policy": TRL_WAIT_POLICY},
+        "trl_settings": {"micro_batch": MICRO_BATCH, "experts": EXPERTS, "wait_policy": TRL_WAIT_POLICY},
         "baseline": baseline,
         "medians": middle,
-        "runs": [asdict(one) for one in measurements],
+        "runs": measurements,
     }
     write_json(arguments.out, content)
     console.print(f"wrote {arguments.out}")

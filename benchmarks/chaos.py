@@ -80,39 +80,22 @@ def measured_band(accuracies: Sequence[float]) -> tuple[float, float]:
     return low - margin, high + margin
 
 
-def parser_of(description: str, kinds: Sequence[Kind]) -> argparse.ArgumentParser:
-    """Return the command line of this program and of ``chaos_cluster.py``."""
-    parser = argparse.ArgumentParser(description=description)
+def parse(parser: argparse.ArgumentParser, kinds: Sequence[Kind]) -> argparse.Namespace:
+    """Parse the options that this program and ``chaos_cluster.py`` share, and those of ``parser``."""
     parser.add_argument("--faults", type=int, required=True, help="number of faults")
     parser.add_argument("--seed", type=int, required=True, help="determines all faults")
-    parser.add_argument("--kind", action="append", choices=sorted(kinds), help="by default all")
+    parser.add_argument("--kind", action="append", type=Kind, choices=sorted(kinds), help="by default all")
     parser.add_argument("--config", type=Path, action="append", help="later ones override earlier ones")
     parser.add_argument("--steps-per-fault", type=int, default=10)
     parser.add_argument("--limit-s", type=float, help="kill the run if it takes longer")
     parser.add_argument("--off", action="store_true", help="inject nothing: the checks have to fail")
-    parser.add_argument("--out", type=Path, help="folder for the runs and chaos.json")
+    parser.add_argument("--out", type=Path, default=RESULTS / f"chaos-{datetime.now():%Y%m%d-%H%M%S}")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value")
-    parser.set_defaults(band=None, witness=False)
-    return parser
-
-
-def parse() -> argparse.Namespace:
-    parser = parser_of("Breaks a run at random and checks that it lost nothing.", list(Kind))
-    parser.add_argument(
-        "--role", action="append", choices=sorted(KINDS), help="by default all that the run has"
-    )
-    parser.add_argument("--moment", action="append", choices=sorted(Moment), help="by default all")
-    parser.add_argument(
-        "--witness", action="store_true", help="train a model whose weights count their groups"
-    )
-    band = parser.add_mutually_exclusive_group()
-    band.add_argument("--band", nargs=2, type=float, metavar=("LOW", "HIGH"), help="of held-out accuracies")
-    band.add_argument(
-        "--reference-runs", type=int, default=0, help="runs without faults, to measure the band"
-    )
     arguments = parser.parse_args()
-    if arguments.witness and arguments.config:
-        parser.error("--witness has a config of its own: leave --config out")
+    # The last fault has as many steps to recover.
+    arguments.max_steps = arguments.steps_per_fault * (arguments.faults + 1)
+    arguments.config = arguments.config or [CONFIG]
+    arguments.out = arguments.out.resolve()
     return arguments
 
 
@@ -127,17 +110,11 @@ def roles_of(config: RunConfig) -> list[str]:
     return [role for role in KINDS if has_role.get(role, True)]
 
 
-def num_steps(arguments: argparse.Namespace) -> int:
-    """Return the steps of a run: the last fault has time to recover."""
-    steps: int = arguments.steps_per_fault * (arguments.faults + 1)
-    return steps
-
-
 def run_overrides(arguments: argparse.Namespace, faults: Sequence[Planned]) -> list[str]:
     """Return the overrides of all runs: enough steps, frequent moments, all rollouts written."""
     every = arguments.steps_per_fault
     chosen = {
-        "max_steps": num_steps(arguments),
+        "max_steps": arguments.max_steps,
         "evaluation.every_steps": every,
         "checkpoint.every_steps": max(1, every // 2),
         "logging.rollouts_per_step": ALL_ROLLOUTS,
@@ -148,120 +125,113 @@ def run_overrides(arguments: argparse.Namespace, faults: Sequence[Planned]) -> l
     return [*arguments.overrides, *(f"{key}={value}" for key, value in chosen.items() if key not in given)]
 
 
-def out_folder(arguments: argparse.Namespace) -> Path:
-    """Return the folder for the runs and chaos.json, and make it."""
-    out: Path = (arguments.out or RESULTS / f"chaos-{datetime.now():%Y%m%d-%H%M%S}").resolve()
-    out.mkdir(parents=True, exist_ok=True)
-    return out
-
-
 def main() -> int:
     """Run the command line. Returns the exit code."""
-    arguments = parse()
-    out = out_folder(arguments)
-    configs = arguments.config or [CONFIG]
-    orders = Orders(out / "orders")
-    if arguments.witness:
-        configs = [chaos_witness.write(out / "witness-model", num_steps=num_steps(arguments))]
-    config = load_config(configs, arguments.overrides)
-    roles = arguments.role or roles_of(config)
-    faults = plan(
-        arguments.seed,
-        arguments.faults,
-        roles,
-        steps_per_fault=arguments.steps_per_fault,
-        moments=[Moment(one) for one in arguments.moment or Moment],
-        kinds=[Kind(one) for one in arguments.kind or Kind],
+    parser = argparse.ArgumentParser(description="Breaks a run at random and checks that it lost nothing.")
+    parser.add_argument("--role", action="append", choices=sorted(KINDS), help="by default all of the run")
+    parser.add_argument(
+        "--moment", action="append", type=Moment, choices=sorted(Moment), help="by default all"
     )
-    overrides = run_overrides(arguments, faults)
-    references: list[Path] = []
+    parser.add_argument(
+        "--witness", action="store_true", help="train a model whose weights count their groups"
+    )
+    band = parser.add_mutually_exclusive_group()
+    band.add_argument("--band", nargs=2, type=float, metavar=("LOW", "HIGH"), help="of held-out accuracies")
+    band.add_argument(
+        "--reference-runs", type=int, default=0, help="runs without faults, to measure the band"
+    )
+    arguments = parse(parser, list(Kind))
+    if arguments.witness:
+        arguments.config = [
+            chaos_witness.write(arguments.out / "witness-model", num_steps=arguments.max_steps)
+        ]
+    arguments.role = arguments.role or roles_of(load_config(arguments.config, arguments.overrides))
+    return break_run(arguments, KINDS, environment=Orders(arguments.out / "orders").environment())
+
+
+def reference_runs(
+    arguments: argparse.Namespace, overrides: Sequence[str], environment: Mapping[str, str]
+) -> list[tuple[list[dict[str, Any]], list[dict[str, Any]]]]:
+    """Run without faults, with other seeds. Returns the lines of each run's rollouts.jsonl and
+    metrics.jsonl."""
+    found = []
+    first_seed = load_config(arguments.config, overrides).seed + 1
     for number in range(arguments.reference_runs):
         print(f"run {number + 1} of {arguments.reference_runs} without faults", flush=True)
-        reference = out / f"reference-{number}"
-        seeded = [*overrides, f"seed={config.seed + number + 1}"]
-        ended = Run(
-            configs, seeded, reference, supervise=False, environment=orders.environment()
-        ).until_ended()
-        if ended.exit_code:
-            print(f"it ended with exit code {ended.exit_code}; see {out}")
-            return 1
-        references.append(reference)
-    return break_run(
-        arguments,
-        configs,
-        overrides,
-        faults,
-        out,
-        orders=orders,
-        supervise=bool(SUPERVISED & set(roles)),
-        environment=orders.environment(),
-        references=references,
-    )
+        folder = arguments.out / f"reference-{number}"
+        seeded = [*overrides, f"seed={first_seed + number}"]
+        run = Run(arguments.config, seeded, folder, supervise=False, environment=environment)
+        if exit_code := run.until_ended().exit_code:
+            sys.exit(f"it ended with exit code {exit_code}; see {arguments.out}")
+        found.append((read_lines(folder / "rollouts.jsonl"), read_lines(folder / "metrics.jsonl")))
+    return found
 
 
 def break_run(
     arguments: argparse.Namespace,
-    configs: Sequence[Path],
-    overrides: Sequence[str],
-    faults: Sequence[Planned],
-    out: Path,
+    kinds_of: Mapping[str, Sequence[Kind]],
     *,
-    orders: Orders,
-    supervise: bool,
     environment: Mapping[str, str],
-    references: Sequence[Path] = (),
     injector_class: Callable[..., Injector] = Injector,
     mend: Callable[[], list[str]] = list,
 ) -> int:
     """Run the app while faults are injected, make all checks, and write chaos.json. Returns the exit code.
 
-    ``references`` are the folders of runs without faults. ``mend`` undoes what the faults broke, and returns
-    what then remains of the run.
+    ``mend`` undoes what the faults broke, and returns what then remains of the run.
     """
-    console = Console()
+    out, console = arguments.out, Console()
+    out.mkdir(parents=True, exist_ok=True)
     console.width = max(console.width, 110)
-    console.print(f"{num_steps(arguments)} steps with {len(faults)} faults, in {out}")
+    faults = plan(
+        arguments.seed,
+        arguments.faults,
+        arguments.role,
+        steps_per_fault=arguments.steps_per_fault,
+        moments=arguments.moment or list(Moment),
+        kinds=arguments.kind or list(Kind),
+        kinds_of=kinds_of,
+    )
+    overrides = run_overrides(arguments, faults)
+    undisturbed = reference_runs(arguments, overrides, environment)
+    console.print(f"{arguments.max_steps} steps with {len(faults)} faults, in {out}")
     for number, fault in enumerate(faults):
         console.print(
             f"  {number + 1}: after step {fault.at_step}, {fault.moment}: {fault.role} {fault.kind}"
         )
-    run = Run(configs, overrides, out / "run", supervise=supervise, environment=environment)
+    is_supervised = bool(SUPERVISED & set(arguments.role))
+    run = Run(arguments.config, overrides, out / "run", supervise=is_supervised, environment=environment)
     injector = injector_class(
         run.folder,
         [] if arguments.off else faults,
         out / "witness.jsonl",
-        orders=orders,
+        orders=Orders(out / "orders"),
         output=run.output,
-        max_steps=num_steps(arguments),
+        max_steps=arguments.max_steps,
         kill_everything=run.kill_everything,
     )
     try:
         ended = run.until_ended(injector.look, limit_s=arguments.limit_s)
     finally:
         left = mend()
-    rollouts, steps = read_lines(run.folder / "rollouts.jsonl"), read_lines(run.folder / "metrics.jsonl")
-    undisturbed = [
-        (read_lines(one / "rollouts.jsonl"), read_lines(one / "metrics.jsonl")) for one in references
-    ]
-    band = arguments.band
-    if references:
-        accuracies = [accuracy_of(lines) for _, lines in undisturbed]
-        band = measured_band([one for one in accuracies if one is not None])
+    rollouts, steps, events, ledger = (
+        read_lines(run.folder / f"{name}.jsonl") for name in ("rollouts", "metrics", "faults", "ledger")
+    )
+    accuracies = [accuracy for _, lines in undisturbed if (accuracy := accuracy_of(lines)) is not None]
     evidence = Evidence(
         planned=faults,
         injected=injector.injected,
-        events=read_lines(run.folder / "faults.jsonl"),
+        events=events,
         steps=steps,
         rollouts=rollouts,
-        ledger=read_lines(run.folder / "ledger.jsonl"),
-        max_steps=num_steps(arguments),
-        groups_per_step=load_config(configs, overrides).algorithm.groups_per_step,
+        ledger=ledger,
+        max_steps=arguments.max_steps,
+        groups_per_step=load_config(arguments.config, overrides).algorithm.groups_per_step,
         exit_code=ended.exit_code,
         ledger_problem=None if ended.exit_code else ledger_problem(run.folder),
         witness_problem=chaos_witness.problem(run.folder, out / "witness-model")
         if arguments.witness
         else None,
-        band=band,
+        band=measured_band(accuracies) if accuracies else arguments.band,
         lengths=length_distances((rollouts, steps), undisturbed),
         left=[*ended.left, *left],
     )
@@ -272,11 +242,11 @@ def break_run(
         "seed": arguments.seed,
         "planned": [asdict(one) for one in faults],
         "injected": [asdict(one) for one in injector.injected],
-        "faults": [asdict(row) for row in found],
+        "faults": found,
         **costs_of(evidence, injector.seen_s, [line for _, lines in undisturbed for line in lines]),
         "lengths": evidence.lengths,
         "accuracy": accuracy_of(steps),
-        "band": band,
+        "band": evidence.band,
         "wall_s": ended.wall_s,
         "difference": difference,
         "machine": machine_facts(),

@@ -9,6 +9,7 @@ are drawn, injected and checked as in ``chaos.py``; nothing may remain on the ho
 with the first difference, and 2 without such a cluster.
 """
 
+import argparse
 import json
 import os
 import shutil
@@ -23,10 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from chaos import break_run, out_folder, parser_of, run_overrides
-from chaos_faults import CLUSTER_KINDS, HOST, Kind, Planned, plan
-from chaos_injector import Injector, Orders
-from common import CONFIG
+from chaos import break_run, parse
+from chaos_faults import CLUSTER_KINDS, HOST, Kind, Planned
+from chaos_injector import Injector
 
 HOST_LIMIT_S = 20.0
 """``timeouts.host_s`` of the run."""
@@ -245,35 +245,17 @@ def overrides_of(num_hosts: int, given: Sequence[str]) -> list[str]:
 
 def main() -> int:
     """Run the command line. Returns the exit code."""
-    kinds = CLUSTER_KINDS[HOST]
-    arguments = parser_of("Breaks hosts and checks that a run lost nothing.", kinds).parse_args()
+    parser = argparse.ArgumentParser(description="Breaks hosts and checks that a run lost nothing.")
+    parser.set_defaults(role=[HOST], moment=None, witness=False, band=None, reference_runs=0)
+    arguments = parse(parser, CLUSTER_KINDS[HOST])
     try:
         hosts = ClusterHosts(find_hosts())
     except NoCluster as error:
         print(f"refused: {error}", file=sys.stderr)
         return 2
-    out = out_folder(arguments)
     arguments.overrides = overrides_of(len(hosts.names), arguments.overrides)
-    faults = plan(
-        arguments.seed,
-        arguments.faults,
-        [HOST],
-        steps_per_fault=arguments.steps_per_fault,
-        kinds=[Kind(one) for one in arguments.kind or kinds],
-        kinds_of=CLUSTER_KINDS,
-    )
-    return break_run(
-        arguments,
-        arguments.config or [CONFIG],
-        run_overrides(arguments, faults),
-        faults,
-        out,
-        orders=Orders(out / "orders"),
-        supervise=True,
-        environment={},
-        injector_class=partial(ClusterInjector, hosts=hosts),
-        mend=hosts.mend,
-    )
+    injector = partial(ClusterInjector, hosts=hosts)
+    return break_run(arguments, CLUSTER_KINDS, environment={}, injector_class=injector, mend=hosts.mend)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -303,29 +303,12 @@ def _end_problem(evidence: Evidence) -> str | None:
 # ---- numbers
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """The faults of one kind in one role. Times are from the injection on.
+def rows(matches: Sequence[Match]) -> list[dict[str, Any]]:
+    """Summarize faults by role and kind, with times from the injection in seconds.
 
-    A fault that is not expected to be noticed is a delay below the heartbeat or a loss at the very end. A
-    disk whose outage already lasts is noticed at once.
+    ``num_expected`` leaves out delays below the heartbeat and losses at the very end. A disk whose outage
+    already lasts is noticed at once.
     """
-
-    role: str
-    kind: str
-    num_injected: int
-    num_expected: int
-    num_detected: int
-    num_recovered: int
-    detection_p50_s: float | None
-    detection_p95_s: float | None
-    recovery_p50_s: float | None
-    recovery_p95_s: float | None
-    moments: dict[str, int]
-
-
-def rows(matches: Sequence[Match]) -> list[Row]:
-    """Summarize faults by role and kind."""
     found: dict[tuple[str, str], list[Match]] = {}
     for one in matches:
         found.setdefault((one.injected.role, one.injected.kind.value), []).append(one)
@@ -334,40 +317,46 @@ def rows(matches: Sequence[Match]) -> list[Row]:
         detection = [max(0.0, one.detected["time_s"] - one.injected.time_s) for one in own if one.detected]
         recovery = [one.recovered["time_s"] - one.injected.time_s for one in own if one.recovered]
         result.append(
-            Row(
-                role=role,
-                kind=kind,
-                num_injected=len(own),
-                num_expected=sum(one.is_expected for one in own),
-                num_detected=len(detection),
-                num_recovered=len(recovery),
-                detection_p50_s=_percentile(detection, 50),
-                detection_p95_s=_percentile(detection, 95),
-                recovery_p50_s=_percentile(recovery, 50),
-                recovery_p95_s=_percentile(recovery, 95),
-                moments=dict(Counter(one.injected.moment.value for one in own)),
-            )
+            {
+                "role": role,
+                "kind": kind,
+                "num_injected": len(own),
+                "num_expected": sum(one.is_expected for one in own),
+                "num_detected": len(detection),
+                "num_recovered": len(recovery),
+                **_percentiles("detection", detection),
+                **_percentiles("recovery", recovery),
+                "moments": dict(Counter(one.injected.moment.value for one in own)),
+            }
         )
     return result
 
 
-def _percentile(values: Sequence[float], percent: float) -> float | None:
-    return float(np.percentile(values, percent)) if values else None
+def _percentiles(name: str, values: Sequence[float]) -> dict[str, float | None]:
+    return {f"{name}_p{q}_s": float(np.percentile(values, q)) if values else None for q in (50, 95)}
 
 
-def table(found: Sequence[Row]) -> Table:
+def table(found: Sequence[Mapping[str, Any]]) -> Table:
     """Return a table with a row for each kind in each role."""
     shown = Table("role", "kind", title="faults")
-    for name in ("injected", "to notice", "detected", "recovered"):
-        shown.add_column(name, justify="right")
-    for name in ("detection p50 s", "p95", "recovery p50 s", "p95"):
+    names = (
+        "injected",
+        "to notice",
+        "detected",
+        "recovered",
+        "detection p50 s",
+        "p95",
+        "recovery p50 s",
+        "p95",
+    )
+    for name in names:
         shown.add_column(name, justify="right")
     for row in found:
-        role, kind, *counts_and_times, _ = astuple(row)
-        counts, times_s = map(str, counts_and_times[:4]), counts_and_times[4:]
-        shown.add_row(
-            role, kind, *counts, *("-" if time_s is None else f"{time_s:.1f}" for time_s in times_s)
+        *cells, _ = (
+            "-" if one is None else f"{one:.1f}" if isinstance(one, float) else str(one)
+            for one in row.values()
         )
+        shown.add_row(*cells)
     return shown
 
 

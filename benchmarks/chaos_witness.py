@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from chaos_report import read_lines
+from common import write_model
 
 LEARNING_RATE = 2.0**-10
 """A power of two, so that rounding changes it by less than a thousandth when it is added to a weight."""
@@ -101,43 +102,14 @@ def write(folder: Path, *, num_steps: int) -> Path:
     Raises:
         ValueError: there are too few prompts.
     """
-    import torch
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
     from forgeasync.models import build_tokenizer, save_tokenizer
 
     num = num_prompts(num_steps)
     if num > MAX_PROMPTS:
         raise ValueError(f"--witness: {num_steps} steps take {num} prompts; must be at most {MAX_PROMPTS}")
     tokenizer = build_tokenizer([*map(prompt, range(num)), "0123456789?"])
-    config = Qwen3MoeConfig(
-        architectures=["Qwen3MoeForCausalLM"],
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=64,
-        moe_intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        num_experts=4,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        decoder_sparse_step=1,
-        max_position_embeddings=160,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        dtype="float32",
-    )
-    torch.manual_seed(0)
-    model = Qwen3MoeForCausalLM(config).float()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(std=0.1)
-    model.save_pretrained(folder / "model")
+    # A gradient must not vanish, so the weights are larger than usual.
+    write_model(folder / "model", vocab_size=len(tokenizer), initializer_range=0.1)
     save_tokenizer(tokenizer, folder / "model")
     file = folder / "run.yaml"
     file.write_text(

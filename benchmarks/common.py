@@ -122,3 +122,16 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write a file of indented JSON, and create its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def write_model(folder: Path, **dimensions: object) -> None:
+    """Write a random Qwen3-MoE with the tokenizer of ``write_tiny_model``, and other values in its config."""
+    import torch
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    from forgeasync.testing import write_tiny_model
+
+    write_tiny_model(folder)
+    config = Qwen3MoeConfig.from_pretrained(folder, **dimensions)
+    torch.manual_seed(0)
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)

@@ -1,22 +1,21 @@
-"""How far trainer and generator are apart, with nothing replayed, routing, kept sets, both.
+"""Mismatch of trainer and generator, with replay of nothing, of routing, of kept sets, and of both.
 
     python benchmarks/mismatch.py [--model FOLDER] [--groups N] [--out FILE.json]
 
-A real vLLM engine samples groups (temperature 0.8, top-k 20, top-p 0.9) and the trainer computes the
-log-probabilities of the same tokens, four ways, in four settings:
+A vLLM engine samples groups (temperature 0.8, top-k 20, top-p 0.9), and the trainer computes the
+log-probabilities of the same tokens, in four settings:
 
-- same weights: what is left is rounding
-- bf16 generator: the generator's weights are rounded to bfloat16, the trainer's are not; a stand-in for the
+- same weights: the rest is rounding
+- bf16 generator: the generator's weights are rounded to bfloat16 and the trainer's are not, as a stand-in for
   differences between real kernels
-- noisy choice: Gaussian noise on the probabilities by which the trainer's routers choose, token by token, as
-  rounding in the gate has it; the experts' weights in the sum stay as they are
-- noisy gate: Gaussian noise on the trainer's router weights, which changes choices and weights in the sum;
-  replay mends the choices
+- noisy choice: Gaussian noise for each token on the probabilities by which the trainer's routers choose, like
+  rounding in the gate; the experts' weights in the sum do not change
+- noisy gate: Gaussian noise on the trainer's router weights changes choices and weights in the sum; replay
+  corrects the choices
 
-Reported for each: mean and maximum of abs(trainer logprob - generator logprob), the k3 estimate of
-KL(generator || trainer), the share of routing decisions the trainer would have made otherwise, and the cosine
-between the policy gradient so computed and the generator's: that of a trainer with the generator's
-own weights, experts and kept sets.
+Reports mean and maximum of abs(trainer logprob - generator logprob), the k3 estimate of KL(generator ||
+trainer), the share of routing decisions that the trainer would have made otherwise, and the cosine of the
+policy gradient with that of a trainer that has the generator's weights, experts and kept sets.
 """
 
 import argparse
@@ -26,8 +25,8 @@ import multiprocessing
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -69,25 +68,13 @@ REPLAYS = {
 }
 """(routing, kept sets) by name."""
 
-Change = Callable[[str, torch.Tensor], torch.Tensor]
+
+Row = dict[str, Any]
+"""A row of the table."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One line of the table."""
-
-    setting: str
-    replayed: str
-    abs_mean: float
-    abs_max: float
-    kl: float
-    disagreement_share: float | None
-    """None where no routing is replayed: there is nothing to compare with then."""
-    gradient_cosine: float
-
-
-def write_changed(source: Path, target: Path, change: Change) -> Path:
-    """A copy of a model folder with every tensor changed."""
+def write_changed(source: Path, target: Path, change: Callable[[str, torch.Tensor], torch.Tensor]) -> Path:
+    """Copy a model folder with each tensor changed, given its name."""
     shutil.copytree(source, target)
     for file in target.glob("*.safetensors"):
         save_file({name: change(name, t) for name, t in load_file(file).items()}, file, {"format": "pt"})
@@ -95,24 +82,24 @@ def write_changed(source: Path, target: Path, change: Change) -> Path:
 
 
 def rounded(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Through bfloat16 and back."""
+    """Round to bfloat16."""
     return tensor.bfloat16().to(tensor.dtype)
 
 
 def noisy_gate(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Noise on router weights."""
+    """Add noise to router weights."""
     if not name.endswith("mlp.gate.weight"):
         return tensor
     noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0))
     return tensor + noise * tensor.std() * GATE_NOISE
 
 
-def sample(folder: Path, num_groups: int, sampling: SamplingSection = SAMPLING) -> list[Rollout]:
-    """Rollouts of a real engine, with both records."""
-    return asyncio.run(_sample(folder, num_groups, sampling))
+def sample(folder: Path, num_groups: int) -> list[Rollout]:
+    """Sample rollouts with an engine, with their routing and kept sets."""
+    return asyncio.run(_sample(folder, num_groups))
 
 
-async def _sample(folder: Path, num_groups: int, sampling: SamplingSection) -> list[Rollout]:
+async def _sample(folder: Path, num_groups: int) -> list[Rollout]:
     from forgeasync.generator import GeneratorEngine
 
     records = CaptureSpec(routing=True, kept_tokens=True)
@@ -133,7 +120,7 @@ async def _sample(folder: Path, num_groups: int, sampling: SamplingSection) -> l
     groups = await asyncio.gather(
         *(
             engine.generate(
-                prompt_ids_P=np.asarray(prompt, np.int32), num_samples=GROUP_SIZE, sampling=sampling, seed=i
+                prompt_ids_P=np.asarray(prompt, np.int32), num_samples=GROUP_SIZE, sampling=SAMPLING, seed=i
             )
             for i, prompt in enumerate(prompts)
         )
@@ -145,11 +132,11 @@ async def _sample(folder: Path, num_groups: int, sampling: SamplingSection) -> l
     return rollouts
 
 
-def make_trainer(folder: Path, facts: ModelFacts, *, dtype: Dtype = Dtype.FLOAT32) -> PolicyTrainer:
-    """One rank."""
+def make_trainer(folder: Path, facts: ModelFacts) -> PolicyTrainer:
+    """Make a trainer of one rank, whose steps are too small to change anything."""
     setup = TrainerSetup(
         section=TrainerSection(
-            dtype=dtype,
+            dtype=Dtype.FLOAT32,
             tokens_per_row=TOKENS_PER_ROW,
             replay_probe_share=0.0,
             optimizer=OptimizerSection(learning_rate=1e-12, max_grad_norm=1e9),
@@ -163,9 +150,9 @@ def make_trainer(folder: Path, facts: ModelFacts, *, dtype: Dtype = Dtype.FLOAT3
     return PolicyTrainer(setup)
 
 
-def make_sequences(rollouts: Sequence[Rollout]) -> list[TrainingSequence]:
-    """With both records; advantages alternate."""
-    return [
+def make_rows(rollouts: Sequence[Rollout]) -> list[PackedRow]:
+    """Pack rollouts with alternating advantages."""
+    sequences = [
         TrainingSequence(
             prompt_ids_P=rollout.prompt_ids_P,
             response_ids_T=rollout.response_ids_T,
@@ -177,27 +164,11 @@ def make_sequences(rollouts: Sequence[Rollout]) -> list[TrainingSequence]:
         )
         for index, rollout in enumerate(rollouts)
     ]
-
-
-def make_rows(rollouts: Sequence[Rollout]) -> list[PackedRow]:
-    """Packed."""
-    return pack_rows(make_sequences(rollouts), tokens_per_row=TOKENS_PER_ROW, num_ranks=1)[0]
-
-
-def replayed_rows(rows: Sequence[PackedRow], *, routing: bool, kept_sets: bool) -> list[PackedRow]:
-    """Return the rows with only some of their records."""
-    return [
-        dataclasses.replace(
-            row,
-            expert_ids_LMK=row.expert_ids_LMK if routing else None,
-            kept_tokens=row.kept_tokens if kept_sets else all_kept(row.num_targets),
-        )
-        for row in rows
-    ]
+    return pack_rows(sequences, tokens_per_row=TOKENS_PER_ROW, num_ranks=1)[0]
 
 
 def step(trainer: PolicyTrainer, rows: list[PackedRow]) -> tuple[dict[str, float], torch.Tensor]:
-    """The metrics of a step (too small to change anything) and its gradient as one vector."""
+    """Return the metrics of a step, and its gradient as one vector."""
     gradients: list[torch.Tensor] = []
 
     def keep(*_: object) -> None:
@@ -213,7 +184,7 @@ def step(trainer: PolicyTrainer, rows: list[PackedRow]) -> tuple[dict[str, float
 
 
 def disturb_choices(trainer: PolicyTrainer, num_tokens: int) -> None:
-    """Noise on what the routers choose by, as TorchTitan's load-balancing bias is."""
+    """Add noise to the choice of experts, in place of TorchTitan's load-balancing bias."""
     for index, layer in enumerate(trainer.model.layers.values()):
         generator = torch.Generator().manual_seed(index)
         noise = torch.randn(1, num_tokens, layer.moe.router.num_experts, generator=generator)
@@ -229,7 +200,7 @@ def compare(
     *,
     disturbed: bool = False,
 ) -> list[Row]:
-    """All four ways of one setting."""
+    """Measure the four kinds of replay in one setting."""
     rows = make_rows(rollouts)
     _, consistent = step(make_trainer(sampled, facts), rows)
     trainer = make_trainer(trained, facts)
@@ -238,23 +209,32 @@ def compare(
         disturb_choices(trainer, len(row.token_ids_L))
     lines = []
     for name, (routing, kept_sets) in REPLAYS.items():
-        metrics, gradient = step(trainer, replayed_rows(rows, routing=routing, kept_sets=kept_sets))
-        lines.append(
-            Row(
-                setting=setting,
-                replayed=name,
-                abs_mean=metrics["mismatch/logprob_abs_mean"],
-                abs_max=metrics["mismatch/logprob_abs_max"],
-                kl=metrics["mismatch/kl"],
-                disagreement_share=metrics.get("routing/disagreement_share"),
-                gradient_cosine=float(torch.cosine_similarity(gradient, consistent, dim=0)),
+        replayed = [
+            dataclasses.replace(
+                row,
+                expert_ids_LMK=row.expert_ids_LMK if routing else None,
+                kept_tokens=row.kept_tokens if kept_sets else all_kept(row.num_targets),
             )
+            for row in rows
+        ]
+        metrics, gradient = step(trainer, replayed)
+        lines.append(
+            {
+                "setting": setting,
+                "replayed": name,
+                "abs_mean": metrics["mismatch/logprob_abs_mean"],
+                "abs_max": metrics["mismatch/logprob_abs_max"],
+                "kl": metrics["mismatch/kl"],
+                # Missing without replayed routing.
+                "disagreement_share": metrics.get("routing/disagreement_share"),
+                "gradient_cosine": float(torch.cosine_similarity(gradient, consistent, dim=0)),
+            }
         )
     return lines
 
 
 def measure(model: Path, num_groups: int) -> list[Row]:
-    """All settings."""
+    """Measure all settings."""
     facts = read_model_facts(str(model))
     context = multiprocessing.get_context("spawn")
     lines: list[Row] = []
@@ -262,7 +242,7 @@ def measure(model: Path, num_groups: int) -> list[Row]:
         bf16 = write_changed(model, Path(scratch) / "bf16", rounded)
         noisy = write_changed(model, Path(scratch) / "noisy", noisy_gate)
         of_model = pool.apply(sample, (model, num_groups))
-        # An engine leaves its mark on its process: the second one gets another.
+        # An engine changes its process, so the second one gets another.
         with context.Pool(1) as second:
             of_bf16 = second.apply(sample, (bf16, num_groups))
         lines += compare("same weights", of_model, model, model, facts)
@@ -273,28 +253,26 @@ def measure(model: Path, num_groups: int) -> list[Row]:
 
 
 def results_table(lines: Sequence[Row]) -> Table:
-    """One line a setting and replay."""
-    table = Table(title="abs(trainer logprob - generator logprob)")
-    for column in ("setting", "replayed", "mean", "max", "KL", "other experts", "gradient cosine"):
-        table.add_column(column, justify="left" if column in ("setting", "replayed") else "right")
+    """Return a table with a row for each setting and replay."""
+    table = Table("setting", "replayed", title="abs(trainer logprob - generator logprob)")
+    for column in ("mean", "max", "KL", "other experts", "gradient cosine"):
+        table.add_column(column, justify="right")
     for line in lines:
-        share = "" if line.disagreement_share is None else f"{line.disagreement_share:.2%}"
+        share = line["disagreement_share"]
         table.add_row(
-            line.setting,
-            line.replayed,
-            f"{line.abs_mean:.1e}",
-            f"{line.abs_max:.1e}",
-            f"{line.kl:.1e}",
-            share,
-            f"{line.gradient_cosine:.5f}",
-            end_section=line.replayed == "both",
+            line["setting"],
+            line["replayed"],
+            *(f"{line[key]:.1e}" for key in ("abs_mean", "abs_max", "kl")),
+            "" if share is None else f"{share:.2%}",
+            f"{line['gradient_cosine']:.5f}",
+            end_section=line["replayed"] == "both",
         )
     return table
 
 
 def main() -> None:
     """Measure, print the table, write the JSON."""
-    parser = argparse.ArgumentParser(description="How far trainer and generator are apart.")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, default=REPOSITORY / "models" / "tiny_moe")
     parser.add_argument("--groups", type=int, default=32)
     parser.add_argument("--out", type=Path, default=RESULTS / "mismatch.json")
@@ -304,9 +282,7 @@ def main() -> None:
     lines = measure(arguments.model, arguments.groups)
     dist.destroy_process_group()
     Console(width=110).print(results_table(lines))
-    write_json(
-        arguments.out, {"machine": machine_facts(), "rows": [dataclasses.asdict(line) for line in lines]}
-    )
+    write_json(arguments.out, {"machine": machine_facts(), "rows": lines})
 
 
 if __name__ == "__main__":

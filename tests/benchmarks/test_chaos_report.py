@@ -251,7 +251,7 @@ def test_outages_of_a_disk_that_overlap_are_each_counted() -> None:
     assert [one.detected for one in matches] == [ledger[0], checkpoint[0], last[0]] and not extra
     assert [one.recovered for one in matches] == [ledger[1], checkpoint[1], last[1]]
     (row,) = rows(matches)
-    assert (row.num_detected, row.num_recovered, row.detection_p50_s) == (3, 3, 1.0)
+    assert (row["num_detected"], row["num_recovered"], row["detection_p50_s"]) == (3, 3, 1.0)
     # A fault that was over before says nothing of it, and neither does one that nobody has injected.
     matches, extra = match([first, second], ledger)
     assert matches[1].detected is None and not extra
@@ -271,17 +271,18 @@ def test_what_dies_at_the_very_end_may_not_be_missed() -> None:
 
 def test_times_are_counted_from_the_injection_by_role_and_kind() -> None:
     evidence = good()
-    by_kind = {(row.role, row.kind): row for row in rows(match(evidence.injected, evidence.events)[0])}
+    found = rows(match(evidence.injected, evidence.events)[0])
+    by_kind = {(row["role"], row["kind"]): row for row in found}
     assert len(by_kind) == 4
     kill, stop = by_kind["scorer", "sigkill"], by_kind["scorer", "sigstop"]
-    assert (kill.detection_p50_s, kill.recovery_p95_s, kill.moments) == (1.0, 10.0, {"step": 1})
-    assert (stop.detection_p50_s, stop.recovery_p50_s) == (3.0, 12.0)
+    assert (kill["detection_p50_s"], kill["recovery_p95_s"], kill["moments"]) == (1.0, 10.0, {"step": 1})
+    assert (stop["detection_p50_s"], stop["recovery_p50_s"]) == (3.0, 12.0)
     delay = by_kind["scorer", "delayed_messages"]
-    assert (delay.num_injected, delay.num_expected, delay.num_detected) == (1, 0, 0)
+    assert (delay["num_injected"], delay["num_expected"], delay["num_detected"]) == (1, 0, 0)
     # Without the last recovery.
     (*_, unfinished) = rows(match(evidence.injected, evidence.events[:-1])[0])
-    assert (unfinished.num_injected, unfinished.num_detected, unfinished.num_recovered) == (1, 1, 0)
-    assert unfinished.recovery_p50_s is None
+    assert (unfinished["num_injected"], unfinished["num_detected"], unfinished["num_recovered"]) == (1, 1, 0)
+    assert unfinished["recovery_p50_s"] is None
 
 
 def test_steps_and_bands() -> None:
