@@ -1,7 +1,6 @@
 """apps.grpo, asynchronous and synchronous, against TRL's GRPOTrainer on the same cores.
 
-    python benchmarks/against_trl.py [--steps N] [--rounds R] [--only CONTENDER ...] [--out FILE.json]
-                                     [key.path=value ...]
+    python benchmarks/against_trl.py [--steps N] [--rounds R] [--out FILE.json] [key.path=value ...]
 
 The contenders take turns, R rounds: ours with ``max_off_policy_steps`` 4, ours with 0, and TRL 1.16.0 with
 one and with two threads, of which the faster counts. TRL samples with transformers' ``generate`` (its path
@@ -32,7 +31,6 @@ from common import (
     CONFIG,
     REPOSITORY,
     RESULTS,
-    Finished,
     machine_facts,
     run_app,
     run_watched,
@@ -57,7 +55,6 @@ SAME_POLICY = "trainer.optimizer.learning_rate=1e-9"
 
 OFF_POLICY_STEPS = {"ours async": 4, "ours sync": 0}
 TRL_THREADS = {"TRL 1 thread": 1, "TRL 2 threads": 2}
-CONTENDERS = (*OFF_POLICY_STEPS, *TRL_THREADS)
 
 MICRO_BATCH = 64
 """Sequences in one of TRL's forward and backward passes. Its generation takes the whole batch at once."""
@@ -71,14 +68,13 @@ TRL_WAIT_POLICY = "passive"
 def measurement(
     contender: str,
     number: int,
-    finished: Finished,
+    peak_memory_mib: float,
     *,
     step_s: list[float],
     lengths: list[list[int]],
-    generated_tokens: float,
     rewards: list[float],
 ) -> dict[str, Any]:
-    """Summarize the measured steps of a run. Generated tokens may belong to later batches."""
+    """Summarize the measured steps of a run."""
     all_lengths = [length for of_step in lengths for length in of_step]
     quantiles = np.percentile(all_lengths, [0, 10, 50, 90, 100]).tolist()
     return {
@@ -91,10 +87,8 @@ def measurement(
             "mean": statistics.fmean(all_lengths),
             **dict(zip(("min", "p10", "p50", "p90", "max"), quantiles, strict=True)),
         },
-        "generated_per_trained_token": generated_tokens / sum(all_lengths),
         "reward_mean": statistics.mean(rewards),
-        "peak_memory_mib": finished.peak_memory_mib,
-        "load_before": finished.load_before,
+        "peak_memory_mib": peak_memory_mib,
     }
 
 
@@ -117,7 +111,7 @@ def run_ours(
         "run_dir": folder,
     }
     own = [f"{key}={value}" for key, value in own_overrides.items()]
-    finished = run_app("apps.grpo", CONFIG, [*overrides, *own])
+    peak_memory_mib = run_app("apps.grpo", CONFIG, [*overrides, *own])
     lengths: dict[int, list[int]] = {}
     for rollout in read_json_lines(folder / "rollouts.jsonl"):
         lengths.setdefault(rollout["step"], []).append(rollout["response_tokens"])
@@ -126,12 +120,9 @@ def run_ours(
     return measurement(
         contender,
         number,
-        finished,
+        peak_memory_mib,
         step_s=[lines[step]["time/elapsed_s"] - lines[step - 1]["time/elapsed_s"] for step in steps],
         lengths=[lengths[step] for step in steps],
-        generated_tokens=sum(
-            lines[step]["throughput/generated_tokens_per_s"] * lines[step]["time/step_s"] for step in steps
-        ),
         rewards=[lines[step]["reward/mean"] for step in steps],
     )
 
@@ -156,7 +147,7 @@ def run_trl(
         "grpo": grpo_settings(config, max_steps=max_steps, scratch=folder),
     }
     write_json(spec, content)
-    finished = run_watched(
+    peak_memory_mib = run_watched(
         [str(TRL_PYTHON), str(REPOSITORY / "benchmarks" / "trl_side.py"), str(spec), str(out)],
         environment={
             "OMP_NUM_THREADS": str(threads),
@@ -169,10 +160,9 @@ def run_trl(
     return measurement(
         contender,
         number,
-        finished,
+        peak_memory_mib,
         step_s=np.diff(ends_s).tolist(),
         lengths=[step["lengths"] for step in steps],
-        generated_tokens=sum(sum(step["lengths"]) for step in steps),
         rewards=[step["reward_mean"] for step in steps],
     )
 
@@ -283,7 +273,6 @@ RUN_ROW = (
     "{response_lengths[p90]:.0f}) {response_lengths[max]:.0f}",
     "{reward_mean:.3f}",
     "{peak_memory_mib:.0f}",
-    "{load_before:.1f}",
 )
 """Cells of a run in the table."""
 
@@ -292,7 +281,7 @@ def results_table(measurements: Sequence[Mapping[str, Any]], *, title: str, base
     """Return a table of runs, then of medians by contender with their ratios to ``baseline``."""
     table = Table("contender", title=title)
     lengths_column = "length mean (p10/p50/p90) max"
-    for name in ("round", "tokens/s", "step s", lengths_column, "reward", "peak MiB", "load"):
+    for name in ("round", "tokens/s", "step s", lengths_column, "reward", "peak MiB"):
         table.add_column(name, justify="right")
     for one in measurements:
         table.add_row(*(cell.format(**one) for cell in RUN_ROW))
@@ -301,10 +290,9 @@ def results_table(measurements: Sequence[Mapping[str, Any]], *, title: str, base
     for contender, values in middle.items():
         cells = []
         for (key, value), form in zip(values.items(), ("{:.0f}", "{:.2f}", "{:.0f}"), strict=True):
-            is_compared = baseline not in ("", contender)
-            ratio = f" (x{value / middle[baseline][key]:.2f})" if is_compared else ""
+            ratio = "" if contender == baseline else f" (x{value / middle[baseline][key]:.2f})"
             cells.append(form.format(value) + ratio)
-        table.add_row(contender, "median", *cells[:2], "", "", cells[2], "")
+        table.add_row(contender, "median", *cells[:2], "", "", cells[2])
     return table
 
 
@@ -314,27 +302,23 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10, help="measured steps of every run")
     parser.add_argument("--rounds", type=int, default=2, help="runs of every contender")
     parser.add_argument("--out", type=Path, default=RESULTS / "against_trl.json")
-    parser.add_argument("--only", choices=CONTENDERS, action="append", help="leave the others out")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="change the config")
     arguments = parser.parse_intermixed_args()
     # Wide enough for the table if the output is no terminal.
     console = Console(width=110)
     overrides = [SAME_POLICY, *arguments.overrides]
-    contenders = arguments.only or CONTENDERS
-    trl = [contender for contender in contenders if contender in TRL_THREADS]
-    if trl:
-        ensure_trl_environment()
+    ensure_trl_environment()
     measurements: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="against_trl-") as scratch:
         for number in range(1, arguments.rounds + 1):
-            for contender in contenders:
+            for contender in (*OFF_POLICY_STEPS, *TRL_THREADS):
                 folder = Path(scratch) / f"{contender.replace(' ', '_')}-{number}"
-                run = run_trl if contender in trl else run_ours
+                run = run_trl if contender in TRL_THREADS else run_ours
                 measurements.append(run(contender, number, arguments.steps, folder, overrides))
                 console.print(f"round {number}, {contender}: {measurements[-1]['tokens_per_s']:.0f} tokens/s")
     middle = medians(measurements)
     # Ratios are to the faster of TRL's.
-    baseline = max(trl, key=lambda contender: middle[contender]["tokens_per_s"], default="")
+    baseline = max(TRL_THREADS, key=lambda contender: middle[contender]["tokens_per_s"])
     title = f"GRPO on the same cores, {arguments.steps} steps a run"
     console.print(results_table(measurements, title=title, baseline=baseline))
     content = {

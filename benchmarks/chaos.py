@@ -151,9 +151,8 @@ def main() -> int:
 
 def reference_runs(
     arguments: argparse.Namespace, overrides: Sequence[str], environment: Mapping[str, str]
-) -> list[tuple[list[dict[str, Any]], list[dict[str, Any]]]]:
-    """Run without faults, with other seeds. Returns the lines of each run's rollouts.jsonl and
-    metrics.jsonl."""
+) -> list[Path]:
+    """Run without faults, with other seeds. Returns their folders."""
     found = []
     first_seed = load_config(arguments.config, overrides).seed + 1
     for number in range(arguments.reference_runs):
@@ -161,9 +160,10 @@ def reference_runs(
         folder = arguments.out / f"reference-{number}"
         seeded = [*overrides, f"seed={first_seed + number}"]
         run = Run(arguments.config, seeded, folder, supervise=False, environment=environment)
-        if exit_code := run.until_ended().exit_code:
+        exit_code, _ = run.until_ended()
+        if exit_code:
             sys.exit(f"it ended with exit code {exit_code}; see {arguments.out}")
-        found.append((read_lines(folder / "rollouts.jsonl"), read_lines(folder / "metrics.jsonl")))
+        found.append(folder)
     return found
 
 
@@ -192,7 +192,7 @@ def break_run(
         kinds_of=kinds_of,
     )
     overrides = run_overrides(arguments, faults)
-    undisturbed = reference_runs(arguments, overrides, environment)
+    references = reference_runs(arguments, overrides, environment)
     console.print(f"{arguments.max_steps} steps with {len(faults)} faults, in {out}")
     for number, fault in enumerate(faults):
         console.print(
@@ -201,22 +201,20 @@ def break_run(
     is_supervised = bool(SUPERVISED & set(arguments.role))
     run = Run(arguments.config, overrides, out / "run", supervise=is_supervised, environment=environment)
     injector = injector_class(
-        run.folder,
+        out,
         [] if arguments.off else faults,
-        out / "witness.jsonl",
-        orders=Orders(out / "orders"),
-        output=run.output,
         max_steps=arguments.max_steps,
         kill_everything=run.kill_everything,
     )
     try:
-        ended = run.until_ended(injector.look, limit_s=arguments.limit_s)
+        exit_code, remaining = run.until_ended(injector.look, limit_s=arguments.limit_s)
     finally:
-        left = mend()
+        on_hosts = mend()
     rollouts, steps, events, ledger = (
         read_lines(run.folder / f"{name}.jsonl") for name in ("rollouts", "metrics", "faults", "ledger")
     )
-    accuracies = [accuracy for _, lines in undisturbed if (accuracy := accuracy_of(lines)) is not None]
+    undisturbed = [read_lines(one / "metrics.jsonl") for one in references]
+    accuracies = [accuracy for lines in undisturbed if (accuracy := accuracy_of(lines)) is not None]
     evidence = Evidence(
         planned=faults,
         injected=injector.injected,
@@ -226,14 +224,14 @@ def break_run(
         ledger=ledger,
         max_steps=arguments.max_steps,
         groups_per_step=load_config(arguments.config, overrides).algorithm.groups_per_step,
-        exit_code=ended.exit_code,
-        ledger_problem=None if ended.exit_code else ledger_problem(run.folder),
+        exit_code=exit_code,
+        ledger_problem=None if exit_code else ledger_problem(run.folder),
         witness_problem=chaos_witness.problem(run.folder, out / "witness-model")
         if arguments.witness
         else None,
         band=measured_band(accuracies) if accuracies else arguments.band,
-        lengths=length_distances((rollouts, steps), undisturbed),
-        left=[*ended.left, *left],
+        lengths=length_distances(rollouts, [read_lines(one / "rollouts.jsonl") for one in references]),
+        left=[*remaining, *on_hosts],
     )
     difference = first_difference(evidence)
     found = rows(match(evidence.injected, evidence.events)[0])
@@ -243,11 +241,10 @@ def break_run(
         "planned": [asdict(one) for one in faults],
         "injected": [asdict(one) for one in injector.injected],
         "faults": found,
-        **costs_of(evidence, injector.seen_s, [line for _, lines in undisturbed for line in lines]),
+        **costs_of(evidence, injector.seen_s, [line for lines in undisturbed for line in lines]),
         "lengths": evidence.lengths,
         "accuracy": accuracy_of(steps),
         "band": evidence.band,
-        "wall_s": ended.wall_s,
         "difference": difference,
         "machine": machine_facts(),
     }

@@ -8,59 +8,65 @@ from enum import StrEnum
 
 
 class Kind(StrEnum):
-    """A fault of a process, of a host, of a disk or of the whole run."""
+    """A fault of a process, of a host, of a disk or of the whole run.
+
+    Attributes:
+        SIGKILL: The process ends at once, as when the kernel runs out of memory.
+        SIGSTOP: The process stays and does not answer.
+        SIGSEGV: The process ends as after a fault in native code.
+        EXIT: The process calls ``os._exit``, which runs no handlers of Python.
+        ABORTED_COLLECTIVE: A collective of a trainer rank raises, as after a lost connection.
+        HUNG_COLLECTIVE: A trainer rank never enters a collective.
+        DELAYED_MESSAGES: Messages to the process wait for less than its heartbeat. The run must not notice.
+        DROPPED_MESSAGES: All further messages to the process are lost.
+        FULL_DISK: No process can write to the run's folder (ENOSPC) until a moment after the run has noticed.
+        FAILING_DISK: The same as ``FULL_DISK`` with EIO.
+        EVERYTHING: All processes die at once, the supervisor too. Then the run resumes.
+        SLOW_LINK: A host's link is limited to a few MBit/s for a while. The run must not notice.
+        SHORT_PARTITION: A host's link is down for less than every heartbeat. The run must not notice.
+        LONG_PARTITION: A host's link is down until the run has noticed, and ``timeouts.host_s`` longer.
+        LOST_NODE: All processes of a host die, Slurm's daemon too. It returns after the run has noticed.
+        CANCELLED_JOB: The Slurm job is canceled (scancel).
+    """
 
     SIGKILL = "sigkill"
-    """The process ends at once, as when the kernel runs out of memory."""
     SIGSTOP = "sigstop"
-    """The process stays and does not answer."""
     SIGSEGV = "sigsegv"
-    """The process ends as after a fault in native code."""
     EXIT = "exit"
-    """The process calls ``os._exit``, which runs no handlers of Python."""
     ABORTED_COLLECTIVE = "aborted_collective"
-    """A collective of a trainer rank raises, as after a lost connection."""
     HUNG_COLLECTIVE = "hung_collective"
-    """A trainer rank never enters a collective."""
     DELAYED_MESSAGES = "delayed_messages"
-    """Messages to the process wait for less than its heartbeat. The run must not notice."""
     DROPPED_MESSAGES = "dropped_messages"
-    """All further messages to the process are lost."""
     FULL_DISK = "full_disk"
-    """No process can write into the run's folder (ENOSPC) until a moment after the run noticed."""
     FAILING_DISK = "failing_disk"
-    """The same as ``FULL_DISK`` with EIO."""
     EVERYTHING = "everything"
-    """All processes die at once, the supervisor too. Then the run starts again with ``--resume latest``."""
     SLOW_LINK = "slow_link"
-    """A host's link is limited to a few MBit/s for a while. The run must not notice."""
     SHORT_PARTITION = "short_partition"
-    """A host's link is down for less than every heartbeat. The run must not notice."""
     LONG_PARTITION = "long_partition"
-    """A host's link is down until the run has noticed, and ``timeouts.host_s`` longer."""
     LOST_NODE = "lost_node"
-    """All processes of a host die, Slurm's daemon too. The host returns after the run has noticed."""
     CANCELLED_JOB = "cancelled_job"
-    """The Slurm job is canceled (scancel)."""
 
 
 class Moment(StrEnum):
-    """When a fault is injected."""
+    """When a fault is injected.
+
+    Attributes:
+        STEP: At any time within a step.
+        START: During the run's first start, before the first step.
+        EVALUATION: During an evaluation of held-out problems.
+        PUBLISHING: While the trainer stages a version's weights.
+        CHECKPOINT: While a checkpoint is written.
+        RESUME: While the run resumes after its controller was killed, which is a fault as well.
+        SHUTDOWN: After the last step.
+    """
 
     STEP = "step"
-    """At any time within a step."""
     START = "start"
-    """During the run's first start, before the first step."""
     EVALUATION = "evaluation"
-    """During an evaluation of held-out problems."""
     PUBLISHING = "publishing"
-    """While the trainer stages a version's weights."""
     CHECKPOINT = "checkpoint"
-    """While a checkpoint is written."""
     RESUME = "resume"
-    """While the run resumes after its controller was killed, which is a fault as well."""
     SHUTDOWN = "shutdown"
-    """After the last step."""
 
 
 SIGNALS = {Kind.SIGKILL: signal.SIGKILL, Kind.SIGSTOP: signal.SIGSTOP, Kind.SIGSEGV: signal.SIGSEGV}
@@ -120,35 +126,41 @@ STEP_SHARE = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """A fault to inject."""
+    """A fault to inject.
+
+    Attributes:
+        at_step: Inject it after this step, and once the faults before allow it (``Injector``).
+        pause_share: Wait for this share of a step's time, or of the moment's.
+        which: Which process of the role, as a share of their number.
+    """
 
     role: str
     kind: Kind
     moment: Moment = Moment.STEP
     at_step: int
-    """Inject it after this step, and once the faults before allow it (``Injector``)."""
     pause_share: float
-    """Wait for this share of a step's time, or of the moment's."""
     which: float
-    """Which process of the role, as a share of their number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Injected:
-    """A fault that was injected."""
+    """A fault that was injected.
+
+    Attributes:
+        number: Place in the plan. The kill of a controller before ``Moment.RESUME`` has that of its fault.
+        time_s: From ``time.time``.
+        pid: 0 if the fault is not of a single process.
+        words: Details from the process itself.
+    """
 
     number: int
-    """Place in the plan. The kill of a controller before ``Moment.RESUME`` has the number of its fault."""
     time_s: float
-    """From ``time.time``."""
     role: str
     rank: int
     kind: Kind
     moment: Moment
     pid: int
-    """0 if the fault is not of a single process."""
     words: str = ""
-    """Details from the process itself."""
 
 
 def plan(

@@ -145,26 +145,23 @@ class Injector:
     """Injects planned faults one after the other. Call ``look`` repeatedly.
 
     A fault waits until those before were detected, and until its own role and the roles that end a run have
-    recovered. The injected faults are written to ``witness``, a file that the run does not know.
+    recovered. The injected faults are written to witness.jsonl, which the run does not know.
     """
 
     def __init__(
         self,
-        run_dir: Path,
+        out: Path,
         faults: Sequence[Planned],
-        witness: Path,
         *,
-        orders: Orders,
-        output: Path | None = None,
-        max_steps: int = 0,
+        max_steps: int,
         kill_everything: Callable[[], None] = lambda: None,
     ) -> None:
-        """``output`` has what the run prints. ``kill_everything`` also starts the run again."""
-        self._run_dir = run_dir
+        """``out`` has the folder ``run``, its output, and ``orders``. ``kill_everything`` also resumes the
+        run."""
+        self._out = out
+        self._run_dir = out / "run"
         self._left = list(enumerate(faults))
-        self._witness = witness
-        self._orders = orders
-        self._output = output
+        self._orders = Orders(out / "orders")
         self._max_steps = max_steps
         self._kill_everything = kill_everything
         self._current: Iterator[None] | None = None
@@ -386,7 +383,7 @@ class Injector:
     def _has_noticed_outage(self, since_s: float) -> bool:
         lines = [one for one in self._lines("faults.jsonl") if one["role"] == STORAGE]
         # The run cannot write faults.jsonl either. It prints the outage and adds the line afterwards.
-        printed = b"" if self._output is None else self._output.read_bytes()
+        printed = self._out.joinpath("run.out").read_bytes()
         num_before = sum(one["event"] == "detected" for one in lines)
         return any(one["time_s"] >= since_s for one in lines) or printed.count(REFUSED_WORDS) > num_before
 
@@ -405,5 +402,5 @@ class Injector:
             words=words,
         )
         self.injected.append(one)
-        with self._witness.open("a", encoding="utf-8") as file:
+        with (self._out / "witness.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(one)) + "\n")

@@ -117,30 +117,21 @@ def distance(first: Sequence[int], second: Sequence[int]) -> float:
 
 
 def length_distances(
-    run: tuple[Sequence[Line], Sequence[Line]], references: Sequence[tuple[Sequence[Line], Sequence[Line]]]
-) -> dict[str, tuple[float, float]]:
-    """Return how far a run's lengths are off, and how far those of runs without faults are at most.
+    rollouts: Sequence[Line], references: Sequence[Sequence[Line]]
+) -> tuple[float, float] | None:
+    """Return how far trained lengths are from those of runs without faults, and these from each other, in
+    tokens.
 
-    A run that loses responses in flight loses long ones first. ``accounting/length_distance`` compares
-    submitted and trained lengths. It misses what is lost before submission, so trained lengths (in tokens)
-    are also compared with those of runs without faults. A run is the lines of its rollouts.jsonl and
-    metrics.jsonl. Empty with fewer than two runs without faults.
+    A run that loses responses in flight loses long ones first. The first distance is a mean, the second the
+    largest. None with fewer than two runs without faults.
     """
     if len(references) < 2:
-        return {}
-    key = "accounting/length_distance"
-    trained, *others = ([line["response_tokens"] for line in rollouts] for rollouts, _ in (run, *references))
-    accounted, *other_accounted = (
-        statistics.mean([line[key] for line in steps if key in line] or [0.0])
-        for _, steps in (run, *references)
+        return None
+    trained, *others = ([line["response_tokens"] for line in lines] for lines in (rollouts, *references))
+    return (
+        statistics.mean(distance(trained, one) for one in others),
+        max(distance(*pair) for pair in itertools.combinations(others, 2)),
     )
-    return {
-        "from those of runs without faults (tokens)": (
-            statistics.mean(distance(trained, one) for one in others),
-            max(distance(*pair) for pair in itertools.combinations(others, 2)),
-        ),
-        "as trained from those submitted": (accounted, max(other_accounted)),
-    }
 
 
 # ---- the comparison
@@ -148,31 +139,34 @@ def length_distances(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """Files of a run and the faults that were injected into it."""
+    """Files of a run and the faults that were injected into it.
+
+    Attributes:
+        events: Lines of faults.jsonl.
+        steps: Lines of metrics.jsonl.
+        rollouts: Lines of rollouts.jsonl, with every rollout of every batch.
+        ledger: Lines of ledger.jsonl.
+        ledger_problem: Contradiction that ``apps.verify`` finds.
+        witness_problem: Contradiction in the weights (``chaos_witness``).
+        band: Held-out accuracies of runs without faults.
+        lengths: Result of ``length_distances``.
+        left: Processes and files of the run that remain.
+    """
 
     planned: Sequence[Planned]
     injected: Sequence[Injected]
     events: Sequence[Line]
-    """Lines of faults.jsonl."""
     steps: Sequence[Line]
-    """Lines of metrics.jsonl."""
     rollouts: Sequence[Line]
-    """Lines of rollouts.jsonl, with every rollout of every batch."""
     ledger: Sequence[Line]
-    """Lines of ledger.jsonl."""
     max_steps: int
     groups_per_step: int
     exit_code: int
     ledger_problem: str | None
-    """Contradiction that ``apps.verify`` finds."""
     witness_problem: str | None = None
-    """Contradiction in the weights (``chaos_witness``)."""
     band: tuple[float, float] | None
-    """Held-out accuracies of runs without faults."""
-    lengths: Mapping[str, tuple[float, float]]
-    """Result of ``length_distances``."""
+    lengths: tuple[float, float] | None
     left: Sequence[str]
-    """Processes and files of the run that remain."""
 
 
 def accuracy_of(steps: Sequence[Line]) -> float | None:
@@ -291,11 +285,12 @@ def _end_problem(evidence: Evidence) -> str | None:
         accuracy = accuracy_of(evidence.steps)
         if accuracy is None or not low <= accuracy <= high:
             return f"the held-out accuracy is {accuracy}, and that of runs without faults {low:g} to {high:g}"
-    for what, (found, undisturbed) in evidence.lengths.items():
+    if evidence.lengths is not None:
+        found, undisturbed = evidence.lengths
         if found > MAX_LENGTH_RATIO * undisturbed:
             return (
-                f"the distance of lengths {what} is {found:.3g}, and without faults {undisturbed:.3g}; "
-                f"must be at most {MAX_LENGTH_RATIO:g} times as far"
+                f"the distance of lengths from those of runs without faults is {found:.3g} tokens, and "
+                f"theirs {undisturbed:.3g}; must be at most {MAX_LENGTH_RATIO:g} times as far"
             )
     return f"left behind: {', '.join(evidence.left)}" if evidence.left else None
 
@@ -326,7 +321,6 @@ def rows(matches: Sequence[Match]) -> list[dict[str, Any]]:
                 "num_recovered": len(recovery),
                 **_percentiles("detection", detection),
                 **_percentiles("recovery", recovery),
-                "moments": dict(Counter(one.injected.moment.value for one in own)),
             }
         )
     return result
@@ -352,7 +346,7 @@ def table(found: Sequence[Mapping[str, Any]]) -> Table:
     for name in names:
         shown.add_column(name, justify="right")
     for row in found:
-        *cells, _ = (
+        cells = (
             "-" if one is None else f"{one:.1f}" if isinstance(one, float) else str(one)
             for one in row.values()
         )

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -33,16 +32,6 @@ MARK = re.compile(r"[0-9a-f]{32}")
 """In such a name: the mark of the file's run."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
-    """A run that has ended."""
-
-    exit_code: int
-    wall_s: float
-    left: list[str]
-    """Processes and files that remain."""
-
-
 class Run:
     """The app on some configs, with everything that it starts."""
 
@@ -55,7 +44,7 @@ class Run:
         supervise: bool,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """Start the run. ``output`` beside its folder gets what it prints."""
+        """Start the run. A file beside its folder, which ends in ".out", gets its output."""
         self.folder = folder
         self.output = folder.with_suffix(".out")
         self._command = [sys.executable, "-m", "apps.grpo"]
@@ -81,10 +70,13 @@ class Run:
                 start_new_session=True,
             )
 
-    def until_ended(self, look: Callable[[], None] = lambda: None, *, limit_s: float | None = None) -> Ended:
+    def until_ended(
+        self, look: Callable[[], None] = lambda: None, *, limit_s: float | None = None
+    ) -> tuple[int, list[str]]:
         """Call ``look`` repeatedly until the run has ended, and kill it after ``limit_s``.
 
-        Then wait for the end of all its processes, and kill those that remain.
+        Then wait for the end of all its processes, and kill those that remain. Returns the exit code, and the
+        processes and files that remained.
         """
         begin_s = time.monotonic()
         searched_s = 0.0
@@ -98,11 +90,10 @@ class Run:
                 if limit_s is not None and time.monotonic() - begin_s > limit_s:
                     print(f"the run has not ended after {limit_s:g} s: it is killed", file=sys.stderr)
                     self._kill()
-            wall_s = time.monotonic() - begin_s
             end_s = time.monotonic() + END_S
             while (left := self._left()) and time.monotonic() < end_s:
                 time.sleep(TREE_S)
-            return Ended(exit_code=self._process.wait(), wall_s=wall_s, left=left)
+            return self._process.wait(), left
         finally:
             self._kill()
 

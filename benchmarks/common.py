@@ -4,6 +4,7 @@ Benchmarks are scripts, started as ``python benchmarks/NAME.py``. The package do
 report times and never judge them.
 """
 
+import contextlib
 import json
 import os
 import platform
@@ -12,7 +13,6 @@ import sys
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,23 +32,15 @@ MEMORY_INTERVAL_S = 3.0
 LOG_TAIL_CHARACTERS = 3000
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finished:
-    """A command that succeeded."""
-
-    peak_memory_mib: float
-    """Largest sum of proportional set sizes over the process tree: shared pages count once."""
-    load_before: float
-    """One-minute load average at its start."""
-
-
-def run_watched(command: Sequence[str], *, environment: Mapping[str, str]) -> Finished:
+def run_watched(command: Sequence[str], *, environment: Mapping[str, str]) -> float:
     """Run a command in the repository, with ``environment`` added to this process's own.
+
+    Returns its peak memory in MiB: the largest sum of proportional set sizes over the process tree, in which
+    shared pages count once.
 
     Raises:
         RuntimeError: the exit code is not 0. The message ends with the tail of the output.
     """
-    load_before = os.getloadavg()[0]
     peak_bytes, is_over = 0, threading.Event()
 
     def measure_memory() -> None:
@@ -80,10 +72,10 @@ def run_watched(command: Sequence[str], *, environment: Mapping[str, str]) -> Fi
             output.seek(0)
             tail = output.read()[-LOG_TAIL_CHARACTERS:]
             raise RuntimeError(f"{' '.join(command)} ended with exit code {exit_code}:\n{tail}")
-    return Finished(peak_memory_mib=peak_bytes / 2**20, load_before=load_before)
+    return peak_bytes / 2**20
 
 
-def run_app(app: str, config: Path, arguments: Sequence[str]) -> Finished:
+def run_app(app: str, config: Path, arguments: Sequence[str]) -> float:
     """Run an app with a config and further arguments, as ``run_watched`` does.
 
     Its processes share the cores, so each has one thread, as in the Makefile.
@@ -95,15 +87,12 @@ def run_app(app: str, config: Path, arguments: Sequence[str]) -> Finished:
 def _tree_bytes(pid: int) -> int:
     """Return the memory of a process and all its descendants."""
     total = 0
-    try:
+    with contextlib.suppress(psutil.NoSuchProcess):
         root = psutil.Process(pid)
         for process in (root, *root.children(recursive=True)):
-            try:
+            # It may have ended since.
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
                 total += process.memory_full_info().pss
-            except (psutil.NoSuchProcess, psutil.AccessDenied):
-                continue  # it has ended since
-    except psutil.NoSuchProcess:
-        pass
     return total
 
 

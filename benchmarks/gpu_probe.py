@@ -21,7 +21,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,27 +32,18 @@ KILL_WAIT_S = 10.0
 """Longest wait for a killed process, which may hang in the driver."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """A function of another module, by name, so that nothing of it is imported here."""
-
-    name: str
-    module: str
-    function: str
-    limit_s: float
-
-
-PARTS = (
-    Part(name="machine", module="gpu_probe_machine", function="machine", limit_s=90),
-    Part(name="staging", module="gpu_probe_copies", function="staging", limit_s=90),
-    Part(name="swap", module="gpu_probe_copies", function="swap", limit_s=90),
-    Part(name="fused_adamw", module="gpu_probe_trainer", function="fused_adamw", limit_s=60),
-    Part(name="varlen_attention", module="gpu_probe_kernels", function="varlen_attention", limit_s=60),
-    Part(name="moe_trainer", module="gpu_probe_trainer", function="moe_trainer", limit_s=120),
-    Part(name="grouped_products", module="gpu_probe_kernels", function="grouped_products", limit_s=60),
-    Part(name="kept_logprobs", module="gpu_probe_kernels", function="kept_logprobs", limit_s=60),
-    Part(name="checkpoint_copies", module="gpu_probe_copies", function="checkpoint_copies", limit_s=60),
-)
+PARTS = {
+    "machine": ("gpu_probe_machine", 90.0),
+    "staging": ("gpu_probe_copies", 90.0),
+    "swap": ("gpu_probe_copies", 90.0),
+    "fused_adamw": ("gpu_probe_trainer", 60.0),
+    "varlen_attention": ("gpu_probe_kernels", 60.0),
+    "moe_trainer": ("gpu_probe_trainer", 120.0),
+    "grouped_products": ("gpu_probe_kernels", 60.0),
+    "kept_logprobs": ("gpu_probe_kernels", 60.0),
+    "checkpoint_copies": ("gpu_probe_copies", 60.0),
+}
+"""Module and limit in seconds of each part, a function of that name. Nothing of it is imported here."""
 
 Line = dict[str, Any]
 
@@ -62,11 +52,10 @@ def run_part(name: str, device_kind: str, file: Path | None) -> Line:
     """Run a part in this process and return its line. ``file`` always has its results so far."""
     from gpu_probe_common import Device, Report, Skipped, describe
 
-    part = next(part for part in PARTS if part.name == name)
     report = Report(file)
     start_s = time.perf_counter()
     try:
-        getattr(importlib.import_module(part.module), part.function)(Device(device_kind), report)
+        getattr(importlib.import_module(PARTS[name][0]), name)(Device(device_kind), report)
     except Skipped as reason:
         report.skipped["part"] = str(reason)
     except Exception as error:
@@ -175,9 +164,7 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--seconds", type=float, default=600.0, help="for all parts together")
     parser.add_argument("--json", type=Path, help="write the lines there too")
-    parser.add_argument(
-        "--part", choices=[part.name for part in PARTS], help="this one alone, in this process"
-    )
+    parser.add_argument("--part", choices=PARTS, help="this one alone, in this process")
     parser.add_argument("--file", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     sys.path.insert(0, str(REPOSITORY))
@@ -194,19 +181,16 @@ def main() -> int:
     if arguments.json is not None:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text("", encoding="utf-8")
-    for part in PARTS:
-        limit_s = min(part.limit_s, end_s - time.monotonic())
+    for name, (_, part_s) in PARTS.items():
+        limit_s = min(part_s, end_s - time.monotonic())
         if limit_s < 5.0:
-            line = empty_line(part.name)
+            line = empty_line(name)
             line["errors"]["part"] = f"not started: the {arguments.seconds:.0f} s of --seconds were over"
         else:
-            command = [sys.executable, str(Path(__file__).resolve()), "--part", part.name]
-            line = run_apart(
-                [*command, "--device", arguments.device],
-                part.name,
-                limit_s=limit_s,
-                environment=child_environment(arguments.device),
-            )
+            command = [sys.executable, str(Path(__file__).resolve()), "--part", name]
+            command += ["--device", arguments.device]
+            environment = child_environment(arguments.device)
+            line = run_apart(command, name, limit_s=limit_s, environment=environment)
         lines.append(line)
         print(json.dumps(line), flush=True)
         if arguments.json is not None:

@@ -8,8 +8,10 @@ matrix.
 
 import importlib.util
 import inspect
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from gpu_probe_common import TOLERANCE, Device, Report, open_trainer_package, relative_error, relative_errors
@@ -67,21 +69,14 @@ class Part:
 
 def part_of(lengths: Sequence[int], *, start: int, stop: int) -> Part:
     """Find the sequences of a row, given by their lengths, that overlap a part of it."""
-    num_queries, num_keys, firsts = [], [], []
-    first = 0
-    for length in lengths:
-        end = first + length
-        if first < stop and end > start:
-            firsts.append(first)
-            num_queries.append(min(end, stop) - max(first, start))
-            num_keys.append(min(end, stop) - first)
-        first = end
+    ends = itertools.pairwise(itertools.accumulate(lengths, initial=0))
+    found = [(first, min(end, stop)) for first, end in ends if first < stop and end > start]
     return Part(
         start=start,
         stop=stop,
-        key_start=firsts[0],
-        num_queries=tuple(num_queries),
-        num_keys=tuple(num_keys),
+        key_start=found[0][0],
+        num_queries=tuple(end - max(first, start) for first, end in found),
+        num_keys=tuple(end - first for first, end in found),
     )
 
 
@@ -263,22 +258,16 @@ def _time_attention(
     for kind, start in (("row", 0), ("last_part", length - length // sizes.num_parts)):
         part = part_of(lengths, start=start, stop=length)
 
-        def forward(part: Part = part) -> torch.Tensor:
-            return attend(kernel, part, q[part.start : part.stop], k, v)
-
-        def both(part: Part = part) -> None:
-            torch.autograd.grad(forward(part), leaves, grad[part.start : part.stop])
-
-        name = f"{kind}_{len(lengths)}x{lengths[0]}"
-        report.put(name, forward_ms=1e3 * device.time_s(forward))
-        both_s = device.time_s(both)
+        queries = slice(part.start, part.stop)
+        forward = partial(attend, kernel, part, q[queries], k, v)
         # Two products forward and five backward for each pair of a query and a key that it sees.
         pairs = sum(
             queries * (keys - queries) + queries * (queries + 1) / 2
             for queries, keys in zip(part.num_queries, part.num_keys, strict=True)
         )
-        flops = 3.5 * 4 * sizes.num_heads * sizes.head_size * pairs
-        report.put(name, both_ms=1e3 * both_s, both_tflops=flops / both_s / 1e12)
+        flops = 4 * sizes.num_heads * sizes.head_size * pairs
+        name = f"{kind}_{len(lengths)}x{lengths[0]}"
+        device.time_passes(report, name, forward, leaves, grad[queries], flops=flops, backward_ratio=2.5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -358,16 +347,8 @@ def _time_grouped(device: Device, report: Report, sizes: GroupedSizes) -> None:
     report.put(num_groups=sizes.timed_groups, num_tokens=sizes.timed_tokens, largest_group=max(groups))
     for name, product in (("grouped", _grouped), ("loop", _loop)):
         with report.case(name):
-
-            def forward(product: Callable[..., torch.Tensor] = product) -> torch.Tensor:
-                return product(x, weight, groups)
-
-            def both(forward: Callable[[], torch.Tensor] = forward) -> None:
-                torch.autograd.grad(forward(), (x, weight), grad)
-
-            forward_s, both_s = device.time_s(forward), device.time_s(both)
-            report.put(name, forward_ms=1e3 * forward_s, forward_tflops=flops / forward_s / 1e12)
-            report.put(name, both_ms=1e3 * both_s, both_tflops=3 * flops / both_s / 1e12)
+            forward = partial(product, x, weight, groups)
+            device.time_passes(report, name, forward, (x, weight), grad, flops=flops, backward_ratio=2.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

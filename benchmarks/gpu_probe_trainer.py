@@ -14,7 +14,7 @@ import torch
 from gpu_probe_common import GB, Device, Report, group_of_one, open_trainer_package
 
 if TYPE_CHECKING:
-    from forgeasync.config import ActivationCheckpointing, ModelFacts
+    from forgeasync.config import ActivationCheckpointing
     from forgeasync.trainer import PackedRow, PolicyTrainer
 
 
@@ -96,15 +96,6 @@ def fused_adamw(device: Device, report: Report) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RowSizes:
-    """Rows of random sequences."""
-
-    tokens_per_row: int = 2048
-    num_sequences: int = 12
-    longest: int = 400
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSizes:
     """A Qwen3-MoE, with the names of ``ModelFacts``, and rows for it."""
 
@@ -116,7 +107,13 @@ class ModelSizes:
     top_k: int = 4
     expert_hidden_size: int = 256
     vocab_size: int = 4096
-    rows: RowSizes = RowSizes()
+    tokens_per_row: int = 2048
+    num_sequences: int = 12
+    longest: int = 400
+
+    def dimensions(self) -> dict[str, int]:
+        rows = ("tokens_per_row", "num_sequences", "longest")
+        return {name: value for name, value in asdict(self).items() if name not in rows}
 
 
 SMALL = {
@@ -129,7 +126,9 @@ SMALL = {
         top_k=2,
         expert_hidden_size=64,
         vocab_size=128,
-        rows=RowSizes(tokens_per_row=128, num_sequences=4, longest=40),
+        tokens_per_row=128,
+        num_sequences=4,
+        longest=40,
     ),
 }
 LARGE = {
@@ -143,7 +142,9 @@ LARGE = {
         top_k=8,
         expert_hidden_size=768,
         vocab_size=151_936,
-        rows=RowSizes(tokens_per_row=8192, num_sequences=16, longest=2048),
+        tokens_per_row=8192,
+        num_sequences=16,
+        longest=2048,
     ),
     "cpu": SMALL["cpu"],
 }
@@ -154,12 +155,13 @@ BYTES_PER_PARAMETER = 16
 
 def moe_trainer(device: Device, report: Report) -> None:
     """Check replay, activation checkpointing and resume of a small model, then time a large one."""
-    # Fails without TorchTitan, which all cases need.
+    # All cases need TorchTitan.
+    import torchtitan  # noqa: F401
+
     from forgeasync.models import DEVICE_TYPE
 
     if device.is_gpu and DEVICE_TYPE == "cuda":
         torch.cuda.set_device(0)
-    _adapt_to_older_torch(report)
     backend = "gloo" if DEVICE_TYPE == "cpu" else "cpu:gloo,cuda:nccl"
     os.environ.setdefault("LOCAL_RANK", "0")
     # Recomputation in the backward pass needs the mesh context of this thread.
@@ -174,39 +176,6 @@ def moe_trainer(device: Device, report: Report) -> None:
                 case(device, report)
 
 
-def _adapt_to_older_torch(report: Report) -> None:
-    """Drop an argument that TorchTitan 0.3.0 passes to attention and that older releases of torch lack."""
-    import inspect
-
-    import torchtitan.models.common.attention as titan_attention
-
-    varlen_attn = titan_attention.varlen_attn
-    known = inspect.signature(varlen_attn).parameters
-    if "num_splits" in known:
-        return
-
-    def without_num_splits(*arguments: object, num_splits: int | None = None, **others: object) -> object:
-        return varlen_attn(*arguments, **others)
-
-    titan_attention.varlen_attn = without_num_splits
-    report.put(dropped_arguments=["num_splits"])
-
-
-def _facts(sizes: ModelSizes) -> "ModelFacts":
-    from forgeasync.config import ModelFacts
-
-    dimensions = {name: value for name, value in asdict(sizes).items() if name != "rows"}
-    return ModelFacts(
-        **dimensions,
-        model_type="qwen3_moe",
-        num_layers=NUM_LAYERS,
-        max_position_embeddings=40960,
-        tie_word_embeddings=False,
-        rope_theta=1e6,
-        rms_norm_eps=1e-6,
-    )
-
-
 def _trainer(
     device: Device,
     sizes: ModelSizes,
@@ -216,19 +185,27 @@ def _trainer(
 ) -> "PolicyTrainer":
     """Make a trainer, in bfloat16 on a GPU, always with the same random weights."""
     from forgeasync.algorithms import Loss
-    from forgeasync.config import ActivationCheckpointing, Dtype, OptimizerSection, TrainerSection
+    from forgeasync.config import ActivationCheckpointing, Dtype, ModelFacts, OptimizerSection, TrainerSection
     from forgeasync.trainer import PolicyTrainer, TrainerSetup
 
     section = TrainerSection(
         dtype=Dtype.BFLOAT16 if device.is_gpu else Dtype.FLOAT32,
-        tokens_per_row=sizes.rows.tokens_per_row,
+        tokens_per_row=sizes.tokens_per_row,
         activation_checkpointing=checkpointing or ActivationCheckpointing.NONE,
         replay_probe_share=0.0,
         optimizer=OptimizerSection(learning_rate=1e-4),
     )
     setup = TrainerSetup(
         section=section,
-        facts=_facts(sizes),
+        facts=ModelFacts(
+            **sizes.dimensions(),
+            model_type="qwen3_moe",
+            num_layers=NUM_LAYERS,
+            max_position_embeddings=40960,
+            tie_word_embeddings=False,
+            rope_theta=1e6,
+            rms_norm_eps=1e-6,
+        ),
         temperature=1.0,
         loss=Loss(),
         seed=0,
@@ -245,9 +222,9 @@ def _rows(sizes: ModelSizes) -> list["PackedRow"]:
 
     rng = np.random.default_rng(0)
     sequences = []
-    for _ in range(sizes.rows.num_sequences):
-        num_prompt = int(rng.integers(1, sizes.rows.longest // 4))
-        num_response = int(rng.integers(3, sizes.rows.longest - num_prompt))
+    for _ in range(sizes.num_sequences):
+        num_prompt = int(rng.integers(1, sizes.longest // 4))
+        num_response = int(rng.integers(3, sizes.longest - num_prompt))
         ids = rng.integers(0, sizes.vocab_size, num_prompt + num_response).astype(np.int32)
         scores = rng.random((len(ids), NUM_LAYERS, sizes.num_experts))
         experts = np.sort(scores.argsort(-1)[..., : sizes.top_k], axis=-1).astype(np.int16)
@@ -267,7 +244,7 @@ def _rows(sizes: ModelSizes) -> list["PackedRow"]:
                 kept_tokens=KeptTokens.from_rows(kept, vocab_size=sizes.vocab_size),
             )
         )
-    return pack_rows(sequences, tokens_per_row=sizes.rows.tokens_per_row, num_ranks=1)[0]
+    return pack_rows(sequences, tokens_per_row=sizes.tokens_per_row, num_ranks=1)[0]
 
 
 def _replay(device: Device, report: Report) -> None:

@@ -1,7 +1,7 @@
 """Learning curves: compares ways to train the embedded default's model, over several seeds.
 
     python benchmarks/learning.py [key.path=value ...] [--compare ages | distillation | steps] [--steps N]
-                                  [--num-seeds N] [--variants NAME ...] [--folder DIR]
+                                  [--folder DIR]
 
 ``ages`` compares bounds on age, ``distillation`` a teacher with the reward, ``steps`` rewards of steps with
 the reward of the outcome. All variants of a comparison begin with the same model. Runs each variant once with
@@ -107,19 +107,12 @@ STEPS = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
-    """Variants, and the horizontal axes of their plots."""
-
-    variants: tuple[Variant, ...]
-    against: tuple[Against, Against]
-
-
 COMPARISONS = {
-    "ages": Comparison(variants=AGES, against=(Against.STEPS, Against.MINUTES)),
-    "distillation": Comparison(variants=DISTILLATION, against=(Against.TOKENS, Against.STEPS)),
-    "steps": Comparison(variants=STEPS, against=(Against.STEPS, Against.TOKENS)),
+    "ages": (AGES, (Against.STEPS, Against.MINUTES)),
+    "distillation": (DISTILLATION, (Against.TOKENS, Against.STEPS)),
+    "steps": (STEPS, (Against.STEPS, Against.TOKENS)),
 }
+"""Variants, and the horizontal axes of their plots."""
 
 
 def ensure_run(variant: Variant, seed: int, num_steps: int, folder: Path, extra: Sequence[str]) -> Path:
@@ -157,25 +150,28 @@ def is_complete(run_dir: Path, num_steps: int) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """The numbers of one run. None if its metrics lack them."""
+    """The numbers of one run. None if its metrics lack them.
+
+    Attributes:
+        accuracy_by_step: Held-out accuracy after each step that evaluated; 0 is before training.
+        minutes: Time at the end of each step, evaluations included.
+        tokens: Response tokens that were trained on by the end of each step, without dropped groups.
+        last_reward: Mean of the last ``NUM_LAST_STEPS``.
+        steps_per_s: Without evaluations.
+        num_dropped: Number of dropped groups.
+    """
 
     seed: int
     accuracy_by_step: dict[int, float]
-    """Held-out accuracy after each step that evaluated; 0 is before training."""
     minutes: dict[int, float]
-    """Time at the end of each step, evaluations included."""
     tokens: dict[int, float]
-    """Response tokens that were sampled and trained on by the end of each step, without dropped groups."""
     last_reward: float
-    """Mean of the last ``NUM_LAST_STEPS``."""
     steps_per_s: float
-    """Without evaluations."""
     age_mean: float
     age_max: float
     clip_share: float | None
     effective_sample_share: float | None
     num_dropped: int
-    """Number of dropped groups."""
 
     @property
     def accuracy(self) -> float:
@@ -319,15 +315,15 @@ def plot_variants(results: Results, out: Path, against: tuple[Against, Against])
 
 def write_report(results: Results, folder: Path, arguments: argparse.Namespace) -> None:
     """Write the plot, the tables and the JSON to ``folder``, and print the tables."""
-    comparison = COMPARISONS[arguments.compare]
-    plot_variants(results, folder / "learning.png", comparison.against)
+    variants, against = COMPARISONS[arguments.compare]
+    plot_variants(results, folder / "learning.png", against)
     table = f"{markdown_table(results)}\n{accuracy_table(results)}"
     (folder / "learning.md").write_text(table, encoding="utf-8")
     content = {
         "machine": machine_facts(),
-        "configs": {one.name: str(one.config.relative_to(REPOSITORY)) for one in comparison.variants},
+        "configs": {one.name: str(one.config.relative_to(REPOSITORY)) for one in variants},
         "steps": arguments.steps,
-        "overrides": {variant.name: variant.overrides for variant in comparison.variants},
+        "overrides": {variant.name: variant.overrides for variant in variants},
         "overrides_of_all": arguments.overrides,
         "variants": [
             {"name": name, "summary": summary(runs), "runs": [asdict(run) for run in runs]}
@@ -342,29 +338,22 @@ def main() -> None:
     """Run what is missing, then report on all runs."""
     parser = argparse.ArgumentParser(description="Learning curves of ways to train, over seeds.")
     parser.add_argument("--steps", type=int, default=100, help="optimizer steps of every run")
-    parser.add_argument("--num-seeds", type=int, help="instead of each variant's own number")
     parser.add_argument("--compare", choices=list(COMPARISONS), default="ages")
-    parser.add_argument("--variants", nargs="+", help="names of some of them; all if left out")
     parser.add_argument("--folder", type=Path, help="results/learning_COMPARISON if left out")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="change the config")
     arguments = parser.parse_intermixed_args()
     folder = (arguments.folder or RESULTS / f"learning_{arguments.compare}").resolve()
-    variants = {one.name: one for one in COMPARISONS[arguments.compare].variants}
-    if unknown := [name for name in arguments.variants or () if name not in variants]:
-        sys.exit(f"--variants {', '.join(unknown)}: must be of {', '.join(variants)}")
-    runs: dict[str, list[RunResult]] = {
-        name: [] for name in variants if name in (arguments.variants or variants)
-    }
+    variants, _ = COMPARISONS[arguments.compare]
+    runs: dict[str, list[RunResult]] = {variant.name: [] for variant in variants}
     # Seeds in the outer loop, so that changes of the machine's speed over hours affect all variants.
-    num_seeds = {name: arguments.num_seeds or variants[name].num_seeds for name in runs}
-    for seed in range(max(num_seeds.values())):
-        for name, own in runs.items():
-            if seed < num_seeds[name]:
+    for seed in range(max(variant.num_seeds for variant in variants)):
+        for variant in variants:
+            if seed < variant.num_seeds:
                 try:
-                    run_dir = ensure_run(variants[name], seed, arguments.steps, folder, arguments.overrides)
+                    run_dir = ensure_run(variant, seed, arguments.steps, folder, arguments.overrides)
                 except (ValueError, RuntimeError) as error:
                     sys.exit(str(error))
-                own.append(run_result(run_dir, seed))
+                runs[variant.name].append(run_result(run_dir, seed))
     write_report(runs, folder, arguments)
 
 

@@ -1,9 +1,8 @@
 """Compares predictions of the simulator with real runs.
 
-    python benchmarks/simulation_validation.py [--config FILE] [--profile FILE] [--cases NAME ...] [--steps N]
-        [--rounds N] [--folder DIR]
+    python benchmarks/simulation_validation.py [--config FILE] [--steps N] [--rounds N] [--folder DIR]
 
-Measures a profile of the config (``python -m apps.profile``), or reads FILE. Then each case is simulated with
+Measures a profile of the config (``python -m apps.profile``). Then each case is simulated with
 sixteen seeds and run: synchronous and asynchronous, with one to four generators, with bounds from 0 to 8, and
 with responses of a quarter of their length. The first third of a run and its last steps, which have less to
 sample, are left out, as the simulator does. Prints predicted and measured seconds per step, trained tokens
@@ -118,16 +117,15 @@ def measured(lines: Sequence[Mapping[str, Any]], run: SimulatedRun) -> Figures:
 
 
 def run_round(arguments: argparse.Namespace, number: int, console: Console) -> dict[str, Pair]:
-    """Measure a profile, unless there is one, then simulate and run each case."""
-    folder, file = arguments.folder / f"round-{number}", arguments.profile
+    """Measure a profile, then simulate and run each case."""
+    folder = arguments.folder / f"round-{number}"
     folder.mkdir(exist_ok=True)
-    if file is None:
-        file = folder / "profile.json"
-        run_app("apps.profile", arguments.config, [f"seed={number}", "--out", str(file)])
+    file = folder / "profile.json"
+    run_app("apps.profile", arguments.config, [f"seed={number}", "--out", str(file)])
     profile, pairs = read_profile(file), {}
-    for name in arguments.cases:
+    for name, overrides in CASES.items():
         run_dir = folder / name.replace(",", "").replace(" ", "-")
-        settings = [*QUIET, f"seed={number}", *CASES[name], f"max_steps={arguments.steps}"]
+        settings = [*QUIET, f"seed={number}", *overrides, f"max_steps={arguments.steps}"]
         config = load_config([str(arguments.config)], settings)
         facts = read_model_facts(config.model.path)
         run = of_config(resolve(config, facts), facts, profile, num_steps=arguments.steps)
@@ -171,8 +169,6 @@ def main() -> None:
     """Measure, run, print the table, write the JSON."""
     parser = argparse.ArgumentParser(description="Compares predictions of the simulator with real runs.")
     parser.add_argument("--config", type=Path, default=CONFIG)
-    parser.add_argument("--profile", type=Path)
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--folder", type=Path, default=RESULTS / "simulation_validation")
@@ -186,7 +182,7 @@ def main() -> None:
         console.print(results(rounds, title=f"means of {len(rounds)} rounds"))
     cases = {
         name: [{"predicted": asdict(one[name][0]), "measured": asdict(one[name][1])} for one in rounds]
-        for name in arguments.cases
+        for name in CASES
     }
     write_json(arguments.folder / "simulation_validation.json", {"machine": machine_facts(), "cases": cases})
 

@@ -11,6 +11,7 @@ end of the step before to its own end, so it includes all of TRL's work.
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,31 +45,29 @@ class StepLog(TrainerCallback):
         self.lengths, self.rewards = [], []
 
 
-class GymReward:
-    """forgeasync's ReasoningGymScorer for TRL: reasoning-gym's score of the text after the last prefix."""
+def gym_reward(spec: SimpleNamespace, log: StepLog) -> Callable[..., list[float]]:
+    """Return forgeasync's ReasoningGymScorer for TRL: reasoning-gym's score of the text after the last
+    prefix."""
+    # Only for its verifier: each problem has its own entry.
+    verifier = reasoning_gym.create_dataset(spec.gym_task, seed=0, size=1, **spec.gym_options)
 
-    __name__ = "reasoning_gym"
-
-    def __init__(self, spec: SimpleNamespace, log: StepLog) -> None:
-        # Only for its verifier: each problem has its own entry.
-        self._verifier = reasoning_gym.create_dataset(spec.gym_task, seed=0, size=1, **spec.gym_options)
-        self._prefix = spec.answer_prefix
-        self._log = log
-
-    def __call__(
-        self, *, completions: list[str], completion_ids: list[list[int]], entry: list[str], **_: Any
-    ) -> list[float]:
-        rewards = [self._score(text, json.loads(one)) for text, one in zip(completions, entry, strict=True)]
-        self._log.lengths += [len(ids) for ids in completion_ids]
-        self._log.rewards += rewards
-        return rewards
-
-    def _score(self, text: str, entry: dict[str, Any]) -> float:
-        _, found, answer = text.rpartition(self._prefix) if self._prefix else ("", "found", text)
+    def score(text: str, entry: dict[str, Any]) -> float:
+        prefix = spec.answer_prefix
+        _, found, answer = text.rpartition(prefix) if prefix else ("", "found", text)
         try:
-            return float(self._verifier.score_answer(answer.strip(), entry)) if found else 0.0
+            return float(verifier.score_answer(answer.strip(), entry)) if found else 0.0
         except Exception:  # of any type: verifiers read untrusted text
             return 0.0
+
+    def reasoning_gym_reward(
+        *, completions: list[str], completion_ids: list[list[int]], entry: list[str], **_: Any
+    ) -> list[float]:
+        rewards = [score(text, json.loads(one)) for text, one in zip(completions, entry, strict=True)]
+        log.lengths += [len(ids) for ids in completion_ids]
+        log.rewards += rewards
+        return rewards
+
+    return reasoning_gym_reward
 
 
 def main() -> None:
@@ -80,7 +79,7 @@ def main() -> None:
     log = StepLog()
     trainer = GRPOTrainer(
         model=spec.model,
-        reward_funcs=GymReward(spec, log),
+        reward_funcs=gym_reward(spec, log),
         args=GRPOConfig(**spec.grpo),
         train_dataset=datasets.Dataset.from_list(tasks),
         callbacks=[log],

@@ -6,8 +6,8 @@ Each measurement is a run of two trainer processes (FSDP2 with expert parallelis
 Transports take turns, round after round. A run's metrics.jsonl has the longest time of each step; the table
 has medians over steps and rounds.
 
-- publish: until a version is staged, while the trainer goes on; also against a copy of as many bytes
-- fetch: while the generator decodes; also against a copy of as many bytes
+- publish: until a version is staged, while the trainer goes on
+- fetch: while the generator decodes
 - pause: how long decoding stands still for the swap
 - moved: bytes that the fetches moved, of those that the engine needs
 """
@@ -16,10 +16,8 @@ import argparse
 import os
 import statistics
 import tempfile
-import time
 from pathlib import Path
 
-import numpy as np
 from common import RESULTS, machine_facts, write_json, write_model
 from rich.console import Console
 from rich.table import Table
@@ -36,19 +34,8 @@ NUM_SKIPPED_STEPS = 2
 Measurement = dict[str, float]
 
 
-def copy_s(num_bytes: int) -> float:
-    """Return the median time of copying ``num_bytes`` by one thread, in seconds."""
-    source, target = np.ones(num_bytes, np.uint8), np.ones(num_bytes, np.uint8)
-    times = []
-    for _ in range(5):
-        start_s = time.perf_counter()
-        np.copyto(target, source)
-        times.append(time.perf_counter() - start_s)
-    return statistics.median(times)
-
-
 def measure(transport: str, model: Path, num_steps: int, run_dir: Path) -> Measurement:
-    """Run one transport once. Returns medians over steps, and the time of a copy right after the run."""
+    """Run one transport once. Returns medians over steps."""
     config = tiny_config(model).model_copy(update={"run_dir": str(run_dir)})
     result = fa.train(
         config, [f"max_steps={num_steps + NUM_SKIPPED_STEPS}", f"weights.transport={transport}"]
@@ -64,14 +51,13 @@ def measure(transport: str, model: Path, num_steps: int, run_dir: Path) -> Measu
         "pause_s": median("generator/max_pause_s"),
         "num_bytes_needed": num_needed,
         "moved_share": median("weights/num_bytes_moved") / num_needed,
-        "copy_s": copy_s(int(num_needed)),
     }
 
 
 def report(runs: dict[tuple[str, str], list[Measurement]]) -> Table:
     """Return a table with a row for each size and transport: medians over rounds."""
     table = Table(title="new weights, while the generator decodes")
-    for column in ("model", "transport", "publish", "of a copy", "fetch", "of a copy", "pause", "moved"):
+    for column in ("model", "transport", "publish", "fetch", "pause", "moved"):
         table.add_column(column, justify="right")
     for (size, transport), own in runs.items():
         one = {key: statistics.median(each[key] for each in own) for key in own[0]}
@@ -79,9 +65,7 @@ def report(runs: dict[tuple[str, str], list[Measurement]]) -> Table:
             f"{size}, {one['num_bytes_needed'] / 1e6:.0f} MB",
             transport,
             f"{one['publish_s'] * 1e3:.1f} ms",
-            f"{one['publish_s'] / one['copy_s']:.1f} x",
             f"{one['fetch_s'] * 1e3:.1f} ms",
-            f"{one['fetch_s'] / one['copy_s']:.1f} x",
             f"{one['pause_s'] * 1e3:.2f} ms",
             f"{one['moved_share']:.0%}",
         )

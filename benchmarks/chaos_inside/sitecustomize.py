@@ -130,21 +130,19 @@ class Order:
             if os.path.realpath(path).startswith(below) and not self.is_ended:
                 raise OSError(number, os.strerror(number), path)
 
-        def refusing_pwrite(descriptor, *args):
-            refuse(f"/proc/self/fd/{descriptor}")
-            return pwrite(descriptor, *args)
+        def refusing(write):
+            def call(file, *args):
+                refuse(f"/proc/self/fd/{file if isinstance(file, int) else file.fileno()}")
+                return write(file, *args)
 
-        def refusing_fsync(descriptor):
-            number_of = descriptor if isinstance(descriptor, int) else descriptor.fileno()
-            refuse(f"/proc/self/fd/{number_of}")
-            return fsync(descriptor)
+            return call
 
         def refusing_open(file, mode="r", *args, **kwargs):
             if isinstance(file, str | os.PathLike) and any(sign in mode for sign in "wax+"):
                 refuse(os.fspath(file))
             return open_file(file, mode, *args, **kwargs)
 
-        os.pwrite, os.fsync = refusing_pwrite, refusing_fsync
+        os.pwrite, os.fsync = refusing(pwrite), refusing(fsync)
         io.open = builtins.open = refusing_open
         self.taken()
 

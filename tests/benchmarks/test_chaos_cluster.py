@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from chaos_cluster import ClusterHosts, ClusterInjector, hosts_in, overrides_of, problem
 from chaos_faults import CLUSTER_KINDS, HOST, UNNOTICED, Injected, Kind, Moment, Planned, plan
-from chaos_injector import Orders
 from chaos_report import match
 
 from forgeasync.config import load_config
@@ -88,14 +87,8 @@ def test_a_long_partition_heals_only_after_it_was_noticed(
 ) -> None:
     monkeypatch.setattr("chaos_cluster.HOST_LIMIT_S", 0.0)
     fault = Planned(role=HOST, kind=Kind.LONG_PARTITION, at_step=1, pause_share=0.0, which=0.5)
-    injector = ClusterInjector(
-        tmp_path,
-        [fault],
-        tmp_path / "witness.jsonl",
-        orders=Orders(tmp_path / "orders"),
-        hosts=(hosts := Recorded()),
-        max_steps=9,
-    )
+    injector = ClusterInjector(tmp_path, [fault], hosts=(hosts := Recorded()), max_steps=9)
+    (tmp_path / "run").mkdir()
 
     def look() -> list[tuple[str, str]]:
         for _ in range(5):
@@ -103,7 +96,7 @@ def test_a_long_partition_heals_only_after_it_was_noticed(
         return hosts.done
 
     def write(name: str, line: dict[str, Any]) -> None:
-        (tmp_path / name).write_text(json.dumps(line) + "\n")
+        (tmp_path / "run" / name).write_text(json.dumps(line) + "\n")
 
     assert look() == []
     write("metrics.jsonl", {"step": 1, "time/step_s": 0.0})

@@ -289,7 +289,7 @@ def test_the_script_writes_a_line_for_every_part(tmp_path: Path) -> None:
     found = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert found.returncode == 1, found.stderr
     lines = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [line["name"] for line in lines] == [part.name for part in gpu_probe.PARTS]
+    assert [line["name"] for line in lines] == list(gpu_probe.PARTS)
     assert all("--seconds were over" in line["errors"]["part"] for line in lines)
     assert found.stdout.splitlines()[0] == json.dumps(lines[0]) and "FAILED" in found.stdout
 

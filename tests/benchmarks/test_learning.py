@@ -87,7 +87,7 @@ def test_accuracies_come_with_the_tokens_that_were_sampled_by_then(tmp_path: Pat
 
 @pytest.mark.parametrize("name", list(learning.COMPARISONS))
 def test_a_comparison_names_configs_that_are_there_and_variants_that_differ(name: str) -> None:
-    compared = learning.COMPARISONS[name].variants
+    compared, _ = learning.COMPARISONS[name]
     assert len({one.name for one in compared}) == len(compared)
     for one in compared:
         load_config(str(one.config), one.overrides)
@@ -100,9 +100,9 @@ def test_plot_of_runs_of_unequal_speed_is_a_png(tmp_path: Path) -> None:
     ]
     runs = [learning.run_result(path, seed) for seed, path in enumerate(paths)]
     out = tmp_path / "learning.png"
-    for comparison in learning.COMPARISONS.values():
+    for _, against in learning.COMPARISONS.values():
         out.unlink(missing_ok=True)
-        learning.plot_variants({"a": runs}, out, comparison.against)
+        learning.plot_variants({"a": runs}, out, against)
     assert out.read_bytes().startswith(b"\x89PNG")
 
 
