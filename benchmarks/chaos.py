@@ -1,7 +1,7 @@
 """Breaks a run at random and checks that it lost nothing.
 
     python benchmarks/chaos.py --faults N --seed S [--role ROLE ...] [--kind KIND ...] [--moment MOMENT ...]
-        [--config FILE ... | --witness] [key.path=value ...] [--band LOW HIGH | --reference-runs K]
+        [--config FILE ... | --witness] [key.path=value ...] [--reference-runs K]
         [--steps-per-fault N] [--limit-s S] [--off] [--out FOLDER]
 
 Starts ``apps.grpo`` on the embedded default, or on FILE, for enough steps. The seed determines role, moment,
@@ -135,9 +135,7 @@ def main() -> int:
     parser.add_argument(
         "--witness", action="store_true", help="train a model whose weights count their groups"
     )
-    band = parser.add_mutually_exclusive_group()
-    band.add_argument("--band", nargs=2, type=float, metavar=("LOW", "HIGH"), help="of held-out accuracies")
-    band.add_argument(
+    parser.add_argument(
         "--reference-runs", type=int, default=0, help="runs without faults, to measure the band"
     )
     arguments = parse(parser, list(Kind))
@@ -229,7 +227,7 @@ def break_run(
         witness_problem=chaos_witness.problem(run.folder, out / "witness-model")
         if arguments.witness
         else None,
-        band=measured_band(accuracies) if accuracies else arguments.band,
+        band=measured_band(accuracies) if accuracies else None,
         lengths=length_distances(rollouts, [read_lines(one / "rollouts.jsonl") for one in references]),
         left=[*remaining, *on_hosts],
     )
@@ -266,16 +264,13 @@ def costs_of(
         return {"undisturbed_step_s": None, "lost": []}
     step_s = step_median_s(undisturbed or evidence.steps)
     lost = lost_times(evidence.injected, seen_s, evidence.steps, undisturbed_step_s=step_s)
-    for role in sorted({fault.role for fault, _ in lost}):
-        cost_s = [one_s for fault, one_s in lost if fault.role == role]
+    for role in sorted({one["role"] for one in lost}):
+        cost_s = [one["lost_s"] for one in lost if one["role"] == role]
         print(
             f"  {role}: a fault costs {statistics.mean(cost_s):.1f} s (mean of {len(cost_s)}, "
             f"{min(cost_s):.1f} to {max(cost_s):.1f})"
         )
-    named = [
-        {"role": one.role, "kind": one.kind, "moment": one.moment, "lost_s": lost_s} for one, lost_s in lost
-    ]
-    return {"undisturbed_step_s": step_s, "lost": named}
+    return {"undisturbed_step_s": step_s, "lost": lost}
 
 
 if __name__ == "__main__":

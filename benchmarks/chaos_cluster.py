@@ -212,15 +212,11 @@ class ClusterInjector(Injector):
         self._note(number, fault, time_s, (rank, 0), words)
         if fault.kind in (Kind.LONG_PARTITION, Kind.LOST_NODE):
             end_s = time.monotonic() + NOTICE_S
-            while time.monotonic() < end_s and not self._has_noticed(time_s):
+            while time.monotonic() < end_s and not self._has_noticed(HOST, time_s):
                 yield
         pauses_s = {Kind.SLOW_LINK: SLOW_S, Kind.SHORT_PARTITION: SHORT_S, Kind.LONG_PARTITION: HOST_LIMIT_S}
         yield from self._pause(pauses_s.get(fault.kind, 0.0))
         self._hosts.repair(host)
-
-    def _has_noticed(self, since_s: float) -> bool:
-        lines = self._lines("faults.jsonl")
-        return any(one["role"] == HOST and one["time_s"] >= since_s for one in lines)
 
 
 def overrides_of(num_hosts: int, given: Sequence[str]) -> list[str]:
@@ -246,7 +242,7 @@ def overrides_of(num_hosts: int, given: Sequence[str]) -> list[str]:
 def main() -> int:
     """Run the command line. Returns the exit code."""
     parser = argparse.ArgumentParser(description="Breaks hosts and checks that a run lost nothing.")
-    parser.set_defaults(role=[HOST], moment=None, witness=False, band=None, reference_runs=0)
+    parser.set_defaults(role=[HOST], moment=None, witness=False, reference_runs=0)
     arguments = parse(parser, CLUSTER_KINDS[HOST])
     try:
         hosts = ClusterHosts(find_hosts())

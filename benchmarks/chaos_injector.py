@@ -374,18 +374,22 @@ class Injector:
         orders = [self._orders.give(pid, fault.kind.value, folder=folder) for pid in sorted(pids)]
         self._note(number, fault, time_s)
         end_s = time.monotonic() + MAX_OUTAGE_S
-        while not (is_noticed or self._has_noticed_outage(time_s)) and time.monotonic() < end_s:
+        while not is_noticed and time.monotonic() < end_s:
             yield
+            is_noticed = self._has_noticed(STORAGE, time_s) or self._has_printed_outage()
         yield from self._pause(OUTAGE_S)
         for order in orders:
             order.end()
 
-    def _has_noticed_outage(self, since_s: float) -> bool:
-        lines = [one for one in self._lines("faults.jsonl") if one["role"] == STORAGE]
-        # The run cannot write faults.jsonl either. It prints the outage and adds the line afterwards.
-        printed = self._out.joinpath("run.out").read_bytes()
-        num_before = sum(one["event"] == "detected" for one in lines)
-        return any(one["time_s"] >= since_s for one in lines) or printed.count(REFUSED_WORDS) > num_before
+    def _has_noticed(self, role: str, since_s: float) -> bool:
+        lines = self._lines("faults.jsonl")
+        return any(one["role"] == role and one["time_s"] >= since_s for one in lines)
+
+    def _has_printed_outage(self) -> bool:
+        """Whether the run has printed an outage that it cannot write to faults.jsonl."""
+        outages = [one for one in self._lines("faults.jsonl") if one["role"] == STORAGE]
+        num_written = sum(one["event"] == "detected" for one in outages)
+        return (self._out / "run.out").read_bytes().count(REFUSED_WORDS) > num_written
 
     def _note(
         self, number: int, fault: Planned, time_s: float, process: tuple[int, int] = (0, 0), words: str = ""

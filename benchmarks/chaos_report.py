@@ -333,17 +333,8 @@ def _percentiles(name: str, values: Sequence[float]) -> dict[str, float | None]:
 def table(found: Sequence[Mapping[str, Any]]) -> Table:
     """Return a table with a row for each kind in each role."""
     shown = Table("role", "kind", title="faults")
-    names = (
-        "injected",
-        "to notice",
-        "detected",
-        "recovered",
-        "detection p50 s",
-        "p95",
-        "recovery p50 s",
-        "p95",
-    )
-    for name in names:
+    times = (f"{what} p{percent} s" for what in ("detection", "recovery") for percent in (50, 95))
+    for name in ("injected", "to notice", "detected", "recovered", *times):
         shown.add_column(name, justify="right")
     for row in found:
         cells = (
@@ -367,7 +358,7 @@ def lost_times(
     steps: Sequence[Line],
     *,
     undisturbed_step_s: float,
-) -> list[tuple[Injected, float]]:
+) -> list[dict[str, Any]]:
     """Return the seconds of training time that each fault cost, in the order of their times.
 
     ``seen_s`` has the time (``time.time``) at which each step was first seen. The faults within a step share
@@ -388,4 +379,7 @@ def lost_times(
         for number in within or list(lost_s)[-1:]:
             more_s = (seen_s[step] - seen_s[before] - expected_s) / max(1, len(within))
             lost_s[number] = lost_s.get(number, 0.0) + more_s
-    return [(last[number], cost_s) for number, cost_s in lost_s.items()]
+    return [
+        {"role": one.role, "kind": one.kind, "moment": one.moment, "lost_s": lost_s[one.number]}
+        for one in (last[number] for number in lost_s)
+    ]

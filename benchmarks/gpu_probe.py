@@ -12,6 +12,7 @@ kernel. Its figures mean nothing. ``--part NAME`` runs one part in this process.
 """
 
 import argparse
+import contextlib
 import importlib
 import json
 import os
@@ -34,14 +35,14 @@ KILL_WAIT_S = 10.0
 
 PARTS = {
     "machine": ("gpu_probe_machine", 90.0),
-    "staging": ("gpu_probe_copies", 90.0),
-    "swap": ("gpu_probe_copies", 90.0),
+    "staging": ("gpu_probe_machine", 90.0),
+    "swap": ("gpu_probe_machine", 90.0),
     "fused_adamw": ("gpu_probe_trainer", 60.0),
     "varlen_attention": ("gpu_probe_kernels", 60.0),
     "moe_trainer": ("gpu_probe_trainer", 120.0),
     "grouped_products": ("gpu_probe_kernels", 60.0),
     "kept_logprobs": ("gpu_probe_kernels", 60.0),
-    "checkpoint_copies": ("gpu_probe_copies", 60.0),
+    "checkpoint_copies": ("gpu_probe_machine", 60.0),
 }
 """Module and limit in seconds of each part, a function of that name. Nothing of it is imported here."""
 
@@ -112,10 +113,8 @@ def _wait(process: subprocess.Popen[bytes], limit_s: float) -> str | None:
         code = process.wait(limit_s)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(KILL_WAIT_S)
-        except subprocess.TimeoutExpired:
-            return f"stopped after its limit of {limit_s:.0f} s, and not ended {KILL_WAIT_S:.0f} s later"
         return f"stopped after its limit of {limit_s:.0f} s"
     except BaseException:
         os.killpg(process.pid, signal.SIGKILL)

@@ -10,7 +10,6 @@ import math
 import re
 import statistics
 import sys
-import tempfile
 import time
 import traceback
 import types
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+SHARED_MEMORY = Path("/dev/shm")
 GB = 1e9
 
 TOLERANCE = 0.03
@@ -138,11 +138,6 @@ class Report:
         self.skipped: dict[str, str] = {}
         self._file = file
 
-    @property
-    def is_ok(self) -> bool:
-        """Whether nothing failed, and something was tried."""
-        return not self.errors and all(self.checks.values()) and bool(self.figures or self.checks)
-
     def put(self, prefix: str = "", /, **figures: object) -> None:
         """Add figures, whose names end in their units, with a prefix and "_" before their names."""
         self.figures |= {f"{prefix}_{name}" if prefix else name: one for name, one in figures.items()}
@@ -165,9 +160,10 @@ class Report:
         self._write()
 
     def content(self) -> dict[str, object]:
-        """Return the report in JSON's types."""
+        """Return the report in JSON's types. It is ok if nothing failed and something was tried."""
+        is_ok = not self.errors and all(self.checks.values()) and bool(self.figures or self.checks)
         parts = {"figures": self.figures, "checks": self.checks, "errors": self.errors}
-        return plain({"ok": self.is_ok, **parts, "skipped": self.skipped})
+        return plain({"ok": is_ok, **parts, "skipped": self.skipped})
 
     def _write(self) -> None:
         if self._file is not None:
@@ -220,12 +216,6 @@ def free_host_bytes() -> int:
         if line.startswith("MemAvailable:"):
             return 1024 * int(line.split()[1])
     raise RuntimeError("/proc/meminfo has no MemAvailable")
-
-
-def shared_memory_folder() -> Path:
-    """Return the folder for staging buffers: shared memory, or without it the folder for temporary files."""
-    folder = Path("/dev/shm")
-    return folder if folder.is_dir() else Path(tempfile.gettempdir())
 
 
 def open_trainer_package(device: Device, report: Report) -> None:

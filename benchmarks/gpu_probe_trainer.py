@@ -14,7 +14,6 @@ import torch
 from gpu_probe_common import GB, Device, Report, group_of_one, open_trainer_package
 
 if TYPE_CHECKING:
-    from forgeasync.config import ActivationCheckpointing
     from forgeasync.trainer import PackedRow, PolicyTrainer
 
 
@@ -179,7 +178,7 @@ def moe_trainer(device: Device, report: Report) -> None:
 def _trainer(
     device: Device,
     sizes: ModelSizes,
-    checkpointing: "ActivationCheckpointing | None" = None,
+    checkpointing: str = "none",
     *,
     resume_from: Path | None = None,
 ) -> "PolicyTrainer":
@@ -191,7 +190,7 @@ def _trainer(
     section = TrainerSection(
         dtype=Dtype.BFLOAT16 if device.is_gpu else Dtype.FLOAT32,
         tokens_per_row=sizes.tokens_per_row,
-        activation_checkpointing=checkpointing or ActivationCheckpointing.NONE,
+        activation_checkpointing=ActivationCheckpointing(checkpointing),
         replay_probe_share=0.0,
         optimizer=OptimizerSection(learning_rate=1e-4),
     )
@@ -283,18 +282,11 @@ def _replay(device: Device, report: Report) -> None:
 
 def _checkpointing(device: Device, report: Report) -> None:
     """Compare loss and gradient of a step between the kinds of activation checkpointing."""
-    from forgeasync.config import ActivationCheckpointing
-
     sizes = SMALL[device.kind]
     rows = _rows(sizes)
     found = {}
-    for name, choice in (
-        ("none", ActivationCheckpointing.NONE),
-        ("none_again", ActivationCheckpointing.NONE),
-        ("selective", ActivationCheckpointing.SELECTIVE),
-        ("full", ActivationCheckpointing.FULL),
-    ):
-        result = _trainer(device, sizes, choice).train_step(rows)
+    for name in ("none", "none_again", "selective", "full"):
+        result = _trainer(device, sizes, name.removesuffix("_again")).train_step(rows)
         report.check(f"{name}_step_was_taken", result.skip_reason is None)
         found[name] = {key: result.metrics[key] for key in ("loss", "grad_norm")}
     report.put(steps_by_activation_checkpointing=found)
@@ -336,15 +328,13 @@ def _resume(device: Device, report: Report) -> None:
 
 def _speed(device: Device, report: Report) -> None:
     """Time whole optimizer steps with full activation checkpointing, without the first."""
-    from forgeasync.config import ActivationCheckpointing
-
     gc.collect()
     sizes = LARGE[device.kind]
     while device.is_gpu and _state_bytes(sizes) > device.free_bytes() / 2 and sizes.num_experts > sizes.top_k:
         sizes = dataclasses.replace(sizes, num_experts=sizes.num_experts // 2)
     report.put(num_experts=sizes.num_experts, state_gb=_state_bytes(sizes) / GB)
     rows = _rows(sizes)
-    trainer = _trainer(device, sizes, ActivationCheckpointing.FULL)
+    trainer = _trainer(device, sizes, "full")
     num_tokens = sum(int((row.sequence_ids_L >= 0).sum()) for row in rows)
     results = []
     step_s = device.time_s(lambda: results.append(trainer.train_step(rows)), repeats=3)

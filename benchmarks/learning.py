@@ -131,7 +131,8 @@ def ensure_run(variant: Variant, seed: int, num_steps: int, folder: Path, extra:
                 f"{run_dir} holds a run with the overrides {text.split()}, not {wanted.split()}; "
                 "delete it or choose another --folder"
             )
-        if is_complete(run_dir, num_steps):
+        metrics = run_dir / "metrics.jsonl"
+        if metrics.exists() and [line["step"] for line in read_json_lines(metrics)][-1:] == [num_steps]:
             return run_dir
         shutil.rmtree(run_dir)
     run_dir.mkdir(parents=True)
@@ -139,13 +140,6 @@ def ensure_run(variant: Variant, seed: int, num_steps: int, folder: Path, extra:
     print(f"running {run_dir.name}", flush=True)
     run_app(variant.app, variant.config, [*overrides, f"run_dir={run_dir}"])
     return run_dir
-
-
-def is_complete(run_dir: Path, num_steps: int) -> bool:
-    """Whether the metrics of a run reach its last step."""
-    metrics = run_dir / "metrics.jsonl"
-    lines = read_json_lines(metrics) if metrics.exists() else []
-    return bool(lines) and lines[-1]["step"] == num_steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,6 @@ has medians over steps and rounds.
 """
 
 import argparse
-import os
 import statistics
 import tempfile
 from pathlib import Path
@@ -93,8 +92,7 @@ def main() -> None:
                     runs.setdefault((size, transport), []).append(found)
     Console(width=140).print(report(runs))
     found = [{"size": size, "transport": name, **one} for (size, name), own in runs.items() for one in own]
-    content = {"machine": machine_facts(), "load_average": os.getloadavg()[0]}
-    write_json(arguments.out, content | {"runs": found})
+    write_json(arguments.out, {"machine": machine_facts(), "runs": found})
 
 
 if __name__ == "__main__":

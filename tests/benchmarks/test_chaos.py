@@ -66,7 +66,6 @@ def test_what_ends_a_run_is_left_out_where_nobody_starts_it_again() -> None:
 @pytest.mark.parametrize(
     ("roles", "kinds", "said"),
     [
-        (["oracle"], tuple(Kind), "--role oracle: must be one of scorer, "),
         (["scorer"], (Kind.HUNG_COLLECTIVE,), "--role scorer: it has none of the kinds hung_collective"),
         (["storage"], (Kind.SIGKILL,), "--role storage: it has none of the kinds sigkill"),
     ],

@@ -301,7 +301,7 @@ def test_what_a_fault_costs_is_counted_to_the_next_one() -> None:
         )
     ]
     lost = lost_times(faults, seen_s, steps, undisturbed_step_s=2.0)
-    assert [(one.role, one.moment, lost_s) for one, lost_s in lost] == [
+    assert [(one["role"], one["moment"], one["lost_s"]) for one in lost] == [
         ("scorer", "step", pytest.approx(3.0)),
         ("generator", "step", pytest.approx(1.0)),
         ("trainer", "resume", pytest.approx(1.0 + 7.0)),

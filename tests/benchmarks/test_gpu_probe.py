@@ -5,11 +5,10 @@ import math
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import gpu_probe
-import gpu_probe_copies
 import gpu_probe_kernels
 import gpu_probe_machine
 import gpu_probe_trainer
@@ -24,9 +23,9 @@ from tests.support.processes import run_apart
 REPOSITORY = Path(__file__).parents[2]
 SIZES = (
     gpu_probe_kernels.ATTENTION,
-    gpu_probe_copies.CHECKPOINT,
-    gpu_probe_copies.STAGING,
-    gpu_probe_copies.SWAP,
+    gpu_probe_machine.CHECKPOINT,
+    gpu_probe_machine.STAGING,
+    gpu_probe_machine.SWAP,
     gpu_probe_machine.MACHINE,
     gpu_probe_trainer.ADAMW,
     gpu_probe_kernels.GROUPED,
@@ -94,11 +93,10 @@ def test_weights_are_swapped_under_a_graph_by_every_route(gpu: list[str]) -> Non
 
 
 def test_a_graph_that_keeps_the_old_weights_is_found(gpu: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def capture_copies(run: object) -> gpu_probe_copies.Captured:
-        output = run().clone()  # type: ignore[operator]
-        return gpu_probe_copies.Captured(replay=lambda: None, output=output)
+    def capture_copies(run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+        return lambda: None, run().clone()
 
-    monkeypatch.setattr(gpu_probe_copies, "capture", capture_copies)
+    monkeypatch.setattr(gpu_probe_machine, "capture", capture_copies)
     line = gpu_probe.run_part("swap", "cuda", None)
     assert line["checks"]["graph_replay_gives_the_new_result"]
     assert not line["checks"]["host_replay_gives_the_new_result"] and gpu_probe.has_failed(line)
