@@ -277,9 +277,9 @@ RUN_ROW = (
 """Cells of a run in the table."""
 
 
-def results_table(measurements: Sequence[Mapping[str, Any]], *, title: str, baseline: str) -> Table:
+def results_table(measurements: Sequence[Mapping[str, Any]], *, baseline: str) -> Table:
     """Return a table of runs, then of medians by contender with their ratios to ``baseline``."""
-    table = Table("contender", title=title)
+    table = Table("contender", title="GRPO on the same cores")
     lengths_column = "length mean (p10/p50/p90) max"
     for name in ("round", "tokens/s", "step s", lengths_column, "reward", "peak MiB"):
         table.add_column(name, justify="right")
@@ -319,8 +319,7 @@ def main() -> None:
     middle = medians(measurements)
     # Ratios are to the faster of TRL's.
     baseline = max(TRL_THREADS, key=lambda contender: middle[contender]["tokens_per_s"])
-    title = f"GRPO on the same cores, {arguments.steps} steps a run"
-    console.print(results_table(measurements, title=title, baseline=baseline))
+    console.print(results_table(measurements, baseline=baseline))
     content = {
         "machine": machine_facts(),
         "config": str(CONFIG.relative_to(REPOSITORY)),

@@ -92,6 +92,8 @@ def parse(parser: argparse.ArgumentParser, kinds: Sequence[Kind]) -> argparse.Na
     parser.add_argument("--out", type=Path, default=RESULTS / f"chaos-{datetime.now():%Y%m%d-%H%M%S}")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value")
     arguments = parser.parse_args()
+    if arguments.witness and arguments.config:
+        parser.error("--witness has its own config: must be without --config")
     # The last fault has as many steps to recover.
     arguments.max_steps = arguments.steps_per_fault * (arguments.faults + 1)
     arguments.config = arguments.config or [CONFIG]
@@ -140,9 +142,8 @@ def main() -> int:
     )
     arguments = parse(parser, list(Kind))
     if arguments.witness:
-        arguments.config = [
-            chaos_witness.write(arguments.out / "witness-model", num_steps=arguments.max_steps)
-        ]
+        folder = arguments.out / "witness-model"
+        arguments.config = [chaos_witness.write(folder, num_steps=arguments.max_steps)]
     arguments.role = arguments.role or roles_of(load_config(arguments.config, arguments.overrides))
     return break_run(arguments, KINDS, environment=Orders(arguments.out / "orders").environment())
 

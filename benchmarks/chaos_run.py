@@ -42,23 +42,22 @@ class Run:
         folder: Path,
         *,
         supervise: bool,
-        environment: Mapping[str, str] | None = None,
+        environment: Mapping[str, str],
     ) -> None:
         """Start the run. A file beside its folder, which ends in ".out", gets its output."""
         self.folder = folder
-        self.output = folder.with_suffix(".out")
         self._command = [sys.executable, "-m", "apps.grpo"]
         for config in configs:
             self._command += ["--config", str(config.resolve())]
         self._command += [f"run_dir={folder}", *overrides, *(["--supervise"] if supervise else [])]
-        self._environment = os.environ | dict(environment or {})
+        self._environment = os.environ | dict(environment)
         self._files_before = set(SHARED_MEMORY.iterdir())
         self._started: dict[tuple[int, float], psutil.Process] = {}
         self._marks: set[str] = set()
         self._process = self._start()
 
     def _start(self, *options: str) -> subprocess.Popen[bytes]:
-        with self.output.open("ab") as file:
+        with self.folder.with_suffix(".out").open("ab") as file:
             # In a session of its own, so that Ctrl-C reaches this program alone, which then ends the run.
             return subprocess.Popen(
                 [*self._command, *options],

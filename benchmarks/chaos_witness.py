@@ -19,11 +19,11 @@ from typing import Any
 from chaos_report import read_lines
 from common import write_model
 
+CONFIG = Path(__file__).resolve().parent / "data" / "witness.yaml"
 LEARNING_RATE = 2.0**-10
 """A power of two, so that rounding changes it by less than a thousandth when it is added to a weight."""
 
 GROUPS_PER_STEP = 2
-GROUP_SIZE = 4
 NUM_SPARE_STEPS = 60
 """Steps whose prompts are for groups that are sampled and not trained on."""
 
@@ -41,31 +41,6 @@ MOVED = 0.02
 
 MOST = 0.9
 """Share of a row's numbers that have to agree: a gradient that is 0 or underflows is rare."""
-
-
-CONFIG = """
-name: witness
-max_steps: {num_steps}
-max_off_policy_steps: 2
-model: {{path: "{model}", max_context_length: 64}}
-data:
-  source: {{kind: python, factory: chaos_witness.problems, options: {{num: {num_prompts}}}}}
-  reward: {{kind: python, factory: chaos_witness.reward}}
-  num_train: {num_prompts}
-  num_held_out: 8
-sampling: {{max_response_tokens: 1}}
-generator: {{max_num_seqs: 32, max_num_batched_tokens: 512, kv_cache_gib: 0.05}}
-trainer:
-  parallel: {{num_procs: 2, expert: 2}}
-  tokens_per_row: 64
-  optimizer: {{learning_rate: {learning_rate}, betas: [0.0, 0.0], eps: 1.0e-20, max_grad_norm: 1.0e+30}}
-algorithm:
-  group_size: {group_size}
-  groups_per_step: {groups_per_step}
-  objective: {{kind: python, factory: chaos_witness.less_likely}}
-payload: {{capacity_gib: 0.02}}
-evaluation: {{num_problems: 8}}
-"""
 
 
 def num_prompts(num_steps: int) -> int:
@@ -102,27 +77,25 @@ def write(folder: Path, *, num_steps: int) -> Path:
     Raises:
         ValueError: there are too few prompts.
     """
+    import yaml
+
     from forgeasync.models import build_tokenizer, save_tokenizer
 
     num = num_prompts(num_steps)
     if num > MAX_PROMPTS:
         raise ValueError(f"--witness: {num_steps} steps take {num} prompts; must be at most {MAX_PROMPTS}")
     tokenizer = build_tokenizer([*map(prompt, range(num)), "0123456789?"])
-    # A gradient must not vanish, so the weights are larger than usual.
+    # The weights are larger than usual.
     write_model(folder / "model", vocab_size=len(tokenizer), initializer_range=0.1)
     save_tokenizer(tokenizer, folder / "model")
     file = folder / "run.yaml"
-    file.write_text(
-        CONFIG.format(
-            num_steps=num_steps,
-            model=(folder / "model").resolve(),
-            num_prompts=num,
-            learning_rate=LEARNING_RATE,
-            group_size=GROUP_SIZE,
-            groups_per_step=GROUPS_PER_STEP,
-        ),
-        encoding="utf-8",
-    )
+    config = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
+    config["max_steps"] = num_steps
+    config["model"]["path"] = str((folder / "model").resolve())
+    config["data"]["num_train"] = config["data"]["source"]["options"]["num"] = num
+    config["trainer"]["optimizer"]["learning_rate"] = LEARNING_RATE
+    config["algorithm"]["groups_per_step"] = GROUPS_PER_STEP
+    file.write_text(yaml.safe_dump(config), encoding="utf-8")
     return file
 
 

@@ -69,10 +69,6 @@ REPLAYS = {
 """(routing, kept sets) by name."""
 
 
-Row = dict[str, Any]
-"""A row of the table."""
-
-
 def write_changed(source: Path, target: Path, change: Callable[[str, torch.Tensor], torch.Tensor]) -> Path:
     """Copy a model folder with each tensor changed, given its name."""
     shutil.copytree(source, target)
@@ -199,7 +195,7 @@ def compare(
     facts: ModelFacts,
     *,
     disturbed: bool = False,
-) -> list[Row]:
+) -> list[dict[str, Any]]:
     """Measure the four kinds of replay in one setting."""
     rows = make_rows(rollouts)
     _, consistent = step(make_trainer(sampled, facts), rows)
@@ -233,11 +229,11 @@ def compare(
     return lines
 
 
-def measure(model: Path, num_groups: int) -> list[Row]:
+def measure(model: Path, num_groups: int) -> list[dict[str, Any]]:
     """Measure all settings."""
     facts = read_model_facts(str(model))
     context = multiprocessing.get_context("spawn")
-    lines: list[Row] = []
+    lines: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="mismatch-") as scratch, context.Pool(1) as pool:
         bf16 = write_changed(model, Path(scratch) / "bf16", rounded)
         noisy = write_changed(model, Path(scratch) / "noisy", noisy_gate)
@@ -252,7 +248,7 @@ def measure(model: Path, num_groups: int) -> list[Row]:
     return lines
 
 
-def results_table(lines: Sequence[Row]) -> Table:
+def results_table(lines: Sequence[dict[str, Any]]) -> Table:
     """Return a table with a row for each setting and replay."""
     table = Table("setting", "replayed", title="abs(trainer logprob - generator logprob)")
     for column in ("mean", "max", "KL", "other experts", "gradient cosine"):

@@ -30,10 +30,8 @@ SIZES = {"2M": (128, 4, 32, 8, 128), "50M": (512, 7, 128, 16, 256), "500M": (102
 """Dimensions of a Qwen3-MoE, by its number of parameters."""
 NUM_SKIPPED_STEPS = 2
 
-Measurement = dict[str, float]
 
-
-def measure(transport: str, model: Path, num_steps: int, run_dir: Path) -> Measurement:
+def measure(transport: str, model: Path, num_steps: int, run_dir: Path) -> dict[str, float]:
     """Run one transport once. Returns medians over steps."""
     config = tiny_config(model).model_copy(update={"run_dir": str(run_dir)})
     result = fa.train(
@@ -53,7 +51,7 @@ def measure(transport: str, model: Path, num_steps: int, run_dir: Path) -> Measu
     }
 
 
-def report(runs: dict[tuple[str, str], list[Measurement]]) -> Table:
+def report(runs: dict[tuple[str, str], list[dict[str, float]]]) -> Table:
     """Return a table with a row for each size and transport: medians over rounds."""
     table = Table(title="new weights, while the generator decodes")
     for column in ("model", "transport", "publish", "fetch", "pause", "moved"):
@@ -79,7 +77,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--out", type=Path, default=RESULTS / "weight_sync.json")
     arguments = parser.parse_args()
-    runs: dict[tuple[str, str], list[Measurement]] = {}
+    runs: dict[tuple[str, str], list[dict[str, float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for size in arguments.sizes.split(","):
             model = Path(folder) / size
