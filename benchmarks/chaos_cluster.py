@@ -1,47 +1,226 @@
-"""Injects faults into the hosts and links of a run's cluster, and proves that nothing was lost.
+"""Breaks hosts and links of a cluster under a run and checks that the run lost nothing.
 
     python benchmarks/chaos_cluster.py --faults N --seed S [--kind KIND ...] [--config FILE ...]
         [key.path=value ...] [--steps-per-fault N] [--limit-s S] [--off] [--out FOLDER]
 
-The hosts of the cluster are network namespaces node1, node2, ... of this machine under a real Slurm; run this
-as root on its head (docs/hosts.md). The first host is the trainer's, the others are the generators'. The rest
-is as in ``chaos.py``: faults are drawn from the seed, ``apps.grpo --supervise`` runs, and the same conditions
-are checked afterwards, except accuracy and response lengths. Nothing may remain on the hosts either. The exit
-code is 1 with the first violation, and 2 without such a cluster.
+Start it as root on the head of a cluster whose hosts are network namespaces node1, node2, ... of this machine
+under a real Slurm (docs/hosts.md). The first host is the trainer's, the others are the generators'. Faults
+are drawn, injected and checked as in ``chaos.py``; nothing may remain on the hosts either. The exit code is 1
+with the first difference, and 2 without such a cluster.
 """
 
 import argparse
-import dataclasses
 import json
+import os
 import shutil
+import signal
+import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from datetime import datetime
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from chaos import DEFAULT, Clock, judge, parser_of, run_overrides
-from chaos_cluster_hosts import ClusterHosts, NoCluster
-from chaos_faults import CLUSTER_KINDS, HOST, Kind, Planned, plan
-from chaos_injector import Injector, read_lines
-from chaos_orders import Orders
-from chaos_run import Run
-from common import RESULTS
-from rich.console import Console
-
-from forgeasync.config import load_config
+import psutil
+from chaos import break_run, parse
+from chaos_faults import CLUSTER_KINDS, HOST, Kind, Planned
+from chaos_injector import Injector
 
 HOST_LIMIT_S = 20.0
-"""Value of ``timeouts.host_s`` in the run."""
+"""``timeouts.host_s`` of the run."""
 SHORT_S = 5.0
-"""Length of a partition that must go unnoticed: with TCP's retransmission, still less than a heartbeat."""
+"""Length of a partition that must pass without notice: with TCP's retries it is shorter than a heartbeat."""
 SLOW_S = 20.0
 NOTICE_S = 120.0
-"""Seconds after which a fault that the run has not noticed is undone; the comparison then fails."""
+"""A fault that the run has not noticed by then is undone, and fails the checks."""
+LEFT_S = 45.0
+"""How long the processes of a run may outlive it: an agent waits for its controller for 40 s."""
+
+PREFIX = "node"
+"""Begins the names of namespaces and hosts. A number from 1 follows."""
+LINK = "eth0"
+SLOW = "rate 4mbit burst 32kb latency 200ms"
+"""Arguments of tc(8) for a slow link, which drops what would wait for longer than 200 ms."""
+COMMANDS = ("ip", "tc", "nsenter", "unshare", "slurmd", "scontrol", "scancel", "squeue", "sinfo")
+
+
+class NoCluster(RuntimeError):
+    """There is no cluster into which faults can be injected."""
+
+
+def ask(*command: str) -> str:
+    """Return what a command prints.
+
+    Raises:
+        NoCluster: it has failed.
+    """
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise NoCluster(f"{' '.join(command)} failed: {done.stderr.strip()}")
+    return done.stdout
+
+
+def hosts_in(namespaces: str) -> list[str]:
+    """Return the names of hosts in the output of ``ip netns list``, in the order of their numbers."""
+    names = [line.split()[0] for line in namespaces.splitlines() if line.strip()]
+    numbers = [name.removeprefix(PREFIX) for name in names if name.startswith(PREFIX)]
+    return [f"{PREFIX}{number}" for number in sorted(int(one) for one in numbers if one.isdecimal())]
+
+
+def problem(names: Sequence[str], idle: Sequence[str], address: str) -> str | None:
+    """Return why faults cannot be injected into a run of these hosts; None if they can.
+
+    ``idle`` has the hosts that Slurm would give to a job. ``address`` is the head's own.
+    """
+    if len(names) < 2:
+        return f"network namespaces {PREFIX}1, {PREFIX}2, ...: there are {len(names)}, must be 2 or more"
+    if missing := sorted(set(names) - set(idle)):
+        return f"Slurm does not call {', '.join(missing)} idle: end the jobs there, or bring the hosts up"
+    if address.startswith("127."):
+        return f"the host name of this machine is {address}, which no host reaches: start this on the head"
+    return None
+
+
+def find_hosts() -> list[str]:
+    """Return the names of the hosts of this machine's cluster.
+
+    Raises:
+        NoCluster: there is none, or it has a run.
+    """
+    if absent := [one for one in COMMANDS if shutil.which(one) is None]:
+        raise NoCluster(f"not installed: {', '.join(absent)}")
+    if os.geteuid() != 0:
+        raise NoCluster("only root can break links")
+    names = hosts_in(ask("ip", "netns", "list"))
+    idle = ask("sinfo", "--noheader", "--Node", "--states=idle", "--format=%N").split()
+    try:
+        address = socket.gethostbyname(socket.gethostname())
+    except OSError as error:
+        raise NoCluster(f"the host name {socket.gethostname()} has no address: {error}") from error
+    if (words := problem(names, idle, address)) is not None:
+        raise NoCluster(words)
+    return names
+
+
+class ClusterHosts:
+    """Breaks hosts and their links, and repairs them."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = names
+        self._daemons: list[subprocess.Popen[bytes]] = []
+        self._repairs: dict[str, Callable[[], None]] = {}
+        """What undoes the fault of a host."""
+
+    def break_host(self, host: str, kind: Kind) -> None:
+        """Inject a fault of a host or of its link."""
+        match kind:
+            case Kind.SLOW_LINK:
+                self._repairs[host] = partial(self._limit_link, host, "del")
+                self._limit_link(host, "add", "tbf", *SLOW.split())
+            case Kind.SHORT_PARTITION | Kind.LONG_PARTITION:
+                # At the outer end of the link, so that the host keeps its routes.
+                self._repairs[host] = partial(ask, "ip", "link", "set", _outer(host), "up")
+                ask("ip", "link", "set", _outer(host), "down")
+            case Kind.LOST_NODE:
+                self._repairs[host] = partial(self._start_host, host)
+                self._kill_host(host)
+            case _:
+                raise AssertionError(f"{kind} is not a fault of a host")
+
+    def repair(self, host: str) -> None:
+        """Undo the fault of a host, if it has one."""
+        if host in self._repairs:
+            self._repairs[host]()
+            del self._repairs[host]
+
+    def _limit_link(self, host: str, action: str, *limits: str) -> None:
+        """Limit both directions of a host's link, or end that."""
+        ask("ip", "netns", "exec", host, "tc", "qdisc", action, "dev", LINK, "root", *limits)
+        ask("tc", "qdisc", action, "dev", _outer(host), "root", *limits)
+
+    def _kill_host(self, host: str) -> None:
+        """Kill all processes of a host, Slurm's daemon too."""
+        while pids := ask("ip", "netns", "pids", host).split():
+            for pid in map(int, pids):
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+            time.sleep(0.1)
+
+    def _start_host(self, host: str) -> None:
+        """Start a host with an empty /dev/shm and Slurm's daemon."""
+        inside = f"mount -t tmpfs -o size=2g tmpfs /dev/shm; hostname {host}; exec slurmd -D -N {host}"
+        # "ip netns exec" mounts a /sys in which slurmd finds no cgroups.
+        enter = ["nsenter", f"--net=/run/netns/{host}", "unshare", "--mount", "--uts", "bash", "-c", inside]
+        quiet = subprocess.DEVNULL
+        self._daemons.append(
+            subprocess.Popen(enter, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True)
+        )
+
+    def cancel_jobs(self) -> str:
+        """Cancel all jobs. Returns their numbers."""
+        jobs = ask("squeue", "--noheader", "--states=RUNNING", "--format=%i").split()
+        for job in jobs:
+            ask("scancel", job)
+        return f"job {' '.join(jobs)}"
+
+    def mend(self) -> list[str]:
+        """Undo all faults and wait for the end of the run's processes. Returns processes and files that
+        remain."""
+        for host in self.names:
+            self.repair(host)
+        end_s = time.monotonic() + LEFT_S
+        while (found := self._left()) and time.monotonic() < end_s:
+            time.sleep(1.0)
+        return found
+
+    def _left(self) -> list[str]:
+        found = [f"job {one}" for one in ask("squeue", "--noheader", "--format=%i").split()]
+        for host in self.names:
+            processes = [psutil.Process(int(pid)) for pid in ask("ip", "netns", "pids", host).split()]
+            daemons = [one for one in processes if one.name() in ("slurmd", "slurmstepd")]
+            found += [f"process {one.pid} on {host}" for one in processes if one not in daemons]
+            for one in daemons[:1]:
+                files = Path(f"/proc/{one.pid}/root/dev/shm").iterdir()
+                found += [f"{file.name} in shared memory of {host}" for file in files]
+        return found
+
+
+def _outer(host: str) -> str:
+    """Return the name of the end of a host's link that is in no namespace."""
+    return f"veth{host.removeprefix(PREFIX)}"
+
+
+class ClusterInjector(Injector):
+    """Injects faults of hosts, and undoes each before the next one."""
+
+    def __init__(self, *arguments: Any, hosts: ClusterHosts, **others: Any) -> None:
+        super().__init__(*arguments, **others)
+        self._hosts = hosts
+
+    def _strike(self, number: int, fault: Planned) -> Iterator[None]:
+        rank = int(fault.which * len(self._hosts.names))
+        host = self._hosts.names[rank]
+        time_s, words = time.time(), host
+        if fault.kind is Kind.CANCELLED_JOB:
+            words = self._hosts.cancel_jobs()
+        else:
+            self._hosts.break_host(host, fault.kind)
+        self._note(number, fault, time_s, (rank, 0), words)
+        if fault.kind in (Kind.LONG_PARTITION, Kind.LOST_NODE):
+            end_s = time.monotonic() + NOTICE_S
+            while time.monotonic() < end_s and not self._has_noticed(HOST, time_s):
+                yield
+        pauses_s = {Kind.SLOW_LINK: SLOW_S, Kind.SHORT_PARTITION: SHORT_S, Kind.LONG_PARTITION: HOST_LIMIT_S}
+        yield from self._pause(pauses_s.get(fault.kind, 0.0))
+        self._hosts.repair(host)
 
 
 def overrides_of(num_hosts: int, given: Sequence[str]) -> list[str]:
-    """Return the overrides that place a run on ``num_hosts`` hosts; those in ``given`` take precedence."""
+    """Return the overrides of a run on this number of hosts. Those on the command line come last."""
     launcher = {
         "kind": "slurm",
         "hosts": {"trainer": 1, "generators": num_hosts - 1},
@@ -60,124 +239,19 @@ def overrides_of(num_hosts: int, given: Sequence[str]) -> list[str]:
     return [*(f"{key}={value}" for key, value in chosen.items()), *given]
 
 
-class ClusterInjector(Injector):
-    """Injects faults of hosts, and undoes each one before the next."""
-
-    def __init__(
-        self,
-        run_dir: Path,
-        faults: Sequence[Planned],
-        witness: Path,
-        *,
-        orders: Orders,
-        hosts: ClusterHosts,
-        max_steps: int,
-    ) -> None:
-        super().__init__(run_dir, faults, witness, orders=orders, max_steps=max_steps)
-        self._hosts = hosts
-
-    def _strike(self, number: int, fault: Planned) -> Iterator[None]:
-        rank = int(fault.which * len(self._hosts.names))
-        host = self._hosts.names[rank]
-        time_s = time.time()
-        undo: Callable[[str], None] | None = None
-        match fault.kind:
-            case Kind.SLOW_LINK:
-                self._hosts.slow(host)
-                undo = self._hosts.quicken
-            case Kind.SHORT_PARTITION | Kind.LONG_PARTITION:
-                self._hosts.cut(host)
-                undo = self._hosts.join
-            case Kind.LOST_NODE:
-                self._hosts.kill(host)
-                undo = self._hosts.bring_back
-            case Kind.CANCELLED_JOB:
-                host = self._hosts.cancel_jobs()
-            case _:
-                raise AssertionError(f"{fault.kind} is none of a cluster")
-        self._note(number, fault.role, fault.kind, fault.moment, time_s, (rank, 0), host)
-        match fault.kind:
-            case Kind.SLOW_LINK:
-                yield from self._pause(SLOW_S)
-            case Kind.SHORT_PARTITION:
-                yield from self._pause(SHORT_S)
-            case Kind.LONG_PARTITION:
-                yield from self._until_noticed(time_s)
-                yield from self._pause(HOST_LIMIT_S)
-            case Kind.LOST_NODE:
-                yield from self._until_noticed(time_s)
-        if undo is not None:
-            undo(host)
-
-    def _until_noticed(self, since_s: float) -> Iterator[None]:
-        end_s = time.monotonic() + NOTICE_S
-        while time.monotonic() < end_s and not is_noticed(self._run_dir, since_s):
-            yield
-
-
-def is_noticed(run_dir: Path, since_s: float) -> bool:
-    """Return whether a run has recorded a lost host since ``since_s``."""
-    events = read_lines(run_dir / "faults.jsonl")
-    return any(one["role"] == HOST and one["time_s"] >= since_s for one in events)
-
-
-def parse() -> argparse.Namespace:
-    parser = parser_of("Breaks hosts, and proves that nothing was lost.")
-    parser.add_argument("--kind", action="append", choices=sorted(CLUSTER_KINDS[HOST]), help="by default all")
-    parser.add_argument("--config", type=Path, action="append", help="later ones override earlier ones")
-    parser.set_defaults(witness=False)
-    return parser.parse_args()
-
-
 def main() -> int:
-    """Run the command line; return the exit code."""
-    arguments = parse()
+    """Run the command line. Returns the exit code."""
+    parser = argparse.ArgumentParser(description="Breaks hosts and checks that a run lost nothing.")
+    parser.set_defaults(role=[HOST], moment=None, witness=False, reference_runs=0)
+    arguments = parse(parser, CLUSTER_KINDS[HOST])
     try:
-        hosts = ClusterHosts.find()
+        hosts = ClusterHosts(find_hosts())
     except NoCluster as error:
         print(f"refused: {error}", file=sys.stderr)
         return 2
-    console = Console()
-    console.width = max(console.width, 110)
-    name = f"chaos-cluster-{datetime.now():%Y%m%d-%H%M%S}"
-    out = (RESULTS / name if arguments.out is None else arguments.out).resolve()
-    out.mkdir(parents=True, exist_ok=True)
     arguments.overrides = overrides_of(len(hosts.names), arguments.overrides)
-    configs = arguments.config or [DEFAULT]
-    config = load_config(configs, arguments.overrides)
-    faults = plan(
-        arguments.seed,
-        arguments.faults,
-        [HOST],
-        steps_per_fault=arguments.steps_per_fault,
-        kinds=[Kind(one) for one in arguments.kind or CLUSTER_KINDS[HOST]],
-        kinds_of=CLUSTER_KINDS,
-    )
-    max_steps = arguments.steps_per_fault * (arguments.faults + 1)
-    console.print(f"{max_steps} steps with {len(faults)} faults of {len(hosts.names)} hosts, in {out}")
-    run = Run(
-        configs,
-        run_overrides(arguments, faults, max_steps),
-        out / "run",
-        out / "run.out",
-        supervise=True,
-    )
-    injector = ClusterInjector(
-        out / "run",
-        [] if arguments.off else faults,
-        out / "witness.jsonl",
-        orders=Orders(out / "orders"),
-        hosts=hosts,
-        max_steps=max_steps,
-    )
-    clock = Clock(injector)
-    try:
-        ended = run.until_ended(clock.look, limit_s=arguments.limit_s)
-    finally:
-        hosts.mend()
-    ended = dataclasses.replace(ended, left=[*ended.left, *hosts.left()])
-    shutil.rmtree(out / "orders", ignore_errors=True)
-    return judge(arguments, console, config, faults, injector, ended, clock, out / "run", None, [], out)
+    injector = partial(ClusterInjector, hosts=hosts)
+    return break_run(arguments, CLUSTER_KINDS, environment={}, injector_class=injector, mend=hosts.mend)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Defines the kinds and moments of faults, and draws a plan of faults from a seed."""
+"""Kinds of faults, the roles and moments that can have them, and a plan of faults drawn from a seed."""
 
 import random
 import signal
@@ -8,59 +8,65 @@ from enum import StrEnum
 
 
 class Kind(StrEnum):
-    """Kind of a fault."""
+    """A fault of a process, of a host, of a disk or of the whole run.
+
+    Attributes:
+        SIGKILL: The process ends at once, as when the kernel runs out of memory.
+        SIGSTOP: The process stays and does not answer.
+        SIGSEGV: The process ends as after a fault in native code.
+        EXIT: The process calls ``os._exit``, which runs no handlers of Python.
+        ABORTED_COLLECTIVE: A collective of a trainer rank raises, as after a lost connection.
+        HUNG_COLLECTIVE: A trainer rank never enters a collective.
+        DELAYED_MESSAGES: Messages to the process wait for less than its heartbeat. The run must not notice.
+        DROPPED_MESSAGES: All further messages to the process are lost.
+        FULL_DISK: No process can write to the run's folder (ENOSPC) until a moment after the run has noticed.
+        FAILING_DISK: The same as ``FULL_DISK`` with EIO.
+        EVERYTHING: All processes die at once, the supervisor too. Then the run resumes.
+        SLOW_LINK: A host's link is limited to a few MBit/s for a while. The run must not notice.
+        SHORT_PARTITION: A host's link is down for less than every heartbeat. The run must not notice.
+        LONG_PARTITION: A host's link is down until the run has noticed, and ``timeouts.host_s`` longer.
+        LOST_NODE: All processes of a host die, Slurm's daemon too. It returns after the run has noticed.
+        CANCELLED_JOB: The Slurm job is canceled (scancel).
+    """
 
     SIGKILL = "sigkill"
-    """Process killed, as by the kernel's out-of-memory killer."""
     SIGSTOP = "sigstop"
-    """Process suspended, so that it answers nothing."""
     SIGSEGV = "sigsegv"
-    """Process killed as by an error in native code."""
     EXIT = "exit"
-    """Process ends itself with ``os._exit``, without Python's exit handlers."""
     ABORTED_COLLECTIVE = "aborted_collective"
-    """Next collective of a trainer rank raises, as after a lost connection."""
     HUNG_COLLECTIVE = "hung_collective"
-    """Trainer rank never enters its next collective."""
     DELAYED_MESSAGES = "delayed_messages"
-    """Messages to the process are delayed by less than its heartbeat, which the run must not notice."""
     DROPPED_MESSAGES = "dropped_messages"
-    """All further messages to the process are lost."""
     FULL_DISK = "full_disk"
-    """Writes to the run's folder fail with ENOSPC until the run has noticed it, and ``OUTAGE_S`` longer."""
     FAILING_DISK = "failing_disk"
-    """As ``FULL_DISK``, with EIO."""
     EVERYTHING = "everything"
-    """All processes and the supervisor are killed at once; then the run starts with ``--resume latest``."""
     SLOW_LINK = "slow_link"
-    """A host's link is slow and drops packets for a while, which the run must not notice."""
     SHORT_PARTITION = "short_partition"
-    """A host's link is down for less than any heartbeat, which the run must not notice."""
     LONG_PARTITION = "long_partition"
-    """A host's link is down until the run has noticed it, and then for the same time again."""
     LOST_NODE = "lost_node"
-    """All processes of a host, including Slurm's daemon, are killed; it returns once the run has noticed."""
     CANCELLED_JOB = "cancelled_job"
-    """The job is canceled (scancel)."""
 
 
 class Moment(StrEnum):
-    """Moment of a run at which a fault is injected."""
+    """When a fault is injected.
+
+    Attributes:
+        STEP: At any time within a step.
+        START: During the run's first start, before the first step.
+        EVALUATION: During an evaluation of held-out problems.
+        PUBLISHING: While the trainer stages a version's weights.
+        CHECKPOINT: While a checkpoint is written.
+        RESUME: While the run resumes after its controller was killed, which is a fault as well.
+        SHUTDOWN: After the last step.
+    """
 
     STEP = "step"
-    """At any time of a step."""
     START = "start"
-    """During the run's first start, after its process has started and before the first step."""
     EVALUATION = "evaluation"
-    """While held-out problems are evaluated."""
     PUBLISHING = "publishing"
-    """While the trainer stages a version's weights."""
     CHECKPOINT = "checkpoint"
-    """While a checkpoint is written."""
     RESUME = "resume"
-    """While a run resumes after its controller was killed, which is a separate fault."""
     SHUTDOWN = "shutdown"
-    """After the last step."""
 
 
 SIGNALS = {Kind.SIGKILL: signal.SIGKILL, Kind.SIGSTOP: signal.SIGSTOP, Kind.SIGSEGV: signal.SIGSEGV}
@@ -77,7 +83,7 @@ TEACHER = "teacher"
 STORAGE = "storage"
 HOST = "host"
 SUPERVISED = frozenset({CONTROLLER, "buffer", HOST})
-"""Roles whose loss ends the run, so that a supervisor must restart it."""
+"""Roles whose loss ends the run. Only a supervisor starts it again."""
 
 KINDS: dict[str, tuple[Kind, ...]] = {
     "scorer": (*DEADLY, Kind.SIGSTOP, *MESSAGES),
@@ -90,7 +96,7 @@ KINDS: dict[str, tuple[Kind, ...]] = {
     STORAGE: DISKS,
     HOST: (Kind.SIGKILL,),
 }
-"""Kinds that can be injected, by role in ``procs.json``. The supervisor notices a suspended controller."""
+"""Kinds of each role, which is named as in ``procs.json``. The supervisor notices a stopped controller."""
 
 CLUSTER_KINDS: Mapping[str, Sequence[Kind]] = {
     HOST: (
@@ -112,70 +118,49 @@ MOMENTS: Mapping[Moment, tuple[Kind, ...]] = {
     Moment.RESUME: (*DEADLY, Kind.EVERYTHING),
     Moment.SHUTDOWN: DEADLY,
 }
-"""Kinds that make sense at each moment; the role must support the kind too."""
+"""Kinds of each moment. A fault also needs a role that has its kind."""
 
 STEP_SHARE = 0.5
-"""Probability of ``Moment.STEP`` for a fault that can occur at several moments."""
+"""Share of faults at ``Moment.STEP``, of those that several moments can have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """A fault to inject."""
+    """A fault to inject.
+
+    Attributes:
+        at_step: Inject it after this step, and once the faults before allow it (``Injector``).
+        pause_share: Wait for this share of a step's time, or of the moment's.
+        which: Which process of the role, as a share of their number.
+    """
 
     role: str
     kind: Kind
     moment: Moment = Moment.STEP
     at_step: int
-    """Step after which the fault is injected, once earlier faults allow it (``Injector``)."""
     pause_share: float
-    """Additional delay, as a share of the time of a step or of the moment."""
     which: float
-    """Which process of the role to hit, as a share of the number of processes."""
-
-    @property
-    def is_noticed(self) -> bool:
-        """Whether the run must notice the fault."""
-        return self.kind not in UNNOTICED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Injected:
-    """A fault that was injected."""
+    """A fault that was injected.
+
+    Attributes:
+        number: Place in the plan. The kill of a controller before ``Moment.RESUME`` has that of its fault.
+        time_s: From ``time.time``.
+        pid: 0 if the fault is not of a single process.
+        words: Details from the process itself.
+    """
 
     number: int
-    """Index in the plan; the controller kill before a fault of ``RESUME`` has the same number."""
     time_s: float
-    """Time of the injection (``time.time``)."""
     role: str
     rank: int
     kind: Kind
     moment: Moment
     pid: int
-    """Process id; 0 if the fault does not concern a single process."""
     words: str = ""
-    """Description by the process itself."""
-
-
-def moments_of(
-    role: str, *, moments: Sequence[Moment], is_first: bool, is_last: bool, is_supervised: bool
-) -> list[Moment]:
-    """Return the moments at which a fault of a role can occur."""
-    found = []
-    for moment in moments:
-        match moment:
-            case Moment.START:
-                is_possible = is_first and is_supervised and role != STORAGE
-            case Moment.RESUME:
-                is_possible = is_supervised
-            case Moment.SHUTDOWN:
-                is_possible = is_last
-            case _:
-                is_possible = True
-        if is_possible and role != HOST and set(MOMENTS[moment]) & set(KINDS[role]):
-            found.append(moment)
-    if role == HOST and Moment.STEP in moments:
-        found.append(Moment.STEP)
-    return found
 
 
 def plan(
@@ -188,31 +173,30 @@ def plan(
     kinds: Sequence[Kind] = tuple(Kind),
     kinds_of: Mapping[str, Sequence[Kind]] = KINDS,
 ) -> list[Planned]:
-    """Draw a deterministic plan of at most one fault per ``steps_per_fault`` steps.
+    """Draw one fault for every ``steps_per_fault`` steps. The same arguments give the same faults.
 
-    ``kinds_of`` are the kinds that each role supports.
+    ``kinds_of`` has the kinds of each role.
 
     Raises:
-        ValueError: a role is unknown, or supports none of the kinds at any of the moments.
+        ValueError: a role has none of the kinds at any of the moments.
     """
-    for role in roles:
-        if role not in KINDS:
-            raise ValueError(f"--role {role}: must be one of {', '.join(KINDS)}")
     is_supervised = bool(SUPERVISED & set(roles))
     draw = random.Random(seed)
     faults = []
     for number in range(num_faults):
         role = draw.choice(list(roles))
+        is_possible = {
+            Moment.START: number == 0 and is_supervised,
+            Moment.RESUME: is_supervised,
+            Moment.SHUTDOWN: number == num_faults - 1,
+        }
         possible = {
             moment: found
-            for moment in moments_of(
-                role,
-                moments=moments,
-                is_first=number == 0,
-                is_last=number == num_faults - 1,
-                is_supervised=is_supervised,
-            )
-            if (found := [kind for kind in kinds_of[role] if kind in MOMENTS[moment] and kind in kinds])
+            for moment in moments
+            if is_possible.get(moment, True)
+            # A host has no moments of its own.
+            and (role != HOST or moment is Moment.STEP)
+            and (found := [kind for kind in kinds_of[role] if kind in MOMENTS[moment] and kind in kinds])
         }
         if not possible:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Injects planned faults into a run in progress, at moments found in the run's files, and records them."""
+"""Injects planned faults into a live run: waits for the moment, acts, and writes down what it did."""
 
 import contextlib
 import json
@@ -7,7 +7,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,49 +25,86 @@ from chaos_faults import (
     Moment,
     Planned,
 )
-from chaos_match import match
-from chaos_orders import Order, Orders
+from chaos_report import match, read_lines
+from common import REPOSITORY
+
+VARIABLE = "FORGEASYNC_CHAOS"
+"""Names the folder of orders, see ``chaos_inside/sitecustomize.py``."""
+INSIDE = Path(__file__).resolve().parent / "chaos_inside"
 
 DELAY_S = 3.0
-"""Seconds for which messages are delayed: less than the limit of any heartbeat."""
+"""How long messages wait: less than every heartbeat's limit."""
 HOLD_CALL_S = 0.5
-"""Seconds for which a trainer call is held, so that a fault can be injected during the call."""
+"""How long a call of the trainer waits, so that a fault can be injected within it."""
 ORDER_S = 60.0
-"""Seconds for a process to carry out an order before the order is given to another process."""
+"""How long a process has to carry out an order. Then another process gets it."""
 OUTAGE_S = 3.0
-"""Seconds for which a disk refuses writes after the run has noticed it."""
+"""How long a disk still fails after the run has noticed."""
 MAX_OUTAGE_S = 120.0
 REFUSED_WORDS = b"what is refused is kept and tried again"
-"""Text that a run prints for an outage that has a line in faults.jsonl; some refusals have none."""
+"""Printed by a run for each outage that has a line in faults.jsonl. Other files may be refused too."""
 HOST_NAME = re.compile(r"(trainer|generators)_\d+")
 MAX_COLLECTIVES = 30
-"""Number of upcoming collectives of a rank from which the one to break is drawn."""
+"""One of this number of a rank's next collectives breaks."""
 START_PAUSE_S = 12.0
-"""Maximum delay from the listing of a process to a fault at the moments ``START`` and ``RESUME``."""
+"""Longest wait from a process's listing to a fault of a start, or of a resumed run."""
 NUM_PACE_STEPS = 9
-"""Number of steps whose median is the step time."""
+"""Number of steps whose median is the time of a step."""
 PAUSE_S = 1.0
-"""Maximum delay within an evaluation or a shutdown."""
+"""Longest wait within an evaluation or a shutdown."""
 
 PROBED = {
     Moment.PUBLISHING: ("begin_staging", "finish_staging"),
     Moment.CHECKPOINT: ("begin_checkpoint",),
 }
-"""Calls of the trainer during which a moment takes place."""
+"""Calls of the trainer during which it is the moment."""
 
 
-def read_lines(file: Path) -> list[dict[str, Any]]:
-    """Return the complete lines of a JSON lines file, which may be absent or end in a torn line."""
-    if not file.exists():
-        return []
-    lines = file.read_bytes().splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith(b"\n")]
+@dataclass(frozen=True, slots=True)
+class Order:
+    """An order to a process."""
+
+    file: Path
+
+    def taken(self) -> dict[str, Any] | None:
+        """Return the process's answer, which has ``time_s`` and details; None before the order is carried
+        out."""
+        answer = self.file.with_suffix(".taken")
+        return json.loads(answer.read_text(encoding="utf-8")) if answer.exists() else None
+
+    def end(self) -> None:
+        """End an order that lasts, or cancel one that was not carried out."""
+        self.file.with_suffix(".end").touch()
+
+
+class Orders:
+    """Orders to the processes of one run, as files that ``chaos_inside/sitecustomize.py`` reads."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self._num_given = 0
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables of a run whose processes take orders and can import ``chaos_witness``."""
+        path = [str(INSIDE), str(REPOSITORY), str(INSIDE.parent)]
+        path += filter(None, [os.environ.get("PYTHONPATH")])
+        return {"PYTHONPATH": os.pathsep.join(path), VARIABLE: str(self._folder)}
+
+    def give(self, pid: int, kind: str, **details: object) -> Order:
+        """Order a process to break, with the details that the kind needs."""
+        self._num_given += 1
+        file = self._folder / f"{pid}-{self._num_given}.json"
+        partial = file.with_suffix(".given")
+        partial.write_text(json.dumps({"kind": kind, **details}), encoding="utf-8")
+        partial.rename(file)
+        return Order(file)
 
 
 def _is_refused(lines: Sequence[dict[str, Any]]) -> bool:
-    """Return whether a disk outage is open, by the lines of faults.jsonl.
+    """Whether an outage of a disk lasts, by the lines of faults.jsonl.
 
-    An outage may refuse several files, each with its own lines. The loss of a controller ends its outages.
+    An outage has a pair of lines for each file. The loss of a controller ends its outages.
     """
     num_refused = 0
     for one in lines:
@@ -79,9 +116,9 @@ def _is_refused(lines: Sequence[dict[str, Any]]) -> bool:
 
 
 def processes_of(run_dir: Path, role: str) -> list[tuple[int, int]]:
-    """Return rank and process id of each process of a role in the run's current list.
+    """Return rank and process id of each process of a role from procs.json.
 
-    Hosts are not in that list. They are found as session leaders, by the names that Monarch gives them.
+    It has no hosts: these are processes that begin a session and that Monarch has named.
     """
     file = run_dir / "procs.json"
     if not file.exists():
@@ -105,43 +142,38 @@ def _hosts_of(controller: int) -> Iterator[int]:
 
 
 class Injector:
-    """Injects planned faults one after the other; call ``look`` repeatedly.
+    """Injects planned faults one after the other. Call ``look`` repeatedly.
 
-    A fault is injected when earlier faults were detected, and its own role and all roles that end the run
-    have recovered. Injected faults are recorded in the witness file, which the run does not read.
+    A fault waits until those before were detected, and until its own role and the roles that end a run have
+    recovered. The injected faults are written to witness.jsonl, which the run does not know.
     """
 
     def __init__(
         self,
-        run_dir: Path,
+        out: Path,
         faults: Sequence[Planned],
-        witness: Path,
         *,
-        orders: Orders,
-        output: Path | None = None,
-        max_steps: int = 0,
+        max_steps: int,
         kill_everything: Callable[[], None] = lambda: None,
-        fill_disk: Callable[[], Callable[[], None]] | None = None,
     ) -> None:
-        """``output`` is the file with the run's output; ``kill_everything`` also restarts the run.
-
-        ``fill_disk`` fills a real disk and returns a function that frees the space. Without it, processes are
-        ordered to treat their disk as full.
-        """
-        self._run_dir = run_dir
+        """``out`` has the folder ``run``, its output, and ``orders``. ``kill_everything`` also resumes the
+        run."""
+        self._out = out
+        self._run_dir = out / "run"
         self._left = list(enumerate(faults))
-        self._witness = witness
-        self._orders = orders
-        self._output = output
+        self._orders = Orders(out / "orders")
         self._max_steps = max_steps
         self._kill_everything = kill_everything
-        self._fill_disk = fill_disk
         self._current: Iterator[None] | None = None
         self._files: dict[str, tuple[tuple[int, int], list[dict[str, Any]]]] = {}
         self.injected: list[Injected] = []
+        self.seen_s: dict[int, float] = {}
+        """Time (``time.time``) at which each step was first seen."""
 
     def look(self) -> None:
-        """Inject faults that are due; do not wait."""
+        """Do what is due now."""
+        if (newest := self.newest_step()) >= 0:
+            self.seen_s.setdefault(newest, time.time())
         if self._current is None:
             if not self._left:
                 return
@@ -153,7 +185,7 @@ class Injector:
             self._left.pop(0)
 
     def _carry_out(self, number: int, fault: Planned) -> Iterator[None]:
-        """Wait for the moment and inject the fault; start over if the moment or the process is gone."""
+        """Wait for the moment and act, again if the moment was over or the process was gone."""
         while True:
             num_before = len(self.injected)
             yield from self._until_moment(number, fault)
@@ -190,9 +222,9 @@ class Injector:
                 yield from self._pause(fault.pause_share * self._step_s())
 
     def _begin_resume(self, number: int, fault: Planned) -> Iterator[None]:
-        """Kill the controller, and wait until the process for the fault has restarted."""
+        """Kill the controller, and wait until the role of the fault has a process again."""
         ((_, before),) = processes_of(self._run_dir, CONTROLLER)
-        self._signal(number, CONTROLLER, Kind.SIGKILL, fault.moment, (0, before))
+        self._signal(number, replace(fault, role=CONTROLLER, kind=Kind.SIGKILL), (0, before))
         while True:
             listed = processes_of(self._run_dir, CONTROLLER)
             if listed and listed[0][1] != before and processes_of(self._run_dir, fault.role):
@@ -201,7 +233,7 @@ class Injector:
         yield from self._pause(fault.pause_share * START_PAUSE_S)
 
     def _until_call(self, fault: Planned) -> Iterator[None]:
-        """Wait until the trainer's first rank is in a call of the fault's moment."""
+        """Wait until the trainer's first rank is in a call of the moment."""
         names = PROBED[fault.moment]
         method = names[int(fault.pause_share * len(names))]
         is_after = fault.which < 0.5
@@ -243,9 +275,9 @@ class Injector:
         )
 
     def _is_evaluating(self) -> bool:
-        """Return whether the run's log says that an evaluation after a step is in progress.
+        """Whether run.log says that an evaluation after a step is in progress.
 
-        Either training waits for the evaluation, and no line follows, or training continues beside it.
+        Training either waits for it, so that no line follows, or goes on.
         """
         log = self._run_dir / "run.log"
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
@@ -257,17 +289,17 @@ class Injector:
         return False
 
     def newest_step(self) -> int:
-        """Return the step in the last complete line of metrics.jsonl; -1 if there is none."""
+        """Return the step of the last whole line of metrics.jsonl; -1 if there is none."""
         steps = self._lines("metrics.jsonl")
         return steps[-1]["step"] if steps else -1
 
     def _step_s(self) -> float:
-        """Return the median time of the newest steps, because single steps may have waited for a role."""
+        """Return the median time of the newest steps, since one of them may have waited for a role."""
         newest = self._lines("metrics.jsonl")[-NUM_PACE_STEPS:]
         return statistics.median(line.get("time/step_s", 1.0) for line in newest)
 
     def _lines(self, name: str) -> list[dict[str, Any]]:
-        """Return the lines of a file; read it again only if it has changed."""
+        """Return a file's lines, and read it again if it has changed."""
         file = self._run_dir / name
         if not file.exists():
             return []
@@ -286,10 +318,10 @@ class Injector:
     # ---- faults
 
     def _strike(self, number: int, fault: Planned) -> Iterator[None]:
-        """Inject a fault, unless its process has just ended by itself."""
+        """Inject a fault, or nothing if its process has just ended."""
         if fault.kind is Kind.EVERYTHING:
             if any((self._run_dir / "checkpoints").glob("step-????????")):
-                self._note(number, fault.role, fault.kind, fault.moment, time.time(), (0, 0))
+                self._note(number, fault, time.time())
                 self._kill_everything()
             return
         if fault.kind in DISKS:
@@ -300,7 +332,7 @@ class Injector:
             return
         process = listed[int(fault.which * len(listed))]
         if fault.kind in SIGNALS:
-            self._signal(number, fault.role, fault.kind, fault.moment, process)
+            self._signal(number, fault, process)
             return
         given_s = time.time()
         more: dict[str, object] = {}
@@ -316,72 +348,63 @@ class Injector:
                 return
             yield
         words = ", ".join(f"{key}: {value}" for key, value in taken.items() if key != "time_s")
-        # A delay is over when it is said.
+        # A process answers when the delay is over.
         begin_s = given_s if fault.kind is Kind.DELAYED_MESSAGES else taken["time_s"]
-        self._note(number, fault.role, fault.kind, fault.moment, begin_s, process, words)
+        self._note(number, fault, begin_s, process, words)
 
-    def _signal(self, number: int, role: str, kind: Kind, moment: Moment, process: tuple[int, int]) -> None:
-        # The time before: the run must not seem to have noticed it earlier.
+    def _signal(self, number: int, fault: Planned, process: tuple[int, int]) -> None:
+        # Read the time first, so that the run cannot notice the fault before it.
         time_s = time.time()
         try:
-            os.kill(process[1], SIGNALS[kind])
+            os.kill(process[1], SIGNALS[fault.kind])
         except ProcessLookupError:
             return
-        self._note(number, role, kind, moment, time_s, process)
+        self._note(number, fault, time_s, process)
 
     def _break_disk(self, number: int, fault: Planned) -> Iterator[None]:
-        """Make the disk refuse writes until the run has noticed it, and ``OUTAGE_S`` longer.
+        """Let the disk fail until a moment after the run has noticed.
 
-        If an earlier refusal is still open, the run need not report this one.
+        If an earlier outage still lasts, the run need not report this one.
         """
         is_noticed = _is_refused(self._lines("faults.jsonl"))
         time_s = time.time()
-        orders: list[Order] = []
-        give_back: Callable[[], None] | None = None
-        if fault.kind is Kind.FULL_DISK and self._fill_disk is not None:
-            give_back = self._fill_disk()
-        else:
-            roles = [CONTROLLER, "buffer", "trainer", "generator", HOST]
-            pids = {pid for role in roles for _, pid in processes_of(self._run_dir, role)}
-            folder = str(self._run_dir.resolve())
-            orders = [self._orders.give(pid, fault.kind.value, folder=folder) for pid in sorted(pids)]
-        self._note(number, fault.role, fault.kind, fault.moment, time_s, (0, 0))
+        roles = [CONTROLLER, "buffer", "trainer", "generator", HOST]
+        pids = {pid for role in roles for _, pid in processes_of(self._run_dir, role)}
+        folder = str(self._run_dir.resolve())
+        orders = [self._orders.give(pid, fault.kind.value, folder=folder) for pid in sorted(pids)]
+        self._note(number, fault, time_s)
         end_s = time.monotonic() + MAX_OUTAGE_S
-        # faults.jsonl is refused too: what the run says of it is in its output and, afterwards, in the file.
-        while not (is_noticed or self._has_noticed_outage(time_s)) and time.monotonic() < end_s:
+        while not is_noticed and time.monotonic() < end_s:
             yield
+            is_noticed = self._has_noticed(STORAGE, time_s) or self._has_printed_outage()
         yield from self._pause(OUTAGE_S)
-        if give_back is not None:
-            give_back()
         for order in orders:
             order.end()
 
-    def _has_noticed_outage(self, since_s: float) -> bool:
-        if any(one["role"] == STORAGE and one["time_s"] >= since_s for one in self._lines("faults.jsonl")):
-            return True
-        said = b"" if self._output is None else self._output.read_bytes()
-        return said.count(REFUSED_WORDS) > self._num_outages_said()
+    def _has_noticed(self, role: str, since_s: float) -> bool:
+        lines = self._lines("faults.jsonl")
+        return any(one["role"] == role and one["time_s"] >= since_s for one in lines)
 
-    def _num_outages_said(self) -> int:
-        """Return the number of disk outages in faults.jsonl."""
-        return sum(
-            one["event"] == "detected" and one["role"] == STORAGE for one in self._lines("faults.jsonl")
-        )
+    def _has_printed_outage(self) -> bool:
+        """Whether the run has printed an outage that it cannot write to faults.jsonl."""
+        outages = [one for one in self._lines("faults.jsonl") if one["role"] == STORAGE]
+        num_written = sum(one["event"] == "detected" for one in outages)
+        return (self._out / "run.out").read_bytes().count(REFUSED_WORDS) > num_written
 
     def _note(
-        self,
-        number: int,
-        role: str,
-        kind: Kind,
-        moment: Moment,
-        time_s: float,
-        process: tuple[int, int],
-        words: str = "",
+        self, number: int, fault: Planned, time_s: float, process: tuple[int, int] = (0, 0), words: str = ""
     ) -> None:
-        rank, pid = process
+        """Write down a fault; ``process`` is its rank and process id."""
         one = Injected(
-            number=number, time_s=time_s, role=role, rank=rank, kind=kind, moment=moment, pid=pid, words=words
+            number=number,
+            time_s=time_s,
+            role=fault.role,
+            rank=process[0],
+            kind=fault.kind,
+            moment=fault.moment,
+            pid=process[1],
+            words=words,
         )
         self.injected.append(one)
-        with self._witness.open("a", encoding="utf-8") as file:
+        with (self._out / "witness.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(one)) + "\n")

@@ -1,55 +1,55 @@
 """A model whose weights count how often each group was trained on.
 
-Every prompt is one token that no other prompt has, and every response is one token, which is never an input
-of the model. So only the steps that train a prompt's group change the prompt's row of the embedding. AdamW's
-moments are off (betas of 0) and the learning rate is constant. The update of a number is then
-``learning_rate * g / (|g| + eps)``: one learning rate up or down with a gradient, and exactly 0 without one.
-After one training step on a group, every number of its row has moved by one learning rate. After two, it has
-moved by two or by none, because a gradient's sign can change. Without any, it has not moved. The check reads
-only the weights of the exported model, no ledger or log.
+Each prompt is one token of its own, and each response is one token that is never an input. So only the steps
+that train a prompt's group change its row of the embedding. AdamW has betas of 0 and a constant learning
+rate, so that its update is ``learning_rate * g / (|g| + eps)``: one learning rate up or down where there is a
+gradient, 0 elsewhere. (The size of SGD's update would be that of the gradient.) After one training, each
+number of a row has moved by one learning rate. After two it has moved by two or by none, because the sign of
+a gradient can change. Without training it has not moved. This reads nothing but the weights of the exported
+model.
 
-The loss makes sampled tokens less likely, regardless of reward, so that no gradient vanishes. Plain SGD would
-not work, because the size of its updates depends on that of the gradients.
+The loss makes sampled tokens less likely, whatever their reward, so that no gradient vanishes.
 """
 
-import os
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from common import REPOSITORY
+from chaos_report import read_lines
+from common import write_model
 
+CONFIG = Path(__file__).resolve().parent / "data" / "witness.yaml"
 LEARNING_RATE = 2.0**-10
-"""Learning rate: a power of two, so that adding it to a weight rounds it by less than 0.1 %."""
+"""A power of two, so that rounding changes it by less than a thousandth when it is added to a weight."""
 
 GROUPS_PER_STEP = 2
-GROUP_SIZE = 4
 NUM_SPARE_STEPS = 60
-"""Steps' worth of extra prompts, for groups that are sampled but not trained on."""
+"""Steps whose prompts are for groups that are sampled and not trained on."""
 
 FIRST_CHARACTER = 0x4E00
-"""First of 20,000 characters, each of which is one token."""
+"""The first of 20,000 characters, each of which is one token."""
 
 MAX_PROMPTS = 20_000
 
 REWARD_S = 0.2
-"""Seconds that a reward takes, which makes a step take two seconds."""
+"""Time for scoring a response. A step then takes two seconds, and a role can recover before the run is
+over."""
 
 MOVED = 0.02
-"""Tolerance of a number's movement, as a share of the learning rate."""
+"""Tolerance in learning rates of a number's movement."""
 
 MOST = 0.9
-"""Minimum share of a row's numbers that must agree; zero or underflowing gradients are rare."""
+"""Share of a row's numbers that have to agree: a gradient that is 0 or underflows is rare."""
 
 
 def num_prompts(num_steps: int) -> int:
-    """Return the number of prompts for a run of ``num_steps`` steps, which must not use any prompt twice."""
+    """Return the number of prompts for a run, which must not reach any of them twice."""
     return GROUPS_PER_STEP * (num_steps + NUM_SPARE_STEPS)
 
 
 def prompt(number: int) -> str:
-    """Return the text of a prompt: one character."""
+    """Return the text of a prompt, which is one character."""
     return chr(FIRST_CHARACTER + number)
 
 
@@ -61,36 +61,23 @@ def problems(split: str, seed: int, num: int) -> list[dict[str, object]]:
 
 
 def less_likely(row: Any) -> Any:
-    """Objective of the run (``kind: python``): the log-probability of each sampled token as its loss."""
+    """Return the objective of the run (``kind: python``): the log-probabilities of the sampled tokens."""
     return row.logprobs_T, {}
 
 
 def reward(task: Any, response: Any) -> float:
-    """Reward of the run (``kind: python``), which takes ``REWARD_S`` and does not affect training.
-
-    Without the wait, steps would take 0.1 s, and the run would end before a role has recovered.
-    """
+    """Return the reward of the run (``kind: python``), which the loss ignores, after ``REWARD_S``."""
     time.sleep(REWARD_S)
     return 0.0
 
 
-def environment() -> dict[str, str]:
-    """Return the environment variables with which the run imports this module; see also ``chaos_orders``."""
-    from chaos_orders import INSIDE
-
-    path = [str(INSIDE), str(REPOSITORY), str(Path(__file__).resolve().parent)]
-    return {"PYTHONPATH": os.pathsep.join([*path, *filter(None, [os.environ.get("PYTHONPATH")])])}
-
-
 def write(folder: Path, *, num_steps: int) -> Path:
-    """Write the model and the run's config; return the config's path.
+    """Write the model and the run's config. Returns the config's file.
 
     Raises:
-        ValueError: there are not enough prompts for so many steps.
+        ValueError: there are too few prompts.
     """
-    import torch
     import yaml
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     from forgeasync.models import build_tokenizer, save_tokenizer
 
@@ -98,83 +85,24 @@ def write(folder: Path, *, num_steps: int) -> Path:
     if num > MAX_PROMPTS:
         raise ValueError(f"--witness: {num_steps} steps take {num} prompts; must be at most {MAX_PROMPTS}")
     tokenizer = build_tokenizer([*map(prompt, range(num)), "0123456789?"])
-    config = Qwen3MoeConfig(
-        architectures=["Qwen3MoeForCausalLM"],
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=64,
-        moe_intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        num_experts=4,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        decoder_sparse_step=1,
-        max_position_embeddings=160,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        dtype="float32",
-    )
-    torch.manual_seed(0)
-    model = Qwen3MoeForCausalLM(config).float()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(std=0.1)
-    model.save_pretrained(folder / "model")
+    # The weights are larger than usual.
+    write_model(folder / "model", vocab_size=len(tokenizer), initializer_range=0.1)
     save_tokenizer(tokenizer, folder / "model")
     file = folder / "run.yaml"
-    file.write_text(
-        yaml.safe_dump(
-            {
-                "name": "witness",
-                "max_steps": num_steps,
-                "max_off_policy_steps": 2,
-                "model": {"path": str((folder / "model").resolve()), "max_context_length": 64},
-                "data": {
-                    "source": {
-                        "kind": "python",
-                        "factory": "chaos_witness.problems",
-                        "options": {"num": num},
-                    },
-                    "reward": {"kind": "python", "factory": "chaos_witness.reward"},
-                    "num_train": num,
-                    "num_held_out": 8,
-                },
-                "sampling": {"max_response_tokens": 1},
-                "generator": {"max_num_seqs": 32, "max_num_batched_tokens": 512, "kv_cache_gib": 0.05},
-                "trainer": {
-                    "parallel": {"num_procs": 2, "expert": 2},
-                    "tokens_per_row": 64,
-                    "optimizer": {
-                        "learning_rate": LEARNING_RATE,
-                        "betas": [0.0, 0.0],
-                        "eps": 1e-20,
-                        "max_grad_norm": 1e30,
-                    },
-                },
-                "algorithm": {
-                    "group_size": GROUP_SIZE,
-                    "groups_per_step": GROUPS_PER_STEP,
-                    "objective": {"kind": "python", "factory": "chaos_witness.less_likely"},
-                },
-                "payload": {"capacity_gib": 0.02},
-                "evaluation": {"num_problems": 8},
-            }
-        ),
-        encoding="utf-8",
-    )
+    config = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
+    config["max_steps"] = num_steps
+    config["model"]["path"] = str((folder / "model").resolve())
+    config["data"]["num_train"] = config["data"]["source"]["options"]["num"] = num
+    config["trainer"]["optimizer"]["learning_rate"] = LEARNING_RATE
+    config["algorithm"]["groups_per_step"] = GROUPS_PER_STEP
+    file.write_text(yaml.safe_dump(config), encoding="utf-8")
     return file
 
 
 def counts(before: Any, after: Any) -> list[int | None]:
-    """Return how often each row of two embeddings [V, D] was trained on; None for a count that is no integer.
+    """Return how often each row of an embedding [V, D] was trained on; None if that is no whole number.
 
-    A row was trained on once if at least the share ``MOST`` of its numbers has moved by one learning rate.
+    A row was trained on once if nearly all of its numbers have moved by one learning rate.
     """
     moved_VD = (after.double() - before.double()).abs() / LEARNING_RATE
     found: list[int | None] = []
@@ -192,24 +120,22 @@ def counts(before: Any, after: Any) -> list[int | None]:
 
 
 def problem(run_dir: Path, folder: Path) -> str | None:
-    """Return a problem if the exported weights do not show that every group was trained on exactly once.
-
-    The expected groups are those of the batches in rollouts.jsonl.
-    """
-    from chaos_injector import read_lines
+    """Return why the exported weights do not show that each group in rollouts.jsonl was trained on once."""
     from safetensors.torch import load_file
     from transformers import AutoTokenizer
 
-    name = "model.embed_tokens.weight"
     final = run_dir / "checkpoints" / "final"
     if not final.is_dir():
         return f"the run has exported no model to {final}"
-    before, after = (load_all(one, name, load_file) for one in (folder / "model", final))
+    before, after = (
+        {name: tensor for file in one.glob("*.safetensors") for name, tensor in load_file(file).items()}
+        for one in (folder / "model", final)
+    )
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    times = counts(before, after)
-    prompts = {line["prompt"] for line in read_lines(run_dir / "rollouts.jsonl")}
+    name = "model.embed_tokens.weight"
+    times = counts(before[name], after[name])
     trained = set()
-    for text in prompts:
+    for text in {line["prompt"] for line in read_lines(run_dir / "rollouts.jsonl")}:
         (token,) = tokenizer(text, add_special_tokens=False)["input_ids"]
         trained.add(token)
         if times[token] != 1:
@@ -221,12 +147,3 @@ def problem(run_dir: Path, folder: Path) -> str | None:
     most = Counter(times).most_common(3)
     print(f"counting witness: {len(trained)} prompts were trained on, each once (rows by times: {most})")
     return None
-
-
-def load_all(folder: Path, name: str, load_file: Any) -> Any:
-    """Return the tensor ``name`` of a Hugging Face folder."""
-    for file in sorted(folder.glob("*.safetensors")):
-        tensors = load_file(file)
-        if name in tensors:
-            return tensors[name]
-    raise ValueError(f"{folder} has no tensor {name}")

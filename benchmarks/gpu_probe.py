@@ -1,18 +1,18 @@
-"""Tests and times forgeasync's building blocks on one GPU in ten minutes, with any torch and without vLLM.
+"""What works on one GPU, and how fast: ten minutes with the machine's own torch, without vLLM.
 
     python benchmarks/gpu_probe.py [--json FILE] [--seconds 600] [--device cuda|cpu] [--part NAME]
 
-Each part runs in a separate process with a time limit, and prints one line of JSON: its name, whether all
-checks passed, figures with units in their names, the checked statements, and errors with the last lines of
-their tracebacks. The most important parts come first. The line of a part that exceeds its time has the
-results so far. If a package is missing, the lines of the parts that need it say so.
+Each part runs in its own process with a time limit and prints a line of JSON: name, whether all was right,
+figures with their units in their names, the statements that were checked, and errors with the ends of their
+tracebacks. The most important parts come first. A part that is stopped keeps the results that it has. Parts
+whose packages are missing say so.
 
-``--device cpu`` tests the script itself: it runs everything except CUDA graphs at small sizes, with a
-stand-in for the attention kernel, and its figures are meaningless. ``--part NAME`` runs one part in this
-process.
+``--device cpu`` tries the script at small sizes, without CUDA graphs and with a stand-in for the attention
+kernel. Its figures mean nothing. ``--part NAME`` runs one part in this process.
 """
 
 import argparse
+import contextlib
 import importlib
 import json
 import os
@@ -22,7 +22,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,43 +30,33 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 LOG_TAIL_LINES = 25
 
 KILL_WAIT_S = 10.0
-"""Seconds to wait for a killed process; one that hangs in the driver may outlive the signal."""
+"""Longest wait for a killed process, which may hang in the driver."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """A function of a module in this folder, by name, because this process imports none of them."""
-
-    name: str
-    module: str
-    function: str
-    limit_s: float
-
-
-PARTS = (
-    Part(name="machine", module="gpu_probe_machine", function="machine", limit_s=90),
-    Part(name="staging", module="gpu_probe_copies", function="staging", limit_s=90),
-    Part(name="swap", module="gpu_probe_copies", function="swap", limit_s=90),
-    Part(name="fused_adamw", module="gpu_probe_optimizer", function="fused_adamw", limit_s=60),
-    Part(name="varlen_attention", module="gpu_probe_attention", function="varlen_attention", limit_s=60),
-    Part(name="moe_trainer", module="gpu_probe_trainer", function="moe_trainer", limit_s=120),
-    Part(name="grouped_products", module="gpu_probe_products", function="grouped_products", limit_s=60),
-    Part(name="kept_logprobs", module="gpu_probe_products", function="kept_logprobs", limit_s=60),
-    Part(name="checkpoint_copies", module="gpu_probe_copies", function="checkpoint_copies", limit_s=60),
-)
+PARTS = {
+    "machine": ("gpu_probe_machine", 90.0),
+    "staging": ("gpu_probe_machine", 90.0),
+    "swap": ("gpu_probe_machine", 90.0),
+    "fused_adamw": ("gpu_probe_trainer", 60.0),
+    "varlen_attention": ("gpu_probe_kernels", 60.0),
+    "moe_trainer": ("gpu_probe_trainer", 120.0),
+    "grouped_products": ("gpu_probe_kernels", 60.0),
+    "kept_logprobs": ("gpu_probe_kernels", 60.0),
+    "checkpoint_copies": ("gpu_probe_machine", 60.0),
+}
+"""Module and limit in seconds of each part, a function of that name. Nothing of it is imported here."""
 
 Line = dict[str, Any]
 
 
 def run_part(name: str, device_kind: str, file: Path | None) -> Line:
-    """Run a part in this process and return its line; ``file`` always has the report so far."""
+    """Run a part in this process and return its line. ``file`` always has its results so far."""
     from gpu_probe_common import Device, Report, Skipped, describe
 
-    part = next(part for part in PARTS if part.name == name)
     report = Report(file)
     start_s = time.perf_counter()
     try:
-        getattr(importlib.import_module(part.module), part.function)(Device(device_kind), report)
+        getattr(importlib.import_module(PARTS[name][0]), name)(Device(device_kind), report)
     except Skipped as reason:
         report.skipped["part"] = str(reason)
     except Exception as error:
@@ -76,27 +65,20 @@ def run_part(name: str, device_kind: str, file: Path | None) -> Line:
 
 
 def empty_line(name: str) -> Line:
-    """Return the line of a part that has reported nothing."""
-    return {
-        "name": name,
-        "ok": False,
-        "figures": {},
-        "checks": {},
-        "errors": {},
-        "skipped": {},
-        "seconds": 0.0,
-    }
+    """Return the line of a part without results."""
+    found = {key: {} for key in ("figures", "checks", "errors", "skipped")}
+    return {"name": name, "ok": False, **found, "seconds": 0.0}
 
 
 def has_failed(line: Line) -> bool:
-    """Return whether a part has failed; a part that this machine cannot run has not."""
+    """Whether anything in a part was wrong. A part that this machine cannot run has not failed."""
     return bool(line["errors"]) or not all(line["checks"].values())
 
 
 def run_apart(command: Sequence[str], name: str, *, limit_s: float, environment: dict[str, str]) -> Line:
-    """Run a part with ``command`` in a separate process, which is killed after ``limit_s``.
+    """Run a part by ``command`` in its own process, and kill that after ``limit_s``.
 
-    ``--file`` and a path are appended to the command; the process writes its line to that file.
+    The command gets an option ``--file`` with the path for its line.
     """
     start_s = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="gpu_probe-") as scratch:
@@ -126,15 +108,13 @@ def run_apart(command: Sequence[str], name: str, *, limit_s: float, environment:
 
 
 def _wait(process: subprocess.Popen[bytes], limit_s: float) -> str | None:
-    """Return why the process did not succeed, or None."""
+    """Return why the process failed or was stopped; None if it succeeded."""
     try:
         code = process.wait(limit_s)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(KILL_WAIT_S)
-        except subprocess.TimeoutExpired:
-            return f"stopped after its limit of {limit_s:.0f} s, and not ended {KILL_WAIT_S:.0f} s later"
         return f"stopped after its limit of {limit_s:.0f} s"
     except BaseException:
         os.killpg(process.pid, signal.SIGKILL)
@@ -145,10 +125,10 @@ def _wait(process: subprocess.Popen[bytes], limit_s: float) -> str | None:
 
 
 def child_environment(device_kind: str) -> dict[str, str]:
-    """Return this process's environment with the variables for a machine with one GPU and no network."""
+    """Return this process's environment, with settings for a machine without a network and with one GPU."""
     environment = dict(os.environ)
     environment["PYTHONUNBUFFERED"] = "1"
-    # Without a resolver gloo finds no interface by itself.
+    # Without a resolver gloo does not find an interface.
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     environment.setdefault("NCCL_SOCKET_IFNAME", "lo")
     environment.setdefault("HF_HUB_OFFLINE", "1")
@@ -158,7 +138,7 @@ def child_environment(device_kind: str) -> dict[str, str]:
 
 
 def table(lines: Sequence[Line]) -> str:
-    """Return a line per part, followed by its skipped cases, its errors and its numeric figures."""
+    """Return a line for each part, and below it errors, skipped cases and figures that are numbers."""
     rows = []
     for line in lines:
         verdict = "FAILED" if has_failed(line) else "ok" if line["ok"] else "skipped"
@@ -178,14 +158,12 @@ def table(lines: Sequence[Line]) -> str:
 
 
 def main() -> int:
-    """Run the parts, print their lines and the table; return the exit code, 1 if any part failed."""
+    """Run the parts, print their lines and the table. The exit code is 1 if a part failed."""
     parser = argparse.ArgumentParser(description="What works on one GPU, part by part.")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--seconds", type=float, default=600.0, help="for all parts together")
     parser.add_argument("--json", type=Path, help="write the lines there too")
-    parser.add_argument(
-        "--part", choices=[part.name for part in PARTS], help="this one alone, in this process"
-    )
+    parser.add_argument("--part", choices=PARTS, help="this one alone, in this process")
     parser.add_argument("--file", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     sys.path.insert(0, str(REPOSITORY))
@@ -202,19 +180,16 @@ def main() -> int:
     if arguments.json is not None:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text("", encoding="utf-8")
-    for part in PARTS:
-        limit_s = min(part.limit_s, end_s - time.monotonic())
+    for name, (_, part_s) in PARTS.items():
+        limit_s = min(part_s, end_s - time.monotonic())
         if limit_s < 5.0:
-            line = empty_line(part.name)
+            line = empty_line(name)
             line["errors"]["part"] = f"not started: the {arguments.seconds:.0f} s of --seconds were over"
         else:
-            command = [sys.executable, str(Path(__file__).resolve()), "--part", part.name]
-            line = run_apart(
-                [*command, "--device", arguments.device],
-                part.name,
-                limit_s=limit_s,
-                environment=child_environment(arguments.device),
-            )
+            command = [sys.executable, str(Path(__file__).resolve()), "--part", name]
+            command += ["--device", arguments.device]
+            environment = child_environment(arguments.device)
+            line = run_apart(command, name, limit_s=limit_s, environment=environment)
         lines.append(line)
         print(json.dumps(line), flush=True)
         if arguments.json is not None:

@@ -1,6 +1,6 @@
-"""Shared by the parts of gpu_probe.py: the device, its clock, and the report of a part.
+"""Shared by the parts of gpu_probe.py: the device with its clock, and the report of a part.
 
-Imports only torch (2.4 or later) and the standard library (Python 3.10 or later).
+Imports torch (2.4 or newer) and the standard library (Python 3.10 or newer) alone.
 """
 
 import contextlib
@@ -10,31 +10,32 @@ import math
 import re
 import statistics
 import sys
-import tempfile
 import time
 import traceback
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+SHARED_MEMORY = Path("/dev/shm")
 GB = 1e9
 
 TOLERANCE = 0.03
-"""Maximum error relative to the largest value: a few bfloat16 roundings; a wrong mask gives about 1."""
+"""Limit of the largest error divided by the largest value. Rounding in bfloat16 gives 0.01, a wrong mask
+1."""
 
 TRACEBACK_LINES = 12
 
 
 class Skipped(Exception):
-    """Raised if this machine cannot run a part or case; the message says what is missing."""
+    """This machine cannot run a part or a case. The message says what is missing."""
 
 
 class Device:
-    """Device on which a part computes."""
+    """The device of a part."""
 
     def __init__(self, kind: str) -> None:
         """``kind`` is "cuda" or "cpu".
@@ -51,16 +52,14 @@ class Device:
         if self.is_gpu:
             torch.cuda.synchronize()
 
-    def wait_for_stream(self) -> None:
-        """Wait for the current stream only."""
-        if self.is_gpu:
-            torch.cuda.current_stream().synchronize()
+    def randn(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.randn(shape, dtype=dtype, device=self.kind)
 
     def free_bytes(self) -> int:
         return torch.cuda.mem_get_info()[0] if self.is_gpu else free_host_bytes()
 
     def time_s(self, function: Callable[[], object], *, repeats: int = 5) -> float:
-        """Return the median seconds of a call including the device's work, after one warm-up call."""
+        """Return the median seconds of a call with the device's work, after a call that does not count."""
         times_s = []
         for _ in range(repeats + 1):
             self.synchronize()
@@ -70,8 +69,46 @@ class Device:
             times_s.append(time.perf_counter() - start_s)
         return statistics.median(times_s[1:])
 
+    def time_passes(
+        self,
+        report: "Report",
+        name: str,
+        forward: Callable[[], torch.Tensor],
+        leaves: Sequence[torch.Tensor],
+        grad: torch.Tensor,
+        *,
+        flops: float,
+        backward_ratio: float,
+    ) -> None:
+        """Report the time of a forward pass of ``flops``, and of it with its backward pass."""
+
+        def both() -> None:
+            torch.autograd.grad(forward(), leaves, grad)
+
+        forward_s, both_s = self.time_s(forward), self.time_s(both)
+        report.put(name, forward_ms=1e3 * forward_s, forward_tflops=flops / forward_s / 1e12)
+        both_flops = (1.0 + backward_ratio) * flops
+        report.put(name, both_ms=1e3 * both_s, both_tflops=both_flops / both_s / 1e12)
+
+    def time_beside_s(
+        self, begin: Callable[[], Callable[[], object]], work: Callable[[], object]
+    ) -> tuple[float, float]:
+        """Return the seconds of ``work`` on the current stream, and of it and what runs beside it.
+
+        ``begin`` starts what runs beside it, and returns a function that waits for that.
+        """
+        self.synchronize()
+        start_s = time.perf_counter()
+        wait = begin()
+        work()
+        if self.is_gpu:
+            torch.cuda.current_stream().synchronize()
+        work_s = time.perf_counter() - start_s
+        wait()
+        return work_s, time.perf_counter() - start_s
+
     def measure_peak(self, function: Callable[[], object]) -> float | None:
-        """Return the peak growth of the device's memory during a call, in GiB; None without a GPU."""
+        """Return the largest growth of the device's memory during a call in GiB; None without a GPU."""
         if not self.is_gpu:
             function()
             return None
@@ -86,13 +123,13 @@ class Device:
 def _why_no_cuda() -> str:
     try:
         torch.cuda.init()
-    except Exception as error:  # of many types, for want of a build, a driver or a device
+    except Exception as error:  # of many types: no CUDA build, no driver, no device
         return str(error)
     return "it does not say why"
 
 
 class Report:
-    """Report of a part, written to disk after each addition, so that a part that hangs leaves a report."""
+    """The results of a part. Each is on disk at once, for parts that hang."""
 
     def __init__(self, file: Path | None = None) -> None:
         self.figures: dict[str, object] = {}
@@ -101,24 +138,19 @@ class Report:
         self.skipped: dict[str, str] = {}
         self._file = file
 
-    @property
-    def is_ok(self) -> bool:
-        """Whether something was tried and nothing failed."""
-        return not self.errors and all(self.checks.values()) and bool(self.figures or self.checks)
-
-    def put(self, **figures: object) -> None:
-        """Add figures, whose names end in their units."""
-        self.figures |= figures
+    def put(self, prefix: str = "", /, **figures: object) -> None:
+        """Add figures, whose names end in their units, with a prefix and "_" before their names."""
+        self.figures |= {f"{prefix}_{name}" if prefix else name: one for name, one in figures.items()}
         self._write()
 
     def check(self, name: str, is_right: bool) -> None:
-        """Add a statement about the results that must hold."""
+        """Add a statement that has to hold."""
         self.checks[name] = bool(is_right)
         self._write()
 
     @contextlib.contextmanager
     def case(self, name: str) -> Iterator[None]:
-        """Catch and report an error of a case, so that later cases run."""
+        """Catch the errors of one case of a part, so that the next ones run."""
         try:
             yield
         except Skipped as reason:
@@ -128,9 +160,10 @@ class Report:
         self._write()
 
     def content(self) -> dict[str, object]:
-        """Return the report as JSON values."""
+        """Return the report in JSON's types. It is ok if nothing failed and something was tried."""
+        is_ok = not self.errors and all(self.checks.values()) and bool(self.figures or self.checks)
         parts = {"figures": self.figures, "checks": self.checks, "errors": self.errors}
-        return plain({"ok": self.is_ok, **parts, "skipped": self.skipped})
+        return plain({"ok": is_ok, **parts, "skipped": self.skipped})
 
     def _write(self) -> None:
         if self._file is not None:
@@ -140,7 +173,7 @@ class Report:
 
 
 def describe(error: BaseException) -> str:
-    """Return the last lines of an exception's traceback, ending with the message."""
+    """Return the last lines of an exception's traceback, the message last."""
     lines = "".join(traceback.format_exception(type(error), error, error.__traceback__)).splitlines()
     return "\n".join(lines[-TRACEBACK_LINES:])
 
@@ -159,7 +192,8 @@ def plain(value: Any) -> Any:
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the maximum difference over the maximum expected value; infinite if a value is not finite."""
+    """Return the largest difference divided by the largest expected number; infinite without finite
+    numbers."""
     if found.numel() == expected.numel() == 0:
         return 0.0
     found, expected = found.detach(), expected.detach()
@@ -169,26 +203,27 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.double() - expected.double()).abs().max()) / scale
 
 
+def relative_errors(
+    names: Iterable[str], found: Iterable[torch.Tensor], expected: Iterable[torch.Tensor]
+) -> dict[str, float]:
+    """Return the relative error of each of several tensors by its name."""
+    return {name: relative_error(one, other) for name, one, other in zip(names, found, expected, strict=True)}
+
+
 def free_host_bytes() -> int:
-    """Return the bytes of host memory that are available without swapping."""
+    """Return the memory that is available without swapping."""
     for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
         if line.startswith("MemAvailable:"):
             return 1024 * int(line.split()[1])
     raise RuntimeError("/proc/meminfo has no MemAvailable")
 
 
-def shared_memory_folder() -> Path:
-    """Return the folder for staging buffers: shared memory or, without it, the folder for temporary files."""
-    folder = Path("/dev/shm")
-    return folder if folder.is_dir() else Path(tempfile.gettempdir())
-
-
 def open_trainer_package(device: Device, report: Report) -> None:
-    """Make modules of ``forgeasync.trainer`` importable, also without TorchTitan.
+    """Make modules of ``forgeasync.trainer`` importable that need torch alone, without TorchTitan.
 
-    Some modules need only torch, but their package imports TorchTitan, and all packages import lazy_loader.
-    If an import fails, the package is replaced by one without its ``__init__.py``, and the report says so.
-    Modules that need TorchTitan themselves still fail when they are imported.
+    Their package imports TorchTitan, and all packages import lazy_loader. A package that cannot be imported
+    is replaced by its front, and the report names it. Modules that need TorchTitan fail when they are
+    imported.
     """
     missing = {}
     fronts = sorted((REPOSITORY / "forgeasync").glob("*/__init__.pyi"))
@@ -208,7 +243,7 @@ def open_trainer_package(device: Device, report: Report) -> None:
 
 
 def _front_alone(name: str) -> types.ModuleType:
-    """Return a package without running its ``__init__.py``; names resolve as ``__init__.pyi`` lists them."""
+    """Return a package with the names that ``__init__.pyi`` lists, without running its ``__init__.py``."""
     package = types.ModuleType(name)
     folder = REPOSITORY.joinpath(*name.split("."))
     stub = (folder / "__init__.pyi").read_text(encoding="utf-8")
@@ -229,7 +264,7 @@ def _front_alone(name: str) -> types.ModuleType:
 
 @contextlib.contextmanager
 def group_of_one(backend: str) -> Iterator[None]:
-    """Create a process group of this process alone."""
+    """A process group of this process alone."""
     import torch.distributed as dist
 
     store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)

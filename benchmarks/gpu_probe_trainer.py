@@ -1,57 +1,125 @@
-"""Part of gpu_probe.py that trains a two-layer Qwen3-MoE in the trainer itself."""
+"""Parts of gpu_probe.py about training: AdamW across a resume, and the trainer with a two-layer Qwen3-MoE."""
 
 import dataclasses
 import gc
 import os
 import tempfile
-from dataclasses import dataclass
+import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from gpu_probe_common import GB, Device, Report, group_of_one
+from gpu_probe_common import GB, Device, Report, group_of_one, open_trainer_package
 
 if TYPE_CHECKING:
-    from forgeasync.config import ActivationCheckpointing, ModelFacts
     from forgeasync.trainer import PackedRow, PolicyTrainer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSizes:
-    """Sizes of a Qwen3-MoE and its rows."""
+class AdamwSizes:
+    """A chain of square layers in float32."""
 
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    num_experts: int
-    top_k: int
-    expert_hidden_size: int
-    vocab_size: int
-    tokens_per_row: int
-    num_sequences: int
-    longest: int
+    width: int = 4096
+    num_layers: int = 6
+    batch: int = 512
+
+
+ADAMW = {"cuda": AdamwSizes(), "cpu": AdamwSizes(width=32, num_layers=2, batch=8)}
+NUM_STEPS, NUM_BEFORE = 6, 3
+
+
+def fused_adamw(device: Device, report: Report) -> None:
+    """Compare steps that resume from a checkpoint with steps without one."""
+    open_trainer_package(device, report)
+    from forgeasync.checkpoints import checkpoint_name
+    from forgeasync.config import OptimizerSection
+    from forgeasync.trainer import CheckpointWriter, build_optimizer, training_state
+    from forgeasync.trainer.run_checkpoint import load
+
+    sizes = ADAMW[device.kind]
+    # Small for such wide layers: a loss that is not finite equals none.
+    section = OptimizerSection(learning_rate=1e-5, weight_decay=0.01)
+
+    def build(seed: int) -> tuple[torch.nn.Module, torch.optim.AdamW]:
+        torch.manual_seed(seed)
+        layers = [torch.nn.Linear(sizes.width, sizes.width) for _ in range(sizes.num_layers)]
+        model = torch.nn.Sequential(*layers).to(device.kind)
+        return model, build_optimizer(list(model.named_parameters()), section)
+
+    def step(model: torch.nn.Module, optimizer: torch.optim.AdamW, number: int) -> float:
+        torch.manual_seed(1000 + number)
+        x = device.randn(sizes.batch, sizes.width, dtype=torch.float32)
+        loss = (model(x) - x.roll(1, dims=-1)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss.detach())
+
+    model, optimizer = build(0)
+    with group_of_one("gloo"), tempfile.TemporaryDirectory(prefix="gpu_probe-") as scratch:
+        folder = Path(scratch) / checkpoint_name(NUM_BEFORE)
+        losses = [step(model, optimizer, number) for number in range(NUM_BEFORE)]
+        state = training_state(model, optimizer)
+        num_bytes = sum(tensor.nbytes for tensor in state.values())
+        writer = CheckpointWriter()
+        start_s = time.perf_counter()
+        writer.begin(state, folder, run_state=b"{}", keep=1)
+        writer.until_staged()
+        report.put(checkpoint_gb=num_bytes / GB, staged_s=time.perf_counter() - start_s)
+        writer.finish()
+        report.put(written_s=time.perf_counter() - start_s)
+        losses += [step(model, optimizer, number) for number in range(NUM_BEFORE, NUM_STEPS)]
+        other_model, other_optimizer = build(1)
+        other_state = training_state(other_model, other_optimizer)
+        start_s = time.perf_counter()
+        load(other_state, folder)
+        report.put(loaded_s=time.perf_counter() - start_s)
+    resumed = [step(other_model, other_optimizer, number) for number in range(NUM_BEFORE, NUM_STEPS)]
+    report.put(losses=losses, losses_after_resume=resumed)
+    report.check("losses_after_resume_are_equal", resumed == losses[NUM_BEFORE:])
+    pairs = list(zip(model.parameters(), other_model.parameters(), strict=True))
+    differences = [float((one.detach() - other.detach()).abs().max()) for one, other in pairs]
+    report.put(largest_weight_difference=max(differences))
+    report.check("weights_after_resume_are_equal", max(differences) == 0.0)
+    counters = [moments["step"] for moments in other_optimizer.state.values()]
+    report.check("steps_are_on_the_device", all(one.device.type == device.kind for one in counters))
+    report.check("steps_are_counted_on", all(float(one) == NUM_STEPS for one in counters))
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    num_elements = sum(parameter.numel() for parameter in model.parameters())
+    step_s = device.time_s(optimizer.step)
+    # It reads weight, gradient and two moments, and writes weight and moments.
+    report.put(fused_step_ms=1e3 * step_s, fused_step_gb_per_s=7 * 4 * num_elements / GB / step_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSizes:
+    """A Qwen3-MoE, with the names of ``ModelFacts``, and rows for it."""
+
+    hidden_size: int = 512
+    num_heads: int = 8
+    num_kv_heads: int = 2
+    head_dim: int = 64
+    num_experts: int = 16
+    top_k: int = 4
+    expert_hidden_size: int = 256
+    vocab_size: int = 4096
+    tokens_per_row: int = 2048
+    num_sequences: int = 12
+    longest: int = 400
+
+    def dimensions(self) -> dict[str, int]:
+        rows = ("tokens_per_row", "num_sequences", "longest")
+        return {name: value for name, value in asdict(self).items() if name not in rows}
 
 
 SMALL = {
-    "cuda": ModelSizes(
-        hidden_size=512,
-        num_heads=8,
-        num_kv_heads=2,
-        head_dim=64,
-        num_experts=16,
-        top_k=4,
-        expert_hidden_size=256,
-        vocab_size=4096,
-        tokens_per_row=2048,
-        num_sequences=12,
-        longest=400,
-    ),
+    "cuda": ModelSizes(),
     "cpu": ModelSizes(
         hidden_size=64,
         num_heads=4,
-        num_kv_heads=2,
         head_dim=32,
         num_experts=4,
         top_k=2,
@@ -81,92 +149,62 @@ LARGE = {
 }
 NUM_LAYERS = 2
 BYTES_PER_PARAMETER = 16
-"""Bytes of weight, gradient and two moments in float32."""
+"""Weight, gradient and two moments in float32."""
 
 
 def moe_trainer(device: Device, report: Report) -> None:
-    """Check replay, activation checkpointing and resuming on a small model; time a large one."""
-    # These need TorchTitan: without it there is nothing to try.
+    """Check replay, activation checkpointing and resume of a small model, then time a large one."""
+    # All cases need TorchTitan.
+    import torchtitan  # noqa: F401
+
     from forgeasync.models import DEVICE_TYPE
 
     if device.is_gpu and DEVICE_TYPE == "cuda":
         torch.cuda.set_device(0)
-    _adapt_to_older_torch(report)
     backend = "gloo" if DEVICE_TYPE == "cpu" else "cpu:gloo,cuda:nccl"
     os.environ.setdefault("LOCAL_RANK", "0")
-    # Recomputation in the backward pass needs this thread's mesh context.
+    # Recomputation in the backward pass needs the mesh context of this thread.
     with group_of_one(backend), torch.autograd.set_multithreading_enabled(False):
-        with report.case("replay"):
-            _replay(device, report)
-        with report.case("activation_checkpointing"):
-            _checkpointing(device, report)
-        with report.case("resume"):
-            _resume(device, report)
-        with report.case("speed"):
-            _speed(device, report)
-
-
-def _adapt_to_older_torch(report: Report) -> None:
-    """Remove the attention arguments of TorchTitan 0.3.0 that an older torch does not accept."""
-    import inspect
-
-    import torchtitan.models.common.attention as titan_attention
-
-    varlen_attn = titan_attention.varlen_attn
-    known = inspect.signature(varlen_attn).parameters
-    if "num_splits" in known:
-        return
-
-    def without_num_splits(*arguments: object, num_splits: int | None = None, **others: object) -> object:
-        return varlen_attn(*arguments, **others)
-
-    titan_attention.varlen_attn = without_num_splits
-    report.put(dropped_arguments=["num_splits"])
-
-
-def _facts(sizes: ModelSizes) -> "ModelFacts":
-    from forgeasync.config import ModelFacts
-
-    return ModelFacts(
-        model_type="qwen3_moe",
-        num_layers=NUM_LAYERS,
-        hidden_size=sizes.hidden_size,
-        num_heads=sizes.num_heads,
-        num_kv_heads=sizes.num_kv_heads,
-        head_dim=sizes.head_dim,
-        num_experts=sizes.num_experts,
-        top_k=sizes.top_k,
-        vocab_size=sizes.vocab_size,
-        expert_hidden_size=sizes.expert_hidden_size,
-        max_position_embeddings=40960,
-        tie_word_embeddings=False,
-        rope_theta=1e6,
-        rms_norm_eps=1e-6,
-    )
+        for name, case in (
+            ("replay", _replay),
+            ("activation_checkpointing", _checkpointing),
+            ("resume", _resume),
+            ("speed", _speed),
+        ):
+            with report.case(name):
+                case(device, report)
 
 
 def _trainer(
     device: Device,
     sizes: ModelSizes,
-    checkpointing: "ActivationCheckpointing | None" = None,
+    checkpointing: str = "none",
     *,
     resume_from: Path | None = None,
 ) -> "PolicyTrainer":
-    """Return a trainer with fixed random weights, in bfloat16 on a GPU."""
+    """Make a trainer, in bfloat16 on a GPU, always with the same random weights."""
     from forgeasync.algorithms import Loss
-    from forgeasync.config import ActivationCheckpointing, Dtype, OptimizerSection, TrainerSection
+    from forgeasync.config import ActivationCheckpointing, Dtype, ModelFacts, OptimizerSection, TrainerSection
     from forgeasync.trainer import PolicyTrainer, TrainerSetup
 
     section = TrainerSection(
         dtype=Dtype.BFLOAT16 if device.is_gpu else Dtype.FLOAT32,
         tokens_per_row=sizes.tokens_per_row,
-        activation_checkpointing=checkpointing or ActivationCheckpointing.NONE,
+        activation_checkpointing=ActivationCheckpointing(checkpointing),
         replay_probe_share=0.0,
         optimizer=OptimizerSection(learning_rate=1e-4),
     )
     setup = TrainerSetup(
         section=section,
-        facts=_facts(sizes),
+        facts=ModelFacts(
+            **sizes.dimensions(),
+            model_type="qwen3_moe",
+            num_layers=NUM_LAYERS,
+            max_position_embeddings=40960,
+            tie_word_embeddings=False,
+            rope_theta=1e6,
+            rms_norm_eps=1e-6,
+        ),
         temperature=1.0,
         loss=Loss(),
         seed=0,
@@ -177,7 +215,7 @@ def _trainer(
 
 
 def _rows(sizes: ModelSizes) -> list["PackedRow"]:
-    """Return random sequences with kept sets and recorded experts; a fifth of the tokens have no record."""
+    """Make random sequences with kept sets and recorded experts, which a fifth of the tokens lacks."""
     from forgeasync.rollouts import NO_RECORD, KeptTokens
     from forgeasync.trainer import TrainingSequence, pack_rows
 
@@ -209,7 +247,7 @@ def _rows(sizes: ModelSizes) -> list["PackedRow"]:
 
 
 def _replay(device: Device, report: Report) -> None:
-    """Check that replaying a model's own choice of experts changes no bit, and that random experts do."""
+    """Replay the model's own choice of experts, which changes no bit, and random experts, which do."""
     from forgeasync.trainer import replay_routers
 
     sizes = SMALL[device.kind]
@@ -229,7 +267,7 @@ def _replay(device: Device, report: Report) -> None:
         again = trainer.logprobs(recorded, replay_routing=False)
         replayed = trainer.logprobs(dataclasses.replace(recorded, expert_ids_LMK=ids_LMK))
         elsewhere = trainer.logprobs(recorded)
-    # Where experts' outputs are added up atomically, no two passes are equal.
+    # Atomic sums of the experts' outputs make all passes differ.
     noise, changed, other = (float((one - own).abs().max()) for one in (again, replayed, elsewhere))
     report.put(
         num_targets=len(own),
@@ -243,33 +281,26 @@ def _replay(device: Device, report: Report) -> None:
 
 
 def _checkpointing(device: Device, report: Report) -> None:
-    """Check that loss and gradient of a step do not depend on activation checkpointing."""
-    from forgeasync.config import ActivationCheckpointing
-
+    """Compare loss and gradient of a step between the kinds of activation checkpointing."""
     sizes = SMALL[device.kind]
     rows = _rows(sizes)
     found = {}
-    for name, choice in (
-        ("none", ActivationCheckpointing.NONE),
-        ("none_again", ActivationCheckpointing.NONE),
-        ("selective", ActivationCheckpointing.SELECTIVE),
-        ("full", ActivationCheckpointing.FULL),
-    ):
-        result = _trainer(device, sizes, choice).train_step(rows)
+    for name in ("none", "none_again", "selective", "full"):
+        result = _trainer(device, sizes, name.removesuffix("_again")).train_step(rows)
         report.check(f"{name}_step_was_taken", result.skip_reason is None)
         found[name] = {key: result.metrics[key] for key in ("loss", "grad_norm")}
     report.put(steps_by_activation_checkpointing=found)
-    # Sums by atomic additions may come in another order.
+    # The order of atomic additions may differ.
     for name in ("none_again", "selective", "full"):
         differences = [abs(found[name][key] - value) for key, value in found["none"].items()]
         scales = [abs(value) for value in found["none"].values()]
         largest = max(one / (scale + 1e-3) for one, scale in zip(differences, scales, strict=True))
-        report.put(**{f"{name}_relative_difference": largest})
+        report.put(name, relative_difference=largest)
         report.check(f"{name}_is_as_none", largest < 0.01)
 
 
 def _resume(device: Device, report: Report) -> None:
-    """Compare the step after a checkpoint of the trainer that wrote it and of one that resumed."""
+    """Compare steps after a checkpoint of the trainer that wrote it with those of a resumed one."""
     from forgeasync.checkpoints import checkpoint_name
 
     sizes = SMALL[device.kind]
@@ -296,16 +327,14 @@ def _resume(device: Device, report: Report) -> None:
 
 
 def _speed(device: Device, report: Report) -> None:
-    """Time optimizer steps with full activation checkpointing, without the first one."""
-    from forgeasync.config import ActivationCheckpointing
-
+    """Time whole optimizer steps with full activation checkpointing, without the first."""
     gc.collect()
     sizes = LARGE[device.kind]
     while device.is_gpu and _state_bytes(sizes) > device.free_bytes() / 2 and sizes.num_experts > sizes.top_k:
         sizes = dataclasses.replace(sizes, num_experts=sizes.num_experts // 2)
     report.put(num_experts=sizes.num_experts, state_gb=_state_bytes(sizes) / GB)
     rows = _rows(sizes)
-    trainer = _trainer(device, sizes, ActivationCheckpointing.FULL)
+    trainer = _trainer(device, sizes, "full")
     num_tokens = sum(int((row.sequence_ids_L >= 0).sum()) for row in rows)
     results = []
     step_s = device.time_s(lambda: results.append(trainer.train_step(rows)), repeats=3)

@@ -1,74 +1,75 @@
-"""Compares learning curves of several ways to train the embedded default's model, over several seeds.
+"""Learning curves: compares ways to train the embedded default's model, over several seeds.
 
     python benchmarks/learning.py [key.path=value ...] [--compare ages | distillation | steps] [--steps N]
-                                  [--num-seeds N] [--variants NAME ...] [--folder DIR]
+                                  [--folder DIR]
 
-``ages`` compares staleness bounds, ``distillation`` compares a teacher with the reward, and ``steps``
-compares step rewards with outcome rewards. All variants of a comparison start with the same model. Each
-variant runs once with every seed, one run after the other, in DIR/<variant>-seed<S>. Complete runs are not
-repeated; interrupted ones are. Overrides on the command line apply to all variants, after the variants' own.
-Writes to DIR
+``ages`` compares bounds on age, ``distillation`` a teacher with the reward, ``steps`` rewards of steps with
+the reward of the outcome. All variants of a comparison begin with the same model. Runs each variant once with
+every seed, one after the other, in DIR/<variant>-seed<S>. A complete run is not repeated, but one that was
+cut short is. Overrides on the command line hold for all variants. Writes to DIR
 
-- learning.png: held-out accuracy against optimizer steps and against minutes or sampled tokens, with mean and
-  range over seeds
-- learning.md: a table of variants, and a table of the accuracy at every evaluated step with the tokens
-  sampled until then
-- learning.json: the same figures, and those of every run
-
-Prints for every evaluated step the range of each variant's held-out accuracy over seeds, and names the
-variants whose range does not overlap that of the first variant.
+- learning.png: held-out accuracy against optimizer steps and against minutes, or sampled tokens, mean and
+  range over seeds;
+- learning.md: a table with a row for each variant, and one with the accuracy at each step that evaluated and
+  the tokens that were sampled by then;
+- learning.json: the same numbers, and those of each run.
 """
 
 import argparse
 import shutil
+import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from enum import StrEnum
+from itertools import accumulate, cycle
 from pathlib import Path
+from typing import Any
 
-from common import REPOSITORY, RESULTS, machine_facts, run_watched, write_json
-from learning_report import (
-    Against,
-    RunResult,
-    VariantResult,
-    accuracy_lines,
-    accuracy_table,
-    markdown_table,
-    plot_variants,
-    run_result,
-    variant_result,
-)
+from common import CONFIG, REPOSITORY, RESULTS, machine_facts, run_app, write_json
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 
 from forgeasync.files import read_json_lines
 
-CONFIGS = REPOSITORY / "configs"
-CONFIG = CONFIGS / "tiny_moe_cpu.yaml"
+CONFIGS = CONFIG.parent
 OVERRIDES_FILE = "overrides.txt"
-"""Name of the file in a run's folder with the overrides that it was started with."""
+"""In a run's folder: the overrides of its start."""
+NUM_LAST_STEPS = 20
+"""Number of steps at the end of a run over which its reward is averaged."""
+COLORS = ("#000000", "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
+"""Okabe's and Ito's colors for the color-blind, without yellow, which is too light on white."""
+LINES = ("-", "--", "-.", (0, (1, 1)), (0, (5, 1, 1, 1, 1, 1)))
+
+
+class Against(StrEnum):
+    """Horizontal axis of a plot. Values are labels."""
+
+    STEPS = "optimizer steps"
+    MINUTES = "minutes of training, evaluations included"
+    TOKENS = "response tokens sampled and trained on"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """A way to train; ``overrides`` are its differences from the config."""
+    """One way to train: overrides of a config, and the number of its seeds 0, 1, ... ."""
 
     name: str
     overrides: tuple[str, ...]
     config: Path = CONFIG
     app: str = "apps.grpo"
     num_seeds: int = 3
-    """Number of runs, with seeds 0, 1, ... ."""
 
 
 LEARNING_RATE = "trainer.optimizer.learning_rate=2.0e-5"
-"""A fifth of the embedded default's rate, with which the model learns everything in 20 steps: no method could
-make up for an age of 32 steps there."""
+"""A fifth of the embedded default's, with which all of learning takes 20 steps, less than an age of 32."""
 
 
 def at_most(max_off_policy_steps: int) -> tuple[str, ...]:
     """Return overrides with which the data are as old as the bound allows.
 
-    The generator is faster than the trainer, and neither the buffer, the load control nor the payload store
-    limits it. So after the first steps every batch has the maximum age.
+    The generator is faster than the trainer. Neither buffer, load control nor payload store holds it back, so
+    that after the first steps each batch has the age of the bound.
     """
     return (
         f"max_off_policy_steps={max_off_policy_steps}",
@@ -82,9 +83,9 @@ def at_most(max_off_policy_steps: int) -> tuple[str, ...]:
 
 
 REINFORCE = "algorithm.objective={kind: reinforce}"
-"""Objective without a ratio: every token counts as if the current policy had sampled it."""
+"""Without a ratio: each token counts as if the current policy had sampled it."""
 CORRECTED = (REINFORCE, "algorithm.corrections=[{kind: truncated_is, cap: 2.0}]")
-"""Capped importance weights; at age 32, a clip would drop the few tokens that matter."""
+"""With capped importance weights. A clip would cut off the few tokens that matter at an age of 32."""
 AGES = (
     Variant(name="synchronous", overrides=(*at_most(0), *CORRECTED)),
     Variant(name="age 1", overrides=(*at_most(1), *CORRECTED), num_seeds=1),
@@ -96,9 +97,9 @@ DISTILLATION = (
     Variant(name="GRPO", overrides=()),
     Variant(name="distillation", overrides=(), config=CONFIGS / "distill_cpu.yaml", app="apps.distill"),
 )
-"""Two ways to train models/tiny_moe; run ``make models/tiny_moe models/tiny_teacher`` first."""
+"""Both from models/tiny_moe; ``make models/tiny_moe models/tiny_teacher`` first."""
 OF_STEPS = CONFIGS / "process_reward_cpu.yaml"
-"""Config for step rewards; run ``make models/tiny_steps`` first."""
+"""``make models/tiny_steps`` first."""
 STEPS = (
     Variant(name="outcome alone", overrides=("data.reward=null",), config=OF_STEPS),
     Variant(name="sum to go", overrides=(), config=OF_STEPS),
@@ -106,26 +107,19 @@ STEPS = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
-    """Variants, which are compared with the first one, and the x-axes of the plot."""
-
-    variants: tuple[Variant, ...]
-    against: tuple[Against, Against]
-
-
 COMPARISONS = {
-    "ages": Comparison(variants=AGES, against=(Against.STEPS, Against.MINUTES)),
-    "distillation": Comparison(variants=DISTILLATION, against=(Against.TOKENS, Against.STEPS)),
-    "steps": Comparison(variants=STEPS, against=(Against.STEPS, Against.TOKENS)),
+    "ages": (AGES, (Against.STEPS, Against.MINUTES)),
+    "distillation": (DISTILLATION, (Against.TOKENS, Against.STEPS)),
+    "steps": (STEPS, (Against.STEPS, Against.TOKENS)),
 }
+"""Variants, and the horizontal axes of their plots."""
 
 
 def ensure_run(variant: Variant, seed: int, num_steps: int, folder: Path, extra: Sequence[str]) -> Path:
-    """Return the folder of the variant's complete run with this seed; run it if it is missing.
+    """Return the folder of the variant's complete run with this seed, and run it if necessary.
 
     Raises:
-        ValueError: the folder has a run that was started with other overrides.
+        ValueError: the folder holds a run that was started with other overrides.
         RuntimeError: the run failed.
     """
     run_dir = folder / f"{variant.name.replace(' ', '_')}-seed{seed}"
@@ -137,83 +131,224 @@ def ensure_run(variant: Variant, seed: int, num_steps: int, folder: Path, extra:
                 f"{run_dir} holds a run with the overrides {text.split()}, not {wanted.split()}; "
                 "delete it or choose another --folder"
             )
-        if is_complete(run_dir, num_steps):
+        metrics = run_dir / "metrics.jsonl"
+        if metrics.exists() and [line["step"] for line in read_json_lines(metrics)][-1:] == [num_steps]:
             return run_dir
         shutil.rmtree(run_dir)
     run_dir.mkdir(parents=True)
     (run_dir / OVERRIDES_FILE).write_text("\n".join(overrides), encoding="utf-8")
-    command = [sys.executable, "-m", variant.app, "--config", str(variant.config)]
-    command += [*overrides, f"run_dir={run_dir}"]
     print(f"running {run_dir.name}", flush=True)
-    # One thread in each of the procs that share the cores, as in the Makefile.
-    run_watched(command, environment={"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
+    run_app(variant.app, variant.config, [*overrides, f"run_dir={run_dir}"])
     return run_dir
 
 
-def is_complete(run_dir: Path, num_steps: int) -> bool:
-    """Return whether a run's metrics include its last step."""
-    metrics = run_dir / "metrics.jsonl"
-    lines = read_json_lines(metrics) if metrics.exists() else []
-    return bool(lines) and lines[-1]["step"] == num_steps
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """The numbers of one run. None if its metrics lack them.
+
+    Attributes:
+        accuracy_by_step: Held-out accuracy after each step that evaluated; 0 is before training.
+        minutes: Time at the end of each step, evaluations included.
+        tokens: Response tokens that were trained on by the end of each step, without dropped groups.
+        last_reward: Mean of the last ``NUM_LAST_STEPS``.
+        steps_per_s: Without evaluations.
+        num_dropped: Number of dropped groups.
+    """
+
+    seed: int
+    accuracy_by_step: dict[int, float]
+    minutes: dict[int, float]
+    tokens: dict[int, float]
+    last_reward: float
+    steps_per_s: float
+    age_mean: float
+    age_max: float
+    clip_share: float | None
+    effective_sample_share: float | None
+    num_dropped: int
+
+    @property
+    def accuracy(self) -> float:
+        """Held-out accuracy after the last evaluation."""
+        return self.accuracy_by_step[max(self.accuracy_by_step)]
+
+    def at(self, step: int, axis: Against) -> float:
+        """Return the place of a step on an axis."""
+        return {Against.STEPS: {step: step}, Against.MINUTES: self.minutes, Against.TOKENS: self.tokens}[
+            axis
+        ][step]
 
 
-def parse_arguments() -> argparse.Namespace:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(description="Learning curves of ways to train, over seeds.")
-    parser.add_argument("--steps", type=int, default=100, help="optimizer steps of every run")
-    parser.add_argument("--num-seeds", type=int, help="instead of each variant's own number")
-    parser.add_argument("--compare", choices=list(COMPARISONS), default="ages")
-    parser.add_argument("--variants", nargs="+", help="names of some of them; all if left out")
-    parser.add_argument("--folder", type=Path, help="results/learning_COMPARISON if left out")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="change the config")
-    return parser.parse_intermixed_args()
+Results = Mapping[str, Sequence[RunResult]]
+"""Runs of each variant, by its name."""
 
 
-def write_report(results: Sequence[VariantResult], folder: Path, arguments: argparse.Namespace) -> None:
-    """Write the plot, the tables and the JSON to ``folder``; print the table and the accuracies."""
-    comparison = COMPARISONS[arguments.compare]
-    plot_variants(results, folder / "learning.png", comparison.against)
+def run_result(run_dir: Path, seed: int) -> RunResult:
+    """Read the metrics.jsonl of a complete run."""
+    lines = read_json_lines(run_dir / "metrics.jsonl")
+    steps = [line for line in lines if line["step"] > 0]
+    numbers = [0, *(line["step"] for line in steps)]
+    trained = [line["throughput/train_tokens_per_s"] * line["time/step_s"] for line in steps]
+    return RunResult(
+        seed=seed,
+        accuracy_by_step={line["step"]: line["eval/accuracy"] for line in lines if "eval/accuracy" in line},
+        minutes=dict(zip(numbers, [0.0, *(line["time/elapsed_s"] / 60.0 for line in steps)], strict=True)),
+        tokens=dict(zip(numbers, accumulate(trained, initial=0.0), strict=True)),
+        last_reward=statistics.fmean(line["reward/mean"] for line in steps[-NUM_LAST_STEPS:]),
+        steps_per_s=len(steps) / sum(line["time/step_s"] - line["time/eval_s"] for line in steps),
+        age_mean=statistics.fmean(line["off_policy/age_mean"] for line in steps),
+        age_max=max(line["off_policy/age_max"] for line in steps),
+        clip_share=mean_of_known(line.get("objective/clipped_share") for line in steps),
+        effective_sample_share=mean_of_known(line.get("correction/effective_sample_share") for line in steps),
+        num_dropped=sum(count for line in steps for key, count in line.items() if key.startswith("dropped/")),
+    )
+
+
+def mean_of_known(values: Iterable[float | None]) -> float | None:
+    """Return the mean of the values that are not None; None without any."""
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
+
+
+MEANS = ("last_reward", "steps_per_s", "age_mean", "clip_share", "effective_sample_share", "num_dropped")
+
+
+def summary(runs: Sequence[RunResult]) -> dict[str, Any]:
+    """Summarize a variant over its seeds: means, the range of accuracies, the largest age."""
+    accuracies = [run.accuracy for run in runs]
+    return {
+        "accuracy": statistics.fmean(accuracies),
+        "accuracy_low": min(accuracies),
+        "accuracy_high": max(accuracies),
+        "age_max": max(run.age_max for run in runs),
+        **{name: mean_of_known(getattr(run, name) for run in runs) for name in MEANS},
+    }
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    """Return a table of Markdown whose first row has the titles."""
+    header, *others = rows
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *others]
+    return "".join(f"| {' | '.join(row)} |\n" for row in lines)
+
+
+def markdown_table(results: Results) -> str:
+    """Return a table with a row for each variant."""
+
+    def share(value: float | None) -> str:
+        return "–" if value is None else f"{value:.2%}"
+
+    columns: dict[str, Callable[[dict[str, Any]], str]] = {
+        "held-out accuracy (range)": lambda one: (
+            "{accuracy:.3f} ({accuracy_low:.3f} to {accuracy_high:.3f})".format(**one)
+        ),
+        f"reward, last {NUM_LAST_STEPS} steps": lambda one: f"{one['last_reward']:.3f}",
+        "steps/s": lambda one: f"{one['steps_per_s']:.3f}",
+        "age mean / max": lambda one: f"{one['age_mean']:.2f} / {one['age_max']:.0f}",
+        "clipped": lambda one: share(one["clip_share"]),
+        "effective samples": lambda one: share(one["effective_sample_share"]),
+        "dropped groups": lambda one: f"{one['num_dropped']:.0f}",
+    }
+    rows = [["variant", "seeds", *columns]]
+    for name, runs in results.items():
+        rows.append([name, str(len(runs)), *(cell(summary(runs)) for cell in columns.values())])
+    return markdown(rows)
+
+
+def common_steps(runs: Iterable[RunResult]) -> list[int]:
+    """Return the steps after which all runs evaluated."""
+    return sorted(set.intersection(*(set(run.accuracy_by_step) for run in runs)))
+
+
+def accuracies_at(runs: Sequence[RunResult], step: int) -> tuple[float, float, float]:
+    """Return the mean, the lowest and the highest held-out accuracy over seeds after a step."""
+    found = [run.accuracy_by_step[step] for run in runs]
+    return statistics.fmean(found), min(found), max(found)
+
+
+def accuracy_table(results: Results) -> str:
+    """Return a table with a row for each variant: accuracies over seeds, and the tokens that were sampled by
+    then."""
+    steps = common_steps(run for runs in results.values() for run in runs)
+    rows = [["held-out accuracy after", *(f"{step} steps" for step in steps)]]
+    for name, runs in results.items():
+        cells = [name]
+        for step in steps:
+            mean, low, high = accuracies_at(runs, step)
+            tokens = statistics.fmean(run.tokens[step] for run in runs)
+            cells.append(f"{mean:.1%} ({low:.1%} to {high:.1%}; {tokens / 1000:.0f}k tokens)")
+        rows.append(cells)
+    return markdown(rows)
+
+
+def plot_variants(results: Results, out: Path, against: tuple[Against, Against]) -> None:
+    """Plot held-out accuracies (PNG): mean over seeds in their range, once against each of two axes.
+
+    The reward of a batch would be that of older policies.
+    """
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(1, 2, sharey=True)
+    for (name, runs), color, line in zip(results.items(), cycle(COLORS), cycle(LINES), strict=False):
+        steps = common_steps(runs)
+        means, lows, highs = zip(*(accuracies_at(runs, step) for step in steps), strict=True)
+        for axis, what in zip(axes, against, strict=True):
+            x = [statistics.fmean(run.at(step, what) for run in runs) for step in steps]
+            style = {"color": color, "linestyle": line, "linewidth": 1.8, "marker": "o", "markersize": 3}
+            axis.fill_between(x, lows, highs, color=color, alpha=0.15, linewidth=0)
+            axis.plot(x, means, label=name, **style)
+    axes[0].set_ylabel("held-out accuracy of the current policy")
+    for axis, what in zip(axes, against, strict=True):
+        axis.set_xlabel(what.value)
+        axis.grid(alpha=0.25, linewidth=0.6)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.set_xlim(left=0.0)
+    axes[0].legend(frameon=False)
+    figure.savefig(out, dpi=150, format="png")
+
+
+def write_report(results: Results, folder: Path, arguments: argparse.Namespace) -> None:
+    """Write the plot, the tables and the JSON to ``folder``, and print the tables."""
+    variants, against = COMPARISONS[arguments.compare]
+    plot_variants(results, folder / "learning.png", against)
     table = f"{markdown_table(results)}\n{accuracy_table(results)}"
     (folder / "learning.md").write_text(table, encoding="utf-8")
     content = {
         "machine": machine_facts(),
-        "configs": {one.name: str(one.config.relative_to(REPOSITORY)) for one in comparison.variants},
+        "configs": {one.name: str(one.config.relative_to(REPOSITORY)) for one in variants},
         "steps": arguments.steps,
-        "overrides": {variant.name: variant.overrides for variant in comparison.variants},
+        "overrides": {variant.name: variant.overrides for variant in variants},
         "overrides_of_all": arguments.overrides,
         "variants": [
-            {"name": one.name, "summary": asdict(one.summary), "runs": [asdict(run) for run in one.runs]}
-            for one in results
+            {"name": name, "summary": summary(runs), "runs": [asdict(run) for run in runs]}
+            for name, runs in results.items()
         ],
     }
     write_json(folder / "learning.json", content)
-    print(table)
-    print("\n".join(accuracy_lines(results)))
-    print(f"wrote {folder}/learning.png, .md and .json")
+    print(f"{table}\nwrote {folder}/learning.png, .md and .json")
 
 
 def main() -> None:
-    """Run the missing runs, then report on all of them."""
-    arguments = parse_arguments()
+    """Run what is missing, then report on all runs."""
+    parser = argparse.ArgumentParser(description="Learning curves of ways to train, over seeds.")
+    parser.add_argument("--steps", type=int, default=100, help="optimizer steps of every run")
+    parser.add_argument("--compare", choices=list(COMPARISONS), default="ages")
+    parser.add_argument("--folder", type=Path, help="results/learning_COMPARISON if left out")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="change the config")
+    arguments = parser.parse_intermixed_args()
     folder = (arguments.folder or RESULTS / f"learning_{arguments.compare}").resolve()
-    variants = COMPARISONS[arguments.compare].variants
-    names = [one.name for one in variants]
-    if unknown := [name for name in arguments.variants or () if name not in names]:
-        sys.exit(f"--variants {', '.join(unknown)}: must be of {', '.join(names)}")
-    chosen = [one for one in variants if arguments.variants is None or one.name in arguments.variants]
-    runs: dict[str, list[RunResult]] = {variant.name: [] for variant in chosen}
-    # Seeds in the outer loop: what the machine does over hours then meets all variants alike.
-    num_seeds = {one.name: arguments.num_seeds or one.num_seeds for one in chosen}
-    for seed in range(max(num_seeds.values())):
-        for variant in chosen:
-            if seed >= num_seeds[variant.name]:
-                continue
-            try:
-                run_dir = ensure_run(variant, seed, arguments.steps, folder, arguments.overrides)
-            except (ValueError, RuntimeError) as error:
-                sys.exit(str(error))
-            runs[variant.name].append(run_result(run_dir, seed))
-    write_report([variant_result(name, own) for name, own in runs.items()], folder, arguments)
+    variants, _ = COMPARISONS[arguments.compare]
+    runs: dict[str, list[RunResult]] = {variant.name: [] for variant in variants}
+    # Seeds in the outer loop, so that changes of the machine's speed over hours affect all variants.
+    for seed in range(max(variant.num_seeds for variant in variants)):
+        for variant in variants:
+            if seed < variant.num_seeds:
+                try:
+                    run_dir = ensure_run(variant, seed, arguments.steps, folder, arguments.overrides)
+                except (ValueError, RuntimeError) as error:
+                    sys.exit(str(error))
+                runs[variant.name].append(run_result(run_dir, seed))
+    write_report(runs, folder, arguments)
 
 
 if __name__ == "__main__":

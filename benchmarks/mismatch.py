@@ -1,21 +1,21 @@
-"""Measures the mismatch of trainer and generator with replay of nothing, routing, kept sets, or both.
+"""Mismatch of trainer and generator, with replay of nothing, of routing, of kept sets, and of both.
 
     python benchmarks/mismatch.py [--model FOLDER] [--groups N] [--out FILE.json]
 
-A real vLLM engine samples groups (temperature 0.8, top-k 20, top-p 0.9), and the trainer computes the
-log-probabilities of the same tokens with each of the four replays, in four settings:
+A vLLM engine samples groups (temperature 0.8, top-k 20, top-p 0.9), and the trainer computes the
+log-probabilities of the same tokens, in four settings:
 
-- same weights: only rounding differs
-- bf16 generator: only the generator's weights are rounded to bfloat16, which simulates different kernels
-- noisy choice: Gaussian noise per token on the probabilities by which the trainer's routers choose experts,
-  like rounding in the gate; the experts' weights in the sum do not change
-- noisy gate: Gaussian noise on the trainer's router weights, which changes choices and weights in the sum;
-  replay corrects the choices
+- same weights: the rest is rounding
+- bf16 generator: the generator's weights are rounded to bfloat16 and the trainer's are not, as a stand-in for
+  differences between real kernels
+- noisy choice: Gaussian noise for each token on the probabilities by which the trainer's routers choose, like
+  rounding in the gate; the experts' weights in the sum do not change
+- noisy gate: Gaussian noise on the trainer's router weights changes choices and weights in the sum; replay
+  corrects the choices
 
-Reported for each are mean and maximum of abs(trainer logprob - generator logprob), the k3 estimate of
-KL(generator || trainer), the share of routing decisions that the trainer would have made differently, and the
-cosine between the policy gradient and the reference gradient: that of a trainer with the generator's weights,
-experts and kept sets.
+Reports mean and maximum of abs(trainer logprob - generator logprob), the k3 estimate of KL(generator ||
+trainer), the share of routing decisions that the trainer would have made otherwise, and the cosine of the
+policy gradient with that of a trainer that has the generator's weights, experts and kept sets.
 """
 
 import argparse
@@ -25,8 +25,8 @@ import multiprocessing
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -57,7 +57,7 @@ GROUP_SIZE = 4
 MAX_CONTEXT = 160
 TOKENS_PER_ROW = 32768
 GATE_NOISE = 0.08
-"""Standard deviation of the noise on router weights, relative to that of the weights."""
+"""Standard deviation of the noise on router weights, in units of their own."""
 CHOICE_NOISE = 0.003
 """Standard deviation of the noise on router probabilities."""
 REPLAYS = {
@@ -66,27 +66,11 @@ REPLAYS = {
     "kept sets": (False, True),
     "both": (True, True),
 }
-"""Whether to replay (routing, kept sets), by name."""
-
-Change = Callable[[str, torch.Tensor], torch.Tensor]
+"""(routing, kept sets) by name."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One line of the table."""
-
-    setting: str
-    replayed: str
-    abs_mean: float
-    abs_max: float
-    kl: float
-    disagreement_share: float | None
-    """Share of differing routing decisions; None without replay of routing, where there is no comparison."""
-    gradient_cosine: float
-
-
-def write_changed(source: Path, target: Path, change: Change) -> Path:
-    """Write a copy of a model folder with ``change`` applied to every tensor."""
+def write_changed(source: Path, target: Path, change: Callable[[str, torch.Tensor], torch.Tensor]) -> Path:
+    """Copy a model folder with each tensor changed, given its name."""
     shutil.copytree(source, target)
     for file in target.glob("*.safetensors"):
         save_file({name: change(name, t) for name, t in load_file(file).items()}, file, {"format": "pt"})
@@ -94,24 +78,24 @@ def write_changed(source: Path, target: Path, change: Change) -> Path:
 
 
 def rounded(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor rounded to bfloat16."""
+    """Round to bfloat16."""
     return tensor.bfloat16().to(tensor.dtype)
 
 
 def noisy_gate(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor with noise, if it is a router's weight."""
+    """Add noise to router weights."""
     if not name.endswith("mlp.gate.weight"):
         return tensor
     noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0))
     return tensor + noise * tensor.std() * GATE_NOISE
 
 
-def sample(folder: Path, num_groups: int, sampling: SamplingSection = SAMPLING) -> list[Rollout]:
-    """Return rollouts of a real engine, with both records."""
-    return asyncio.run(_sample(folder, num_groups, sampling))
+def sample(folder: Path, num_groups: int) -> list[Rollout]:
+    """Sample rollouts with an engine, with their routing and kept sets."""
+    return asyncio.run(_sample(folder, num_groups))
 
 
-async def _sample(folder: Path, num_groups: int, sampling: SamplingSection) -> list[Rollout]:
+async def _sample(folder: Path, num_groups: int) -> list[Rollout]:
     from forgeasync.generator import GeneratorEngine
 
     records = CaptureSpec(routing=True, kept_tokens=True)
@@ -132,7 +116,7 @@ async def _sample(folder: Path, num_groups: int, sampling: SamplingSection) -> l
     groups = await asyncio.gather(
         *(
             engine.generate(
-                prompt_ids_P=np.asarray(prompt, np.int32), num_samples=GROUP_SIZE, sampling=sampling, seed=i
+                prompt_ids_P=np.asarray(prompt, np.int32), num_samples=GROUP_SIZE, sampling=SAMPLING, seed=i
             )
             for i, prompt in enumerate(prompts)
         )
@@ -144,11 +128,11 @@ async def _sample(folder: Path, num_groups: int, sampling: SamplingSection) -> l
     return rollouts
 
 
-def make_trainer(folder: Path, facts: ModelFacts, *, dtype: Dtype = Dtype.FLOAT32) -> PolicyTrainer:
-    """Return a trainer of one rank."""
+def make_trainer(folder: Path, facts: ModelFacts) -> PolicyTrainer:
+    """Make a trainer of one rank, whose steps are too small to change anything."""
     setup = TrainerSetup(
         section=TrainerSection(
-            dtype=dtype,
+            dtype=Dtype.FLOAT32,
             tokens_per_row=TOKENS_PER_ROW,
             replay_probe_share=0.0,
             optimizer=OptimizerSection(learning_rate=1e-12, max_grad_norm=1e9),
@@ -162,9 +146,9 @@ def make_trainer(folder: Path, facts: ModelFacts, *, dtype: Dtype = Dtype.FLOAT3
     return PolicyTrainer(setup)
 
 
-def make_sequences(rollouts: Sequence[Rollout]) -> list[TrainingSequence]:
-    """Return training sequences with both records and alternating advantages."""
-    return [
+def make_rows(rollouts: Sequence[Rollout]) -> list[PackedRow]:
+    """Pack rollouts with alternating advantages."""
+    sequences = [
         TrainingSequence(
             prompt_ids_P=rollout.prompt_ids_P,
             response_ids_T=rollout.response_ids_T,
@@ -176,27 +160,11 @@ def make_sequences(rollouts: Sequence[Rollout]) -> list[TrainingSequence]:
         )
         for index, rollout in enumerate(rollouts)
     ]
-
-
-def make_rows(rollouts: Sequence[Rollout]) -> list[PackedRow]:
-    """Return the rollouts as packed rows."""
-    return pack_rows(make_sequences(rollouts), tokens_per_row=TOKENS_PER_ROW, num_ranks=1)[0]
-
-
-def replayed_rows(rows: Sequence[PackedRow], *, routing: bool, kept_sets: bool) -> list[PackedRow]:
-    """Return the rows with only the chosen records."""
-    return [
-        dataclasses.replace(
-            row,
-            expert_ids_LMK=row.expert_ids_LMK if routing else None,
-            kept_tokens=row.kept_tokens if kept_sets else all_kept(row.num_targets),
-        )
-        for row in rows
-    ]
+    return pack_rows(sequences, tokens_per_row=TOKENS_PER_ROW, num_ranks=1)[0]
 
 
 def step(trainer: PolicyTrainer, rows: list[PackedRow]) -> tuple[dict[str, float], torch.Tensor]:
-    """Return the metrics of a step too small to change the model, and its gradient as one vector."""
+    """Return the metrics of a step, and its gradient as one vector."""
     gradients: list[torch.Tensor] = []
 
     def keep(*_: object) -> None:
@@ -212,7 +180,7 @@ def step(trainer: PolicyTrainer, rows: list[PackedRow]) -> tuple[dict[str, float
 
 
 def disturb_choices(trainer: PolicyTrainer, num_tokens: int) -> None:
-    """Add noise to the routers' selection scores only, in place of TorchTitan's load-balancing bias."""
+    """Add noise to the choice of experts, in place of TorchTitan's load-balancing bias."""
     for index, layer in enumerate(trainer.model.layers.values()):
         generator = torch.Generator().manual_seed(index)
         noise = torch.randn(1, num_tokens, layer.moe.router.num_experts, generator=generator)
@@ -227,8 +195,8 @@ def compare(
     facts: ModelFacts,
     *,
     disturbed: bool = False,
-) -> list[Row]:
-    """Measure all four replays of one setting."""
+) -> list[dict[str, Any]]:
+    """Measure the four kinds of replay in one setting."""
     rows = make_rows(rollouts)
     _, consistent = step(make_trainer(sampled, facts), rows)
     trainer = make_trainer(trained, facts)
@@ -237,31 +205,40 @@ def compare(
         disturb_choices(trainer, len(row.token_ids_L))
     lines = []
     for name, (routing, kept_sets) in REPLAYS.items():
-        metrics, gradient = step(trainer, replayed_rows(rows, routing=routing, kept_sets=kept_sets))
-        lines.append(
-            Row(
-                setting=setting,
-                replayed=name,
-                abs_mean=metrics["mismatch/logprob_abs_mean"],
-                abs_max=metrics["mismatch/logprob_abs_max"],
-                kl=metrics["mismatch/kl"],
-                disagreement_share=metrics.get("routing/disagreement_share"),
-                gradient_cosine=float(torch.cosine_similarity(gradient, consistent, dim=0)),
+        replayed = [
+            dataclasses.replace(
+                row,
+                expert_ids_LMK=row.expert_ids_LMK if routing else None,
+                kept_tokens=row.kept_tokens if kept_sets else all_kept(row.num_targets),
             )
+            for row in rows
+        ]
+        metrics, gradient = step(trainer, replayed)
+        lines.append(
+            {
+                "setting": setting,
+                "replayed": name,
+                "abs_mean": metrics["mismatch/logprob_abs_mean"],
+                "abs_max": metrics["mismatch/logprob_abs_max"],
+                "kl": metrics["mismatch/kl"],
+                # Missing without replayed routing.
+                "disagreement_share": metrics.get("routing/disagreement_share"),
+                "gradient_cosine": float(torch.cosine_similarity(gradient, consistent, dim=0)),
+            }
         )
     return lines
 
 
-def measure(model: Path, num_groups: int) -> list[Row]:
+def measure(model: Path, num_groups: int) -> list[dict[str, Any]]:
     """Measure all settings."""
     facts = read_model_facts(str(model))
     context = multiprocessing.get_context("spawn")
-    lines: list[Row] = []
+    lines: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="mismatch-") as scratch, context.Pool(1) as pool:
         bf16 = write_changed(model, Path(scratch) / "bf16", rounded)
         noisy = write_changed(model, Path(scratch) / "noisy", noisy_gate)
         of_model = pool.apply(sample, (model, num_groups))
-        # An engine leaves its mark on its process: the second one gets another.
+        # An engine changes its process, so the second one gets another.
         with context.Pool(1) as second:
             of_bf16 = second.apply(sample, (bf16, num_groups))
         lines += compare("same weights", of_model, model, model, facts)
@@ -271,29 +248,27 @@ def measure(model: Path, num_groups: int) -> list[Row]:
     return lines
 
 
-def results_table(lines: Sequence[Row]) -> Table:
-    """Return a table with a row per setting and replay."""
-    table = Table(title="abs(trainer logprob - generator logprob)")
-    for column in ("setting", "replayed", "mean", "max", "KL", "other experts", "gradient cosine"):
-        table.add_column(column, justify="left" if column in ("setting", "replayed") else "right")
+def results_table(lines: Sequence[dict[str, Any]]) -> Table:
+    """Return a table with a row for each setting and replay."""
+    table = Table("setting", "replayed", title="abs(trainer logprob - generator logprob)")
+    for column in ("mean", "max", "KL", "other experts", "gradient cosine"):
+        table.add_column(column, justify="right")
     for line in lines:
-        share = "" if line.disagreement_share is None else f"{line.disagreement_share:.2%}"
+        share = line["disagreement_share"]
         table.add_row(
-            line.setting,
-            line.replayed,
-            f"{line.abs_mean:.1e}",
-            f"{line.abs_max:.1e}",
-            f"{line.kl:.1e}",
-            share,
-            f"{line.gradient_cosine:.5f}",
-            end_section=line.replayed == "both",
+            line["setting"],
+            line["replayed"],
+            *(f"{line[key]:.1e}" for key in ("abs_mean", "abs_max", "kl")),
+            "" if share is None else f"{share:.2%}",
+            f"{line['gradient_cosine']:.5f}",
+            end_section=line["replayed"] == "both",
         )
     return table
 
 
 def main() -> None:
-    """Run all measurements, print the table and write the JSON."""
-    parser = argparse.ArgumentParser(description="How far trainer and generator are apart.")
+    """Measure, print the table, write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, default=REPOSITORY / "models" / "tiny_moe")
     parser.add_argument("--groups", type=int, default=32)
     parser.add_argument("--out", type=Path, default=RESULTS / "mismatch.json")
@@ -303,9 +278,7 @@ def main() -> None:
     lines = measure(arguments.model, arguments.groups)
     dist.destroy_process_group()
     Console(width=110).print(results_table(lines))
-    write_json(
-        arguments.out, {"machine": machine_facts(), "rows": [dataclasses.asdict(line) for line in lines]}
-    )
+    write_json(arguments.out, {"machine": machine_facts(), "rows": lines})
 
 
 if __name__ == "__main__":

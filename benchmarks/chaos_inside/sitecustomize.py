@@ -1,9 +1,9 @@
-"""Injects faults from inside: runs a thread in every process of a run started by ``benchmarks/chaos.py``.
+"""Faults from inside: a thread in each process of a run that ``benchmarks/chaos.py`` has started.
 
-Python imports this module by name at start, because the tool puts this folder first in PYTHONPATH. Without
-the environment variable ``FORGEASYNC_CHAOS``, which names a folder, it does nothing. A file
-``<process id>-<number>.json`` in that folder is an order for the process. The process answers with a file
-``.taken`` when it has carried out the order. A file ``.end`` ends a lasting order.
+Python imports this module when it starts, because the tool puts this folder first in PYTHONPATH. The variable
+``FORGEASYNC_CHAOS`` names a folder; without it nothing happens. A file ``<process id>-<number>.json`` there
+is an order for that process. ``.taken`` beside it says when it was carried out, with details. ``.end`` ends
+an order that lasts.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from pathlib import Path
 
 VARIABLE = "FORGEASYNC_CHAOS"
 PROGRAMS = ("apps.grpo", "forgeasync.runtime.bootstrap_main")
-"""Modules of the processes that get a thread; other processes may fork, which a thread would break."""
+"""Modules as which processes of roles start. Other processes of a run may fork, and must have no thread."""
 LOOK_S = 0.03
 EXIT_CODE = 13
 COLLECTIVES = (
@@ -32,34 +32,27 @@ COLLECTIVES = (
     "barrier",
 )
 TRAINER_THREAD = "trainer"
-"""Name of the thread that makes steps; another thread runs the collectives of checkpoints."""
+"""Name of the thread that makes steps. Collectives of a checkpoint are in another one."""
 
 
-class Orders:
-    """Finds and carries out the orders for this process."""
-
-    def __init__(self, folder):
-        self._folder = Path(folder)
-        self._prefix = f"{os.getpid()}-"
-        self._seen = set()
-
-    def serve(self):
-        """Carry out orders until the process ends."""
-        while True:
-            time.sleep(LOOK_S)
-            try:
-                names = os.listdir(self._folder)
-            except OSError:
-                return  # the tool is gone
-            for name in sorted(names):
-                if name.startswith(self._prefix) and name.endswith(".json") and name not in self._seen:
-                    self._seen.add(name)
-                    file = self._folder / name
-                    Order(file, json.loads(file.read_text())).carry_out()
+def serve(folder):
+    """Carry out the orders for this process until it ends."""
+    seen = set()
+    while True:
+        time.sleep(LOOK_S)
+        try:
+            names = os.listdir(folder)
+        except OSError:
+            return  # the tool is gone
+        for name in sorted(names):
+            if name.startswith(f"{os.getpid()}-") and name.endswith(".json") and name not in seen:
+                seen.add(name)
+                file = Path(folder, name)
+                Order(file, json.loads(file.read_text())).carry_out()
 
 
 class Order:
-    """One order: its ``kind`` and arguments."""
+    """One order: ``kind`` and its details."""
 
     def __init__(self, file, words):
         self._file = file
@@ -86,7 +79,7 @@ class Order:
                 self._hold_call(self._words["method"], self._words["seconds"], self._words["is_after"])
 
     def taken(self, **more):
-        """Report that the order was carried out; return False if that was reported before."""
+        """Answer that the order was carried out. Returns False if that was done before."""
         with self._lock:
             if self._is_taken:
                 return False
@@ -98,11 +91,11 @@ class Order:
 
     @property
     def is_ended(self):
-        """Return whether the tool has ended a lasting order, or is gone."""
+        """Whether the tool has ended an order that lasts, or is gone."""
         return self._file.with_suffix(".end").exists() or not self._file.parent.exists()
 
     def _break_collective(self, hangs, num_before):
-        """Break the collective after the next ``num_before`` ones: it hangs or raises."""
+        """Break one collective, after ``num_before`` others."""
         import torch.distributed as dist
 
         left = [num_before]
@@ -119,7 +112,7 @@ class Order:
                     return originals[name](*args, **kwargs)
                 if hangs:
                     threading.Event().wait()
-                # As gloo says it when a peer is gone.
+                # The text of gloo when a peer is gone.
                 raise RuntimeError(f"[gloo] {name}: connection aborted (injected by benchmarks/chaos.py)")
 
             return call
@@ -128,56 +121,47 @@ class Order:
             setattr(dist, name, broken(name))
 
     def _refuse_writes(self, number):
-        """Refuse writes of Python code below a folder, to open descriptors and in opening files."""
+        """Refuse what Python code writes below a folder through descriptors and newly opened files."""
         below = os.path.realpath(self._words["folder"]) + os.sep
         pwrite, fsync, open_file = os.pwrite, os.fsync, io.open
-        refused = [0]
 
         def refuse(path):
-            # A lasting order: the tool may have ended it between two looks of its own.
+            # The tool may have ended the order since the last look.
             if os.path.realpath(path).startswith(below) and not self.is_ended:
-                refused[0] += 1
                 raise OSError(number, os.strerror(number), path)
 
-        def refusing_pwrite(descriptor, *args):
-            refuse(f"/proc/self/fd/{descriptor}")
-            return pwrite(descriptor, *args)
+        def refusing(write):
+            def call(file, *args):
+                refuse(f"/proc/self/fd/{file if isinstance(file, int) else file.fileno()}")
+                return write(file, *args)
 
-        def refusing_fsync(descriptor):
-            number_of = descriptor if isinstance(descriptor, int) else descriptor.fileno()
-            refuse(f"/proc/self/fd/{number_of}")
-            return fsync(descriptor)
+            return call
 
         def refusing_open(file, mode="r", *args, **kwargs):
             if isinstance(file, str | os.PathLike) and any(sign in mode for sign in "wax+"):
                 refuse(os.fspath(file))
             return open_file(file, mode, *args, **kwargs)
 
-        os.pwrite, os.fsync, io.open, builtins.open = (
-            refusing_pwrite,
-            refusing_fsync,
-            refusing_open,
-            refusing_open,
-        )
+        os.pwrite, os.fsync = refusing(pwrite), refusing(fsync)
+        io.open = builtins.open = refusing_open
         self.taken()
 
         def end():
             while not self.is_ended:
                 time.sleep(LOOK_S)
             os.pwrite, os.fsync, io.open, builtins.open = pwrite, fsync, open_file, open_file
-            self._file.with_suffix(".result").write_text(json.dumps({"num_refused": refused[0]}))
 
         threading.Thread(target=end, daemon=True).start()
 
     def _hold_messages(self, seconds):
-        """Delay all messages that arrive within ``seconds`` until these are over, in order."""
+        """Keep all messages that arrive within ``seconds`` until these are over, in order."""
         end_s = time.monotonic() + seconds
         locks = {}
         num_held = [0]
 
         async def hold(actor, method):
             lock = locks.setdefault(id(actor), asyncio.Lock())
-            # Whoever came first still waits: nobody overtakes.
+            # Messages do not overtake one that still waits.
             if time.monotonic() < end_s or lock.locked():
                 num_held[0] += 1
                 async with lock:
@@ -194,7 +178,7 @@ class Order:
         threading.Thread(target=end, daemon=True).start()
 
     def _drop_messages(self):
-        """Drop all further messages."""
+        """Do not answer any further message."""
 
         async def drop(actor, method):
             return False
@@ -203,7 +187,7 @@ class Order:
         self.taken()
 
     def _hold_call(self, method, seconds, is_after):
-        """Report the next call of an endpoint, and delay the call or its answer."""
+        """Answer when the next call of an endpoint arrives, and delay the call or its result."""
 
         async def hold(actor, name):
             if name == method and not self.is_ended and self.taken():
@@ -216,16 +200,16 @@ class Order:
 
 
 _PORT = 4
-"""Index of the answer's port among the arguments after the method's name."""
+"""Place of the port for the result among the arguments after the method's name."""
 
 _kept = []
-"""Dropped messages, kept so that their callers wait and get no error."""
+"""Dropped messages, kept so that their callers wait without an error."""
 
 
 def _on_message(ask):
-    """Let ``ask`` decide about every message to an actor of this process; return a function that undoes this.
+    """Let ``ask`` decide on each message to an actor of this process. Returns a function that undoes this.
 
-    ``ask`` returns True to handle the message, False to drop it, or a number of seconds to delay its answer.
+    True: handle the message. False: never. A number: handle it, and send the result that many seconds later.
     """
     from monarch._src.actor.actor_mesh import _Actor
 
@@ -249,7 +233,7 @@ def _on_message(ask):
 
 
 class _LatePort:
-    """Port that sends an answer some seconds late."""
+    """A port that sends its result some seconds late."""
 
     def __init__(self, port, seconds):
         self._port = port
@@ -272,7 +256,7 @@ def _start():
     folder = os.environ.get(VARIABLE)
     words = sys.orig_argv
     if folder and any(name in words for name in PROGRAMS) and "--supervise" not in words:
-        threading.Thread(target=Orders(folder).serve, name="chaos", daemon=True).start()
+        threading.Thread(target=serve, args=(folder,), name="chaos", daemon=True).start()
 
 
 _start()

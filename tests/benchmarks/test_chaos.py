@@ -1,4 +1,4 @@
-"""benchmarks/chaos.py: what it plans, and when and how it injects."""
+"""benchmarks/chaos.py: its plans of faults, and when and how it injects them."""
 
 import dataclasses
 import json
@@ -23,9 +23,8 @@ from chaos_faults import (
     Planned,
     plan,
 )
-from chaos_injector import Injector
-from chaos_orders import Orders
-from chaos_run import is_of_another_run, marks_in
+from chaos_injector import Injector, Orders
+from chaos_run import may_be_of
 
 from forgeasync.observability import Role
 
@@ -67,7 +66,6 @@ def test_what_ends_a_run_is_left_out_where_nobody_starts_it_again() -> None:
 @pytest.mark.parametrize(
     ("roles", "kinds", "said"),
     [
-        (["oracle"], tuple(Kind), "--role oracle: must be one of scorer, "),
         (["scorer"], (Kind.HUNG_COLLECTIVE,), "--role scorer: it has none of the kinds hung_collective"),
         (["storage"], (Kind.SIGKILL,), "--role storage: it has none of the kinds sigkill"),
     ],
@@ -87,9 +85,14 @@ def planned(role: str, kind: Kind, *, at_step: int, **more: Any) -> Planned:
     )
 
 
-def inject(folder: Path, *faults: Planned, **more: Any) -> Injector:
-    """An injector for the run whose files are in ``folder``."""
-    return Injector(folder, faults, folder / "witness.jsonl", orders=Orders(folder / "orders"), **more)
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    (tmp_path / "run").mkdir()
+    return tmp_path / "run"
+
+
+def inject(run_dir: Path, *faults: Planned) -> Injector:
+    return Injector(run_dir.parent, faults, max_steps=100)
 
 
 def write_procs(folder: Path, *roles: tuple[str, int], controller: int | None = None) -> None:
@@ -99,6 +102,11 @@ def write_procs(folder: Path, *roles: tuple[str, int], controller: int | None = 
         for index, (role, pid) in enumerate(roles)
     ]
     (folder / "procs.json").write_text(json.dumps({"controller": controller or os.getpid(), "procs": procs}))
+
+
+def ended_orders(folder: Path) -> list[Path]:
+    """Orders of outages that are over."""
+    return list((folder.parent / "orders").glob("*.end"))
 
 
 def look(injector: Injector) -> None:
@@ -121,16 +129,16 @@ def start() -> Iterator[Start]:
         process.communicate()
 
 
-def test_a_fault_waits_for_its_step_and_for_the_recovery_of_its_role(tmp_path: Path, start: Start) -> None:
-    metrics, events = tmp_path / "metrics.jsonl", tmp_path / "faults.jsonl"
+def test_a_fault_waits_for_its_step_and_for_the_recovery_of_its_role(run_dir: Path, start: Start) -> None:
+    metrics, events = run_dir / "metrics.jsonl", run_dir / "faults.jsonl"
     processes = [start() for _ in range(3)]
     injector = inject(
-        tmp_path,
+        run_dir,
         planned("scorer", Kind.SIGSTOP, at_step=2),
         planned("scorer", Kind.SIGKILL, at_step=3, which=0.99),
     )
     look(injector)
-    write_procs(tmp_path, *(("scorer", one.pid) for one in processes))
+    write_procs(run_dir, *(("scorer", one.pid) for one in processes))
     write_lines(metrics, {"step": 0}, {"step": 1, "time/step_s": 1.0})
     look(injector)
     assert not injector.injected, "its step is not done"
@@ -153,35 +161,35 @@ def test_a_fault_waits_for_its_step_and_for_the_recovery_of_its_role(tmp_path: P
     look(injector)
     assert processes[2].wait() == -signal.SIGKILL
     look(injector)
-    witnessed = [json.loads(line) for line in (tmp_path / "witness.jsonl").read_text().splitlines()]
+    witnessed = [json.loads(line) for line in (run_dir.parent / "witness.jsonl").read_text().splitlines()]
     assert witnessed == [dataclasses.asdict(one) for one in injector.injected]
     assert [one["pid"] for one in witnessed] == [processes[0].pid, processes[2].pid]
 
 
 def test_a_step_that_waited_for_a_role_says_nothing_of_the_next_ones_time(
-    tmp_path: Path, start: Start
+    run_dir: Path, start: Start
 ) -> None:
     process = start()
-    injector = inject(tmp_path, planned("scorer", Kind.SIGKILL, at_step=3, pause_share=0.5))
-    write_procs(tmp_path, ("scorer", process.pid))
+    injector = inject(run_dir, planned("scorer", Kind.SIGKILL, at_step=3, pause_share=0.5))
+    write_procs(run_dir, ("scorer", process.pid))
     times_s = {1: 0.0, 2: 0.0, 3: 10_000.0}
     steps = [{"step": step, "time/step_s": time_s} for step, time_s in times_s.items()]
-    write_lines(tmp_path / "metrics.jsonl", *steps)
+    write_lines(run_dir / "metrics.jsonl", *steps)
     look(injector)
     assert [one.pid for one in injector.injected] == [process.pid], "the run would be over first"
 
 
-def test_another_roles_fault_follows_once_the_one_before_was_detected(tmp_path: Path, start: Start) -> None:
+def test_another_roles_fault_follows_once_the_one_before_was_detected(run_dir: Path, start: Start) -> None:
     processes = [start() for _ in range(3)]
     roles = ("generator", "scorer", "controller")
-    injector = inject(tmp_path, *(planned(role, Kind.SIGKILL, at_step=1) for role in roles))
+    injector = inject(run_dir, *(planned(role, Kind.SIGKILL, at_step=1) for role in roles))
     listed = [(role, one.pid) for role, one in zip(roles, processes, strict=True)]
-    write_procs(tmp_path, *listed[:2], controller=processes[2].pid)
-    write_lines(tmp_path / "metrics.jsonl", {"step": 1, "time/step_s": 1.0})
+    write_procs(run_dir, *listed[:2], controller=processes[2].pid)
+    write_lines(run_dir / "metrics.jsonl", {"step": 1, "time/step_s": 1.0})
     events: list[dict[str, Any]] = []
 
     def injected() -> list[str]:
-        write_lines(tmp_path / "faults.jsonl", *events)
+        write_lines(run_dir / "faults.jsonl", *events)
         look(injector)
         return [one.role for one in injector.injected]
 
@@ -193,33 +201,33 @@ def test_another_roles_fault_follows_once_the_one_before_was_detected(tmp_path: 
 
 
 def test_a_disk_fails_again_once_every_file_was_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each file that is refused in an outage has lines of its own."""
     monkeypatch.setattr(chaos_injector, "OUTAGE_S", 0.0)
-    given_back: list[int] = []
     injector = inject(
-        tmp_path,
+        run_dir,
         *(planned("storage", Kind.FULL_DISK, at_step=1) for _ in range(3)),
-        output=tmp_path / "run.out",
-        fill_disk=lambda: lambda: given_back.append(1),
     )
-    write_procs(tmp_path)
-    write_lines(tmp_path / "metrics.jsonl", {"step": 1, "time/step_s": 0.01})
-    (tmp_path / "run.out").write_text("TensorBoard's files cannot be written: their lines come later\n" * 9)
+    write_procs(run_dir)
+    write_lines(run_dir / "metrics.jsonl", {"step": 1, "time/step_s": 0.01})
+    run_dir.with_suffix(".out").write_text(
+        "TensorBoard's files cannot be written: their lines come later\n" * 9
+    )
     events: list[dict[str, Any]] = []
 
     def num_after(*more: tuple[str, int], role: str = "storage") -> int:
         for event, number in more:
             events.append({"event": event, "role": role, "number": number, "time_s": time.time()})
-        write_lines(tmp_path / "faults.jsonl", *events)
+        write_lines(run_dir / "faults.jsonl", *events)
         for _ in range(50):
             injector.look()
             time.sleep(0.002)
         return len(injector.injected)
 
-    assert num_after() == 1 and not given_back, "nothing was refused that has a line"
-    assert num_after(("detected", 0), ("detected", 1), ("recovered", 0)) == 1 == len(given_back)
+    assert num_after() == 1 and not ended_orders(run_dir), "nothing was refused that has a line"
+    assert num_after(("detected", 0), ("detected", 1), ("recovered", 0)) == 1
+    assert len(ended_orders(run_dir)) == 1
     assert num_after(("recovered", 1)) == 2
     assert num_after(("detected", 2), ("detected", 3), ("recovered", 2)) == 2
     events.append({"event": "detected", "role": "controller", "number": 4, "time_s": time.time()})
@@ -227,38 +235,37 @@ def test_a_disk_fails_again_once_every_file_was_written(
 
 
 def test_a_disk_that_fails_while_something_still_waits_for_it_has_room_again_without_further_news(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A checkpoint that is found refused between the look for quiet and the outage is news of it."""
     monkeypatch.setattr(chaos_injector, "OUTAGE_S", 0.0)
-    given_back: list[int] = []
     fault = planned("storage", Kind.FULL_DISK, at_step=1, pause_share=1.0)
-    injector = inject(tmp_path, fault, fill_disk=lambda: lambda: given_back.append(1))
+    injector = inject(run_dir, fault)
     monkeypatch.setattr(injector, "_pause", lambda seconds: iter([None]))
-    write_procs(tmp_path)
-    write_lines(tmp_path / "metrics.jsonl", {"step": 1, "time/step_s": 1.0})
+    write_procs(run_dir)
+    write_lines(run_dir / "metrics.jsonl", {"step": 1, "time/step_s": 1.0})
     injector.look()
     assert not injector.injected, "it waits within the step"
     waiting = {"event": "detected", "role": "storage", "number": 0, "time_s": time.time()}
-    write_lines(tmp_path / "faults.jsonl", waiting)
+    write_lines(run_dir / "faults.jsonl", waiting)
     look(injector)
-    assert len(injector.injected) == 1 == len(given_back)
+    assert len(injector.injected) == 1 == len(ended_orders(run_dir))
 
 
-def test_a_fault_within_an_evaluation_waits_for_one(tmp_path: Path, start: Start) -> None:
+def test_a_fault_within_an_evaluation_waits_for_one(run_dir: Path, start: Start) -> None:
     process = start()
-    injector = inject(tmp_path, planned("scorer", Kind.SIGKILL, at_step=1, moment=Moment.EVALUATION))
-    write_procs(tmp_path, ("scorer", process.pid), controller=1)
-    write_lines(tmp_path / "metrics.jsonl", {"step": 3, "time/step_s": 1.0})
+    injector = inject(run_dir, planned("scorer", Kind.SIGKILL, at_step=1, moment=Moment.EVALUATION))
+    write_procs(run_dir, ("scorer", process.pid), controller=1)
+    write_lines(run_dir / "metrics.jsonl", {"step": 3, "time/step_s": 1.0})
     for said in (
         "t evaluating version 0 on 8 problems",
         "t evaluating version 3 on 8 problems\nt step  3/9  reward 1  eval 0.5",
         "t evaluating with 8 responses beside training\nt evaluation begun: held-out accuracy 1",
     ):
-        (tmp_path / "run.log").write_text(f"{said}\nt step  4/9  reward 1\n")
+        (run_dir / "run.log").write_text(f"{said}\nt step  4/9  reward 1\n")
         look(injector)
         assert process.poll() is None
-    with (tmp_path / "run.log").open("a") as file:
+    with (run_dir / "run.log").open("a") as file:
         file.write("t evaluating with 8 responses beside training\nt step  5/9  reward 1\n")
     look(injector)
     assert process.wait() == -signal.SIGKILL
@@ -349,12 +356,9 @@ def test_orders_are_for_processes_of_roles_only(tmp_path: Path) -> None:
     assert done.stdout == "['MainThread']\n", "processes that fork must have no thread"
 
 
-def test_semaphores_of_other_runs_are_theirs(tmp_path: Path) -> None:
-    lock = tmp_path / "run.lock"
-    assert marks_in(lock) == set()
-    lock.write_text('{"pid": 1, "mark": "0a"}')
-    own, other = (Path(f"/dev/shm/sem.forgeasync-{mark}-xyz") for mark in ("0a", "0b"))
-    assert not is_of_another_run(own, marks_in(lock)) and is_of_another_run(other, marks_in(lock))
-    assert not is_of_another_run(Path("/dev/shm/sem.mp-xyz"), marks_in(lock))
-    lock.write_text('{"pid": 1')
-    assert marks_in(lock) == set(), "it is just being written"
+def test_files_of_other_runs_are_theirs() -> None:
+    own, other = "0a" * 16, "0b" * 16
+    for name in ("sem.forgeasync-{}-xyz", "forgeasync-{}-xyz", "forgeasync_payloads-7-0123456789abcdef-{}"):
+        assert may_be_of(Path("/dev/shm", name.format(own)), {own})
+        assert not may_be_of(Path("/dev/shm", name.format(other)), {own})
+    assert may_be_of(Path("/dev/shm/sem.mp-xyz"), {own}) and not may_be_of(Path("/dev/shm/other"), {own})

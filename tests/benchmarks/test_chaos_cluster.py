@@ -1,21 +1,17 @@
-"""benchmarks/chaos_cluster.py: what it plans, where it refuses to work, and what it waits for; no cluster."""
+"""benchmarks/chaos_cluster.py without a cluster: its plans, when it refuses to work, and when it repairs."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from chaos_cluster import ClusterInjector, overrides_of
-from chaos_cluster_hosts import ClusterHosts, hosts_in, problem
-from chaos_faults import CLUSTER_KINDS, HOST, Injected, Kind, Moment, Planned, plan
-from chaos_match import match
-from chaos_orders import Orders
+from chaos_cluster import ClusterHosts, ClusterInjector, hosts_in, overrides_of, problem
+from chaos_faults import CLUSTER_KINDS, HOST, UNNOTICED, Injected, Kind, Moment, Planned, plan
+from chaos_report import match
 
 from forgeasync.config import load_config
 
 REPOSITORY = Path(__file__).parents[2]
-PASSING = {Kind.SLOW_LINK, Kind.SHORT_PARTITION}
-"""What a run has to take no notice of."""
 
 
 def test_a_plan_has_every_kind_of_a_cluster_and_is_the_seeds() -> None:
@@ -25,7 +21,6 @@ def test_a_plan_has_every_kind_of_a_cluster_and_is_the_seeds() -> None:
     assert draw(3) == draw(3) != draw(4)
     assert {one.kind for one in draw(3)} == set(CLUSTER_KINDS[HOST])
     assert {one.role for one in draw(3)} == {HOST} and {one.moment for one in draw(3)} == {Moment.STEP}
-    assert {one.kind for one in draw(3) if not one.is_noticed} == PASSING
 
 
 def test_a_run_without_a_cluster_gets_none_of_its_faults() -> None:
@@ -38,8 +33,8 @@ def test_a_lost_host_is_matched_and_what_has_to_pass_without_notice_is_not(kind:
     injected = Injected(number=0, time_s=100.0, role=HOST, rank=1, kind=kind, moment=Moment.STEP, pid=0)
     event = {"event": "detected", "number": 0, "role": HOST, "time_s": 121.0}
     (one,), extra = match([injected], [event])
-    assert one.is_expected == (kind not in PASSING)
-    assert (one.detected, extra) == ((None, [event]) if kind in PASSING else (event, []))
+    assert one.is_expected == (kind not in UNNOTICED)
+    assert (one.detected, extra) == ((None, [event]) if kind in UNNOTICED else (event, []))
 
 
 LISTED = "node2 (id: 1)\nnode10 (id: 4)\nnode1\nnodes\nother (id: 3)\n"
@@ -74,20 +69,17 @@ def test_a_run_is_placed_on_all_hosts_unless_the_command_line_says_otherwise() -
 
 
 class Recorded(ClusterHosts):
-    """Hosts to which nothing is done; what would be is written down."""
-
-    def note(self, what: str, host: str) -> None:
-        self.done.append((what, host))
+    """Hosts to which nothing is done; the names of calls are recorded."""
 
     def __init__(self) -> None:
-        super().__init__(names=["node1", "node2", "node3"])
+        super().__init__(["node1", "node2", "node3"])
         self.done: list[tuple[str, str]] = []
 
-    def cut(self, host: str) -> None:
-        self.note("cut", host)
+    def break_host(self, host: str, kind: Kind) -> None:
+        self.done.append((kind.value, host))
 
-    def join(self, host: str) -> None:
-        self.note("join", host)
+    def repair(self, host: str) -> None:
+        self.done.append(("repair", host))
 
 
 def test_a_long_partition_heals_only_after_it_was_noticed(
@@ -95,14 +87,8 @@ def test_a_long_partition_heals_only_after_it_was_noticed(
 ) -> None:
     monkeypatch.setattr("chaos_cluster.HOST_LIMIT_S", 0.0)
     fault = Planned(role=HOST, kind=Kind.LONG_PARTITION, at_step=1, pause_share=0.0, which=0.5)
-    injector = ClusterInjector(
-        tmp_path,
-        [fault],
-        tmp_path / "witness.jsonl",
-        orders=Orders(tmp_path / "orders"),
-        hosts=(hosts := Recorded()),
-        max_steps=9,
-    )
+    injector = ClusterInjector(tmp_path, [fault], hosts=(hosts := Recorded()), max_steps=9)
+    (tmp_path / "run").mkdir()
 
     def look() -> list[tuple[str, str]]:
         for _ in range(5):
@@ -110,14 +96,33 @@ def test_a_long_partition_heals_only_after_it_was_noticed(
         return hosts.done
 
     def write(name: str, line: dict[str, Any]) -> None:
-        (tmp_path / name).write_text(json.dumps(line) + "\n")
+        (tmp_path / "run" / name).write_text(json.dumps(line) + "\n")
 
     assert look() == []
     write("metrics.jsonl", {"step": 1, "time/step_s": 0.0})
-    assert look() == [("cut", "node2")]
+    assert look() == [("long_partition", "node2")]
     write("faults.jsonl", {"event": "detected", "number": 0, "role": HOST, "time_s": 1.0})
-    assert look() == [("cut", "node2")], "a fault of long ago"
+    assert look() == [("long_partition", "node2")], "a fault of long ago"
     write("faults.jsonl", {"event": "detected", "number": 0, "role": HOST, "time_s": 1e12})
-    assert look() == [("cut", "node2"), ("join", "node2")]
+    assert look() == [("long_partition", "node2"), ("repair", "node2")]
     (one,) = injector.injected
     assert (one.rank, one.words) == (1, "node2")
+
+
+def test_a_fault_of_a_host_is_undone_once_by_its_own_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr("chaos_cluster.ask", lambda *command: asked.append(" ".join(command)) or "")
+    hosts = ClusterHosts(["node1", "node2"])
+    for kind in (Kind.SLOW_LINK, Kind.SHORT_PARTITION):
+        hosts.break_host("node2", kind)
+        hosts.repair("node2")
+    hosts.repair("node2")
+    limits = "root tbf rate 4mbit burst 32kb latency 200ms"
+    assert asked == [
+        f"ip netns exec node2 tc qdisc add dev eth0 {limits}",
+        f"tc qdisc add dev veth2 {limits}",
+        "ip netns exec node2 tc qdisc del dev eth0 root",
+        "tc qdisc del dev veth2 root",
+        "ip link set veth2 down",
+        "ip link set veth2 up",
+    ]

@@ -1,4 +1,4 @@
-"""benchmarks/chaos.py: what it finds in what a run has left."""
+"""benchmarks/chaos.py: what it finds in the files of a run."""
 
 import dataclasses
 import re
@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from chaos import measured_band
-from chaos_effective import effective_share, evaluation_s, lost_times, share_with, step_median_s
 from chaos_faults import (
     HOST,
     STORAGE,
@@ -17,9 +16,17 @@ from chaos_faults import (
     Moment,
     Planned,
 )
-from chaos_lengths import Lengths, RunLengths, compare, distance
-from chaos_match import match
-from chaos_report import Evidence, accuracy_of, first_difference, rows
+from chaos_report import (
+    Evidence,
+    accuracy_of,
+    distance,
+    first_difference,
+    length_distances,
+    lost_times,
+    match,
+    rows,
+    step_median_s,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -87,6 +94,7 @@ def good() -> Evidence:
         exit_code=0,
         ledger_problem=None,
         band=(0.4, 0.6),
+        lengths=(2.0, 1.0),
         left=(),
     )
 
@@ -138,15 +146,6 @@ def _injected(place: int, **values: object) -> Callable[[Evidence], Evidence]:
     return change
 
 
-def _lengths(*, from_references: float = 2.0, accounted: float = 0.4) -> Lengths:
-    return Lengths(
-        from_references=from_references,
-        between_references=1.0,
-        accounted=accounted,
-        accounted_references=0.2,
-    )
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -185,11 +184,7 @@ def _lengths(*, from_references: float = 2.0, accounted: float = 0.4) -> Lengths
         (_with(witness_problem="its row says 2 times"), "the counting witness: its row says 2 times"),
         (_last_step(**{"eval__accuracy": 0.39}), "accuracy is 0.39, .* 0.4 to 0.6"),
         (_last_step(**{"eval__accuracy": float("nan")}), "accuracy is nan"),
-        (
-            _with(lengths=_lengths(from_references=2.1)),
-            r"faults \(tokens\) is 2.1, .* faults 1;",
-        ),
-        (_with(lengths=_lengths(accounted=0.5)), "as trained from those submitted is 0.5, .* faults 0.2;"),
+        (_with(lengths=(2.1, 1.0)), "faults is 2.1 tokens, and theirs 1;"),
         (_with(left=("process 12",)), "left behind: process 12"),
     ],
 )
@@ -249,7 +244,7 @@ def test_outages_of_a_disk_that_overlap_are_each_counted() -> None:
     assert [one.detected for one in matches] == [ledger[0], checkpoint[0], last[0]] and not extra
     assert [one.recovered for one in matches] == [ledger[1], checkpoint[1], last[1]]
     (row,) = rows(matches)
-    assert (row.num_detected, row.num_recovered, row.detection_p50_s) == (3, 3, 1.0)
+    assert (row["num_detected"], row["num_recovered"], row["detection_p50_s"]) == (3, 3, 1.0)
     # A fault that was over before says nothing of it, and neither does one that nobody has injected.
     matches, extra = match([first, second], ledger)
     assert matches[1].detected is None and not extra
@@ -269,29 +264,23 @@ def test_what_dies_at_the_very_end_may_not_be_missed() -> None:
 
 def test_times_are_counted_from_the_injection_by_role_and_kind() -> None:
     evidence = good()
-    by_kind = {(row.role, row.kind): row for row in rows(match(evidence.injected, evidence.events)[0])}
+    found = rows(match(evidence.injected, evidence.events)[0])
+    by_kind = {(row["role"], row["kind"]): row for row in found}
     assert len(by_kind) == 4
     kill, stop = by_kind["scorer", "sigkill"], by_kind["scorer", "sigstop"]
-    assert (kill.detection_p50_s, kill.recovery_p95_s, kill.moments) == (1.0, 10.0, {"step": 1})
-    assert (stop.detection_p50_s, stop.recovery_p50_s) == (3.0, 12.0)
+    assert (kill["detection_p50_s"], kill["recovery_p95_s"]) == (1.0, 10.0)
+    assert (stop["detection_p50_s"], stop["recovery_p50_s"]) == (3.0, 12.0)
     delay = by_kind["scorer", "delayed_messages"]
-    assert (delay.num_injected, delay.num_expected, delay.num_detected) == (1, 0, 0)
-    scorer = {row.role: row for row in rows(match(evidence.injected, evidence.events)[0], by_kind=False)}[
-        "scorer"
-    ]
-    assert (scorer.kind, scorer.num_injected, scorer.num_recovered) == ("all", 3, 2)
-    assert (scorer.detection_p50_s, scorer.moments) == (2.0, {"step": 3})
+    assert (delay["num_injected"], delay["num_expected"], delay["num_detected"]) == (1, 0, 0)
     # Without the last recovery.
     (*_, unfinished) = rows(match(evidence.injected, evidence.events[:-1])[0])
-    assert (unfinished.num_injected, unfinished.num_detected, unfinished.num_recovered) == (1, 1, 0)
-    assert unfinished.recovery_p50_s is None
+    assert (unfinished["num_injected"], unfinished["num_detected"], unfinished["num_recovered"]) == (1, 1, 0)
+    assert unfinished["recovery_p50_s"] is None
 
 
-def test_effective_time_and_bands() -> None:
+def test_steps_and_bands() -> None:
     steps = good().steps
-    assert step_median_s(steps) == 2.0 and evaluation_s(steps) == 0.5
-    assert effective_share(steps, 10.0, undisturbed_step_s=2.0) == pytest.approx(8.5 / 10.0)
-    assert effective_share(steps, 10.0, undisturbed_step_s=3.0) == 1.0
+    assert step_median_s(steps) == 2.0
     assert accuracy_of(steps) == 0.5 and accuracy_of(steps[:3]) is None
     assert measured_band([0.5, 0.6]) == pytest.approx((0.4, 0.7))
     assert measured_band([0.5]) == pytest.approx((0.48, 0.52))
@@ -312,12 +301,11 @@ def test_what_a_fault_costs_is_counted_to_the_next_one() -> None:
         )
     ]
     lost = lost_times(faults, seen_s, steps, undisturbed_step_s=2.0)
-    assert [(one.role, one.moment, one.lost_s) for one in lost] == [
+    assert [(one["role"], one["moment"], one["lost_s"]) for one in lost] == [
         ("scorer", "step", pytest.approx(3.0)),
         ("generator", "step", pytest.approx(1.0)),
         ("trainer", "resume", pytest.approx(1.0 + 7.0)),
     ]
-    assert share_with(lost, num_steps=3, undisturbed_step_s=2.0) == pytest.approx(6 / (6 + 4))
     # Before the first line nothing is known of the pace, and after the last one nothing is lost.
     for time_s in (-1.0, 23.0):
         alone = [_fault("scorer", Kind.SIGKILL, Moment.STEP, time_s)]
@@ -338,20 +326,12 @@ def test_the_distance_of_lengths_is_the_mean_of_what_quantiles_differ_by(
 
 
 def test_lengths_are_compared_with_runs_without_faults() -> None:
-    def run(lengths: list[int], *accounted: float) -> RunLengths:
-        steps = [{"step": 0}, *({"accounting/length_distance": one} for one in accounted)]
-        return RunLengths.of([{"response_tokens": one} for one in lengths], steps)
+    def rollouts(*lengths: int) -> list[dict[str, Any]]:
+        return [{"response_tokens": one} for one in lengths]
 
-    references = [run([10, 20], 0.1), run([12, 22], 0.2, 0.4)]
-    found = compare(run([11, 21], 0.5, 0.7), references)
-    assert found == Lengths(
-        from_references=1.0,
-        between_references=2.0,
-        accounted=pytest.approx(0.6),
-        accounted_references=pytest.approx(0.3),
-    )
-    assert compare(run([11, 21]), references[:1]) is None
-    assert _lengths().problem is None
+    references = [rollouts(10, 20), rollouts(12, 22)]
+    assert length_distances(rollouts(11, 21), references) == (1.0, 2.0)
+    assert length_distances(rollouts(11, 21), references[:1]) is None
 
 
 def test_what_was_on_a_lost_host_is_lost_with_it() -> None:

@@ -1,5 +1,4 @@
-"""benchmarks/chaos_witness.py: what embeddings say of how often their prompts were trained on, and a short
-run of the whole chaos suite on that model."""
+"""benchmarks/chaos_witness.py: counting trainings in an embedding, and a short run of all of chaos.py."""
 
 import json
 import subprocess

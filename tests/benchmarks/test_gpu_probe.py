@@ -5,15 +5,12 @@ import math
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import gpu_probe
-import gpu_probe_attention
-import gpu_probe_copies
+import gpu_probe_kernels
 import gpu_probe_machine
-import gpu_probe_optimizer
-import gpu_probe_products
 import gpu_probe_trainer
 import pytest
 import torch
@@ -25,14 +22,14 @@ from tests.support.processes import run_apart
 
 REPOSITORY = Path(__file__).parents[2]
 SIZES = (
-    gpu_probe_attention.ATTENTION,
-    gpu_probe_copies.CHECKPOINT,
-    gpu_probe_copies.STAGING,
-    gpu_probe_copies.SWAP,
+    gpu_probe_kernels.ATTENTION,
+    gpu_probe_machine.CHECKPOINT,
+    gpu_probe_machine.STAGING,
+    gpu_probe_machine.SWAP,
     gpu_probe_machine.MACHINE,
-    gpu_probe_optimizer.ADAMW,
-    gpu_probe_products.GROUPED,
-    gpu_probe_products.LOGPROBS,
+    gpu_probe_trainer.ADAMW,
+    gpu_probe_kernels.GROUPED,
+    gpu_probe_kernels.LOGPROBS,
 )
 
 
@@ -41,7 +38,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """A pretended GPU, on which parts have the sizes for a CPU; what happens on its streams."""
     for sizes in SIZES:
         monkeypatch.setitem(sizes, "cuda", sizes["cpu"])
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", gpu_probe_attention.stand_in)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", gpu_probe_kernels.stand_in)
     monkeypatch.setenv("PATH", "/no/driver")
     with pretended_cuda(monkeypatch) as log:
         yield log
@@ -96,11 +93,10 @@ def test_weights_are_swapped_under_a_graph_by_every_route(gpu: list[str]) -> Non
 
 
 def test_a_graph_that_keeps_the_old_weights_is_found(gpu: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def capture_copies(run: object) -> gpu_probe_copies.Captured:
-        output = run().clone()  # type: ignore[operator]
-        return gpu_probe_copies.Captured(replay=lambda: None, output=output)
+    def capture_copies(run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+        return lambda: None, run().clone()
 
-    monkeypatch.setattr(gpu_probe_copies, "capture", capture_copies)
+    monkeypatch.setattr(gpu_probe_machine, "capture", capture_copies)
     line = gpu_probe.run_part("swap", "cuda", None)
     assert line["checks"]["graph_replay_gives_the_new_result"]
     assert not line["checks"]["host_replay_gives_the_new_result"] and gpu_probe.has_failed(line)
@@ -114,13 +110,13 @@ def top_left(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *offse
         num_queries = cu_seq_q[index + 1] - cu_seq_q[index]
         queries = slice(cu_seq_q[index], cu_seq_q[index + 1])
         keys = slice(cu_seq_k[index], cu_seq_k[index] + num_queries)
-        outputs.append(gpu_probe_attention.reference([num_queries], query[queries], key[keys], value[keys]))
+        outputs.append(gpu_probe_kernels.reference([num_queries], query[queries], key[keys], value[keys]))
     return torch.cat(outputs).to(query.dtype)
 
 
 def test_a_kernel_aligned_elsewhere_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole rows are right under either alignment; parts are not."""
-    monkeypatch.setattr(gpu_probe_attention, "stand_in", top_left)
+    monkeypatch.setattr(gpu_probe_kernels, "stand_in", top_left)
     line = gpu_probe.run_part("varlen_attention", "cpu", None)
     assert line["figures"]["causal_mask_is_aligned"] == "top-left"
     wrong = {name for name, is_right in line["checks"].items() if not is_right}
@@ -130,9 +126,9 @@ def test_a_kernel_aligned_elsewhere_is_found(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_parts_have_their_queries_and_the_keys_before_them() -> None:
-    part = gpu_probe_attention.part_of((3, 5, 2), start=4, stop=8)
+    part = gpu_probe_kernels.part_of((3, 5, 2), start=4, stop=8)
     assert (part.key_start, part.num_queries, part.num_keys) == (3, (4,), (5,))
-    part = gpu_probe_attention.part_of((3, 5, 2), start=2, stop=4)
+    part = gpu_probe_kernels.part_of((3, 5, 2), start=2, stop=4)
     assert (part.key_start, part.num_queries, part.num_keys) == (0, (1, 1), (3, 1))
 
 
@@ -146,7 +142,7 @@ def test_parts_have_their_queries_and_the_keys_before_them() -> None:
 def test_older_kernels_get_the_keywords_that_they_know(known: str, expected: dict[str, object]) -> None:
     scope: dict[str, object] = {}
     exec(f"def kernel({', '.join(f'{name}=None' for name in known.split())}): pass", scope)
-    assert gpu_probe_attention.causal_arguments(scope["kernel"]) == expected  # type: ignore[arg-type]
+    assert gpu_probe_kernels.causal_arguments(scope["kernel"]) == expected  # type: ignore[arg-type]
 
 
 @torch.no_grad()
@@ -154,20 +150,20 @@ def test_kernels_take_the_real_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's own rules for CUDA tensors, without data: arguments, dtypes, strides. Forward only: autograd
     asks for a real device."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    sizes = gpu_probe_attention.ATTENTION["cuda"]
-    kernel = gpu_probe_attention.find_kernel(Device("cuda"), Report())
+    sizes = gpu_probe_kernels.ATTENTION["cuda"]
+    kernel = gpu_probe_kernels.find_kernel(Device("cuda"), Report())
     bfloat16 = {"dtype": torch.bfloat16, "device": "cuda"}
     with FakeTensorMode():
-        part = gpu_probe_attention.part_of(sizes.rows[0], start=512, stop=1024)
+        part = gpu_probe_kernels.part_of(sizes.rows[0], start=512, stop=1024)
         heads = (sizes.num_kv_heads, sizes.head_size)
         k, v = (torch.empty(sum(sizes.rows[0]), *heads, **bfloat16) for _ in range(2))
         q = torch.empty(512, sizes.num_heads, sizes.head_size, **bfloat16)
-        found = gpu_probe_attention.attend(kernel, part, q, k, v)
+        found = gpu_probe_kernels.attend(kernel, part, q, k, v)
         assert found.device.type == "cuda" and found.shape == q.shape
-        for groups in gpu_probe_products.GROUPED["cuda"].cases:
+        for groups in gpu_probe_kernels.GROUPED["cuda"].cases:
             x = torch.empty(sum(groups), 2048, **bfloat16)
             weight = torch.empty(len(groups), 768, 2048, **bfloat16)
-            product = gpu_probe_products._grouped(x, weight, groups)
+            product = gpu_probe_kernels._grouped(x, weight, groups)
             assert product.shape == (sum(groups), 768) and product.device.type == "cuda"
 
 
@@ -182,9 +178,9 @@ def test_gradients_of_empty_groups_that_are_not_zeroed_are_found(monkeypatch: py
             return torch.where(gradient.flatten(1).any(1)[:, None, None], gradient, 1e-3)
 
     def product(x: torch.Tensor, weight: torch.Tensor, groups: list[int]) -> torch.Tensor:
-        return gpu_probe_products._loop(x, Unwritten.apply(weight), groups)
+        return gpu_probe_kernels._loop(x, Unwritten.apply(weight), groups)
 
-    monkeypatch.setattr(gpu_probe_products, "_grouped", product)
+    monkeypatch.setattr(gpu_probe_kernels, "_grouped", product)
     line = gpu_probe.run_part("grouped_products", "cpu", None)
     wrong = {name for name, is_right in line["checks"].items() if not is_right}
     assert wrong == {
@@ -291,7 +287,7 @@ def test_the_script_writes_a_line_for_every_part(tmp_path: Path) -> None:
     found = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert found.returncode == 1, found.stderr
     lines = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [line["name"] for line in lines] == [part.name for part in gpu_probe.PARTS]
+    assert [line["name"] for line in lines] == list(gpu_probe.PARTS)
     assert all("--seconds were over" in line["errors"]["part"] for line in lines)
     assert found.stdout.splitlines()[0] == json.dumps(lines[0]) and "FAILED" in found.stdout
 

@@ -1,10 +1,9 @@
-"""benchmarks/learning.py: which runs it makes, and what it reports of them."""
+"""benchmarks/learning.py: its runs, and its report on them."""
 
 import json
 from pathlib import Path
 
 import learning
-import learning_report
 import pytest
 
 from forgeasync.config import load_config
@@ -38,30 +37,31 @@ def write_metrics(run_dir: Path, *, accuracy: float, step_s: float = 2.0, num_st
     return run_dir
 
 
-def variant(folder: Path, name: str, accuracies: list[float]) -> learning_report.VariantResult:
-    runs = [
-        learning_report.run_result(write_metrics(folder / f"{name}{seed}", accuracy=accuracy), seed)
-        for seed, accuracy in enumerate(accuracies)
-    ]
-    return learning_report.variant_result(name, runs)
+def variants(folder: Path, **accuracies: list[float]) -> dict[str, list[learning.RunResult]]:
+    """Runs of variants, by their name, with these accuracies."""
+    return {
+        name: [
+            learning.run_result(write_metrics(folder / f"{name}{seed}", accuracy=accuracy), seed)
+            for seed, accuracy in enumerate(found)
+        ]
+        for name, found in accuracies.items()
+    }
 
 
 def test_a_run_is_summed_up_by_hand(tmp_path: Path) -> None:
-    run = learning_report.run_result(write_metrics(tmp_path / "run", accuracy=0.5), 7)
+    run = learning.run_result(write_metrics(tmp_path / "run", accuracy=0.5), 7)
     assert run.accuracy_by_step == {0: 0.25, NUM_STEPS: 0.5} and run.accuracy == 0.5
     assert run.last_reward == pytest.approx(sum(range(11, 31)) / 20 / 100)
     assert run.steps_per_s == pytest.approx(0.5), "evaluations do not count"
-    assert run.minutes[-1] == pytest.approx((2.0 * NUM_STEPS + 1.0) / 60)
-    assert run.tokens_at(0) == 0.0 and run.tokens_at(2) == pytest.approx(200.0)
-    assert run.tokens_at(NUM_STEPS) == pytest.approx(50.0 * (2.0 * NUM_STEPS + 1.0))
+    assert run.minutes[NUM_STEPS] == pytest.approx((2.0 * NUM_STEPS + 1.0) / 60)
+    assert run.tokens[0] == 0.0 and run.tokens[2] == pytest.approx(200.0)
+    assert run.tokens[NUM_STEPS] == pytest.approx(50.0 * (2.0 * NUM_STEPS + 1.0))
     assert (run.age_mean, run.age_max, run.num_dropped) == (0.5, 2, 3 * NUM_STEPS)
     assert run.clip_share == pytest.approx(0.02) and run.effective_sample_share is None
 
 
 def test_table_has_a_row_for_every_variant(tmp_path: Path) -> None:
-    table = learning_report.markdown_table(
-        [variant(tmp_path, "a", [0.4, 0.5]), variant(tmp_path, "b", [0.3])]
-    )
+    table = learning.markdown_table(variants(tmp_path, a=[0.4, 0.5], b=[0.3]))
     header, line, *rows = [
         [cell.strip() for cell in row.strip("|").split("|")] for row in table.strip().split("\n")
     ]
@@ -73,7 +73,7 @@ def test_table_has_a_row_for_every_variant(tmp_path: Path) -> None:
 
 
 def test_accuracies_come_with_the_tokens_that_were_sampled_by_then(tmp_path: Path) -> None:
-    table = learning_report.accuracy_table([variant(tmp_path, "a", [0.4, 0.5])])
+    table = learning.accuracy_table(variants(tmp_path, a=[0.4, 0.5]))
     header, _, row = [
         [cell.strip() for cell in row.strip("|").split("|")] for row in table.strip().split("\n")
     ]
@@ -87,21 +87,10 @@ def test_accuracies_come_with_the_tokens_that_were_sampled_by_then(tmp_path: Pat
 
 @pytest.mark.parametrize("name", list(learning.COMPARISONS))
 def test_a_comparison_names_configs_that_are_there_and_variants_that_differ(name: str) -> None:
-    variants = learning.COMPARISONS[name].variants
-    assert len({one.name for one in variants}) == len(variants)
-    for one in variants:
+    compared, _ = learning.COMPARISONS[name]
+    assert len({one.name for one in compared}) == len(compared)
+    for one in compared:
         load_config(str(one.config), one.overrides)
-
-
-def test_accuracies_at_equal_steps_say_who_is_apart(tmp_path: Path) -> None:
-    results = [
-        variant(tmp_path, "first", [0.4, 0.5]),
-        variant(tmp_path, "touches", [0.5, 0.6]),
-        variant(tmp_path, "below", [0.2, 0.39]),
-    ]
-    _, before, after = learning_report.accuracy_lines(results)
-    assert "all overlap with first" in before and "first 0.250 to 0.250" in before
-    assert "below 0.200 to 0.390" in after and "(apart from first: below)" in after
 
 
 def test_plot_of_runs_of_unequal_speed_is_a_png(tmp_path: Path) -> None:
@@ -109,11 +98,11 @@ def test_plot_of_runs_of_unequal_speed_is_a_png(tmp_path: Path) -> None:
         write_metrics(tmp_path / f"seed{seed}", accuracy=0.5, step_s=step_s)
         for seed, step_s in enumerate([1.0, 3.0])
     ]
-    runs = [learning_report.run_result(path, seed) for seed, path in enumerate(paths)]
+    runs = [learning.run_result(path, seed) for seed, path in enumerate(paths)]
     out = tmp_path / "learning.png"
-    for comparison in learning.COMPARISONS.values():
+    for _, against in learning.COMPARISONS.values():
         out.unlink(missing_ok=True)
-        learning_report.plot_variants([learning_report.variant_result("a", runs)], out, comparison.against)
+        learning.plot_variants({"a": runs}, out, against)
     assert out.read_bytes().startswith(b"\x89PNG")
 
 
