@@ -2,7 +2,6 @@ from .from_run import profile_run as profile_run
 from .measure import profile_config as profile_config
 from .planner import ProfileOf as ProfileOf
 from .planner import plan_splits as plan_splits
-from .profile import Profile as Profile
 from .profile import processor_name as processor_name
 from .profile import read_profile as read_profile
 from .profile import write_profile as write_profile
@@ -36,6 +35,7 @@ from .profile import Estimate as Estimate
 from .profile import Hardware as Hardware
 from .profile import Lengths as Lengths
 from .profile import Origin as Origin
+from .profile import Profile as Profile
 from .profile import Setup as Setup
 from .profile import TrainPoint as TrainPoint
 from .profile import TrainTable as TrainTable
