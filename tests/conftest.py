@@ -13,8 +13,8 @@ from tests.support import tiers
 from tests.support.warm_python import session_folder, wait_until_imported, warm_python
 from tests.support.warm_python.executable import kind_of_role
 
-# On a busy machine any example may take long: tests judge behavior, not time. The same examples are tried every
-# time, so that a run says something about the code; --hypothesis-profile=search tries others.
+# On a busy machine any example may take long: tests judge behavior, not time. The same examples are tried
+# every time, so that a failure is the code's; --hypothesis-profile=search tries others.
 settings.register_profile("same_examples", deadline=None, derandomize=True)
 settings.register_profile("search", deadline=None)
 settings.load_profile("same_examples")
