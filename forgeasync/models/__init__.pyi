@@ -25,10 +25,11 @@ from .rules import kept_bytes_per_token as kept_bytes_per_token
 from .rules import kv_bytes_per_token as kv_bytes_per_token
 from .rules import largest_group_payload_bytes as largest_group_payload_bytes
 from .rules import num_adapter_parameters as num_adapter_parameters
-from .rules import published_weight_bytes as published_weight_bytes
+from .rules import published_dtype as published_dtype
 from .rules import routing_bytes_per_token as routing_bytes_per_token
 from .rules import sampled_mark_bytes_per_token as sampled_mark_bytes_per_token
 from .rules import teacher_bytes_per_token as teacher_bytes_per_token
+from .rules import version_bytes as version_bytes
 from .titan_family import LINEAR_INIT as LINEAR_INIT
 from .titan_family import norm_config as norm_config
 from .tokenizer import NUM_CHARACTER_TOKENS as NUM_CHARACTER_TOKENS

@@ -75,10 +75,18 @@ def kv_bytes_per_token(config: RunConfig, facts: ModelFacts) -> int:
     return 2 * facts.num_layers * heads_per_rank * facts.head_dim * element
 
 
-def published_weight_bytes(config: RunConfig, facts: ModelFacts) -> int:
-    """Return the bytes of one version of the weights, in the dtype in which generators fetch it."""
-    num_elements = sum(math.prod(shape) for shape in expected_shapes(facts).values())
-    return num_elements * BYTES_PER_ELEMENT[config.generator.dtype]
+def published_dtype(config: RunConfig) -> Dtype:
+    """Return the dtype in which generators fetch a version: adapters are small, and merged in float32."""
+    return config.generator.dtype if config.lora is None else Dtype.FLOAT32
+
+
+def version_bytes(config: RunConfig, facts: ModelFacts) -> int:
+    """Return the bytes of one version that generators fetch: all weights, or the adapters."""
+    if config.lora is None:
+        num_elements = sum(math.prod(shape) for shape in expected_shapes(facts).values())
+    else:
+        num_elements = num_adapter_parameters(facts, config.lora)
+    return num_elements * BYTES_PER_ELEMENT[published_dtype(config)]
 
 
 def num_adapter_parameters(facts: ModelFacts, lora: LoraSection) -> int:

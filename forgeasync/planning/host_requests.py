@@ -19,14 +19,13 @@ from forgeasync.config import (
     SlurmLauncher,
     num_hosts,
 )
-from forgeasync.models import num_adapter_parameters
+from forgeasync.models import num_adapter_parameters, version_bytes
 from forgeasync.planning.memory import host_shadow_bytes, snapshot_memory_bytes, staging_bytes
 from forgeasync.planning.parameters import (
     FLOAT32_BYTES,
     Machine,
     count_parameters,
     merged_bytes,
-    version_bytes,
 )
 
 PROCESS_BYTES = 8 * 2**30

@@ -33,10 +33,12 @@ from forgeasync.models import (
     check_config,
     kept_bytes_per_token,
     num_adapter_parameters,
+    published_dtype,
     read_model_facts,
     routing_bytes_per_token,
     sampled_mark_bytes_per_token,
     teacher_bytes_per_token,
+    version_bytes,
 )
 from forgeasync.planning.parameters import (
     FLOAT32_BYTES,
@@ -48,7 +50,6 @@ from forgeasync.planning.parameters import (
     merged_bytes,
     total_bytes,
     trained_parameters_per_rank,
-    version_bytes,
 )
 from forgeasync.planning.trainer_memory import trainer_memory
 from forgeasync.schema import EXIT_REFUSED, ConfigError, Problem, raise_if_any
@@ -347,7 +348,7 @@ PAYLOAD_HEADER_BYTES = 256
 def host_memory(config: RunConfig, facts: ModelFacts, machine: Machine) -> list[MemoryItem]:
     """Return the items in host memory: buffers of weights, snapshots, shadow weights and payloads."""
     version = version_bytes(config, facts)
-    dtype = (config.generator.dtype if config.lora is None else Dtype.FLOAT32).value
+    dtype = published_dtype(config).value
     what = "version" if config.lora is None else "version of the adapters"
     merged = []
     if size := merged_bytes(config, facts, machine):

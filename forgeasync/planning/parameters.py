@@ -13,7 +13,6 @@ from forgeasync.models import (
     BYTES_PER_ELEMENT,
     expected_shapes,
     num_adapter_parameters,
-    published_weight_bytes,
 )
 
 FLOAT32_BYTES = 4
@@ -105,13 +104,6 @@ def count_parameters(facts: ModelFacts) -> ParameterCounts:
         vocabulary=facts.vocab_size * facts.hidden_size,
         vocabulary_tensors=1 if facts.tie_word_embeddings else 2,
     )
-
-
-def version_bytes(config: RunConfig, facts: ModelFacts) -> int:
-    """Return the bytes of one version that generators fetch: all weights, or the adapters in float32."""
-    if config.lora is None:
-        return published_weight_bytes(config, facts)
-    return num_adapter_parameters(facts, config.lora) * FLOAT32_BYTES
 
 
 def merged_bytes(config: RunConfig, facts: ModelFacts, machine: Machine) -> int:

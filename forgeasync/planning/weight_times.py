@@ -8,8 +8,8 @@ term are assumed to move at full speed, so the times are lower bounds.
 from dataclasses import dataclass
 
 from forgeasync.config import LocalLauncher, ModelFacts, RunConfig, ShadowMemory, num_hosts
-from forgeasync.models import BYTES_PER_ELEMENT, expected_shapes
-from forgeasync.planning.parameters import count_parameters, generator_parameters_per_rank, version_bytes
+from forgeasync.models import BYTES_PER_ELEMENT, expected_shapes, version_bytes
+from forgeasync.planning.parameters import count_parameters, generator_parameters_per_rank
 
 PCIE_BYTES_PER_S = 50e9
 """One direction between page-locked memory and a GPU: 50 of the 64 GB/s of PCIe 5.0 x16."""

@@ -12,6 +12,7 @@ from monarch.spmd import setup_torch_elastic_env_async
 from monarch.tools.network import AddrType
 
 from forgeasync.config import Dtype, RunConfig, TimeoutSection, TransportChoice
+from forgeasync.models import published_dtype
 from forgeasync.process_memory import largest
 from forgeasync.rollouts import merged_reports
 from forgeasync.runtime.jobs import HostRole
@@ -403,9 +404,7 @@ async def connect_weights(
     readers = (*generator_hosts, *teacher_hosts)
     require_reach(transport, choice, (host.id for host in (*trainer_hosts, *readers)))
     await transport.start(procs.spawn_here)
-    # Adapters are small, and are merged in float32.
-    dtype = config.generator.dtype if config.lora is None else Dtype.FLOAT32
-    layout = await trainer.lay_out_weights(dtype)
+    layout = await trainer.lay_out_weights(published_dtype(config))
     staged = [NUM_SLOTS * rank.num_bytes for rank in layout.ranks]
     receive_buffer = layout.of(WeightSet.POLICY).num_bytes
     # The generators of a host share one receive buffer.

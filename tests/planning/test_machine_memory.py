@@ -7,13 +7,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from forgeasync.config import RunConfig
-from forgeasync.models import read_model_facts
+from forgeasync.config import RunConfig, resolve
+from forgeasync.models import read_model_facts, version_bytes
 from forgeasync.planning import (
     Machine,
     check_memory,
     check_shared_memory,
     count_parameters,
+    memory_plan,
     teacher_memory,
 )
 from forgeasync.process_memory import available_host_bytes
@@ -97,6 +98,16 @@ def test_shared_memory_holds_weights_snapshots_and_payloads(
     assert list(check_shared_memory(run, LARGE, machine, free_bytes=round((needed_gib + 0.1) * GIB))) == []
     message = only(list(check_shared_memory(run, LARGE, machine, free_bytes=round((needed_gib - 0.1) * GIB))))
     assert message.startswith("payload.capacity_gib = 1.0: ") and "free in /dev/shm" in message
+
+
+def test_adapters_travel_in_float32_whatever_the_generators_dtype() -> None:
+    whole = minimal_config("generator.dtype=bfloat16")
+    adapted = minimal_config("generator.dtype=bfloat16", "lora={rank: 2, alpha: 4, targets: [q_proj]}")
+    # q_proj maps 64 dimensions to 4 heads of 32, in each of 2 layers.
+    assert version_bytes(adapted, FACTS) == 4 * 2 * 2 * (64 + 4 * 32)
+    assert version_bytes(whole, FACTS) == 2 * count_parameters(FACTS).total
+    host = memory_plan(resolve(adapted, FACTS), FACTS)[-1]
+    assert "in float32" in next(item.how for item in host.items if item.name.startswith("staging"))
 
 
 def with_teacher(**teacher: object) -> RunConfig:
