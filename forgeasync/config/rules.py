@@ -600,8 +600,9 @@ def check_gpus(config: RunConfig, num_gpus: int, *, num_of_rewards: int = 0) -> 
         spares = ", spares included" if generator.num_spares else ""
         of_generators = f"{generator.num_engines} x {generator.tensor_parallel}"
         sum_of_roles = f"{of_generators} + {num_trainer}{spares}"
+        advice = "; launcher.share_gpu=true puts trainer and generators on the same GPUs"
         if shares_gpus(config):
-            sum_of_roles = f"the larger of {of_generators}{spares} and {num_trainer}"
+            sum_of_roles, advice = f"the larger of {of_generators}{spares} and {num_trainer}", ""
         rewards = f", less {num_of_rewards} of process reward models" if num_of_rewards else ""
         yield refuse(
             config,
@@ -609,12 +610,7 @@ def check_gpus(config: RunConfig, num_gpus: int, *, num_of_rewards: int = 0) -> 
             f"with generator.tensor_parallel = {generator.tensor_parallel} and trainer.parallel.num_procs = "
             f"{num_trainer} the run needs {needed} GPUs ({sum_of_roles}); must be at most the {num_gpus} of "
             f"this host{rewards}; for several hosts, add an overlay: --config configs/launchers/ssh.yaml, "
-            "slurm.yaml or kubernetes.yaml (docs/hosts.md)"
-            + (
-                ""
-                if shares_gpus(config)
-                else "; launcher.share_gpu=true puts trainer and generators on the same GPUs"
-            ),
+            f"slurm.yaml or kubernetes.yaml (docs/hosts.md){advice}",
         )
     if is_local and num_gpus > 0:
         yield from (refuse(config, *refusal) for refusal in _check_dtypes_on_gpus(config))
