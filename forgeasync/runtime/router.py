@@ -610,10 +610,14 @@ async def start_generators(
     """Start the generators and load their engines; lost ones are replaced.
 
     On GPUs that the roles share, this first waits until ``starting_trainer`` is done: an engine checks the
-    free memory of its GPU when it starts, so the trainer's weights must be there before.
+    free memory of its GPU when it starts, so the trainer's weights must be there before. If the trainer fails
+    to start, no generator is started.
     """
     if starting_trainer is not None and shares_gpus(config):
         await asyncio.wait([starting_trainer])
+        if starting_trainer.cancelled() or starting_trainer.exception() is not None:
+            # Whoever started both reports the trainer's error.
+            raise asyncio.CancelledError
     section = config.generator
     capacity_bytes = int(config.payload.capacity_gib * 2**30)
     procs.hosts.allot(HostRole.GENERATORS, section.num_engines, gpus_per_proc=section.tensor_parallel)

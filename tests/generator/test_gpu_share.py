@@ -147,6 +147,23 @@ def test_only_on_a_shared_gpu_engines_wait_for_the_trainer(share_gpu: bool, tmp_
     assert asyncio.run(scenario()) is share_gpu
 
 
+def test_no_engine_starts_beside_a_trainer_that_has_failed(tmp_path: Path) -> None:
+    config, model = tiny(tmp_path)
+    config = config.model_copy(update={"launcher": LocalLauncher(share_gpu=True)})
+
+    async def scenario() -> None:
+        trainer = asyncio.get_running_loop().create_future()
+        trainer.set_exception(ValueError("no weights"))
+        shape = read_model_facts(str(model))
+        starting = start_generators(
+            cast(ProcessManager, SimpleNamespace()), config, shape, model, starting_trainer=trainer
+        )
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.ensure_future(starting)
+
+    asyncio.run(scenario())
+
+
 def test_teachers_are_started_with_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(import_module("forgeasync.runtime.teachers"), "GeneratorSetup", set_up)
     config, model = tiny(tmp_path)
