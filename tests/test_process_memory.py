@@ -6,13 +6,13 @@ import sys
 import pytest
 
 from forgeasync import process_memory
-from forgeasync.process_memory import MemoryMonitor, MemoryPeak, largest
+from forgeasync.processes import MemoryMonitor, MemoryPeak, largest
 
 MIB = 2**20
 
 STARTS_OTHERS = """
 import subprocess, sys
-from forgeasync.process_memory import MemoryMonitor
+from forgeasync.processes import MemoryMonitor
 
 HOLD = "import subprocess, sys; block = b'x' * ({} << 20); {}; print('ready', flush=True); sys.stdin.read()"
 START = "other = subprocess.Popen([sys.executable, '-c', {!r}], stdin=subprocess.PIPE, stdout=-1); "

@@ -6,6 +6,8 @@ from .advantages import Grpo as Grpo
 from .advantages import PythonAdvantage as PythonAdvantage
 from .advantages import ReinforcePlusPlus as ReinforcePlusPlus
 from .advantages import Rloo as Rloo
+from .advantages import StepCredit as StepCredit
+from .advantages import step_advantages as step_advantages
 from .aggregation import Aggregation as Aggregation
 from .aggregation import ConstantLength as ConstantLength
 from .aggregation import PythonAggregation as PythonAggregation
@@ -27,9 +29,6 @@ from .filters import OverlongPenalty as OverlongPenalty
 from .filters import PythonFilter as PythonFilter
 from .filters import ResampleOnCorrect as ResampleOnCorrect
 from .filters import apply_filters as apply_filters
-from .group_facts import FilterReason as FilterReason
-from .group_facts import Filtered as Filtered
-from .group_facts import GroupFacts as GroupFacts
 from .kl import K1 as K1
 from .kl import K2 as K2
 from .kl import K3 as K3
@@ -37,8 +36,11 @@ from .kl import KlEstimator as KlEstimator
 from .kl import KlPlace as KlPlace
 from .kl import PythonKlEstimator as PythonKlEstimator
 from .kl import UnbiasedK3 as UnbiasedK3
+from .loss import IdsOf as IdsOf
 from .loss import Loss as Loss
+from .loss import RefKl as RefKl
 from .loss import RowLoss as RowLoss
+from .loss import TopkKl as TopkKl
 from .loss import means_of_taught as means_of_taught
 from .objectives import Cispo as Cispo
 from .objectives import DecoupledPpo as DecoupledPpo
@@ -51,21 +53,19 @@ from .objectives import PythonObjective as PythonObjective
 from .objectives import Reinforce as Reinforce
 from .objectives import Supervised as Supervised
 from .objectives import Topr as Topr
+from .own_results import FilterReason as FilterReason
+from .own_results import Filtered as Filtered
+from .own_results import GroupFacts as GroupFacts
 from .own_results import WrongResult as WrongResult
 from .own_results import shown as shown
 from .row_tokens import MAX_LOG_RATIO as MAX_LOG_RATIO
 from .row_tokens import RowTokens as RowTokens
 from .row_tokens import TeacherTokens as TeacherTokens
 from .row_tokens import capped as capped
-from .step_rewards import StepCredit as StepCredit
-from .step_rewards import step_advantages as step_advantages
-from .terms import IdsOf as IdsOf
-from .terms import RefKl as RefKl
-from .terms import TopkKl as TopkKl
 
 # Only tests import these.
+from .advantages import from_step_rewards as from_step_rewards
 from .corrections import RatioLevel as RatioLevel
 from .corrections import product as product
 from .kl import penalty_to_go as penalty_to_go
 from .own_results import check_losses as check_losses
-from .step_rewards import from_step_rewards as from_step_rewards

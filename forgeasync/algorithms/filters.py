@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from forgeasync.algorithms.group_facts import Filtered, FilterReason, GroupFacts
-from forgeasync.algorithms.own_results import check_filtered
+from forgeasync.algorithms.own_results import Filtered, FilterReason, GroupFacts, check_filtered
 from forgeasync.schema import MAX_COUNT, OWN_INSTANCE, Count, Factor, PythonCode, Section, build_code
 
 if TYPE_CHECKING:

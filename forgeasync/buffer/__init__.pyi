@@ -13,7 +13,6 @@ from .ledger_reading import LedgerLines as LedgerLines
 from .ledger_reading import LedgerUnreadable as LedgerUnreadable
 from .ledger_reading import check_ledger as check_ledger
 from .ledger_reading import verify as verify
-from .limits import StarvationDetector as StarvationDetector
 from .prompts import Batch as Batch
 from .prompts import BufferSnapshot as BufferSnapshot
 from .prompts import Committed as Committed
@@ -31,6 +30,7 @@ from .prompts import Update as Update
 from .prompts import attempt_and_prompt as attempt_and_prompt
 from .ready_groups import reference_version as reference_version
 from .replay_buffer import ReplayBuffer as ReplayBuffer
+from .replay_buffer import StarvationDetector as StarvationDetector
 from .restoring import Candidate as Candidate
 from .restoring import LostSteps as LostSteps
 from .restoring import SkipReason as SkipReason
@@ -54,10 +54,6 @@ from .ledger_reading import read_ledger as read_ledger
 from .ledger_state import Contradiction as Contradiction
 from .ledger_state import LedgerState as LedgerState
 from .ledger_state import Place as Place
-from .limits import LoadController as LoadController
-from .limits import NothingTrains as NothingTrains
-from .limits import StepLoad as StepLoad
-from .limits import WaitingSide as WaitingSide
 from .prompts import AGE_REASONS as AGE_REASONS
 from .prompts import ATTEMPT_STRIDE as ATTEMPT_STRIDE
 from .prompts import LengthHistory as LengthHistory
@@ -67,4 +63,8 @@ from .ready_groups import Deadlines as Deadlines
 from .ready_groups import EarliestDeadlineFirst as EarliestDeadlineFirst
 from .ready_groups import known_reference as known_reference
 from .replay_buffer import AsyncReplayBuffer as AsyncReplayBuffer
+from .replay_buffer import LoadController as LoadController
+from .replay_buffer import NothingTrains as NothingTrains
+from .replay_buffer import StepLoad as StepLoad
+from .replay_buffer import WaitingSide as WaitingSide
 from .restoring import RestorePlan as RestorePlan

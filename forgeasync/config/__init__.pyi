@@ -9,6 +9,9 @@ from .buffer import Replacement as Replacement
 from .buffer import StaleGroups as StaleGroups
 from .data import AnswerPart as AnswerPart
 from .data import DataSection as DataSection
+from .data import EvaluationMode as EvaluationMode
+from .data import EvaluationSection as EvaluationSection
+from .data import EvaluationSet as EvaluationSet
 from .data import HuggingFaceSource as HuggingFaceSource
 from .data import NamedSource as NamedSource
 from .data import PythonSource as PythonSource
@@ -17,27 +20,28 @@ from .data import RendererName as RendererName
 from .data import SourceSection as SourceSection
 from .data import WeightedSource as WeightedSource
 from .data import default_name as default_name
+from .data import named_sets as named_sets
 from .data import named_sources as named_sources
 from .data import rewards_of as rewards_of
+from .environments import AgentSection as AgentSection
 from .environments import AnswerCheck as AnswerCheck
 from .environments import AnswerMatch as AnswerMatch
+from .environments import Ending as Ending
+from .environments import EndingPolicy as EndingPolicy
 from .environments import EnvironmentSection as EnvironmentSection
+from .environments import EpisodesSection as EpisodesSection
 from .environments import HttpServer as HttpServer
 from .environments import McpEnvironment as McpEnvironment
 from .environments import McpServerSection as McpServerSection
 from .environments import PlainCalls as PlainCalls
 from .environments import PythonTool as PythonTool
 from .environments import RemoteEnvironment as RemoteEnvironment
+from .environments import ScoreSource as ScoreSource
+from .environments import ServingSection as ServingSection
 from .environments import StdioServer as StdioServer
+from .environments import WILDCARDS as WILDCARDS
 from .environments import environment_name as environment_name
-from .episodes import AgentSection as AgentSection
-from .episodes import Ending as Ending
-from .episodes import EndingPolicy as EndingPolicy
-from .episodes import EpisodesSection as EpisodesSection
-from .evaluation import EvaluationMode as EvaluationMode
-from .evaluation import EvaluationSection as EvaluationSection
-from .evaluation import EvaluationSet as EvaluationSet
-from .evaluation import named_sets as named_sets
+from .environments import is_loopback as is_loopback
 from .generator import GeneratorSection as GeneratorSection
 from .generator import SamplingSection as SamplingSection
 from .launcher import HostCounts as HostCounts
@@ -105,10 +109,6 @@ from .sandbox import PythonSandbox as PythonSandbox
 from .sandbox import SandboxLimits as SandboxLimits
 from .sandbox import SandboxSection as SandboxSection
 from .sandbox import UnsafeSubprocess as UnsafeSubprocess
-from .serving import ScoreSource as ScoreSource
-from .serving import ServingSection as ServingSection
-from .serving import WILDCARDS as WILDCARDS
-from .serving import is_loopback as is_loopback
 from .teachers import AveragedPolicy as AveragedPolicy
 from .teachers import FEEDBACK as FEEDBACK
 from .teachers import SIBLING as SIBLING
@@ -138,7 +138,8 @@ from .weights import WeightsSection as WeightsSection
 
 # Only tests import these.
 from .algorithm import check_filters as check_filters
-from .episodes import EndingsSection as EndingsSection
+from .algorithm import check_own_code as check_own_code
+from .environments import EndingsSection as EndingsSection
 from .generator import MIN_TEMPERATURE as MIN_TEMPERATURE
 from .model import ADAPTABLE as ADAPTABLE
 from .model import MAX_LORA_RANK as MAX_LORA_RANK
@@ -150,4 +151,3 @@ from .teachers import EveryVersions as EveryVersions
 from .teachers import FORMS as FORMS
 from .teachers import FixedSource as FixedSource
 from .trainer import RecoverySection as RecoverySection
-from .trial_call import check_own_code as check_own_code

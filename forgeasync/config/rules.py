@@ -15,8 +15,8 @@ from forgeasync.config.buffer import AccountingPolicy, AgeOf, Replacement, Stale
 from forgeasync.config.data import NamedSource, ReasoningGymSource, RendererName, named_sources
 from forgeasync.config.environments import McpEnvironment, PythonTool
 from forgeasync.config.generator import SamplingSection
-from forgeasync.config.installed import check_installed
 from forgeasync.config.launcher import LocalLauncher, gpus_per_host, num_hosts
+from forgeasync.config.load import check_installed
 from forgeasync.config.model import Dtype
 from forgeasync.config.plugin_sections import InstalledEnvironment
 from forgeasync.config.rewards import (

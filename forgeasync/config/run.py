@@ -8,16 +8,20 @@ from pydantic import Field
 
 from forgeasync.config.algorithm import AlgorithmSection
 from forgeasync.config.buffer import AccountingSection, BufferSection, PayloadSection
-from forgeasync.config.data import MAX_TASKS, DataSection, NamedSource, named_sources
-from forgeasync.config.environments import EnvironmentSection
-from forgeasync.config.episodes import AgentSection, EpisodesSection
-from forgeasync.config.evaluation import EvaluationSection, named_sets
+from forgeasync.config.data import (
+    MAX_TASKS,
+    DataSection,
+    EvaluationSection,
+    NamedSource,
+    named_sets,
+    named_sources,
+)
+from forgeasync.config.environments import AgentSection, EnvironmentSection, EpisodesSection, ServingSection
 from forgeasync.config.generator import GeneratorSection, SamplingSection
 from forgeasync.config.launcher import LauncherSection, LocalLauncher
 from forgeasync.config.model import LoraSection, ModelFacts, ModelSection
 from forgeasync.config.plugin_sections import InstalledSource
 from forgeasync.config.sandbox import Bubblewrap, SandboxSection
-from forgeasync.config.serving import ServingSection
 from forgeasync.config.teachers import TeacherSection
 from forgeasync.config.trainer import OptimizerSection, RoutingReplay, TrainerSection
 from forgeasync.config.weights import WeightsSection

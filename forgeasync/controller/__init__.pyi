@@ -68,4 +68,10 @@ from .resume import newest_step as newest_step
 from .resume import remove_others as remove_others
 from .resume import resume_or_begin_anew as resume_or_begin_anew
 from .serving import WeightServing as WeightServing
+from .supervisor import End as End
+from .supervisor import Ending as Ending
+from .supervisor import MAX_STARTS_WITHOUT_STEP as MAX_STARTS_WITHOUT_STEP
+from .supervisor import Restart as Restart
+from .supervisor import RestartPolicy as RestartPolicy
 from .supervisor import Supervisor as Supervisor
+from .supervisor import is_death as is_death

@@ -66,7 +66,7 @@ from forgeasync.planning import (
     rehearsed,
     write_model,
 )
-from forgeasync.process_memory import available_host_bytes
+from forgeasync.processes import available_host_bytes
 from forgeasync.rollouts import PromptEncoder, remove_own_folders
 from forgeasync.runtime import STOP_SIGNALS
 from forgeasync.schema import EXIT_FAILED, EXIT_REFUSED, EXIT_SIGNAL, ConfigError, Problem

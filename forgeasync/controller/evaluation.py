@@ -50,7 +50,7 @@ from forgeasync.observability import (
     part_means,
 )
 from forgeasync.planning import check_memory
-from forgeasync.process_memory import available_host_bytes
+from forgeasync.processes import available_host_bytes
 from forgeasync.rollouts import PromptEncoder, Score, Task, spanned
 from forgeasync.runtime import GroupSampler, HeldOutRollout, Unscored
 from forgeasync.schema import ConfigError, Problem, raise_if_any

@@ -60,7 +60,7 @@ from forgeasync.planning import (
     teacher_facts,
     with_host_requests,
 )
-from forgeasync.process_memory import available_host_bytes
+from forgeasync.processes import available_host_bytes
 from forgeasync.rollouts import (
     PromptEncoder,
     Task,

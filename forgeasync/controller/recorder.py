@@ -38,7 +38,7 @@ from forgeasync.observability import (
     span,
     verdict_lines,
 )
-from forgeasync.process_memory import MemoryMonitor, largest
+from forgeasync.processes import MemoryMonitor, largest
 from forgeasync.rollouts import EpisodeOutcome, Group, PromptEncoder, RolloutKey, Score, TokenPieces
 from forgeasync.runtime import BufferReport
 from forgeasync.trainer import StepResult

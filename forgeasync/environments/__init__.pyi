@@ -78,7 +78,6 @@ from .worked_examples import Example as Example
 from .worked_examples import mixed_examples as mixed_examples
 from .worked_examples import tool_example as tool_example
 from .worked_examples import worked_example as worked_example
-from .workers import WorkerTable as WorkerTable
 
 # Only tests import these.
 from .agent import EpisodeArtifacts as EpisodeArtifacts
@@ -133,18 +132,18 @@ from .sessions.dialect import MAX_UNKNOWN_CHARS as MAX_UNKNOWN_CHARS
 from .sessions.dialect import MAX_UNKNOWN_NAMES as MAX_UNKNOWN_NAMES
 from .sessions.dialect import shown as shown
 from .sessions.responses import Responses as Responses
-from .sessions.retries import Attempt as Attempt
-from .sessions.retries import KeyReused as KeyReused
-from .sessions.retries import Sampling as Sampling
-from .sessions.retries import Samplings as Samplings
+from .sessions.session import Attempt as Attempt
+from .sessions.session import KeyReused as KeyReused
 from .sessions.session import MAX_COMMENT_CHARS as MAX_COMMENT_CHARS
+from .sessions.session import Sampling as Sampling
+from .sessions.session import Samplings as Samplings
 from .sources import StoredTasks as StoredTasks
 from .sources import WeightedOrder as WeightedOrder
 from .tool_environments import score_answer as score_answer
-from .tool_signature import BadArguments as BadArguments
-from .tool_signature import Signature as Signature
-from .tool_signature import read_docstring as read_docstring
+from .tools import BadArguments as BadArguments
 from .tools import PlainForm as PlainForm
+from .tools import Signature as Signature
 from .tools import num_stuck_calls as num_stuck_calls
+from .tools import read_docstring as read_docstring
 from .worked_examples import Piece as Piece
 from .worked_examples import guess as guess

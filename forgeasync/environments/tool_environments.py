@@ -15,9 +15,9 @@ from forgeasync.config import AnswerCheck, AnswerMatch, AnswerPart, McpEnvironme
 from forgeasync.environments.build import SectionEnvironment, run_apart
 from forgeasync.environments.environment import Agent, EpisodeInterrupted, ToolError
 from forgeasync.environments.messages import Message, ToolSpec
-from forgeasync.environments.tool_signature import BadArguments
 from forgeasync.environments.tools import (
     TEMPLATE_FORM,
+    BadArguments,
     CallForm,
     PlainForm,
     Tool,

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from forgeasync.process_memory import MemoryPeak
+from forgeasync.processes import MemoryPeak
 from forgeasync.rollouts import GroupProgress
 
 if TYPE_CHECKING:

@@ -15,10 +15,10 @@ from forgeasync.config import (
     longest_response,
     num_groups_held,
 )
-from forgeasync.models.deepseek_v3.facts import DEEPSEEK_V3
+from forgeasync.models.deepseek_v3 import DEEPSEEK_V3
 from forgeasync.models.family import Family, Shape
-from forgeasync.models.llama.facts import LLAMA
-from forgeasync.models.qwen3.facts import QWEN3, QWEN3_MOE
+from forgeasync.models.llama import LLAMA
+from forgeasync.models.qwen3 import QWEN3, QWEN3_MOE
 from forgeasync.schema import Problem
 
 FAMILIES: dict[str, Family] = {family.model_type: family for family in (QWEN3, QWEN3_MOE, LLAMA, DEEPSEEK_V3)}

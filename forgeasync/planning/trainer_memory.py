@@ -3,7 +3,7 @@
 Activations are the tensors that autograd saves, counted on TorchTitan 0.3.0's layers as this repository
 runs them, in bytes per token of a rank. CPUs differ in two ways. Norms in lower precision, or on
 tensor-parallel ranks, are computed step by step and also keep x / rms(x). Attention works on copies that are
-laid out by sequence (``forgeasync.trainer.workarounds.cpu_attention``). With context parallelism a rank has
+laid out by sequence (``forgeasync.trainer.workarounds.attention``). With context parallelism a rank has
 the activations of its part of a row, but keys and values of the whole row.
 
 FSDP2 (torch 2.13) gathers a layer's weights before the layer runs, and prefetches those of the next layer. In

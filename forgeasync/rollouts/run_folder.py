@@ -14,7 +14,7 @@ import shutil
 from pathlib import Path
 
 from forgeasync.files import RUN_MARK, SHARED_MEMORY, remove_files_of
-from forgeasync.process_memory import available_host_bytes
+from forgeasync.processes import available_host_bytes
 
 _PREFIX = "forgeasync_payloads"
 

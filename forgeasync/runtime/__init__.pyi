@@ -35,11 +35,6 @@ from .jobs import check_prerequisites as check_prerequisites
 from .jobs import render_launch as render_launch
 from .process_manager import ProcessManager as ProcessManager
 from .replica_states import ReplicaTable as ReplicaTable
-from .restart_policy import End as End
-from .restart_policy import Ending as Ending
-from .restart_policy import Restart as Restart
-from .restart_policy import RestartPolicy as RestartPolicy
-from .restart_policy import is_death as is_death
 from .router import GeneratorRouter as GeneratorRouter
 from .router import SwappedReplica as SwappedReplica
 from .router import start_generators as start_generators
@@ -75,6 +70,7 @@ from .environment import KnownLosses as KnownLosses
 from .environment import WorkerReport as WorkerReport
 from .environment_pool import MAX_FAILED_STARTS as MAX_FAILED_STARTS
 from .environment_pool import MAX_STUCK as MAX_STUCK
+from .environment_pool import WorkerTable as WorkerTable
 from .generator import EndedEpisode as EndedEpisode
 from .generator import GeneratorSetup as GeneratorSetup
 from .generator import SampledResponse as SampledResponse
@@ -97,8 +93,12 @@ from .placement import GpuAllocator as GpuAllocator
 from .placement import spawn_role as spawn_role
 from .process_manager import make_folders as make_folders
 from .process_manager import read_report as read_report
+from .replica_states import Pace as Pace
+from .replica_states import REPLACE_S as REPLACE_S
 from .replica_states import ReplicaState as ReplicaState
-from .restart_policy import MAX_STARTS_WITHOUT_STEP as MAX_STARTS_WITHOUT_STEP
+from .replica_states import SUSPECT_S as SUSPECT_S
+from .replica_states import SlowReplicas as SlowReplicas
+from .replica_states import WINDOW_S as WINDOW_S
 from .router import GroupGivenUp as GroupGivenUp
 from .router import MAX_FAILED_FETCHES as MAX_FAILED_FETCHES
 from .scorer import ResponseScoring as ResponseScoring
@@ -107,11 +107,6 @@ from .scorer import ScoredResponses as ScoredResponses
 from .scorer import Unavailable as Unavailable
 from .scorer_pool import ScorerPool as ScorerPool
 from .scorer_pool import Scorers as Scorers
-from .slow_replicas import Pace as Pace
-from .slow_replicas import REPLACE_S as REPLACE_S
-from .slow_replicas import SUSPECT_S as SUSPECT_S
-from .slow_replicas import SlowReplicas as SlowReplicas
-from .slow_replicas import WINDOW_S as WINDOW_S
 from .stalls import Frame as Frame
 from .stalls import Thread as Thread
 from .stalls import describe as describe

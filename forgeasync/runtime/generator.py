@@ -26,7 +26,7 @@ from forgeasync.environments import Response, response_of
 from forgeasync.generator import DecodeTiming, EngineStats, GroupCancelled, PrefillTiming, SwapReport
 from forgeasync.models import expected_shapes
 from forgeasync.observability import State, open_trace, redirect_process_output, span, started
-from forgeasync.process_memory import MemoryMonitor
+from forgeasync.processes import MemoryMonitor
 from forgeasync.rollouts import (
     CaptureSpec,
     EpisodeId,

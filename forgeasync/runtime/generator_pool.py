@@ -23,8 +23,7 @@ from forgeasync.runtime.generator import GeneratorActor
 from forgeasync.runtime.hosts import Host
 from forgeasync.runtime.jobs import HostRole
 from forgeasync.runtime.process_manager import ProcessManager
-from forgeasync.runtime.replica_states import LIVE, ReplicaState, ReplicaTable
-from forgeasync.runtime.slow_replicas import Pace, SlowReplicas
+from forgeasync.runtime.replica_states import LIVE, Pace, ReplicaState, ReplicaTable, SlowReplicas
 from forgeasync.runtime.supervised import (
     LOOK_S,
     Proc,

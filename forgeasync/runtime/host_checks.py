@@ -24,7 +24,7 @@ from pathlib import Path
 from forgeasync.config import FLASH_ATTENTION_PACKAGES, FlashAttention
 from forgeasync.files import SHARED_MEMORY
 from forgeasync.planning import HostNeeds, least_bytes
-from forgeasync.process_memory import available_host_bytes
+from forgeasync.processes import available_host_bytes
 from forgeasync.schema import Problem
 
 Version = tuple[int, ...]

@@ -25,8 +25,7 @@ from forgeasync.config import (
 )
 from forgeasync.environments import Response
 from forgeasync.observability import State, doing, open_trace, redirect_process_output, span, started
-from forgeasync.process_memory import MemoryMonitor, MemoryPeak
-from forgeasync.processes import mark_this_process
+from forgeasync.processes import MemoryMonitor, MemoryPeak, mark_this_process
 from forgeasync.rollouts import MAX_SCORER_CHARS, Score, Task, VerifierCounts
 from forgeasync.scoring import (
     CHOICE_CODEC,

@@ -27,7 +27,7 @@ from forgeasync.config import (
 )
 from forgeasync.environments import Response
 from forgeasync.observability import Fault, FaultLog, ProcessListFile, Role, describe_error
-from forgeasync.process_memory import MemoryPeak, largest
+from forgeasync.processes import MemoryPeak, largest
 from forgeasync.rollouts import Score, Task, VerifierCounts
 from forgeasync.runtime.process_manager import SCORER, ProcessManager
 from forgeasync.runtime.scorer import ScoredResponses, ScorerActor, ScorerReady, Unavailable

@@ -35,7 +35,7 @@ from forgeasync.observability import (
     span,
     started,
 )
-from forgeasync.process_memory import MemoryMonitor
+from forgeasync.processes import MemoryMonitor
 from forgeasync.rollouts import (
     EVERY_HOST,
     Arrays,

@@ -13,7 +13,7 @@ from monarch.tools.network import AddrType
 
 from forgeasync.config import Dtype, RunConfig, TimeoutSection, TransportChoice
 from forgeasync.models import published_dtype
-from forgeasync.process_memory import largest
+from forgeasync.processes import largest
 from forgeasync.rollouts import merged_reports
 from forgeasync.runtime.jobs import HostRole
 from forgeasync.runtime.process_manager import ProcessManager, make_folders

@@ -2,7 +2,7 @@
 
 Loops of the run call the trainer through ``TrainerRecovery`` and do not notice a restart. A call in flight is
 repeated on the new trainer, once that has the state of the old one when the call began. It restores the
-newest snapshot that all ranks have (``forgeasync.trainer.snapshots``), and repeats the later steps
+newest snapshot that all ranks have (``forgeasync.trainer.run_checkpoint``), and repeats the later steps
 (``forgeasync.trainer.step``). Generators continue meanwhile.
 
 A trainer is lost (``TrainerIncarnation``) if the process of a rank has ended; if a rank does not answer

@@ -24,7 +24,6 @@ from .endpoints import CircuitBreaker as CircuitBreaker
 from .endpoints import retry_after_s as retry_after_s
 from .filtering import AllFiltered as AllFiltered
 from .filtering import FilterMonitor as FilterMonitor
-from .final_answer import last_boxed as last_boxed
 from .gym_answers import GymVerifier as GymVerifier
 from .gym_answers import last_number as last_number
 from .judge import MalformedVerdict as MalformedVerdict
@@ -33,6 +32,7 @@ from .judge import messages as messages
 from .judge import read_verdict as read_verdict
 from .limited import TokenBucket as TokenBucket
 from .math_answers import judge_answer as judge_answer
+from .math_answers import last_boxed as last_boxed
 from .process_rewards import StepTokenizer as StepTokenizer
 from .process_rewards import score_of_steps as score_of_steps
 from .process_rewards import score_without_steps as score_without_steps

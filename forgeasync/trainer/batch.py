@@ -57,7 +57,7 @@ def advantage_spans(
 
     Some advantages are computed over the whole batch. Each agent of an environment is compared only with
     itself in other episodes. A group with rewards of steps has an advantage for each step
-    (``forgeasync.algorithms.step_rewards``) and 0 after the last one; rewards of its whole responses are
+    (``forgeasync.algorithms.advantages``) and 0 after the last one; rewards of its whole responses are
     ignored. Computed in float64, because rewards far from 0 can differ by less than float32 resolves.
 
     Raises:

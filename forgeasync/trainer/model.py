@@ -30,9 +30,8 @@ from forgeasync.models.workarounds import flash_attention
 from forgeasync.trainer.logprobs import Predictions, Targets, chunked_predictions
 from forgeasync.trainer.lora import initialize_adapters, store_base_in, with_adapters
 from forgeasync.trainer.replay_router import ReplayRouter
-from forgeasync.trainer.workarounds.cpu_attention import PackedAttention
+from forgeasync.trainer.workarounds.attention import ContextAttention, PackedAttention, WholeRowAttention
 from forgeasync.trainer.workarounds.experts import TrainingDtypeExperts
-from forgeasync.trainer.workarounds.gpu_attention import ContextAttention, WholeRowAttention
 from forgeasync.trainer.workarounds.low_precision_sums import (
     CpuEmbedding,
     Float32Gate,

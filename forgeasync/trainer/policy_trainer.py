@@ -20,22 +20,24 @@ from forgeasync.algorithms import means_of_taught
 from forgeasync.config import OnBadStep, RouterBias
 from forgeasync.models import DEVICE_TYPE
 from forgeasync.trainer import hf_checkpoint
-from forgeasync.trainer.forward import ReferenceLogprobs, RowForward, base_model, frozen_copy
-from forgeasync.trainer.hf_checkpoint import named_weights
-from forgeasync.trainer.loss_inputs import (
+from forgeasync.trainer.forward import (
+    ReferenceLogprobs,
+    RowForward,
     TargetCounts,
+    base_model,
     count_targets,
+    frozen_copy,
     row_tokens,
     student_ids_of,
     trained_mask,
 )
+from forgeasync.trainer.hf_checkpoint import named_weights
 from forgeasync.trainer.model import build_parallel_dims, build_parallel_model
 from forgeasync.trainer.optimizer import WeightAverage, build_optimizer, set_learning_rate
 from forgeasync.trainer.packing import PackedRow
 from forgeasync.trainer.replay_router import RouterBiasUpdate
-from forgeasync.trainer.run_checkpoint import CheckpointWriter, TrainerState
+from forgeasync.trainer.run_checkpoint import CheckpointWriter, Snapshots, TrainerState, snapshot_bytes
 from forgeasync.trainer.setup import TrainerSetup
-from forgeasync.trainer.snapshots import Snapshots, snapshot_bytes
 from forgeasync.trainer.step import (
     MinibatchResult,
     MismatchTooLarge,

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from forgeasync.config import BadStepsSection, OnBadStep
 from forgeasync.models import DEVICE_TYPE
-from forgeasync.process_memory import MemoryPeak
+from forgeasync.processes import MemoryPeak
 from forgeasync.rollouts import TokenReport, merged_reports
 from forgeasync.weights import local_shard
 

@@ -169,7 +169,7 @@ import math
 import torch
 from forgeasync.algorithms.advantages import Advantage
 from forgeasync.algorithms.aggregation import Aggregation, TokenMean
-from forgeasync.algorithms.group_facts import Filtered
+from forgeasync.algorithms.own_results import Filtered
 
 def weights(row):
     return row.mask_T.float() * 0.5, {"correction/half_share": row.mask_T.sum()}

@@ -20,7 +20,7 @@ from forgeasync.controller import RunRecorder, StepRecord, StepTimes
 from forgeasync.generator import EngineStats, SwapReport
 from forgeasync.models import character_tokenizer
 from forgeasync.observability import HeldOutScores, RunDir, StepConsole, StepLine
-from forgeasync.process_memory import MemoryPeak
+from forgeasync.processes import MemoryPeak
 from forgeasync.rollouts import AsyncPayloadBudget, Group, PayloadBudget, PromptEncoder, RolloutKey, Score
 from forgeasync.runtime import BufferReport
 from forgeasync.scoring import GroupFiltering

@@ -14,10 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from forgeasync.controller import Supervisor, has_ended, newest_step, supervisor
+from forgeasync.controller import MAX_STARTS_WITHOUT_STEP, Supervisor, has_ended, newest_step, supervisor
 from forgeasync.observability import RunDir, RunInUse, RunLock
 from forgeasync.processes import is_running
-from forgeasync.runtime import MAX_STARTS_WITHOUT_STEP
 from tests.support.disks import Disk, install
 from tests.support.processes import wait_until
 

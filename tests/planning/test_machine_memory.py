@@ -17,7 +17,7 @@ from forgeasync.planning import (
     memory_plan,
     teacher_memory,
 )
-from forgeasync.process_memory import available_host_bytes
+from forgeasync.processes import available_host_bytes
 from forgeasync.schema import ConfigError
 from forgeasync.testing import write_tiny_model
 from tests.support.config_samples import FACTS, minimal_config, only

@@ -14,7 +14,7 @@ from forgeasync.config import SamplingSection, ScorerSection
 from forgeasync.controller import ProblemSet, evaluate
 from forgeasync.environments import Response
 from forgeasync.observability import HeldOutScores
-from forgeasync.process_memory import MemoryPeak
+from forgeasync.processes import MemoryPeak
 from forgeasync.rollouts import FinishReason, Score, Task, VerifierCounts, VersionRange
 from forgeasync.runtime import (
     GroupScoring,

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from forgeasync.config import TimeoutSection
-from forgeasync.process_memory import MemoryPeak
+from forgeasync.processes import MemoryPeak
 from forgeasync.runtime import TrainerActor, TrainerMesh, trainer_mesh
 from forgeasync.testing import VirtualTime
 from forgeasync.trainer import StepResult

@@ -110,7 +110,7 @@ def _bring_about(fault: TrainerFault, mark: Path) -> None:
         case Moment.ROW:
             happen()
         case Moment.SNAPSHOT:
-            _replace("forgeasync.trainer.snapshots", "finish", happen)
+            _replace("forgeasync.trainer.run_checkpoint", "finish", happen)
         case Moment.STAGING:
             _replace("forgeasync.weights.staging", "_Checksums", happen)
         case Moment.CHECKPOINT:

@@ -39,9 +39,10 @@ from forgeasync.environments.sessions.dialect import (
     wrong,
 )
 from forgeasync.environments.sessions.responses import Responses
-from forgeasync.environments.sessions.retries import Attempt, Sampling
 from forgeasync.environments.sessions.session import (
+    Attempt,
     RespondingAgent,
+    Sampling,
     Session,
     SessionEnd,
     SessionLimits,

@@ -340,14 +340,15 @@ async def _place(box: Sandbox, placed: bytes, patch: str | None) -> tuple[str, t
     await box.write(changes, placed)
     if patch is None:
         done = await box.exec(
-            run_command("difference", changes, result, MAX_DIFFERENCE_BYTES), timeout_s=DIFFERENCE_LIMIT_S
+            run_command("changes", "difference", changes, result, MAX_DIFFERENCE_BYTES),
+            timeout_s=DIFFERENCE_LIMIT_S,
         )
         if done.exit_code or done.timed_out:
             patch = f"# no difference was computed within {DIFFERENCE_LIMIT_S:g} s\n"
         else:
             read = await box.read(result, max_bytes=MAX_DIFFERENCE_BYTES)
             patch = read.decode(errors="replace")
-    done = await box.exec(run_command("place", changes), timeout_s=PLACE_LIMIT_S)
+    done = await box.exec(run_command("changes", "place", changes), timeout_s=PLACE_LIMIT_S)
     if done.exit_code or done.timed_out:
         raise SandboxError(f"the changes could not be put in place: {done.stderr.strip()[-300:]}")
     without_place = tuple(json.loads(done.stdout))

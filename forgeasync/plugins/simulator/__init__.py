@@ -2,7 +2,7 @@
 
 ``profile`` defines the service times and their file. ``measure`` times the parts of a run on this machine.
 ``run.simulate`` simulates a run with the real rules of buffer, routing, scoring, payloads and weights.
-``what_if`` and ``planner`` simulate changes. docs/simulation.md and docs/profiling.md describe them.
+``what_if`` simulates changes. docs/simulation.md and docs/profiling.md describe them.
 """
 
 import lazy_loader

@@ -1,7 +1,5 @@
 from .from_run import profile_run as profile_run
 from .measure import profile_config as profile_config
-from .planner import ProfileOf as ProfileOf
-from .planner import plan_splits as plan_splits
 from .profile import processor_name as processor_name
 from .profile import read_profile as read_profile
 from .profile import write_profile as write_profile
@@ -11,6 +9,8 @@ from .shape import of_config as of_config
 from .stated_profile import stated_profile as stated_profile
 from .tables import print_plan as print_plan
 from .tables import print_profiled_run as print_profiled_run
+from .what_if import ProfileOf as ProfileOf
+from .what_if import plan_splits as plan_splits
 
 # Only tests import these.
 from .clock import Clock as Clock
@@ -24,8 +24,6 @@ from .groups import SimulatedGroup as SimulatedGroup
 from .measure import NUM_SEEDS as NUM_SEEDS
 from .measure import check_profiled as check_profiled
 from .measure import simulated_s as simulated_s
-from .planner import SplitPlan as SplitPlan
-from .planner import choose as choose
 from .profile import Cores as Cores
 from .profile import DecodePoint as DecodePoint
 from .profile import DecodeTable as DecodeTable
@@ -64,4 +62,6 @@ from .step_times import decode_grid as decode_grid
 from .step_times import loop_times as loop_times
 from .step_times import short_run_of as short_run_of
 from .step_times import step_cases as step_cases
+from .what_if import SplitPlan as SplitPlan
+from .what_if import choose as choose
 from .what_if import what_if as what_if

@@ -6,10 +6,9 @@ from rich.console import Console, Group
 from rich.table import Table
 
 from forgeasync.plugins.simulator.from_run import ProfiledRun
-from forgeasync.plugins.simulator.planner import Split, SplitPlan
 from forgeasync.plugins.simulator.profile import Distribution, Estimate, Profile
 from forgeasync.plugins.simulator.shape import SimulatedRun
-from forgeasync.plugins.simulator.what_if import what_if
+from forgeasync.plugins.simulator.what_if import Split, SplitPlan, what_if
 
 
 def print_profile(profile: Profile, run: SimulatedRun, console: Console, *, steps: str | None = None) -> None:

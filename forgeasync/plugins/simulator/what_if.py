@@ -1,11 +1,18 @@
-"""Simulates single changes of a run, with the same prompts and lengths, to estimate the gain of each."""
+"""Simulates alternatives of a run: single changes, and splits of a number of GPUs between both roles.
 
-from collections.abc import Iterator
+Single changes are simulated with the same prompts and lengths as the run, to estimate the gain of each.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from forgeasync.config import ModelFacts, RunConfig
+from forgeasync.models import check_config
+from forgeasync.planning import Machine, fit_trainer, generator_fits, planned_machine
 from forgeasync.plugins.simulator.profile import Profile, WeightTimes
 from forgeasync.plugins.simulator.run import simulate
-from forgeasync.plugins.simulator.shape import Prediction, SimulatedRun
+from forgeasync.plugins.simulator.shape import Prediction, SimulatedRun, of_config
+from forgeasync.schema import ConfigError, Problem
 
 MAX_BOUND = 32
 """Largest ``max_off_policy_steps`` that a config may have."""
@@ -118,3 +125,185 @@ def _changes(run: SimulatedRun, profile: Profile) -> Iterator[Change]:
         longer = min(MAX_BOUND, max(1, 2 * run.max_off_policy_steps))
         changed = replace(run, max_off_policy_steps=longer)
         yield of_run(f"max_off_policy_steps {longer}", "the bound on age bounds", changed)
+
+
+BOUNDS = (0, 1, 2, 4, 8, 16, 32)
+
+AS_FAST = 0.97
+"""Splits that reach this share of the best throughput count as fast. Smaller differences may be errors."""
+
+ProfileOf = Callable[[RunConfig], Profile]
+"""Returns the service times of a config. Measured ones are the same for all configs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """A config with its split of the GPUs, and the simulator's prediction."""
+
+    config: RunConfig
+    prediction: Prediction
+
+    @property
+    def num_trainer(self) -> int:
+        return self.config.trainer.parallel.num_procs
+
+    @property
+    def num_generating(self) -> int:
+        return self.config.generator.num_engines * self.config.generator.tensor_parallel
+
+    @property
+    def num_gpus(self) -> int:
+        return self.num_trainer + self.num_generating
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.prediction.trained_tokens_per_s
+
+    @property
+    def order(self) -> tuple[float, float, int]:
+        """Sort key, smaller is better: negative throughput, mean age of the data, number of GPUs."""
+        return -self.tokens_per_s, self.prediction.mean_age, self.num_gpus
+
+    def is_beaten_by(self, other: "Split") -> bool:
+        """Return whether another split dominates this one in throughput, age and GPUs (Pareto)."""
+        pairs = zip(other.order, self.order, strict=True)
+        return other.order != self.order and all(one <= own for one, own in pairs)
+
+    def overrides(self) -> str:
+        """Return the settings of the split as command-line overrides."""
+        return (
+            f"trainer.parallel.num_procs={self.num_trainer} "
+            f"generator.num_replicas={self.config.generator.num_replicas} "
+            f"max_off_policy_steps={self.config.max_off_policy_steps}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitPlan:
+    """All simulated splits, the fastest first, and the recommended one."""
+
+    splits: tuple[Split, ...]
+    num_refused: int
+    """Splits that break a rule of the config or do not fit into memory."""
+    chosen: Split
+    reason: str
+
+    @property
+    def front(self) -> tuple[Split, ...]:
+        """The splits on the Pareto front of throughput, age and GPUs."""
+        return tuple(one for one in self.splits if not any(one.is_beaten_by(other) for other in self.splits))
+
+
+def plan_splits(
+    config: RunConfig,
+    facts: ModelFacts,
+    profile_of: ProfileOf,
+    *,
+    num_gpus: int,
+    num_steps: int,
+    gpu_bytes: int,
+) -> SplitPlan:
+    """Simulate the splits of ``num_gpus`` GPUs (or CPU processes) for ``num_steps`` steps each.
+
+    Returns all splits and the recommended one. Tensor-parallel and context-parallel degrees and the launcher
+    are those of the config; the hosts of the launcher allow only some splits.
+
+    Raises:
+        ConfigError: no split is legal and fits, or the profile does not fit the config.
+    """
+    splits, refusals = [], []
+    for candidate in _candidates(config, num_gpus):
+        if (refusal := _refusal(candidate, facts, gpu_bytes)) is not None:
+            refusals.append(refusal)
+            continue
+        profile = profile_of(candidate)
+        run = of_config(candidate, facts, profile, num_steps=num_steps)
+        splits.append(Split(config=candidate, prediction=simulate(run, profile)))
+    if not splits:
+        words = f"; the last one: {refusals[-1]}" if refusals else ""
+        remedy = f"must be more: none of {len(refusals)} splits is legal and fits into memory{words}"
+        raise ConfigError([Problem(field="--gpus", value=num_gpus, remedy=remedy)])
+    splits.sort(key=lambda one: one.order)
+    chosen = choose(splits)
+    return SplitPlan(
+        splits=tuple(splits),
+        num_refused=len(refusals),
+        chosen=chosen,
+        reason=_reason(chosen, splits),
+    )
+
+
+def choose(splits: Sequence[Split]) -> Split:
+    """Return the split with the youngest data among the fastest ones; ties go to fewer GPUs."""
+    fastest = max(one.tokens_per_s for one in splits)
+    fast = [one for one in splits if one.tokens_per_s >= AS_FAST * fastest]
+    return min(fast, key=lambda one: (round(one.prediction.mean_age, 1), one.num_gpus, -one.tokens_per_s))
+
+
+def _reason(chosen: Split, splits: Sequence[Split]) -> str:
+    prediction = chosen.prediction
+    trainer, generators = prediction.trainer_idle_share, prediction.generators_idle_share
+    idle = f"the trainer waits {trainer:.0%} of the time, generators {generators:.0%}"
+    fastest = splits[0]
+    if chosen is fastest:
+        return f"no other split trains on more tokens a second; {idle}"
+    share = chosen.tokens_per_s / fastest.tokens_per_s
+    younger = fastest.prediction.mean_age - prediction.mean_age
+    return (
+        f"{share:.1%} of the fastest split's tokens a second, with data {younger:.1f} versions younger and "
+        f"{chosen.num_gpus} of its {fastest.num_gpus} GPUs; {idle}"
+    )
+
+
+def _candidates(config: RunConfig, num_gpus: int) -> Iterator[RunConfig]:
+    """Yield every trainer with as many replicas as are left, under every bound, and with fewer replicas under
+    the config's bound."""
+    tensor, spares = config.generator.tensor_parallel, config.generator.num_spares
+    own = config.max_off_policy_steps
+    bounds = sorted({own, *(bound for bound in BOUNDS if bound <= own)})
+    for num_procs in _trainer_sizes(config, num_gpus):
+        most = (num_gpus - num_procs) // tensor - spares
+        for bound in bounds:
+            if most >= 1:
+                yield _split(config, num_procs, most, bound)
+        fewer = most // 2
+        while fewer >= 1:
+            yield _split(config, num_procs, fewer, own)
+            fewer //= 2
+
+
+def _trainer_sizes(config: RunConfig, num_gpus: int) -> list[int]:
+    """Return multiples of what one shard needs: all of them for few GPUs, else powers of two and 1.5 times
+    those."""
+    parallel = config.trainer.parallel
+    unit = parallel.data_replicate * parallel.tensor * parallel.context
+    most = num_gpus // unit
+    if most <= 16:
+        return [unit * factor for factor in range(1, most + 1)]
+    factors, power = set(), 1
+    while power <= most:
+        factors |= {power, power + power // 2}
+        power *= 2
+    return [unit * factor for factor in sorted(factors) if factor <= most]
+
+
+def _split(config: RunConfig, num_procs: int, num_replicas: int, bound: int) -> RunConfig:
+    parallel = config.trainer.parallel.model_copy(update={"num_procs": num_procs})
+    trainer = config.trainer.model_copy(update={"parallel": parallel})
+    generator = config.generator.model_copy(update={"num_replicas": num_replicas})
+    return config.model_copy(
+        update={"trainer": trainer, "generator": generator, "max_off_policy_steps": bound}
+    )
+
+
+def _refusal(config: RunConfig, facts: ModelFacts, gpu_bytes: int) -> str | None:
+    """Return the problem of a split; None if it could run."""
+    if problems := check_config(config, facts):
+        return str(problems[0])
+    if planned_machine(config) is Machine.CPU:
+        return None
+    if not fit_trainer(config, facts, gpu_bytes=gpu_bytes).fits:
+        return f"a trainer rank of {config.trainer.parallel.num_procs} does not fit on a GPU"
+    if not generator_fits(config, facts, gpu_bytes=gpu_bytes):
+        return "a generator rank does not fit on a GPU"
+    return None

@@ -1,19 +1,260 @@
-"""Serves the page and its API to browsers on this machine, and reads the runs' files meanwhile."""
+"""Serves the page and its HTTP API to browsers on this machine, and reads the runs' files meanwhile.
+
+Answers are JSON types: ``/api/groups?run=0`` is ``groups``.
+"""
 
 import asyncio
 import errno
 import logging
 import signal
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from enum import Enum
 from importlib.resources import files
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
 from aiohttp import web
 
-from forgeasync.plugins.viewer.api import Answer, BadQuestion, NotThere, Parameters, answer, shown
+from forgeasync.buffer import DropReason
+from forgeasync.observability import visible
+from forgeasync.plugins.viewer.groups import Fate, RunClock, life_answer
+from forgeasync.plugins.viewer.metrics import HEADLINES, glossary, meaning_of
+from forgeasync.plugins.viewer.processes import faults_answer, lanes_answer
+from forgeasync.plugins.viewer.rollouts import RolloutNotFound, tokens_answer, worst_answer
 from forgeasync.plugins.viewer.run_reader import RunReader
+from forgeasync.plugins.viewer.status import SHOWN, newest_values, status_of
+
+MAX_GROUPS = 200
+"""Maximum number of groups of one answer."""
+
+MAX_WIDTH = 4096
+
+MAX_DEPTH = 40
+"""Maximum nesting of an answer; deeper parts are replaced by a message."""
+
+MISSING = "(not there)"
+"""Value shown for a key that a run's config does not have."""
+
+_MAX_NUMBER = 10**17
+
+Answer = dict[str, object]
+
+E = TypeVar("E", bound=Enum)
+
+
+class BadQuestion(ValueError):
+    """A parameter is missing or wrong; the text names it, its value and the allowed values."""
+
+
+class NotThere(LookupError):
+    """There is no such address, or the run does not have the requested item; the text names it."""
+
+
+class Parameters:
+    """The parameters of one URL: each name with all of its values."""
+
+    def __init__(self, values: Mapping[str, list[str]]) -> None:
+        self._values = values
+
+    def _one(self, name: str) -> str | None:
+        found = self._values.get(name, [])
+        if len(found) > 1:
+            raise BadQuestion(f"{name} is given {len(found)} times; must be given once")
+        return found[0] if found and found[0] != "" else None
+
+    def optional(self, name: str, *, below: int = _MAX_NUMBER) -> int | None:
+        """Return a non-negative integer; None if it is not given."""
+        text = self._one(name)
+        if text is None:
+            return None
+        if not (text.isascii() and text.isdecimal() and len(text) < 18 and int(text) < below):
+            raise BadQuestion(f"{name} = {text[:40]!r}; must be a whole number from 0 to {below - 1}")
+        return int(text)
+
+    def number(self, name: str, *, default: int, below: int = _MAX_NUMBER) -> int:
+        """Return a non-negative integer, or the default if it is not given."""
+        found = self.optional(name, below=below)
+        return default if found is None else found
+
+    def required(self, name: str) -> int:
+        """Return a non-negative integer that must be given."""
+        found = self.optional(name)
+        if found is None:
+            raise BadQuestion(f"{name} is missing; must be a whole number from 0 to {_MAX_NUMBER - 1}")
+        return found
+
+    def choice(self, name: str, choices: Mapping[str, E]) -> E | None:
+        """Return one of a closed set of choices; None if it is not given."""
+        text = self._one(name)
+        if text is not None and text not in choices:
+            raise BadQuestion(f"{name} = {text[:40]!r}; must be one of {', '.join(choices)}")
+        return None if text is None else choices[text]
+
+
+def answer(runs: Sequence[RunReader], name: str, given: Parameters) -> Answer:
+    """Answer a request from the part of the runs' files that was read so far.
+
+    Raises:
+        NotThere: there is no such request, or the run does not have the requested item.
+        BadQuestion: a parameter is wrong.
+    """
+    if name in _OF_ALL_RUNS:
+        return _OF_ALL_RUNS[name](runs)
+    if name in _OF_ONE_RUN:
+        run = runs[given.number("run", default=0, below=len(runs))]
+        try:
+            return _OF_ONE_RUN[name](run, given)
+        except RolloutNotFound as error:
+            raise NotThere(str(error)) from None
+    known = ", ".join((*_OF_ALL_RUNS, *_OF_ONE_RUN))
+    raise NotThere(f"there is no /api/{name[:40]}; there are {known}")
+
+
+def _runs(runs: Sequence[RunReader]) -> Answer:
+    """Return the status and the reading progress of each run, and the definitions of the metrics shown."""
+    keys = list(dict.fromkeys((*SHOWN, *HEADLINES)))
+    return {
+        "runs": [
+            {
+                **status_of(run),
+                "metrics": newest_values(run, keys),
+                "progress": run.progress,
+            }
+            for run in runs
+        ],
+        "meanings": {key: meaning_of(key) for key in keys},
+    }
+
+
+def _glossary(runs: Sequence[RunReader]) -> Answer:
+    """Return all metrics that this version of forgeasync defines, by topic."""
+    return {"topics": glossary()}
+
+
+def _settings(runs: Sequence[RunReader]) -> Answer:
+    """Return the configs: keys in which the runs differ, and all keys."""
+    rows = {
+        key: [run.settings.get(key) for run in runs]
+        for key in dict.fromkeys(key for run in runs for key in run.settings)
+    }
+    return {
+        "differing": {
+            key: [MISSING if one is None else one for one in values]
+            for key, values in rows.items()
+            if len(set(values)) > 1
+        },
+        "all": rows,
+    }
+
+
+def _groups(run: RunReader, given: Parameters) -> Answer:
+    """Return a page of the groups, newest first, and their number."""
+    lives, clock = run.groups, RunClock(run.groups, run.metrics)
+    found = lives.find(
+        fate=given.choice("fate", {one.word: one for one in Fate}),
+        reason=given.choice("reason", {one.value: one for one in DropReason}),
+        step=given.optional("step"),
+    )
+    skip = given.number("skip", default=0)
+    limit = given.number("limit", default=50, below=MAX_GROUPS + 1)
+    return {
+        "num_groups": len(found),
+        "groups": [life_answer(lives, clock, life) for life in found[skip : skip + limit]],
+    }
+
+
+def _group(run: RunReader, given: Parameters) -> Answer:
+    """Return one group: its histories, the other attempts at its prompt, and its rollouts."""
+    group = given.required("group")
+    lives, clock = run.groups, RunClock(run.groups, run.metrics)
+    found, rollouts = lives.of_group(group), run.rollouts.find(group=group)
+    if not found and not rollouts:
+        raise NotThere(f"group = {group}: no line read so far names it; groups have numbers from 0 on")
+    task = lives.task_of(found[0].prompt) if found else None
+    attempts = lives.of_prompt(found[0].prompt) if found else []
+    return {
+        "group": group,
+        "source": None if task is None else task[0],
+        "task_id": None if task is None else task[1],
+        "lives": [life_answer(lives, clock, life) for life in found],
+        "attempts": [{"group": one.group, "attempt": one.attempt, "fate": one.fate.word} for one in attempts],
+        **run.rollouts.rows(rollouts),
+    }
+
+
+def _rollouts(run: RunReader, given: Parameters) -> Answer:
+    """Return the stored rollouts of a step."""
+    return run.rollouts.rows(run.rollouts.find(step=given.required("step")))
+
+
+def _rollout(run: RunReader, given: Parameters) -> Answer:
+    """Return one rollout with its texts."""
+    return {"rollout": run.rollouts.whole(given.required("number"))}
+
+
+def _tokens(run: RunReader, given: Parameters) -> Answer:
+    """Return a page of the values of a rollout's tokens, or why there are none."""
+    branch, skip = given.number("branch", default=0), given.number("skip", default=0)
+    return tokens_answer(run.rollouts, run.tokens, given.required("number"), branch=branch, skip=skip)
+
+
+def _worst(run: RunReader, given: Parameters) -> Answer:
+    """Return the worst tokens of a step."""
+    return worst_answer(run.rollouts, run.tokens, given.required("step"))
+
+
+def _lanes(run: RunReader, given: Parameters) -> Answer:
+    """Return the states of the processes as bars, over some steps or the whole run."""
+    return lanes_answer(
+        run.traces.lanes,
+        first_step=given.optional("first"),
+        last_step=given.optional("last"),
+        width=max(given.number("width", default=400, below=MAX_WIDTH + 1), 1),
+    )
+
+
+def _faults(run: RunReader, given: Parameters) -> Answer:
+    """Return the faults and recoveries, and the processes that the run lists."""
+    return faults_answer(run.faults, run.run_dir.procs)
+
+
+_OF_ALL_RUNS: dict[str, Callable[[Sequence[RunReader]], Answer]] = {
+    "runs": _runs,
+    "glossary": _glossary,
+    "settings": _settings,
+}
+
+_OF_ONE_RUN: dict[str, Callable[[RunReader, Parameters], Answer]] = {
+    "groups": _groups,
+    "group": _group,
+    "rollouts": _rollouts,
+    "rollout": _rollout,
+    "tokens": _tokens,
+    "worst": _worst,
+    "lanes": _lanes,
+    "faults": _faults,
+}
+
+
+def shown(value: object, depth: int = 0) -> object:
+    """Return an answer with control and similar characters escaped, in keys too.
+
+    A model wrote some of the texts, and they can appear in a fault or a log. No text may hide anything on the
+    page, or reverse the direction of text.
+    """
+    if isinstance(value, str):
+        return value if value.isascii() and value.isprintable() else visible(value)
+    if isinstance(value, float | int) or value is None:
+        return value
+    if depth > MAX_DEPTH:
+        return "(nested too deep to be shown)"
+    if isinstance(value, dict):
+        return {visible(str(key)): shown(one, depth + 1) for key, one in value.items()}
+    assert isinstance(value, list | tuple), f"an answer has {type(value).__name__}"
+    return [shown(one, depth + 1) for one in value]
+
 
 HOST = "127.0.0.1"
 

@@ -15,8 +15,7 @@ import torch
 
 from forgeasync.config import BUILT_IN_TRANSPORTS, LocalLauncher, RunConfig, TransportChoice, WeightsSection
 from forgeasync.schema import Problem, PythonCode, load_code
-from forgeasync.weights.layout import SEGMENT_BYTES, WeightLayout
-from forgeasync.weights.manifest import BLOCK_BYTES
+from forgeasync.weights.layout import BLOCK_BYTES, SEGMENT_BYTES, WeightLayout
 
 if TYPE_CHECKING:
     # Importing Monarch starts threads, and many processes that use this module do not need it.

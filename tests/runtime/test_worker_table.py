@@ -4,7 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from forgeasync.environments import WorkerTable
+from forgeasync.runtime import WorkerTable
 
 ROOM = 3
 

@@ -1,25 +1,43 @@
-"""Attention over packed rows on CPUs, where TorchTitan 0.3.0's flex and varlen attention have no backward.
+"""Attention over packed rows where that of TorchTitan 0.3.0 and torch 2.13 does not work.
 
-Sequences of similar length form a group and are padded to the longest of the group. Causal attention of
-groups is a custom operator that compiled layers call unchanged; otherwise they would be recompiled for every
-number of groups. The operator calls PyTorch's flash kernel for CPUs by its private name (torch 2.13), because
-only then can its backward pass be called too. That pass runs in at least float32: in bfloat16 the kernel
-rounds the gradients of keys and values again with every block of queries and every head that shares them, and
-takes longer. Can go when flex or varlen attention has a backward pass on CPUs.
+**CPUs.** TorchTitan's flex and varlen attention have no backward pass. ``PackedAttention`` groups sequences
+of similar length and pads them to the longest of the group. Causal attention of groups is a custom operator that
+compiled layers call unchanged; otherwise they would be recompiled for every number of groups. The operator
+calls PyTorch's flash kernel for CPUs by its private name, because only then can its backward pass be called
+too. That pass runs in at least float32: in bfloat16 the kernel rounds the gradients of keys and values again
+with every block of queries and every head that shares them, and takes longer. Can go when flex or varlen
+attention has a backward pass on CPUs.
 
-Shape suffixes: B batch, L packed row length (of the flattened rows too), N heads (of keys and values a
-divisor of the queries'), H head size, S sequences of a group, M longest of them, P entries of all groups, G
-groups.
+**Values with another head size on GPUs.** torch's FlashAttention 2 has one head size for queries, keys and
+values; latent attention has smaller values. ``WholeRowAttention`` pads values with zeros, and drops the zeros
+that these add to the output. Can go when torch's FlashAttention 2 supports two sizes; 3 and 4 do.
+
+**Context parallelism on GPUs.** TorchTitan refuses varlen attention with it, and flex attention, which it
+accepts, compiles a kernel for its masks. ``ContextAttention`` runs varlen attention on the part of every row
+that a rank has. A rank has the queries of one part of every row, and keys and values of whole rows. The
+queries of a sequence attend to its keys from its first token to the end of the part, so that keys and queries
+of every sequence end at the same token: the causal mask of varlen attention is aligned there (bottom-right),
+and no query sees a later key. Keys before the first overlapping sequence and after the part are left out. Can
+go when TorchTitan's varlen attention supports context parallelism.
+
+Shape suffixes: B batch (rows), L packed row length (of queries: of this rank's part), N heads (of keys and
+values a divisor of the queries'), H head size, V size of a head of values, S sequences of a group or of the
+part, M longest of a group, P entries of all groups, G groups, Q queries of all rows, K keys that they may
+see.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+import torchtitan.tools.utils as titan_utils
 from torch.autograd.function import FunctionCtx
-from torchtitan.models.common.attention import FlexAttention
+from torch.nn.attention import activate_flash_attention_impl, current_flash_attention_impl
+from torch.nn.attention.varlen import varlen_attn
+from torchtitan.models.common.attention import FlexAttention, VarlenAttention, VarlenMetadata
 from torchtitan.protocols.module import Module
 
 GROUP_RATIO = 1.25
@@ -237,3 +255,154 @@ def _widened(x_BLNH: torch.Tensor, head_size: int) -> torch.Tensor:
     # F.pad by 0 would copy.
     missing = head_size - x_BLNH.shape[3]
     return F.pad(x_BLNH, (0, missing)) if missing else x_BLNH
+
+
+def with_equal_heads(
+    attend: Callable[[torch.Tensor], torch.Tensor], q: torch.Tensor, v: torch.Tensor
+) -> torch.Tensor:
+    """Return ``attend(v)`` [..., V], with values padded to the size of queries if the kernel needs it."""
+    missing = q.shape[-1] - v.shape[-1]
+    if not missing or current_flash_attention_impl() not in (None, "FA2"):
+        return attend(v)
+    return attend(F.pad(v, (0, missing)))[..., : v.shape[-1]]
+
+
+class WholeRowAttention(VarlenAttention):
+    """TorchTitan's attention over packed rows, for heads of any two sizes."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(VarlenAttention.Config):
+        pass
+
+    def forward(
+        self,
+        q_BLNH: torch.Tensor,
+        k_BLNH: torch.Tensor,
+        v_BLNH: torch.Tensor,
+        *,
+        attention_masks: VarlenMetadata,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        """Return the output [B, L, N, V]. The tensor-parallel plan looks up the names of the parameters."""
+
+        def attend(v: torch.Tensor) -> torch.Tensor:
+            return super(WholeRowAttention, self).forward(
+                q_BLNH, k_BLNH, v, attention_masks=attention_masks, scale=scale, enable_gqa=enable_gqa
+            )
+
+        return with_equal_heads(attend, q_BLNH, v_BLNH)
+
+
+class PartMetadata(NamedTuple):
+    """Sequences of a part, in the order of rows; offsets count from the first kept token.
+
+    A tuple, because compiled layers and DTensor's plans accept one.
+    """
+
+    cu_seq_q: torch.Tensor
+    """Offsets of each sequence's queries among the part's queries of all rows, end to end, int32 [S + 1]."""
+    cu_seq_k: torch.Tensor
+    """Offsets of each sequence's keys among the kept keys, int32 [S + 1].
+
+    The kept keys of a row are those from ``key_starts_B`` to ``key_stop``.
+    """
+    max_q: int
+    max_k: int
+    key_starts_B: tuple[int, ...]
+    key_stop: int
+
+
+def part_metadata(positions_BL: np.ndarray, *, start: int, stop: int, device: str) -> PartMetadata:
+    """Find the sequences of whole rows that overlap the positions from ``start`` to ``stop``.
+
+    ``positions_BL`` are integers [B, L] that restart at 0 with every sequence (padding is a sequence too).
+    """
+    length = positions_BL.shape[1]
+    assert 0 <= start < stop <= length, f"a part {start}:{stop} of rows of {length} tokens"
+    num_queries, num_keys, key_starts = [], [], []
+    for positions_L in positions_BL:
+        assert positions_L[0] == 0, "a row begins with a sequence"
+        firsts = np.flatnonzero(positions_L == 0)
+        ends = np.append(firsts[1:], length)
+        is_here = (firsts < stop) & (ends > start)
+        firsts, ends = firsts[is_here], np.minimum(ends[is_here], stop)
+        num_queries.append(ends - np.maximum(firsts, start))
+        num_keys.append(ends - firsts)
+        key_starts.append(int(firsts[0]))
+    num_queries_S, num_keys_S = np.concatenate(num_queries), np.concatenate(num_keys)
+
+    def offsets(lengths_S: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate([[0], np.cumsum(lengths_S)]).astype(np.int32)).to(device)
+
+    return PartMetadata(
+        cu_seq_q=offsets(num_queries_S),
+        cu_seq_k=offsets(num_keys_S),
+        max_q=int(num_queries_S.max()),
+        max_k=int(num_keys_S.max()),
+        key_starts_B=tuple(key_starts),
+        key_stop=stop,
+    )
+
+
+class ContextAttention(FlexAttention):
+    """Causal attention of a part's queries to the keys of its sequences, through ``varlen_attn``.
+
+    It is a subclass of ``FlexAttention`` only so that TorchTitan gathers keys and values for it with
+    ``flex_cp_allgather`` of torch 2.13. The backward pass of that is a reduce-scatter of sums by functional
+    collectives, which NCCL and gloo both support. The tensor-parallel plan looks up the parameter names of
+    ``forward``. Nothing is cast: the kernel refuses dtypes other than bfloat16 and float16.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        pass
+
+    def __init__(self, config: Config) -> None:
+        # Skip FlexAttention's own state, and choose the kernel as TorchTitan's VarlenAttention does.
+        Module.__init__(self)
+        wanted = titan_utils.get_cuda_flash_attention_impl()
+        if wanted is not None and current_flash_attention_impl() != wanted:
+            activate_flash_attention_impl(wanted)
+
+    def forward(
+        self,
+        q_BLNH: torch.Tensor,
+        k_BLNH: torch.Tensor,
+        v_BLNH: torch.Tensor,
+        *,
+        attention_masks: PartMetadata,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        """Return the output [B, L, N, V] of the part's queries; keys and values [B, whole L, N, H or V]."""
+        k_KNH, v_KNH = (
+            _seen(x, attention_masks.key_starts_B, attention_masks.key_stop) for x in (k_BLNH, v_BLNH)
+        )
+        # As in TorchTitan: FlashAttention 2 must not choose the number of splits itself (pytorch 179760).
+        is_second = current_flash_attention_impl() in (None, "FA2") and torch.version.hip is None
+
+        def attend(v: torch.Tensor) -> torch.Tensor:
+            # The result is a tuple only if auxiliary outputs are requested.
+            return varlen_attn(  # type: ignore[return-value]
+                q_BLNH.flatten(0, 1),
+                k_KNH,
+                v,
+                attention_masks.cu_seq_q,
+                attention_masks.cu_seq_k,
+                attention_masks.max_q,
+                attention_masks.max_k,
+                scale=scale,
+                window_size=(-1, 0),
+                enable_gqa=enable_gqa,
+                num_splits=1 if is_second else None,
+            )
+
+        out_QNH = with_equal_heads(attend, q_BLNH, v_KNH)
+        return out_QNH.view(*q_BLNH.shape[:3], v_BLNH.shape[3])
+
+
+def _seen(x_BLNH: torch.Tensor, starts_B: tuple[int, ...], stop: int) -> torch.Tensor:
+    """Return keys or values [K, N, H] that a query of the part may see; a single row is not copied."""
+    rows = [x_LNH[start:stop] for x_LNH, start in zip(x_BLNH.unbind(0), starts_B, strict=True)]
+    return rows[0] if len(rows) == 1 else torch.cat(rows)

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from forgeasync.runtime import End, Ending, Restart, RestartPolicy, is_death
+from forgeasync.controller import End, Ending, Restart, RestartPolicy, is_death
 
 MAX_STARTS_WITHOUT_STEP = 5
 """As docs/failures.md says."""

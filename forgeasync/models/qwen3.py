@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from forgeasync.config import ModelFacts
@@ -17,6 +18,8 @@ from forgeasync.models.family import (
 )
 
 if TYPE_CHECKING:
+    from torchtitan.models.common.decoder import TransformerBlock
+
     from forgeasync.models.titan_family import TitanFamily
 
 
@@ -97,10 +100,64 @@ def _layer_shapes(facts: ModelFacts, layer: int) -> dict[str, Shape]:
     return shapes | network_shapes("mlp", hidden_size=facts.hidden_size, inner_size=facts.dense_hidden_size)
 
 
-def _titan() -> TitanFamily:
-    from forgeasync.models.qwen3.titan import QWEN3
+def _titan_layers(facts: ModelFacts, attention_backend: str) -> list[TransformerBlock.Config]:
+    from torchtitan.models.common import CosSinRoPE
+    from torchtitan.models.qwen3 import _build_qwen3_layers, _build_qwen3_moe_layers
 
-    return QWEN3
+    from forgeasync.models.titan_family import set_norm_eps
+
+    rope = CosSinRoPE.Config(
+        dim=facts.head_dim, max_seq_len=facts.max_position_embeddings, theta=facts.rope_theta
+    )
+    if facts.num_experts:
+        layers = _build_qwen3_moe_layers(
+            n_layers=facts.num_layers,
+            dim=facts.hidden_size,
+            n_heads=facts.num_heads,
+            n_kv_heads=facts.num_kv_heads,
+            head_dim=facts.head_dim,
+            moe_hidden_dim=facts.expert_hidden_size,
+            num_experts=facts.num_experts,
+            top_k=facts.top_k,
+            # Separate q, k and v give parameters the names and shapes of the Hugging Face files.
+            fuse_qkv=False,
+            attn_backend=attention_backend,
+            moe_comm_backend="standard",
+            rope=rope,
+        )
+    else:
+        layers = _build_qwen3_layers(
+            n_layers=facts.num_layers,
+            dim=facts.hidden_size,
+            n_heads=facts.num_heads,
+            n_kv_heads=facts.num_kv_heads,
+            head_dim=facts.head_dim,
+            hidden_dim=facts.dense_hidden_size,
+            fuse_qkv=False,
+            attn_backend=attention_backend,
+            rope=rope,
+        )
+    for layer in layers:
+        set_norm_eps(layer, facts)
+        layer.attention.qk_norm = replace(layer.attention.qk_norm, eps=facts.rms_norm_eps)
+        if layer.moe is not None:
+            # Qwen3 has no load-balancing bias, so the generator could not use a trained one.
+            layer.moe.load_balance_coeff = None
+    return layers
+
+
+def _titan() -> TitanFamily:
+    from torchtitan.models.qwen3 import Qwen3Model, parallelize_qwen3
+    from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
+
+    from forgeasync.models.titan_family import TitanFamily
+
+    return TitanFamily(
+        model=Qwen3Model,
+        layers=_titan_layers,
+        parallelize=parallelize_qwen3,
+        adapter=Qwen3StateDictAdapter,
+    )
 
 
 QWEN3 = Family(
