@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from forgeasync import process_memory
+from forgeasync import processes
 from forgeasync.processes import MemoryMonitor, MemoryPeak, largest
 
 MIB = 2**20
@@ -52,8 +52,8 @@ def test_the_largest_process_counts_also_after_it_has_ended() -> None:
 
 def test_who_asks_again_soon_gets_what_was_seen_last(monkeypatch: pytest.MonkeyPatch) -> None:
     looks, now_s = iter([10, 30, 20]), [100.0]
-    monkeypatch.setattr(process_memory, "_peak_resident_bytes", lambda pid: next(looks))
-    monkeypatch.setattr(process_memory.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(processes, "_peak_resident_bytes", lambda pid: next(looks))
+    monkeypatch.setattr(processes.time, "monotonic", lambda: now_s[0])
     watch = MemoryMonitor(with_descendants=False, every_s=1.0)
     found = []
     for passed_s in (0.0, 0.5, 0.4, 0.2, 1.0, 0.1):

@@ -4,7 +4,8 @@ Imported by processes that load vLLM and by those that do not.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -128,13 +129,40 @@ class Expected:
     router_logits_SME: np.ndarray
 
 
+@contextmanager
+def chosen_experts(model: torch.nn.Module, ids_SMK: np.ndarray, *, first: int) -> Iterator[None]:
+    """Have transformers' Qwen3-MoE use the given experts for the inputs from ``first`` on.
+
+    Two experts can be equally good but for rounding. The engine may then take the other one, which changes
+    everything that follows. Whether the given experts have the largest gate logits is for ``assert_routing``.
+    """
+
+    def replace(layer: int, gate: torch.nn.Module) -> Callable[..., tuple[torch.Tensor, ...]]:
+        def hook(_: torch.nn.Module, args: object, out: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+            logits_SE, scores_SK, chosen_SK = out
+            chosen_SK = chosen_SK.clone()
+            chosen_SK[first:] = torch.from_numpy(ids_SMK[:, layer].astype(np.int64))
+            scores_SK = logits_SE.softmax(-1, dtype=torch.float32).gather(-1, chosen_SK)
+            assert gate.norm_topk_prob
+            return logits_SE, scores_SK / scores_SK.sum(-1, keepdim=True), chosen_SK
+
+        return hook
+
+    with ExitStack() as stack:
+        gates = [one for name, one in model.named_modules() if name.endswith(".mlp.gate")]
+        for layer, gate in enumerate(gates):
+            stack.callback(gate.register_forward_hook(replace(layer, gate)).remove)
+        yield
+
+
 @torch.no_grad()
 def expected(models: Mapping[int, torch.nn.Module], rollout: Rollout, *, recomputed: bool) -> Expected:
     """Each input under the weights that first computed it, by the rollout's version spans.
 
     It attends to what was before it, as computed by older weights at the time or, if ``recomputed``, all by
-    its own.
+    its own. It takes the experts that the rollout recorded.
     """
+    recorded_SMK = None if rollout.routed_experts is None else rollout.routed_experts.to_dense()
     ids = torch.from_numpy(np.concatenate([rollout.prompt_ids_P, rollout.response_ids_T])).long()[None]
     cache = DynamicCache()
     logits, routers = [], []
@@ -142,14 +170,18 @@ def expected(models: Mapping[int, torch.nn.Module], rollout: Rollout, *, recompu
         # The forward pass that sampled token i had the token before it as its last input.
         last = len(rollout.prompt_ids_P) - 1 + span.end
         first = last - (span.end - span.start) if span.start else 0
-        if recomputed:
-            out = models[span.version](ids[:, :last], output_router_logits=True)
-            skipped = first
-        else:
-            out = models[span.version](
-                ids[:, first:last], past_key_values=cache, use_cache=True, output_router_logits=True
-            )
-            skipped = 0
+        skipped = first if recomputed else 0
+        with ExitStack() as stack:
+            if recorded_SMK is not None:
+                stack.enter_context(
+                    chosen_experts(models[span.version], recorded_SMK[first:last], first=skipped)
+                )
+            if recomputed:
+                out = models[span.version](ids[:, :last], output_router_logits=True)
+            else:
+                out = models[span.version](
+                    ids[:, first:last], past_key_values=cache, use_cache=True, output_router_logits=True
+                )
         logits.append(out.logits[0, skipped:])
         routers.append(torch.stack([layer[skipped:] for layer in out.router_logits], 1))
     return Expected(logits_SV=torch.cat(logits), router_logits_SME=torch.cat(routers).numpy())
