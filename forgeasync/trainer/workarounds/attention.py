@@ -4,9 +4,9 @@
 of similar length and pads them to the longest of the group. Causal attention of groups is a custom operator
 that compiled layers call unchanged; otherwise they would be recompiled for every number of groups. The
 operator calls PyTorch's flash kernel for CPUs by its private name, because only then can its backward pass be
-called too. That pass runs in at least float32: in bfloat16 the kernel rounds the gradients of keys and values again
-with every block of queries and every head that shares them, and takes longer. Can go when flex or varlen
-attention has a backward pass on CPUs.
+called too. That pass runs in at least float32: in bfloat16 the kernel rounds the gradients of keys and values
+again with every block of queries and every head that shares them, and takes longer. Can go when flex or
+varlen attention has a backward pass on CPUs.
 
 **Values with another head size on GPUs.** torch's FlashAttention 2 has one head size for queries, keys and
 values; latent attention has smaller values. ``WholeRowAttention`` pads values with zeros, and drops the zeros
