@@ -150,10 +150,9 @@ def trainer_plan(config: RunConfig, facts: ModelFacts) -> RolePlan:
         f"shard over more than {num_procs} procs, split rows (trainer.parallel.tensor, context) or layers "
     )
     remedy += "(activation_checkpointing: full), or keep what is sharded in host memory (trainer.cpu_offload)"
-    offloaded = total_bytes(memory.always) if config.trainer.cpu_offload else 0
     return RolePlan(
         role="trainer",
-        num_bytes=memory.total_bytes - offloaded,
+        num_bytes=memory.total_bytes,
         field="trainer.parallel.num_procs",
         value=num_procs,
         remedy=remedy,

@@ -54,6 +54,7 @@ from forgeasync.models import (
 from forgeasync.observability import check_run_dir, check_wandb
 from forgeasync.planning import (
     Machine,
+    check_host_memory,
     check_memory,
     check_shared_memory,
     request_warnings,
@@ -154,7 +155,9 @@ def prepare(config: RunConfig, resume: str | None = None) -> Prepared:
             *check_prerequisites(config.launcher),
             *check_gpus(config, num_gpus, num_of_rewards=len(places_of_rewards(config, num_gpus))),
             *gpu_problems,
-            *([] if num_gpus else check_memory(config, facts, host_bytes=available_host_bytes())),
+            *(check_host_memory if num_gpus else check_memory)(
+                config, facts, host_bytes=available_host_bytes()
+            ),
             *check_shared_memory(config, facts, machine, free_bytes=free_bytes),
             *check_room(config, facts, checkpoints=planned_folder(config), export=planned_export(config)),
         ]

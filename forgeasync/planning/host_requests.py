@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from forgeasync.checkpoints import bytes_per_parameter
 from forgeasync.config import (
     KubernetesLauncher,
     LocalLauncher,
@@ -19,12 +18,16 @@ from forgeasync.config import (
     SlurmLauncher,
     num_hosts,
 )
-from forgeasync.models import num_adapter_parameters, version_bytes
-from forgeasync.planning.memory import host_shadow_bytes, snapshot_memory_bytes, staging_bytes
+from forgeasync.models import version_bytes
+from forgeasync.planning.memory import (
+    checkpoint_copy_bytes,
+    host_shadow_bytes,
+    offloaded_bytes,
+    snapshot_memory_bytes,
+    staging_bytes,
+)
 from forgeasync.planning.parameters import (
-    FLOAT32_BYTES,
     Machine,
-    count_parameters,
     merged_bytes,
 )
 
@@ -90,16 +93,8 @@ def _trainer_host(config: RunConfig, facts: ModelFacts, launcher: RemoteLauncher
     num_procs = trainer.parallel.num_procs // hosts
     staged = math.ceil(staging_bytes(config, facts) / hosts)
     shared = staged + math.ceil(snapshot_memory_bytes(config, facts) / hosts)
-    # The arrays of a checkpoint are copied to host memory, which is kept for the next checkpoint.
-    trained = (
-        count_parameters(facts).total if config.lora is None else num_adapter_parameters(facts, config.lora)
-    )
-    state = bytes_per_parameter(config) * trained
-    copies = 0 if config.checkpoint.every_steps is None else state
-    # Gradients are offloaded too.
-    offloaded = state + trained * FLOAT32_BYTES if trainer.cpu_offload else 0
-    replicas = trainer.parallel.data_replicate
-    memory = shared + math.ceil((copies + offloaded * replicas) / hosts)
+    copies = checkpoint_copy_bytes(config, facts)
+    memory = shared + math.ceil((copies + offloaded_bytes(config, facts)) / hosts)
     return HostNeeds(
         num_cpus=CPUS_OF_HOST + num_procs * CPUS_OF_TRAINER_PROC,
         shared_bytes=shared,

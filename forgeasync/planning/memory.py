@@ -304,14 +304,59 @@ def _all_teacher_bytes(config: RunConfig) -> int:
     return total
 
 
-def check_shared_memory(
-    config: RunConfig, facts: ModelFacts, machine: Machine, *, free_bytes: int
-) -> Iterator[Problem]:
-    """Yield a problem if a run needs more shared memory than the ``free_bytes`` of this machine."""
-    launcher = config.launcher
-    if not isinstance(launcher, LocalLauncher | ProcessLauncher):
+def checkpoint_copy_bytes(config: RunConfig, facts: ModelFacts) -> int:
+    """Return the host memory of all ranks into which checkpoints are copied before they are written.
+
+    It is kept for the next checkpoint.
+    """
+    return (
+        0 if config.checkpoint.every_steps is None else bytes_per_parameter(config) * _trained(config, facts)
+    )
+
+
+def offloaded_bytes(config: RunConfig, facts: ModelFacts) -> int:
+    """Return the host memory of all ranks that ``trainer.cpu_offload`` needs, gradients included."""
+    if not config.trainer.cpu_offload:
+        return 0
+    per_parameter = bytes_per_parameter(config) + FLOAT32_BYTES
+    return config.trainer.parallel.data_replicate * per_parameter * _trained(config, facts)
+
+
+def _trained(config: RunConfig, facts: ModelFacts) -> int:
+    if config.lora is not None:
+        return num_adapter_parameters(facts, config.lora)
+    return count_parameters(facts).total
+
+
+def check_host_memory(config: RunConfig, facts: ModelFacts, *, host_bytes: int) -> Iterator[Problem]:
+    """Yield a problem if a run on GPUs certainly needs more of this machine's own memory than ``host_bytes``.
+
+    This memory is shared memory, copies for checkpoints, and what ``trainer.cpu_offload`` keeps.
+    """
+    if not isinstance(config.launcher, LocalLauncher | ProcessLauncher):
         # The run's hosts are checked after they have started.
         return
+    parts = {
+        "weights on their way and payloads": sum(shared_memory(config, facts, Machine.GPU)),
+        "snapshots of the trainer (trainer.recovery.snapshot_every_steps)": snapshot_memory_bytes(
+            config, facts
+        ),
+        "copies for checkpoints (checkpoint.every_steps)": checkpoint_copy_bytes(config, facts),
+        "parameters and optimizer (trainer.cpu_offload)": offloaded_bytes(config, facts),
+    }
+    if (needed := sum(parts.values())) > host_bytes:
+        each = ", ".join(f"{_gib(size)} GiB for {what}" for what, size in parts.items() if size)
+        yield Problem(
+            field="host memory",
+            value=f"{_gib(host_bytes)} GiB available",
+            remedy=f"must be at least {_gib(needed)} GiB: {each}",
+        )
+
+
+def shared_memory(config: RunConfig, facts: ModelFacts, machine: Machine) -> tuple[int, int]:
+    """Return the bytes of this machine's shared memory for weights, and for payloads, without snapshots."""
+    launcher = config.launcher
+    assert isinstance(launcher, LocalLauncher | ProcessLauncher)
     hosts = 1 if isinstance(launcher, LocalLauncher) else num_hosts(launcher).generators
     moving = [one for one in config.teachers.values() if one.moves]
     engines = config.generator.num_engines + sum(one.num_engines for one in moving)
@@ -321,9 +366,20 @@ def check_shared_memory(
         + hosts * host_shadow_bytes(config, facts, machine)
         + engines * merged_bytes(config, facts, machine)
     )
-    snapshots = snapshot_memory_bytes(config, facts)
     # Simulated hosts on this machine share the budget of payloads, so it counts once.
-    if round(config.payload.capacity_gib * 2**30) + weights + snapshots > free_bytes:
+    return weights, round(config.payload.capacity_gib * 2**30)
+
+
+def check_shared_memory(
+    config: RunConfig, facts: ModelFacts, machine: Machine, *, free_bytes: int
+) -> Iterator[Problem]:
+    """Yield a problem if a run needs more shared memory than the ``free_bytes`` of this machine."""
+    if not isinstance(config.launcher, LocalLauncher | ProcessLauncher):
+        # The run's hosts are checked after they have started.
+        return
+    weights, payloads = shared_memory(config, facts, machine)
+    snapshots = snapshot_memory_bytes(config, facts)
+    if payloads + weights + snapshots > free_bytes:
         yield Problem(
             field="payload.capacity_gib",
             value=config.payload.capacity_gib,

@@ -13,7 +13,7 @@ while no other layer is gathered.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from forgeasync.config import ActivationCheckpointing, Dtype, ModelFacts, RunConfig, num_averages
 from forgeasync.models import (
@@ -44,12 +44,10 @@ class Moment:
     logits: float = 0.0
     gathered_weights: float = 0.0
     gathered_gradients: float = 0.0
-    optimizer: float = 0.0
 
     @property
     def total(self) -> float:
-        parts = (self.activations, self.logits, self.gathered_weights, self.gathered_gradients)
-        return sum(parts) + self.optimizer
+        return self.activations + self.logits + self.gathered_weights + self.gathered_gradients
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +56,8 @@ class TrainerMemory:
 
     always: tuple[MemoryItem, ...]
     """Constant memory."""
+    is_offloaded: bool
+    """Whether the constant memory is the host's (``trainer.cpu_offload``), not the GPU's."""
     come_and_go: tuple[MemoryItem, ...]
     """Temporary memory: the peak of each kind; the peaks are at different moments."""
     fullest: Moment
@@ -65,8 +65,9 @@ class TrainerMemory:
 
     @property
     def total_bytes(self) -> int:
-        """Peak memory, in bytes."""
-        return total_bytes(self.always) + math.ceil(self.fullest.total)
+        """Peak memory of the rank's device, in bytes."""
+        constant = 0 if self.is_offloaded else total_bytes(self.always)
+        return constant + math.ceil(self.fullest.total)
 
 
 def trainer_memory(
@@ -75,23 +76,23 @@ def trainer_memory(
     """Return a trainer rank's memory; ``counts`` is the result of ``count_parameters(facts)``."""
     moments = step_moments(config, facts, counts, machine)
     trainer = config.trainer
+    is_offloaded = trainer.cpu_offload and machine is Machine.GPU
     chunk = min(trainer.tokens_per_row // trainer.parallel.context, LOGITS_CHUNK_TOKENS)
     how = {
         "activations": f"one row, activation_checkpointing {trainer.activation_checkpointing.value}",
         "logits chunk": f"{chunk:,} tokens, with gradients and what kept sets take",
         "gathered weights": f"in {trainer.dtype.value}, by FSDP2",
         "gathered gradients": "before they are reduced, and float32 buffers",
-        "optimizer's intermediates": "square roots of AdamW",
     }
     largest = (
         max(moment.activations for moment in moments),
         max(moment.logits for moment in moments),
         max(moment.gathered_weights for moment in moments),
         max(moment.gathered_gradients for moment in moments),
-        max(moment.optimizer for moment in moments),
     )
     return TrainerMemory(
-        always=tuple(_always(config, facts, counts)),
+        always=tuple(_always(config, facts, counts, is_offloaded=is_offloaded)),
+        is_offloaded=is_offloaded,
         come_and_go=tuple(
             MemoryItem(name=name, num_bytes=math.ceil(size), how=how[name])
             for name, size in zip(how, largest, strict=True)
@@ -100,7 +101,9 @@ def trainer_memory(
     )
 
 
-def _always(config: RunConfig, facts: ModelFacts, counts: ParameterCounts) -> list[MemoryItem]:
+def _always(
+    config: RunConfig, facts: ModelFacts, counts: ParameterCounts, *, is_offloaded: bool
+) -> list[MemoryItem]:
     owned = trainer_parameters_per_rank(config, counts)
     trained, dtype = owned, config.trainer.dtype.value
     element = BYTES_PER_ELEMENT[config.trainer.dtype]
@@ -125,6 +128,8 @@ def _always(config: RunConfig, facts: ModelFacts, counts: ParameterCounts) -> li
     if config.algorithm.kl is not None and config.lora is None:
         how = f"for algorithm.kl: frozen, in {dtype}, own shard"
         items.append(MemoryItem(name="reference model", num_bytes=owned * element, how=how))
+    if is_offloaded:
+        items = [replace(one, how=f"in host memory: {one.how}") for one in items]
     return items
 
 
@@ -191,7 +196,6 @@ def step_moments(
             + units.head_reduced
             + units.layer_reduced,
         ),
-        _optimizer_step(config, counts, machine),
     )
 
 
@@ -235,16 +239,6 @@ def _output_layer(
             gathered_gradients=earlier + (0.0 if is_in_place else units.head_gradients),
         ),
     )
-
-
-def _optimizer_step(config: RunConfig, counts: ParameterCounts, machine: Machine) -> Moment:
-    """Return the moment of the optimizer step: AdamW's square roots.
-
-    GPUs compute those of all parameters at once, CPUs one parameter after the other.
-    """
-    trains_all = config.lora is None and machine is Machine.GPU
-    owned = trainer_parameters_per_rank(config, counts) if trains_all else 0
-    return Moment(name="optimizer step", optimizer=owned * FLOAT32_BYTES)
 
 
 def _units(config: RunConfig, facts: ModelFacts, counts: ParameterCounts) -> _Units:

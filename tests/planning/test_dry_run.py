@@ -165,6 +165,11 @@ def test_memory_follows_the_config(config: RunConfig, facts: ModelFacts) -> None
     assert come_and_go["gathered weights"] == 151936 * 2048 * 2
     assert come_and_go["logits chunk"] == 4 * 4 * 1024 * 151936
 
+    offloaded = trainer("trainer.cpu_offload=true")
+    assert {item.name: item.num_bytes for item in offloaded.always} == always
+    assert all(item.how.startswith("in host memory: ") for item in offloaded.always)
+    assert trainer().total_bytes - offloaded.total_bytes == sum(always.values())
+
     activations = []
     for choice in ("full", "selective", "none"):
         items = trainer(f"trainer.activation_checkpointing={choice}").come_and_go

@@ -11,6 +11,7 @@ from forgeasync.config import RunConfig, resolve
 from forgeasync.models import read_model_facts, version_bytes
 from forgeasync.planning import (
     Machine,
+    check_host_memory,
     check_memory,
     check_shared_memory,
     count_parameters,
@@ -98,6 +99,31 @@ def test_shared_memory_holds_weights_snapshots_and_payloads(
     assert list(check_shared_memory(run, LARGE, machine, free_bytes=round((needed_gib + 0.1) * GIB))) == []
     message = only(list(check_shared_memory(run, LARGE, machine, free_bytes=round((needed_gib - 0.1) * GIB))))
     assert message.startswith("payload.capacity_gib = 1.0: ") and "free in /dev/shm" in message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "needed_gib", "named"),
+    [
+        # Shared memory as above.
+        ((), 33, "33 GiB for weights on their way and payloads"),
+        (("checkpoint.every_steps=1",), 33 + 24, "24 GiB for copies for checkpoints"),
+        # Parameters, two moments and gradients.
+        (("trainer.cpu_offload=true",), 33 + 32, "32 GiB for parameters and optimizer"),
+        (("trainer.recovery.snapshot_every_steps=1",), 33 + 48, "48 GiB for snapshots of the trainer"),
+    ],
+)
+def test_a_run_on_gpus_is_refused_where_the_host_lacks_memory(
+    overrides: tuple[str, ...], needed_gib: int, named: str
+) -> None:
+    run = minimal_config(
+        "payload.capacity_gib=1",
+        "trainer.recovery.snapshot_every_steps=null",
+        "checkpoint.every_steps=null",
+        *overrides,
+    )
+    assert list(check_host_memory(run, LARGE, host_bytes=round((needed_gib + 0.1) * GIB))) == []
+    message = only(list(check_host_memory(run, LARGE, host_bytes=round((needed_gib - 0.1) * GIB))))
+    assert message.startswith("host memory = ") and named in message
 
 
 def test_adapters_travel_in_float32_whatever_the_generators_dtype() -> None:
