@@ -4,7 +4,6 @@ import atexit
 import contextlib
 import ctypes
 import fcntl
-import importlib
 import json
 import os
 import random
@@ -18,6 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, Self
+
+from tests.support.warm_python.executable import PASSED_ON
 
 FREE_NUMBERS = 256
 """Descriptors with this and later numbers are given to nobody: those below may be asked for by number."""
@@ -62,13 +63,11 @@ class Request:
             os.close(descriptor)
 
 
-def become(
-    request: Request, *, folder: Path, set_by_imports: Mapping[str, str], unblocked: Sequence[signal.Signals]
-) -> NoReturn:
+def become(request: Request, *, folder: Path, set_by_imports: Mapping[str, str]) -> NoReturn:
     """Run the module that was asked for as Python's main program, and end this process as Python would.
 
     ``set_by_imports`` are environment variables that importing has set, as it would in a program of its own.
-    ``folder`` is that of the test session. Signals ``unblocked`` are blocked so far.
+    ``folder`` is that of the test session.
     """
     die_with(request.life)
     os.close(request.life)
@@ -78,7 +77,7 @@ def become(
     for number in (signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     # What has come since the fork counts now.
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, unblocked)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
     _place(request.descriptors)
     _show_environment(request.environment)
     os.environ.clear()
@@ -95,7 +94,12 @@ def become(
     if (numpy := sys.modules.get("numpy")) is not None:
         # Python seeds its own generator again in a fork, numpy does not.
         numpy.random.seed(random.SystemRandom().getrandbits(32))
-    _customize()
+    # Another folder may come first on its path.
+    for name in ("sitecustomize", "usercustomize"):
+        sys.modules.pop(name, None)
+    site.execsitecustomize()
+    if site.ENABLE_USER_SITE:
+        site.execusercustomize()
     _end_as(_run(module))
 
 
@@ -109,16 +113,6 @@ def _lead_session(request: Request, sessions: Path) -> None:
     for file in ended:
         file.unlink(missing_ok=True)
     (sessions / f"{request.session}-{os.getpid()}").touch()
-
-
-def _customize() -> None:
-    """Python does so when a program begins; another folder may come first on its path."""
-    for name in ("sitecustomize", "usercustomize"):
-        if name == "usercustomize" and not site.ENABLE_USER_SITE:
-            continue
-        sys.modules.pop(name, None)
-        with contextlib.suppress(ModuleNotFoundError):
-            importlib.import_module(name)
 
 
 def _run(module: str) -> int | signal.Signals:
