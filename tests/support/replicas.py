@@ -27,14 +27,10 @@ from forgeasync.runtime import (
     supervised,
 )
 from forgeasync.weights import FetchReport, HostShare, Manifest
-from tests.support.loops import Endpoint
+from tests.support.loops import SWAP, Endpoint, make_fetch, make_manifest
 from tests.support.standing_still import standing_still
 
-SWAP = SwapReport(pause_s=0.0, waited_s=0.0, num_crossing=0, num_resumed=0, num_recomputed=0, progress=())
-
-
-def manifest_of(version: int) -> Manifest:
-    return Manifest(version=version, slot=0, layout_digest="", checksums=(), waited_s=0.0, staging_s=0.0)
+manifest_of = make_manifest
 
 
 class ScriptedGenerator:
@@ -137,13 +133,9 @@ class ScriptedGenerator:
     async def _begin_update(self, manifest: Manifest, new_share: HostShare | None) -> FetchReport:
         self.shares.append(new_share)
         await self._act("begin_update")()
-        return FetchReport(
-            version=manifest.version,
-            is_complete=self.is_complete,
-            num_bytes_moved=10 + self.number,
-            num_bytes_needed=100,
-            num_bad_blocks=int(not self.is_complete),
-            fetch_s=float(self.number),
+        moved, took_s = 10 + self.number, float(self.number)
+        return make_fetch(
+            manifest.version, is_complete=self.is_complete, moved=moved, needed=100, fetch_s=took_s
         )
 
     def _act(self, name: str) -> Callable[[], object]:
