@@ -110,7 +110,7 @@ VARIANTS: dict[str, Callable[[], PretrainedConfig]] = {
 """transformers' config of every kind of model that is supported."""
 
 
-def write_family(folder: Path, variant: str, *, seed: int = 0, scale: float = 3.0) -> Path:
+def write_family(folder: Path, variant: str, *, seed: int = 0) -> Path:
     """A model of ``VARIANTS`` with random weights (biases of routers too) and the tests' tokenizer."""
     tokenizer = build_tokenizer(TEXTS)
     config = VARIANTS[variant]()
@@ -123,7 +123,7 @@ def write_family(folder: Path, variant: str, *, seed: int = 0, scale: float = 3.
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
-                parameter.normal_(std=0.02 * scale)
+                parameter.normal_(std=0.06)
             else:
                 parameter.uniform_(0.5, 1.5)
         for name, buffer in model.named_buffers():

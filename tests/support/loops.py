@@ -5,6 +5,7 @@ A response's text is its reward, written out, so that a test can follow a reward
 
 import asyncio
 import dataclasses
+import functools
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, ParamSpec, TypeVar
@@ -103,6 +104,11 @@ class Endpoint(Generic[P, R]):
         return await self._function(*args, **kwargs)
 
 
+def endpoint(method: Callable[..., Awaitable[R]]) -> "functools.cached_property[Endpoint[..., R]]":
+    """Decorates a method that is called as an actor's endpoint."""
+    return functools.cached_property(lambda self: Endpoint(functools.partial(method, self)))
+
+
 class BookedBuffer(AsyncReplayBuffer):
     """A buffer whose changes go into a ledger's book, which would contradict."""
 
@@ -169,10 +175,6 @@ class LocalBuffer:
         self._groups_per_step = algorithm.groups_per_step
         self._buffer = BookedBuffer(state)
         self._buffer.open_book(self._groups_per_step)
-        self.committed = Endpoint(self._committed)
-        self.snapshot = Endpoint(self._snapshot)
-        self.checkpoint = Endpoint(self._checkpoint)
-        self.report = Endpoint(self._report)
 
     def __getattr__(self, name: str) -> "Endpoint[..., Any]":
         """The endpoints that only pass their calls on."""
@@ -191,16 +193,20 @@ class LocalBuffer:
         assert self._buffer.book is not None
         return self._buffer.book
 
-    async def _committed(self, trainer_wait_share: float, update: Update = Update.MADE) -> Committed:
+    @endpoint
+    async def committed(self, trainer_wait_share: float, update: Update = Update.MADE) -> Committed:
         return await self._buffer.committed(trainer_wait_share=trainer_wait_share, update=update)
 
-    async def _checkpoint(self) -> CheckpointedBuffer:
+    @endpoint
+    async def checkpoint(self) -> CheckpointedBuffer:
         return CheckpointedBuffer(snapshot=self._buffer.snapshot(), ledger=START)
 
-    async def _snapshot(self) -> BufferSnapshot:
+    @endpoint
+    async def snapshot(self) -> BufferSnapshot:
         return self._buffer.snapshot()
 
-    async def _report(self) -> BufferReport:
+    @endpoint
+    async def report(self) -> BufferReport:
         state = self._buffer.state
         return BufferReport(metrics=state.metrics(), num_dropped=state.num_dropped)
 

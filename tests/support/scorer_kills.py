@@ -13,7 +13,6 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from forgeasync.config import RunConfig
 from forgeasync.environments import Response
 from forgeasync.rollouts import FinishReason, Score, Task
 from forgeasync.runtime import GroupScoring, ProcessManager, Unscored, start_scorer
@@ -40,20 +39,20 @@ class Killed:
     metrics: dict[str, float]
 
 
-def scoring_config(*options: str) -> RunConfig:
-    """A run whose reward reads the value out of the response."""
-    reward = "data.reward={kind: python, factory: tests.support.own_rewards.slow_value}"
-    return minimal_config(reward, *options)
-
-
 @starts(Starts.PROCS)
-def kill_scorers(num_kills: int, *, num_replicas: int = 2, num_alive: int = 2, seed: int = 0) -> Killed:
-    """Kill a scorer whenever ``num_alive`` are there and groups have been scored since; see ``Killed``."""
-    return asyncio.run(_kill_scorers(num_kills, num_replicas, num_alive, random.Random(seed)))
+def kill_scorers(num_kills: int, *, num_replicas: int = 2) -> Killed:
+    """Kill a scorer whenever two are there and groups have been scored since; see ``Killed``."""
+    return asyncio.run(_kill_scorers(num_kills, num_replicas))
 
 
-async def _kill_scorers(num_kills: int, num_replicas: int, num_alive: int, rng: random.Random) -> Killed:
-    config = scoring_config(f"scorer.num_replicas={num_replicas}", "scorer.num_workers=1")
+async def _kill_scorers(num_kills: int, num_replicas: int) -> Killed:
+    rng = random.Random(0)
+    config = minimal_config(
+        # The value of a response is in its text.
+        "data.reward={kind: python, factory: tests.support.own_rewards.slow_value}",
+        f"scorer.num_replicas={num_replicas}",
+        "scorer.num_workers=1",
+    )
     with tempfile.TemporaryDirectory() as folder:
         procs = ProcessManager(Path(folder))
         try:
@@ -63,11 +62,8 @@ async def _kill_scorers(num_kills: int, num_replicas: int, num_alive: int, rng: 
             load = _Load(groups)
             running = [asyncio.create_task(load.run()) for _ in range(LIVE_GROUPS)]
             for number in range(num_kills):
-                ended_before = len(load.num_ended)
-                while not (
-                    len(procs.listing.entries) >= num_alive
-                    and len(load.num_ended) > ended_before + number % 3
-                ):
+                num_wanted = len(load.num_ended) + 1 + number % 3
+                while len(procs.listing.entries) < 2 or len(load.num_ended) < num_wanted:
                     assert not watching.done(), watching
                     await asyncio.sleep(0.01)
                 one = rng.choice(procs.listing.entries)

@@ -65,28 +65,28 @@ def write_run(
     folder: Path,
     *,
     num_steps: int,
-    groups_per_step: int = 2,
-    group_size: int = 2,
     seed: int = 0,
     is_ended: bool = True,
-    text: str = "#4",
 ) -> Path:
-    """Write a run without faults that has ended, or one whose last groups are still under way."""
+    """Write a run without faults that has ended, or one whose last groups are still in flight.
+
+    Two groups of two train in each step.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     max_steps = num_steps if is_ended else 2 * num_steps
     (folder / "config.yaml").write_text(
         f"name: made\nseed: {seed}\nmax_steps: {max_steps}\nrun_dir: {folder}\nmodel:\n  path: models/x\n"
     )
-    events = [one for step in ledger_of_steps(num_steps, groups_per_step, is_ended=is_ended) for one in step]
+    events = [one for step in ledger_of_steps(num_steps, 2, is_ended=is_ended) for one in step]
     (folder / "ledger.jsonl").write_bytes(ledger_text(events))
     with (folder / "metrics.jsonl").open("w") as file:
         for step in range(1, num_steps + 1):
             file.write(json.dumps(metrics_of(step, seed)) + "\n")
     with (folder / "rollouts.jsonl").open("w") as file:
         for step in range(1, num_steps + 1):
-            for place in range(groups_per_step * group_size):
-                group = (step - 1) * groups_per_step + place // group_size
-                file.write(json.dumps(rollout_of(step, group, place % group_size, text)) + "\n")
+            for group in (2 * step - 2, 2 * step - 1):
+                for episode in range(2):
+                    file.write(json.dumps(rollout_of(step, group, episode, "#4")) + "\n")
     return folder
 
 

@@ -146,11 +146,8 @@ def _patched(fake: Any, num_routed: int) -> Iterator[None]:
     def even_splits(
         _: object, mine_E: torch.Tensor, theirs: torch.Tensor, num_ranks: int
     ) -> tuple[torch.Tensor, list[int], list[int]]:
-        return (
-            theirs.reshape(-1),
-            [num_routed // num_ranks] * num_ranks,
-            [num_routed // num_ranks] * num_ranks,
-        )
+        splits = [num_routed // num_ranks] * num_ranks
+        return theirs.reshape(-1), splits, splits
 
     def to_empty(self: torch.nn.Module, *, device: str, recurse: bool = True) -> torch.nn.Module:
         with fake:
@@ -195,7 +192,6 @@ def _patched(fake: Any, num_routed: int) -> Iterator[None]:
 def _look(case: Case) -> Seen:
     import torch.distributed as dist
     from torch._subclasses import FakeTensor, FakeTensorMode
-    from torch.distributed.tensor import DTensor
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -204,6 +200,7 @@ def _look(case: Case) -> Seen:
     from forgeasync.trainer import RowForward, build_parallel_dims, build_parallel_model
     from tests.support.live_tensors import LiveTensors
     from tests.support.measured_memory import full_row
+    from tests.support.trainers import local
 
     config = load_config(REPOSITORY / "configs" / f"{case.config}.yaml", list(case.overrides))
     facts = read_model_facts(config.model.path) if case.facts is None else ModelFacts(**case.facts)
@@ -241,9 +238,6 @@ def _look(case: Case) -> Seen:
             if function is torch.ops.aten.mm.default and result.shape[1] == width:
                 seen.logits.append(list(result.shape))
             return result
-
-    def local(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
     torch.autograd.set_multithreading_enabled(False)
     dist.init_process_group("fake", rank=0, world_size=parallel.num_procs, store=FakeStore())
