@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import signal
 import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -27,7 +28,7 @@ from forgeasync.runtime import (
     supervised,
 )
 from forgeasync.weights import FetchReport, HostShare, Manifest
-from tests.support.loops import SWAP, endpoint, make_fetch, make_manifest
+from tests.support.loops import SWAP, Endpoint, endpoint, make_fetch, make_manifest
 from tests.support.standing_still import standing_still
 
 manifest_of = make_manifest
@@ -57,6 +58,9 @@ class ScriptedGenerator:
         self.num_beats = 0
         self.step_s: float | None = None
         """What its steps take; None: it makes none."""
+        self.stats = self.beat
+        for name in ("stage_update", "abandon_update", "finish_update"):
+            setattr(self, name, Endpoint(functools.partial(self._act, name)))
 
     async def _answering(self, name: str) -> None:
         """A process that has stopped or died never answers, as with a real actor."""
@@ -71,10 +75,6 @@ class ScriptedGenerator:
         await self._answering("beat")
         self.num_beats += 1
         return EngineStats(num_generated_tokens=10, busy_s=1.0, decode_steps=self.decode_steps())
-
-    @endpoint
-    async def stats(self) -> EngineStats:
-        return await self.beat.call_one()
 
     def decode_steps(self) -> dict[int, DecodeSteps]:
         """As if it had made a hundred steps since the heartbeat before."""
@@ -138,18 +138,6 @@ class ScriptedGenerator:
         return make_fetch(
             manifest.version, is_complete=self.is_complete, moved=moved, needed=100, fetch_s=took_s
         )
-
-    @endpoint
-    async def stage_update(self) -> SwapReport:
-        return await self._act("stage_update")
-
-    @endpoint
-    async def abandon_update(self) -> SwapReport:
-        return await self._act("abandon_update")
-
-    @endpoint
-    async def finish_update(self) -> SwapReport:
-        return await self._act("finish_update")
 
     async def _act(self, name: str) -> SwapReport:
         self._log.append((name, self.number, "begins"))
