@@ -143,13 +143,8 @@ class BookedBuffer(AsyncReplayBuffer):
         self._note()
         return result
 
-    async def until(
-        self,
-        attempt: Callable[[ReplayBuffer], R | None],
-        *,
-        look_at_s: Callable[[ReplayBuffer], float | None] = lambda state: None,
-    ) -> R:
-        result = await super().until(attempt, look_at_s=look_at_s)
+    async def until(self, attempt: Callable[[ReplayBuffer], R | None], **named: Any) -> R:
+        result = await super().until(attempt, **named)
         self._note()
         return result
 

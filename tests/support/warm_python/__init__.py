@@ -38,15 +38,6 @@ REAL_PYTHON = str(Path(sys.prefix, "bin", "python"))
 
 _REPOSITORY = Path(__file__).parents[3]
 
-_ENVIRONMENTS = (
-    "forgeasync.environments.build",
-    "forgeasync.environments.endpoint_agent",
-    "forgeasync.environments.episodes",
-    "forgeasync.environments.rendering",
-    "forgeasync.environments.sessions.server",
-    "forgeasync.plugins.serve.environment",
-)
-
 _VLLM = (
     "forgeasync.generator.engine",
     "forgeasync.generator.episodes",
@@ -70,7 +61,12 @@ MODULES: dict[str, tuple[str, ...]] = {
         "torchtitan.trainer",
         "transformers.models.qwen3_moe.modeling_qwen3_moe",
         "transformers.models.auto.tokenization_auto",
-        *_ENVIRONMENTS,
+        "forgeasync.environments.build",
+        "forgeasync.environments.endpoint_agent",
+        "forgeasync.environments.episodes",
+        "forgeasync.environments.rendering",
+        "forgeasync.environments.sessions.server",
+        "forgeasync.plugins.serve.environment",
         "forgeasync.checkpoints",
         "forgeasync.config.load",
         "forgeasync.observability.console",
