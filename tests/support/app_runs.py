@@ -10,7 +10,9 @@ from typing import Any
 import psutil
 
 from forgeasync.buffer import verify
+from forgeasync.config import dump_config, load_config
 from forgeasync.observability import METRICS, undefined
+from forgeasync.testing import tiny_config, write_tiny_model
 from tests.support.processes import send_signal
 from tests.support.tiers import Starts, starts
 from tests.support.warm_python import sessions_below, wait_until_imported, warm_python
@@ -148,3 +150,28 @@ def wait_for_step(run_dir: Path, process: subprocess.Popen[str]) -> None:
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline, "no step was made"
         time.sleep(0.2)
+
+
+def write_tiny_run(folder: Path, *overrides: str, scale: float = 1.0) -> Path:
+    """Write a model and the config of a run of three steps; the file. ``scale``: of the model's weights."""
+    file = folder / "run.yaml"
+    file.write_text(dump_config(tiny_config(write_tiny_model(folder / "model", scale=scale))))
+    if overrides:
+        file.write_text(dump_config(load_config(file, overrides)))
+    return file
+
+
+def write_episodes_run(folder: Path) -> Path:
+    """Write a run of two steps for environments, of which it has none yet.
+
+    One trainer proc, kept sets and routing replay on, all rollouts written.
+    """
+    return write_tiny_run(
+        folder,
+        "trainer.parallel={num_procs: 1, expert: 1}",
+        "sampling={max_response_tokens: 12, top_k: 12, top_p: 0.9, temperature: 0.8}",
+        "logging.rollouts_per_step=100",
+        "evaluation.num_problems=4",
+        "max_steps=2",
+        scale=8.0,
+    )

@@ -8,6 +8,7 @@ layout of weights. With adapters the experts are Triton's.
 
 import os
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import TypeVar
 
 import torch
@@ -51,17 +52,10 @@ def _as_on_a_gpu(function: Callable[..., R], arguments: tuple[object, ...]) -> R
     # The choice of vllm.platforms.cuda, which the CPU build cannot import.
     wrapper = "vllm.lora.punica_wrapper.punica_gpu.PunicaWrapperGPU"
     type(current_platform).get_punica_wrapper = classmethod(lambda _: wrapper)
+    # What our own code asks the platform; vLLM goes on seeing a CPU.
     for module in (engine, served_adapters):
-        module.current_platform = _Gpu()
+        module.current_platform = SimpleNamespace(is_cpu=lambda: False)
     return function(*arguments)
-
-
-class _Gpu:
-    """What our own code asks the platform; vLLM goes on seeing a CPU."""
-
-    @staticmethod
-    def is_cpu() -> bool:
-        return False
 
 
 class _Float32ForFloat16:

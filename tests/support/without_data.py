@@ -89,29 +89,11 @@ def look_at(cases: Mapping[str, Case], library: Path) -> dict[str, Seen]:
     return {name: Seen(**found) for name, found in json.loads(out.read_text()).items()}
 
 
-class _Nothing:
-    """Streams and events of the pretended device, for FSDP2."""
-
-    def __init__(self, *_: object, **__: object) -> None:
-        pass
-
-    def record(self, *_: object) -> "_Nothing":
-        return self
-
-    record_event = record
-
-    def wait_event(self, _: object) -> None:
-        pass
-
-    wait_stream = synchronize = wait_event
-
-
 class _Device:
-    """What FSDP2 and meshes ask of ``torch.cuda``."""
+    """What FSDP2 and meshes ask of ``torch.cuda``; its streams and events do nothing."""
 
-    Stream = Event = _Nothing
+    Stream = Event = current_stream = staticmethod(lambda *_, **__: mock.MagicMock())
     stream = staticmethod(contextlib.nullcontext)
-    current_stream = staticmethod(_Nothing)
     current_device = staticmethod(lambda: 0)
     device_count = staticmethod(lambda: 8)
     is_initialized = staticmethod(lambda: True)
