@@ -199,8 +199,7 @@ def eventful_ledger() -> list[AnyEvent]:
         opened(1),
         *begun_group(0),
         *finished_group(0),
-        Submitted(prompt=1, source="sums", task_id="sums/1"),
-        Started(prompt=1, attempt=0, group=1),
+        *begun_group(1),
         trained(1, range(0, 1)),
         Dropped(prompt=1, group=1, reason=DropReason.LOST, again=True),
         Checkpointed(step=1),  # line 10
