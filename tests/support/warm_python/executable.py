@@ -99,6 +99,7 @@ def _ask(link: socket.socket, script: str, arguments: list[str]) -> None:
         "environment": dict(os.environ),
         "folder": os.getcwd(),
         "arguments": arguments,
+        # What the fork takes for its Python, and for its parent.
         "executable": script,
         "starter": os.getppid(),
         "session": os.getsid(0),

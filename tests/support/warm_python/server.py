@@ -8,16 +8,18 @@ its log in the session's folder says why.
 import contextlib
 import gc
 import importlib
+import json
 import os
 import select
 import signal
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 from tests.support.warm_python import MODULES
 from tests.support.warm_python.executable import PASSED_ON
-from tests.support.warm_python.fork import Request, become, die_with
+from tests.support.warm_python.fork import become, die_with
 
 SAFE_THREADS = {"jemalloc_bg_thd"}
 """pyarrow's allocator stops and starts its thread around a fork."""
@@ -45,11 +47,12 @@ def main() -> None:
     # Forks neither look at what was imported when they collect garbage nor copy its pages.
     gc.collect()
     gc.freeze()
-    become(_serve(listener, int(life)), folder=Path(folder), set_by_imports=set_by_imports)
+    request, files = _serve(listener, int(life))
+    become(request, files[0], files[1:], folder=Path(folder), set_by_imports=set_by_imports)
 
 
-def _serve(listener: socket.socket, life: int) -> Request:
-    """Fork a process for each that asks; returns in the forks, with what was asked for."""
+def _serve(listener: socket.socket, life: int) -> tuple[dict[str, Any], list[int]]:
+    """Fork a process for each that asks; returns in the forks, with what was asked for and its open files."""
     reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
@@ -62,7 +65,12 @@ def _serve(listener: socket.socket, life: int) -> Request:
         if listener not in ready:
             continue
         link, _ = listener.accept()
-        if (request := _receive(link)) is None:
+        try:
+            text, files, _, _ = socket.recv_fds(link, MAX_REQUEST_BYTES, MAX_DESCRIPTORS)
+        except ConnectionResetError:
+            text = b""
+        if not text:
+            # The process is gone, or only waits for this server.
             link.close()
             continue
         # Signals are for what the fork is to become.
@@ -71,14 +79,15 @@ def _serve(listener: socket.socket, life: int) -> Request:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
             links[pid] = link
             _tell(link, pid)
-            request.close()
+            for one in files:
+                os.close(one)
             continue
         signal.set_wakeup_fd(-1)
         for one in (*links.values(), link, listener):
             one.close()
         for number in (reading, writing, life):
             os.close(number)
-        return request
+        return json.loads(text), files
 
 
 def _tell_ends(links: dict[int, socket.socket]) -> None:
@@ -95,15 +104,6 @@ def _tell(link: socket.socket, number: int) -> None:
     """Answer a process, which may be gone."""
     with contextlib.suppress(OSError):
         link.send(number.to_bytes(4, "big"))
-
-
-def _receive(link: socket.socket) -> Request | None:
-    """Receive what is asked for; None from a process that is gone, or only waits for this server."""
-    try:
-        text, found, _, _ = socket.recv_fds(link, MAX_REQUEST_BYTES, MAX_DESCRIPTORS)
-    except ConnectionResetError:
-        return None
-    return Request.read(text, found) if text else None
 
 
 if __name__ == "__main__":
