@@ -2,7 +2,9 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -44,7 +46,7 @@ TEXTS = (
 )
 """Their characters are the tokens."""
 
-_COMMON: dict[str, object] = {
+_COMMON: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_attention_heads": 4,
@@ -55,60 +57,48 @@ _COMMON: dict[str, object] = {
 }
 
 
-def _deepseek(**options: object) -> PretrainedConfig:
-    values: dict[str, object] = {
-        "num_hidden_layers": 3,
-        "first_k_dense_replace": 1,
-        "num_key_value_heads": 4,
-        "rms_norm_eps": 1e-6,
-        "moe_intermediate_size": 32,
-        "n_shared_experts": 2,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 3,
-        "n_group": 4,
-        "topk_group": 2,
-        "routed_scaling_factor": 2.5,
-        "kv_lora_rank": 32,
-        "q_lora_rank": 48,
-        "qk_nope_head_dim": 32,
-        "qk_rope_head_dim": 32,
-        "v_head_dim": 48,
-        "num_nextn_predict_layers": 0,
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
-    }
-    return DeepseekV3Config(**(_COMMON | values | options))
-
-
-def _qwen3(**options: object) -> PretrainedConfig:
-    return Qwen3Config(**(_COMMON | {"num_hidden_layers": 2, "head_dim": 32} | options))
-
-
-def _qwen3_moe(**options: object) -> PretrainedConfig:
-    experts = {
-        "num_experts": 8,
-        "num_experts_per_tok": 3,
-        "moe_intermediate_size": 32,
-        "norm_topk_prob": True,
-    }
-    return Qwen3MoeConfig(**(_COMMON | experts | {"num_hidden_layers": 2, "head_dim": 32} | options))
-
-
-def _llama(**options: object) -> PretrainedConfig:
-    # Heads of another size than hidden_size / num_attention_heads.
-    return LlamaConfig(**(_COMMON | {"num_hidden_layers": 2, "head_dim": 32} | options))
-
+# The heads of Llamas have another size than hidden_size / num_attention_heads.
+_DENSE = _COMMON | {"num_hidden_layers": 2, "head_dim": 32}
+_MOE = _DENSE | {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+}
+_DEEPSEEK = _COMMON | {
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-6,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 2,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 48,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 48,
+    "num_nextn_predict_layers": 0,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+}
 
 VARIANTS: dict[str, Callable[[], PretrainedConfig]] = {
-    "qwen3": lambda: _qwen3(tie_word_embeddings=False),
-    "qwen3_tied": lambda: _qwen3(tie_word_embeddings=True),
-    "qwen3_moe": lambda: _qwen3_moe(tie_word_embeddings=False),
-    "llama": lambda: _llama(tie_word_embeddings=True),
-    "llama3_rope": lambda: _llama(rope_parameters=LLAMA3_SCALING),
-    "deepseek_v3": lambda: _deepseek(),
-    "deepseek_v3_yarn": lambda: _deepseek(rope_parameters=YARN_SCALING),
+    "qwen3": partial(Qwen3Config, **_DENSE, tie_word_embeddings=False),
+    "qwen3_tied": partial(Qwen3Config, **_DENSE, tie_word_embeddings=True),
+    "qwen3_moe": partial(Qwen3MoeConfig, **_MOE, tie_word_embeddings=False),
+    "llama": partial(LlamaConfig, **_DENSE, tie_word_embeddings=True),
+    "llama3_rope": partial(LlamaConfig, **_DENSE, rope_parameters=LLAMA3_SCALING),
+    "deepseek_v3": partial(DeepseekV3Config, **_DEEPSEEK),
+    "deepseek_v3_yarn": partial(DeepseekV3Config, **_DEEPSEEK, rope_parameters=YARN_SCALING),
     # As Moonlight has it: no query latents, one group.
-    "deepseek_v3_one_group": lambda: _deepseek(q_lora_rank=None, n_group=1, topk_group=1),
+    "deepseek_v3_one_group": partial(
+        DeepseekV3Config, **_DEEPSEEK | {"q_lora_rank": None, "n_group": 1, "topk_group": 1}
+    ),
 }
 """transformers' config of every kind of model that is supported."""
 
