@@ -34,9 +34,7 @@ def test_settings_of_pip_become_those_of_uv() -> None:
         "UV_FIND_LINKS": "/wheels,/more",
         "UV_NO_INDEX": "false",
     }
-
-
-def test_the_variables_of_pip_come_before_its_sections() -> None:
+    # Its variables come before its sections.
     settings = [":env:.cert='env.crt'", "install.cert='install.crt'", "global.cert='global.crt'"]
     assert uv_environment(settings) == {"SSL_CERT_FILE": "env.crt"}
     assert uv_environment(settings[1:]) == {"SSL_CERT_FILE": "install.crt"}
@@ -66,7 +64,8 @@ def test_a_package_comes_from_where_pip_would_find_it(tmp_path: Path, version: s
     assert (tmp_path / "installed" / "forgeasync_sample.py").read_text() == f"VERSION = {version!r}\n"
 
 
-LOCKS = ("cpu", "gpu")
+SETUPS = {"cpu": "setup", "gpu": "setup-gpu"}
+"""Targets by lock."""
 TARGETS = ("demo", "test", "model", "lint")
 
 
@@ -118,37 +117,31 @@ def test_set_up_installs_its_own_lock_and_everything_else_the_one_for_cpus(check
         assert checkout.installed("setup-gpu", target) == ["gpu"], target
 
 
-@pytest.mark.parametrize("lock", LOCKS)
+@pytest.mark.parametrize("lock", SETUPS)
 @pytest.mark.parametrize("changed", ["pyproject.toml", "requirements/cpu.lock", "requirements/gpu.lock"])
 def test_an_environment_gets_the_packages_of_its_own_lock_alone(
     checkout: Checkout, lock: str, changed: str
 ) -> None:
     checkout.write(f".venv/installed-{lock}", hour=2)
-    setup = {"cpu": "setup", "gpu": "setup-gpu"}[lock]
-    for target in (setup, *TARGETS):
-        assert checkout.installed(target) == [], target
+    targets = (SETUPS[lock], *TARGETS)
+    assert [checkout.installed(target) for target in targets] == [[]] * len(targets)
     checkout.write(changed, hour=3)
     expected = [] if changed.endswith(".lock") and lock not in changed else [lock]
-    for target in (setup, *TARGETS):
-        assert checkout.installed(target) == expected, target
+    assert [checkout.installed(target) for target in targets] == [expected] * len(targets)
 
 
-@pytest.mark.parametrize(
-    ("there", "target", "keeps"), [("gpu", "setup", "setup-gpu"), ("cpu", "setup-gpu", "setup")]
-)
-def test_one_lock_is_not_installed_over_the_other(
-    checkout: Checkout, there: str, target: str, keeps: str
-) -> None:
+@pytest.mark.parametrize(("there", "other"), [("gpu", "cpu"), ("cpu", "gpu")])
+def test_one_lock_is_not_installed_over_the_other(checkout: Checkout, there: str, other: str) -> None:
     checkout.write(f".venv/installed-{there}", hour=2)
-    message = checkout.make(target, is_refused=True)
+    message = checkout.make(SETUPS[other], is_refused=True)
     assert f".venv has the packages of requirements/{there}.lock" in message
-    assert f"`make {keeps}` keeps these up to date; to change over, remove .venv first" in message
+    assert f"`make {SETUPS[there]}` keeps these up to date; to change over, remove .venv first" in message
 
 
-@pytest.mark.parametrize("lock", LOCKS)
+@pytest.mark.parametrize("lock", SETUPS)
 def test_an_interrupted_set_up_is_known_by_its_lock_and_done_again(checkout: Checkout, lock: str) -> None:
     """The stamp is written before the first package, and older than every lock."""
-    commands = checkout.make({"cpu": "setup", "gpu": "setup-gpu"}[lock]).splitlines()
+    commands = checkout.make(SETUPS[lock]).splitlines()
     first, last = [number for number, line in enumerate(commands) if line.startswith("touch ")]
     assert first < next(number for number, line in enumerate(commands) if " install" in line) < last
     (checkout.folder / ".venv").mkdir()

@@ -62,18 +62,13 @@ def test_who_asks_again_soon_gets_what_was_seen_last(monkeypatch: pytest.MonkeyP
     assert found == [10, 10, 10, 30, 30, 30], "the last look, at 20, leaves the peak"
 
 
-def test_the_largest_of_peaks_by_hand() -> None:
-    one = MemoryPeak(resident_bytes=3, gpu_bytes=5)
-    other = MemoryPeak(resident_bytes=7)
-    assert largest([one, None, other]) == MemoryPeak(resident_bytes=7, gpu_bytes=5)
-    assert largest([]) is None and largest([None]) is None
-
-
-def test_gpus_are_there_only_where_something_is_reserved() -> None:
-    peak = MemoryPeak(resident_bytes=3 * 2**29)
-    assert peak.metrics("trainer") == {"memory/trainer_gib": 1.5}
-    with_gpu = MemoryPeak(resident_bytes=2**30, gpu_bytes=2**31)
-    assert with_gpu.metrics("trainer") == {"memory/trainer_gib": 1.0, "memory/trainer_gpu_gib": 2.0}
+def test_the_largest_of_peaks_by_hand_has_gpus_only_where_something_is_reserved() -> None:
+    one, other = MemoryPeak(resident_bytes=2**30, gpu_bytes=2**31), MemoryPeak(resident_bytes=3 * 2**29)
+    assert largest([]) is None and largest([None]) is None and largest([None, other]) == other
+    assert other.metrics("trainer") == {"memory/trainer_gib": 1.5}
+    both = largest([one, None, other])
+    assert both is not None
+    assert both.metrics("trainer") == {"memory/trainer_gib": 1.5, "memory/trainer_gpu_gib": 2.0}
 
 
 def test_a_process_that_has_used_no_gpu_says_so() -> None:

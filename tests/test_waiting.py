@@ -2,7 +2,7 @@
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -33,50 +33,28 @@ class Account:
         return self.left
 
 
-def run(scenario: Coroutine[None, None, None]) -> None:
-    asyncio.run(scenario)
-
-
 async def settle() -> None:
     """Let every task go on as far as it can."""
     for _ in range(20):
         await asyncio.sleep(0)
 
 
-def test_a_change_answers_and_wakes() -> None:
+def test_a_change_answers_and_wakes_and_one_that_fails_spoils_nothing() -> None:
     async def scenario() -> None:
         monitor = Monitor(Account())
         waiting = asyncio.create_task(monitor.until(lambda account: account.take(3)))
         await settle()
         assert monitor.change(lambda account: account.add(2)) == 2
         await settle()
-        assert not waiting.done()
-        monitor.change(lambda account: account.add(2))
-        assert await waiting is True
-        assert monitor.state.left == 1
-
-    run(scenario())
-
-
-def test_what_holds_already_is_not_waited_for_and_zero_is_an_answer() -> None:
-    async def scenario() -> None:
-        monitor = Monitor(Account(0))
-        assert await monitor.until(lambda account: account.left) == 0
-
-    run(scenario())
-
-
-def test_a_change_that_fails_says_so_and_spoils_nothing() -> None:
-    async def scenario() -> None:
-        monitor = Monitor(Account())
-        waiting = asyncio.create_task(monitor.until(lambda account: account.take(1)))
-        await settle()
         with pytest.raises(ValueError, match="not negative"):
             monitor.change(lambda account: account.add(-1))
+        assert not waiting.done()
         monitor.change(lambda account: account.add(1))
-        assert await waiting
+        assert await waiting is True
+        # What holds already is not waited for, and zero is an answer.
+        assert await monitor.until(lambda account: account.left) == 0
 
-    run(scenario())
+    asyncio.run(scenario())
 
 
 def test_an_attempt_that_fails_with_an_error_raises_it_where_it_is_waited_for() -> None:
@@ -88,7 +66,7 @@ def test_an_attempt_that_fails_with_an_error_raises_it_where_it_is_waited_for() 
         with pytest.raises(ZeroDivisionError):
             await waiting
 
-    run(scenario())
+    asyncio.run(scenario())
 
 
 def test_what_one_waiter_changes_wakes_the_next() -> None:
@@ -100,7 +78,7 @@ def test_what_one_waiter_changes_wakes_the_next() -> None:
         monitor.change(lambda account: account.add(5))
         await asyncio.gather(taken, emptied)
 
-    run(scenario())
+    asyncio.run(scenario())
 
 
 def test_it_looks_again_when_the_time_has_come() -> None:
@@ -150,7 +128,7 @@ def test_nobody_who_could_go_on_still_waits(
         await asyncio.gather(*tasks, return_exceptions=True)
         assert not monitor._waiting
 
-    run(scenario())
+    asyncio.run(scenario())
 
 
 REPOSITORY = Path(__file__).parents[1]
@@ -212,10 +190,9 @@ def test_no_plain_timeout_is_left() -> None:
 
 
 def raised(error: Exception) -> Exception:
-    try:
+    with pytest.raises(type(error)) as caught:
         raise error
-    except Exception as caught:
-        return caught
+    return caught.value
 
 
 REMOTE = """Actor call t.fail failed.
@@ -228,18 +205,17 @@ REMOTE = """Actor call t.fail failed.
 """
 
 
-@pytest.mark.parametrize("last", ["AssertionError", "TimeoutError: ", "asyncio.exceptions.CancelledError"])
-def test_a_remote_error_without_a_message_is_named_by_its_place(last: str) -> None:
-    assert (
-        describe_error(raised(RuntimeError(REMOTE.format(last)))) == f"{last.strip()} in score at scorer.py:6"
-    )
-
-
-def test_a_remote_error_with_a_message_is_left_as_it_is() -> None:
-    assert (
-        describe_error(raised(RuntimeError(REMOTE.format("ValueError: 3 rewards"))))
-        == "ValueError: 3 rewards"
-    )
+@pytest.mark.parametrize(
+    ("last", "words"),
+    [
+        ("AssertionError", "AssertionError in score at scorer.py:6"),
+        ("TimeoutError: ", "TimeoutError: in score at scorer.py:6"),
+        ("asyncio.exceptions.CancelledError", "asyncio.exceptions.CancelledError in score at scorer.py:6"),
+        ("ValueError: 3 rewards", "ValueError: 3 rewards"),
+    ],
+)
+def test_a_remote_error_is_named_by_its_place_unless_it_has_a_message(last: str, words: str) -> None:
+    assert describe_error(raised(RuntimeError(REMOTE.format(last)))) == words
 
 
 def test_an_error_without_a_message_is_named_by_its_place() -> None:

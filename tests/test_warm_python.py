@@ -67,30 +67,28 @@ def test_a_fork_is_what_the_program_would_be() -> None:
     assert ends[0] == ends[1] == ("to stderr\n", 3)
 
 
-def test_forks_draw_other_numbers_and_find_other_folders(tmp_path: Path) -> None:
+def test_forks_draw_other_numbers_and_find_other_folders_and_modules(tmp_path: Path) -> None:
     (tmp_path / "tests").symlink_to(REPOSITORY / "tests")
     first, second = (facts_of(start("exit", "0", folder=folder)) for folder in (tmp_path, REPOSITORY))
     assert first["drawn"] != second["drawn"]
     assert first["folder"] == first["search_path"] == str(tmp_path)
-
-
-def test_modules_of_ones_own_are_found(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("print('customized', flush=True)\n")
     process = start("exit", "0", env=os.environ | {"PYTHONPATH": str(tmp_path)})
-    out, _ = process.communicate("\n")
-    assert out.startswith("customized\n")
+    assert process.communicate("\n")[0].startswith("customized\n")
 
 
 @pytest.mark.parametrize(
-    ("how", "code", "words"),
+    ("arguments", "code", "words"),
     [
-        ("text", 1, "what went wrong\n"),
-        ("error", 1, "RuntimeError: what went wrong\n"),
-        ("interrupted", -signal.SIGINT, "KeyboardInterrupt\n"),
+        (["text"], 1, "what went wrong\n"),
+        (["error"], 1, "RuntimeError: what went wrong\n"),
+        (["interrupted"], -signal.SIGINT, "KeyboardInterrupt\n"),
+        *((["signal", str(int(one))], -one, "to stderr\n") for one in (signal.SIGKILL, signal.SIGTERM)),
+        (["signal", str(int(signal.SIGSEGV))], -signal.SIGSEGV, "to stderr\n"),
     ],
 )
-def test_a_fork_ends_as_a_program_does(how: str, code: int, words: str) -> None:
-    process = start(how)
+def test_the_started_process_ends_as_the_program_does(arguments: list[str], code: int, words: str) -> None:
+    process = start(*arguments)
     _, err = process.communicate("\n")
     assert process.returncode == code and err.endswith(words)
 
@@ -101,13 +99,6 @@ def test_a_fork_does_at_its_end_what_was_registered_and_takes_nothing_apart() ->
     assert process.returncode == 0
     # A program of its own would say "collected" too.
     assert out.splitlines()[1:] == ["thread ended", "at exit"]
-
-
-@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGKILL, signal.SIGTERM])
-def test_the_started_process_ends_by_the_signal(number: signal.Signals) -> None:
-    process = start("signal", str(int(number)))
-    process.communicate("\n")
-    assert process.returncode == -number
 
 
 def test_inherited_descriptors_have_the_same_numbers() -> None:
@@ -129,8 +120,10 @@ def test_a_fork_ends_with_the_started_process(is_stopped: bool) -> None:
     wait_until_gone(pid)
 
 
-def test_signals_to_the_started_process_reach_the_fork() -> None:
-    process, _ = waiting()
+def test_signals_to_the_started_process_reach_the_fork_and_others_see_its_environment() -> None:
+    process, pid = waiting(env=os.environ | {RUN_MARK: MARK})
+    assert psutil.Process(pid).environ()[RUN_MARK] == MARK
+    assert psutil.Process(pid).name() == "python"
     process.send_signal(signal.SIGTERM)
     assert process.wait() == 17
 
@@ -173,13 +166,6 @@ def test_a_session_has_its_forks_and_what_they_have_started() -> None:
     wait_until_gone(facts["pid"])
     assert {one.pid for one in session_processes(process.pid)} == {child}, "also when its parents are gone"
     os.kill(child, signal.SIGKILL)
-
-
-def test_the_environment_is_shown() -> None:
-    process, pid = waiting(env=os.environ | {RUN_MARK: MARK})
-    assert psutil.Process(pid).environ()[RUN_MARK] == MARK
-    assert psutil.Process(pid).name() == "python"
-    process.kill()
 
 
 def test_anything_else_is_run_by_the_real_python() -> None:

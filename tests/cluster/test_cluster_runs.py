@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 
 import tests.support.cluster
-from tests.support.app_runs import NEVER_ENDING, read_lines
+from tests.support.app_runs import NEVER_ENDING, read_lines, write_tiny_run
 from tests.support.cluster.cluster import PARTITION, Cluster, HeadRun
 from tests.support.cluster.machines import ABSENT
-from tests.support.runs import write_tiny_run
 from tests.support.warm_python import REAL_PYTHON
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.procs, pytest.mark.timeout(900)]

@@ -58,7 +58,7 @@ from tests.support.loops import (
     make_run,
     run_loops,
 )
-from tests.support.recorded_rollouts import make_rollout
+from tests.support.rollouts import make_rollout
 
 
 class HeldGenerators(Generators):

@@ -8,8 +8,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.support.app_runs import check_ledger, finish, read_lines, run_here, start, wait_for_step
-from tests.support.runs import write_tiny_run
+from tests.support.app_runs import (
+    check_ledger,
+    finish,
+    read_lines,
+    run_here,
+    start,
+    wait_for_step,
+    write_tiny_run,
+)
 
 SAMPLING = ("sampling.temperature=0.7", "sampling.top_p=0.9", "sampling.top_k=12")
 

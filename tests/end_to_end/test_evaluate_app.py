@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.app_runs import REPOSITORY, finish
+from tests.support.app_runs import REPOSITORY, finish, write_tiny_run
 from tests.support.chat_server import Reply, completion, error, serving
-from tests.support.runs import write_tiny_run
 from tests.support.tiers import Starts, starts
 
 ENVIRONMENT = "tests.support.environments.KeepsAndFails"

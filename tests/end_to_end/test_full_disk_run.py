@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from forgeasync.checkpoints import list_checkpoints
-from tests.support.app_runs import DEADLINE_S, check_ledger, finish, read_lines, start
+from tests.support.app_runs import DEADLINE_S, check_ledger, finish, read_lines, start, write_tiny_run
 from tests.support.disks import fill_up, small_disk
-from tests.support.runs import write_tiny_run
 
 NUM_STEPS = 12
 

@@ -26,9 +26,9 @@ from tests.support.app_runs import (
     session_processes,
     start,
     wait_for_step,
+    write_tiny_run,
 )
 from tests.support.processes import send_signal
-from tests.support.runs import write_tiny_run
 
 IDLE_ENGINE = (State.WAITING_FOR_ROOM, State.FETCHING, State.STARTING)
 

@@ -19,8 +19,8 @@ from tests.support.app_runs import (
     read_lines,
     session_processes,
     start,
+    write_tiny_run,
 )
-from tests.support.runs import write_tiny_run
 
 EVERY, NUM_MORE = 6, 3
 """Steps between checkpoints, and steps that the resumed run makes after those that were lost."""

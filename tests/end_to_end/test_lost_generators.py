@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.app_runs import NEVER_ENDING, check_open_ledger, finish, read_lines, start
-from tests.support.runs import write_tiny_run
+from tests.support.app_runs import NEVER_ENDING, check_open_ledger, finish, read_lines, start, write_tiny_run
 
 LIMIT_S = 600.0
 

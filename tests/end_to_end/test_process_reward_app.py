@@ -11,9 +11,8 @@ import pytest
 
 from forgeasync.files import RUN_MARK
 from forgeasync.processes import marked_processes
-from tests.support.app_runs import check_ledger, finish, read_lines, start, wait_for_step
-from tests.support.models import write_process_reward_model
-from tests.support.runs import write_tiny_run
+from tests.support.app_runs import check_ledger, finish, read_lines, start, wait_for_step, write_tiny_run
+from tests.support.families import write_process_reward_model
 
 NUM_STEPS = 4
 

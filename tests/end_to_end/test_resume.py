@@ -24,8 +24,8 @@ from tests.support.app_runs import (
     run_here,
     start,
     wait_for_step,
+    write_tiny_run,
 )
-from tests.support.runs import write_tiny_run
 
 NUM_STEPS, EVERY = 5, 2
 SAME = (

@@ -12,9 +12,16 @@ import psutil
 import pytest
 
 from forgeasync.files import RUN_MARK, SHARED_MEMORY, files_of
-from tests.support.app_runs import check_ledger, controller_of, finish, read_lines, run_here, start
+from tests.support.app_runs import (
+    check_ledger,
+    controller_of,
+    finish,
+    read_lines,
+    run_here,
+    start,
+    write_tiny_run,
+)
 from tests.support.processes import send_signal
-from tests.support.runs import write_tiny_run
 
 NUM_STEPS = 24
 WAIT_S = 600.0

@@ -19,7 +19,7 @@ from forgeasync.environments import (
     check_environment,
 )
 from forgeasync.testing import ScriptedAgent, scripted_turn
-from tests.support.app_runs import finish, read_lines, start
+from tests.support.app_runs import finish, read_lines, start, write_episodes_run
 from tests.support.bridges.episodes import run_episodes, task
 from tests.support.bridges.programs import (
     Program,
@@ -29,7 +29,6 @@ from tests.support.bridges.programs import (
     openenv_options,
     verifiers_bridge,
 )
-from tests.support.runs import write_episodes_run
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.procs]
 

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from apps.show import shown
-from tests.support.app_runs import finish, read_lines, start
-from tests.support.runs import write_episodes_run
+from tests.support.app_runs import finish, read_lines, start, write_episodes_run
 
 ENVIRONMENT = "tests.support.environments.TryAgain"
 

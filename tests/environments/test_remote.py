@@ -25,9 +25,8 @@ from forgeasync.environments import (
 from forgeasync.rollouts import Score, Task
 from forgeasync.schema import ConfigError
 from forgeasync.testing import ScriptedAgent
-from tests.support.app_runs import REPOSITORY, finish, read_lines, start
+from tests.support.app_runs import REPOSITORY, finish, read_lines, start, write_episodes_run
 from tests.support.config_samples import CONFIGS, minimal_config
-from tests.support.runs import write_episodes_run
 
 TASK = Task(task_id="7", prompt="1 + 3 =", answer="4", source_index=7, source="sums", record={"level": 3})
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

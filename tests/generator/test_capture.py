@@ -55,7 +55,7 @@ def make_prompts(vocab_size: int) -> list[np.ndarray]:
 
 
 async def _sample(folder: Path, vocab_size: int, compile: bool) -> Sampled:
-    from tests.support.replace_weights import replace_all_weights
+    from tests.support.engines import replace_all_weights
 
     # Room for 7 cache blocks, and prefill in chunks of 24 tokens.
     generator = GeneratorSection(

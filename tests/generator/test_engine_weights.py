@@ -15,8 +15,7 @@ from forgeasync.config import GeneratorSection, SamplingSection
 from forgeasync.rollouts import Rollout
 from forgeasync.testing import write_tiny_model
 from forgeasync.weights import Box, FetchReport, Piece, RankLayout, WeightLayout
-from tests.support.engine_weights import assert_engine_holds
-from tests.support.engines import NO_RECORDS, ROUTING, start_engine
+from tests.support.engines import NO_RECORDS, ROUTING, assert_engine_holds, start_engine
 from tests.support.processes import run_alone
 from tests.support.weight_service import FolderPublisher
 

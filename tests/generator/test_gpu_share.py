@@ -38,7 +38,7 @@ from forgeasync.runtime import (
 from forgeasync.testing import write_tiny_model
 from tests.runtime.test_host_checks import H100, facts
 from tests.support.config_samples import CONFIGS
-from tests.support.models import write_process_reward_model
+from tests.support.families import write_process_reward_model
 
 GIB = 2**30
 NUM_BYTES = 79 * GIB

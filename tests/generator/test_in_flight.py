@@ -32,8 +32,7 @@ from forgeasync.rollouts import (
     read_in_flight,
 )
 from tests.generator.test_engine_episodes import assert_recomputed
-from tests.support.engines import RECORDS, let_decode, start_engine, update
-from tests.support.in_flight import assert_begins_with
+from tests.support.engines import RECORDS, assert_begins_with, let_decode, start_engine, update
 from tests.support.processes import ProcessFailed, run_alone
 
 if TYPE_CHECKING:

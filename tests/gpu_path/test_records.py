@@ -19,9 +19,15 @@ from forgeasync.models import read_model_facts
 from forgeasync.rollouts import Rollout, check_rollout
 from forgeasync.testing import write_tiny_model
 from tests.gpu_path.crowd import Round, Sampled, sample_rounds
-from tests.support.engines import RECORDS, Expected, assert_logprobs, assert_routing, expected
+from tests.support.engines import (
+    RECORDS,
+    Expected,
+    assert_begins_with,
+    assert_logprobs,
+    assert_routing,
+    expected,
+)
 from tests.support.gpu_runner import run_on_gpu_runner
-from tests.support.in_flight import assert_begins_with
 from tests.support.processes import run_alone
 
 LOGPROB_TOLERANCE = 1e-4

@@ -13,8 +13,7 @@ from transformers import AutoModelForCausalLM
 from forgeasync.config import GeneratorSection, SamplingSection, ShadowMemory, WeightsSection
 from forgeasync.rollouts import Rollout
 from forgeasync.testing import write_tiny_model
-from tests.support.engine_weights import assert_engine_holds
-from tests.support.engines import assert_logprobs, assert_routing, expected, start_engine
+from tests.support.engines import assert_engine_holds, assert_logprobs, assert_routing, expected, start_engine
 from tests.support.gpu_runner import run_on_gpu_runner
 from tests.support.weight_service import FolderPublisher
 

@@ -8,9 +8,8 @@ import pytest
 from forgeasync.config import HostCounts, ProcessLauncher, load_config, shares_gpus
 from forgeasync.controller import parse_arguments
 from forgeasync.models import read_model_facts
-from tests.support.app_runs import finish, read_lines, run_here, start
+from tests.support.app_runs import finish, read_lines, run_here, start, write_tiny_run
 from tests.support.config_samples import CONFIGS
-from tests.support.runs import write_tiny_run
 
 LARGE = CONFIGS / "qwen3_30b_a3b.yaml"
 SLURM = CONFIGS / "launchers" / "slurm.yaml"

@@ -39,7 +39,7 @@ from forgeasync.rollouts import (
 from forgeasync.rollouts import payloads as shared_memory
 from forgeasync.runtime import RefusedGroup, SampledRollout, store_group
 from tests.support.payloads import HOST, MIB, assert_same, make_payload, read_for_ever, write_and_die
-from tests.support.recorded_rollouts import make_rollout
+from tests.support.rollouts import make_rollout
 
 PAYLOAD_ID = "0123456789abcdef-000000000007"
 

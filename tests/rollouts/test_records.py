@@ -27,7 +27,7 @@ from forgeasync.rollouts import (
     write_into,
 )
 from forgeasync.trainer import TrainingSequence, pack_row
-from tests.support.recorded_rollouts import FACTS, make_rollout
+from tests.support.rollouts import FACTS, make_rollout
 
 BOTH = CaptureSpec(routing=True, kept_tokens=True)
 

@@ -33,7 +33,7 @@ from forgeasync.rollouts import (
 )
 from forgeasync.runtime import RefusedGroup, SampledRollout, store_group
 from tests.support.payloads import HOST, MIB
-from tests.support.recorded_rollouts import make_rollout
+from tests.support.rollouts import make_rollout
 
 NUM_ROLLOUTS = 3
 

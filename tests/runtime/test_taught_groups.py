@@ -23,7 +23,7 @@ from forgeasync.rollouts import (
 )
 from forgeasync.runtime import RefusedGroup, SampledRollout, TaughtGroups, TeacherFailure, store_group
 from tests.support.payloads import HOST, MIB
-from tests.support.recorded_rollouts import FACTS, make_rollout
+from tests.support.rollouts import FACTS, make_rollout
 
 NUM_IDS = 2
 

@@ -41,7 +41,7 @@ from forgeasync.runtime import (
 from forgeasync.testing import write_tiny_model
 from forgeasync.trainer import TrainerSetup, items_of, whole_response
 from forgeasync.weights import StagedVersion, WeightExchange, WeightLedger
-from tests.support.recorded_rollouts import make_rollout
+from tests.support.rollouts import make_rollout
 from tests.support.trainer_faults import ANSWERED, FaultyLoss, Moment, TrainerFault, Way
 
 NUM_RANKS, NUM_STEPS, CHECKPOINT_AFTER = 2, 5, 3

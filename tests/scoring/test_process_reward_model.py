@@ -31,7 +31,7 @@ from forgeasync.scoring import (
     try_rewards,
 )
 from tests.support.config_samples import minimal_config, source_with
-from tests.support.models import STEP_TAG, process_reward_head, write_process_reward_model
+from tests.support.families import STEP_TAG, process_reward_head, write_process_reward_model
 from tests.support.tiers import Starts, starts
 
 CONTEXT = 120

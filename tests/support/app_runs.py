@@ -4,13 +4,15 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from forgeasync.buffer import verify
-from forgeasync.observability import METRICS, RunDir, undefined
+from forgeasync.config import dump_config, load_config
+from forgeasync.observability import METRICS, undefined
+from forgeasync.testing import tiny_config, write_tiny_model
 from tests.support.processes import send_signal
 from tests.support.tiers import Starts, starts
 from tests.support.warm_python import sessions_below, wait_until_imported, warm_python
@@ -21,6 +23,10 @@ DEADLINE_S = 240.0
 END_S = 60.0
 """Time for processes of a run to be gone once the run itself has ended."""
 ALWAYS = frozenset(metric.key for metric in METRICS if metric.when == "every step" and "<" not in metric.key)
+OF_STEP_0 = {key for key in ALWAYS if key.startswith("metrics/")} | {
+    *("step", "policy_version", "time/eval_s", "time/elapsed_s", "eval/num_unscored")
+}
+"""Metrics of every step's line, and of the line before the first step."""
 
 
 @starts(Starts.PROCS)
@@ -105,18 +111,10 @@ def read_lines(file: Path) -> list[dict[str, float]]:
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     if file.name == "metrics.jsonl":
         for line in lines:
-            check_keys(line)
+            assert undefined(line) == [], "keys without a definition in forgeasync/observability"
+            always = OF_STEP_0 if line["step"] == 0 else ALWAYS
+            assert always - line.keys() == set(), "keys that every line has by their definitions"
     return lines
-
-
-def check_keys(line: Mapping[str, object]) -> None:
-    """Every key has a definition, and nothing is missing that every step has."""
-    assert undefined(line) == [], "keys without a definition in forgeasync/observability"
-    always = ALWAYS
-    if line["step"] == 0:
-        always = {key for key in ALWAYS if key.startswith("metrics/")}
-        always |= {"step", "policy_version", "time/eval_s", "time/elapsed_s", "eval/num_unscored"}
-    assert always - line.keys() == set(), "keys that every line has by their definitions"
 
 
 def check_open_ledger(run_dir: Path) -> dict[str, object]:
@@ -124,9 +122,7 @@ def check_open_ledger(run_dir: Path) -> dict[str, object]:
 
     Returns what ``apps.verify --json`` prints.
     """
-    files = RunDir(path=run_dir)
-    verdict = verify(files.ledger, files.metrics)
-    assert verdict.contradiction is None, verdict.contradiction
+    verdict = _checked(run_dir)
     book = verdict.reading.book
     assert not book.is_ended and book.totals.step and book.open_prompts
     return verdict.as_json()
@@ -134,15 +130,17 @@ def check_open_ledger(run_dir: Path) -> dict[str, object]:
 
 def check_ledger(run_dir: Path) -> dict[str, object]:
     """Prove a run that made all its steps from its files; returns what ``apps.verify --json`` prints."""
-    metrics = RunDir(path=run_dir).metrics
-    verdict = verify(RunDir(path=run_dir).ledger, metrics)
-    assert verdict.contradiction is None, verdict.contradiction
-    said = verdict.as_json()
-    ends = said["ends"]
-    num_ends = sum(sum(num.values()) if isinstance(num, dict) else num for num in ends.values())
+    said = _checked(run_dir).as_json()
+    num_ends = sum(sum(num.values()) if isinstance(num, dict) else num for num in said["ends"].values())
     assert said["is_ended"] and num_ends == said["submitted"] and not said["open"]
-    assert said["compared_steps"] == said["step"] == read_lines(metrics)[-1]["step"]
+    assert said["compared_steps"] == said["step"] == read_lines(run_dir / "metrics.jsonl")[-1]["step"]
     return said
+
+
+def _checked(run_dir: Path) -> Any:
+    verdict = verify(run_dir / "ledger.jsonl", run_dir / "metrics.jsonl")
+    assert verdict.contradiction is None, verdict.contradiction
+    return verdict
 
 
 def wait_for_step(run_dir: Path, process: subprocess.Popen[str]) -> None:
@@ -152,3 +150,28 @@ def wait_for_step(run_dir: Path, process: subprocess.Popen[str]) -> None:
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline, "no step was made"
         time.sleep(0.2)
+
+
+def write_tiny_run(folder: Path, *overrides: str, scale: float = 1.0) -> Path:
+    """Write a model and the config of a run of three steps; the file. ``scale``: of the model's weights."""
+    file = folder / "run.yaml"
+    file.write_text(dump_config(tiny_config(write_tiny_model(folder / "model", scale=scale))))
+    if overrides:
+        file.write_text(dump_config(load_config(file, overrides)))
+    return file
+
+
+def write_episodes_run(folder: Path) -> Path:
+    """Write a run of two steps for environments, of which it has none yet.
+
+    One trainer proc, kept sets and routing replay on, all rollouts written.
+    """
+    return write_tiny_run(
+        folder,
+        "trainer.parallel={num_procs: 1, expert: 1}",
+        "sampling={max_response_tokens: 12, top_k: 12, top_p: 0.9, temperature: 0.8}",
+        "logging.rollouts_per_step=100",
+        "evaluation.num_problems=4",
+        "max_steps=2",
+        scale=8.0,
+    )

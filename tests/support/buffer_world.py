@@ -4,6 +4,7 @@ It plays generator, scorer and trainer with groups of two rollouts, and checks w
 A ledger's book follows it, and would contradict.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -70,12 +71,8 @@ class Sampling:
     ended: set[int] = field(default_factory=set)
 
     def rollouts(self) -> tuple[StoredRollout, ...]:
-        return tuple(_rollout(versions) for versions in self.versions)
-
-
-def _rollout(versions: list[int]) -> StoredRollout:
-    spans = [(version, index, index + 1) for index, version in enumerate(versions)]
-    return make_stored_rollout(*spans)
+        spans = [[(version, at, at + 1) for at, version in enumerate(one)] for one in self.versions]
+        return tuple(make_stored_rollout(*of_one) for of_one in spans)
 
 
 def age_of_group(group: Group, trained_version: int, age_of: AgeOf) -> float:
@@ -109,7 +106,8 @@ class BufferWorld:
         num_steps: int = 100_000,
     ) -> None:
         self.groups_per_step, self.k, self.section = groups_per_step, k, section
-        self.buffer = ReplayBuffer(
+        self.new_buffer = functools.partial(
+            ReplayBuffer,
             groups_per_step=groups_per_step,
             group_size=GROUP_SIZE,
             max_off_policy_steps=k,
@@ -117,6 +115,7 @@ class BufferWorld:
             section=section,
             accounting=accounting,
         )
+        self.buffer = self.new_buffer()
         self.trainer_version = self.served_version = 0
         self.sampling: dict[int, Sampling] = {}
         self.sampled: dict[int, Group] = {}

@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from transformers import DynamicCache
 
 from forgeasync.config import GeneratorSection, SamplingSection, WeightsSection
-from forgeasync.rollouts import CaptureSpec, Rollout
+from forgeasync.rollouts import CaptureSpec, LoggedTurn, Rollout
+from forgeasync.weights import NamedWeight, WeightLayout, lay_out, plan_copies
 
 if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore
@@ -57,8 +58,6 @@ async def nothing_to_fetch() -> None:
 
 def installer(weights: Mapping[str, torch.Tensor]) -> "Callable[[EngineCore], None]":
     """Puts weights in place."""
-    from tests.support.replace_weights import replace_all_weights
-
     return lambda core: replace_all_weights(core, list(weights.items()))
 
 
@@ -243,3 +242,90 @@ def revealing_weights(folder: Path, token: int) -> dict[str, torch.Tensor]:
     weights["model.norm.weight"].fill_(1.0)
     weights["lm_head.weight"][token] = 1.0
     return weights
+
+
+def assert_begins_with(rollout: Rollout, turn: LoggedTurn, *, length: int | None = None) -> None:
+    """A response begins with a turn that was logged, bit for bit, and has nothing else if that had ended.
+
+    ``length``: of the response's first turn, where it has several.
+    """
+    assert rollout.prompt_ids_P.tolist() == turn.begun.given_ids.tolist()
+    num_tokens = turn.num_tokens
+    if not num_tokens:
+        return
+    tokens = turn.tokens()
+    assert rollout.response_ids_T[:num_tokens].tolist() == tokens.ids_T.tolist()
+    assert rollout.logprobs_T[:num_tokens].tobytes() == tokens.logprobs_T.tobytes()
+    versions = [span.version for span in rollout.version_spans for _ in range(span.start, span.end)]
+    assert versions[:num_tokens] == turn.batch.versions_N.tolist()
+    for token in range(num_tokens):
+        assert rollout.kept_tokens.row(token).tolist() == tokens.kept_tokens.row(token).tolist()
+    old_RMK = np.sort(tokens.expert_ids_RMK, axis=-1)
+    assert len(old_RMK) == len(turn.begun.given_ids) + num_tokens - 1
+    assert rollout.routed_experts.expert_ids_RMK[: len(old_RMK)].tolist() == old_RMK.tolist()
+    if turn.ended is not None:
+        assert num_tokens == (rollout.num_response_tokens if length is None else length)
+    if turn.ended is not None and length is None:
+        assert rollout.finish_reason is turn.ended.finish_reason
+
+
+def replace_all_weights(core: "EngineCore", weights: list[tuple[str, torch.Tensor]]) -> None:
+    """Replace every weight of a one-worker CPU engine; float32 tensors under their Hugging Face names."""
+    named = [NamedWeight(names=(name,), tensor=tensor) for name, tensor in weights]
+    rank = lay_out(named, range(len(named)), rank=0, host_id="h", itemsize=4)
+    image = torch.empty(rank.num_bytes // 4)
+    for piece, (_, tensor) in zip(rank.pieces, weights, strict=True):
+        image[piece.offset // 4 : piece.offset // 4 + tensor.numel()] = tensor.flatten()
+    layout = WeightLayout(dtype=torch.float32, ranks=(rank,))
+    worker = core.model_executor.driver_worker.worker
+    answer = worker.trace_weights(layout.shapes, layout.dtype)
+    worker._weights.plan(plan_copies(layout, answer.trace.regions))
+    worker._weights.stage([image])
+    worker._weights.swap()
+
+
+VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
+
+
+def assert_engine_holds(
+    workers: list[dict[str, torch.Tensor]], exported: dict[str, torch.Tensor], *, atol: float = 0.0
+) -> None:
+    """Every parameter of every tensor-parallel worker is its part of ``exported``, by default bit for bit."""
+    for rank, parameters in enumerate(workers):
+        remaining = dict(parameters)
+        for name, expected in _expected(dict(exported), rank, len(workers)).items():
+            found = remaining.pop(name)
+            if name in VOCABULARY:
+                # The engine pads its vocabulary with zeros before it splits it.
+                missing = len(workers) * found.shape[0] - expected.shape[0]
+                whole = torch.nn.functional.pad(expected, (0, 0, 0, missing))
+                expected = whole.chunk(len(workers))[rank]
+            difference = float((found - expected).abs().max())
+            assert difference <= atol, f"{name} of worker {rank} differs by {difference}"
+        assert not remaining, f"parameters that nothing was compared with: {sorted(remaining)}"
+
+
+def _expected(exported: dict[str, torch.Tensor], rank: int, num_workers: int) -> dict[str, torch.Tensor]:
+    def rows(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.chunk(num_workers, dim=-2)[rank]
+
+    def columns(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.chunk(num_workers, dim=-1)[rank]
+
+    expected: dict[str, torch.Tensor] = {}
+    num_layers = 1 + max(int(name.split(".")[2]) for name in exported if name.startswith("model.layers."))
+    for layer in (f"model.layers.{i}" for i in range(num_layers)):
+        attention = f"{layer}.self_attn"
+        qkv = [rows(exported.pop(f"{attention}.{x}_proj.weight")) for x in "qkv"]
+        expected[f"{attention}.qkv_proj.weight"] = torch.cat(qkv)
+        expected[f"{attention}.o_proj.weight"] = columns(exported.pop(f"{attention}.o_proj.weight"))
+        experts = {"gate": [], "up": [], "down": []}
+        num_experts = exported[f"{layer}.mlp.gate.weight"].shape[0]
+        for name, tensors in experts.items():
+            prefix = f"{layer}.mlp.experts"
+            tensors += [exported.pop(f"{prefix}.{e}.{name}_proj.weight") for e in range(num_experts)]
+        gate, up, down = (torch.stack(experts[name]) for name in ("gate", "up", "down"))
+        routed = f"{layer}.mlp.experts.routed_experts"
+        expected[f"{routed}.w13_weight"] = torch.cat([rows(gate), rows(up)], dim=1)
+        expected[f"{routed}.w2_weight"] = columns(down)
+    return expected | exported

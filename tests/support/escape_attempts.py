@@ -72,144 +72,136 @@ class Attempt:
 
     name: str
     code: str
-    works_unsafe: bool = True
+    works_unsafe: bool
     """Whether plain processes of the same user succeed with it; False also where that would do harm."""
 
 
-ATTEMPTS = (
-    Attempt("loopback", "connects(socket.AF_INET, ('127.0.0.1', facts['port']))"),
-    Attempt(
-        "network_devices",
-        "devices = [line.split(':')[0].strip() for line in open('/proc/net/dev') if ':' in line]\n"
-        "if set(devices) - {'lo'}: escaped(devices)",
-    ),
-    Attempt("abstract_socket", "connects(socket.AF_UNIX, chr(0) + facts['abstract'])"),
-    Attempt("socket_file", "connects(socket.AF_UNIX, facts['socket_file'])"),
-    Attempt("netlink", "grants(socket.socket, 16, 3, 0)"),
-    Attempt("packets", "grants(socket.socket, 17, 3, 0)", works_unsafe=False),
-    Attempt("vsock", "grants(socket.socket, 40, 1, 0)", works_unsafe=False),
-    Attempt("kernel_crypto", "grants(socket.socket, 38, 5, 0)", works_unsafe=False),
-    Attempt(
-        "host_processes",
-        "for pid in filter(str.isdigit, os.listdir('/proc')):\n"
-        "    line = reads(f'/proc/{pid}/cmdline').replace(sys.argv[1].encode(), b'')\n"
-        "    if facts['marker'].encode() in line: escaped(pid)",
-    ),
-    Attempt(
-        "host_environment",
-        "secret = facts['secret_parts'][0] + facts['secret_parts'][1]\n"
-        "for pid in filter(str.isdigit, os.listdir('/proc')):\n"
-        "    if secret.encode() in reads(f'/proc/{pid}/environ'): escaped(pid)\n"
-        "if secret in str(dict(os.environ)): escaped('own')",
-    ),
-    Attempt("host_file", "if reads(facts['file']): escaped()"),
-    Attempt(
-        "host_file_by_root_of_process",
-        "if reads('/proc/1/root' + facts['file']): escaped()",
-        # An ordinary user may not follow this link to another's process.
-        works_unsafe=False,
-    ),
-    Attempt("host_file_by_parent", "if reads('/proc/self/cwd/../..' + facts['file']): escaped()"),
-    Attempt("accounts", "if reads('/etc/shadow') or b'nologin' in reads('/etc/passwd'): escaped()"),
-    Attempt("host_folder", "grants(open, facts['folder'] + '/written', 'w')"),
-    Attempt("sysfs", "if os.path.exists('/sys/kernel'): escaped()"),
-    Attempt(
-        "system_folders",
-        "for path in ('/', '/usr', '/usr/bin', '/etc', '/dev', '/run', '/run/disk', '/root', '/proc'):\n"
-        "    if os.path.isdir(path): grants(open, path + '/written', 'w')",
-        works_unsafe=False,
-    ),
-    Attempt(
-        "kernel_settings",
-        "for path in ('/proc/sys/kernel/core_pattern', '/proc/sysrq-trigger', '/proc/sys/vm/drop_caches'):\n"
-        "    grants(open, path, 'w')\n"
-        "if reads('/proc/kcore') or reads('/dev/mem') or reads('/dev/kmsg'): escaped()",
-        works_unsafe=False,
-    ),
-    Attempt(
-        "devices",
-        "known = {'core', 'fd', 'full', 'null', 'ptmx', 'pts', 'random', 'shm', 'stderr', 'stdin',\n"
-        "         'stdout', 'tty', 'urandom', 'zero', 'console'}\n"
-        "if more := set(os.listdir('/dev')) - known: escaped(more)",
-    ),
-    Attempt(
-        "own_device",
-        "grants(os.mknod, 'disk', stat.S_IFBLK | 0o600, os.makedev(254, 0))\n"
-        "grants(os.mknod, 'memory', stat.S_IFCHR | 0o600, os.makedev(1, 1))",
-        works_unsafe=False,
-    ),
-    Attempt("signals", "grants(os.kill, facts['victim'], 0)"),
-    Attempt("ptrace", "reaches(101, 0)"),
-    Attempt("memory_of_others", "reaches(310, os.getppid(), 0, 0, 0, 0)"),
-    Attempt(
-        "memory_files",
-        "for pid in (2, os.getppid()): grants(open, f'/proc/{pid}/mem', 'r+b')",
-        works_unsafe=False,
-    ),
-    Attempt(
-        "first_process_is_filtered",
-        "if b'Seccomp:\\t2' not in reads('/proc/1/status'): escaped()",
-    ),
-    Attempt(
-        "keyrings", "reaches(248, b'user', b'name', b'text', 4, 2**64 - 3)\nreaches(250, 0, 2**64 - 3, 1)"
-    ),
-    Attempt(
-        "unshare",
-        "for bit in (0x10000000, 0x20000, 0x40000000, 0x20000000, 0x08000000, 0x04000000): reaches(272, bit)",
-    ),
-    Attempt(
-        "clone_with_namespaces",
-        "for bit in (0x10000000, 0x20000, 0x40000000, 0x20000000, 0x08000000, 0x04000000):\n"
-        "    result, error = call(56, bit | 17, 0)\n"
-        "    if result == 0: os._exit(0)\n"
-        "    if result > 0: escaped(hex(bit))\n"
-        "reaches(435, 0, 0)",
-    ),
-    Attempt("setns", "reaches(308, os.open('/proc/self/ns/net', os.O_RDONLY), 0)"),
-    Attempt(
-        "mounts",
-        "for number in (165, 166, 155, 161, 428, 429, 430, 431, 432, 433, 442): reaches(number)",
-        works_unsafe=False,
-    ),
-    Attempt("io_uring", "buffer = ctypes.create_string_buffer(256)\nreaches(425, 1, buffer)\nreaches(426)"),
-    Attempt("bpf", "reaches(321, 0)\nreaches(298, 0)"),
-    Attempt("userfaultfd", "reaches(323, 0)"),
-    Attempt("unmapped_memory", "reaches(319, b'name', 0)\nreaches(447, 0)\nreaches(29, 0, 4096, 0o1600)"),
-    Attempt(
-        "all_denied_calls",
-        "for number in facts['denied']: reaches(number)",
-        works_unsafe=False,
-    ),
-    Attempt("calls_of_x32", "reaches(0x40000000 + 39)", works_unsafe=False),
-    Attempt("unknown_calls", "reaches(467)\nreaches(600)", works_unsafe=False),
-    Attempt(
-        "becoming_root",
-        "for function in (os.setuid, os.seteuid, os.setgid): grants(function, 0) if os.getuid() else None\n"
-        "status = open('/proc/self/status').read()\n"
-        "for line in ('CapPrm', 'CapEff', 'CapBnd', 'CapInh', 'CapAmb'):\n"
-        "    if int(status.partition(line + ':')[2].split()[0], 16): escaped(line)\n"
-        "if 'NoNewPrivs:\\t1' not in status: escaped('privileges')",
-    ),
-    Attempt(
-        "setuid_program",
-        "import shutil, subprocess\n"
-        "shutil.copy('/usr/bin/id', 'id'); os.chmod('id', 0o6755)\n"
-        "flags = os.statvfs('.').f_flag, os.statvfs('/usr').f_flag\n"
-        "if not all(one & os.ST_NOSUID for one in flags): escaped(flags)",
-    ),
-    Attempt(
-        "terminal_input",
-        "master, slave = os.openpty()\nimport fcntl\n"
-        "try:\n    fcntl.ioctl(slave, 0x5412, b'x'); escaped()\n"
-        "except OSError as error: print(error) if error.errno == errno.EPERM else escaped(error)",
-    ),
-    Attempt(
-        "open_descriptors",
-        "for fd in set(map(int, os.listdir('/proc/self/fd'))) - {0, 1, 2}:\n"
-        "    try: escaped(os.readlink(f'/proc/self/fd/{fd}'))\n"
-        "    except OSError: pass",
-        works_unsafe=False,
-    ),
+_WORKING_UNSAFE = {
+    "loopback": "connects(socket.AF_INET, ('127.0.0.1', facts['port']))",
+    "network_devices": """
+devices = [line.split(':')[0].strip() for line in open('/proc/net/dev') if ':' in line]
+if set(devices) - {'lo'}: escaped(devices)
+""",
+    "abstract_socket": "connects(socket.AF_UNIX, chr(0) + facts['abstract'])",
+    "socket_file": "connects(socket.AF_UNIX, facts['socket_file'])",
+    "netlink": "grants(socket.socket, 16, 3, 0)",
+    "host_processes": """
+for pid in filter(str.isdigit, os.listdir('/proc')):
+    line = reads(f'/proc/{pid}/cmdline').replace(sys.argv[1].encode(), b'')
+    if facts['marker'].encode() in line: escaped(pid)
+""",
+    "host_environment": """
+secret = facts['secret_parts'][0] + facts['secret_parts'][1]
+for pid in filter(str.isdigit, os.listdir('/proc')):
+    if secret.encode() in reads(f'/proc/{pid}/environ'): escaped(pid)
+if secret in str(dict(os.environ)): escaped('own')
+""",
+    "host_file": "if reads(facts['file']): escaped()",
+    "host_file_by_parent": "if reads('/proc/self/cwd/../..' + facts['file']): escaped()",
+    "accounts": "if reads('/etc/shadow') or b'nologin' in reads('/etc/passwd'): escaped()",
+    "host_folder": "grants(open, facts['folder'] + '/written', 'w')",
+    "sysfs": "if os.path.exists('/sys/kernel'): escaped()",
+    "devices": """
+known = {'core', 'fd', 'full', 'null', 'ptmx', 'pts', 'random', 'shm', 'stderr', 'stdin',
+         'stdout', 'tty', 'urandom', 'zero', 'console'}
+if more := set(os.listdir('/dev')) - known: escaped(more)
+""",
+    "signals": "grants(os.kill, facts['victim'], 0)",
+    "ptrace": "reaches(101, 0)",
+    "memory_of_others": "reaches(310, os.getppid(), 0, 0, 0, 0)",
+    "first_process_is_filtered": "if b'Seccomp:\\t2' not in reads('/proc/1/status'): escaped()",
+    "keyrings": """
+reaches(248, b'user', b'name', b'text', 4, 2**64 - 3)
+reaches(250, 0, 2**64 - 3, 1)
+""",
+    "unshare": """
+for bit in (0x10000000, 0x20000, 0x40000000, 0x20000000, 0x08000000, 0x04000000): reaches(272, bit)
+""",
+    "clone_with_namespaces": """
+for bit in (0x10000000, 0x20000, 0x40000000, 0x20000000, 0x08000000, 0x04000000):
+    result, error = call(56, bit | 17, 0)
+    if result == 0: os._exit(0)
+    if result > 0: escaped(hex(bit))
+reaches(435, 0, 0)
+""",
+    "setns": "reaches(308, os.open('/proc/self/ns/net', os.O_RDONLY), 0)",
+    "io_uring": """
+buffer = ctypes.create_string_buffer(256)
+reaches(425, 1, buffer)
+reaches(426)
+""",
+    "bpf": """
+reaches(321, 0)
+reaches(298, 0)
+""",
+    "userfaultfd": "reaches(323, 0)",
+    "unmapped_memory": """
+reaches(319, b'name', 0)
+reaches(447, 0)
+reaches(29, 0, 4096, 0o1600)
+""",
+    "becoming_root": """
+for function in (os.setuid, os.seteuid, os.setgid): grants(function, 0) if os.getuid() else None
+status = open('/proc/self/status').read()
+for line in ('CapPrm', 'CapEff', 'CapBnd', 'CapInh', 'CapAmb'):
+    if int(status.partition(line + ':')[2].split()[0], 16): escaped(line)
+if 'NoNewPrivs:\\t1' not in status: escaped('privileges')
+""",
+    "setuid_program": """
+import shutil, subprocess
+shutil.copy('/usr/bin/id', 'id'); os.chmod('id', 0o6755)
+flags = os.statvfs('.').f_flag, os.statvfs('/usr').f_flag
+if not all(one & os.ST_NOSUID for one in flags): escaped(flags)
+""",
+    "terminal_input": """
+master, slave = os.openpty()
+import fcntl
+try:
+    fcntl.ioctl(slave, 0x5412, b'x'); escaped()
+except OSError as error: print(error) if error.errno == errno.EPERM else escaped(error)
+""",
+}
+"""Plain processes of the same user succeed with these."""
+
+_OTHERS = {
+    "packets": "grants(socket.socket, 17, 3, 0)",
+    "vsock": "grants(socket.socket, 40, 1, 0)",
+    "kernel_crypto": "grants(socket.socket, 38, 5, 0)",
+    # An ordinary user may not follow this link to another's process.
+    "host_file_by_root_of_process": "if reads('/proc/1/root' + facts['file']): escaped()",
+    "system_folders": """
+for path in ('/', '/usr', '/usr/bin', '/etc', '/dev', '/run', '/run/disk', '/root', '/proc'):
+    if os.path.isdir(path): grants(open, path + '/written', 'w')
+""",
+    "kernel_settings": """
+for path in ('/proc/sys/kernel/core_pattern', '/proc/sysrq-trigger', '/proc/sys/vm/drop_caches'):
+    grants(open, path, 'w')
+if reads('/proc/kcore') or reads('/dev/mem') or reads('/dev/kmsg'): escaped()
+""",
+    "own_device": """
+grants(os.mknod, 'disk', stat.S_IFBLK | 0o600, os.makedev(254, 0))
+grants(os.mknod, 'memory', stat.S_IFCHR | 0o600, os.makedev(1, 1))
+""",
+    "memory_files": "for pid in (2, os.getppid()): grants(open, f'/proc/{pid}/mem', 'r+b')",
+    "mounts": "for number in (165, 166, 155, 161, 428, 429, 430, 431, 432, 433, 442): reaches(number)",
+    "all_denied_calls": "for number in facts['denied']: reaches(number)",
+    "calls_of_x32": "reaches(0x40000000 + 39)",
+    "unknown_calls": """
+reaches(467)
+reaches(600)
+""",
+    "open_descriptors": """
+for fd in set(map(int, os.listdir('/proc/self/fd'))) - {0, 1, 2}:
+    try: escaped(os.readlink(f'/proc/self/fd/{fd}'))
+    except OSError: pass
+""",
+}
+"""They do not succeed with these, or it would do harm."""
+
+ATTEMPTS = tuple(
+    Attempt(name, code, works_unsafe)
+    for attempts, works_unsafe in ((_WORKING_UNSAFE, True), (_OTHERS, False))
+    for name, code in attempts.items()
 )
 
 

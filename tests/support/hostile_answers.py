@@ -62,9 +62,7 @@ def main(folder: Path, port: int) -> dict[str, object]:
     """What became of the answers: counts of verdicts, data sets tried, and what scored 1 or above."""
     enter_isolation(in_bubblewrap=False)
     answers = hostile_answers(folder, port)
-    became: Counter[str] = Counter()
-    cut_off: list[str] = []
-    solved: list[str] = []
+    became: dict[str, dict[str, Any]] = {}
     reference_failed: list[str] = []
     names = sorted(DATASETS.keys() - EXCLUDED)
     for name in names:
@@ -83,11 +81,7 @@ def main(folder: Path, port: int) -> dict[str, object]:
             if not is_clean:
                 fork.close()
                 fork = None
-            became[next(iter(verdict))] += 1
-            if "timeout" in verdict:
-                cut_off.append(f"{name}: {kind}")
-            elif verdict.get("value", 0.0) >= 1.0:
-                solved.append(f"{name}: {kind}")
+            became[f"{name}: {kind}"] = verdict
         if fork is not None:
             fork.close()
         verdicts.append(verify_patiently(verifier, loaded, reference))
@@ -96,9 +90,9 @@ def main(folder: Path, port: int) -> dict[str, object]:
     return {
         "num_data_sets": len(names),
         "num_answers": len(answers),
-        "became": dict(became),
-        "cut_off": cut_off,
-        "solved": solved,
+        "became": Counter(next(iter(verdict)) for verdict in became.values()),
+        "cut_off": [one for one, verdict in became.items() if "timeout" in verdict],
+        "solved": [one for one, verdict in became.items() if verdict.get("value", 0.0) >= 1.0],
         "reference_failed": reference_failed,
     }
 

@@ -10,6 +10,7 @@ This module changes the whole process that imports it.
 import os
 import sys
 import threading
+from types import SimpleNamespace
 
 assert not {"vllm", "triton"} & sys.modules.keys(), "who imported them has set up Triton in another way"
 
@@ -22,14 +23,8 @@ os.environ.update(
 
 import triton.backends  # noqa: E402
 
-
-class _Driver:
-    @staticmethod
-    def is_active() -> bool:
-        return True
-
-
-triton.backends.backends["cpu"] = type("InterpretedBackend", (), {"driver": _Driver, "compiler": None})
+_driver = SimpleNamespace(is_active=lambda: True)
+triton.backends.backends["cpu"] = SimpleNamespace(driver=_driver, compiler=None)
 
 from triton.runtime import interpreter  # noqa: E402
 

@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 from forgeasync.config import (
     ActivationCheckpointing,
     Dtype,
-    OptimizerSection,
     ParallelSection,
     TrainerSection,
 )
@@ -31,7 +30,7 @@ from forgeasync.trainer import (
     unstack_experts,
 )
 from forgeasync.trainer import model as trainer_model
-from tests.support.trainers import TOKENS_PER_ROW, local, make_setup, whole
+from tests.support.trainers import LARGE_STEP, TOKENS_PER_ROW, local, make_setup, whole
 
 LEARNING_RATE = 1e-2
 
@@ -63,8 +62,7 @@ class Case:
             compile=self.compile,
             cpu_offload=self.cpu_offload,
             dtype=self.dtype,
-            # A large step, so that a wrong gradient shows in the weights.
-            optimizer=OptimizerSection(learning_rate=self.learning_rate, max_grad_norm=0.1, eps=1e-3),
+            optimizer=LARGE_STEP.model_copy(update={"learning_rate": self.learning_rate}),
         )
 
 

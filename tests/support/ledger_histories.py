@@ -1,6 +1,7 @@
 """Random histories of a real buffer with a ledger: runs that are killed, resumed, and end."""
 
 from collections.abc import Collection
+from typing import Any
 
 from hypothesis import strategies as st
 
@@ -18,7 +19,7 @@ from forgeasync.buffer import (
     plan_restore,
     reference_version,
 )
-from forgeasync.config import AccountingSection, BatchOrder, BufferSection, StaleGroups
+from forgeasync.config import BatchOrder, BufferSection, StaleGroups
 from forgeasync.rollouts import Group, Score, SpilledGroup
 from tests.support.buffer_world import EXACT, GROUP_SIZE, BufferWorld, make_task
 
@@ -36,15 +37,8 @@ class LedgerWorld(BufferWorld):
     The finished groups are on a disk. They come back, those of lost steps in the batches that they had.
     """
 
-    def __init__(
-        self,
-        *,
-        groups_per_step: int,
-        k: int,
-        section: BufferSection = DROP,
-        accounting: AccountingSection = EXACT,
-    ) -> None:
-        super().__init__(groups_per_step=groups_per_step, k=k, section=section, accounting=accounting)
+    def __init__(self, *, section: BufferSection = DROP, **setup: Any) -> None:
+        super().__init__(section=section, **{"accounting": EXACT} | setup)
         self.checkpoints = []
         """Line and snapshot of each that stands."""
         self.disk: dict[int, SpilledGroup] = {}
@@ -92,14 +86,8 @@ class LedgerWorld(BufferWorld):
             max_off_policy_steps=self.k,
         )
         self.plans.append(plan)
-        again = LedgerWorld(
-            groups_per_step=self.groups_per_step,
-            k=self.k,
-            section=self.section,
-            accounting=self.buffer._accounting,
-        )
-        again.buffer.restore(snapshot, batches=plan.batches, num_groups=len(plan.restored))
-        self.buffer = again.buffer
+        self.buffer = self.new_buffer()
+        self.buffer.restore(snapshot, batches=plan.batches, num_groups=len(plan.restored))
         self.trainer_version = self.served_version = snapshot.trainer_version
         last = self.trainer_version + len(plan.batches)
         self.taken = {step: draw_ids for step, draw_ids in self.taken.items() if step <= last}

@@ -10,6 +10,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tests.support.trainers import local
+
 
 class LiveTensors(TorchDispatchMode):
     """Watches the memory of every tensor that an operator takes or makes; that of ``known`` does not count.
@@ -20,9 +22,9 @@ class LiveTensors(TorchDispatchMode):
     Backward passes have to run in the calling thread (``torch.autograd.set_multithreading_enabled``).
     """
 
-    def __init__(self, known: Iterable[torch.Tensor] = ()) -> None:
+    def __init__(self, known: Iterable[torch.Tensor]) -> None:
         super().__init__()
-        self._known = {_storage(tensor)._cdata for tensor in known}
+        self._known = {local(tensor).untyped_storage()._cdata for tensor in known}
         self._live: dict[int, int] = {}
         self.num_bytes = 0
         self.peak_bytes = 0
@@ -82,8 +84,3 @@ class LiveTensors(TorchDispatchMode):
 
     def _forget(self, key: int) -> None:
         self.num_bytes -= self._live.pop(key)
-
-
-def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.untyped_storage()

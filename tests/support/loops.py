@@ -5,9 +5,11 @@ A response's text is its reward, written out, so that a test can follow a reward
 
 import asyncio
 import dataclasses
+import functools
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
+from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
@@ -26,7 +28,6 @@ from forgeasync.buffer import (
     Opened,
     ReplayBuffer,
     Resumed,
-    ResumedBuffer,
     Update,
 )
 from forgeasync.config import RunConfig, SamplingSection, TimeoutSection
@@ -76,6 +77,23 @@ def make_manifest(version: int, slot: int = 0) -> Manifest:
     return Manifest(version=version, slot=slot, layout_digest="", checksums=(), waited_s=0.0, staging_s=0.0)
 
 
+SWAP = SwapReport(pause_s=0.0, waited_s=0.0, num_crossing=0, num_resumed=0, num_recomputed=0, progress=())
+
+
+def make_fetch(
+    version: int, *, is_complete: bool, moved: int = 0, needed: int = 0, fetch_s: float = 0.0
+) -> FetchReport:
+    """Of a version's fetch, which moved some of the bytes that it needed."""
+    return FetchReport(
+        version=version,
+        is_complete=is_complete,
+        num_bytes_moved=moved,
+        num_bytes_needed=needed,
+        num_bad_blocks=int(not is_complete),
+        fetch_s=fetch_s,
+    )
+
+
 class Endpoint(Generic[P, R]):
     """A coroutine function under the call of an actor's endpoint."""
 
@@ -84,6 +102,11 @@ class Endpoint(Generic[P, R]):
 
     async def call_one(self, *args: P.args, **kwargs: P.kwargs) -> R:
         return await self._function(*args, **kwargs)
+
+
+def endpoint(method: Callable[..., Awaitable[R]]) -> "functools.cached_property[Endpoint[..., R]]":
+    """Decorates a method that is called as an actor's endpoint."""
+    return functools.cached_property(lambda self: Endpoint(functools.partial(method, self)))
 
 
 class BookedBuffer(AsyncReplayBuffer):
@@ -120,13 +143,8 @@ class BookedBuffer(AsyncReplayBuffer):
         self._note()
         return result
 
-    async def until(
-        self,
-        attempt: Callable[[ReplayBuffer], R | None],
-        *,
-        look_at_s: Callable[[ReplayBuffer], float | None] = lambda state: None,
-    ) -> R:
-        result = await super().until(attempt, look_at_s=look_at_s)
+    async def until(self, attempt: Callable[[ReplayBuffer], R | None], **named: Any) -> R:
+        result = await super().until(attempt, **named)
         self._note()
         return result
 
@@ -150,21 +168,12 @@ class LocalBuffer:
             accounting=config.accounting,
         )
         self._groups_per_step = algorithm.groups_per_step
-        self._buffer = buffer = BookedBuffer(state)
-        buffer.open_book(self._groups_per_step)
-        self.submit = Endpoint(buffer.submit)
-        self.start = Endpoint(buffer.start)
-        self.progressed = Endpoint(buffer.progressed)
-        self.finished = Endpoint(buffer.finished)
-        self.scored = Endpoint(buffer.scored)
-        self.failed = Endpoint(buffer.failed)
-        self.set_served_version = Endpoint(buffer.set_served_version)
-        self.take = Endpoint(buffer.take)
-        self.committed = Endpoint(self._committed)
-        self.snapshot = Endpoint(self._snapshot)
-        self.restored = Endpoint(buffer.restored)
-        self.checkpoint = Endpoint(self._checkpoint)
-        self.report = Endpoint(self._report)
+        self._buffer = BookedBuffer(state)
+        self._buffer.open_book(self._groups_per_step)
+
+    def __getattr__(self, name: str) -> "Endpoint[..., Any]":
+        """The endpoints that only pass their calls on."""
+        return Endpoint(getattr(self._buffer, name))
 
     def restore(
         self, snapshot: BufferSnapshot, *, batches: Sequence[tuple[int, ...]] = (), num_groups: int = 0
@@ -179,16 +188,20 @@ class LocalBuffer:
         assert self._buffer.book is not None
         return self._buffer.book
 
-    async def _committed(self, trainer_wait_share: float, update: Update = Update.MADE) -> Committed:
+    @endpoint
+    async def committed(self, trainer_wait_share: float, update: Update = Update.MADE) -> Committed:
         return await self._buffer.committed(trainer_wait_share=trainer_wait_share, update=update)
 
-    async def _checkpoint(self) -> CheckpointedBuffer:
+    @endpoint
+    async def checkpoint(self) -> CheckpointedBuffer:
         return CheckpointedBuffer(snapshot=self._buffer.snapshot(), ledger=START)
 
-    async def _snapshot(self) -> BufferSnapshot:
+    @endpoint
+    async def snapshot(self) -> BufferSnapshot:
         return self._buffer.snapshot()
 
-    async def _report(self) -> BufferReport:
+    @endpoint
+    async def report(self) -> BufferReport:
         state = self._buffer.state
         return BufferReport(metrics=state.metrics(), num_dropped=state.num_dropped)
 
@@ -277,23 +290,13 @@ class Generators:
         if is_complete:
             for replica in self.hosts[host]:
                 self._fetched[replica] = manifest.version
-        return FetchReport(
-            version=manifest.version,
-            is_complete=is_complete,
-            num_bytes_moved=0,
-            num_bytes_needed=0,
-            num_bad_blocks=int(not is_complete),
-            fetch_s=0.0,
-        )
+        return make_fetch(manifest.version, is_complete=is_complete)
 
     async def finish_update(self, host: int, version: int) -> list[SwappedReplica]:
         for replica in self.hosts[host]:
             assert version == self._fetched[replica]
             self.swapped.append((replica, version))
-        swap = SwapReport(
-            pause_s=0.0, waited_s=0.0, num_crossing=0, num_resumed=0, num_recomputed=0, progress=()
-        )
-        return [SwappedReplica(number=replica, report=swap) for replica in self.hosts[host]]
+        return [SwappedReplica(number=replica, report=SWAP) for replica in self.hosts[host]]
 
     def taken(self, number: int) -> None:
         self.table.change(lambda table: table.updated(number))
@@ -342,40 +345,26 @@ def make_scoring(config: RunConfig) -> GroupScoring:
 class Console:
     """Shows nothing."""
 
-    def phase(self, text: str, *, num_parts: int | None = None) -> None:
+    def phase(self, *_: object, **__: object) -> None:
         return None
 
-    def part_done(self) -> None:
-        return None
-
-    def end_phase(self) -> None:
-        return None
-
-    def message(self, text: str) -> None:
-        return None
-
-    def alarm(self, text: str) -> None:
-        return None
-
-    def now(self, metrics: Mapping[str, float]) -> None:
-        return None
+    part_done = end_phase = message = alarm = now = phase
 
 
 class Trainer:
     """Remembers what it trains on; each step makes a version."""
 
     is_stuck = False
+    num_data_ranks = 2
 
     def __init__(
         self,
-        num_data_ranks: int = 2,
         *,
         skipped: Sequence[int] = (),
         rolled_back: Sequence[int] = (),
         ends_run: int | None = None,
     ) -> None:
         """Steps in ``skipped`` are not made, those in ``rolled_back`` undone; ``ends_run`` is the last."""
-        self.num_data_ranks = num_data_ranks
         self._bad = {*skipped, *rolled_back} | ({ends_run} if ends_run is not None else set())
         self._rolled_back = rolled_back
         self._ends_run = ends_run
@@ -454,7 +443,6 @@ class Recorder:
         self.rewards: list[float] = []
         self.num_published = 0
         self.fetches: list[FetchReport] = []
-        self.swaps: list[SwapReport] = []
         self.problems: list[str] = []
         self.outcomes: list[EpisodeOutcome] = []
         self.live_records: set[int] = set()
@@ -491,7 +479,7 @@ class Recorder:
         self.fetches.append(fetched)
 
     def record_swap(self, swap: SwapReport) -> None:
-        self.swaps.append(swap)
+        """Nothing is kept."""
 
     def warn(self, problem: str) -> None:
         self.problems.append(problem)
@@ -533,35 +521,18 @@ class StartingFleet:
     def install(self, patch: pytest.MonkeyPatch) -> None:
         """Start these instead of procs."""
 
-        async def generators(*setup: object, starting_trainer: object) -> Generators:
-            return Generators()
-
-        async def scorer(manager: object, config: RunConfig) -> GroupScoring:
-            return make_scoring(config)
-
-        async def buffer(
-            manager: object, config: RunConfig, ledger: Path, resumed: ResumedBuffer | None
-        ) -> LocalBuffer:
-            return LocalBuffer(config)
-
-        async def environment(*setup: object, artifacts: Path, serving_file: Path) -> None:
-            return None
-
-        async def trainer(manager: object, setup: TrainerSetup, timeouts: TimeoutSection) -> Trainer:
+        def trainer(manager: object, setup: TrainerSetup, timeouts: TimeoutSection) -> Trainer:
             self.max_token_age = setup.max_token_age
             return Trainer()
 
-        async def connect(*roles: object) -> list[str]:
-            return []
-
         starts = {
-            "start_generators": generators,
-            "start_scorer": scorer,
-            "start_buffer": buffer,
-            "start_environment": environment,
-            "start_trainer": trainer,
+            "start_generators": AsyncMock(return_value=Generators()),
+            "start_scorer": AsyncMock(side_effect=lambda manager, config: make_scoring(config)),
+            "start_buffer": AsyncMock(side_effect=lambda manager, config, *ledger: LocalBuffer(config)),
+            "start_environment": AsyncMock(return_value=None),
+            "start_trainer": AsyncMock(side_effect=trainer),
             "TrainerRecovery": lambda *setup, trainer, **more: trainer,
-            "connect_weights": connect,
+            "connect_weights": AsyncMock(return_value=[]),
         }
         for name, start in starts.items():
             patch.setattr(starting, name, start)

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
 
 from forgeasync.config import ModelFacts, RunConfig
 from forgeasync.trainer import PackedRow, PolicyTrainer, Predictions, TrainerSetup, TrainingSequence, pack_row
 from tests.support.live_tensors import LiveTensors
+from tests.support.trainers import local, plain_sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,14 +43,9 @@ def full_row(config: RunConfig, facts: ModelFacts) -> PackedRow:
     ids_SMK = np.sort(ids_SK, axis=-1)[:, None].repeat(facts.num_moe_layers, 1)
 
     def sequence() -> TrainingSequence:
-        return TrainingSequence(
-            prompt_ids_P=rng.integers(0, facts.vocab_size, length - num_responses).astype(np.int32),
-            response_ids_T=rng.integers(0, facts.vocab_size, num_responses).astype(np.int32),
-            behavior_logprobs_T=np.full(num_responses, -3.0, np.float32),
-            ages_T=np.zeros(num_responses, np.int32),
-            advantage=1.0,
-            expert_ids_SMK=ids_SMK if facts.num_experts else None,
-        )
+        ids = rng.integers(0, facts.vocab_size, length).astype(np.int32)
+        prompt, response = ids[:-num_responses], ids[-num_responses:]
+        return plain_sequence(prompt, response, expert_ids_SMK=ids_SMK if facts.num_experts else None)
 
     return pack_row([sequence() for _ in range(config.trainer.tokens_per_row // length)])
 
@@ -100,4 +95,4 @@ def measure(case: Case) -> Measured:
 
 
 def _num_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)
+    return sum(local(tensor).nbytes for tensor in tensors)

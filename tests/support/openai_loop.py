@@ -14,8 +14,7 @@ async def run_tool_loop(
     tools: Mapping[str, Callable[..., str]],
     schemas: list[dict[str, Any]],
     *,
-    stream: bool = False,
-    max_rounds: int = 10,
+    stream: bool,
 ) -> str:
     """Let the model call tools until it answers without one; returns that answer."""
     messages: list[Any] = [
@@ -23,7 +22,7 @@ async def run_tool_loop(
         {"role": "user", "content": question},
     ]
     async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
-        for _ in range(max_rounds):
+        for _ in range(10):
             message = await (_streamed if stream else _whole)(client, messages, schemas)
             messages.append(message)
             if not message.get("tool_calls"):

@@ -11,9 +11,9 @@ from forgeasync.config import LoraSection
 WEIGHTS = "model.safetensors"
 
 
-def random_adapter(folder: Path, lora: LoraSection, *, seed: int = 0) -> dict[str, torch.Tensor]:
+def random_adapter(folder: Path, lora: LoraSection) -> dict[str, torch.Tensor]:
     """Tensors for every target in a Hugging Face folder; large enough to change what a model says."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     tensors = {}
     for name, weight in load_file(folder / WEIGHTS).items():
         module = name.removesuffix(".weight")

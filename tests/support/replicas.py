@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import signal
 import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -27,14 +28,10 @@ from forgeasync.runtime import (
     supervised,
 )
 from forgeasync.weights import FetchReport, HostShare, Manifest
-from tests.support.loops import Endpoint
+from tests.support.loops import SWAP, Endpoint, endpoint, make_fetch, make_manifest
 from tests.support.standing_still import standing_still
 
-SWAP = SwapReport(pause_s=0.0, waited_s=0.0, num_crossing=0, num_resumed=0, num_recomputed=0, progress=())
-
-
-def manifest_of(version: int) -> Manifest:
-    return Manifest(version=version, slot=0, layout_digest="", checksums=(), waited_s=0.0, staging_s=0.0)
+manifest_of = make_manifest
 
 
 class ScriptedGenerator:
@@ -61,15 +58,9 @@ class ScriptedGenerator:
         self.num_beats = 0
         self.step_s: float | None = None
         """What its steps take; None: it makes none."""
-        self.beat = Endpoint(self._beat)
-        self.stats = Endpoint(self._beat)
-        self.sample_group = Endpoint(self._sample_group)
-        self.cancel_groups = Endpoint(self._cancel_groups)
-        self.free_payloads = Endpoint(self._free_payloads)
-        self.connect_weights = Endpoint(self._connect_weights)
-        self.begin_update = Endpoint(self._begin_update)
+        self.stats = self.beat
         for name in ("stage_update", "abandon_update", "finish_update"):
-            setattr(self, name, Endpoint(self._act(name)))
+            setattr(self, name, Endpoint(functools.partial(self._act, name)))
 
     async def _answering(self, name: str) -> None:
         """A process that has stopped or died never answers, as with a real actor."""
@@ -79,7 +70,8 @@ class ScriptedGenerator:
         if status in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE) or name in self.holds:
             await asyncio.Event().wait()
 
-    async def _beat(self) -> EngineStats:
+    @endpoint
+    async def beat(self) -> EngineStats:
         await self._answering("beat")
         self.num_beats += 1
         return EngineStats(num_generated_tokens=10, busy_s=1.0, decode_steps=self.decode_steps())
@@ -91,7 +83,8 @@ class ScriptedGenerator:
         num_steps = 100 * self.num_beats
         return {4: DecodeSteps(num_steps=num_steps, took_s=num_steps * self.step_s)}
 
-    async def _sample_group(
+    @endpoint
+    async def sample_group(
         self,
         group_id: int,
         prompt_ids_P: np.ndarray,
@@ -115,17 +108,20 @@ class ScriptedGenerator:
         await self._answering("sample_group")
         return CancelledGroup() if cancelled.is_set() else ()
 
-    async def _cancel_groups(self, group_ids: Sequence[int]) -> None:
+    @endpoint
+    async def cancel_groups(self, group_ids: Sequence[int]) -> None:
         await self._answering("cancel_groups")
         for group_id in group_ids:
             if group_id in self.running:
                 self.running[group_id].set()
 
-    async def _free_payloads(self, files: Sequence[str]) -> None:
+    @endpoint
+    async def free_payloads(self, files: Sequence[str]) -> None:
         await self._answering("free_payloads")
         self.freed += files
 
-    async def _connect_weights(
+    @endpoint
+    async def connect_weights(
         self, layout: object, sources: object, folder: Path, share: HostShare, is_joining: bool
     ) -> str:
         self._log.append(("connect_weights", self.number, "begins"))
@@ -134,28 +130,22 @@ class ScriptedGenerator:
         self.joined.append((share, is_joining))
         return "as copies"
 
-    async def _begin_update(self, manifest: Manifest, new_share: HostShare | None) -> FetchReport:
+    @endpoint
+    async def begin_update(self, manifest: Manifest, new_share: HostShare | None) -> FetchReport:
         self.shares.append(new_share)
-        await self._act("begin_update")()
-        return FetchReport(
-            version=manifest.version,
-            is_complete=self.is_complete,
-            num_bytes_moved=10 + self.number,
-            num_bytes_needed=100,
-            num_bad_blocks=int(not self.is_complete),
-            fetch_s=float(self.number),
+        await self._act("begin_update")
+        moved, took_s = 10 + self.number, float(self.number)
+        return make_fetch(
+            manifest.version, is_complete=self.is_complete, moved=moved, needed=100, fetch_s=took_s
         )
 
-    def _act(self, name: str) -> Callable[[], object]:
-        async def act() -> SwapReport:
-            self._log.append((name, self.number, "begins"))
-            await self._answering(name)
-            # Later ones take longer.
-            await asyncio.sleep(0.002 * (1 + self.number))
-            self._log.append((name, self.number, "ends"))
-            return dataclasses.replace(SWAP, num_crossing=self.number)
-
-        return act
+    async def _act(self, name: str) -> SwapReport:
+        self._log.append((name, self.number, "begins"))
+        await self._answering(name)
+        # Later ones take longer.
+        await asyncio.sleep(0.002 * (1 + self.number))
+        self._log.append((name, self.number, "ends"))
+        return dataclasses.replace(SWAP, num_crossing=self.number)
 
 
 @contextlib.contextmanager

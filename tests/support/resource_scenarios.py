@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
+import psutil
+
 from forgeasync.config import Bubblewrap
 from forgeasync.isolation import KilledBy, Sandbox, SandboxClosed
 
@@ -102,14 +104,7 @@ COMMANDS: dict[str, Callable[[str], list[str]]] = {
 
 def processes_with(mark: str) -> int:
     """Processes of the host whose command has a mark; this one's own aside."""
-    found = 0
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            with open(f"/proc/{name}/cmdline", "rb") as file:
-                found += mark.encode() in file.read()
-        except OSError:
-            continue
-    return found
+    return sum(mark in " ".join(one.info["cmdline"] or ()) for one in psutil.process_iter(["cmdline"]))
 
 
 async def _largest_lag(stop: asyncio.Event) -> float:
@@ -162,25 +157,18 @@ def run_all() -> dict[str, Outcome]:
     return {name: asyncio.run(run(name)) for name in COMMANDS}
 
 
-ENDED_BY: dict[str, tuple[KilledBy | None, ...]] = {
+ENDED_BY: dict[str, tuple[KilledBy | None, ...]] = dict.fromkeys(COMMANDS, (None,)) | {
     "fork": (KilledBy.DEADLINE,),
-    "memory": (None,),
     "shared_memory": (KilledBy.MEMORY,),
-    "disk": (None,),
-    "files": (None,),
-    "long_output": (None,),
-    "long_errors": (None,),
     "endless_output": (KilledBy.DEADLINE,),
     "endless_errors": (KilledBy.DEADLINE,),
     "ignored_signals": (KilledBy.DEADLINE,),
-    "deleted_folder": (None,),
-    "background": (None,),
     "stop_watcher": (KilledBy.DEADLINE,),
     "kill_watcher": (KilledBy.TAMPERING,),
     "stop_all": (KilledBy.DEADLINE, KilledBy.TAMPERING),
     "kill_all": (KilledBy.TAMPERING,),
 }
-"""How each may end."""
+"""How each may end; None: by itself."""
 
 
 if __name__ == "__main__":

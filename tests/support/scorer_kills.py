@@ -10,10 +10,9 @@ import signal
 import sys
 import tempfile
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from forgeasync.config import RunConfig
 from forgeasync.environments import Response
 from forgeasync.rollouts import FinishReason, Score, Task
 from forgeasync.runtime import GroupScoring, ProcessManager, Unscored, start_scorer
@@ -25,106 +24,87 @@ LIVE_GROUPS = 6
 """So many groups are scored at any time."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True)
 class Killed:
-    """What became of the groups that were scored while scorers were killed."""
+    """Scores groups, half of each before it is whole; what became of them while scorers were killed."""
 
-    num_kills: int
-    num_groups: int
-    lost: tuple[str, ...]
+    is_over: bool = False
+    num_groups: int = 0
+    lost: tuple[str, ...] = ()
     """Reasons of the groups that have no scores."""
-    wrong: tuple[str, ...]
+    wrong: tuple[str, ...] = ()
     """Groups with other scores than their own."""
-    num_ended: Counter[int]
+    num_ended: Counter[int] = field(default_factory=Counter)
     """How often each group has ended."""
-    metrics: dict[str, float]
+    metrics: dict[str, float] = field(default_factory=dict)
 
-
-def scoring_config(*options: str) -> RunConfig:
-    """A run whose reward reads the value out of the response."""
-    reward = "data.reward={kind: python, factory: tests.support.own_rewards.slow_value}"
-    return minimal_config(reward, *options)
+    async def score(self, groups: GroupScoring) -> None:
+        """Score one group after the other until it is over."""
+        while not self.is_over:
+            group_id, self.num_groups = self.num_groups, self.num_groups + 1
+            task = Task(task_id=f"t{group_id}", prompt="?", answer="", source_index=0, source="chain_sum")
+            values = [float(GROUP_SIZE * group_id + index) for index in range(GROUP_SIZE)]
+            responses = [Response(str(value), 1, FinishReason.STOP) for value in values]
+            for index in range(GROUP_SIZE // 2):
+                groups.finished(group_id, task, index, responses[index])
+            await asyncio.sleep(0.02)
+            scores = await groups.score_group(group_id, task, responses)
+            self.num_ended[group_id] += 1
+            if isinstance(scores, Unscored):
+                self.lost += (scores.reason,)
+            elif scores != tuple(Score(value, value >= 1.0) for value in values):
+                self.wrong += (f"group {group_id}: {scores}",)
 
 
 @starts(Starts.PROCS)
-def kill_scorers(num_kills: int, *, num_replicas: int = 2, num_alive: int = 2, seed: int = 0) -> Killed:
-    """Kill a scorer whenever ``num_alive`` are there and groups have been scored since; see ``Killed``."""
-    return asyncio.run(_kill_scorers(num_kills, num_replicas, num_alive, random.Random(seed)))
+def kill_scorers(num_kills: int, *, num_replicas: int = 2) -> Killed:
+    """Kill a scorer whenever two are there and groups have been scored since; see ``Killed``."""
+    return asyncio.run(_kill_scorers(num_kills, num_replicas))
 
 
-async def _kill_scorers(num_kills: int, num_replicas: int, num_alive: int, rng: random.Random) -> Killed:
-    config = scoring_config(f"scorer.num_replicas={num_replicas}", "scorer.num_workers=1")
+async def _kill_scorers(num_kills: int, num_replicas: int) -> Killed:
+    rng = random.Random(0)
+    config = minimal_config(
+        # The value of a response is in its text.
+        "data.reward={kind: python, factory: tests.support.own_rewards.slow_value}",
+        f"scorer.num_replicas={num_replicas}",
+        "scorer.num_workers=1",
+    )
     with tempfile.TemporaryDirectory() as folder:
         procs = ProcessManager(Path(folder))
         try:
             groups = await start_scorer(procs, config)
             assert procs.scorer is not None
             watching = asyncio.create_task(procs.scorer.watch())
-            load = _Load(groups)
-            running = [asyncio.create_task(load.run()) for _ in range(LIVE_GROUPS)]
+            killed = Killed()
+            running = [asyncio.create_task(killed.score(groups)) for _ in range(LIVE_GROUPS)]
             for number in range(num_kills):
-                ended_before = len(load.num_ended)
-                while not (
-                    len(procs.listing.entries) >= num_alive
-                    and len(load.num_ended) > ended_before + number % 3
-                ):
+                num_wanted = len(killed.num_ended) + 1 + number % 3
+                while len(procs.listing.entries) < 2 or len(killed.num_ended) < num_wanted:
                     assert not watching.done(), watching
                     await asyncio.sleep(0.01)
                 one = rng.choice(procs.listing.entries)
                 os.kill(one.pid, signal.SIGKILL)
                 while one in procs.listing.entries:
                     await asyncio.sleep(0.01)
-            load.is_over = True
+            killed.is_over = True
             await asyncio.gather(*running)
             while procs.faults.open:
                 assert not watching.done(), watching
                 await asyncio.sleep(0.01)
             watching.cancel()
-            return Killed(
-                num_kills=num_kills,
-                num_groups=load.num_begun,
-                lost=tuple(load.lost),
-                wrong=tuple(load.wrong),
-                num_ended=load.num_ended,
-                metrics=groups.metrics() | procs.faults.metrics(),
-            )
+            killed.metrics = groups.metrics() | procs.faults.metrics()
+            return killed
         finally:
             await procs.close()
 
 
-class _Load:
-    """Scores one group after the other, half of each before the group is whole."""
-
-    def __init__(self, groups: GroupScoring) -> None:
-        self._groups = groups
-        self.is_over = False
-        self.num_begun = 0
-        self.num_ended: Counter[int] = Counter()
-        self.lost: list[str] = []
-        self.wrong: list[str] = []
-
-    async def run(self) -> None:
-        while not self.is_over:
-            group_id, self.num_begun = self.num_begun, self.num_begun + 1
-            task = Task(task_id=f"t{group_id}", prompt="?", answer="", source_index=0, source="chain_sum")
-            values = [float(GROUP_SIZE * group_id + index) for index in range(GROUP_SIZE)]
-            responses = [Response(str(value), 1, FinishReason.STOP) for value in values]
-            for index in range(GROUP_SIZE // 2):
-                self._groups.finished(group_id, task, index, responses[index])
-            await asyncio.sleep(0.02)
-            scores = await self._groups.score_group(group_id, task, responses)
-            self.num_ended[group_id] += 1
-            if isinstance(scores, Unscored):
-                self.lost.append(scores.reason)
-            elif scores != tuple(Score(value, value >= 1.0) for value in values):
-                self.wrong.append(f"group {group_id}: {scores}")
-
-
 if __name__ == "__main__":
-    killed = kill_scorers(int(sys.argv[1]) if len(sys.argv) > 1 else 100, num_replicas=4)
+    num_kills = int(sys.argv[1]) if len(sys.argv) > 1 else 100
+    killed = kill_scorers(num_kills, num_replicas=4)
     twice = sum(num > 1 for num in killed.num_ended.values())
     print(
-        f"{killed.num_kills} kills, {killed.num_groups} groups: {len(killed.lost)} lost, "
+        f"{num_kills} kills, {killed.num_groups} groups: {len(killed.lost)} lost, "
         f"{len(killed.wrong)} wrong, {twice} scored twice, "
         f"{killed.num_groups - len(killed.num_ended)} without an end"
     )

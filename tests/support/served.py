@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,7 @@ from forgeasync.rollouts import EpisodeId, EpisodeOutcome, FinishReason, Sampled
 from forgeasync.testing import HandClock, ScriptedGenerator
 from tests.support.buffer_world import make_task
 from tests.support.chat import make_tokenizer
+from tests.support.sessions import until
 
 TOKEN = "a token that people have been given"
 TOKENIZER = make_tokenizer(None)
@@ -43,6 +44,13 @@ class Answer:
     headers: Any
 
 
+async def _ask(http: aiohttp.ClientSession, method: str, url: str, key: str | None, body: Any) -> Answer:
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    more = {"data": body} if isinstance(body, bytes) else {"json": body}
+    async with http.request(method, url, headers=headers, **more) as answer:
+        return Answer(answer.status, await answer.json(), answer.headers)
+
+
 @dataclass
 class Person:
     """A client of one session."""
@@ -55,11 +63,8 @@ class Person:
         self, path: str, body: Any = None, *, key: str | None = None, method: str = "POST"
     ) -> Answer:
         """``path`` is below the session; ``body`` is JSON, or bytes."""
-        headers = {"authorization": f"Bearer {self.opened['api_key'] if key is None else key}"}
-        more = {"data": body} if isinstance(body, bytes) else {"json": body}
-        url = self.opened["anthropic_base_url"] + path
-        async with self.http.request(method, url, headers=headers, **more) as answer:
-            return Answer(answer.status, await answer.json(), answer.headers)
+        url, key = self.opened["anthropic_base_url"] + path, self.opened["api_key"] if key is None else key
+        return await _ask(self.http, method, url, key, body)
 
     async def say(self, text: str) -> Answer:
         """Go on with the conversation."""
@@ -109,10 +114,7 @@ class ServedWorld:
         """Wait until so many episodes are on offer."""
         await self.until(lambda: self.service.report().num_on_offer == number)
 
-    async def until(self, is_reached: Callable[[], bool]) -> None:
-        """Wait for something that other tasks do."""
-        while not is_reached():
-            await asyncio.sleep(0.001)
+    until = staticmethod(until)
 
     async def sample(self, episode: EpisodeId, request: TurnRequest) -> SampledTurn | None:
         self.num_asked += 1
@@ -137,10 +139,7 @@ class ServedWorld:
 
     async def open(self, *, token: str | None = TOKEN, body: bytes = b"", method: str = "POST") -> Answer:
         """Ask for a session."""
-        headers = {} if token is None else {"authorization": f"Bearer {token}"}
-        url = self.server.url + "/sessions"
-        async with self.http.request(method, url, headers=headers, data=body) as answer:
-            return Answer(answer.status, await answer.json(), answer.headers)
+        return await _ask(self.http, method, self.server.url + "/sessions", token, body)
 
     async def person(self) -> Person:
         """Somebody who has opened a session."""

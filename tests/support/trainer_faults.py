@@ -6,8 +6,8 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable
 from enum import StrEnum
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from forgeasync.algorithms import Loss, RowLoss, RowTokens
 from forgeasync.schema import Section
+from tests.support.processes import wait_until
 
 ANSWERED = ".answered"
 """Ends the name of the file, begun with a step's number, that says that its answer has come."""
@@ -91,7 +92,7 @@ def _bring_about(fault: TrainerFault, mark: Path) -> None:
 
     def happen(*_: Any, **__: Any) -> None:
         if fault.moment is Moment.SNAPSHOT:
-            _until_there(mark.with_name(f"{fault.step}{ANSWERED}"))
+            wait_until(mark.with_name(f"{fault.step}{ANSWERED}").exists)
         mark.touch()
         match fault.way:
             case Way.KILL:
@@ -110,20 +111,9 @@ def _bring_about(fault: TrainerFault, mark: Path) -> None:
         case Moment.ROW:
             happen()
         case Moment.SNAPSHOT:
-            _replace("forgeasync.trainer.run_checkpoint", "finish", happen)
+            import_module("forgeasync.trainer.run_checkpoint").finish = happen
         case Moment.STAGING:
-            _replace("forgeasync.weights.staging", "_Checksums", happen)
+            import_module("forgeasync.weights.staging")._Checksums = happen
         case Moment.CHECKPOINT:
-            _replace("forgeasync.trainer.run_checkpoint", "publish", happen)
-            _replace("forgeasync.trainer.run_checkpoint", "partial_folder", happen)
-
-
-def _until_there(file: Path) -> None:
-    while not file.exists():
-        time.sleep(0.01)
-
-
-def _replace(module: str, name: str, act: Callable[..., None]) -> None:
-    import importlib
-
-    setattr(importlib.import_module(module), name, act)
+            written = import_module("forgeasync.trainer.run_checkpoint")
+            written.publish = written.partial_folder = happen

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from forgeasync.algorithms import Loss
-from forgeasync.config import LoraSection, ModelFacts, OptimizerSection, ParallelSection, TrainerSection
+from forgeasync.config import ModelFacts, OptimizerSection, ParallelSection, TrainerSection
 from forgeasync.models import read_model_facts
 from forgeasync.rollouts import NO_RECORD, BranchKey, KeptTokens, RolloutKey
 from forgeasync.trainer import (
@@ -31,32 +31,15 @@ def make_setup(folder: Path, section: TrainerSection, **fields: Any) -> TrainerS
     return TrainerSetup(section=section, facts=read_model_facts(str(folder)), **defaults | fields)
 
 
-def make_trainer(
-    folder: Path,
-    parallel: ParallelSection | None = None,
-    *,
-    temperature: float = 1.0,
-    loss: Loss | None = None,
-    lora: LoraSection | None = None,
-    average_alpha: float | None = None,
-    max_token_age: int | None = None,
-    **keys: Any,
-) -> PolicyTrainer:
-    """This rank of a trainer of the model in ``folder``; ``keys`` are those of its section.
+def make_trainer(folder: Path, parallel: ParallelSection | None = None, **options: Any) -> PolicyTrainer:
+    """This rank of a trainer of the model in ``folder``; ``options``: of its setup, or keys of its section.
 
-    Steps are large and nothing is measured beside them, unless ``keys`` say otherwise.
+    Steps are large and nothing is measured beside them, unless ``options`` say otherwise.
     """
     defaults = {"tokens_per_row": TOKENS_PER_ROW, "optimizer": LARGE_STEP, "replay_probe_share": 0.0}
-    setup = make_setup(
-        folder,
-        TrainerSection(parallel=parallel or ParallelSection(), **defaults | keys),
-        temperature=temperature,
-        loss=loss or Loss(),
-        lora=lora,
-        average_alpha=average_alpha,
-        max_token_age=max_token_age,
-    )
-    return PolicyTrainer(setup)
+    keys = {name: options.pop(name) for name in TrainerSection.model_fields.keys() & options.keys()}
+    section = TrainerSection(parallel=parallel or ParallelSection(), **defaults | keys)
+    return PolicyTrainer(make_setup(folder, section, **options))
 
 
 def make_sequences(num_sequences: int, facts: ModelFacts) -> list[TrainingSequence]:
@@ -99,28 +82,30 @@ def make_sequences(num_sequences: int, facts: ModelFacts) -> list[TrainingSequen
 def random_rows(rng: np.random.Generator, vocab_size: int, num_ranks: int) -> list[list[PackedRow]]:
     """A row for each rank, with one sequence of 8 prompt and 32 response tokens; nothing is replayed."""
 
-    def sequence() -> TrainingSequence:
+    def row() -> PackedRow:
         ids = rng.integers(0, vocab_size, 40).astype(np.int32)
-        return TrainingSequence(
-            prompt_ids_P=ids[:8],
-            response_ids_T=ids[8:],
-            behavior_logprobs_T=np.full(32, -3.0, np.float32),
-            ages_T=np.zeros(32, np.int32),
-            advantage=float(rng.normal()),
-        )
+        return pack_row([plain_sequence(ids[:8], ids[8:], advantage=float(rng.normal()))])
 
-    return [[pack_row([sequence()])] for _ in range(num_ranks)]
+    return [[row()] for _ in range(num_ranks)]
+
+
+def plain_sequence(
+    prompt_ids_P: np.ndarray, response_ids_T: np.ndarray, *, advantage: float = 1.0, **fields: Any
+) -> TrainingSequence:
+    """All tokens are on policy and had a log-probability of -3, unless ``fields`` say otherwise."""
+    num = len(response_ids_T)
+    ages_T, behavior_logprobs_T = np.zeros(num, np.int32), np.full(num, -3.0, np.float32)
+    defaults = {"ages_T": ages_T, "behavior_logprobs_T": behavior_logprobs_T}
+    return TrainingSequence(
+        prompt_ids_P=prompt_ids_P, response_ids_T=response_ids_T, advantage=advantage, **defaults | fields
+    )
 
 
 def make_sequence(ages: list[int]) -> TrainingSequence:
     """Two tokens of a prompt, and a token of a response for each age."""
-    return TrainingSequence(
-        prompt_ids_P=np.asarray([1, 2], np.int32),
-        response_ids_T=np.arange(len(ages), dtype=np.int32),
-        behavior_logprobs_T=np.zeros(len(ages), np.float32),
-        ages_T=np.asarray(ages, np.int32),
-        advantage=1.0,
-    )
+    response = np.arange(len(ages), dtype=np.int32)
+    old = {"ages_T": np.asarray(ages, np.int32), "behavior_logprobs_T": np.zeros(len(ages), np.float32)}
+    return plain_sequence(np.asarray([1, 2], np.int32), response, **old)
 
 
 def make_row(ages: list[list[int]]) -> PackedRow:

@@ -22,7 +22,7 @@ from forgeasync.buffer import (
     Trained,
     Update,
 )
-from forgeasync.observability import METRICS
+from forgeasync.observability import METRICS, Alive, Changed, Facts, Line, Opened, Span, State, encode
 from forgeasync.plugins.viewer import RunReader, application
 from tests.support.ledgers import ledger_text, opened
 
@@ -65,28 +65,28 @@ def write_run(
     folder: Path,
     *,
     num_steps: int,
-    groups_per_step: int = 2,
-    group_size: int = 2,
     seed: int = 0,
     is_ended: bool = True,
-    text: str = "#4",
 ) -> Path:
-    """Write a run without faults that has ended, or one whose last groups are still under way."""
+    """Write a run without faults that has ended, or one whose last groups are still in flight.
+
+    Two groups of two train in each step.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     max_steps = num_steps if is_ended else 2 * num_steps
     (folder / "config.yaml").write_text(
         f"name: made\nseed: {seed}\nmax_steps: {max_steps}\nrun_dir: {folder}\nmodel:\n  path: models/x\n"
     )
-    events = [one for step in ledger_of_steps(num_steps, groups_per_step, is_ended=is_ended) for one in step]
+    events = [one for step in ledger_of_steps(num_steps, 2, is_ended=is_ended) for one in step]
     (folder / "ledger.jsonl").write_bytes(ledger_text(events))
     with (folder / "metrics.jsonl").open("w") as file:
         for step in range(1, num_steps + 1):
             file.write(json.dumps(metrics_of(step, seed)) + "\n")
     with (folder / "rollouts.jsonl").open("w") as file:
         for step in range(1, num_steps + 1):
-            for place in range(groups_per_step * group_size):
-                group = (step - 1) * groups_per_step + place // group_size
-                file.write(json.dumps(rollout_of(step, group, place % group_size, text)) + "\n")
+            for group in (2 * step - 2, 2 * step - 1):
+                for episode in range(2):
+                    file.write(json.dumps(rollout_of(step, group, episode, "#4")) + "\n")
     return folder
 
 
@@ -199,8 +199,7 @@ def eventful_ledger() -> list[AnyEvent]:
         opened(1),
         *begun_group(0),
         *finished_group(0),
-        Submitted(prompt=1, source="sums", task_id="sums/1"),
-        Started(prompt=1, attempt=0, group=1),
+        *begun_group(1),
         trained(1, range(0, 1)),
         Dropped(prompt=1, group=1, reason=DropReason.LOST, again=True),
         Checkpointed(step=1),  # line 10
@@ -219,3 +218,45 @@ def eventful_ledger() -> list[AnyEvent]:
         Trained(step=2, prompts=(1,), groups=(2,), update=Update.SKIPPED),
         Sampled(prompt=2, group=3),
     ]
+
+
+TRACE_BEGIN_S = 1.8e9
+"""When the first process of ``write_traces`` began, in seconds since 1970; steps follow 10 s later."""
+
+
+def write_traces(folder: Path, *, num_steps: int) -> None:
+    """Write traces of the controller, and of a generator that was killed and came back, into a run."""
+    loop: list[Line] = [_opened("controller", 1, 0.0), _changed(10.0, State.COMPUTING)]
+    for step in range(1, num_steps + 1):
+        begin_s = 10.0 + STEP_S * (step - 1)
+        loop += [_changed(begin_s, State.WAITING_FOR_BATCH), _changed(begin_s + 0.5, State.COMPUTING)]
+        loop.append(_span(begin_s, 0.5, "wait for a batch", {"step": step}))
+        loop.append(_span(begin_s + 0.5, 1.5, "train", {"step": step}))
+        loop.append(_span(begin_s + STEP_S, 0.0, "record", {"step": step}))
+    end_s = 10.0 + STEP_S * num_steps
+    first = [
+        _opened("generator-0", 2, 1.0),
+        _changed(4.0, State.COMPUTING),
+        _span(4.0, 5.0, "sample group", {"group": 0}),
+        _span(6.0, 5.0, "sample group", {"group": 1}),
+        Alive(at_s=TRACE_BEGIN_S + 11.0, num_lost=0),
+    ]
+    second = [_opened("generator-0", 3, 12.0), _changed(13.0, State.WAITING_FOR_ROOM)]
+    logs = folder / "logs"
+    logs.mkdir(exist_ok=True)
+    for name, lines in (("controller-1", loop), ("generator-0-2", first), ("generator-0-3", second)):
+        last = Alive(at_s=TRACE_BEGIN_S + end_s, num_lost=0)
+        written = lines if name == "generator-0-2" else [*lines, last]
+        (logs / f"{name}.trace.jsonl").write_bytes(b"".join(map(encode, written)))
+
+
+def _opened(proc: str, pid: int, at_s: float) -> Line:
+    return Opened(at_s=TRACE_BEGIN_S + at_s, proc=proc, pid=pid, host="here", state=State.STARTING)
+
+
+def _changed(at_s: float, state: State) -> Line:
+    return Changed(at_s=TRACE_BEGIN_S + at_s, state=state)
+
+
+def _span(at_s: float, took_s: float, name: str, facts: Facts) -> Line:
+    return Span(begin_s=TRACE_BEGIN_S + at_s, took_s=took_s, name=name, facts=facts)

@@ -1,7 +1,9 @@
 """One proc's worth of publishing and reading, without Monarch: a folder's weights, staged by this process."""
 
+import inspect
 import os
 import signal
+import textwrap
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -11,6 +13,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
+from forgeasync.schema import PythonCode
 from forgeasync.weights import (
     Box,
     Manifest,
@@ -22,6 +25,7 @@ from forgeasync.weights import (
     SharedMemoryTransport,
     StagingBuffers,
     StagingSource,
+    Transport,
     WeightFetcher,
     WeightLayout,
     lay_out,
@@ -148,3 +152,15 @@ def publish_and_die(staging: Path, link: Connection) -> None:
     half_way[: num_elements // 2] = constant(2)
     os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(60)
+
+
+def write_own_transport(folder: Path, module: str) -> PythonCode:
+    """Write the example into ``folder`` as a module; returns the section that asks for it.
+
+    Its files go into ``folder`` too.
+    """
+    assert Transport.__doc__ is not None
+    _, code = inspect.getdoc(Transport).split(".. code-block:: python\n")
+    code, _ = code.split("\nRules for a transport:")
+    (folder / f"{module}.py").write_text(textwrap.dedent(code))
+    return PythonCode(factory=f"{module}.FolderTransport", options={"folder": str(folder)})

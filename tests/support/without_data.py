@@ -89,29 +89,11 @@ def look_at(cases: Mapping[str, Case], library: Path) -> dict[str, Seen]:
     return {name: Seen(**found) for name, found in json.loads(out.read_text()).items()}
 
 
-class _Nothing:
-    """Streams and events of the pretended device, for FSDP2."""
-
-    def __init__(self, *_: object, **__: object) -> None:
-        pass
-
-    def record(self, *_: object) -> "_Nothing":
-        return self
-
-    record_event = record
-
-    def wait_event(self, _: object) -> None:
-        pass
-
-    wait_stream = synchronize = wait_event
-
-
 class _Device:
-    """What FSDP2 and meshes ask of ``torch.cuda``."""
+    """What FSDP2 and meshes ask of ``torch.cuda``; its streams and events do nothing."""
 
-    Stream = Event = _Nothing
+    Stream = Event = current_stream = staticmethod(lambda *_, **__: mock.MagicMock())
     stream = staticmethod(contextlib.nullcontext)
-    current_stream = staticmethod(_Nothing)
     current_device = staticmethod(lambda: 0)
     device_count = staticmethod(lambda: 8)
     is_initialized = staticmethod(lambda: True)
@@ -146,11 +128,8 @@ def _patched(fake: Any, num_routed: int) -> Iterator[None]:
     def even_splits(
         _: object, mine_E: torch.Tensor, theirs: torch.Tensor, num_ranks: int
     ) -> tuple[torch.Tensor, list[int], list[int]]:
-        return (
-            theirs.reshape(-1),
-            [num_routed // num_ranks] * num_ranks,
-            [num_routed // num_ranks] * num_ranks,
-        )
+        splits = [num_routed // num_ranks] * num_ranks
+        return theirs.reshape(-1), splits, splits
 
     def to_empty(self: torch.nn.Module, *, device: str, recurse: bool = True) -> torch.nn.Module:
         with fake:
@@ -195,7 +174,6 @@ def _patched(fake: Any, num_routed: int) -> Iterator[None]:
 def _look(case: Case) -> Seen:
     import torch.distributed as dist
     from torch._subclasses import FakeTensor, FakeTensorMode
-    from torch.distributed.tensor import DTensor
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -204,6 +182,7 @@ def _look(case: Case) -> Seen:
     from forgeasync.trainer import RowForward, build_parallel_dims, build_parallel_model
     from tests.support.live_tensors import LiveTensors
     from tests.support.measured_memory import full_row
+    from tests.support.trainers import local
 
     config = load_config(REPOSITORY / "configs" / f"{case.config}.yaml", list(case.overrides))
     facts = read_model_facts(config.model.path) if case.facts is None else ModelFacts(**case.facts)
@@ -241,9 +220,6 @@ def _look(case: Case) -> Seen:
             if function is torch.ops.aten.mm.default and result.shape[1] == width:
                 seen.logits.append(list(result.shape))
             return result
-
-    def local(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
     torch.autograd.set_multithreading_enabled(False)
     dist.init_process_group("fake", rank=0, world_size=parallel.num_procs, store=FakeStore())

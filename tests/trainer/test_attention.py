@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forgeasync.trainer import PackedAttention, attend, packed_sequences
-from tests.support.masked_attention import NUM_HEADS, masked_attention, packed_positions, random_inputs
+from tests.support.references import NUM_HEADS, masked_attention, packed_positions, random_inputs
 
 
 def _check(

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torchtitan.models.common.attention import create_varlen_metadata_for_document
 
 from forgeasync.trainer import ContextAttention, WholeRowAttention, part_metadata
-from tests.support.masked_attention import (
+from tests.support.references import (
     NUM_HEADS,
     Tensors,
     masked_attention,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from forgeasync.trainer import chunked_predictions
 from forgeasync.trainer import logprobs as logprobs_module
-from tests.support.kept_sets import ALWAYS_GATHER, NEVER_GATHER, make_case
+from tests.support.references import ALWAYS_GATHER, NEVER_GATHER, make_case
 
 
 def reference(

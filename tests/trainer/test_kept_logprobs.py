@@ -10,9 +10,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from forgeasync.models import GATHER_COST
 from forgeasync.trainer import chunked_predictions, head_weight, kept_logprobs
 from forgeasync.trainer import logprobs as logprobs_module
-from tests.support.kept_sets import ALWAYS_GATHER, NEVER_GATHER, make_case, reference
 from tests.support.live_tensors import LiveTensors
 from tests.support.processes import run_ranks
+from tests.support.references import ALWAYS_GATHER, NEVER_GATHER, make_case, reference
 
 
 @settings(deadline=None, max_examples=60)

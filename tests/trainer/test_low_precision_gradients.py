@@ -26,8 +26,8 @@ from forgeasync.trainer import (
 )
 from forgeasync.trainer import logprobs as logprobs_module
 from tests.support.config_samples import FACTS
-from tests.support.kept_sets import ALWAYS_GATHER, NEVER_GATHER
 from tests.support.live_tensors import LiveTensors
+from tests.support.references import ALWAYS_GATHER, NEVER_GATHER
 
 VOCAB_SIZE, DIM, NUM_TARGETS = 2048, 128, 256
 

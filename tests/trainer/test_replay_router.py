@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from forgeasync.config import BiasedRouting, LatentAttention
 from forgeasync.rollouts import NO_RECORD
 from forgeasync.trainer import ReplayRouter, replay, replay_routers, titan_config
-from tests.support.moe_layers import FACTS, make_moe, random_ids
+from tests.support.references import FACTS, make_moe, random_ids
 
 
 def run(router: ReplayRouter, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

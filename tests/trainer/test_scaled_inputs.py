@@ -36,9 +36,16 @@ from forgeasync.algorithms import (
 )
 from forgeasync.trainer import StepSums, chunked_predictions, grouped_mm
 from forgeasync.trainer import logprobs as logprobs_module
-from tests.support.kept_sets import ALWAYS_GATHER, NEVER_GATHER, make_case, reference
-from tests.support.moe_layers import FACTS, make_moe, random_ids
 from tests.support.processes import run_ranks
+from tests.support.references import (
+    ALWAYS_GATHER,
+    FACTS,
+    NEVER_GATHER,
+    make_case,
+    make_moe,
+    random_ids,
+    reference,
+)
 from tests.support.tokens import make_tokens
 from tests.support.trainers import make_row
 

@@ -21,7 +21,7 @@ from forgeasync.runtime import (
 from forgeasync.testing import tiny_config, write_tiny_model
 from forgeasync.trainer import assign_rows, items_of, whole_response
 from forgeasync.weights import FetchReport
-from tests.support.engine_weights import assert_engine_holds
+from tests.support.engines import assert_engine_holds
 from tests.support.trainer_and_generators import start_both
 
 NUM_UPDATES = 3

@@ -14,7 +14,7 @@ from forgeasync.models import read_model_facts
 from forgeasync.runtime import GeneratorRouter, LocalHosts, ProcessManager, TrainerMesh, make_folders
 from forgeasync.testing import tiny_config, write_tiny_model
 from forgeasync.weights import WeightSet
-from tests.support.engine_weights import assert_engine_holds
+from tests.support.engines import assert_engine_holds
 from tests.support.trainer_and_generators import start_both
 from tests.support.trainers import random_rows
 

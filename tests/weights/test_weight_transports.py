@@ -49,7 +49,7 @@ from forgeasync.weights import (
     whole_tensors,
 )
 from tests.support.config_samples import FACTS, minimal_config
-from tests.support.own_transport import write_own_transport
+from tests.support.weight_service import write_own_transport
 
 HOST = "here"
 

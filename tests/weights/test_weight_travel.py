@@ -27,10 +27,10 @@ from forgeasync.runtime import (
 )
 from forgeasync.testing import tiny_config, write_tiny_model
 from forgeasync.weights import FetchReport, WeightExchange, WeightLedger
-from tests.support.engine_weights import assert_engine_holds
-from tests.support.own_transport import write_own_transport
+from tests.support.engines import assert_engine_holds
 from tests.support.trainer_and_generators import start_both
 from tests.support.trainers import random_rows
+from tests.support.weight_service import write_own_transport
 
 NUM_UPDATES = 20
 

@@ -55,9 +55,8 @@ from forgeasync.runtime import GeneratorActor, GeneratorRouter, GroupScoring
 from forgeasync.testing import VirtualTime, tiny_config
 from forgeasync.trainer import training_items
 from tests.support.buffer_world import make_task
-from tests.support.profiles import simple_profile
+from tests.support.profiles import simple_profile, small_run
 from tests.support.rollouts import make_stored_rollout
-from tests.support.simulated import small_run
 
 
 def make_group(*lengths: int, number: int = 0, num_prompt_tokens: int = 6, source: str = "x") -> Group:

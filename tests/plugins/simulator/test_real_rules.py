@@ -15,8 +15,7 @@ from forgeasync.rollouts import PayloadBudget, row_plan
 from forgeasync.runtime import ReplicaTable
 from forgeasync.scoring import Dispatcher
 from forgeasync.weights import Manifest, WeightLedger
-from tests.support.profiles import simple_profile
-from tests.support.simulated import small_run
+from tests.support.profiles import simple_profile, small_run
 
 RULES = (
     ReplayBuffer,

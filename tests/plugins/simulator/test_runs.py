@@ -26,8 +26,7 @@ from forgeasync.plugins.simulator import (
     simulate,
 )
 from forgeasync.rollouts import Task
-from tests.support.profiles import NO_SETUP, simple_profile
-from tests.support.simulated import small_run
+from tests.support.profiles import NO_SETUP, simple_profile, small_run
 
 runs = st.builds(
     small_run,

@@ -4,8 +4,7 @@ import pytest
 
 from forgeasync.config import BufferSection, ScorerSection
 from forgeasync.plugins.simulator import Distribution, EnvironmentTimes, simulate, what_if
-from tests.support.profiles import simple_profile
-from tests.support.simulated import small_run
+from tests.support.profiles import simple_profile, small_run
 
 FIXED = (50.0, 50.0)
 

@@ -14,7 +14,6 @@ import pytest
 from forgeasync.plugins.viewer import RunReader, serve
 from tests.support.browser import BROWSER, DRIVER, Browser, open_browser
 from tests.support.ledgers import ledger_text
-from tests.support.made_traces import write_traces
 from tests.support.viewer_runs import (
     eventful_ledger,
     ledger_of_steps,
@@ -22,6 +21,7 @@ from tests.support.viewer_runs import (
     tokens_of,
     worst_of,
     write_run,
+    write_traces,
 )
 
 pytestmark = pytest.mark.skipif(

@@ -8,8 +8,14 @@ import pytest
 
 from forgeasync.plugins.viewer import RunReader, write_trace
 from tests.support.ledgers import ledger_text
-from tests.support.made_traces import TRACE_BEGIN_S, write_traces
-from tests.support.viewer_runs import STEP_S, eventful_ledger, metrics_of, write_run
+from tests.support.viewer_runs import (
+    STEP_S,
+    TRACE_BEGIN_S,
+    eventful_ledger,
+    metrics_of,
+    write_run,
+    write_traces,
+)
 
 
 def trace_of(folder: Path, file: Path) -> list[dict]:

@@ -6,8 +6,7 @@ import pytest
 
 from forgeasync.observability import ORDER, Alive, Changed, Opened, Span, State, encode
 from forgeasync.plugins.viewer import RunReader
-from tests.support.made_traces import TRACE_BEGIN_S, write_traces
-from tests.support.viewer_runs import STEP_S, asked, read, write_run
+from tests.support.viewer_runs import STEP_S, TRACE_BEGIN_S, asked, read, write_run, write_traces
 
 
 @pytest.fixture

@@ -35,41 +35,6 @@ START_S = 60.0
 LEFT_S = 30.0
 """Seconds in which everything of a run that has ended must be gone: Slurm kills what does not end after 5."""
 
-_SLURM_CONF = """
-ClusterName=here
-SlurmctldHost={head}({head_address})
-SlurmUser=root
-AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket
-SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.%n.pid
-SlurmdSpoolDir={folder}/spool.%n
-StateSaveLocation={folder}/state
-SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/slurmd.%n.log
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-SelectType=select/cons_tres
-SelectTypeParameters=CR_Core
-MpiDefault=none
-ReturnToService=2
-KillWait=5
-# The nodes say what they would have in a cluster, not what the machine behind them has.
-SlurmdParameters=config_overrides
-NodeName={nodes} CPUs=64 RealMemory=1000000
-PartitionName={partition} Nodes={nodes} Default=YES MaxTime=INFINITE State=UP
-"""
-
-_SSHD_CONFIG = """
-HostKey {folder}/host_key
-AuthorizedKeysFile {folder}/user_key.pub
-StrictModes no
-PermitRootLogin yes
-UsePAM no
-PidFile none
-SetEnv {environment}
-"""
-
 
 def why_not() -> str | None:
     """Why no cluster can be started on this machine; None: it can."""
@@ -288,12 +253,18 @@ def cluster_here() -> Iterator[Cluster]:
 def _write_settings(folder: Path) -> None:
     (folder / "state").mkdir()
     nodes = f"node[1-{len(NODES)}]"
-    settings = {"folder": folder, "head": HEAD, "head_address": HEAD_ADDRESS}
-    (folder / "slurm.conf").write_text(_SLURM_CONF.format(**settings, nodes=nodes, partition=PARTITION))
+    own = {"head": HEAD, "head_address": HEAD_ADDRESS, "nodes": nodes, "partition": PARTITION}
+    _fill_in("slurm.conf", folder, **own)
     for key in ("host_key", "user_key"):
         command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key)]
         subprocess.run(command, check=True)
     # What a login shell of a user would have: the checkout's code, and settings of this test run.
     wanted = {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     environment = " ".join(f'"{name}={value}"' for name, value in wanted.items())
-    (folder / "sshd_config").write_text(_SSHD_CONFIG.format(folder=folder, environment=environment))
+    _fill_in("sshd_config", folder, environment=environment)
+
+
+def _fill_in(name: str, folder: Path, **values: str) -> None:
+    """Write a daemon's settings, whose template is beside this file."""
+    template = Path(__file__).with_name(name).read_text()
+    (folder / name).write_text(template.format(folder=folder, **values))

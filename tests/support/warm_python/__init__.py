@@ -25,6 +25,7 @@ import tempfile
 from pathlib import Path
 
 from tests.support.warm_python import executable
+from tests.support.warm_python.executable import LINK
 
 FOLDER = "FORGEASYNC_TESTS_WARM_PYTHON"
 """Variable with the folder of the server that processes of one test session share."""
@@ -36,15 +37,6 @@ REAL_PYTHON = str(Path(sys.prefix, "bin", "python"))
 """For programs that must not be warm; ``sys.executable`` is the warm Python in tests that start processes."""
 
 _REPOSITORY = Path(__file__).parents[3]
-
-_ENVIRONMENTS = (
-    "forgeasync.environments.build",
-    "forgeasync.environments.endpoint_agent",
-    "forgeasync.environments.episodes",
-    "forgeasync.environments.rendering",
-    "forgeasync.environments.sessions.server",
-    "forgeasync.plugins.serve.environment",
-)
 
 _VLLM = (
     "forgeasync.generator.engine",
@@ -69,7 +61,12 @@ MODULES: dict[str, tuple[str, ...]] = {
         "torchtitan.trainer",
         "transformers.models.qwen3_moe.modeling_qwen3_moe",
         "transformers.models.auto.tokenization_auto",
-        *_ENVIRONMENTS,
+        "forgeasync.environments.build",
+        "forgeasync.environments.endpoint_agent",
+        "forgeasync.environments.episodes",
+        "forgeasync.environments.rendering",
+        "forgeasync.environments.sessions.server",
+        "forgeasync.plugins.serve.environment",
         "forgeasync.checkpoints",
         "forgeasync.config.load",
         "forgeasync.observability.console",
@@ -106,7 +103,7 @@ def wait_until_imported(*kinds: str) -> None:
     Limits on the time that a program takes to start should not count the first import.
     """
     for kind in kinds:
-        with socket.socket(socket.AF_UNIX) as link:
+        with socket.socket(*LINK) as link:
             link.connect(str(session_folder() / kind))
             # Asks for nothing.
             link.shutdown(socket.SHUT_WR)
@@ -140,26 +137,23 @@ def _start() -> Path:
     _write_script(folder / "bin")
     # This process alone has the other end: the servers end with it.
     life, _ = os.pipe()
-    # Here, not in the server: processes can connect at once, and wait.
-    listeners = {kind: socket.socket(socket.AF_UNIX) for kind in MODULES}
-    for kind, listener in listeners.items():
-        listener.bind(str(folder / kind))
-        listener.listen(128)
-    numbers = [life, *(one.fileno() for one in listeners.values())]
-    command = [REAL_PYTHON, "-m", "tests.support.warm_python.server", str(folder), *map(str, numbers)]
-    with (folder / "server.log").open("w") as log:
-        subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            cwd=_REPOSITORY,
-            # Else numpy would start threads as it is imported. The room is last: what it shows counts.
-            env=os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "WARM_ROOM": "_" * ROOM_BYTES},
-            pass_fds=numbers,
-        )
-    for listener in listeners.values():
-        listener.close()
+    for kind in MODULES:
+        with socket.socket(*LINK) as listener, (folder / f"{kind}.log").open("w") as log:
+            # Here, not in the server: processes can connect at once, and wait.
+            listener.bind(str(folder / kind))
+            listener.listen(128)
+            numbers = (life, listener.fileno())
+            subprocess.Popen(
+                [REAL_PYTHON, "-m", f"{__name__}.server", kind, str(folder), *map(str, numbers)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=_REPOSITORY,
+                # Else numpy would start threads as it is imported. The room is last: what it shows counts.
+                env=os.environ
+                | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "WARM_ROOM": "_" * ROOM_BYTES},
+                pass_fds=numbers,
+            )
     os.close(life)
     os.environ[FOLDER] = str(folder)
     return folder

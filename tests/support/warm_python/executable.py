@@ -25,6 +25,12 @@ CALL = "tests.support.warm_python.call"
 
 PROGRAM = "tests.support.warm_python.program"
 
+LINK = (socket.AF_UNIX, socket.SOCK_SEQPACKET)
+"""The kind of socket that connects it with the server."""
+
+PASSED_ON = (signal.SIGINT, signal.SIGTERM)
+"""Signals that are passed on to the fork."""
+
 _PR_SET_PDEATHSIG = 1
 """Number of prctl(2)'s operation, which Python does not name."""
 
@@ -62,71 +68,61 @@ def main() -> NoReturn:
     if arguments[1] == PROC:
         # As Monarch has its procs do, whose parent here is the server.
         _die_with_parent()
-    pids: list[int] = []
-    early: list[int] = []
-
-    def pass_on(number: int, frame: object) -> None:
-        if not pids:
-            early.append(number)
-        for pid in pids:
-            try:
-                os.kill(pid, number)
-            except ProcessLookupError:
-                pass
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, pass_on)
-    with socket.socket(socket.AF_UNIX) as link:
+    # They wait for a fork that they can be passed on to.
+    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
+    with socket.socket(*LINK) as link:
         try:
             link.connect(str(session / kind))
             _ask(link, script, arguments)
-            pids.append(_receive(link)["pid"])
-            for number in early:
-                pass_on(number, None)
-            _end_as(_receive(link)["status"])
+            pid = _receive(link)
+            for number in PASSED_ON:
+                signal.signal(number, lambda number, frame: _send(pid, number))
+            signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+            status = _receive(link)
         except OSError as error:
-            log = session / "server.log"
+            log = session / f"{kind}.log"
             print(f"the server of the warm Python is gone ({error}):", file=sys.stderr)
             print(log.read_text()[-4000:] if log.exists() else "and its folder too", file=sys.stderr)
             os._exit(1)
+    _end_as(status)
 
 
 def _ask(link: socket.socket, script: str, arguments: list[str]) -> None:
     # Nobody writes: the fork is killed when this process, which alone has the other end, is gone.
     life, _ = os.pipe()
-    inherited = []
-    for number in map(int, os.listdir("/proc/self/fd")):
-        try:
-            if os.get_inheritable(number):
-                inherited.append(number)
-        except OSError:
-            # It was that of the list.
-            continue
-    request = json.dumps(
-        {
-            "environment": dict(os.environ),
-            "folder": os.getcwd(),
-            "arguments": arguments,
-            "executable": script,
-            "starter": os.getppid(),
-            "session": os.getsid(0),
-            "leads_session": os.getsid(0) == os.getpid(),
-            "numbers": inherited,
-        }
-    ).encode()
-    socket.send_fds(link, [len(request).to_bytes(4, "big")], [life, *inherited])
-    link.sendall(request)
+    numbers = map(int, os.listdir("/proc/self/fd"))
+    # The one of the list itself is closed.
+    inherited = [
+        one for one in numbers if os.path.lexists(f"/proc/self/fd/{one}") and os.get_inheritable(one)
+    ]
+    request = {
+        "environment": dict(os.environ),
+        "folder": os.getcwd(),
+        "arguments": arguments,
+        # What the fork takes for its Python, and for its parent.
+        "executable": script,
+        "starter": os.getppid(),
+        "session": os.getsid(0),
+        "leads_session": os.getsid(0) == os.getpid(),
+        "numbers": inherited,
+    }
+    socket.send_fds(link, [json.dumps(request).encode()], [life, *inherited])
     os.close(life)
 
 
-def _receive(link: socket.socket) -> "dict[str, int]":
-    """Receive one line of JSON."""
-    text = b""
-    while not text.endswith(b"\n"):
-        if not (part := link.recv(1)):
-            raise ConnectionResetError("it has ended")
-        text += part
-    return json.loads(text)
+def _receive(link: socket.socket) -> int:
+    """Receive a number: the fork's process id, and then how it has ended."""
+    if not (answer := link.recv(4)):
+        raise ConnectionResetError("it has ended")
+    return int.from_bytes(answer, "big")
+
+
+def _send(pid: int, number: int) -> None:
+    """Send a signal to the fork, which may be gone."""
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        pass
 
 
 def _end_as(status: int) -> NoReturn:

@@ -4,8 +4,6 @@ import atexit
 import contextlib
 import ctypes
 import fcntl
-import importlib
-import json
 import os
 import random
 import runpy
@@ -15,9 +13,10 @@ import site
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn, Self
+from typing import Any, NoReturn
+
+from tests.support.warm_python.executable import PASSED_ON
 
 FREE_NUMBERS = 256
 """Descriptors with this and later numbers are given to nobody: those below may be asked for by number."""
@@ -29,96 +28,65 @@ _ENV_START = 49
 """Place of ``env_start`` among the fields of /proc/self/stat, counted from 0 (proc_pid_stat(5): field 50)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """What ``executable.py`` asks for."""
-
-    environment: Mapping[str, str]
-    folder: str
-    arguments: Sequence[str]
-    """``-m``, the name of a module, and its own arguments."""
-    executable: str
-    """What the fork takes for its Python."""
-    starter: int
-    """The process that has started the one that asks, and so its own parent as far as the fork can tell."""
-    session: int
-    """The session of the process that asks."""
-    leads_session: bool
-    descriptors: Mapping[int, int]
-    """Open files, by the number under which the fork is to have them."""
-    life: int
-    """A pipe that ends when the process that asks does."""
-
-    @classmethod
-    def read(cls, text: bytes, descriptors: Sequence[int]) -> Self:
-        """From JSON, and the pipe and the files that came with it."""
-        words = json.loads(text)
-        life, *files = descriptors
-        return cls(descriptors=dict(zip(words.pop("numbers"), files, strict=True)), life=life, **words)
-
-    def close(self) -> None:
-        """Close all descriptors, in the server, which has forked a process with them."""
-        for descriptor in (*self.descriptors.values(), self.life):
-            os.close(descriptor)
-
-
 def become(
-    request: Request, *, folder: Path, set_by_imports: Mapping[str, str], unblocked: Sequence[signal.Signals]
+    request: Mapping[str, Any],
+    life: int,
+    files: Sequence[int],
+    *,
+    folder: Path,
+    set_by_imports: Mapping[str, str],
 ) -> NoReturn:
     """Run the module that was asked for as Python's main program, and end this process as Python would.
 
-    ``set_by_imports`` are environment variables that importing has set, as it would in a program of its own.
-    ``folder`` is that of the test session. Signals ``unblocked`` are blocked so far.
+    ``request`` is that of ``executable.py``, with the ``files`` for it; ``life`` is a pipe that ends when the
+    process that asks does. ``folder`` is that of the test session. ``set_by_imports`` are variables of the
+    environment that importing has set, as it would in a program of its own.
     """
-    die_with(request.life)
-    os.close(request.life)
+    environment: dict[str, str] = request["environment"]
+    die_with(life)
+    os.close(life)
     _lead_session(request, folder / "sessions")
     Path("/proc/self/comm").write_text("python")
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     # What has come since the fork counts now.
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, unblocked)
-    _place(request.descriptors)
-    _show_environment(request.environment)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
+    _place(dict(zip(request["numbers"], files, strict=True)))
+    _show_environment(environment)
     os.environ.clear()
-    os.environ.update({**set_by_imports, **request.environment})
-    os.getppid = lambda: request.starter
-    sys.executable = request.executable
-    os.chdir(request.folder)
-    _, module, *arguments = request.arguments
+    os.environ.update({**set_by_imports, **environment})
+    os.getppid = lambda: request["starter"]
+    sys.executable = request["executable"]
+    os.chdir(request["folder"])
+    _, module, *arguments = request["arguments"]
     # As "python -m" begins it; the server was started in the same way.
-    own = [one for one in request.environment.get("PYTHONPATH", "").split(os.pathsep) if one]
-    sys.path[:] = [request.folder, *(one for one in own if one not in sys.path), *sys.path[1:]]
+    own = [one for one in environment.get("PYTHONPATH", "").split(os.pathsep) if one]
+    sys.path[:] = [request["folder"], *(one for one in own if one not in sys.path), *sys.path[1:]]
     sys.argv = [module, *arguments]
-    sys.orig_argv = [sys.executable, *request.arguments]
+    sys.orig_argv = [sys.executable, *request["arguments"]]
     if (numpy := sys.modules.get("numpy")) is not None:
         # Python seeds its own generator again in a fork, numpy does not.
         numpy.random.seed(random.SystemRandom().getrandbits(32))
-    _customize()
+    # Another folder may come first on its path.
+    for name in ("sitecustomize", "usercustomize"):
+        sys.modules.pop(name, None)
+    site.execsitecustomize()
+    if site.ENABLE_USER_SITE:
+        site.execusercustomize()
     _end_as(_run(module))
 
 
-def _lead_session(request: Request, sessions: Path) -> None:
+def _lead_session(request: Mapping[str, Any], sessions: Path) -> None:
     """Lead a session, and note which one has started it: a fork cannot be put into that one."""
     os.setsid()
     ended = list(sessions.glob(f"{os.getpid()}-*"))
-    if request.leads_session:
+    if request["leads_session"]:
         # Processes of earlier sessions had the same ids.
-        ended += sessions.glob(f"{request.session}-*")
+        ended += sessions.glob(f"{request['session']}-*")
     for file in ended:
         file.unlink(missing_ok=True)
-    (sessions / f"{request.session}-{os.getpid()}").touch()
-
-
-def _customize() -> None:
-    """Python does so when a program begins; another folder may come first on its path."""
-    for name in ("sitecustomize", "usercustomize"):
-        if name == "usercustomize" and not site.ENABLE_USER_SITE:
-            continue
-        sys.modules.pop(name, None)
-        with contextlib.suppress(ModuleNotFoundError):
-            importlib.import_module(name)
+    (sessions / f"{request['session']}-{os.getpid()}").touch()
 
 
 def _run(module: str) -> int | signal.Signals:

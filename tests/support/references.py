@@ -1,0 +1,116 @@
+"""Inputs of the trainer's formulas and layers, and what comes out of them by definition, in float64.
+
+Shape suffixes: B rows, L row length, N heads, H head size.
+"""
+
+import dataclasses
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from forgeasync.trainer import titan_config
+from tests.support import config_samples
+
+
+def make_case(
+    seed: int, num_tokens: int, vocab_size: int, *, largest_set: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Wide random logits [T, V] in float64, tokens, and kept sets with the token in them; some are empty."""
+    rng = np.random.default_rng(seed)
+    logits = rng.standard_normal((num_tokens, vocab_size)) * 5
+    tokens = rng.integers(0, vocab_size, num_tokens)
+    offsets, ids = [0], []
+    for token in tokens:
+        width = int(rng.integers(0, min(largest_set, vocab_size) + 1))
+        others = rng.permutation(np.delete(np.arange(vocab_size), token))[: max(0, width - 1)]
+        ids += sorted([token, *others]) if width else []
+        offsets.append(len(ids))
+    return (
+        torch.from_numpy(logits),
+        torch.from_numpy(tokens),
+        torch.tensor(offsets),
+        torch.tensor(ids, dtype=torch.int32),
+    )
+
+
+def reference(
+    logits: torch.Tensor, tokens: torch.Tensor, offsets: torch.Tensor, ids: torch.Tensor, temperature: float
+) -> torch.Tensor:
+    """One token at a time, in float64: the kept logits' log-softmax at the token."""
+    logprobs = []
+    for index, token in enumerate(tokens.tolist()):
+        kept = ids[offsets[index] : offsets[index + 1]].tolist() or list(range(logits.shape[1]))
+        scaled = logits[index, kept].double() / temperature
+        logprobs.append(torch.log_softmax(scaled, 0)[kept.index(token)])
+    return torch.stack(logprobs)
+
+
+ALWAYS_GATHER, NEVER_GATHER = 0, 10**9
+"""Costs of reading a logit that leave no choice."""
+
+
+NUM_HEADS = 4
+
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def packed_positions(rows: list[list[int]]) -> torch.Tensor:
+    """Of rows [B, L] of sequences of these lengths."""
+    return torch.stack([torch.cat([torch.arange(length) for length in row]) for row in rows])
+
+
+def random_inputs(
+    positions_BL: torch.Tensor,
+    *,
+    num_kv_heads: int,
+    head_size: int,
+    value_size: int,
+    scale: float = 1.0,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> Tensors:
+    """Queries, keys and values ``scale`` times as large as N(0, 1)."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(num_heads: int, size: int) -> torch.Tensor:
+        shape = (*positions_BL.shape, num_heads, size)
+        return (scale * torch.randn(shape, generator=generator)).to(dtype).requires_grad_()
+
+    return random(NUM_HEADS, head_size), random(num_kv_heads, head_size), random(num_kv_heads, value_size)
+
+
+def masked_attention(inputs: Tensors, positions_BL: torch.Tensor) -> torch.Tensor:
+    """Float64 [B, L, N, H]: a row at a time, everything but a token's own past masked."""
+    outs = []
+    for row, positions_L in enumerate(positions_BL):
+        sequence_L = (positions_L == 0).cumsum(0)
+        is_seen_LL = (sequence_L[:, None] == sequence_L).tril()
+        q_NLH, k_NLH, v_NLH = (x[row].double().transpose(0, 1) for x in inputs)
+        out_NLH = F.scaled_dot_product_attention(q_NLH, k_NLH, v_NLH, attn_mask=is_seen_LL, enable_gqa=True)
+        outs.append(out_NLH.transpose(0, 1))
+    return torch.stack(outs)
+
+
+FACTS = dataclasses.replace(
+    config_samples.FACTS,
+    hidden_size=32,
+    num_heads=2,
+    top_k=3,
+    vocab_size=40,
+    expert_hidden_size=48,
+    max_position_embeddings=64,
+)
+
+
+def make_moe() -> torch.nn.Module:
+    torch.manual_seed(0)
+    moe = titan_config(FACTS).layers[0].moe.build()
+    with torch.no_grad():
+        for parameter in moe.parameters():
+            parameter.normal_(std=0.3)
+    return moe
+
+
+def random_ids(*shape: int) -> torch.Tensor:
+    return torch.rand(*shape, FACTS.num_experts).argsort(-1)[..., : FACTS.top_k]
