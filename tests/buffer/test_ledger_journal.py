@@ -63,10 +63,7 @@ def test_events_reach_the_disk_without_anyone_waiting_for_them(
         journal = Journal(JournalFile.create(path), START)
         for event in (opened(1), *prompts(0, 2)):
             journal.append([event])
-            while (
-                not path.read_bytes().endswith(b"}\n")
-                or path.read_bytes().count(b"\n") < journal.position.num_lines
-            ):
+            while path.read_bytes().count(b"\n") < journal.position.num_lines:
                 await asyncio.sleep(0.005)
 
     asyncio.run(write())
@@ -158,15 +155,12 @@ def test_an_error_that_will_not_pass_is_raised_and_names_the_file(
         journal = Journal(JournalFile.create(path), START)
         journal.append([opened(1), *prompts(0, 20)])
         for wait in (journal.durable, journal.close):
-            with pytest.raises(
-                JournalNotWritten, match=r"Bad file descriptor; \d+ bytes of the ledger"
-            ) as raised:
+            with pytest.raises(JournalNotWritten, match=r"Bad file descriptor; \d+ bytes") as raised:
                 await wait()
             assert raised.value.filename == str(path)
             again = pickle.loads(pickle.dumps(raised.value))
-            assert type(again) is JournalNotWritten and str(again) == str(raised.value), (
-                "as it leaves its actor"
-            )
+            # As it leaves its actor.
+            assert type(again) is JournalNotWritten and str(again) == str(raised.value)
         with pytest.raises(JournalNotWritten):
             journal.append(prompts(20, 1))
 
