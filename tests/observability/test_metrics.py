@@ -126,30 +126,6 @@ def read_lines(path: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def test_each_line_is_on_disk_before_close(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    writer = MetricsWriter(path, tensorboard_dir=None)
-    writer.write_initial_evaluation(make_held_out(accuracy=0.125), eval_s=3.0)
-    assert read_lines(path) == [
-        {
-            "step": 0,
-            "policy_version": 0,
-            "eval/accuracy": 0.125,
-            "eval/score_mean": 0.125 + 0.875 / 4,
-            "eval/num_unscored": 24,
-            "time/eval_s": 3.0,
-            "time/elapsed_s": 0.0,
-            "metrics/num_nonfinite": 0,
-            "metrics/num_tensorboard_errors": 0,
-        }
-    ]
-    for step in (1, 2):
-        writer.write(make_step(step=step).to_dict())
-        assert [line["step"] for line in read_lines(path)] == list(range(step + 1))
-    writer.close()
-    writer.close()
-
-
 def test_missing_key_is_an_error_and_writes_nothing(tmp_path: Path) -> None:
     metrics = make_step().to_dict()
     del metrics["loss"], metrics["time/elapsed_s"]
